@@ -113,8 +113,12 @@ class CopyChannel:
         return self.buffers[half]
 
     def send(self, team: Team, target: torch.Tensor, source: torch.Tensor, row: int, number: int, peer: int) -> None:
-        """``Channel.send``, but ``row`` chooses the flags by place in ``buffers``, not by source."""
-        team.copy_engine.put(target, source, peer)
+        """``Channel.send``, but ``row`` chooses the flags by place in ``buffers``, not by source.
+
+        An empty ``source`` is announced alone.
+        """
+        if source.numel() > 0:
+            team.copy_engine.put(target, source, peer)
         team.copy_engine.signal(self._flag(row, number), self._flag(-1, 0), peer)
 
     def rows_from(self, first: int) -> Channel:

@@ -344,7 +344,7 @@ def built_grouped(arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=204
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
     schedule = Schedule(INTS, INTS, INTS, INTS, 8, block)
     scales = torch.zeros(64) if fp8 else None
-    arguments = x, scales, TensorDescriptor(weight, *sizes), out, schedule, N, K, 4
+    arguments = x, scales, None, TensorDescriptor(weight, *sizes), out, schedule, N, K, 4, None, None
     return compiled(grouped_matmul_kernel, *arguments, arch=arch, **constants, **options)
 
 

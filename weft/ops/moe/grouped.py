@@ -36,6 +36,8 @@ from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
+    from weft.runtime.team.channel import ChannelView
+    from weft.runtime.team.view import TeamView
 
 
 @exchangeable
@@ -90,6 +92,7 @@ class Form(NamedTuple):
     even     block_k divides K
     described  x is a descriptor, for rows in the order of the schedule that begin on 16 bytes
     turned   the weight is [experts, K, N], for gradients: dy @ weight[e]
+    in_place this rank's rows are not in x but in ``Arriving.own``
     """
 
     gated: bool
@@ -98,18 +101,51 @@ class Form(NamedTuple):
     even: bool
     described: bool
     turned: bool
+    in_place: bool = False
+
+
+class Arriving(NamedTuple):
+    """Rows that copy engines bring while a grouped GEMM runs, an argument of its kernel.
+
+    own     [T, K]: this rank's rows, read in place if FORM.in_place, else they are in x too
+    tokens  most of a rank: row t of rank s is x[s * tokens + t]
+    chunk   rows under one flag: chunk c of a rank has those from c * chunk on, and comes behind chunk c - 1
+    """
+
+    own: torch.Tensor
+    tokens: int
+    chunk: int
+
+
+@triton.jit
+def await_rows(first, last, arriving, landed, team):
+    """Acquire: return once all rows from ``first`` to ``last`` are here.
+
+    Rows are in the order of ranks me, me + 1, … (mod W). It waits for the last chunk of each rank between the two, and of
+    ``last``'s rank for the one that has it: a rank's chunks arrive in their order, so all before it are here too.
+    """
+    world: tl.constexpr = wl.num_ranks(team)
+    me, call = wl.rank(team), wl.current_call(landed)
+    begin = (first // arriving.tokens + world - me) % world
+    end = (last // arriving.tokens + world - me) % world
+    for step in range(tl.maximum(begin, 1), end + 1):
+        row = tl.where(step == end, last % arriving.tokens, arriving.tokens - 1)
+        wl.chunk_wait(call, (me + step) % world, row // arriving.chunk, team)
 
 
 @triton.jit(do_not_specialize=["slab"])
 def grouped_matmul_kernel(
     x,
     scales,
+    arriving,
     weight,
     out,
     schedule,
     N,
     K,
     slab,
+    landed,
+    team,
     FORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -120,20 +156,27 @@ def grouped_matmul_kernel(
     x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else rows in that order, and row p of
               out is pair p's. A descriptor if FORM.described
     scales    [T, ceil(K / 128)] of fp8 rows of x, gathered; or None
+    arriving  ``Arriving`` of gathered rows of x, with their channel ``landed``, and each expert's pairs in the order of ranks
+              me, me + 1, … (mod W); or None, where landed and team are None too
     weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows, or if FORM.turned of [experts, K, N]; if FORM.gated of
               [experts, 2, N, K] in blocks of BLOCK_N // 2 rows of both, or if TRANSPOSED of one
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
     slab      tiles along N that go before the next ones are begun
 
-    signals, waits  none: a tile is one program's
+    signals   none: a tile is one program's. Copy engines of the peers, after each chunk of their rows
+    waits     with ``arriving``, before a tile's first load of x: for the ranks from its first pair's to its last pair's, but
+              this one (``await_rows``). Other pairs of the tile lie between the two. This rank's rows are read from ``own``
+    progress  programs wait for copy engines only, so they need not all be resident
     """
     BLOCK_M: tl.constexpr = FORM.block
     WIDTH: tl.constexpr = BLOCK_N // 2 if FORM.gated else BLOCK_N
     wl.follow_previous_kernel()
     tile_rows, tile_columns = tl.load(schedule.tile_count), tl.cdiv(N, WIDTH)
     local, deep = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    # A flattened loop loads rows of a tile before it has waited for them.
+    FLATTEN: tl.constexpr = not TRANSPOSED and arriving is None
     tl.assume(K > 0)
-    for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0), flatten=not TRANSPOSED):
+    for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0), flatten=FLATTEN):
         first_column = tile // (tile_rows * slab) * slab
         width = tl.minimum(slab, tile_columns - first_column)
         place = tile - first_column * tile_rows
@@ -147,7 +190,18 @@ def grouped_matmul_kernel(
             source = pair // FORM.choices
         else:
             source = row + tl.minimum(local, count - 1)
-        rows = x + source.to(tl.int64)[:, None] * K + deep[None, :] if not FORM.described else x
+        if arriving is not None:
+            begin, end = tl.load(schedule.pairs + first), tl.load(schedule.pairs + first + count - 1)
+            await_rows(begin // FORM.choices, end // FORM.choices, arriving, landed, team)
+        if FORM.in_place:
+            of_mine = source - wl.rank(team) * arriving.tokens
+            mine = (of_mine >= 0) & (of_mine < arriving.tokens)
+            rows = tl.where(mine, arriving.own, x) + tl.where(mine, of_mine, source).to(tl.int64) * K
+            rows = rows[:, None] + deep[None, :]
+        elif FORM.described:
+            rows = x
+        else:
+            rows = x + source.to(tl.int64)[:, None] * K + deep[None, :]
         if scales is not None:
             scale = scales + source.to(tl.int64) * tl.cdiv(K, COLUMNS)
         if TRANSPOSED:
@@ -277,8 +331,12 @@ def run(
     *,
     gather: int,
     scales: torch.Tensor | None = None,
+    arriving: Arriving | None = None,
+    landed: ChannelView | None = None,
+    team: TeamView | None = None,
     gated: bool = False,
     turned: bool = False,
+    in_place: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows of checked arguments, in ``out`` or a new tensor; see ``grouped_matmul_kernel``.
@@ -286,6 +344,8 @@ def run(
     gather  k: x has a row for each token, 1: for each pair, and rows of the result are in the order of the schedule; 0: x is in
             that order, and the result's are those of pairs
     scales  of fp8 rows of tokens
+    arriving, landed, team, in_place
+            of rows of tokens that are still coming, into x
     """
     experts, rows, columns = weight.shape
     N, K = (columns, rows) if turned else (rows // (2 if gated else 1), columns)
@@ -294,8 +354,9 @@ def run(
     if pairs == 0:
         return out
     x = x if x.is_contiguous() else x.contiguous()
-    if not (weight.is_contiguous() and can_describe(weight.view(-1, columns))):
+    if not can_describe_experts(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
+    apart = weight.stride(0) if experts > 1 else rows * columns
     if scales is not None:
         if design.block_k > COLUMNS.value:
             raise ValueError(
@@ -303,24 +364,27 @@ def run(
             )
         scales = scales.contiguous()
     block_n, block_k, width = design.block_n, design.block_k, design.block_n // (2 if gated else 1)
-    shape, strides, block = [experts, rows, columns], [rows * columns, columns, 1], [1, block_n, block_k]
+    shape, strides, block = [experts, rows, columns], [apart, columns, 1], [1, block_n, block_k]
     if gated:
         both = 1 if design.transposed else 2
-        shape, strides, block = [experts, 2, N, K], [2 * N * K, N * K, K, 1], [1, both, width, block_k]
+        shape, strides, block = [experts, 2, N, K], [apart, N * K, K, 1], [1, both, width, block_k]
     if turned:
         block = [1, block_k, block_n]
     described = not gather and can_describe(x)
-    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned)
+    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, in_place)
     across = cdiv(N, width)
     grouped_matmul_kernel[(min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),)](
         TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k]) if described else x,
         scales,
+        arriving,
         TensorDescriptor(weight, shape, strides, block),
         out,
         schedule,
         N,
         K,
         max(1, min(across, design.columns // width)),
+        landed,
+        team,
         FORM=form,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -330,6 +394,12 @@ def run(
         **launch_options(caps),
     )
     return out
+
+
+def can_describe_experts(weight: torch.Tensor) -> bool:
+    """True if a tensor descriptor can read ``weight`` [experts, N, K]: each dense, on 16 bytes."""
+    on_lines = weight.data_ptr() % 16 == 0 and weight.shape[2] * weight.itemsize % 16 == 0
+    return on_lines and weight[0].is_contiguous() and weight.stride(0) * weight.itemsize % 16 == 0
 
 
 def weight_grad(dy: torch.Tensor, x: torch.Tensor, schedule: Schedule, *, gather: bool) -> torch.Tensor:

@@ -114,6 +114,23 @@ def check_shared(
         check_shape(op, "gate", gate, shape[:1])
 
 
+def add_up(
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: tuple[int, int],
+    shared: Shared,
+    out: torch.Tensor,
+) -> None:
+    """Launch moe_sum_kernel for checked arguments; experts: (first, count)."""
+    (T, k), N = ids.shape, y.shape[1]
+    if out.numel() > 0:
+        options = launch_options(capabilities_of(y.device))
+        launch = launch_on(y.device, moe_sum_kernel, k, lambda: {"K": k, "BLOCK": BLOCK, **options})
+        tensors = y.contiguous(), ids.contiguous(), weights.contiguous(), shared, out
+        launch((T, cdiv(N, BLOCK)), *tensors, N, *experts)
+
+
 class MoeSum(MoeOp):
     """sizes of a case: T, k, experts in all, N."""
 
@@ -189,23 +206,9 @@ class MoeSum(MoeOp):
         shared: torch.Tensor | None,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
-        (T, k), N, out = ids.shape, y.shape[1], self.fake(y, ids, weights, first, count, shared, gate)
-        if out.numel() > 0:
-            options = launch_options(capabilities_of(y.device))
-            launch = launch_on(y.device, moe_sum_kernel, k, lambda: {"K": k, "BLOCK": BLOCK, **options})
-            rows = None if shared is None else shared.contiguous()
-            beside = Shared(rows, gate, 0 if gate is None else gate.stride(0))
-            launch(
-                (T, cdiv(N, BLOCK)),
-                y.contiguous(),
-                ids.contiguous(),
-                weights.contiguous(),
-                beside,
-                out,
-                N,
-                first,
-                count,
-            )
+        out = self.fake(y, ids, weights, first, count, shared, gate)
+        rows = None if shared is None else shared.contiguous()
+        add_up(y, ids, weights, (first, count), Shared(rows, gate, 0 if gate is None else gate.stride(0)), out)
         return out
 
     def fake(self, y, ids, weights, first, count, shared, gate):

@@ -304,6 +304,21 @@ def operands_of_experts(team):
         {"y": torch.ones(6, 8), "dispatched": found, "tokens": 3, "team": team},
         {"y": TENSOR, **wrong},
     )
+    given = {
+        "x": x,
+        "routing": routing,
+        "gate_up": torch.ones(4, 4, 8),
+        "experts": experts,
+        "team": team,
+        "max_tokens": 3,
+    }
+    wrong = {"routing": (None, ids, LONG), "experts": (4, None, LONG), "max_tokens": (*COUNT, 2), "team": TEAM}
+    wrong["algorithm"] = (*CHOICE, "pull")
+    yield ops.all_gather_grouped_matmul_silu_mul, given, {"x": TENSOR, "gate_up": TENSOR, **wrong}
+    given = {"h": torch.ones(6, 8), "down": torch.ones(4, 4, 8), "schedule": schedule, "dispatched": found, "tokens": 3}
+    wrong = {"dispatched": (None, 5, LONG), "tokens": (*INT, -1, 4), "team": TEAM, "algorithm": (*CHOICE, "pull")}
+    wrong["schedule"] = (None, 5, (1, 2), LONG)
+    yield ops.grouped_matmul_reduce_scatter, {**given, "team": team}, {"h": TENSOR, "down": TENSOR, **wrong}
 
 
 def test_ops():

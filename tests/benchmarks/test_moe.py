@@ -20,8 +20,8 @@ def commands(tmp_path, *steps):
 
 
 def test_every_command_of_the_script_is_valid(tmp_path):
-    found = commands(tmp_path, "exchange", "local", "layer", "model", "tune")
-    assert [command for command, *_ in found] == ["bench"] * 4 + ["tune"]
+    found = commands(tmp_path, "exchange", "overlap", "local", "layer", "model", "tune")
+    assert [command for command, *_ in found] == ["bench"] * 5 + ["tune"]
     shapes = {}
     for command, *words in found:
         assert words[words.index("--world-size") + 1] == "2"
@@ -42,5 +42,5 @@ def test_an_unknown_step_and_a_missing_folder_are_refused(tmp_path):
     assert subprocess.run(["sh", SCRIPT], capture_output=True).returncode != 0
 
 
-EXCHANGES = ("moe-dispatch", "moe-dispatch+fp8", "moe-combine")
+EXCHANGES = ("moe-dispatch", "moe-dispatch+fp8", "moe-combine", "ag-moe", "moe-rs")
 GROUPED = ("grouped-gemm-silu", "grouped-gemm")

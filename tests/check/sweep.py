@@ -31,6 +31,10 @@ from tests.ops.checking import call_op, inputs_of
 from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.collectives.all_reduce import ALL_REDUCE
+from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
+from weft.ops.moe.grouped import GroupedTiles
+from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
+from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import registered
 from weft.ops.overlap.sequential import Overlapped
 
@@ -195,6 +199,31 @@ def normed_pairs(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tenso
     return ops.grouped_matmul_all_reduce_rms_norm(*given, algorithm="in_norm")
 
 
+EXPERT_TILES = GroupedTiles(block_n=16, block_k=32, columns=16, num_warps=4, num_stages=2)
+
+
+def chosen(x: Callable[..., torch.Tensor], tokens: int, experts: int) -> Routing:
+    """Random choices of two experts a token."""
+    return Routing(x(tokens, experts).topk(2).indices.int(), x(tokens, 2))
+
+
+def experts_gathered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Whole experts' GEMM of tokens that arrive, sometimes none, while a peer may be in its next call."""
+    tokens, total = 5 * ((team.rank + int(x(1).abs().item() * 8)) % 5 > 0), 2 * team.size
+    experts, design = Experts.whole(total, team.rank, team.size), AG_MOE.designs["fused"]
+    given = x(tokens, 32), *chosen(x, tokens, total), x(2, 16, 32), experts, 5, 16
+    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2), team, *given)
+    return h[: int(counts.sum())].clone()
+
+
+def experts_scattered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Two slabs of the GEMM of slices of experts, and their sums at the tokens' ranks."""
+    experts, routing = Experts.slices(2), chosen(x, 3 * team.size, 2)
+    schedule, design = ops.moe_schedule(routing.ids, experts, start=3 * team.rank), MOE_RS.designs["slabs"]
+    given = x(6 * team.size, 16), x(2, 32, 16), schedule, routing, experts, 3
+    return MOE_RS.run(design(tiles=EXPERT_TILES, slabs=2), team, *given)
+
+
 # Calls in which a program has several tiles and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -236,6 +265,8 @@ OPS = [
     Call("sharded_decode_attention one_kernel", functools.partial(attended, algorithm="one_kernel"), 1),
     Call("sharded_decode_attention two_kernels", functools.partial(attended, algorithm="two_kernels"), 1),
     Call("grouped_matmul_all_reduce_rms_norm", normed_pairs, 2),
+    Call("all_gather_grouped_matmul_silu_mul", experts_gathered, 2, 4),
+    Call("grouped_matmul_reduce_scatter", experts_scattered, 1, 4),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),

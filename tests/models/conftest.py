@@ -74,6 +74,16 @@ def plain_ops(monkeypatch):
         in_order = a.roll(team.rank * a.shape[0] // team.size, 0) if own_first else a
         return team.library.reduce_scatter(in_order @ b.T)
 
+    def all_gather_grouped_matmul_silu_mul(x, routing, gate_up, experts, team, max_tokens):
+        rows, ids, weights = (team.library.all_gather(tensor) for tensor in (x, *routing))
+        gate, up = torch.einsum("tk,enk->etn", rows, gate_up).chunk(2, dim=-1)  # of all rows, chosen or not
+        return torch.nn.functional.silu(gate) * up, experts, (ids, weights)
+
+    def grouped_matmul_reduce_scatter(h, down, experts, choices, tokens, team):
+        ids, weights = choices
+        of_experts = torch.stack([(weights * (ids == experts.first + e)).sum(-1) for e in range(experts.count)])
+        return team.library.reduce_scatter(torch.einsum("etn,ehn,et->th", h, down, of_experts))
+
     plain = SimpleNamespace(
         all_reduce=lambda x, team: team.library.all_reduce(x),
         all_gather=lambda x, team: team.library.all_gather(x),
@@ -82,6 +92,8 @@ def plain_ops(monkeypatch):
         matmul_reduce_scatter=matmul_reduce_scatter,
         matmul_all_reduce=matmul_all_reduce,
         all_to_all=lambda x, team: torch.cat([parts[team.rank, None] for parts in team.exchange(x)]),
+        all_gather_grouped_matmul_silu_mul=all_gather_grouped_matmul_silu_mul,
+        grouped_matmul_reduce_scatter=grouped_matmul_reduce_scatter,
     )
     for module in ("replicated", "sequence_parallel", "vocabulary", "context"):
         monkeypatch.setattr(f"weft.parallel.{module}.ops", plain)

@@ -5,6 +5,7 @@ from tests.zoo import (  # noqa: F401  (importing fills it)
     attending,
     channels,
     copying,
+    experts,
     gathering,
     grids,
     misusing,

@@ -26,8 +26,10 @@ from weft.ops.gemm.algorithm_search import warm_up
 from weft.ops.gemm.matmul import matmul
 from weft.ops.gemm.matmul_parts import matmul_parts
 from weft.ops.gemm.matmul_silu_mul import matmul_silu_mul
+from weft.ops.moe.all_gather_grouped_matmul_silu_mul import all_gather_grouped_matmul_silu_mul
 from weft.ops.moe.grouped_matmul import grouped_matmul
 from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import grouped_matmul_all_reduce_rms_norm
+from weft.ops.moe.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
 from weft.ops.moe.grouped_matmul_silu_mul import grouped_matmul_silu_mul
 from weft.ops.moe.moe_combine import moe_combine
 from weft.ops.moe.moe_dispatch import Dispatched, moe_dispatch
@@ -44,13 +46,14 @@ from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
     "DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges", "ZigzagRanges",
-    "ZigzagShards", "add_rms_norm", "all_gather", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm",
-    "all_to_all", "barrier", "decode_attention", "decode_metadata", "explain", "gathered_prefill_attention",
-    "grouped_matmul", "grouped_matmul_all_reduce_rms_norm", "grouped_matmul_silu_mul", "heads_to_sequence",
-    "join_argmax", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul",
-    "merge_attention", "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention",
-    "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "sequence_to_heads",
-    "sharded_decode_attention", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
+    "ZigzagShards", "add_rms_norm", "all_gather", "all_gather_grouped_matmul_silu_mul", "all_gather_matmul",
+    "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention", "decode_metadata", "explain",
+    "gathered_prefill_attention", "grouped_matmul", "grouped_matmul_all_reduce_rms_norm",
+    "grouped_matmul_reduce_scatter", "grouped_matmul_silu_mul", "heads_to_sequence", "join_argmax", "matmul",
+    "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "merge_attention",
+    "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention", "paged_prefill_attention",
+    "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention",
+    "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.

@@ -98,6 +98,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return ops.silu_mul(gate_up)
 
 
+def route(x: Tensor, w: MoEWeights) -> ops.Routing:
+    """Choices of x's rows, in two launches."""
+    logits, _ = w.logits(ops.matmul(x, w.router))
+    return ops.route(logits, bias=w.bias, **w.gating._asdict())
+
+
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
     """This rank's summand of a mixture of experts: what its experts, or slices of them, add to x's rows.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from weft.ops.moe.routing import Routing
 from weft.parallel.rotary import apply_rotary
 from weft.parallel.tensors import AttentionWeights, Gating, MLPWeights, MoEWeights, NormWeights, VocabWeights
 
@@ -86,6 +87,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def route(x: Tensor, w: MoEWeights) -> Routing:
+    """Choices of x's rows."""
+    logits, _ = w.logits(F.linear(x, w.router))
+    ids, weights = routing_of(logits, w.bias, w.gating)
+    return Routing(ids.int(), weights)
 
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:

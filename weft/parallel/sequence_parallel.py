@@ -67,9 +67,21 @@ class SequenceParallel(Recipe):
         )
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
+        if w.shared is None:
+            return self.chosen(x, w)
         whole = ops.all_gather(x.rows, self.team)  # all_gather
         summand = self.local.experts(whole, w)  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
         return SequenceShard(ops.reduce_scatter(summand, self.team))  # reduce_scatter
+
+    def chosen(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
+        """A mixture without a shared expert, for which all ranks would need all rows anyway."""
+        routing, count = self.local.route(x.rows, w), len(x.rows)  # matmul, route
+        h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(
+            x.rows, routing, w.gate_up, w.experts, self.team, max_tokens=count
+        )  # all_gather_grouped_matmul_silu_mul
+        return SequenceShard(
+            ops.grouped_matmul_reduce_scatter(h, w.down, schedule, found, count, self.team)
+        )  # grouped_matmul_reduce_scatter
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:
         x = self.local.embed(tokens, table)  # vocab_embedding

@@ -20,7 +20,10 @@ from weft.bench.ops.normed import add_norm, copy_into
 from weft.bench.ops.problem import OpProblem
 from weft.ops.gemm.cublas import matmul
 from weft.ops.moe.fp8_rows import by_torch
+from weft.ops.moe.grouped_matmul import grouped_matmul
+from weft.ops.moe.grouped_matmul_silu_mul import grouped_matmul_silu_mul
 from weft.ops.moe.moe_cases import experts_of
+from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.routing import Experts
 
 # torch's exchange of rows by expert refuses more experts of a rank.
@@ -29,6 +32,7 @@ MOST_EXPERTS = 16
 CEILINGS = {
     "cublas.dense": "one GEMM of as many rows, with one expert's weight",
     "cublas.weights": "one GEMM of the mean number of an expert's rows, with the weights of all active experts",
+    "weft.gemm_alone": "weft's own grouped GEMM of the same rows, without what goes between the ranks",
     "nccl.counts_known": "the rows alone, without the sort and the counts by which frameworks learn how many there are",
 }
 
@@ -324,6 +328,99 @@ def grouped_all_reduce(problem: OpProblem) -> Prepared:
     return Prepared(run=run, prepare=written(problem, buffers))
 
 
+# --- AG-MoE and MoE-RS ---------------------------------------------------------------------------------------------------
+
+
+def gathered_orders(problem: OpProblem) -> list[Order]:
+    """Order of all ranks' pairs in each set: each expert's from this rank's tokens on, as the op has them."""
+    (T, k, *_), me, W = problem.case.sizes, problem.team.rank, problem.team.size
+    found = []
+    for number in range(len(problem.sets)):
+        order = sorted_pairs(all_ids(problem, number).roll(-me * T, 0), mine(problem))
+        pairs = (order.pairs[: int(order.ends[-1])] + me * T * k) % (W * T * k)
+        found.append(Order(pairs, order.ends))
+    return found
+
+
+def nccl_gather_grouped(problem: OpProblem) -> Prepared:
+    """All rows by all_gather_into_tensor, index_select, torch's grouped GEMM, silu and product.
+
+    The choices of all ranks, and so the order of the pairs, are known before.
+    """
+    group, W, k = group_of(problem), problem.team.size, problem.case.sizes[1]
+    orders = gathered_orders(problem)
+    tokens = [order.pairs // k for order in orders]
+    finish = torch.compile(silu_mul, dynamic=False)
+
+    def run(number: int) -> torch.Tensor:
+        x, _, _, gate_up = problem.sets[number]
+        rows = x.new_empty((W * len(x), x.shape[1]))
+        dist.all_gather_into_tensor(rows, x, group=group)
+        rows = rows.index_select(0, tokens[number])
+        return finish(torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=orders[number].ends))
+
+    return Prepared(run=run, compare=lambda out: (out, problem.answer()[0][: len(out)]))
+
+
+def first_gemm_alone(problem: OpProblem) -> Prepared:
+    """weft's own grouped GEMM of all ranks' rows; they and their schedule are there before."""
+    T, _, total, *_ = problem.case.sizes
+    W, me = problem.team.size, problem.team.rank
+    operands = []
+    for number in range(len(problem.sets)):
+        rows = torch.cat([problem.inputs(rank, number)[0] for rank in range(W)])
+        schedule = moe_schedule(all_ids(problem, number), Experts.whole(total, me, W), start=me * T)
+        operands.append((rows, problem.sets[number][3], schedule))
+
+    def compare(out: torch.Tensor) -> tuple[Any, Any]:
+        expected, counts = problem.answer()
+        computed = int(counts.sum())
+        return out[:computed], expected[:computed]
+
+    return Prepared(run=lambda number: grouped_matmul_silu_mul(*operands[number]), compare=compare)
+
+
+def scattered_orders(problem: OpProblem) -> list[Order]:
+    """Order of the pairs of h in each set."""
+    (T, k, *_), me, W = problem.case.sizes, problem.team.rank, problem.team.size
+    found = []
+    for _, _, ids, _ in problem.sets:
+        order = sorted_pairs(ids.roll(-me * T, 0), mine(problem))
+        found.append(Order((order.pairs[: int(order.ends[-1])] + me * T * k) % (W * T * k), order.ends))
+    return found
+
+
+def nccl_grouped_scatter(problem: OpProblem) -> Prepared:
+    """torch's grouped GEMM, rows put in the pairs' order and added up, reduce_scatter_tensor."""
+    group, W = group_of(problem), problem.team.size
+    orders, experts = scattered_orders(problem), mine(problem)
+    add = torch.compile(weighted_sum, dynamic=False)
+
+    def run(number: int) -> torch.Tensor:
+        h, down, ids, weights = problem.sets[number]
+        order, y = orders[number], h.new_empty((ids.numel(), down.shape[1]))
+        y.index_copy_(0, order.pairs, torch._grouped_mm(h[: len(order.pairs)], down.transpose(1, 2), offs=order.ends))
+        sums = add(y, ids, weights, experts)
+        out = sums.new_empty((len(sums) // W, sums.shape[1]))
+        dist.reduce_scatter_tensor(out, sums, group=group)
+        return out
+
+    return Prepared(run=run)
+
+
+def second_gemm_alone(problem: OpProblem) -> Prepared:
+    """weft's own grouped GEMM, without the sums."""
+    (h, down, _, _), [order, *_] = problem.sets[0], scattered_orders(problem)
+
+    def compare(out: torch.Tensor) -> tuple[Any, Any]:
+        counts = order.ends.diff(prepend=order.ends[:1] * 0).tolist()
+        rows = h[: len(order.pairs)].double().split(counts)
+        wanted = [row @ weight.double().T for row, weight in zip(rows, down, strict=True)]
+        return out[order.pairs], torch.cat(wanted)
+
+    return Prepared(run=lambda number: grouped_matmul(*problem.arguments[number][:3]), compare=compare)
+
+
 def vdev_2d(problem: OpProblem) -> Prepared:
     """torch.ops.symm_mem.all_to_all_vdev_2d, where it runs: nowhere that this harness does."""
     group_of(problem)
@@ -357,5 +454,9 @@ MOE_BASELINES = (
     _provider("moe-combine", "nccl", nccl_combine),
     _provider("moe-combine", "nccl.reduce_scatter", nccl_reduce_scatter),
     _provider("moe-ar-rms-norm", "torch.grouped+nccl", grouped_all_reduce),
+    _provider("ag-moe", "nccl+torch.grouped", nccl_gather_grouped),
+    _provider("ag-moe", "weft.gemm_alone", first_gemm_alone, role="ceiling"),
+    _provider("moe-rs", "torch.grouped+nccl", nccl_grouped_scatter),
+    _provider("moe-rs", "weft.gemm_alone", second_gemm_alone, role="ceiling"),
     *(_provider(op, "torch.all_to_all_vdev_2d", vdev_2d) for op in ("moe-dispatch", "moe-combine")),
 )

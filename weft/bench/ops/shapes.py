@@ -71,7 +71,7 @@ def op_of(name: str) -> Op:
 
 def computes(op: Op) -> bool:
     """True for an op that is rated by what each rank computes, False by its bytes on the wire."""
-    return op.form in ("gemm", "prefill", "sharded") or not op.collective
+    return op.form in ("gemm", "prefill", "sharded") or not op.collective or has_flops(op)
 
 
 def has_flops(op: Op) -> bool:

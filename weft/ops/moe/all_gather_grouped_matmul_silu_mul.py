@@ -1,0 +1,469 @@
+"""all_gather_grouped_matmul_silu_mul: first GEMM of a mixture of experts, on tokens as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from weft.arguments import check_int, quoted
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.all_gather import all_gather
+from weft.ops.local import check_shape
+from weft.ops.moe import grouped
+from weft.ops.moe.arrival import (
+    MAX_HEAD,
+    case_experts,
+    channel_of,
+    of_all_ranks,
+    order_tiles,
+    schedule_of,
+    send_rows,
+)  # fmt: skip
+from weft.ops.moe.exchange import padded
+from weft.ops.moe.exchange_op import rows_sent
+from weft.ops.moe.gather_words import GatherWords, gather_words
+from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_matmul_silu_mul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
+from weft.ops.moe.grouped_space import tiles, tiles_around
+from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing
+from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
+from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import register
+from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.codec import exchangeable
+from weft.runtime.team.team import find_team
+from weft.transport.copy_channel import MAX_CHUNKS
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """One grouped GEMM; its tiles wait for the ranks that their rows span, copy engines bring them.
+
+    words     the kernel that gathers the choices
+    chunks    signals for a rank's rows, at most MAX_CHUNKS
+    in_place  this rank's rows are read where they are, else copied beside the others
+    head      of this many tiles of pairs, a power of two, those of this rank's rows alone come first; 0: all in their order
+    """
+
+    tiles: GroupedTiles
+    words: GatherWords = GatherWords()
+    chunks: int = 1
+    in_place: bool = True
+    head: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("chunks", self.chunks, 1, MAX_CHUNKS)
+        if check_int("head", self.head, 0, MAX_HEAD) & (self.head - 1):
+            raise ValueError(f"head={self.head} is neither 0 nor a power of two")
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequential:
+    """moe_dispatch, then moe_schedule and grouped_matmul_silu_mul."""
+
+    dispatch: Planned
+    gemm: Planned
+
+
+class GatherGroupedCall(NamedTuple):
+    """Sizes that the plan depends on.
+
+    tokens  most of a rank; held: experts of a rank, of ``experts``
+    N, K    features of an expert here, elements of a row
+    """
+
+    tokens: int
+    choices: int
+    experts: int
+    held: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+    def gemm(self, machine: Machine) -> GroupedCall:
+        """Call of the grouped GEMM of all ranks' tokens."""
+        tokens = machine.world_size * self.tokens
+        block = MOE_SCHEDULE.plan(ScheduleCall(tokens * self.choices, self.experts), machine).design.block
+        return GroupedCall(block, tokens * self.choices, self.N, self.K, self.dtype, True)
+
+
+def all_gather_grouped_matmul_silu_mul(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: torch.Tensor,
+    experts: Experts,
+    team: Team,
+    *,
+    max_tokens: int,
+    algorithm: str = "auto",
+) -> tuple[torch.Tensor, Schedule, Dispatched]:
+    """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [pairs, N], of all ranks' tokens. Collective.
+
+    i is the i-th pair of a token t and an expert of this rank.
+
+    x           [T, K], fp16, bf16 or fp32, this rank's tokens, a row a multiple of 16 bytes; T may differ by rank and be 0
+    routing     ids int32 [T, k] and weights [T, k] of x's dtype, as of ``route``
+    gate_up     [experts.count, 2 N, K] of x's dtype: of each expert gate's N rows, then up's
+    experts     this rank's, whole ones or slices of all; of all ranks together each expert, or each slice, once
+    max_tokens  of any rank; the same on all ranks, as K, k, dtypes, ``experts.total`` and ``algorithm`` must be
+    algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the others) or "sequential"
+                (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``)
+
+    Returns (h, schedule, dispatched). h [W * max_tokens * k, N]: row i is of the schedule's i-th pair, rows behind the last one
+    are not written; ``grouped_matmul`` and ``grouped_matmul_reduce_scatter`` take it so. schedule: each expert's pairs begin
+    with this rank's tokens, those of the next ranks follow. dispatched: all ranks' choices, for ``moe_combine`` and
+    ``grouped_matmul_reduce_scatter``; it may be the team's receive buffers, as of ``moe_dispatch``, and has no rows.
+
+    The same bits from every algorithm and run. The host reads nothing; captured in a CUDA graph, with T as it is then, it
+    replays correctly, after one call outside with these sizes. Gradients of x, the weights of ``routing`` and gate_up: by
+    ``all_gather`` and ``grouped_matmul_silu_mul``, without overlap. ValueError for arguments that do not fit.
+    """
+    op = "all_gather_grouped_matmul_silu_mul"
+    check_team(op, team)
+    check_tensor(op, "x", x, team, FLOATS)
+    check_routing(op, routing, team)
+    check_shape(op, "x", x, (routing.ids.shape[0], "K"))
+    check_tensor(op, "weights", routing.weights, team, (x.dtype,))
+    if not isinstance(experts, Experts):
+        raise ValueError(
+            f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
+        )
+    check_tensor(op, "gate_up", gate_up, team, (x.dtype,))
+    check_shape(op, "gate_up", gate_up, (experts.count, "2 N", x.shape[1]))
+    if gate_up.shape[1] % 2 or 0 in gate_up.shape:
+        raise ValueError(
+            f"{op}: gate_up has shape {tuple(gate_up.shape)}; pass gate's N rows, then up's N, at least one"
+        )
+    if x.shape[1] * x.element_size() % 16:
+        raise ValueError(
+            f"{op}: K={x.shape[1]} of {x.dtype} is {x.shape[1] * x.element_size()} bytes, no multiple of 16; pad x and gate_up"
+        )
+    check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
+    check_choice(op, "algorithm", algorithm, AG_MOE.algorithms)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, routing.weights, gate_up)):
+        return differentiable(x, routing, gate_up, experts, team, max_tokens)
+    here = machine_of(team)
+    call = GatherGroupedCall(
+        max_tokens, routing.ids.shape[1], experts.total, experts.count, gate_up.shape[1] // 2, x.shape[1], x.dtype
+    )
+    block = call.gemm(here).block
+    mine = experts.total, experts.first, experts.count
+    h, *found, ids, weights = AG_MOE.dispatch(x, *routing, gate_up, *mine, max_tokens, block, team.name, algorithm)
+    rows = x.new_empty((0, x.shape[1]))
+    schedule = Schedule(*found, choices=call.choices, block=block)
+    return h, schedule, Dispatched(rows, Routing(ids, weights), experts)
+
+
+def differentiable(
+    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, experts: Experts, team: Team, most: int
+) -> tuple[torch.Tensor, Schedule, Dispatched]:
+    """The op of checked arguments by ops that have gradients."""
+    rows, weights = (all_gather(padded(tensor, most, 0), team) for tensor in (x, routing.weights))
+    ids = all_gather(padded(routing.ids, most, -1), team)
+    schedule = moe_schedule(ids, experts, start=team.rank * most)
+    h = grouped_matmul_silu_mul(rows, gate_up, schedule)
+    return h, schedule, Dispatched(x.new_empty((0, x.shape[1])), Routing(ids, weights), experts)
+
+
+class AllGatherGroupedMatmulSiluMul(MoeOp):
+    """sizes of a case: max_tokens, k, experts, N, K.
+
+    Its field ``tokens`` has those of each rank; ``layout`` is "slices", or else experts are whole.
+    """
+
+    name, alias = "all_gather_grouped_matmul_silu_mul", "ag-moe"
+    designs = {"fused": Fused, "sequential": Sequential}
+    sizes = ("max_tokens", "k", "experts", "N", "K")
+    dtypes = FLOATS
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def call_of(
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO
+    ) -> GatherGroupedCall:
+        """Call for whole experts."""
+        tokens, k, experts, N, K = (
+            check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
+        )
+        held = Experts.whole(experts, 0, machine.world_size).count
+        return GatherGroupedCall(tokens, k, experts, held, N, K, dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> GatherGroupedCall:
+        most, k, experts, N, K = case.sizes
+        held = case_experts(case, 0).count
+        return GatherGroupedCall(most, k, experts, held, N, K, case.dtype, case.design)
+
+    def choose(self, call: GatherGroupedCall, machine: Machine) -> Planned:
+        if machine.world_size == 1:
+            return Planned("sequential", self.default("sequential", call, machine), "one rank: nothing to gather")
+        return super().choose(call, machine)
+
+    def rule(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, str]:
+        """By bytes in all: up to 2 MiB moe_dispatch sends all in one hop. That limit was not measured here."""
+        whole = machine.world_size * call.tokens * call.K * call.dtype.itemsize
+        if whole <= 2 << 20 and not machine.caps.is_simulated:
+            return "sequential", f"{whole:,} bytes of rows in all arrive in one hop"
+        return "fused", "copy engines bring the other ranks' rows while tiles of this rank's are computed"
+
+    def default(self, name: str, call: GatherGroupedCall, machine: Machine) -> Any:
+        gemm = GROUPED_MATMUL_SILU_MUL.plan(call.gemm(machine), machine)
+        if name == "fused":
+            head = head_for(call.gemm(machine), call.tokens, gemm.design, machine)
+            # gfx942's compiler cannot choose between two pointers.
+            return Fused(tiles=gemm.design, in_place=not machine.caps.arch.startswith("gfx"), head=head)
+        dispatch = DispatchCall(call.tokens, call.choices, call.K, call.dtype)
+        if call.held * machine.world_size != call.experts:
+            # Slices: all ranks need all rows.
+            lamport = MOE_DISPATCH.rule(dispatch, machine)[0] == "lamport"
+            dispatch = dispatch._replace(design="lamport" if lamport else "gather")
+        return Sequential(dispatch=MOE_DISPATCH.plan(dispatch, machine), gemm=gemm)
+
+    def table_key(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        gemm = call.gemm(machine)
+        return self.name, (gemm.pairs, gemm.block, call.held, call.N, call.K), machine.world_size
+
+    def tuned(self, call: GatherGroupedCall, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        # Tiles of other rows take another shape, and other experts have other numbers of pairs.
+        wanted = call.gemm(machine).block, call.held
+        return found if found is None or found.row.shape[1:3] == wanted else None
+
+    def from_row(self, row: Any, call: GatherGroupedCall, machine: Machine) -> Any:
+        # The row decides that the steps are sequential; each step has its own plan.
+        return (
+            self.default(row.design, call, machine)
+            if row.design == "sequential"
+            else super().from_row(row, call, machine)
+        )
+
+    def config_of(self, design: Any) -> dict[str, Any]:
+        return {} if isinstance(design, Sequential) else super().config_of(design)
+
+    def space(self, call: GatherGroupedCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from (self.default(name, call, machine) for name in self.designs)
+        base = self.default("fused", call, machine)
+        for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
+            yield replace(base, tiles=one)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, Fused):
+            heads = scaled(design.head, 1, MAX_HEAD) if design.head else ()
+            yield from moved(design, chunks=scaled(design.chunks, 1, MAX_CHUNKS), head=(*heads, 0))
+            if not quick or machine.caps.is_simulated:
+                yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        design: Any,
+        team: Team,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        experts: Experts,
+        most: int,
+        block: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """(h, pairs, counts, tiles, tile_count, ids, weights) of checked arguments.
+
+        most: max_tokens; block: of the schedule
+        """
+        self.check_design(design)
+        if isinstance(design, Sequential):
+            rows, ids, weights, _ = MOE_DISPATCH.run(design.dispatch.design, team, x, ids, weights, experts.total, most)
+            schedule = schedule_of(team, ids, experts, most, block)
+            h = GROUPED_MATMUL_SILU_MUL.run(design.gemm.design, None, rows, gate_up, schedule, True)
+            return h, *schedule[:4], ids, weights
+        x = x.contiguous()
+        (T, K), W, chunk = x.shape, team.size, cdiv(most, design.chunks)
+        channel = channel_of(team, self.name, x.dtype, W * most * K)
+        gathered = channel.begin(team)[: W * most * K].view(W * most, K)
+        team.copy_engine.fork()
+        send_rows(team, channel, x, gathered, chunk, cdiv(most, chunk))
+        _, ids, weights, _ = gather_words(design.words, team, x[:, :0], ids, weights, None, most)
+        schedule = schedule_of(team, ids, experts, most, block)
+        if not design.in_place:
+            gathered[team.rank * most :][:T].copy_(x)
+        h = grouped.run(
+            design.tiles,
+            gathered,
+            gate_up,
+            order_tiles(team, schedule, most, design.head) if design.head else schedule,
+            gather=schedule.choices,
+            gated=True,
+            in_place=design.in_place,
+            arriving=Arriving(x, most, chunk),
+            landed=channel.landed.view,
+            team=team.view,
+        )
+        team.copy_engine.join()
+        return h, *schedule[:4], ids, weights
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        total: int,
+        first: int,
+        count: int,
+        max_tokens: int,
+        block: int,
+        team: str,
+        algorithm: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        members, sizes = find_team(team), (max_tokens, ids.shape[1], total, count)
+        call = GatherGroupedCall(*sizes, gate_up.shape[1] // 2, x.shape[1], x.dtype, algorithm)
+        design = self.plan(call, machine_of(members)).design
+        return self.run(design, members, x, ids, weights, gate_up, Experts(total, first, count), max_tokens, block)
+
+    def fake(self, x, ids, weights, gate_up, total, first, count, max_tokens, block, team, algorithm):
+        rows, k = find_team(team).size * max_tokens, ids.shape[1]
+        of_all = ids.new_empty((rows, k))
+        schedule = MOE_SCHEDULE.fake(of_all, first, count, block, 0, None)
+        return gate_up.new_empty((rows * k, gate_up.shape[1] // 2)), *schedule, of_all, weights.new_empty((rows, k))
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        return super().case_of(shape, dtype, world_size, **{"tokens": (shape[0],) * world_size, **fields})
+
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.k, shape.experts, shape.features, shape.hidden
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """x, ids and weights of this rank's tokens, and its experts' weights."""
+        _, k, experts, N, K = case.sizes
+        T = case.field("tokens")[rank]
+        gate_up = draw.own("gate_up", (case_experts(case, rank).count, 2 * N, K), K**-0.5)
+        return draw.own("x", (T, K)), draw_ids(draw, T, k, experts), draw.own("weights", (T, k)), gate_up
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(h, number of each expert's pairs): an expert's from this rank's tokens on, 0 behind the last."""
+        (most, k, _, N, _), experts = case.sizes, case_experts(case, rank)
+        rows = torch.cat([padded(one[0], most, 0) for one in by_rank]).double()
+        ids = torch.cat([padded(one[1], most, -1) for one in by_rank])
+        order = (torch.arange(len(ids), device=ids.device) + rank * most) % len(ids)
+        h, counts, place = rows.new_zeros((len(ids) * k, N)), [], 0
+        for local in range(experts.count):
+            chosen = order[(ids[order] == experts.first + local).any(-1)]
+            gate, up = (rows[chosen] @ by_rank[rank][3][local].double().T).chunk(2, dim=-1)
+            h[place : place + len(chosen)] = torch.nn.functional.silu(gate) * up
+            place += len(chosen)
+            counts.append(len(chosen))
+        return h, torch.tensor(counts, dtype=torch.float64, device=ids.device)
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.sizes[4])
+
+    def results(
+        self,
+        case: Case,
+        team: Team,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h, and the number of each expert's pairs."""
+        most, experts = case.sizes[0], case_experts(case, team.rank)
+        if isinstance(case.design, str):
+            h, schedule, _ = all_gather_grouped_matmul_silu_mul(
+                x, Routing(ids, weights), gate_up, experts, team, max_tokens=most, algorithm=case.design
+            )
+            return h, schedule.counts
+        here = machine_of(team)
+        block = self.call_of_case(replace(case, design=AUTO), here).gemm(here).block
+        h, _, counts, *_ = self.run(case.design, team, x, ids, weights, gate_up, experts, most, block)
+        return h, counts
+
+    def defined(
+        self, case: Case, team: Team, out: tuple[torch.Tensor, torch.Tensor], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h with 0 behind the computed rows, and the number of each expert's pairs in its dtype."""
+        h, counts = out
+        computed = torch.arange(len(h), device=h.device) < counts.sum()
+        return torch.where(computed[:, None], h, 0), counts.to(h.dtype)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        tokens, k, experts, _, K = sizes
+        return int(rows_sent((tokens, k, experts, K), world_size) * K * dtype.itemsize)
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Rows of all ranks."""
+        shape = MoeShape(*sizes)
+        return shape.tokens * (shape.experts // shape.held) * shape.hidden * dtype.itemsize
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        return GROUPED_MATMUL_SILU_MUL.flops(of_all_ranks(sizes))
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        return GROUPED_MATMUL_SILU_MUL.memory_bytes(of_all_ranks(sizes), dtype)
+
+    def cases(self) -> Iterator[Case]:
+        def case(w: int, dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
+            return Case(
+                op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items())
+            )
+
+        def by(design: str, w: int, *sizes: int, dtype: torch.dtype = BF16, **fields: Any) -> Case:
+            return case(w, dtype, *sizes, design=design, **fields)
+
+        yield case(1, BF16, 5, 2, 4, 16, 24, tokens=(5,))
+        for w in (2, 3, 4, 8):
+            yield by("fused", w, 3, 2, 24 if w == 3 else 8, 16, 24, tokens=(3, 0, 2, 1, 3, 3, 0, 2)[:w])
+        for w in (2, 3):
+            yield by("fused", w, 6, 2, 4, 16, 24, tokens=(2, 6, 0)[:w], layout="slices")
+        for dtype in (FP16, FP32):
+            yield by("fused", 2, 5, 2, 4, 16, 24, dtype=dtype, tokens=(3, 5))
+        yield by("sequential", 2, 7, 2, 6, 16, 24, tokens=(7, 4))
+        yield by("sequential", 2, 6, 2, 4, 16, 24, tokens=(0, 6), layout="slices")
+        yield by("fused", 2, 3, 1, 4, 16, 24, tokens=(0, 0))
+        yield by("fused", 2, 9, 1, 4, 16, 24, tokens=(9, 9), skew="one expert")
+        yield by("fused", 2, 5, 2, 4, 16, 24, tokens=(5, 5), skew="some")
+        small = GroupedTiles(block_n=32, block_k=32, columns=32, per_sm=2, num_warps=4, num_stages=2)
+        words = GatherWords(row_bytes=256, num_warps=2)
+        yield case(2, BF16, 18, 1, 2, 24, 40, design=Fused(tiles=small, chunks=3, head=4), tokens=(18, 17))
+        design = Fused(tiles=replace(small, transposed=True), words=words, in_place=False)
+        yield case(2, BF16, 9, 1, 4, 24, 40, design=design, tokens=(6, 9))
+
+    def large_cases(self) -> Iterator[Case]:
+        for w in (2, 4):
+            for sizes in ((128, 8, 64, 768, 2048), (1000, 8, 64, 768, 2048)):
+                for design in self.designs:
+                    for layout in ("whole", "slices"):
+                        fields = (("tokens", (sizes[0], sizes[0] - 1, 0, sizes[0])[:w]), ("layout", layout))
+                        yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+
+
+def head_for(call: GroupedCall, tokens: int, tiles: GroupedTiles, machine: Machine) -> int:
+    """``Fused.head`` that keeps all programs busy while the other ranks' rows arrive.
+
+    In the time in which an SM multiplies a tile of block * block_n, a tenth of that many rows arrive, by 380 GB/s and 500
+    TFLOP/s of an H200, whatever K is. This rank's rows are 1/W of all. Not measured for this op.
+    """
+    world, programs = machine.world_size, machine.caps.sms * tiles.per_sm
+    rounds = cdiv(10 * (world - 1) * tokens, call.block * tiles.block_n)
+    wanted = cdiv(world * rounds * programs, cdiv(2 * call.N, tiles.block_n))
+    return min(next_power_of_2(wanted), MAX_HEAD)
+
+
+AG_MOE = AllGatherGroupedMatmulSiluMul()
+register(AG_MOE)

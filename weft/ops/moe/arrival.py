@@ -1,0 +1,108 @@
+"""Rows that arrive while experts' GEMMs run, and sums that leave: what AG-MoE and MoE-RS share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.case import Case
+from weft.ops.moe.moe_op import MoeShape
+from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
+from weft.ops.moe.routing import Experts, Schedule
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import launch_of
+from weft.runtime.team.workspace import grown_workspace
+from weft.transport.copy_channel import CopyChannel
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+# Most tiles that a program orders: 8 a thread of 4 warps.
+MAX_HEAD = 1024
+
+
+@triton.jit(do_not_specialize=["tokens", "me"])
+def order_tiles_kernel(ordered, schedule, tokens, me, CHOICES: tl.constexpr, HEAD: tl.constexpr):
+    """ordered = schedule.tiles, of the first HEAD those of rank ``me``'s rows alone before the others
+
+    grid: (cdiv(most tiles, HEAD),). In both parts of the head, and behind it, tiles keep their order. tokens: most of a rank.
+    Each expert's pairs begin with those of rank ``me``, so a tile is of its rows alone if its last pair is.
+
+    signals, waits  none
+    """
+    wl.follow_previous_kernel()
+    head = tl.program_id(0) * HEAD
+    tile = head + tl.arange(0, HEAD)
+    there = tile < tl.load(schedule.tile_count)
+    entry = schedule.tiles + tile * 4
+    expert, first = tl.load(entry, mask=there), tl.load(entry + 1, mask=there, other=0)
+    row, count = tl.load(entry + 2, mask=there), tl.load(entry + 3, mask=there, other=1)
+    last = tl.load(schedule.pairs + first + count - 1, mask=there, other=0)
+    early = there & ((last // CHOICES // tokens == me) | (head > 0))
+    before, late = tl.cumsum(early.to(tl.int32), 0), tl.cumsum((there & ~early).to(tl.int32), 0)
+    place = head + tl.where(early, before, tl.sum(early.to(tl.int32), axis=0) + late) - 1
+    target = ordered + place * 4
+    tl.store(target, expert, mask=there)
+    tl.store(target + 1, first, mask=there)
+    tl.store(target + 2, row, mask=there)
+    tl.store(target + 3, count, mask=there)
+
+
+def order_tiles(team: Team, schedule: Schedule, tokens: int, head: int) -> Schedule:
+    """``schedule`` with tiles of this rank's rows first among the first ``head``, a power of two."""
+    ordered = torch.empty_like(schedule.tiles)
+    constants = {"CHOICES": schedule.choices, "HEAD": head, **launch_options(team.caps)}
+    launch = launch_of(team, order_tiles_kernel, (schedule.choices, head), lambda: constants)
+    launch(cdiv(len(ordered), head), ordered, schedule, tokens, team.rank)
+    return schedule._replace(tiles=ordered)
+
+
+def schedule_of(team: Team, ids: torch.Tensor, experts: Experts, most: int, block: int) -> Schedule:
+    """Schedule of all ranks' tokens, this rank's first."""
+    tickets = team.workspace("moe_schedule", lambda: team.local(1, torch.int32))
+    found = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, team.rank * most, tickets)
+    return Schedule(*found, choices=ids.shape[1], block=block)
+
+
+def send_rows(
+    team: Team, channel: CopyChannel, x: torch.Tensor, gathered: torch.Tensor, chunk: int, chunks: int
+) -> None:
+    """Have the copy engine write ``x`` into every peer's ``gathered``, with a signal behind each chunk.
+
+    Also behind chunks without rows: peers do not know how many there are. Rank r serves r - 1, r - 2, …: the peer that needs
+    these rows first comes first.
+    """
+    first = team.rank * (len(gathered) // team.size)
+    for step in range(1, team.size):
+        peer = (team.rank - step) % team.size
+        for number in range(chunks):
+            rows = x[number * chunk : (number + 1) * chunk]
+            target = gathered[first + number * chunk :][: len(rows)]
+            channel.send(team, target, rows, team.rank, number, peer)
+
+
+def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChannel:
+    """The op's channel, with two halves of at least ``size`` elements."""
+
+    def make(capacity: int) -> CopyChannel:
+        return CopyChannel.make(team, team.empty((2, capacity), dtype=dtype), team.size)
+
+    return grown_workspace(team, (op, dtype), size, make)
+
+
+def case_experts(case: Case, rank: int) -> Experts:
+    """Experts of ``rank`` in a case of AG-MoE or MoE-RS."""
+    total = case.sizes[2]
+    return Experts.slices(total) if case.field("layout") == "slices" else Experts.whole(total, rank, case.world_size)
+
+
+def of_all_ranks(sizes: Sequence[int]) -> MoeShape:
+    """Shape of the grouped GEMM of all ranks' tokens."""
+    shape = MoeShape(*sizes)
+    return shape._replace(tokens=shape.tokens * (shape.experts // shape.held))

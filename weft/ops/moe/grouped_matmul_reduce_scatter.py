@@ -1,0 +1,375 @@
+"""grouped_matmul_reduce_scatter: second GEMM of a mixture of experts, summed at the tokens' ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from weft.arguments import check_int, quoted
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.reduce_scatter import reduce_scatter
+from weft.ops.local import check_shape
+from weft.ops.moe.arrival import case_experts, of_all_ranks, schedule_of
+from weft.ops.moe.exchange import padded
+from weft.ops.moe.exchange_op import rows_sent
+from weft.ops.moe.grouped import GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
+from weft.ops.moe.grouped_op import check_grouped
+from weft.ops.moe.grouped_space import tiles, tiles_around
+from weft.ops.moe.moe_cases import draw_ids
+from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
+from weft.ops.moe.moe_dispatch import Dispatched, check_routing
+from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.moe.moe_schedule import block_for
+from weft.ops.moe.moe_sum import moe_sum
+from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.slabs import LEAST_COLUMNS, MOST_SLABS, Slabs, run_slabs
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import register
+from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
+from weft.runtime.codec import exchangeable
+from weft.runtime.team.team import find_team
+from weft.transport.copy_channel import MAX_CHUNKS
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequential:
+    """grouped_matmul, then moe_combine. combine: None for slices of experts: moe_sum and reduce_scatter."""
+
+    gemm: Planned
+    combine: Planned | None
+
+
+class GroupedScatterCall(NamedTuple):
+    """Sizes that the plan depends on.
+
+    tokens  most of a rank; held: experts of a rank, of ``experts``
+    block   pairs of a tile
+    H, N    elements of a token's row, features of an expert here
+    """
+
+    tokens: int
+    choices: int
+    experts: int
+    held: int
+    block: int
+    H: int
+    N: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+    def gemm(self, machine: Machine) -> GroupedCall:
+        """Call of the grouped GEMM of all ranks' tokens."""
+        pairs = machine.world_size * self.tokens * self.choices
+        return GroupedCall(self.block, pairs, self.H, self.N, self.dtype, False)
+
+
+def grouped_matmul_reduce_scatter(
+    h: torch.Tensor,
+    down: torch.Tensor,
+    schedule: Schedule,
+    dispatched: Dispatched,
+    tokens: int,
+    team: Team,
+    *,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """out[t] = sum over t's choices of weight * (h[i] @ down[e].T) -> [T, H]. Collective.
+
+    i is the choice's row in h, e its expert.
+
+    h           [W * max_tokens * k, N], fp16, bf16 or fp32, rows in the order of ``schedule``; a row a multiple of 16 bytes
+    down        [experts, H, N] of h's dtype, of this rank's experts
+    schedule, dispatched
+                as ``all_gather_grouped_matmul_silu_mul`` gives them, or ``moe_schedule`` and ``moe_dispatch``: of all ranks'
+                tokens and this rank's experts, whole ones or slices
+    tokens      T of this rank, as it was gathered
+    algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied) or "sequential"
+                (``grouped_matmul``, ``moe_combine``; for slices ``moe_sum`` and ``reduce_scatter``)
+
+    Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32 and rounded
+    once: the same bits from run to run. "sequential" gives the same if its last step adds up the ranks in their order, as all
+    of ``moe_combine``'s algorithms do for two ranks, and all but "sum_then_scatter" for more. The host reads nothing; captured
+    in a CUDA graph it replays correctly, after one call outside with these sizes. Gradients of h, down and the weights of the
+    routing: by ``grouped_matmul``, ``moe_sum`` and ``reduce_scatter``, without overlap. ValueError for arguments that do not
+    fit.
+    """
+    op = "grouped_matmul_reduce_scatter"
+    check_team(op, team)
+    check_tensor(op, "h", h, team, FLOATS)
+    check_tensor(op, "down", down, team, (h.dtype,))
+    check_grouped(op, h, down, schedule, None, gather=False, gated=False)
+    if not isinstance(dispatched, Dispatched):
+        raise ValueError(f"{op}: dispatched={quoted(dispatched)} is not a Dispatched; weft.ops.moe_dispatch gives one")
+    check_routing(op, dispatched.routing, team)
+    (ids, weights), experts = dispatched.routing, dispatched.experts
+    rows = schedule.pairs.shape[1]
+    check_shape(op, "ids", ids, (rows, schedule.choices))
+    if rows % team.size or len(down) != experts.count:
+        raise ValueError(
+            f"{op}: schedule of {rows} tokens and {len(down)} experts; it has those of W * max_tokens tokens and of "
+            f"the {experts.count} experts of dispatched"
+        )
+    check_int(f"{op}: tokens", tokens, 0, rows // team.size)
+    check_choice(op, "algorithm", algorithm, MOE_RS.algorithms)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (h, down, weights)):
+        y = grouped_matmul(h, down, schedule)
+        return reduce_scatter(moe_sum(y, dispatched.routing, experts), team)[:tokens]
+    mine = experts.total, experts.first, experts.count
+    return MOE_RS.dispatch(h, down, *schedule, ids, weights, *mine, tokens, team.name, algorithm)
+
+
+class GroupedMatmulReduceScatter(MoeOp):
+    """sizes of a case: max_tokens, k, experts, H, N.
+
+    Its field ``tokens`` has those of each rank; ``layout`` is "slices", or else experts are whole.
+    """
+
+    name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
+    designs = {"slabs": Slabs, "sequential": Sequential}
+    sizes = ("max_tokens", "k", "experts", "H", "N")
+    dtypes = FLOATS
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def call_of(
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO
+    ) -> GroupedScatterCall:
+        """Call for whole experts."""
+        tokens, k, experts, H, N = (
+            check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
+        )
+        held = Experts.whole(experts, 0, machine.world_size).count
+        block = block_for(machine.world_size * tokens * k, experts)
+        return GroupedScatterCall(tokens, k, experts, held, block, H, N, dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> GroupedScatterCall:
+        most, k, experts, H, N = case.sizes
+        block = block_for(case.world_size * most * k, experts)
+        held = case_experts(case, 0).count
+        return GroupedScatterCall(most, k, experts, held, block, H, N, case.dtype, case.design)
+
+    def choose(self, call: GroupedScatterCall, machine: Machine) -> Planned:
+        if machine.world_size == 1:
+            return Planned("sequential", self.default("sequential", call, machine), "one rank: nothing to send")
+        return super().choose(call, machine)
+
+    def rule(self, call: GroupedScatterCall, machine: Machine) -> tuple[str, str]:
+        """By bytes in all: up to 2 MiB moe_combine takes one hop. That limit was not measured here."""
+        whole = machine.world_size * call.tokens * call.H * call.dtype.itemsize
+        if whole <= 2 << 20 and not machine.caps.is_simulated:
+            return "sequential", f"{whole:,} bytes of sums in all go home in one hop"
+        return "slabs", "copy engines carry a slab's sums while the next one is multiplied"
+
+    def default(self, name: str, call: GroupedScatterCall, machine: Machine) -> Any:
+        gemm = GROUPED_MATMUL.plan(call.gemm(machine), machine)
+        if name == "slabs":
+            return Slabs(tiles=gemm.design, slabs=max(1, min(MOST_SLABS, call.H // LEAST_COLUMNS)))
+        combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
+        whole = call.held * machine.world_size == call.experts
+        return Sequential(gemm=gemm, combine=MOE_COMBINE.plan(combine, machine) if whole else None)
+
+    def table_key(self, call: GroupedScatterCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        pairs = call.gemm(machine).pairs
+        return self.name, (pairs, call.block, call.held, call.H, call.N), machine.world_size
+
+    def tuned(self, call: GroupedScatterCall, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        # Tiles of other rows take another shape, and other experts have other numbers of pairs.
+        return found if found is None or found.row.shape[1:3] == (call.block, call.held) else None
+
+    def from_row(self, row: Any, call: GroupedScatterCall, machine: Machine) -> Any:
+        # The row decides that the steps are sequential; each step has its own plan.
+        sequential = row.design == "sequential"
+        return self.default(row.design, call, machine) if sequential else super().from_row(row, call, machine)
+
+    def config_of(self, design: Any) -> dict[str, Any]:
+        return {} if isinstance(design, Sequential) else super().config_of(design)
+
+    def space(self, call: GroupedScatterCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from (self.default(name, call, machine) for name in self.designs)
+        base = self.default("slabs", call, machine)
+        for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
+            yield replace(base, tiles=one)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, Slabs):
+            yield from moved(design, slabs=scaled(design.slabs, 1, MAX_CHUNKS))
+            if not quick or machine.caps.is_simulated:
+                yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        design: Any,
+        team: Team,
+        h: torch.Tensor,
+        down: torch.Tensor,
+        schedule: Schedule,
+        routing: Routing,
+        experts: Experts,
+        tokens: int,
+    ) -> torch.Tensor:
+        """The op of checked arguments."""
+        self.check_design(design)
+        if isinstance(design, Slabs):
+            return run_slabs(design, team, h, down, schedule, routing, experts, tokens)
+        y = GROUPED_MATMUL.run(design.gemm.design, None, h, down, schedule, False)
+        if design.combine is None:
+            return reduce_scatter(moe_sum(y, routing, experts), team)[:tokens].contiguous()
+        return MOE_COMBINE.run(design.combine.design, team, y, *routing, experts.total, tokens)
+
+    def forward(
+        self,
+        h: torch.Tensor,
+        down: torch.Tensor,
+        pairs: torch.Tensor,
+        counts: torch.Tensor,
+        tiles: torch.Tensor,
+        tile_count: torch.Tensor,
+        choices: int,
+        block: int,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        total: int,
+        first: int,
+        count: int,
+        tokens: int,
+        team: str,
+        algorithm: str,
+    ) -> torch.Tensor:
+        members, schedule = find_team(team), Schedule(pairs, counts, tiles, tile_count, choices, block)
+        most, (_, H, N) = len(ids) // members.size, down.shape
+        call = GroupedScatterCall(most, choices, total, count, block, H, N, h.dtype, algorithm)
+        design = self.plan(call, machine_of(members)).design
+        return self.run(design, members, h, down, schedule, Routing(ids, weights), Experts(total, first, count), tokens)
+
+    def fake(
+        self, h, down, pairs, counts, tiles, tile_count, choices, block, ids, weights, total, first, count, tokens, team,
+        algorithm,
+    ):  # fmt: skip
+        return h.new_empty((tokens, down.shape[1]))
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        return super().case_of(shape, dtype, world_size, **{"tokens": (shape[0],) * world_size, **fields})
+
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.k, shape.experts, shape.hidden, shape.features
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """h and down of this rank, ids and weights of all ranks' tokens."""
+        most, k, experts, H, N = case.sizes
+        of_ranks = [Draw(case, other, draw.call, draw.device) for other in range(case.world_size)]
+        drawn = [
+            (draw_ids(one, T, k, experts), one.own("weights", (T, k)))
+            for one, T in zip(of_ranks, case.field("tokens"), strict=True)
+        ]
+        ids = torch.cat([padded(found, most, -1) for found, _ in drawn])
+        weights = torch.cat([padded(found, most, 0) for _, found in drawn])
+        down = draw.own("down", (case_experts(case, rank).count, H, N), N**-0.5)
+        return draw.own("h", (ids.numel(), N)), down, ids, weights
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
+        most, _, _, H, _ = case.sizes
+        _, _, ids, weights = by_rank[rank]
+        total = torch.zeros((len(ids), H), dtype=torch.float64, device=ids.device)
+        for source, (h, down, _, _) in enumerate(by_rank):
+            order, place = (torch.arange(len(ids), device=ids.device) + source * most) % len(ids), 0
+            experts = case_experts(case, source)
+            for local in range(experts.count):
+                chosen = ids[order] == experts.first + local
+                token = order[chosen.any(-1)]
+                rows = h[place : place + len(token)].double() @ down[local].double().T
+                total[token] += rows * weights[order][chosen].double()[:, None]
+                place += len(token)
+        return total[rank * most :][: case.field("tokens")[rank]]
+
+    def accuracy(self, case: Case) -> Accuracy:
+        # Each row of the GEMM is rounded, and so are the ranks' sums.
+        return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size)
+
+    def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """h, down, and the schedule, routing and experts of this rank."""
+        h, down, ids, weights = tensors
+        experts = case_experts(case, team.rank)
+        block = self.call_of_case(case, machine_of(team)).block
+        return h, down, schedule_of(team, ids, experts, case.sizes[0], block), Routing(ids, weights), experts
+
+    def results(
+        self,
+        case: Case,
+        team: Team,
+        h: torch.Tensor,
+        down: torch.Tensor,
+        schedule: Schedule,
+        routing: Routing,
+        experts: Experts,
+    ) -> torch.Tensor:
+        tokens = case.field("tokens")[team.rank]
+        if not isinstance(case.design, str):
+            return self.run(case.design, team, h, down, schedule, routing, experts, tokens)
+        found = Dispatched(h.new_empty((0, down.shape[1])), routing, experts)
+        return grouped_matmul_reduce_scatter(h, down, schedule, found, tokens, team, algorithm=case.design)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        tokens, k, experts, H, _ = sizes
+        return int(rows_sent((tokens, k, experts, H), world_size) * H * dtype.itemsize)
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Rows of all ranks."""
+        shape = MoeShape(*sizes)
+        return shape.tokens * (shape.experts // shape.held) * shape.hidden * dtype.itemsize
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        return GROUPED_MATMUL.flops(of_all_ranks(sizes))
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        return GROUPED_MATMUL.memory_bytes(of_all_ranks(sizes), dtype)
+
+    def cases(self) -> Iterator[Case]:
+        def case(w: int, dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
+            return Case(
+                op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items())
+            )
+
+        def by(design: str, w: int, *sizes: int, dtype: torch.dtype = BF16, **fields: Any) -> Case:
+            return case(w, dtype, *sizes, design=design, **fields)
+
+        yield case(1, BF16, 5, 2, 4, 24, 16, tokens=(5,))
+        for w in (2, 3, 4, 8):
+            yield by("slabs", w, 3, 2, 24 if w == 3 else 8, 24, 16, tokens=(3, 0, 2, 1, 3, 3, 0, 2)[:w])
+        for w in (2, 3):
+            yield by("slabs", w, 6, 2, 4, 24, 16, tokens=(2, 6, 0)[:w], layout="slices")
+        for dtype in (FP16, FP32):
+            yield by("slabs", 2, 5, 2, 4, 24, 16, dtype=dtype, tokens=(3, 5))
+        yield by("sequential", 2, 7, 2, 6, 24, 16, tokens=(7, 4))
+        yield by("sequential", 2, 6, 2, 4, 24, 16, tokens=(0, 6), layout="slices")
+        yield by("slabs", 2, 3, 1, 4, 24, 16, tokens=(0, 0))
+        yield by("slabs", 2, 5, 2, 4, 24, 16, tokens=(5, 5), skew="some")
+        small = GroupedTiles(block_n=32, block_k=32, columns=32, per_sm=2, num_warps=4, num_stages=2)
+        yield case(2, BF16, 5, 2, 4, 72, 40, design=Slabs(tiles=small, slabs=3), tokens=(5, 3))
+        design = Slabs(tiles=replace(small, transposed=True), slabs=2)
+        yield case(3, BF16, 3, 2, 6, 40, 40, design=design, tokens=(3, 0, 2))
+
+    def large_cases(self) -> Iterator[Case]:
+        for w in (2, 4):
+            for sizes in ((128, 8, 64, 2048, 768), (1000, 8, 64, 2048, 768)):
+                for design in self.designs:
+                    for layout in ("whole", "slices"):
+                        fields = (("tokens", (sizes[0], sizes[0] - 1, 0, sizes[0])[:w]), ("layout", layout))
+                        yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+
+
+MOE_RS = GroupedMatmulReduceScatter()
+register(MOE_RS)

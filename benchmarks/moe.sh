@@ -3,6 +3,7 @@
 #
 # FOLDER is one of benchmarks/results, such as h200-x2-moe. Steps, all of them by default but tune:
 #   exchange   moe_dispatch, moe_combine, and the second GEMM with the all-reduce and norm behind it, beside NCCL
+#   overlap    both GEMMs of the experts with the communication around them, beside torch and NCCL and the GEMM alone
 #   local      route, moe_schedule, the grouped GEMMs and moe_sum beside torch, with cuBLAS's dense GEMMs as ceilings
 #   layer      the whole layer of Qwen3-30B-A3B, in all modes, beside torch's grouped GEMM and NCCL
 #   model      steps of the whole model
@@ -12,12 +13,13 @@ set -eu
 cd "$(dirname "$0")/.."
 out=benchmarks/results/${1:?FOLDER is missing, such as h200-x2-moe}
 shift
-[ $# -gt 0 ] || set -- exchange local layer model
+[ $# -gt 0 ] || set -- exchange overlap local layer model
 
 qwen=qwen3-30b-a3b
 sent=$qwen:1,8,32,128,1024,4096,$qwen/zipf:128,4096,deepseek-v3:8,128,4096,deepseek-v3/zipf:128,mixtral-8x7b:128,4096,kraken-a2a
 seen=$qwen:1,4,8,32,128,1024,4096,8192,$qwen/zipf:32,4096,qwen3-235b-a22b:4096,mixtral-8x7b:32,4096,deepseek-v3:128,4096
 decoded=$qwen:1,8,32,128,256,$qwen/zipf:32
+many=$qwen:128,512,2048,4096,$qwen/zipf:2048,qwen3-235b-a22b:2048,mixtral-8x7b:2048
 few=$qwen:1,32,128,4096,8192
 
 for step in "$@"; do
@@ -25,6 +27,9 @@ for step in "$@"; do
     exchange)
         python -m weft bench "moe-dispatch+fp8@$sent" "moe-dispatch@$sent" "moe-combine@$sent" \
             "moe-ar-rms-norm@$decoded" --world-size 2 --out "$out"
+        ;;
+    overlap)
+        python -m weft bench "ag-moe@$many" "moe-rs@$many" --world-size 2 --out "$out"
         ;;
     local)
         # The last three are slices of all experts, half of the features each, as decoding may hold them.
@@ -43,10 +48,10 @@ for step in "$@"; do
         ;;
     tune)
         python -m weft tune "grouped-gemm-silu@$seen" "grouped-gemm@$seen" "moe-dispatch@$sent" "moe-combine@$sent" \
-            "moe-dispatch+fp8@$sent" --world-size 2
+            "moe-dispatch+fp8@$sent" "ag-moe@$many" "moe-rs@$many" --world-size 2
         ;;
     *)
-        echo "$0: step $step is not one of exchange, local, layer, model, tune" >&2
+        echo "$0: step $step is not one of exchange, overlap, local, layer, model, tune" >&2
         exit 2
         ;;
     esac

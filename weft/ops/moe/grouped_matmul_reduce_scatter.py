@@ -297,7 +297,8 @@ class GroupedMatmulReduceScatter(MoeOp):
 
     def accuracy(self, case: Case) -> Accuracy:
         # Each row of the GEMM is rounded, and so are the ranks' sums.
-        return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size)
+        # Tokens have weights of different sizes.
+        return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size, by_row=True)
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """h, down, and the schedule, routing and experts of this rank."""

@@ -67,12 +67,12 @@ DOORS = {"main": CALLABLE, "args": ARGS, "heap_bytes": HEAP, "seed": ("1", 1.5, 
 def test_doors_of_simulations():
     simulate = {
         **DOORS, "world_size": (*WORLD, None), "sms": COUNT, "slow": (5, "x", {"0": 2}, {9: 2}, {0: "2"}, {0: -1.0}),
-        "on_event": CALLABLE, "prepare": CALLABLE,
+        "on_event": CALLABLE, "prepare": CALLABLE, "node_size": OPTIONAL_COUNT,
     }  # fmt: skip
     check_table(weft.simulate, {"main": nothing, "world_size": 2}, simulate)
     launch = {
         **DOORS, "world_size": WORLD, "device": (*CHOICE, "tpu"), "debug": ("yes", None, -1, 0, float("nan"), LONG),
-        "share_gpus": FLAG,
+        "share_gpus": FLAG, "node_size": OPTIONAL_COUNT,
     }  # fmt: skip
     check_table(weft.launch, {"main": nothing, "device": "sim"}, launch)
     check = {
@@ -98,7 +98,11 @@ def test_methods_of_a_team():
             team.subset, {"ranks": [0]}, {"ranks": (5, "0", None, [], ["0"], [0.0], [True], [7]), "heap_bytes": HEAP}
         )
         check_table(weft.Team.of, {}, {"group": (5, "tp", team), "heap_bytes": HEAP})
-        check_table(weft.init, {}, {"heap_bytes": HEAP, "debug": ("yes", None, -1, 0, float("inf"))})
+        check_table(
+            weft.init,
+            {},
+            {"heap_bytes": HEAP, "debug": ("yes", None, -1, 0, float("inf")), "node_size": OPTIONAL_COUNT},
+        )
         return True
 
     assert weft.simulate(main, 1) == [True]

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "init": "weft.runtime.team.team",
     "Team": "weft.runtime.team.team",
+    "Piece": "weft.runtime.team.rail",
     "launch": "weft.runtime.launch",
     "simulate": "weft.runtime.simulate",
     "exchangeable": "weft.runtime.codec",

@@ -29,6 +29,17 @@ class TeamClosed(WeftError):
         self.team, self.rank, self.what = team, rank, what
 
 
+class SeveralNodes(WeftError, ValueError):
+    """A use of a team of several nodes that only the ranks of one node have. ``what``: the use."""
+
+    def __init__(self, rank: int, what: str, shape: str) -> None:
+        super().__init__(
+            f"rank {rank}: {what} of a team of {shape}: memory, kernels and copy engines reach the ranks of one node; use "
+            f"team.node, and team.rail between nodes"
+        )
+        self.rank, self.what, self.shape = rank, what, shape
+
+
 class HeapExhausted(WeftError):
     """No room in the symmetric heap.
 

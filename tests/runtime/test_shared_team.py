@@ -11,6 +11,7 @@ from weft.errors import NoTeam, Unsupported
 from weft.runtime import capabilities
 from weft.runtime.platforms.cuda import CudaPlatform, process_group
 from weft.runtime.team import team
+from weft.runtime.team.shape import Shape
 from weft.runtime.team.view import RECORD_WORDS
 
 
@@ -56,7 +57,7 @@ class OneRank:
     """Platform of one rank in plain memory."""
 
     rank, size, deltas, device = 0, 1, (0,), torch.device("cpu")
-    caps = capabilities.simulated(1, 8)
+    caps, shape = capabilities.simulated(1, 8), Shape(1, 1)
 
     def __init__(self, group, heap_bytes):
         self.group, self.name = group, f"one rank {id(self)}"
@@ -79,7 +80,7 @@ def world(monkeypatch):
     """torch.distributed of one rank, and no shared team yet. Yields the groups for which a team was made."""
     made = []
 
-    def join(group, heap_bytes):
+    def join(group, heap_bytes, node_size):
         made.append(process_group(group))
         return OneRank(made[-1], heap_bytes)
 

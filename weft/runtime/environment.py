@@ -19,11 +19,15 @@ _ELSEWHERE = ("NCCL_COMM_ID", "NCCL_SOCKET_FAMILY", "NCCL_OOB_NET_ENABLE", "NCCL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Rank of this process, as torchrun has assigned it."""
+    """Rank of this process, as torchrun has assigned it.
+
+    node_size  ranks of this machine; None: not said
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    node_size: int | None = None
 
 
 def coordinates() -> Coordinates | None:
@@ -31,12 +35,22 @@ def coordinates() -> Coordinates | None:
     env = os.environ
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= env.keys():
         return None
-    return Coordinates(rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]), local_rank=int(env["LOCAL_RANK"]))
+    return Coordinates(
+        rank=int(env["RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        local_rank=int(env["LOCAL_RANK"]),
+        node_size=int(env["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in env else None,
+    )
 
 
 def allow_shared_gpus() -> None:
     """Let several ranks of this machine share a GPU."""
     os.environ[_SHARED] = "1"
+
+
+def stand_for_node(node: int) -> None:
+    """Have NCCL take each logical node for a machine of its own, and use sockets between them."""
+    os.environ.update(NCCL_HOSTID=f"node{node}", NCCL_NET="Socket")
 
 
 def keep_sockets_local() -> None:

@@ -31,9 +31,10 @@ from weft.arguments import (
 )
 from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import simulate as simulation
-from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local
+from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local, stand_for_node
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.store import Given, give, private_folder
+from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
@@ -51,6 +52,7 @@ def launch(
     heap_bytes: int | None = None,
     debug: bool | float = False,
     share_gpus: bool = False,
+    node_size: int | None = None,
 ) -> list[Any]:
     """Run ``main(team, *args)`` on every rank; the results in rank order.
 
@@ -63,6 +65,7 @@ def launch(
     share_gpus  allow more ranks than GPUs: rank r gets GPU r modulo their number. The ranks of a GPU take turns by time slices,
                 so that an exchange takes milliseconds: results are right, times mean nothing. ``team.library`` is then gloo,
                 which no CUDA graph captures. Not under torchrun
+    node_size   as in ``weft.init``: logical nodes of this machine, between which NCCL uses sockets
 
     The first error of a rank is raised here, and the other ranks are ended. Where ranks have processes of their own, a rank's
     KeyboardInterrupt or SystemExit becomes a WeftError, and each computes on the CPU in one thread, as under torchrun.
@@ -89,11 +92,11 @@ def launch(
                 f"world_size={world_size}, but torchrun started {where.world_size} ranks; start it with "
                 f"--nproc-per-node {world_size} or leave world_size out"
             )
-        return _in_place(main, args, heap_bytes, debug)
+        return _in_place(main, args, heap_bytes, debug, check_node_size(node_size, where.world_size))
     gpus = 0 if device == "sim" else torch.cuda.device_count()
     if is_simulated(world_size, device) and not (share_gpus and gpus):
         ranks = world_size or DEFAULT_VIRTUAL_RANKS
-        return simulation.simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, args=args)
+        return simulation.simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, node_size=node_size, args=args)
     world_size = world_size or gpus
     if gpus == 0 or (world_size > gpus and not share_gpus):
         raise NotEnoughGPUs(world_size or 1, gpus)
@@ -102,7 +105,7 @@ def launch(
             f"world_size={world_size}: at most {MOST_RANKS_PER_GPU} ranks share a GPU, since each takes about 0.5 GB of its "
             f"memory; take up to {most}"
         )
-    return _spawn(main, world_size, gpus, args, heap_bytes, debug)
+    return _spawn(main, world_size, gpus, args, heap_bytes, debug, check_node_size(node_size, world_size))
 
 
 def launch_on_pipes(
@@ -112,7 +115,7 @@ def launch_on_pipes(
 
     Only the caller and its ranks hold such a pipe. The caller closes its copies of ``pipes`` when this returns.
     """
-    return _spawn(main, len(pipes), torch.cuda.device_count(), args, heap_bytes, False, pipes)
+    return _spawn(main, len(pipes), torch.cuda.device_count(), args, heap_bytes, False, None, pipes)
 
 
 def is_simulated(world_size: int | None, device: str) -> bool:
@@ -122,8 +125,10 @@ def is_simulated(world_size: int | None, device: str) -> bool:
     return torch.cuda.device_count() < (world_size or 1)
 
 
-def _in_place(main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | None, debug: bool | float) -> list[Any]:
-    team = init_main(heap_bytes=heap_bytes, debug=debug)
+def _in_place(
+    main: Callable[..., Any], args: Sequence[Any], heap_bytes: int | None, debug: bool | float, node_size: int | None
+) -> list[Any]:
+    team = init_main(heap_bytes=heap_bytes, debug=debug, node_size=node_size)
     try:
         result = checked_result(main, main(team, *args))
         try:
@@ -146,6 +151,7 @@ def _spawn(
     args: Sequence[Any],
     heap_bytes: int | None,
     debug: bool | float,
+    node_size: int | None,
     pipes: Sequence[Connection] = (),
 ) -> list[Any]:
     try:
@@ -156,7 +162,7 @@ def _spawn(
             f"level of a module, or use torchrun"
         ) from error
     with private_folder() as folder:
-        job = _Job(Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug)
+        job = _Job(Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug, node_size)
         return _run(world_size, (_on_gpu, job, work), pipes)
 
 
@@ -223,6 +229,7 @@ class _Job:
     gpus: int
     heap_bytes: int | None
     debug: bool | float
+    node_size: int | None = None
 
 
 def _worker(
@@ -264,8 +271,10 @@ def _on_gpu(job: _Job, rank: int) -> Any:
     if job.world_size > job.gpus:
         backend = "gloo"  # NCCL refuses ranks of one GPU
         allow_shared_gpus()
+    if job.node_size is not None:
+        stand_for_node(rank // job.node_size)
     connect(backend, job.given, rank, job.world_size)
-    return init_main(heap_bytes=job.heap_bytes, debug=job.debug)
+    return init_main(heap_bytes=job.heap_bytes, debug=job.debug, node_size=job.node_size)
 
 
 def connect(backend: str, run: Given, rank: int, world_size: int) -> None:

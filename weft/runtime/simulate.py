@@ -20,6 +20,7 @@ from weft.arguments import (
 )
 from weft.errors import SimulatorMissing
 from weft.runtime.mains import check_main, checked_result
+from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 from weft.runtime.virtual_rank import enter_virtual_rank
@@ -33,6 +34,7 @@ def simulate(
     sms: int = 8,
     slow: Mapping[int, float] | None = None,
     heap_bytes: int | None = None,
+    node_size: int | None = None,
     args: Sequence[Any] = (),
     on_event: Callable[[tuple[int, str, str, str]], None] | None = None,
     prepare: Callable[[Any], None] | None = None,
@@ -42,6 +44,7 @@ def simulate(
     seed      of the scheduler: the same seed gives the same run, event for event
     sms       programs of a rank that can be resident at once; further ones start when others end
     slow      rank -> factor by which the scheduler picks it less often than the others
+    node_size ranks of each node: those of different nodes do not reach each other's memory; None: one node
     on_event  called with (step, task, kind, detail) for every access, launch and wait
     prepare   called with the machine before it runs (``weft.check`` installs its observer and strategy there)
 
@@ -53,6 +56,7 @@ def simulate(
     check_main(main)
     world_size, seed, sms = check_virtual_ranks("world_size", world_size), check_seed(seed), positive("sms", sms)
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
+    node_size = check_node_size(node_size, world_size)
     check_optional(check_callable, "on_event", on_event, "on_event((step, task, kind, detail))")
     check_optional(check_callable, "prepare", prepare, "prepare(machine)")
     _check_slow(slow, world_size)
@@ -63,7 +67,7 @@ def simulate(
     from weft.runtime.platforms.virtual import Cluster  # needs the simulator
 
     machine = Machine(world_size, seed, sms, slow, on_event)
-    cluster = Cluster(machine)
+    cluster = Cluster(machine, node_size)
 
     def host(rank: int) -> Any:
         enter_virtual_rank(cluster, rank)

@@ -26,9 +26,11 @@ def is_running() -> bool:
     return is_active()
 
 
-def platform_of_this_thread(heap_bytes: int | None) -> Any:
+def platform_of_this_thread(heap_bytes: int | None, node_size: int | None) -> Any:
     """A new virtual platform for the rank whose host code this thread runs; None outside a simulation."""
-    return _THIS_THREAD.cluster.platform(_THIS_THREAD.rank, heap_bytes) if on_virtual_rank() else None
+    if not on_virtual_rank():
+        return None
+    return _THIS_THREAD.cluster.platform(_THIS_THREAD.rank, heap_bytes, node_size)
 
 
 def shared_teams_of_this_thread() -> dict[Any, Any] | None:

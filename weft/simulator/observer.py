@@ -127,6 +127,12 @@ class Observer:
     def copied(self, target: int, source: int, nbytes: int, itemsize: int, is_signal: bool) -> None:
         """Bytes about to be copied by a side stream. ``is_signal``: after all its earlier work."""
 
+    def published(self) -> object:
+        """Knowledge of the calling task at this point, for ``learned`` in another."""
+
+    def learned(self, known: object) -> None:
+        """Order of the calling task after what was ``published``, at the end of a wait for it."""
+
     def synchronized(self, rank: int) -> None:
         """End of the wait of a rank's host code for all its streams."""
 

@@ -244,6 +244,15 @@ class HappensBefore(Observer):
             self._since[rank] = joined(self._since[rank], known)
             self._let_go(rank)
 
+    def published(self) -> np.ndarray:
+        return self.thread().publish()
+
+    def learned(self, known: np.ndarray) -> None:
+        thread = self.thread()
+        thread.learn(known)
+        if thread is self._main[thread.rank]:
+            self._since[thread.rank] = joined(self._since[thread.rank], known)
+
     def host_waited(self, rank: int) -> None:
         """Note that the host has waited for its main stream, as ``tensor.item()`` does."""
         self._cpu[rank] = joined(self._cpu[rank], self._main[rank].publish())

@@ -7,6 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,11 @@ from weft.runtime.codec import exchangeable
 from weft.runtime.environment import coordinates
 from weft.runtime.platforms.driver import copy_async
 from weft.runtime.platforms.platform import address_at_peer, check_copy
+from weft.runtime.platforms.torch_rail import new_group, rail_of
 from weft.runtime.store import FolderStore, given
 from weft.runtime.streams import current_stream, own_stream
 from weft.runtime.team.rendezvous import Rendezvous
+from weft.runtime.team.shape import check_node_size, shape_of
 from weft.runtime.team.view import RECORD_WORDS
 from weft.runtime.wait_record import raise_from_record
 
@@ -52,6 +55,32 @@ def check_peers(rank: int, places: Sequence[Place], can_access: Callable[[int, i
             reachable = place.host == there.host and (place == there or can_access(place.index, there.index))
             if one != other and not reachable:
                 raise NoPeerAccess(rank, one, str(place), other, str(there))
+
+
+def agreed_nodes(exchange: Callable[[str, Any], list[Any]], ranks: Sequence[int], node_size: int | None) -> list[int]:
+    """Number of the node of each of ``ranks`` of the world. Collective.
+
+    node_size  ranks of a node among these ranks, the same on all; None: torchrun's LOCAL_WORLD_SIZE among all ranks of the
+               world, which torchrun numbers machine by machine, and one node where ``launch`` has started the ranks
+
+    ValueError, on all ranks, if the ranks have different ones.
+    """
+    where = coordinates() if given() is None else None
+    argument = node_size is not None
+    mine = node_size if argument else where.node_size if where is not None else None
+    found = exchange("node_size", (argument, mine))
+    if any(other != found[0] for other in found):
+        listed = ", ".join(
+            f"rank {rank} has {'node_size' if argument else 'LOCAL_WORLD_SIZE'}={size}"
+            for rank, (argument, size) in enumerate(found)
+        )
+        raise ValueError(
+            f"the ranks have different nodes: {listed}; give all machines as many ranks (--nproc-per-node)"
+        )
+    if mine is None:
+        return [0] * len(ranks)
+    check_node_size(mine, len(ranks) if argument else dist.get_world_size())
+    return [(place if argument else rank) // mine for place, rank in enumerate(ranks)]
 
 
 def name_of_next(ranks: Iterable[int]) -> str:
@@ -109,6 +138,8 @@ def _connect_to_torchrun() -> None:
 
 
 class CudaPlatform:
+    """Ranks of one node with their heap, or several nodes with their rails."""
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -116,20 +147,32 @@ class CudaPlatform:
         secret: bytes | None,
         name: str,
         heap_bytes: int,
+        nodes_of: Callable[[CudaPlatform], list[int]],
     ) -> None:
-        import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
-
+        """``nodes_of``: number of each rank's node, where the platform can exchange already."""
         self.group, self.name = group, name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._store, self._secret = store, secret
         self._rendezvous = Rendezvous(store, name, self.rank, self.size, secret=secret)
         self._subsets = 0
+        self._nodes = nodes_of(self)
+        self.shape = shape_of(self._nodes)
+        self._names: dict[int, tuple[int, str, int]] = {}
+        self.library = NcclLibrary(self)
+        if self.shape.nodes == 1:
+            self._make_heap(heap_bytes)
+        else:
+            self._make_node(heap_bytes)
+
+    def _make_heap(self, heap_bytes: int) -> None:
+        import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
+
         places = self.exchange("places", Place(socket.gethostname(), self.device.index))
         check_peers(self.rank, places, torch.cuda.can_device_access_peer)
         self.heap = symm_mem.empty(heap_bytes, dtype=torch.uint8, device=self.device)
         with _private_files():
-            self._handle = symm_mem.rendezvous(self.heap, group)
+            self._handle = symm_mem.rendezvous(self.heap, self.group)
         pointers = [int(p) for p in self._handle.buffer_ptrs]
         # A handle has the pointers of the allocation; the tensor may start later in it.
         self._offset = self.heap.data_ptr() - pointers[self.rank]
@@ -143,12 +186,27 @@ class CudaPlatform:
         multicast = int(getattr(self._handle, "multicast_ptr", 0) or 0) != 0
         self.caps = capabilities.probe(self.device, [place.index for place in places], multicast=multicast)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
-        self._names: dict[int, tuple[int, str, int]] = {}
         self.copy_engine = CudaCopyEngine(self)
-        self.library = NcclLibrary(self)
+
+    def _make_node(self, heap_bytes: int) -> None:
+        size = self.shape.node_size
+        index, local = divmod(self.rank, size)
+        ranks = dist.get_process_group_ranks(self.group)
+        if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            raise Unsupported(
+                f"rank {self.rank}: torch.distributed was initialised with a device_id, and a team of several nodes makes "
+                f"groups of some ranks; leave device_id out"
+            )
+        mine = ranks[index * size : (index + 1) * size]
+        name = f"{self.name}.node{index}"
+        self.node = CudaPlatform(new_group(mine), self._store, self._secret, name, heap_bytes, lambda _: [0] * size)
+        reached = tuple(node == self._nodes[self.rank] for node in self._nodes)
+        self.caps = replace(self.node.caps, peer_access=reached)
+        self.record, self.signal_name = self.node.record, self.node.signal_name
+        self.rail = rail_of(new_group(ranks[local::size]), self.device)
 
     @classmethod
-    def join(cls, group: Any, heap_bytes: int | None) -> CudaPlatform:
+    def join(cls, group: Any, heap_bytes: int | None, node_size: int | None = None) -> CudaPlatform:
         """The platform of ``group``: a process group, a one-dimensional DeviceMesh, or all ranks."""
         check_gpu()
         if torch.cuda.is_current_stream_capturing():
@@ -160,8 +218,12 @@ class CudaPlatform:
             store, secret = FolderStore(ours.folder), ours.secret
         else:
             store, secret = dist.distributed_c10d._get_default_store(), None
-        name = name_of_next(dist.get_process_group_ranks(group))
-        return cls(group, store, secret, name, heap_bytes or DEFAULT_HEAP_BYTES)
+        ranks = dist.get_process_group_ranks(group)
+
+        def nodes_of(platform: CudaPlatform) -> list[int]:
+            return agreed_nodes(platform.exchange, ranks, node_size)
+
+        return cls(group, store, secret, name_of_next(ranks), heap_bytes or DEFAULT_HEAP_BYTES, nodes_of)
 
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._peers[peer]
@@ -221,14 +283,17 @@ class CudaPlatform:
             )
         if self.rank not in ranks:
             return None
-        return CudaPlatform(group, self._store, self._secret, f"{self.name}.{self._subsets}", heap_bytes)
+        nodes = [self._nodes[r] for r in ranks]
+        name = f"{self.name}.{self._subsets}"
+        return CudaPlatform(group, self._store, self._secret, name, heap_bytes, lambda _: nodes)
 
     def fail(self, message: str) -> None:
         self._rendezvous.fail(message)
 
     def close(self) -> None:
-        self._peers.clear()
-        self._handle = None
+        if self.shape.nodes == 1:
+            self._peers.clear()
+            self._handle = None
 
 
 @contextmanager

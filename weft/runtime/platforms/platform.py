@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from weft.arguments import check_instance, check_int
 from weft.errors import NotSymmetric
 from weft.runtime.capabilities import Capabilities
+
+if TYPE_CHECKING:
+    from weft.runtime.team.rail import Rail
+    from weft.runtime.team.shape import Shape
 
 
 class Library(Protocol):
@@ -57,8 +61,14 @@ class CopyEngine(Protocol):
 
 
 class Platform(Protocol):
+    """Platform of a team.
+
+    One of several nodes has ``node`` and ``rail``, and no heap, deltas or copy engine; one of one node has these.
+    """
+
     rank: int
     size: int
+    shape: Shape
     name: str
     device: torch.device
     group: Any
@@ -68,6 +78,8 @@ class Platform(Protocol):
     deltas: Sequence[int]
     copy_engine: CopyEngine
     library: Library
+    node: Platform
+    rail: Rail
 
     def peer_heap(self, peer: int) -> torch.Tensor:
         """Heap of ``peer`` as uint8, which this rank can read and write."""

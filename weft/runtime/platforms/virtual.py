@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from weft.arguments import check_instance
+from weft.errors import NoPeerAccess, WeftError
 from weft.runtime import capabilities, codec
 from weft.runtime.platforms.platform import at_peer, check_copy
+from weft.runtime.team.rail import Piece, Rail
+from weft.runtime.team.shape import check_node_size, shape_of
 from weft.runtime.team.view import RECORD_WORDS
 from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import Extent
+from weft.simulator.machine.tasks import Waiting
 
 DEFAULT_HEAP_BYTES = 64 << 20
 # Pieces of a copy, so that a kernel that reads before the flag finds half of the data.
@@ -22,32 +28,56 @@ _PIECES = 4
 class Cluster:
     """Shared state of the virtual ranks of one simulation: every heap, by team and rank."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, node_size: int | None = None) -> None:
         self.machine = machine
+        self.node_size = node_size or machine.world_size
         self.heaps: dict[tuple[str, int], torch.Tensor] = {}
         self.carved: dict[tuple[str, int], int] = {}  # team and count of its tensors -> the rank that registered it
+        self.links: defaultdict[tuple[str, int, int], Link] = defaultdict(Link)  # by rail, sender and receiver
         self._made: dict[int, int] = {}
 
-    def platform(self, rank: int, heap_bytes: int | None) -> VirtualPlatform:
+    def platform(self, rank: int, heap_bytes: int | None, node_size: int | None = None) -> VirtualPlatform:
         """Platform of the next team of all ranks, which make their teams in the same order."""
         number = self._made.get(rank, 0)
         self._made[rank] = number + 1
         members = list(range(self.machine.world_size))
-        return VirtualPlatform(self, f"team{number}", members, rank, heap_bytes or DEFAULT_HEAP_BYTES)
+        node_size = check_node_size(node_size, len(members)) or self.node_size
+        nodes = [member // node_size for member in members]
+        return VirtualPlatform(self, f"team{number}", members, nodes, rank, heap_bytes or DEFAULT_HEAP_BYTES)
+
+    def check_reached(self, rank: int, members: Sequence[int]) -> None:
+        """NoPeerAccess unless all ``members`` lie in one node of the machine."""
+        first = members[0]
+        for other in members:
+            if other // self.node_size != first // self.node_size:
+                where = [f"a virtual GPU of node {member // self.node_size}" for member in (first, other)]
+                raise NoPeerAccess(rank, first, where[0], other, where[1])
 
 
 class VirtualPlatform:
     group = None
 
-    def __init__(self, cluster: Cluster, team: str, members: list[int], place: int, heap_bytes: int) -> None:
-        """``members``: ranks of the machine; this is ``members[place]``."""
+    def __init__(
+        self, cluster: Cluster, team: str, members: list[int], nodes: list[int], place: int, heap_bytes: int
+    ) -> None:
+        """``members``: ranks of the machine; this is ``members[place]``. ``nodes``: of each."""
         self._cluster, self._machine, self._team, self._members = cluster, cluster.machine, team, members
+        self._nodes, self.shape = nodes, shape_of(nodes)
         self._rendezvous = self._subsets = self._carved = 0
         self.rank, self.size = place, len(members)
         # One process holds all ranks, so the name contains the rank.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
         self.device = torch.device("cpu")
         self.caps = capabilities.simulated(self.size, self._machine.sms)
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
+        self.library = HostLibrary(self)
+        if self.shape.nodes == 1:
+            self._make_heap(heap_bytes)
+        else:
+            self._make_node(heap_bytes)
+
+    def _make_heap(self, heap_bytes: int) -> None:
+        self._cluster.check_reached(self.rank, self._members)
         # torch.empty aligns to 64 bytes; tensors are carved at multiples of 256 and TMA wants 128.
         try:
             raw = torch.empty(heap_bytes + 256, dtype=torch.uint8)
@@ -56,13 +86,21 @@ class VirtualPlatform:
                 f"heap_bytes={heap_bytes}: this machine has not so much memory for each of {self.size} virtual ranks; pass less"
             ) from None
         self.heap = raw[-raw.data_ptr() % 256 :][:heap_bytes]
-        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
-        self._machine.memory.add_heap(self.heap.data_ptr(), heap_bytes, members[place])
-        cluster.heaps[team, place] = self.heap
+        self._machine.memory.add_heap(self.heap.data_ptr(), heap_bytes, self._members[self.rank])
+        self._cluster.heaps[self._team, self.rank] = self.heap
         bases = self.exchange("init", self.heap.data_ptr())
         self.deltas = [base - self.heap.data_ptr() for base in bases]
         self.copy_engine = VirtualCopyEngine(self)
-        self.library = HostLibrary(self)
+
+    def _make_node(self, heap_bytes: int) -> None:
+        index, local = divmod(self.rank, self.shape.node_size)
+        first = index * self.shape.node_size
+        mine = slice(first, first + self.shape.node_size)
+        name = f"{self._team}.node{index}"
+        self.node = VirtualPlatform(self._cluster, name, self._members[mine], self._nodes[mine], local, heap_bytes)
+        self.caps = replace(self.caps, peer_access=tuple(node == self._nodes[first] for node in self._nodes))
+        rail = self._members[local :: self.shape.node_size]
+        self.rail = Rail(VirtualRail(self._cluster, f"{self._team}.rail{local}", rail, index), index, len(rail))
 
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._cluster.heaps[self._team, peer]
@@ -78,7 +116,7 @@ class VirtualPlatform:
         return self._machine.exchange(key, item, self._members, streams)
 
     def synchronize(self) -> None:
-        self._machine.drain(self.copy_engine.stream)
+        self._machine.drain(VirtualCopyEngine.stream, VirtualRail.stream)
         self._machine.observer.synchronized(self._machine.rank)
 
     def max_programs(self, num_warps: int, registers: int) -> int:
@@ -116,8 +154,9 @@ class VirtualPlatform:
             return None
         team = f"{self._team}.{self._subsets}"
         return VirtualPlatform(
-            self._cluster, team, [self._members[r] for r in ranks], list(ranks).index(self.rank), heap_bytes
-        )
+            self._cluster, team, [self._members[r] for r in ranks], [self._nodes[r] for r in ranks],
+            list(ranks).index(self.rank), heap_bytes,
+        )  # fmt: skip
 
     def fail(self, message: str) -> None:
         """Nothing to do: an error of a virtual rank ends the simulation."""
@@ -158,25 +197,132 @@ class VirtualCopyEngine:
 
     def _enqueue(self, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
         check_copy(dst, src)
-        target, source = dst.view(-1), src.view(-1)
-        observer = self._machine.observer
-        begin = observer.enqueued(self.stream, label, [dst, src])
+        begin = self._machine.observer.enqueued(self.stream, label, [dst, src])
 
         def move() -> None:
             begin()
-            count, itemsize = source.numel(), source.element_size()
-            step = -(-count // _PIECES) if count > _PIECES else max(count, 1)
-            for start in range(0, count, step):
-                base, nbytes = target.data_ptr() + start * itemsize, min(step, count - start) * itemsize
-                origin = source.data_ptr() + start * itemsize
-                self._machine.scheduler.current.next = ((base, base + nbytes, True), (origin, origin + nbytes, False))
-                self._machine.scheduler.step()
-                self._machine.note("copy", label)
-                observer.copied(base, origin, nbytes, itemsize, signal)
-                target[start : start + step].copy_(source[start : start + step])
-                self._machine.scheduler.written(base, base + nbytes)
+            _copy(self._machine, label, dst, src, signal)
 
         self._machine.enqueue(self.stream, label, move)
+
+
+def _copy(machine: Machine, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
+    """Copy ``src`` to ``dst`` in pieces, as the running operation of a side stream."""
+    target, source = dst.view(-1), src.view(-1)
+    count, itemsize = source.numel(), source.element_size()
+    step = -(-count // _PIECES) if count > _PIECES else max(count, 1)
+    for start in range(0, count, step):
+        base, nbytes = target.data_ptr() + start * itemsize, min(step, count - start) * itemsize
+        origin = source.data_ptr() + start * itemsize
+        machine.scheduler.current.next = ((base, base + nbytes, True), (origin, origin + nbytes, False))
+        machine.scheduler.step()
+        machine.note("copy", label)
+        machine.observer.copied(base, origin, nbytes, itemsize, signal)
+        target[start : start + step].copy_(source[start : start + step])
+        machine.scheduler.written(base, base + nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """Piece that a rank has sent over a rail, with the knowledge of its sender, then of its receiver."""
+
+    tensor: torch.Tensor
+    known: object
+    is_received: bool = False
+
+
+@dataclass(slots=True)
+class Link:
+    """Pieces sent from one rank of a rail to another, in order, and the number of those received."""
+
+    sent: list[Sent] = field(default_factory=list)
+    received: int = 0
+
+
+class VirtualRail:
+    """A rail's engine: a piece is delivered once both ends have come to it, in the order of their streams."""
+
+    stream = "rail"
+
+    def __init__(self, cluster: Cluster, name: str, members: Sequence[int], index: int) -> None:
+        self._links, self._machine = cluster.links, cluster.machine
+        self._name, self._members, self._index = name, members, index
+
+    def fork(self) -> None:
+        self._machine.settle()
+        self._machine.observer.fork(self.stream)
+
+    def move(self, piece: Piece, epoch: torch.Tensor | None, number: int) -> Mark:
+        machine, mark = self._machine, Mark()
+        tensors = [t for t in (piece.send, piece.receive, piece.landed, epoch) if t is not None]
+        label = f"piece {number}"
+        begin = machine.observer.enqueued(self.stream, label, tensors)
+
+        def run() -> None:
+            begin()
+            sent = None if piece.send is None else self._send(piece.send, piece.to)
+            if piece.receive is not None:
+                self._receive(piece.receive, piece.source, label)
+            if sent is not None:
+                link, told = self._link(self._index, piece.to), self._members[piece.to]
+                here = len(link.sent)
+                machine.scheduler.block(Waiting(
+                    lambda: sent.is_received,
+                    lambda: f"has sent piece {here} to rank {told} of node {piece.to}, which has received {link.received}",
+                ))  # fmt: skip
+                machine.observer.learned(sent.known)
+            if piece.landed is not None:
+                _copy(machine, label, piece.landed, epoch, signal=True)
+            mark.known = machine.observer.published()
+            mark.is_reached = True
+            machine.scheduler.recheck()
+
+        machine.enqueue(self.stream, label, run)
+        return mark
+
+    def after(self, mark: Mark) -> None:
+        self._machine.settle()
+        self._machine.scheduler.block(Waiting(lambda: mark.is_reached, lambda: "waits for a piece of its rail"))
+        self._machine.observer.learned(mark.known)
+
+    def join(self) -> None:
+        self._machine.join(self.stream)
+
+    def _link(self, sender: int, receiver: int) -> Link:
+        return self._links[self._name, sender, receiver]
+
+    def _send(self, tensor: torch.Tensor, to: int) -> Sent:
+        sent = Sent(tensor, self._machine.observer.published())
+        self._link(self._index, to).sent.append(sent)
+        self._machine.scheduler.recheck()
+        return sent
+
+    def _receive(self, tensor: torch.Tensor, source: int, label: str) -> None:
+        machine, link, there = self._machine, self._link(source, self._index), self._members[source]
+        number = link.received
+        machine.scheduler.block(Waiting(
+            lambda: len(link.sent) > number,
+            lambda: f"waits for piece {number + 1} from rank {there} of node {source}, which has sent {len(link.sent)}",
+        ))  # fmt: skip
+        sent = link.sent[number]
+        if (sent.tensor.dtype, sent.tensor.numel()) != (tensor.dtype, tensor.numel()):
+            raise WeftError(
+                f"rank {machine.rank}: piece {number + 1} from rank {there} of node {source} is {tuple(sent.tensor.shape)} "
+                f"{sent.tensor.dtype} and is received into {tuple(tensor.shape)} {tensor.dtype}; pass them in one order"
+            )
+        machine.observer.learned(sent.known)
+        _copy(machine, label, tensor, sent.tensor)
+        link.received += 1
+        sent.known, sent.is_received = machine.observer.published(), True
+        machine.scheduler.recheck()
+
+
+@dataclass(slots=True, eq=False)
+class Mark:
+    """End of a piece on its stream, and the knowledge at that point."""
+
+    is_reached: bool = False
+    known: object = None
 
 
 class HostLibrary:

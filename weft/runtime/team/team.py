@@ -1,4 +1,4 @@
-"""Team: ranks that share a symmetric heap. ``weft.init()`` makes one."""
+"""Team: ranks that share a symmetric heap, or several nodes of such ranks. ``weft.init()`` makes one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from weft.arguments import (
     is_integer,
     quoted,
 )
-from weft.errors import AllocationMismatch, NotSymmetric, TeamClosed, Unsupported
+from weft.errors import AllocationMismatch, NotSymmetric, SeveralNodes, TeamClosed, Unsupported
 from weft.runtime import virtual_rank
 from weft.runtime.platforms.platform import CopyEngine, Library, Platform, at_peer
 from weft.runtime.team.channel import Channel
 from weft.runtime.team.heap import HeapLayout
+from weft.runtime.team.rail import Rail
 from weft.runtime.team.view import MAX_BARRIER_PROGRAMS, TakenByView, TeamView, make_view
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
@@ -47,6 +48,12 @@ class Team(TakenByView):
     view          argument ``team`` of kernels
     copy_engine   ordered copies beside the compute stream
     library       baseline collectives (NCCL), to compare with
+    shape         (nodes, node_size): rank = node * node_size + local rank
+    node          team of the ranks of this rank's node; the team itself if there is one node
+    rail          transfers to the ranks of equal local rank in the other nodes (``weft.Rail``); None if there is one node
+
+    A team of several nodes has no heap, view or copy engine, which reach the ranks of one node: ``team.node`` has them, and
+    SeveralNodes is raised. All else holds for both.
 
     ``empty``, ``zeros``, ``signals``, ``channel``, ``free``, ``workspace``, ``barrier``, ``exchange`` and ``subset`` are
     collective: every rank makes the same calls in the same order. After ``close()`` every use raises TeamClosed.
@@ -55,15 +62,20 @@ class Team(TakenByView):
     def __init__(self, platform: Platform, debug_seconds: float | None = None) -> None:
         self._platform = platform
         self._closed = False
-        self._layout = HeapLayout(platform.heap.numel(), platform.rank)
         self._counter = itertools.count()
         self._workspaces: dict[Hashable, Any] = {}
         self.heap_changes = 0  # allocations and frees: a number that stands for how the heap is filled
-        self.rank, self.size, self.name = platform.rank, platform.size, platform.name
+        self.rank, self.size, self.name, self.shape = platform.rank, platform.size, platform.name, platform.shape
         self.device, self.group, self.caps = platform.device, platform.group, platform.caps
         self.is_simulated = self.caps.is_simulated
         self._debug_seconds = debug_seconds
         _TEAMS[self.name] = self
+        self.rail: Rail | None = None
+        self._node: Team | None = None
+        if self.shape.nodes > 1:
+            self._node, self.rail = Team(platform.node, debug_seconds), platform.rail
+            return
+        self._layout = HeapLayout(platform.heap.numel(), platform.rank)
         barriers = self.zeros((MAX_BARRIER_PROGRAMS, self.size + 1), torch.int32, name="team.barriers")
         deltas = torch.tensor(list(platform.deltas), dtype=torch.int64, device=self.device)
         patience = int(debug_seconds * 1e6) if debug_seconds else 0
@@ -85,15 +97,16 @@ class Team(TakenByView):
         team = shared.get(key)
         if team is None or team._closed:
             team = shared[key] = init(group, heap_bytes=heap_bytes)
-        elif heap_bytes not in (None, team._layout.size):
+        elif heap_bytes not in (None, size := team.node._layout.size):
             raise ValueError(
-                f"heap_bytes={heap_bytes}, but the shared team of this group has heap_bytes={team._layout.size}; leave it out, "
-                f"or pass it at the first call"
+                f"heap_bytes={heap_bytes}, but the shared team of this group has heap_bytes={size}; leave it out, or pass it "
+                f"at the first call"
             )
         return team
 
     def __repr__(self) -> str:
-        return f"Team({self.name!r}, rank={self.rank}, size={self.size}, device={self.device})"
+        nodes = f", nodes={self.shape.nodes}" if self._node else ""
+        return f"Team({self.name!r}, rank={self.rank}, size={self.size}{nodes}, device={self.device})"
 
     # --- symmetric memory --------------------------------------------------------------------------------------------
 
@@ -104,7 +117,7 @@ class Team(TakenByView):
 
         HeapExhausted if it does not fit; AllocationMismatch, on all ranks, if they ask for different tensors.
         """
-        self._check_open("empty()")
+        self._check_heap("empty()")
         self._check_not_capturing("symmetric memory")
         shape = _checked_shape(shape)
         check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
@@ -145,7 +158,7 @@ class Team(TakenByView):
         ValueError for a part of a tensor, and for one that was freed already, unless another of its size lies there by now;
         AllocationMismatch, on all ranks, if they free different tensors.
         """
-        self._check_open("free()")
+        self._check_heap("free()")
         _check_tensor(tensor)
         if not self.is_symmetric(tensor):
             raise NotSymmetric(self.rank, "tensor", tensor.shape)
@@ -168,18 +181,19 @@ class Team(TakenByView):
 
     def largest_free_bytes(self) -> int:
         """Size of the heap's largest free block, so of the largest tensor that fits; equal on all ranks."""
-        self._check_open("largest_free_bytes()")
+        self._check_heap("largest_free_bytes()")
         return self._layout.largest_free_bytes
 
     def at_peer(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric for others."""
-        self._check_open("at_peer()")
+        self._check_heap("at_peer()")
         _check_tensor(tensor)
         peer = check_int("peer", peer)
         return at_peer(self._platform, tensor, peer)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         _check_tensor(tensor)
+        self._check_heap("is_symmetric()")
         heap = self._platform.heap
         return heap.data_ptr() <= tensor.data_ptr() < heap.data_ptr() + heap.numel()
 
@@ -207,13 +221,17 @@ class Team(TakenByView):
     # --- the ranks ---------------------------------------------------------------------------------------------------
 
     @property
+    def node(self) -> Team:
+        return self._node or self
+
+    @property
     def view(self) -> TeamView:
-        self._check_open("view")
+        self._check_heap("view")
         return self._view
 
     @property
     def copy_engine(self) -> CopyEngine:
-        self._check_open("copy_engine")
+        self._check_heap("copy_engine")
         return self._platform.copy_engine
 
     @property
@@ -230,7 +248,7 @@ class Team(TakenByView):
             num_warps = check_int("num_warps", num_warps, 1)
         if type(registers) is not int or registers < 1:
             registers = check_int("registers", registers, 1)
-        return self._platform.max_programs(num_warps, registers)
+        return self.node._platform.max_programs(num_warps, registers)
 
     def barrier(self) -> None:
         """Wait for all ranks and their earlier GPU work. Collective, and bounded in time."""
@@ -256,6 +274,8 @@ class Team(TakenByView):
         """A team of some ranks of this team, in ascending order; None on the other ranks. Collective.
 
         heap_bytes  of symmetric memory per rank; None: as in this team
+
+        Of a team of several nodes: ValueError unless the subset has as many ranks of each node that it has any of.
         """
         self._check_open("subset()")
         ranks = list(check_sequence("ranks", ranks, "a list of ranks"))
@@ -269,7 +289,7 @@ class Team(TakenByView):
             raise ValueError(
                 f"ranks={ranks} must ascend, as torch.distributed sorts the ranks of a group; pass {sorted(ranks)}"
             )
-        platform = self._platform.subset(ranks, heap_bytes or self._platform.heap.numel())
+        platform = self._platform.subset(ranks, heap_bytes or self.node._layout.size)
         return Team(platform, self._debug_seconds) if platform is not None else None
 
     def fail(self, message: str) -> None:
@@ -282,6 +302,8 @@ class Team(TakenByView):
             self.barrier()
             self._closed = True
             self._workspaces.clear()
+            if self._node is not None:
+                self._node.close()
             self._platform.close()
 
     def __enter__(self) -> Team:
@@ -303,6 +325,12 @@ class Team(TakenByView):
         if self._closed:
             raise TeamClosed(self.name, self.rank, what)
 
+    def _check_heap(self, what: str) -> None:
+        """TeamClosed, or SeveralNodes for ``what`` a team of one node has."""
+        self._check_open(what)
+        if self._node is not None:
+            raise SeveralNodes(self.rank, what, str(self.shape))
+
 
 def find_team(name: str) -> Team:
     """The open team of this name. ValueError if there is none in this process."""
@@ -313,30 +341,34 @@ def find_team(name: str) -> Team:
     return team
 
 
-def init(group: Any = None, *, heap_bytes: int | None = None, debug: bool | float = False) -> Team:
+def init(
+    group: Any = None, *, heap_bytes: int | None = None, debug: bool | float = False, node_size: int | None = None
+) -> Team:
     """A new team, as this process (or virtual rank) sees it. Collective.
 
     group       a ``torch.distributed`` group or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); None: all ranks
     heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB in the simulator
     debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout
+    node_size   ranks of a node, to make logical nodes of one machine; None: torchrun's LOCAL_WORLD_SIZE, or one node where
+                ``weft.launch`` or ``weft.simulate`` was given none. ValueError, on all ranks, if they have different ones
 
     Under ``torchrun`` or ``weft.launch`` it uses this rank's GPU, and inside ``weft.simulate`` a virtual one; else NoTeam.
     """
     refuse_triton_interpret()
     heap_bytes, seconds = check_heap_bytes(heap_bytes), check_debug(debug)
-    virtual = virtual_rank.platform_of_this_thread(heap_bytes)
+    virtual = virtual_rank.platform_of_this_thread(heap_bytes, node_size)
     if virtual is not None:
         _refuse_group(group)
         return Team(virtual, seconds)
     from weft.runtime.platforms.cuda import CudaPlatform  # needs a GPU build of torch
 
-    return Team(CudaPlatform.join(group, heap_bytes), seconds)
+    return Team(CudaPlatform.join(group, heap_bytes, node_size), seconds)
 
 
-def init_main(*, heap_bytes: int | None = None, debug: bool | float = False) -> Team:
+def init_main(*, heap_bytes: int | None = None, debug: bool | float = False, node_size: int | None = None) -> Team:
     """A new team of all ranks for main, the one that ``Team.of()`` returns from then on."""
     shared, key = _shared_teams(None)
-    team = shared[key] = init(heap_bytes=heap_bytes, debug=debug)
+    team = shared[key] = init(heap_bytes=heap_bytes, debug=debug, node_size=node_size)
     return team
 
 

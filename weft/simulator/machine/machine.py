@@ -116,12 +116,13 @@ class Machine(Launches):
         task.on_finish = finished
         self.scheduler.spawn(task)
 
-    def drain(self, stream: str) -> None:
-        """Block the calling host task until its main stream and this side stream are idle."""
+    def drain(self, *streams: str) -> None:
+        """Block the calling host task until its main stream and these side streams are idle."""
         self.settle()
-        queue = self._streams.get((self.rank, stream))
-        if queue is not None:
-            self.scheduler.block(Waiting(lambda: queue.idle, lambda: f"waits for its {stream}"))
+        for stream in streams:
+            queue = self._streams.get((self.rank, stream))
+            if queue is not None:
+                self.scheduler.block(Waiting(lambda q=queue: q.idle, lambda name=stream: f"waits for its {name}"))
 
     def join(self, stream: str) -> None:
         """Order the calling rank's main stream after all work of its side stream so far."""

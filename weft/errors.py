@@ -182,6 +182,20 @@ class WaitTimeout(WeftError):
         self.signal, self.wanted, self.seen, self.seconds = signal, wanted, seen, seconds
 
 
+class NotAPeer(WeftError, ValueError):
+    """A kernel reaches for a rank outside of its team, such as one of another node.
+
+    where  the place in the kernel; ``size``: of the team
+    """
+
+    def __init__(self, where: str, peer: int, size: int) -> None:
+        super().__init__(
+            f"{where}: peer={peer} is no rank of this team of {size}; pass one in 0 .. {size - 1}. Of several nodes, a kernel "
+            f"reaches the ranks of its own: count within team.node"
+        )
+        self.where, self.peer, self.size = where, peer, size
+
+
 class WrongMain(WeftError, TypeError):
     """A ``main`` whose body would never run. ``what``: its kind, or the kind of its result."""
 

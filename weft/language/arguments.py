@@ -9,6 +9,8 @@ from typing import Any
 
 import triton.language as tl
 
+from weft.errors import NotAPeer
+
 # Signal type -> signed type in which its values are compared.
 _SIGNED = {"int32": tl.int32, "uint32": tl.int32, "int64": tl.int64, "uint64": tl.int64}
 
@@ -123,13 +125,26 @@ def check_lamport(primitive, mask, _semantic=None, **pointers):
 
 @tl.core.builtin
 def check_symmetric(primitive, ptr, peer, team, _semantic=None):
-    """TypeError unless ``ptr`` is a pointer or block, ``peer`` an integer or block, ``team`` a view."""
+    """TypeError unless ``ptr`` is a pointer or block, ``peer`` an integer or block, ``team`` a view.
+
+    NotAPeer for a peer that is known and no rank of the team.
+    """
     primitive, ptr, peer = map(_known, (primitive, ptr, peer))
     if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr():
         raise TypeError(f"{primitive}: ptr is {_named(ptr)}; pass a pointer into a symmetric tensor")
     if not (peer.dtype.is_int() if isinstance(peer, tl.tensor) else isinstance(peer, int)):
         raise TypeError(f"{primitive}: peer is {_named(peer)}; pass an integer or a block of them")
     check_team_view(primitive, team)
+    size = _known(team.size)
+    if isinstance(peer, int) and not 0 <= peer < size:
+        raise NotAPeer(primitive, peer, size)
+
+
+@tl.core.builtin
+def is_scalar(x, _semantic=None):
+    """True if ``x`` is one value that is known at run time only; a compile-time constant."""
+    known = _known(x)
+    return tl.constexpr(isinstance(known, tl.tensor) and not _is_block(known))
 
 
 @tl.core.builtin

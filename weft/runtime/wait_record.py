@@ -9,20 +9,27 @@ from collections.abc import Callable
 
 import torch
 
-from weft.errors import WaitTimeout
+from weft.errors import NotAPeer, WaitTimeout, WeftError
 
 # By the record's state. In state 1 the record is claimed but incomplete.
 _COMPARISONS = {1: ">=", 2: ">=", 3: "==", 4: "!="}
+_STRANGER = 5
 
 
 def raise_from_record(record: torch.Tensor, name_of: Callable[[int], str], tell: Callable[[str], None]) -> None:
-    """Raise WaitTimeout if a wait of this rank has given up, after a call of ``tell`` with its message."""
+    """Raise WaitTimeout if a wait of this rank has given up, NotAPeer if a kernel reached for a rank outside of its team.
+
+    Before that, ``tell`` is called with the message.
+    """
     state, rank, program, line, address, wanted, seen, patience_us, *name = record.tolist()
     if state == 0:
         return
-    error = WaitTimeout(
-        rank, decode_name(name), program, line, name_of(address), wanted, seen, patience_us / 1e6, _COMPARISONS[state]
-    )
+    kernel, target = decode_name(name), name_of(address)
+    if state == _STRANGER:
+        place = f"rank {rank}: kernel {kernel}, program {program}, line {line}, pointer to {target}"
+        error: WeftError = NotAPeer(place, wanted, seen)
+    else:
+        error = WaitTimeout(rank, kernel, program, line, target, wanted, seen, patience_us / 1e6, _COMPARISONS[state])
     tell(str(error))
     raise error
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from weft.errors import NotSymmetric, WeftError
+from weft.errors import NotAPeer, NotSymmetric, WeftError
 from weft.language import bulk, lamport, signals, waits
 from weft.language.arguments import check_flagged_block, check_value
 from weft.language.lowering import stock
@@ -204,7 +204,11 @@ def _names_chunk(machine: Any, rank: Any, chunk: Any, chunks: Any, team: Any) ->
 def _reaches_peers(machine: Any, ptr: Any, peer: Any, team: Any) -> None:
     from weft.simulator import interpreter as interp
 
-    me = (interp.value_of(team.coords) >> 1) - 1
+    me, size = (interp.value_of(team.coords) >> 1) - 1, int(interp.value_of(team.size))
+    peers = np.asarray(interp.value_of(peer))
+    strangers = peers[(peers < 0) | (peers >= size)]
+    if strangers.size:
+        raise NotAPeer(machine.who(), int(strangers.flat[0]), size)
     if np.all(interp.value_of(peer) == me):
         return
     pointer, memory, rank = int(interp.addresses_of(ptr).flat[0]), machine.memory, machine.rank

@@ -5,6 +5,7 @@ import triton.language as tl
 from triton.language import target_info
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from weft.language.arguments import is_scalar
 from weft.language.lowering import gcn, ptx
 from weft.language.lowering.debug_site import kernel_line, kernel_name_int64
 
@@ -132,7 +133,14 @@ def is_unwritten(x):
 
 @triton.jit
 def reaches_peers(ptr, peer, team):
-    """Mark the translation of a pointer to ``peer``'s memory; only the simulator checks the pointer."""
+    """Mark the translation of a pointer to ``peer``'s memory; only the simulator checks the pointer.
+
+    Debug builds trap for a scalar ``peer`` outside of the team: its delta would be read beyond the table's end.
+    """
+    DEBUG: tl.constexpr = team.patience_us > 0
+    if DEBUG and is_scalar(peer):
+        if (peer < 0) | (peer >= team.size):
+            give_up(ptr, peer, "peer", team.size, team)
 
 
 @triton.jit
@@ -185,7 +193,8 @@ def microseconds():
 def give_up(signal, wanted, comparison: tl.constexpr, seen, team):
     """Leave a record for the host and trap. The first program to give up writes it.
 
-    record  int64: 0 state (1 claimed; written by a wait for 2 >=, 3 ==, 4 !=), 1 rank, 2 program, 3 line, 4 signal's
+    record  int64: 0 state (1 claimed; written by a wait for 2 >=, 3 ==, 4 !=; 5 by symm_at, for a peer outside of the team:
+            wanted is the peer, seen the team's size), 1 rank, 2 program, 3 line, 4 signal's
             address, 5 wanted, 6 seen, 7 patience in microseconds, 8..15 the kernel's name, 8 bytes each
     """
     record = team.record
@@ -200,7 +209,7 @@ def give_up(signal, wanted, comparison: tl.constexpr, seen, team):
         for word in tl.static_range(8):
             tl.store(record + 8 + word, tl.full((), kernel_name_int64(word), tl.int64))
         tl.debug_barrier()
-        state: tl.constexpr = 3 if comparison == "==" else 4 if comparison == "!=" else 2
+        state: tl.constexpr = 3 if comparison == "==" else 4 if comparison == "!=" else 5 if comparison == "peer" else 2
         tl.atomic_xchg(record, tl.full((), state, tl.int64), sem="release", scope="sys")
         tl.debug_barrier()
         if target_info.is_cuda():

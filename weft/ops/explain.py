@@ -16,6 +16,7 @@ from weft.plan.planned import Planned, machine
 from weft.plan.table import Row, name_of
 from weft.runtime import capabilities
 from weft.runtime.capabilities import Capabilities
+from weft.runtime.team.shape import check_node_size
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -68,6 +69,7 @@ def explain(
     K: int | None = None,
     algorithm: str = "auto",
     own_first: bool = False,
+    node_size: int | None = None,
     **sizes: int,
 ) -> Explanation:
     """Plan of a call of ``op`` with its reason; ``print`` shows it.
@@ -79,6 +81,7 @@ def explain(
     caps        ``team.caps``; None: capabilities of this machine
     algorithm   the design to ask for
     own_first   as in all_gather_matmul
+    node_size   ranks of a node; None: all
     sizes       of an op on one rank, by the names that it lists (``Op.sizes``)
 
         print(weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4))
@@ -111,10 +114,12 @@ def explain(
         if "local_first" not in found.options:
             raise ValueError(f"explain: own_first=True does not change the plan of {found.name}; leave it out")
         fields["local_first"] = True
-    here = machine(caps or _here(world_size), world_size)
+    nodes = world_size // (check_node_size(node_size, world_size) or world_size)
+    here = machine(caps or _here(world_size), world_size, nodes=nodes)
     call = found.call_of([given[name] for name in found.sizes], dtype, here, algorithm, **fields)
     given_as = tuple(shape) if shape is not None else " ".join(f"{name}={given[name]}" for name in found.sizes)
-    where = f"{name_of(dtype)}, world_size={world_size}, {here.caps.device_name}"
+    split = f", {nodes} nodes" if nodes > 1 else ""
+    where = f"{name_of(dtype)}, world_size={world_size}{split}, {here.caps.device_name}"
     text = f"{found.name} {'of ' if shape is not None else ''}{given_as} {where}"
     return Explanation(found.name, text, found.plan(call, here))
 

@@ -15,8 +15,18 @@ FLOATS = (*HALVES, torch.float32)
 ITEM_SIZES = (1, 2, 4, 8)
 
 
-def check_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None = None) -> None:
-    """ValueError unless ``x`` is on the team's device, in one of ``dtypes`` (None: of 1, 2, 4 or 8 bytes)."""
+def check_tensor(
+    op: str,
+    name: str,
+    x: torch.Tensor,
+    team: Team,
+    dtypes: Sequence[torch.dtype] | None = None,
+    over_nodes: bool = False,
+) -> None:
+    """ValueError unless ``x`` is on the team's device, in one of ``dtypes`` (None: of 1, 2, 4 or 8 bytes).
+
+    over_nodes  the team may have several nodes
+    """
     try:
         # An eager call takes the host about 20 µs, so the error is only looked for once there is one.
         fits = (x.dtype.itemsize in ITEM_SIZES if dtypes is None else x.dtype in dtypes) and x.device == team.device
@@ -24,11 +34,14 @@ def check_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequen
         fits = False
     if not fits or not isinstance(team, Team):
         _refuse_tensor(op, name, x, team, dtypes)
+    elif team.rail is not None and not over_nodes:
+        check_one_node(op, team)
 
 
 def _refuse_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequence[torch.dtype] | None) -> None:
     check_is_tensor(op, name, x)
-    check_team(op, team)
+    if not isinstance(team, Team):
+        check_team(op, team)
     if x.device != team.device:
         raise ValueError(
             f"{op}: {name} is on {x.device} and team '{team.name}' on {team.device}; "
@@ -53,7 +66,14 @@ def check_team(op: str, team: Team) -> torch.device:
     """The team's device. ValueError unless ``team`` is a Team."""
     if not isinstance(team, Team):
         raise ValueError(f"{op}: team={quoted(team)} is not a Team; pass the team of weft.init() or of main(team)")
+    check_one_node(op, team)
     return team.device
+
+
+def check_one_node(op: str, team: Team) -> None:
+    """ValueError for a team of several nodes, with which the op does not work."""
+    if team.rail is not None:
+        raise ValueError(f"{op}: the team has {team.shape}, and this op works within a node; pass team.node")
 
 
 def check_flag(op: str, name: str, value: bool) -> None:

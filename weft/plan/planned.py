@@ -40,8 +40,9 @@ class Planned:
 class Machine:
     """Inputs of a plan besides its call; equal values are the same object (``machine``).
 
-    caps           capabilities of this rank's GPU
+    caps           capabilities of this rank's GPU, and of its links within the node
     world_size     ranks of the team
+    nodes          of the team; its ranks are divided evenly
     staging_bytes  largest staging buffer that copy-engine collectives may use: a power of two; equal on all ranks, since the
                    heaps are filled alike
     """
@@ -49,20 +50,27 @@ class Machine:
     caps: Capabilities
     world_size: int
     staging_bytes: int = UNLIMITED
+    nodes: int = 1
+
+    @property
+    def node(self) -> Machine:
+        """Machine of a node's team."""
+        return machine(self.caps, self.world_size // self.nodes, self.staging_bytes)
 
 
 @remembered
-def machine(caps: Capabilities, world_size: int, staging_bytes: int = UNLIMITED) -> Machine:
+def machine(caps: Capabilities, world_size: int, staging_bytes: int = UNLIMITED, nodes: int = 1) -> Machine:
     """Machine with these values."""
-    return Machine(caps=caps, world_size=world_size, staging_bytes=staging_bytes)
+    return Machine(caps=caps, world_size=world_size, staging_bytes=staging_bytes, nodes=nodes)
 
 
 def machine_of(team: Team) -> Machine:
-    """Machine of ``team``, with its heap as filled now."""
-    known = team.workspace("machines", dict)
-    found = known.get(team.heap_changes)
+    """Machine of ``team``, with its heap (of its node) as filled now."""
+    known, node = team.workspace("machines", dict), team.node
+    found = known.get(node.heap_changes)
     if found is None:
-        found = known[team.heap_changes] = machine(team.caps, team.size, staging_bytes_of(team))
+        made = machine(node.caps, team.size, staging_bytes_of(node), team.shape.nodes)
+        found = known[node.heap_changes] = made
     return found
 
 

@@ -17,6 +17,7 @@ from weft.ops.case import Case, Inputs
 from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective, Copy
 from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
+from weft.ops.collectives.over_nodes import OverNodes, swapped
 from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_has_rows, check_tensor
 from weft.runtime.arithmetic import cdiv
@@ -107,12 +108,17 @@ class AllGather(Collective):
     def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
         return all_gather(x, team, algorithm)
 
-    def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
-        """All-gather of ``x``, checked, any strides: a new contiguous tensor [W * x.shape[0], ...]."""
+    def run(self, design: Any, team: Team, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """All-gather of ``x``, checked, any strides: ``into`` or a new contiguous tensor [W * x.shape[0], ...]."""
         self.check_design(design)
-        out = x.new_empty((team.size * x.shape[0], *x.shape[1:]))
+        out = x.new_empty((team.size * x.shape[0], *x.shape[1:])) if into is None else into
         if isinstance(design, Copy):
             return out.copy_(x)
+        if isinstance(design, OverNodes):
+            mine = x.detach().contiguous()
+            for node, piece in swapped(team, [mine] * team.shape.nodes) if x.numel() else ():
+                self.run(design.node.design, team.node, piece, into=out.chunk(team.shape.nodes)[node])
+            return out
         if x.numel() > 0:
             words = as_words(x.detach(), word_of(x.nbytes))
             if isinstance(design, CopyEngine):
@@ -149,7 +155,7 @@ def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
 
     ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
-    check_tensor("all_gather", "x", x, team)
+    check_tensor("all_gather", "x", x, team, over_nodes=True)
     check_has_rows("all_gather", "x", x)
     check_choice("all_gather", "algorithm", algorithm, ALL_GATHER.algorithms)
     return ALL_GATHER.dispatch(x, team.name, algorithm)

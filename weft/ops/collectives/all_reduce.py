@@ -19,11 +19,14 @@ import weft.language as wl
 from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import FP32, Case, Draw, Inputs, sum_of
 from weft.ops.collectives import cases
+from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot, shots_rule
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
+from weft.ops.collectives.over_nodes import ScatterGather
+from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_tensor
-from weft.plan.planned import machine_of
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import Team
 from weft.transport.push import (
@@ -185,7 +188,13 @@ class AllReduce(Collective):
     name, alias = "all_reduce", "all-reduce"
     replicated = True
     dtypes = FLOATS
-    designs = {"one_shot": OneShot, "two_shot": TwoShot, "copy_engine": CopyEngine, "copy": Copy}
+    designs = {
+        "one_shot": OneShot,
+        "two_shot": TwoShot,
+        "copy_engine": CopyEngine,
+        "copy": Copy,
+        "over_nodes": ScatterGather,
+    }
     staging_buffers = 2  # the peers' parts, and their sums
     copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
     # Two ranks' parts are long, and the engines wait for their sum: more programs.
@@ -221,6 +230,10 @@ class AllReduce(Collective):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if isinstance(design, Copy):
             return out.copy_(x)
+        if isinstance(design, ScatterGather):
+            if x.numel() > 0:
+                self._scatter_and_gather(design, team, x, out)
+            return out
         if x.numel() > 0:
             if isinstance(design, CopyEngine):
                 sources = split(on_lines(x.detach().contiguous().view(-1)), team.size)
@@ -228,6 +241,27 @@ class AllReduce(Collective):
             else:
                 _launch(x.contiguous(), out, team, design, partials=1)
         return out
+
+    def _scatter_and_gather(self, design: ScatterGather, team: Team, x: torch.Tensor, out: torch.Tensor) -> None:
+        n, part = x.numel(), cdiv(x.numel(), team.size)
+        flat = x.detach().contiguous().view(-1)
+        if n % team.size:
+            flat = torch.cat((flat, flat.new_zeros(part * team.size - n)))
+        mine = REDUCE_SCATTER.run(design.scatter.design, team, flat)
+        out.view(-1).copy_(ALL_GATHER.run(design.gather.design, team, mine)[:n])
+
+    def over_nodes(self, call: CollectiveCall, machine: Machine) -> Planned:
+        if call.design not in (AUTO, "copy_engine"):
+            raise ValueError(
+                f"all_reduce: algorithm={call.design!r} is of one node, and the team has {machine.nodes}; pass 'auto' or "
+                f"'copy_engine', or team.node"
+            )
+        part = cdiv(call.nbytes // call.dtype.itemsize, machine.world_size) * call.dtype.itemsize
+        whole = CollectiveCall(part * machine.world_size, call.dtype, call.design)
+        scatter = REDUCE_SCATTER.plan(whole, machine)
+        gather = ALL_GATHER.plan(CollectiveCall(part, call.dtype, call.design), machine)
+        reason = f"{machine.nodes} nodes: 1 / {machine.node.world_size} of the bytes goes over each rail"
+        return Planned("over_nodes", ScatterGather(scatter=scatter, gather=gather), reason)
 
     def run_of_partials(self, x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
         """All-reduce of the sum of split-K partials ``x``, fp32 [partials, ...], contiguous; W > 1.
@@ -289,6 +323,6 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     one stream orders them. Captured in a CUDA graph it replays correctly, after one call outside with its shape,
     dtype and algorithm (which makes the workspace). ValueError for wrong arguments. The backward is an all-reduce.
     """
-    check_tensor("all_reduce", "x", x, team, FLOATS)
+    check_tensor("all_reduce", "x", x, team, FLOATS, over_nodes=True)
     check_choice("all_reduce", "algorithm", algorithm, ALL_REDUCE.algorithms)
     return ALL_REDUCE.dispatch(x, team.name, algorithm)

@@ -17,6 +17,7 @@ from weft.ops.case import Case, Inputs, part_of
 from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective, Copy
 from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
+from weft.ops.collectives.over_nodes import OverNodes, swapped
 from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_even, check_tensor
 from weft.runtime.arithmetic import cdiv
@@ -98,12 +99,17 @@ class AllToAll(Collective):
     def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
         return all_to_all(x, team, algorithm)
 
-    def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
-        """All-to-all of ``x``, checked, any strides: a new contiguous tensor of its shape."""
+    def run(self, design: Any, team: Team, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """All-to-all of ``x``, checked, any strides: ``into`` or a new contiguous tensor of its shape."""
         self.check_design(design)
-        out = x.new_empty(x.shape)
+        out = x.new_empty(x.shape) if into is None else into
         if isinstance(design, Copy):
             return out.copy_(x)
+        if isinstance(design, OverNodes):
+            if x.numel() > 0:
+                for node, piece in swapped(team, x.detach().contiguous().chunk(team.shape.nodes)):
+                    self.run(design.node.design, team.node, piece, into=out.chunk(team.shape.nodes)[node])
+            return out
         if x.numel() > 0:
             words = as_words(x.detach(), word_of(x.nbytes // team.size))
             if isinstance(design, CopyEngine):
@@ -142,7 +148,7 @@ def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
 
     ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
-    check_tensor("all_to_all", "x", x, team)
+    check_tensor("all_to_all", "x", x, team, over_nodes=True)
     check_even("all_to_all", "x", x, team)
     check_choice("all_to_all", "algorithm", algorithm, ALL_TO_ALL.algorithms)
     return ALL_TO_ALL.dispatch(x, team.name, algorithm)

@@ -15,6 +15,7 @@ import torch
 from weft.arguments import quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.copy_engine import ROUND_BYTES, CopyEngine
+from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.collectives.space import copy_engines, pushes, pushes_around
 from weft.ops.op import Op
 from weft.ops.registration import check_divides
@@ -103,11 +104,11 @@ class Collective(Op):
     copies: ClassVar[dict[int, CopyEngine]]
     rows_divided: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
-    designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy}
+    designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy, "over_nodes": OverNodes}
     sizes = ("shape",)
     form = "bytes"
 
-    internal = ("copy",)
+    internal = ("copy", "over_nodes")
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,10 @@ class Collective(Op):
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(
-            terms=1 if self.moves_bits else case.world_size, exact=self.moves_bits, replicated=self.replicated
+            terms=1 if self.moves_bits else case.world_size,
+            partials=case.field("nodes") or 0,
+            exact=self.moves_bits,
+            replicated=self.replicated,
         )
 
     def call(self, case: Case, team: Team, x: torch.Tensor) -> torch.Tensor:
@@ -158,9 +162,17 @@ class Collective(Op):
         return self.name, (self.whole(call, machine.world_size),), machine.world_size
 
     def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
+        if machine.nodes > 1:
+            return self.over_nodes(call, machine)
         if machine.world_size == 1:
             return Planned("copy", Copy(), ONE_RANK)
         return super().choose(call, machine)
+
+    def over_nodes(self, call: CollectiveCall, machine: Machine) -> Planned:
+        """Plan of a team of several nodes: the node's call has the design that was asked for."""
+        nbytes = call.nbytes if self.gathers else call.nbytes // machine.nodes
+        node = self.plan(CollectiveCall(nbytes, call.dtype, call.design), machine.node)
+        return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: to each of them once, by rail")
 
     def tuned(self, call: CollectiveCall, machine: Machine) -> Planned | None:
         planned = super().tuned(call, machine)
@@ -174,18 +186,18 @@ class Collective(Op):
         return planned if planned.design.push.transport == self.transport(whole, machine.world_size) else None
 
     def space(self, call: CollectiveCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if machine.world_size == 1:
+        if machine.world_size == 1 or machine.nodes > 1:
             return
         whole = self.whole(call, machine.world_size)
         for kind in self.designs.values():
             if kind is CopyEngine and has_even_lines(whole, machine.world_size):
                 yield from copy_engines(whole)
-            elif kind not in (Copy, CopyEngine):
+            elif kind in (Push, OneShot, TwoShot):
                 for push in pushes(self.transport(whole, machine.world_size), quick or machine.caps.is_simulated):
                     yield kind(push=push)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if not isinstance(design, (Copy, CopyEngine)):
+        if isinstance(design, (Push, OneShot, TwoShot)):
             yield from (replace(design, push=push) for push in pushes_around(design.push))
 
     def rule(self, call: CollectiveCall, machine: Machine) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective, Copy
 from weft.ops.collectives.copy_engine import CopyEngine, add, on_lines
+from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
 from weft.runtime.arithmetic import cdiv
@@ -102,6 +103,11 @@ class ReduceScatter(Collective):
         out = x.new_empty((x.shape[0] // team.size, *x.shape[1:]))
         if isinstance(design, Copy):
             return out.copy_(x)
+        if isinstance(design, OverNodes):
+            if out.numel() > 0:
+                parts = x.detach().contiguous().chunk(team.shape.nodes)
+                added_over_nodes(team, lambda node: self.run(design.node.design, team.node, parts[node]), out)
+            return out
         if out.numel() > 0:
             if isinstance(design, CopyEngine):
                 sources = on_lines(x.detach().contiguous().view(-1)).view(team.size, -1).unbind()
@@ -137,7 +143,7 @@ def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torc
 
     ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
-    check_tensor("reduce_scatter", "x", x, team, FLOATS)
+    check_tensor("reduce_scatter", "x", x, team, FLOATS, over_nodes=True)
     check_even("reduce_scatter", "x", x, team)
     check_choice("reduce_scatter", "algorithm", algorithm, REDUCE_SCATTER.algorithms)
     return REDUCE_SCATTER.dispatch(x, team.name, algorithm)

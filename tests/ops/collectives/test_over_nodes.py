@@ -1,0 +1,159 @@
+"""Collectives over several nodes: answers, bits, bytes over the rails, gradients, what is refused."""
+
+import pytest
+import torch
+
+import weft
+import weft.check
+from tests.ops.checking import assert_close, assert_identical, check_replicated, run_cases
+from tests.sampled import sampled
+from weft import ops
+from weft.ops.case import BF16, FP16, FP32, Case
+
+SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
+
+
+def cases_of(nodes, world_size):
+    """Even, ragged and empty sizes, several dtypes and layouts; designs within a node by name."""
+    sizes = {
+        "all_gather": ((5, 7), (1,), (0, 3), (640,)),
+        "reduce_scatter": ((world_size, 33), (2 * world_size,), (world_size, 0), (3 * world_size, 64)),
+        "all_reduce": ((3, 11), (1,), (0,), (4 * world_size, 64)),
+        "all_to_all": ((world_size, 9), (2 * world_size, 3), (world_size, 0), (world_size, 128)),
+    }
+    for op, shapes in sizes.items():
+        for shape, dtype in zip(shapes, (BF16, FP32, BF16, FP16), strict=True):
+            yield Case(op=op, world_size=world_size, dtype=dtype, sizes=shape, fields=(("nodes", nodes),))
+        fields = {"fields": (("nodes", nodes),), "dtype": BF16}
+        yield Case(op=op, world_size=world_size, sizes=shapes[0], layout="transposed", **fields)
+        yield Case(op=op, world_size=world_size, sizes=shapes[3], design="copy_engine", **fields)
+    for op in ("all_gather", "all_to_all"):
+        yield Case(op=op, world_size=world_size, dtype=torch.int8, sizes=(world_size, 5), fields=(("nodes", nodes),))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node_size", "seed"),
+    sampled(
+        ((*shape, seed) for shape in SHAPES for seed in range(3)), lambda n, size, seed: n * size < 6 and seed == 0
+    ),
+)
+def test_every_case(nodes, node_size, seed):
+    size = nodes * node_size
+    cases = list(cases_of(nodes, size))
+    check_replicated(weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(cases, 2)))
+
+
+def drawn(rank, rows, dtype=BF16):
+    return torch.randn((rows, 6), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def bytes_sent(team):
+    """Bytes over the rail of each op, for an input of 24 rows of 6 at each rank."""
+    sent, found = 0, {}
+    for op in (ops.all_gather, ops.reduce_scatter, ops.all_reduce, ops.all_to_all):
+        op(drawn(team.rank, 24), team)
+        found[op.__name__], sent = team.rail.sent_bytes - sent, team.rail.sent_bytes
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "node_size"), [(2, 2), (3, 2)])
+def test_each_part_crosses_to_a_node_once(nodes, node_size):
+    size, x = nodes * node_size, 24 * 6 * 2
+    least = {
+        "all_gather": (nodes - 1) * x,
+        "reduce_scatter": (nodes - 1) * x // size,
+        "all_reduce": 2 * (nodes - 1) * x // size,
+        "all_to_all": (nodes - 1) * x // nodes,
+    }
+    assert weft.simulate(bytes_sent, size, node_size=node_size) == [least] * size
+
+
+def test_the_same_bits_from_run_to_run():
+    case = Case(op="all_reduce", world_size=4, dtype=BF16, sizes=(300,), fields=(("nodes", 2),))
+    first, second = (weft.simulate(run_cases, 4, node_size=2, seed=seed, args=([case], 1)) for seed in (11, 12))
+    assert_identical(first[0][0][2], second[0][0][2])
+
+
+def every_op(team):
+    """Twice in a row, the second call with other data in the buffers of the first."""
+    team = weft.init(node_size=team.size // 2)
+    for call in range(2):
+        x = torch.arange(12, dtype=torch.float32) + 100 * (team.rank + call)
+        others = [x + 100 * (rank - team.rank) for rank in range(team.size)]
+        part = 12 // team.size
+        mine = slice(team.rank * part, (team.rank + 1) * part)
+        assert torch.equal(ops.all_gather(x, team), torch.cat(others))
+        assert torch.equal(ops.reduce_scatter(x, team), sum(others)[mine])
+        assert torch.equal(ops.all_reduce(x, team), sum(others))
+        assert torch.equal(ops.all_to_all(x, team), torch.cat([other[mine] for other in others]))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedules"),
+    [(2, 2), *(pytest.param(*run, marks=pytest.mark.sweep) for run in ((4, 50), (2, 100)))],
+)
+def test_no_schedule_shows_a_race(world_size, schedules):
+    report = weft.check.check(every_op, world_size, schedules=schedules)
+    assert report.ok, str(report)
+
+
+def test_gradients():
+    """Of sum over ranks of <weights_r, op(x)_r>, against the transposed map by hand."""
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+    def main(team):
+        found = []
+        for name in names:
+            x = drawn(team.rank, 4, FP32).requires_grad_()
+            y = getattr(ops, name)(x, team)
+            weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(100 + team.rank))
+            (y * weights).sum().backward()
+            found.append((x.grad, weights))
+        return found
+
+    by_rank = weft.simulate(main, 4, node_size=2)
+    for number, name in enumerate(names):
+        weights = [found[number][1] for found in by_rank]
+        for rank, found in enumerate(by_rank):
+            expected = {
+                "all_reduce": lambda r, w=weights: sum(w),
+                "all_gather": lambda r, w=weights: sum(one.chunk(4)[r] for one in w),
+                "reduce_scatter": lambda r, w=weights: torch.cat(w),
+                "all_to_all": lambda r, w=weights: torch.cat([one.chunk(4)[r] for one in w]),
+            }[name](rank)
+            assert_close(found[number][0], expected, 4, partials=2, what=f"{name} gradient of rank {rank}")
+
+
+def test_ops_within_a_node_refuse_several_by_name():
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+
+    def main(team):
+        said = []
+        for call in (
+            lambda team: ops.all_reduce_rms_norm(x, x, torch.ones(8), 1e-6, team),
+            lambda team: ops.all_gather_matmul(x, w, team),
+            lambda team: ops.matmul_reduce_scatter(x, w, team),
+            lambda team: ops.matmul_all_reduce(x, w, team),
+            lambda team: ops.barrier(team),
+        ):
+            with pytest.raises(
+                ValueError, match="team has 2 nodes x 2 ranks, and this op works within a node"
+            ) as caught:
+                call(team)
+            said.append(str(caught.value))
+            call(team.node)
+        with pytest.raises(ValueError, match="all_reduce: algorithm='two_shot' is of one node, and the team has 2"):
+            ops.all_reduce(x, team, "two_shot")
+        return said
+
+    said = weft.simulate(main, 4, node_size=2)[0]
+    names = ("all_reduce_rms_norm", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "barrier")
+    assert [text.split(":")[0] for text in said] == list(names)
+
+
+def test_a_plan_has_the_plan_of_a_node_within():
+    text = str(ops.explain("all_reduce", (64, 5120), world_size=16, node_size=8))
+    assert "world_size=16, 2 nodes" in text and "1 / 8 of the bytes" in text
+    assert "scatter  over_nodes" in text and "gather  over_nodes" in text and text.count("node  push") == 2
+    with pytest.raises(ValueError, match="node_size=3 does not divide world_size=16"):
+        ops.explain("all_reduce", (64, 5120), world_size=16, node_size=3)

@@ -1,0 +1,93 @@
+"""Collectives over nodes: each part crosses to a node once, by rail; the rest is the collective within a node.
+
+L ranks a node, N nodes; rank (k, l) is local rank l of node k, and its rail joins (0, l), (1, l), …
+
+all_gather      rail: own part to every other node         node: an all-gather for each node's parts, as they land
+reduce_scatter  node: a reduce-scatter of each node's parts rail: the sums to their nodes         then: add the N sums
+all_reduce      a reduce-scatter, then an all-gather, both over nodes
+all_to_all      rail: the parts for node k to rank (k, l)   node: an all-to-all of what each node has sent
+
+Bytes of a rank over its rail: all_gather (N - 1) parts, reduce_scatter (N - 1) parts of 1 / W of its input, all_reduce both,
+all_to_all (N - 1) / N of its input. No byte crosses twice to one node, and each rail carries 1 / L of what its node gets.
+
+    signals   none of this file: a piece's end is awaited in stream order, so that no kernel spins for a rail
+    order     own node first where parts arrive, last where they leave: rails and links of the node are busy together
+    rounding  a node's sum is rounded to x's dtype before it crosses; the N sums are added in fp32 and rounded once more
+
+node k, all_gather      | own parts          | parts of k-1 | parts of k-2 |
+rail                    | to k+1, from k-1   | to k+2, from k-2 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.ops.collectives.copy_engine import add_up
+from weft.plan.planned import Planned
+from weft.runtime.codec import exchangeable
+from weft.runtime.team.rail import Piece
+from weft.runtime.team.team import Team
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverNodes:
+    """Rails between the nodes, and the same collective within each. node: its plan there."""
+
+    node: Planned
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScatterGather:
+    """All-reduce as a reduce-scatter and an all-gather, both over nodes."""
+
+    scatter: Planned
+    gather: Planned
+
+
+def swapped(team: Team, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Send ``parts[k]`` to node k; yields (j, what node j has sent), own node first, each fit for the current stream.
+
+    N parts, contiguous, of one size. All are to be taken: the last one ends the exchange.
+    """
+    rail = team.rail
+    received = [torch.empty_like(parts[0]) for _ in range(rail.size - 1)]
+    rail.fork()
+    sources = [(rail.index - step) % rail.size for step in range(1, rail.size)]
+    marks = rail.exchange(
+        [
+            Piece(
+                send=parts[(rail.index + step) % rail.size],
+                to=(rail.index + step) % rail.size,
+                receive=into,
+                source=source,
+            )
+            for step, (into, source) in enumerate(zip(received, sources, strict=True), 1)
+        ]
+    )
+    yield rail.index, parts[rail.index]
+    for mark, source, piece in zip(marks, sources, received, strict=True):
+        rail.after(mark)
+        yield source, piece
+    rail.join()
+
+
+def added_over_nodes(team: Team, reduce: Callable[[int], torch.Tensor], out: torch.Tensor) -> None:
+    """out = sum over nodes j of node j's ``reduce(k)``, at node k; ``reduce`` gives a tensor like ``out``, contiguous.
+
+    order  own + those of nodes k - 1, k - 2, … (mod N), in fp32, rounded once
+    """
+    rail = team.rail
+    received = torch.empty((rail.size - 1, out.numel()), dtype=out.dtype, device=out.device)
+    for step in range(1, rail.size):
+        to, source = (rail.index + step) % rail.size, (rail.index - step) % rail.size
+        part = reduce(to)
+        rail.fork()
+        rail.exchange([Piece(send=part.view(-1), to=to, receive=received[step - 1], source=source)])
+    own = reduce(rail.index)
+    rail.join()
+    add_up(own.view(-1), received, out.view(-1), team.node, None)

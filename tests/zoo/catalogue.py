@@ -11,6 +11,7 @@ from tests.zoo import (  # noqa: F401  (importing fills it)
     misusing,
     overlapping,
     publishing,
+    railing,
     reusing,
     routing,
     staging,

@@ -62,11 +62,12 @@ def check_is_tensor(op: str, name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name}={quoted(x)} is not a tensor; pass a torch.Tensor")
 
 
-def check_team(op: str, team: Team) -> torch.device:
-    """The team's device. ValueError unless ``team`` is a Team."""
+def check_team(op: str, team: Team, over_nodes: bool = False) -> torch.device:
+    """The team's device. ValueError unless ``team`` is a Team, of one node unless ``over_nodes``."""
     if not isinstance(team, Team):
         raise ValueError(f"{op}: team={quoted(team)} is not a Team; pass the team of weft.init() or of main(team)")
-    check_one_node(op, team)
+    if not over_nodes:
+        check_one_node(op, team)
     return team.device
 
 

@@ -131,8 +131,6 @@ def test_ops_within_a_node_refuse_several_by_name():
         said = []
         for call in (
             lambda team: ops.all_reduce_rms_norm(x, x, torch.ones(8), 1e-6, team),
-            lambda team: ops.all_gather_matmul(x, w, team),
-            lambda team: ops.matmul_reduce_scatter(x, w, team),
             lambda team: ops.matmul_all_reduce(x, w, team),
             lambda team: ops.barrier(team),
         ):
@@ -147,8 +145,7 @@ def test_ops_within_a_node_refuse_several_by_name():
         return said
 
     said = weft.simulate(main, 4, node_size=2)[0]
-    names = ("all_reduce_rms_norm", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "barrier")
-    assert [text.split(":")[0] for text in said] == list(names)
+    assert [text.split(":")[0] for text in said] == ["all_reduce_rms_norm", "matmul_all_reduce", "barrier"]
 
 
 def test_a_plan_has_the_plan_of_a_node_within():
@@ -157,3 +154,5 @@ def test_a_plan_has_the_plan_of_a_node_within():
     assert "scatter  over_nodes" in text and "gather  over_nodes" in text and text.count("node  push") == 2
     with pytest.raises(ValueError, match="node_size=3 does not divide world_size=16"):
         ops.explain("all_reduce", (64, 5120), world_size=16, node_size=3)
+    with pytest.raises(ValueError, match="all_reduce_rms_norm works within a node; leave node_size out"):
+        ops.explain("all_reduce_rms_norm", (64, 5120), world_size=16, node_size=8)

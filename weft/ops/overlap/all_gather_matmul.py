@@ -28,6 +28,7 @@ from weft.kernels.tile_schedule import (
 from weft.ops.case import Case, Inputs
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import CollectiveCall
+from weft.ops.collectives.over_nodes import OverNodes, swapped
 from weft.ops.gemm import cublas, persistent
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL
@@ -36,7 +37,7 @@ from weft.ops.neighbours import scaled
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
 from weft.ops.overlap.pipelined import check_pipelined, pieces_of, runs_of
-from weft.ops.overlap.sequential import Overlapped, Sequential
+from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
 from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
 from weft.ops.registration import check_flag, check_list, check_team
 from weft.plan import table
@@ -193,16 +194,16 @@ def all_gather_matmul(
     b                one [N, K], or several, each with its own N: the rows are gathered once, and a list of results returned
     own_first        rank r's result has the rows of ranks r, r + 1, … (mod W) in this order, as ``matmul_reduce_scatter`` with
                      own_first takes them. For computations that treat all rows alike, such as an MLP: rows lie in the order
-                     of their arrival, so that one GEMM computes all of the peers' rows
+                     of their arrival, so that one GEMM computes all of the peers' rows. For a team of one node
     return_gathered  return (result, all_gather(a_shard)); the gathered rows have the order of the result's rows
 
     Every b may have its rows or its columns contiguous ([N, K] or the transpose of a [K, N]). Every rank has its own b (its
     share of N); M, N, K, dtype and own_first are the same on all ranks, which compare them on the host at the first call with
-    them. Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not
-    fit, on all ranks where theirs differ; HeapExhausted.
+    them. Over several nodes each shard crosses to a node once. Collective: all ranks call it, in the same order, on one stream.
+    ValueError for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    device = check_team("all_gather_matmul", team)
-    check_flag("all_gather_matmul", "own_first", own_first)
+    device = check_team("all_gather_matmul", team, over_nodes=True)
+    check_own_first("all_gather_matmul", own_first, team)
     check_flag("all_gather_matmul", "return_gathered", return_gathered)
     if isinstance(b, torch.Tensor) and not return_gathered:
         check_operands("all_gather_matmul", a_shard, b, device, "a_shard")
@@ -217,7 +218,8 @@ def all_gather_matmul(
 
 class AllGatherMatmul(Overlapped):
     name, alias = "all_gather_matmul", "ag-gemm"
-    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
+    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
+    internal = ("over_nodes",)
     rows_sharded = gathers = True
     options = variants = ("local_first",)
     projections = COLUMN_PARALLEL
@@ -249,7 +251,7 @@ class AllGatherMatmul(Overlapped):
         )
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (self.default(name, call, machine) for name in self.designs)
+        yield from (self.default(name, call, machine) for name in self.algorithms[1:])
         for design in pipelines(Pipelined(), machine):
             yield from (design, replace(design, begin_first=True))
         base = self.default("fused", call, machine)
@@ -303,13 +305,19 @@ class AllGatherMatmul(Overlapped):
         bs: Sequence[torch.Tensor],
         local_first: bool = False,
         gathers: bool = False,
+        into: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """Results for each b, then the gathered rows if ``gathers``."""
+        """Results for each b (in ``into`` if that is given), then the gathered rows if ``gathers``."""
         self.check_design(design)
         shard = a_shard.contiguous()
         if isinstance(design, Sequential):
-            return _run_sequential(design, team, shard, bs, local_first, gathers)
-        outs = [shard.new_empty((team.size * shard.shape[0], b.shape[0])) for b in bs]
+            results = _run_sequential(design, team, shard, bs, local_first, gathers)
+            for out, result in zip(into, results, strict=False):
+                out.copy_(result)
+            return results
+        outs = list(into) or [shard.new_empty((team.size * shard.shape[0], b.shape[0])) for b in bs]
+        if isinstance(design, OverNodes):
+            return self._run_over_nodes(design, team, shard, bs, outs, gathers)
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
         gathered = run(design, team, shard, bs, outs, local_first)
         if not gathers:
@@ -318,6 +326,29 @@ class AllGatherMatmul(Overlapped):
         if local_first and isinstance(design, Fused):
             panels = panels[team.rank :] + panels[: team.rank]
         return [*outs, _whole(panels, shard, team, local_first)]
+
+    def _run_over_nodes(
+        self,
+        design: OverNodes,
+        team: Team,
+        shard: torch.Tensor,
+        bs: Sequence[torch.Tensor],
+        outs: list[torch.Tensor],
+        gathers: bool,
+    ) -> list[torch.Tensor]:
+        """Run the op of the node for the rows of each node: its own while those of the others cross, then these.
+
+        node k    | rows of k         | rows of k-1 | rows of k-2 |                each gathered in the node meanwhile
+        rail      | own shard to k+1, from k-1 | to k+2, from k-2 |
+        """
+        nodes, rows = team.shape.nodes, team.size * shard.shape[0]
+        gathered = [shard.new_empty((rows, shard.shape[1]))] if gathers else []
+        for node, piece in swapped(team, [shard] * nodes):
+            into = [out.chunk(nodes)[node] for out in outs]
+            results = self.run_several(design.node.design, team.node, piece, bs, gathers=gathers, into=into)
+            for whole in gathered:
+                whole.chunk(nodes)[node].copy_(results[-1])
+        return [*outs, *gathered]
 
     def agree(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> None:
         """ValueError on all ranks if their sizes differ. Collective at the first call with these sizes."""

@@ -13,6 +13,7 @@ from weft.kernels.operands import can_describe, rows_contiguous
 from weft.kernels.tile_schedule import make_tiles, place_of
 from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives.collective import CollectiveCall
+from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.gemm import cublas, persistent
 from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product, rotated
@@ -23,9 +24,9 @@ from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.pipelined import Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
-from weft.ops.overlap.sequential import Overlapped, Sequential
+from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
 from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
-from weft.ops.registration import check_flag, check_team
+from weft.ops.registration import check_team
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
@@ -70,15 +71,16 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
     """Sum a[M, K] @ b[N, K].T over the ranks and return rows rank * M/W .. -> [M/W, N].
 
     own_first  rank r's a has the rows of ranks r, r + 1, … (mod W) in this order, as ``all_gather_matmul`` with own_first
-               returns them
+               returns them. For a team of one node
 
     a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which compare them
     on the host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in
-    fp32, in an order that depends on the row only. Collective: all ranks call it, in the same order, on one stream. ValueError
+    fp32, in an order that depends on the row only. Over several nodes, the sum of each node is rounded to that dtype once more,
+    and crosses once. Collective: all ranks call it, in the same order, on one stream. ValueError
     for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team))
-    check_flag("matmul_reduce_scatter", "own_first", own_first)
+    check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team, over_nodes=True))
+    check_own_first("matmul_reduce_scatter", own_first, team)
     M, world = a.shape[0], team.size
     if M % world:
         raise ValueError(
@@ -89,7 +91,8 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
 
 class MatmulReduceScatter(Overlapped):
     name, alias = "matmul_reduce_scatter", "gemm-rs"
-    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
+    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
+    internal = ("over_nodes",)
     rows_sharded = sums = ranks_differ_in_k = True
     projections = ROW_PARALLEL
 
@@ -117,7 +120,7 @@ class MatmulReduceScatter(Overlapped):
         )
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (self.default(name, call, machine) for name in self.designs)
+        yield from (self.default(name, call, machine) for name in self.algorithms[1:])
         yield from pipelines(Pipelined(), machine)
         if machine.world_size == 2:
             yield from (
@@ -176,6 +179,11 @@ class MatmulReduceScatter(Overlapped):
                 partial = partial.roll(team.rank * (a.shape[0] // team.size), 0)
             return REDUCE_SCATTER.run(design.collective.design, team, partial)
         out = a.new_empty((a.shape[0] // team.size, b.shape[0]))
+        if isinstance(design, OverNodes):
+            # Other nodes' rows first: their sums cross while the node's own rows are computed.
+            parts = a.chunk(team.shape.nodes)
+            added_over_nodes(team, lambda node: self.run(design.node.design, team.node, parts[node], b), out)
+            return out
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
         run(design, team, a, b, out, local_first)
         return out

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp
 from weft.ops.gemm.matmul import MATMUL
+from weft.ops.registration import check_flag
 from weft.plan.planned import Machine, Planned
 from weft.plan.table import Found
 from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 # Rows of the whole GEMM up to which a cuBLAS GEMM followed by a collective is fastest: overlap saves less time than the
 # smaller GEMMs lose.
@@ -34,6 +39,11 @@ class Overlapped(GemmOp):
     """Base of the three overlapped ops: the part of planning that they share."""
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        if machine.nodes > 1:
+            node = self.plan(call._replace(M=call.M // machine.nodes), machine.node)
+            return Planned(
+                "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a node's rows while others' cross"
+            )
         if machine.world_size == 1:
             gemm = MATMUL.plan(_alone(call), machine)
             return Planned("sequential", Sequential(gemm=gemm), f"one rank: nothing to send; {gemm.reason}", gemm.row)
@@ -60,6 +70,15 @@ class Overlapped(GemmOp):
             self.default(row.design, call, machine)
             if row.design == "sequential"
             else super().from_row(row, call, machine)
+        )
+
+
+def check_own_first(op: str, own_first: bool, team: Team) -> None:
+    """ValueError unless ``own_first`` is a flag, and False for a team of several nodes."""
+    check_flag(op, "own_first", own_first)
+    if own_first and team.rail is not None:
+        raise ValueError(
+            f"{op}: own_first=True orders the rows of one node's ranks, and the team has {team.shape}; leave it out"
         )
 
 

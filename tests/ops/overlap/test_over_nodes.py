@@ -1,0 +1,102 @@
+"""AG-GEMM and GEMM-RS over several nodes: answers, bytes over the rails, gradients, what is refused."""
+
+import pytest
+import torch
+
+import weft
+import weft.check
+from tests.ops.checking import assert_close, run_cases
+from tests.sampled import sampled
+from weft import ops
+from weft.ops.case import BF16, FP16, FP32, Case
+
+SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
+
+
+def cases_of(size):
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        for dtype, (rows, n, k), layout in (
+            (BF16, (5, 24, 40), "contiguous"), (FP32, (1, 7, 19), "contiguous"), (FP16, (16, 32, 32), "transposed"),
+        ):  # fmt: skip
+            yield Case(op=op, world_size=size, dtype=dtype, sizes=(size * rows, n, k), layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node_size", "seed"),
+    sampled(
+        ((*shape, seed) for shape in SHAPES for seed in range(2)), lambda n, size, seed: n * size < 6 and seed == 0
+    ),
+)
+def test_every_case(nodes, node_size, seed):
+    size = nodes * node_size
+    weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(list(cases_of(size)), 2))
+
+
+@pytest.mark.parametrize("design", ["fused", "pipelined", "sequential"])
+def test_a_node_may_use_any_design(design):
+    def main(team):
+        run_cases(team, [Case(op=op, world_size=4, dtype=BF16, sizes=(24, 16, 32), design=design) for op in (
+            "all_gather_matmul", "matmul_reduce_scatter")], 1)  # fmt: skip
+
+    weft.simulate(main, 4, node_size=2)
+
+
+def both(team):
+    a, up, down = torch.ones(3, 8), torch.ones(6, 8), torch.ones(5, 6)
+    y = ops.all_gather_matmul(a * (team.rank + 1), up, team)
+    gathered, sent = team.rail.sent_bytes, a.nbytes
+    z = ops.matmul_reduce_scatter(y, down, team)
+    return gathered / sent, (team.rail.sent_bytes - gathered) / z.nbytes, z
+
+
+@pytest.mark.parametrize(("nodes", "node_size"), [(2, 2), (3, 1)])
+def test_a_shard_and_a_sum_cross_to_each_node_once(nodes, node_size):
+    size = nodes * node_size
+    for rank, (gathered, summed, z) in enumerate(weft.simulate(both, size, node_size=node_size)):
+        assert (gathered, summed) == (nodes - 1, nodes - 1)
+        assert torch.equal(z, torch.full((3, 5), 8.0 * (rank + 1) * 6 * size))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedules"), [(2, 2), *(pytest.param(*run, marks=pytest.mark.sweep) for run in ((4, 30), (2, 60)))]
+)
+def test_no_schedule_shows_a_race(world_size, schedules):
+    def main(team):
+        team = weft.init(node_size=world_size // 2)
+        return [both(team)[2] for _ in range(2)]
+
+    report = weft.check.check(main, world_size, schedules=schedules)
+    assert report.ok, str(report)
+
+
+def test_gradients_are_those_of_one_node():
+    def main(team):
+        grads = []
+        for members in (team, weft.init()):
+            generator = torch.Generator().manual_seed(team.rank)
+            a, up, down = (
+                torch.randn(shape, generator=generator, requires_grad=True) for shape in ((3, 8), (6, 8), (8, 6))
+            )
+            y = ops.matmul_reduce_scatter(ops.all_gather_matmul(a, up, members), down, members)
+            (y * torch.randn(y.shape, generator=generator)).sum().backward()
+            grads.append((a.grad, up.grad, down.grad))
+        return grads
+
+    def nodes(team):
+        return main(weft.init(node_size=2))
+
+    for over, within in weft.simulate(nodes, 4):
+        for actual, expected in zip(over, within, strict=True):
+            assert_close(actual, expected, 200, partials=4)
+
+
+def test_own_first_is_of_one_node():
+    x = torch.ones(4, 8)
+
+    def main(team):
+        for call in (lambda: ops.all_gather_matmul(x, x, team, own_first=True),
+                     lambda: ops.matmul_reduce_scatter(x, x, team, own_first=True)):  # fmt: skip
+            with pytest.raises(ValueError, match="own_first=True orders the rows of one node's ranks.* 2 nodes"):
+                call()
+
+    weft.simulate(main, 2, node_size=1)

@@ -2,15 +2,22 @@
 
 import importlib
 import json
+import os
+import socket
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import triton
 from typer.testing import CliRunner
 
+import weft
 from weft.cli import app
-from weft.runtime import capabilities, doctor
+from weft.runtime import capabilities, doctor, links
+from weft.runtime.team.shape import Shape
 
 
 def named(findings, name):
@@ -158,3 +165,49 @@ def test_a_cpu_has_no_capabilities_to_probe():
     with pytest.raises(ValueError, match="cpu is not a GPU"):
         capabilities.probe(torch.device("cpu"), peers=[0])
     assert capabilities.simulated(3, sms=8).peer_access == (True, True, True)
+
+
+LINKS = links.Links(
+    shape=Shape(2, 1), hosts=["one", "two"], backend="gloo",
+    links=[links.Link(one=0, other=1, kind="rail", microseconds=41.2, gb_per_s=2.75)],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_prints_the_matrix_of_links(rank, monkeypatch):
+    monkeypatch.setattr(links, "links_of_torchrun", lambda: (rank, LINKS))
+    ended = CliRunner().invoke(app, ["doctor", "--nodes"])
+    assert ended.exit_code == 0
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert lines[1:] == [] if rank else lines[2:] == [
+        ["0", "one", "0", "rail", "41", "us", "2.8", "GB/s"], ["1", "two", "1", "rail", "41", "us", "2.8", "GB/s"],
+    ]  # fmt: skip
+    as_json = CliRunner().invoke(app, ["doctor", "--nodes", "--json"]).stdout
+    assert as_json == "" if rank else json.loads(as_json)["links"][0]["kind"] == "rail"
+
+
+def test_links_need_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    ended = CliRunner().invoke(app, ["doctor", "--nodes"])
+    assert ended.exit_code == 2 and "start it on every machine with torchrun --nnodes M" in ended.output
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two agents of one machine would share its GPUs")
+def test_two_agents_of_torchrun_are_two_nodes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr",
+           "127.0.0.1", "--master-port", str(port)]  # fmt: skip
+    agents = [
+        subprocess.Popen([*run, "--node-rank", str(node), "-m", "weft", "doctor", "--nodes", "--json"], env=here,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for node in range(2)
+    ]  # fmt: skip
+    first, second = [agent.communicate(timeout=120)[0] for agent in agents]
+    found = json.loads(first)
+    kinds = {(link["one"], link["other"]): link["kind"] for link in found["links"]}
+    assert found["shape"] == [2, 2] and second == ""
+    assert kinds == {(0, 1): "node", (0, 2): "rail", (1, 3): "rail", (2, 3): "node"}

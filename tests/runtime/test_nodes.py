@@ -1,9 +1,12 @@
 """Teams of several nodes: their shape, the team of a node, what is refused between nodes."""
 
+import runpy
+
 import pytest
 import torch
 
 import weft
+from tests.documents import ROOT, blocks
 from weft import ops
 from weft.errors import NoPeerAccess, SeveralNodes
 from weft.runtime import environment
@@ -77,6 +80,14 @@ def test_a_node_size_divides_the_world_size(door):
         door(coordinates_of, 4, node_size=3)
     with pytest.raises(ValueError, match="node_size=0 is not a positive integer|is not an integer of at least 1"):
         door(coordinates_of, 4, node_size=0)
+
+
+def test_the_page_runs(tmp_path):
+    for block in blocks(ROOT / "docs" / "nodes.md"):
+        if block.language == "python":
+            file = tmp_path / f"line_{block.line}.py"
+            file.write_text(block.text)
+            runpy.run_path(str(file))
 
 
 def test_shapes():

@@ -15,6 +15,7 @@ import weft.language as wl
 from weft import Piece
 from weft.errors import Deadlock, WeftError
 from weft.runtime import launch
+from weft.runtime.links import measure, pairs_of
 from weft.runtime.platforms.cuda import agreed_nodes
 from weft.runtime.platforms.torch_rail import new_group, rail_of
 from weft.runtime.store import FolderStore, Given, given, private_folder
@@ -180,7 +181,8 @@ def in_process(process, n):
     got = shifted(rail, torch.full((n,), float(process.rank)), landed, epoch)
     nearest = torch.tensor(got[0])
     dist.all_reduce(nearest, group=process.node)
-    return got, nearest.tolist(), rail.sent_bytes, process.refused
+    links = measure(process.shape, process.rank, torch.device("cpu"), process.rendezvous.exchange)
+    return got, nearest.tolist(), rail.sent_bytes, process.refused, links
 
 
 @pytest.mark.parametrize(
@@ -191,8 +193,10 @@ def test_processes_over_gloo(nodes, node_size):
     with private_folder() as folder:
         job = launch._Job(Given(folder, secrets.token_bytes(32)), size, 0, None, False, node_size)
         found = launch._run(size, (Process, job, pickle.dumps((in_process, (n,)))))
-    for rank, (got, nearest, sent, refused) in enumerate(found):
+    for rank, (got, nearest, sent, refused, links) in enumerate(found):
         assert got == expected_of(rank, nodes, node_size, n) and sent == 2 * 4 * n * (nodes - 1)
         first = rank - rank % node_size
         assert nearest[0] == sum((r - node_size) % size for r in range(first, first + node_size))
+        assert [(link.one, link.other, link.kind) for link in links.links] == list(pairs_of(links.shape))
+        assert all(link.microseconds > 0 and link.gb_per_s > 0 for link in links.links) and links.backend == "gloo"
         assert refused.startswith("the ranks have different nodes: rank 0 has node_size=1, rank 1 has node_size=2")

@@ -11,15 +11,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.console import one_line_errors
+
 if TYPE_CHECKING:
     from weft.runtime.doctor import Finding
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Under torchrun: measure the links between its ranks")] = False,
+) -> None:
     """Say what is here, what weft will use and why, and how to get what is missing.
 
     Exit status 1: nothing can run.
     """
+    if nodes:
+        _print_links(as_json)
+        return
     from weft.runtime.doctor import examine, runnable
 
     findings = examine()
@@ -28,6 +36,34 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs")]
     else:
         _print_findings(findings)
     raise typer.Exit(0 if runnable(findings) else 1)
+
+
+def _print_links(as_json: bool) -> None:
+    """Print the matrix of links, on rank 0."""
+    from weft.runtime.links import links_of_torchrun
+
+    with one_line_errors(traceback=False):
+        rank, found = links_of_torchrun()
+    if rank != 0:
+        return
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        return
+    size = len(found.hosts)
+    cells = {(link.one, link.other): link for link in found.links}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("rank", "host", "node", *map(str, range(size))):
+        table.add_column(name)
+    for one, host in enumerate(found.hosts):
+        row = [str(one), host, str(one // found.shape.node_size)]
+        for other in range(size):
+            link = cells.get((min(one, other), max(one, other)))
+            row.append("" if link is None else f"{link.kind} {link.microseconds:.0f} us {link.gb_per_s:.1f} GB/s")
+        table.add_row(*row)
+    console = Console(highlight=False, width=max(80, 28 + 26 * size))
+    head = f"{found.shape}, {found.backend}: one way, 4 KiB and 8 MiB; empty: weft goes by way of a rail and a node"
+    console.print(head, soft_wrap=True)
+    console.print(table)
 
 
 def _print_findings(findings: list[Finding]) -> None:

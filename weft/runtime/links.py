@@ -1,4 +1,4 @@
-"""Links between the ranks of several nodes, each measured once: ``weft doctor --nodes`` under torchrun."""
+"""Links between ranks of several nodes, measured by ``weft doctor --nodes`` under torchrun."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class Links:
 
 
 def links_of_torchrun() -> tuple[int, Links]:
-    """This process's rank, and the links of all ranks. Collective; NoTeam where torchrun did not start this process."""
+    """Rank of this process, and the links of all ranks. Collective.
+
+    NoTeam where torchrun did not start this process.
+    """
     where = coordinates()
     if where is None:
         raise NoTeam(

@@ -17,9 +17,9 @@ _STRANGER = 5
 
 
 def raise_from_record(record: torch.Tensor, name_of: Callable[[int], str], tell: Callable[[str], None]) -> None:
-    """Raise WaitTimeout if a wait of this rank has given up, NotAPeer if a kernel reached for a rank outside of its team.
+    """Raise WaitTimeout if a wait of this rank has given up, after a call of ``tell`` with its message.
 
-    Before that, ``tell`` is called with the message.
+    NotAPeer if it was a kernel that reached for a rank outside of its team.
     """
     state, rank, program, line, address, wanted, seen, patience_us, *name = record.tolist()
     if state == 0:

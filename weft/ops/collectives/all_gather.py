@@ -109,7 +109,7 @@ class AllGather(Collective):
         return all_gather(x, team, algorithm)
 
     def run(self, design: Any, team: Team, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """All-gather of ``x``, checked, any strides: ``into`` or a new contiguous tensor [W * x.shape[0], ...]."""
+        """All-gather of ``x``, checked, any strides: ``into``, or a new tensor [W * x.shape[0], ...]."""
         self.check_design(design)
         out = x.new_empty((team.size * x.shape[0], *x.shape[1:])) if into is None else into
         if isinstance(design, Copy):

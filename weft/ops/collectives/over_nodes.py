@@ -1,4 +1,4 @@
-"""Collectives over nodes: each part crosses to a node once, by rail; the rest is the collective within a node.
+"""Collectives over nodes: each part crosses to a node once, by rail, and is forwarded within it.
 
 L ranks a node, N nodes; rank (k, l) is local rank l of node k, and its rail joins (0, l), (1, l), …
 
@@ -50,9 +50,9 @@ class ScatterGather:
 
 
 def swapped(team: Team, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Send ``parts[k]`` to node k; yields (j, what node j has sent), own node first, each fit for the current stream.
+    """Send ``parts[k]`` to node k; yields (j, the part that node j has sent), own node first.
 
-    N parts, contiguous, of one size. All are to be taken: the last one ends the exchange.
+    Each may be read in the current stream. N parts, contiguous, of one size. Take all of them: the last one ends the exchange.
     """
     rail = team.rail
     received = [torch.empty_like(parts[0]) for _ in range(rail.size - 1)]
@@ -77,8 +77,9 @@ def swapped(team: Team, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, to
 
 
 def added_over_nodes(team: Team, reduce: Callable[[int], torch.Tensor], out: torch.Tensor) -> None:
-    """out = sum over nodes j of node j's ``reduce(k)``, at node k; ``reduce`` gives a tensor like ``out``, contiguous.
+    """Compute out = sum over nodes j of node j's ``reduce(k)``, at node k.
 
+    reduce  gives a contiguous tensor like ``out``
     order  own + those of nodes k - 1, k - 2, … (mod N), in fp32, rounded once
     """
     rail = team.rail

@@ -336,7 +336,7 @@ class AllGatherMatmul(Overlapped):
         outs: list[torch.Tensor],
         gathers: bool,
     ) -> list[torch.Tensor]:
-        """Run the op of the node for the rows of each node: its own while those of the others cross, then these.
+        """Run the op of the node for the rows of each node: its own while those of others cross.
 
         node k    | rows of k         | rows of k-1 | rows of k-2 |                each gathered in the node meanwhile
         rail      | own shard to k+1, from k-1 | to k+2, from k-2 |

@@ -13,7 +13,8 @@ load          2,000 calls of each op, other data each time, random delays on ran
 gradients     two layers of experts over the ranks, forward and backward, against one model in fp64; up to 4 ranks
 compile       torch.compile(fullgraph=True) of a function of several ops
 
-``--share-gpus``: more ranks than GPUs (``weft.launch``).
+``--share-gpus``: more ranks than GPUs (``weft.launch``). ``--node-size``: several logical nodes, with groups of their own:
+"over nodes", "large", "back-to-back", and with a GPU for each rank "graph" and "load".
 
 A failure is noted and the suite goes on; ranks agree on every verdict, so that they stay together. Exit status 1 if
 any failed.
@@ -39,6 +40,7 @@ import triton
 import weft
 from tests.gpu.attempts import Attempts, Desynchronised, Suite
 from tests.ops import checking
+from tests.ops import nodes as over_nodes
 from tests.ops.checking import assert_close, assert_identical, bits, call_op, everyone_of
 from tests.ops.moe import trained
 from weft import ops
@@ -329,13 +331,32 @@ def groups_for(team: Any, with_load: bool, chosen: list[Op]) -> dict[str, Callab
     return groups
 
 
+def groups_over_nodes(team: Any) -> dict[str, Callable[[], Attempts]]:
+    """The groups of a team of several nodes, of the ops that work over them. Graphs need NCCL, so a GPU for each rank."""
+    nodes, on_gpu = team.shape.nodes, team.device.type == "cuda"
+    small = [*over_nodes.collectives(nodes, team.size), *over_nodes.gemms(team.size)]
+    large = list(over_nodes.large(nodes, team.size))
+    plain = first_of_each(large if on_gpu else small)
+    groups: dict[str, Callable[[], Attempts]] = {
+        "over nodes": lambda: table(team, small),
+        "back-to-back": lambda: back_to_back(team, {"all of them mixed": plain}),
+    }
+    if on_gpu:
+        groups["large"] = lambda: table(team, large)
+    if on_gpu and torch.distributed.get_backend(team.group) == "nccl":
+        groups["graph"] = lambda: graphs(team, plain)
+        groups["load"] = lambda: load(team, plain, LOAD_CALLS // 2)
+    return groups
+
+
 def main(
     team: Any, with_load: bool = False, only: tuple[str, ...] = (), named: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
     """named: the ops whose cases are taken; none: all."""
     suite = Suite(team)
     suite.say(f"{team.size} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
-    groups = groups_for(team, with_load, [find_op(name) for name in named] or list(registered()))
+    ops_of = [find_op(name) for name in named] or list(registered())
+    groups = groups_for(team, with_load, ops_of) if team.rail is None else groups_over_nodes(team)
     if unknown := [name for name in only if name not in groups]:
         raise ValueError(f"--only {';'.join(unknown)}: not among {', '.join(groups)}")
     try:
@@ -357,6 +378,9 @@ def command(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ops", default="", help="names of ops, with semicolons between; compile and long have none")
     parser.add_argument("--json", metavar="FILE", help="write the groups there")
     parser.add_argument("--share-gpus", action="store_true", help="ranks take turns on fewer GPUs; slow")
+    parser.add_argument(
+        "--node-size", type=int, help="logical nodes of this number of ranks: the ops over nodes, all of them"
+    )
     chosen = parser.parse_args(arguments)
     started = time.perf_counter()
     only, of_ops = (tuple(name for name in names.split(";") if name) for names in (chosen.only, chosen.ops))
@@ -372,6 +396,7 @@ def command(arguments: list[str] | None = None) -> int:
         args=(chosen.load, only, of_ops),
         heap_bytes=HEAP_BYTES[chosen.device],
         share_gpus=chosen.share_gpus,
+        node_size=chosen.node_size,
     )[0]
     passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")

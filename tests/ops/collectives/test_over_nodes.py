@@ -6,29 +6,12 @@ import torch
 import weft
 import weft.check
 from tests.ops.checking import assert_close, assert_identical, check_replicated, run_cases
+from tests.ops.nodes import collectives
 from tests.sampled import sampled
 from weft import ops
-from weft.ops.case import BF16, FP16, FP32, Case
+from weft.ops.case import BF16, FP32, Case
 
 SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
-
-
-def cases_of(nodes, world_size):
-    """Even, ragged and empty sizes, several dtypes and layouts; designs within a node by name."""
-    sizes = {
-        "all_gather": ((5, 7), (1,), (0, 3), (640,)),
-        "reduce_scatter": ((world_size, 33), (2 * world_size,), (world_size, 0), (3 * world_size, 64)),
-        "all_reduce": ((3, 11), (1,), (0,), (4 * world_size, 64)),
-        "all_to_all": ((world_size, 9), (2 * world_size, 3), (world_size, 0), (world_size, 128)),
-    }
-    for op, shapes in sizes.items():
-        for shape, dtype in zip(shapes, (BF16, FP32, BF16, FP16), strict=True):
-            yield Case(op=op, world_size=world_size, dtype=dtype, sizes=shape, fields=(("nodes", nodes),))
-        fields = {"fields": (("nodes", nodes),), "dtype": BF16}
-        yield Case(op=op, world_size=world_size, sizes=shapes[0], layout="transposed", **fields)
-        yield Case(op=op, world_size=world_size, sizes=shapes[3], design="copy_engine", **fields)
-    for op in ("all_gather", "all_to_all"):
-        yield Case(op=op, world_size=world_size, dtype=torch.int8, sizes=(world_size, 5), fields=(("nodes", nodes),))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +22,7 @@ def cases_of(nodes, world_size):
 )
 def test_every_case(nodes, node_size, seed):
     size = nodes * node_size
-    cases = list(cases_of(nodes, size))
+    cases = list(collectives(nodes, size))
     check_replicated(weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(cases, 2)))
 
 

@@ -6,19 +6,12 @@ import torch
 import weft
 import weft.check
 from tests.ops.checking import assert_close, run_cases
+from tests.ops.nodes import gemms
 from tests.sampled import sampled
 from weft import ops
-from weft.ops.case import BF16, FP16, FP32, Case
+from weft.ops.case import BF16, Case
 
 SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
-
-
-def cases_of(size):
-    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
-        for dtype, (rows, n, k), layout in (
-            (BF16, (5, 24, 40), "contiguous"), (FP32, (1, 7, 19), "contiguous"), (FP16, (16, 32, 32), "transposed"),
-        ):  # fmt: skip
-            yield Case(op=op, world_size=size, dtype=dtype, sizes=(size * rows, n, k), layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +22,7 @@ def cases_of(size):
 )
 def test_every_case(nodes, node_size, seed):
     size = nodes * node_size
-    weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(list(cases_of(size)), 2))
+    weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(list(gemms(size)), 2))
 
 
 @pytest.mark.parametrize("design", ["fused", "pipelined", "sequential"])

@@ -1,0 +1,53 @@
+"""Cases of the ops that work over several nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from weft.ops.case import BF16, FP16, FP32, Case
+
+
+def collectives(nodes: int, world_size: int) -> Iterator[Case]:
+    """Even, ragged and empty sizes, several dtypes and layouts; designs within a node by name."""
+    sizes = {
+        "all_gather": ((5, 7), (1,), (0, 3), (640,)),
+        "reduce_scatter": ((world_size, 33), (2 * world_size,), (world_size, 0), (3 * world_size, 64)),
+        "all_reduce": ((3, 11), (1,), (0,), (4 * world_size, 64)),
+        "all_to_all": ((world_size, 9), (2 * world_size, 3), (world_size, 0), (world_size, 128)),
+    }
+    for op, shapes in sizes.items():
+        for shape, dtype in zip(shapes, (BF16, FP32, BF16, FP16), strict=True):
+            yield Case(op=op, world_size=world_size, dtype=dtype, sizes=shape, fields=(("nodes", nodes),))
+        fields = {"fields": (("nodes", nodes),), "dtype": BF16}
+        yield Case(op=op, world_size=world_size, sizes=shapes[0], layout="transposed", **fields)
+        yield Case(op=op, world_size=world_size, sizes=shapes[3], design="copy_engine", **fields)
+    for op in ("all_gather", "all_to_all"):
+        yield Case(op=op, world_size=world_size, dtype=torch.int8, sizes=(world_size, 5), fields=(("nodes", nodes),))
+
+
+def gemms(world_size: int) -> Iterator[Case]:
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        for dtype, (rows, n, k), layout in (
+            (BF16, (5, 24, 40), "contiguous"), (FP32, (1, 7, 19), "contiguous"), (FP16, (16, 32, 32), "transposed"),
+        ):  # fmt: skip
+            yield Case(op=op, world_size=world_size, dtype=dtype, sizes=(world_size * rows, n, k), layout=layout)
+
+
+def large(nodes: int, world_size: int) -> Iterator[Case]:
+    """Cases that only GPUs run: several MiB over each rail."""
+    for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        rows = 16 if op == "all_gather" else 16 * world_size
+        for design in ("auto", "copy_engine"):
+            yield Case(
+                op=op,
+                world_size=world_size,
+                dtype=BF16,
+                sizes=(rows, 40_000),
+                design=design,
+                fields=(("nodes", nodes),),
+            )
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        for design in ("auto", "fused", "pipelined", "sequential"):
+            yield Case(op=op, world_size=world_size, dtype=BF16, sizes=(world_size * 512, 1024, 1536), design=design)

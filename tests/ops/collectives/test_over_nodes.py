@@ -10,6 +10,7 @@ from tests.ops.nodes import collectives
 from tests.sampled import sampled
 from weft import ops
 from weft.ops.case import BF16, FP32, Case
+from weft.ops.collectives.over_nodes import leaves_room
 
 SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
 
@@ -129,6 +130,17 @@ def test_ops_within_a_node_refuse_several_by_name():
 
     said = weft.simulate(main, 4, node_size=2)[0]
     assert [text.split(":")[0] for text in said] == ["all_reduce_rms_norm", "matmul_all_reduce", "barrier"]
+
+
+def test_full_grids_that_wait_for_peers_take_turns_with_the_rails():
+    cases = {"push": False, "copy_engine": True}
+    for design, room in cases.items():
+        planned = ops.explain("all_gather", (1 << 20,), world_size=4, node_size=2, algorithm=design).plan.node
+        assert planned.name == design and leaves_room(planned) is room
+    for design, room in {"fused": False, "pipelined": True, "sequential": False}.items():
+        explained = ops.explain("ag_gemm", M=64, N=64, K=64, world_size=4, node_size=2, algorithm=design)
+        assert leaves_room(explained.plan.node) is room
+    assert leaves_room(ops.explain("ag_gemm", M=64, N=64, K=64, world_size=2, node_size=1).plan.node)
 
 
 def test_a_plan_has_the_plan_of_a_node_within():

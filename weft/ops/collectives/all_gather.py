@@ -116,7 +116,7 @@ class AllGather(Collective):
             return out.copy_(x)
         if isinstance(design, OverNodes):
             mine = x.detach().contiguous()
-            for node, piece in swapped(team, [mine] * team.shape.nodes) if x.numel() else ():
+            for node, piece in swapped(team, [mine] * team.shape.nodes, design.node) if x.numel() else ():
                 self.run(design.node.design, team.node, piece, into=out.chunk(team.shape.nodes)[node])
             return out
         if x.numel() > 0:

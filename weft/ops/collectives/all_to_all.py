@@ -107,7 +107,7 @@ class AllToAll(Collective):
             return out.copy_(x)
         if isinstance(design, OverNodes):
             if x.numel() > 0:
-                for node, piece in swapped(team, x.detach().contiguous().chunk(team.shape.nodes)):
+                for node, piece in swapped(team, x.detach().contiguous().chunk(team.shape.nodes), design.node):
                     self.run(design.node.design, team.node, piece, into=out.chunk(team.shape.nodes)[node])
             return out
         if x.numel() > 0:

@@ -11,11 +11,16 @@ Bytes of a rank over its rail: all_gather (N - 1) parts, reduce_scatter (N - 1) 
 all_to_all (N - 1) / N of its input. No byte crosses twice to one node, and each rail carries 1 / L of what its node gets.
 
     signals   none of this file: a piece's end is awaited in stream order, so that no kernel spins for a rail
-    order     own node first where parts arrive, last where they leave: rails and links of the node are busy together
+    order     own node first where parts arrive, last where they leave: rails and links of the node are busy together, if the
+              node's design leaves room on the GPU (``leaves_room``)
+    progress  two-sided NCCL runs a kernel. Beside a grid that fills the GPU and waits for peers, some ranks could have started
+              the one and some the other, for ever. So such a grid and the rail take turns, the same on all ranks
     rounding  a node's sum is rounded to x's dtype before it crosses; the N sums are added in fp32 and rounded once more
 
-node k, all_gather      | own parts          | parts of k-1 | parts of k-2 |
+node k, all_gather      | own parts          | parts of k-1 | parts of k-2 |         by copy engines
 rail                    | to k+1, from k-1   | to k+2, from k-2 |
+node k, all_gather                                              | own parts | parts of k-1 | parts of k-2 |    pushed
+rail                    | to k+1, from k-1 | to k+2, from k-2 |
 """
 
 from __future__ import annotations
@@ -49,10 +54,18 @@ class ScatterGather:
     gather: Planned
 
 
-def swapped(team: Team, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+def leaves_room(planned: Planned) -> bool:
+    """True if no grid of several programs waits for peers: copy engines carry, and single programs wait."""
+    if planned.name == "sequential":
+        return planned.design.collective is None or leaves_room(planned.design.collective)
+    return planned.name in ("copy", "copy_engine", "pipelined")
+
+
+def swapped(team: Team, parts: Sequence[torch.Tensor], node: Planned) -> Iterator[tuple[int, torch.Tensor]]:
     """Send ``parts[k]`` to node k; yields (j, the part that node j has sent), own node first.
 
     Each may be read in the current stream. N parts, contiguous, of one size. Take all of them: the last one ends the exchange.
+    ``node``: the plan of what is done with them.
     """
     rail = team.rail
     received = [torch.empty_like(parts[0]) for _ in range(rail.size - 1)]
@@ -69,6 +82,8 @@ def swapped(team: Team, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, to
             for step, (into, source) in enumerate(zip(received, sources, strict=True), 1)
         ]
     )
+    if not leaves_room(node):
+        rail.join()
     yield rail.index, parts[rail.index]
     for mark, source, piece in zip(marks, sources, received, strict=True):
         rail.after(mark)
@@ -76,19 +91,23 @@ def swapped(team: Team, parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, to
     rail.join()
 
 
-def added_over_nodes(team: Team, reduce: Callable[[int], torch.Tensor], out: torch.Tensor) -> None:
+def added_over_nodes(team: Team, reduce: Callable[[int], torch.Tensor], out: torch.Tensor, node: Planned) -> None:
     """Compute out = sum over nodes j of node j's ``reduce(k)``, at node k.
 
-    reduce  gives a contiguous tensor like ``out``
+    reduce  gives a contiguous tensor like ``out``; ``node`` is its plan
     order  own + those of nodes k - 1, k - 2, … (mod N), in fp32, rounded once
     """
-    rail = team.rail
+    rail, pieces, overlaps = team.rail, [], leaves_room(node)
     received = torch.empty((rail.size - 1, out.numel()), dtype=out.dtype, device=out.device)
     for step in range(1, rail.size):
         to, source = (rail.index + step) % rail.size, (rail.index - step) % rail.size
-        part = reduce(to)
-        rail.fork()
-        rail.exchange([Piece(send=part.view(-1), to=to, receive=received[step - 1], source=source)])
+        pieces.append(Piece(send=reduce(to).view(-1), to=to, receive=received[step - 1], source=source))
+        if overlaps:
+            rail.fork()
+            rail.exchange(pieces[-1:])
     own = reduce(rail.index)
+    if not overlaps:
+        rail.fork()
+        rail.exchange(pieces)
     rail.join()
     add_up(own.view(-1), received, out.view(-1), team.node, None)

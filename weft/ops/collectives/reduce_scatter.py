@@ -106,7 +106,9 @@ class ReduceScatter(Collective):
         if isinstance(design, OverNodes):
             if out.numel() > 0:
                 parts = x.detach().contiguous().chunk(team.shape.nodes)
-                added_over_nodes(team, lambda node: self.run(design.node.design, team.node, parts[node]), out)
+                added_over_nodes(
+                    team, lambda node: self.run(design.node.design, team.node, parts[node]), out, design.node
+                )
             return out
         if out.numel() > 0:
             if isinstance(design, CopyEngine):

@@ -343,7 +343,7 @@ class AllGatherMatmul(Overlapped):
         """
         nodes, rows = team.shape.nodes, team.size * shard.shape[0]
         gathered = [shard.new_empty((rows, shard.shape[1]))] if gathers else []
-        for node, piece in swapped(team, [shard] * nodes):
+        for node, piece in swapped(team, [shard] * nodes, design.node):
             into = [out.chunk(nodes)[node] for out in outs]
             results = self.run_several(design.node.design, team.node, piece, bs, gathers=gathers, into=into)
             for whole in gathered:

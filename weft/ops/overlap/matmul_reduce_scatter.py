@@ -182,7 +182,9 @@ class MatmulReduceScatter(Overlapped):
         if isinstance(design, OverNodes):
             # Other nodes' rows first: their sums cross while the node's own rows are computed.
             parts = a.chunk(team.shape.nodes)
-            added_over_nodes(team, lambda node: self.run(design.node.design, team.node, parts[node], b), out)
+            added_over_nodes(
+                team, lambda node: self.run(design.node.design, team.node, parts[node], b), out, design.node
+            )
             return out
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
         run(design, team, a, b, out, local_first)

@@ -64,12 +64,12 @@ class TorchRail:
     def _transfer(
         self, send: torch.Tensor | None, to: int | None, receive: torch.Tensor | None, source: int | None
     ) -> None:
-        # Flat, since torch compares no shapes of the two ends.
+        # As bytes, since NCCL does not know all dtypes.
         wanted = []
         if send is not None and send.numel():
-            wanted.append(dist.P2POp(dist.isend, send.view(-1), self._ranks[to], self._group))
+            wanted.append(dist.P2POp(dist.isend, send.view(-1).view(torch.uint8), self._ranks[to], self._group))
         if receive is not None and receive.numel():
-            wanted.append(dist.P2POp(dist.irecv, receive.view(-1), self._ranks[source], self._group))
+            wanted.append(dist.P2POp(dist.irecv, receive.view(-1).view(torch.uint8), self._ranks[source], self._group))
         for work in dist.batch_isend_irecv(wanted) if wanted else ():
             work.wait()
 

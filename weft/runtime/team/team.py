@@ -295,6 +295,8 @@ class Team(TakenByView):
     def fail(self, message: str) -> None:
         """Tell the peers that this rank has failed, so that they raise PeerFailed instead of waiting for it."""
         self._platform.fail(message)
+        if self._node is not None:
+            self._node.fail(message)
 
     def close(self) -> None:
         """Give the heap back. Collective; does nothing the second time."""

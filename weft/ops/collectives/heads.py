@@ -209,6 +209,7 @@ class ExchangeHeads(Collective):
     """
 
     moves_bits = True
+    designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy}
     copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
     copies = {2: CopyEngine(pieces=(3, 1))}
     to_heads: ClassVar[bool]

@@ -67,7 +67,7 @@ def test_an_exchange_has_no_race_under_any_schedule():
     def main(team):
         return on_virtual_ranks(weft.init(node_size=1), 3)[0]
 
-    report = weft.check.check(main, 3, schedules=6)
+    report = weft.check.check(main, 3, schedules=3)
     assert report.ok, str(report)
 
 

@@ -18,7 +18,7 @@ SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
 @pytest.mark.parametrize(
     ("nodes", "node_size", "seed"),
     sampled(
-        ((*shape, seed) for shape in SHAPES for seed in range(3)), lambda n, size, seed: n * size < 6 and seed == 0
+        ((*shape, seed) for shape in SHAPES for seed in range(3)), lambda n, size, seed: (n, size, seed) == (2, 2, 0)
     ),
 )
 def test_every_case(nodes, node_size, seed):

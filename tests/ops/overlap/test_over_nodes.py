@@ -17,7 +17,7 @@ SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
 @pytest.mark.parametrize(
     ("nodes", "node_size", "seed"),
     sampled(
-        ((*shape, seed) for shape in SHAPES for seed in range(2)), lambda n, size, seed: n * size < 6 and seed == 0
+        ((*shape, seed) for shape in SHAPES for seed in range(2)), lambda n, size, seed: (n, size, seed) == (2, 2, 0)
     ),
 )
 def test_every_case(nodes, node_size, seed):
@@ -50,9 +50,8 @@ def test_a_shard_and_a_sum_cross_to_each_node_once(nodes, node_size):
         assert torch.equal(z, torch.full((3, 5), 8.0 * (rank + 1) * 6 * size))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "schedules"), [(2, 2), *(pytest.param(*run, marks=pytest.mark.sweep) for run in ((4, 8), (2, 24)))]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("world_size", "schedules"), [(4, 8), (2, 24)])
 def test_no_schedule_shows_a_race(world_size, schedules):
     def main(team):
         team = weft.init(node_size=world_size // 2)

@@ -27,6 +27,7 @@ SMALL = {
     "sequence-to-heads": "96",
     "heads-to-sequence": "96",
     "gathered-prefill-attention": "9,4,2,16",
+    "sharded-decode-attention": "1,4,1,16,40",
     "moe-ar-rms-norm": "6,2,8,4,32,48",
     **dict.fromkeys(
         ("grouped-gemm", "grouped-gemm-silu", "moe-dispatch", "moe-combine", "ag-moe", "moe-rs"), "6,2,8,4,32,48"

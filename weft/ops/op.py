@@ -314,8 +314,8 @@ def register(op: Op) -> None:
 
 
 def registered() -> Iterator[Op]:
-    """All ops, in the order in which they were registered."""
-    return iter(_OPS.values())
+    """All ops, by their modules' names."""
+    return iter(sorted(_OPS.values(), key=lambda op: type(op).__module__))
 
 
 def find_op(name: str) -> Op:
@@ -324,4 +324,4 @@ def find_op(name: str) -> Op:
     for op in _OPS.values():
         if wanted in (op.name, op.alias.replace("-", "_")):
             return op
-    raise ValueError(f"op={quoted(name)} is not one of {', '.join(op.alias for op in _OPS.values())}")
+    raise ValueError(f"op={quoted(name)} is not one of {', '.join(sorted(op.alias for op in _OPS.values()))}")

@@ -69,7 +69,7 @@ def test_no_measured_call_of_a_collective_beats_its_limit():
         for found in read(file)
         if found.op in OPS and op_of(found.op).form != "gemm"
         for row in found.rows
-        if row.median_us
+        if row.median_us and row.role != "ceiling" and found.world_size > 1
     }
     assert len(shares) > 100
     assert {name: share for name, share in shares.items() if share > 1.05} == {}

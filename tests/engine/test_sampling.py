@@ -45,9 +45,9 @@ def choose(
     return results[0]
 
 
-def frequencies(logits, temperature=1.0, top_p=1.0, **options):
-    tokens = choose(logits.expand(DRAWS, -1), temperature, top_p, seed=torch.arange(DRAWS), **options)
-    return torch.bincount(tokens, minlength=len(logits)) / DRAWS
+def frequencies(logits, temperature=1.0, top_p=1.0, draws=DRAWS, **options):
+    tokens = choose(logits.expand(draws, -1), temperature, top_p, seed=torch.arange(draws), **options)
+    return torch.bincount(tokens, minlength=len(logits)) / draws
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -127,8 +127,9 @@ def test_truncated_draws_are_as_frequent_as_after_transformers_processors(option
     if "top_k" in options:
         kept = transformers.TopKLogitsWarper(min(options["top_k"], 40))(None, kept)
     kept = transformers.TopPLogitsWarper(options.get("top_p", 1.0))(None, kept)
-    expected = DRAWS * kept[0].double().softmax(-1)
-    found = DRAWS * frequencies(logits, temperature, **options)
+    draws = 20_000
+    expected = draws * kept[0].double().softmax(-1)
+    found = draws * frequencies(logits, temperature, draws=draws, **options)
     assert (found[expected == 0] == 0).all()
     often = expected > 5
     statistic, freedom = ((found - expected)[often].square() / expected[often]).sum(), int(often.sum()) - 1
@@ -154,7 +155,7 @@ def test_truncated_draws_are_alike_over_the_ranks_and_in_a_mixed_batch(world_siz
         "min_p": torch.tensor([0.0, 0.0, 0.3, 0.05, 0.0, 0.0, 0.1, 0.5]),
         "seed": torch.arange(8),
     }
-    for position in range(5):
+    for position in range(2):
         together = choose(logits, **words, position=position, world_size=world_size, fused=fused)
         for row in range(8):
             one = {name: value[row : row + 1] for name, value in words.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.local import check_shape
 from weft.ops.moe import grouped
@@ -17,21 +17,19 @@ from weft.ops.moe.arrival import (
     MAX_HEAD,
     case_experts,
     channel_of,
-    of_all_ranks,
     order_tiles,
     schedule_of,
     send_rows,
 )  # fmt: skip
 from weft.ops.moe.exchange import padded
-from weft.ops.moe.exchange_op import rows_sent
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul_silu_mul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
-from weft.ops.moe.grouped_space import tiles, tiles_around
+from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing
-from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
+from weft.ops.moe.overlapped_op import OverlappedOp
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
@@ -179,16 +177,15 @@ def differentiable(
     return h, schedule, Dispatched(x.new_empty((0, x.shape[1])), Routing(ids, weights), experts)
 
 
-class AllGatherGroupedMatmulSiluMul(MoeOp):
-    """sizes of a case: max_tokens, k, experts, N, K.
-
-    Its field ``tokens`` has those of each rank; ``layout`` is "slices", or else experts are whole.
-    """
-
+class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     name, alias = "all_gather_grouped_matmul_silu_mul", "ag-moe"
     designs = {"fused": Fused, "sequential": Sequential}
     sizes = ("max_tokens", "k", "experts", "N", "K")
-    dtypes = FLOATS
+    gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
+
+    @staticmethod
+    def gemm_sizes(hidden: Any, features: Any) -> tuple[Any, Any]:
+        return features, hidden
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -206,11 +203,6 @@ class AllGatherGroupedMatmulSiluMul(MoeOp):
         most, k, experts, N, K = case.sizes
         held = case_experts(case, 0).count
         return GatherGroupedCall(most, k, experts, held, N, K, case.dtype, case.design)
-
-    def choose(self, call: GatherGroupedCall, machine: Machine) -> Planned:
-        if machine.world_size == 1:
-            return Planned("sequential", self.default("sequential", call, machine), "one rank: nothing to gather")
-        return super().choose(call, machine)
 
     def rule(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, str]:
         """By bytes in all: up to 2 MiB moe_dispatch sends all in one hop. That limit was not measured here."""
@@ -231,33 +223,6 @@ class AllGatherGroupedMatmulSiluMul(MoeOp):
             lamport = MOE_DISPATCH.rule(dispatch, machine)[0] == "lamport"
             dispatch = dispatch._replace(design="lamport" if lamport else "gather")
         return Sequential(dispatch=MOE_DISPATCH.plan(dispatch, machine), gemm=gemm)
-
-    def table_key(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        gemm = call.gemm(machine)
-        return self.name, (gemm.pairs, gemm.block, call.held, call.N, call.K), machine.world_size
-
-    def tuned(self, call: GatherGroupedCall, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
-        # Tiles of other rows take another shape, and other experts have other numbers of pairs.
-        wanted = call.gemm(machine).block, call.held
-        return found if found is None or found.row.shape[1:3] == wanted else None
-
-    def from_row(self, row: Any, call: GatherGroupedCall, machine: Machine) -> Any:
-        # The row decides that the steps are sequential; each step has its own plan.
-        return (
-            self.default(row.design, call, machine)
-            if row.design == "sequential"
-            else super().from_row(row, call, machine)
-        )
-
-    def config_of(self, design: Any) -> dict[str, Any]:
-        return {} if isinstance(design, Sequential) else super().config_of(design)
-
-    def space(self, call: GatherGroupedCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (self.default(name, call, machine) for name in self.designs)
-        base = self.default("fused", call, machine)
-        for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
-            yield replace(base, tiles=one)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if isinstance(design, Fused):
@@ -342,12 +307,6 @@ class AllGatherGroupedMatmulSiluMul(MoeOp):
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
-    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
-        return super().case_of(shape, dtype, world_size, **{"tokens": (shape[0],) * world_size, **fields})
-
-    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
-        return shape.tokens, shape.k, shape.experts, shape.features, shape.hidden
-
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """x, ids and weights of this rank's tokens, and its experts' weights."""
         _, k, experts, N, K = case.sizes
@@ -402,55 +361,13 @@ class AllGatherGroupedMatmulSiluMul(MoeOp):
         computed = torch.arange(len(h), device=h.device) < counts.sum()
         return torch.where(computed[:, None], h, 0), counts.to(h.dtype)
 
-    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
-        tokens, k, experts, _, K = sizes
-        return int(rows_sent((tokens, k, experts, K), world_size) * K * dtype.itemsize)
-
-    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """Rows of all ranks."""
-        shape = MoeShape(*sizes)
-        return shape.tokens * (shape.experts // shape.held) * shape.hidden * dtype.itemsize
-
-    def flops(self, sizes: Sequence[int]) -> int:
-        return GROUPED_MATMUL_SILU_MUL.flops(of_all_ranks(sizes))
-
-    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        return GROUPED_MATMUL_SILU_MUL.memory_bytes(of_all_ranks(sizes), dtype)
-
-    def cases(self) -> Iterator[Case]:
-        def case(w: int, dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
-            return Case(
-                op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items())
-            )
-
-        def by(design: str, w: int, *sizes: int, dtype: torch.dtype = BF16, **fields: Any) -> Case:
-            return case(w, dtype, *sizes, design=design, **fields)
-
-        yield case(1, BF16, 5, 2, 4, 16, 24, tokens=(5,))
-        for w in (2, 3, 4, 8):
-            yield by("fused", w, 3, 2, 24 if w == 3 else 8, 16, 24, tokens=(3, 0, 2, 1, 3, 3, 0, 2)[:w])
-        for w in (2, 3):
-            yield by("fused", w, 6, 2, 4, 16, 24, tokens=(2, 6, 0)[:w], layout="slices")
-        for dtype in (FP16, FP32):
-            yield by("fused", 2, 5, 2, 4, 16, 24, dtype=dtype, tokens=(3, 5))
-        yield by("sequential", 2, 7, 2, 6, 16, 24, tokens=(7, 4))
-        yield by("sequential", 2, 6, 2, 4, 16, 24, tokens=(0, 6), layout="slices")
-        yield by("fused", 2, 3, 1, 4, 16, 24, tokens=(0, 0))
-        yield by("fused", 2, 9, 1, 4, 16, 24, tokens=(9, 9), skew="one expert")
-        yield by("fused", 2, 5, 2, 4, 16, 24, tokens=(5, 5), skew="some")
-        small = GroupedTiles(block_n=32, block_k=32, columns=32, per_sm=2, num_warps=4, num_stages=2)
+    def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
+        yield self.case(2, BF16, 9, 1, 4, 24, 16, "fused", tokens=(9, 9), skew="one expert")
+        design = Fused(tiles=small, chunks=3, head=4)
+        yield self.case(2, BF16, 18, 1, 2, 40, 24, design, tokens=(18, 17))
         words = GatherWords(row_bytes=256, num_warps=2)
-        yield case(2, BF16, 18, 1, 2, 24, 40, design=Fused(tiles=small, chunks=3, head=4), tokens=(18, 17))
         design = Fused(tiles=replace(small, transposed=True), words=words, in_place=False)
-        yield case(2, BF16, 9, 1, 4, 24, 40, design=design, tokens=(6, 9))
-
-    def large_cases(self) -> Iterator[Case]:
-        for w in (2, 4):
-            for sizes in ((128, 8, 64, 768, 2048), (1000, 8, 64, 768, 2048)):
-                for design in self.designs:
-                    for layout in ("whole", "slices"):
-                        fields = (("tokens", (sizes[0], sizes[0] - 1, 0, sizes[0])[:w]), ("layout", layout))
-                        yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+        yield self.case(2, BF16, 9, 1, 4, 40, 24, design, tokens=(6, 9))
 
 
 def head_for(call: GroupedCall, tokens: int, tiles: GroupedTiles, machine: Machine) -> int:

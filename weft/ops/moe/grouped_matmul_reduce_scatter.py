@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
-from weft.ops.moe.arrival import case_experts, of_all_ranks, schedule_of
+from weft.ops.moe.arrival import case_experts, schedule_of
 from weft.ops.moe.exchange import padded
-from weft.ops.moe.exchange_op import rows_sent
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from weft.ops.moe.grouped_op import check_grouped
-from weft.ops.moe.grouped_space import tiles, tiles_around
+from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
-from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.moe_sum import moe_sum
+from weft.ops.moe.overlapped_op import OverlappedOp
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.moe.slabs import LEAST_COLUMNS, MOST_SLABS, Slabs, run_slabs
 from weft.ops.neighbours import moved, scaled
@@ -127,16 +126,15 @@ def grouped_matmul_reduce_scatter(
     return MOE_RS.dispatch(h, down, *schedule, ids, weights, *mine, tokens, team.name, algorithm)
 
 
-class GroupedMatmulReduceScatter(MoeOp):
-    """sizes of a case: max_tokens, k, experts, H, N.
-
-    Its field ``tokens`` has those of each rank; ``layout`` is "slices", or else experts are whole.
-    """
-
+class GroupedMatmulReduceScatter(OverlappedOp):
     name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
     designs = {"slabs": Slabs, "sequential": Sequential}
     sizes = ("max_tokens", "k", "experts", "H", "N")
-    dtypes = FLOATS
+    gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
+
+    @staticmethod
+    def gemm_sizes(hidden: Any, features: Any) -> tuple[Any, Any]:
+        return hidden, features
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -157,11 +155,6 @@ class GroupedMatmulReduceScatter(MoeOp):
         held = case_experts(case, 0).count
         return GroupedScatterCall(most, k, experts, held, block, H, N, case.dtype, case.design)
 
-    def choose(self, call: GroupedScatterCall, machine: Machine) -> Planned:
-        if machine.world_size == 1:
-            return Planned("sequential", self.default("sequential", call, machine), "one rank: nothing to send")
-        return super().choose(call, machine)
-
     def rule(self, call: GroupedScatterCall, machine: Machine) -> tuple[str, str]:
         """By bytes in all: up to 2 MiB moe_combine takes one hop. That limit was not measured here."""
         whole = machine.world_size * call.tokens * call.H * call.dtype.itemsize
@@ -176,29 +169,6 @@ class GroupedMatmulReduceScatter(MoeOp):
         combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
         whole = call.held * machine.world_size == call.experts
         return Sequential(gemm=gemm, combine=MOE_COMBINE.plan(combine, machine) if whole else None)
-
-    def table_key(self, call: GroupedScatterCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        pairs = call.gemm(machine).pairs
-        return self.name, (pairs, call.block, call.held, call.H, call.N), machine.world_size
-
-    def tuned(self, call: GroupedScatterCall, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
-        # Tiles of other rows take another shape, and other experts have other numbers of pairs.
-        return found if found is None or found.row.shape[1:3] == (call.block, call.held) else None
-
-    def from_row(self, row: Any, call: GroupedScatterCall, machine: Machine) -> Any:
-        # The row decides that the steps are sequential; each step has its own plan.
-        sequential = row.design == "sequential"
-        return self.default(row.design, call, machine) if sequential else super().from_row(row, call, machine)
-
-    def config_of(self, design: Any) -> dict[str, Any]:
-        return {} if isinstance(design, Sequential) else super().config_of(design)
-
-    def space(self, call: GroupedScatterCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (self.default(name, call, machine) for name in self.designs)
-        base = self.default("slabs", call, machine)
-        for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
-            yield replace(base, tiles=one)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if isinstance(design, Slabs):
@@ -261,12 +231,6 @@ class GroupedMatmulReduceScatter(MoeOp):
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
-    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
-        return super().case_of(shape, dtype, world_size, **{"tokens": (shape[0],) * world_size, **fields})
-
-    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
-        return shape.tokens, shape.k, shape.experts, shape.hidden, shape.features
-
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """h and down of this rank, ids and weights of all ranks' tokens."""
         most, k, experts, H, N = case.sizes
@@ -323,53 +287,10 @@ class GroupedMatmulReduceScatter(MoeOp):
         found = Dispatched(h.new_empty((0, down.shape[1])), routing, experts)
         return grouped_matmul_reduce_scatter(h, down, schedule, found, tokens, team, algorithm=case.design)
 
-    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
-        tokens, k, experts, H, _ = sizes
-        return int(rows_sent((tokens, k, experts, H), world_size) * H * dtype.itemsize)
-
-    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """Rows of all ranks."""
-        shape = MoeShape(*sizes)
-        return shape.tokens * (shape.experts // shape.held) * shape.hidden * dtype.itemsize
-
-    def flops(self, sizes: Sequence[int]) -> int:
-        return GROUPED_MATMUL.flops(of_all_ranks(sizes))
-
-    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        return GROUPED_MATMUL.memory_bytes(of_all_ranks(sizes), dtype)
-
-    def cases(self) -> Iterator[Case]:
-        def case(w: int, dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
-            return Case(
-                op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items())
-            )
-
-        def by(design: str, w: int, *sizes: int, dtype: torch.dtype = BF16, **fields: Any) -> Case:
-            return case(w, dtype, *sizes, design=design, **fields)
-
-        yield case(1, BF16, 5, 2, 4, 24, 16, tokens=(5,))
-        for w in (2, 3, 4, 8):
-            yield by("slabs", w, 3, 2, 24 if w == 3 else 8, 24, 16, tokens=(3, 0, 2, 1, 3, 3, 0, 2)[:w])
-        for w in (2, 3):
-            yield by("slabs", w, 6, 2, 4, 24, 16, tokens=(2, 6, 0)[:w], layout="slices")
-        for dtype in (FP16, FP32):
-            yield by("slabs", 2, 5, 2, 4, 24, 16, dtype=dtype, tokens=(3, 5))
-        yield by("sequential", 2, 7, 2, 6, 24, 16, tokens=(7, 4))
-        yield by("sequential", 2, 6, 2, 4, 24, 16, tokens=(0, 6), layout="slices")
-        yield by("slabs", 2, 3, 1, 4, 24, 16, tokens=(0, 0))
-        yield by("slabs", 2, 5, 2, 4, 24, 16, tokens=(5, 5), skew="some")
-        small = GroupedTiles(block_n=32, block_k=32, columns=32, per_sm=2, num_warps=4, num_stages=2)
-        yield case(2, BF16, 5, 2, 4, 72, 40, design=Slabs(tiles=small, slabs=3), tokens=(5, 3))
+    def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
+        yield self.case(2, BF16, 5, 2, 4, 72, 40, Slabs(tiles=small, slabs=3), tokens=(5, 3))
         design = Slabs(tiles=replace(small, transposed=True), slabs=2)
-        yield case(3, BF16, 3, 2, 6, 40, 40, design=design, tokens=(3, 0, 2))
-
-    def large_cases(self) -> Iterator[Case]:
-        for w in (2, 4):
-            for sizes in ((128, 8, 64, 2048, 768), (1000, 8, 64, 2048, 768)):
-                for design in self.designs:
-                    for layout in ("whole", "slices"):
-                        fields = (("tokens", (sizes[0], sizes[0] - 1, 0, sizes[0])[:w]), ("layout", layout))
-                        yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+        yield self.case(3, BF16, 3, 2, 6, 40, 40, design, tokens=(3, 0, 2))
 
 
 MOE_RS = GroupedMatmulReduceScatter()

@@ -196,8 +196,10 @@ def grouped_matmul_kernel(
         if FORM.in_place:
             of_mine = source - wl.rank(team) * arriving.tokens
             mine = (of_mine >= 0) & (of_mine < arriving.tokens)
-            rows = tl.where(mine, arriving.own, x) + tl.where(mine, of_mine, source).to(tl.int64) * K
-            rows = rows[:, None] + deep[None, :]
+            # Of whole pointers: of a choice of rows newer compilers forget that 16 bytes are together.
+            here = arriving.own + of_mine.to(tl.int64)[:, None] * K + deep[None, :]
+            there = x + source.to(tl.int64)[:, None] * K + deep[None, :]
+            rows = tl.where(mine[:, None], here, there)
         elif FORM.described:
             rows = x
         else:

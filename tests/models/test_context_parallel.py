@@ -133,6 +133,16 @@ def test_kernels_over_a_spread_cache_agree_with_transformers(make_checkpoint, wo
         assert relative_rms(found, reference_logits(reference, tokens)) <= 1e-3
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2"])
+def test_new_prompts_by_torch_s_attention_take_a_rank_s_own_heads(make_checkpoint, monkeypatch, family):
+    """As on GPUs with many rows. Qwen2 has biases, with which keys and values come together."""
+    monkeypatch.setattr("weft.parallel.step.cudnn_attends", lambda rows: True)
+    directory, reference = make_checkpoint(family, kv_heads=2, num_hidden_layers=1)
+    tokens = prompt(2, 20)
+    for found in weft.simulate(fused_logits, 2, args=(directory, tokens, {"fused": True})):
+        assert relative_rms(found, reference_logits(reference, tokens)) <= 1e-3
+
+
 @pytest.mark.sweep
 def test_kernels_over_a_spread_fp8_cache_agree_with_torch(make_checkpoint):
     directory, _ = make_checkpoint(kv_heads=2, num_hidden_layers=1)

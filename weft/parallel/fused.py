@@ -74,7 +74,8 @@ def attend(qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step,
         if w.bias is None:
             values = projected[:, -w.kv_heads * w.head_dim :]
         if spread is not None:
-            keys, values = keys[:, spread.heads(w)], values.unflatten(1, keys.shape[1:])[:, spread.heads(w)].flatten(1)
+            # Values are [T, kv_heads, head_dim] already where they come with the keys.
+            keys, values = (x.reshape(keys.shape)[:, spread.heads(w)] for x in (keys, values))
         attended = attend_to_prompts(q, keys, values, step, cache)
     else:
         q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias, **scales)

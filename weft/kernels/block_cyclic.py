@@ -32,8 +32,18 @@ def local_slots(
     positions  [T], of the tokens in their sequences; negative: padding, slot -1
     pages      [T, local_pages]: this rank's page table, the row of each token's sequence
     """
-    page, at = positions.clamp(min=0).long() // page_size, positions.clamp(min=0).long() % page_size
-    mine = (positions >= 0) & (page % world_size == rank)
-    local = torch.where(mine, page // world_size, 0)
-    slots = pages.long().gather(1, local[:, None])[:, 0] * page_size + at
-    return torch.where(mine, slots, -1)
+    at = positions.clamp(min=0).long()
+    entries = pages.gather(1, (at // (page_size * world_size))[:, None])[:, 0]
+    return torch.where(positions >= 0, slots_in(entries, at, page_size, rank, world_size), -1)
+
+
+def slots_in(
+    entries: torch.Tensor, positions: torch.Tensor, page_size: int, rank: int, world_size: int
+) -> torch.Tensor:
+    """Slots [T] int64 as of ``local_slots``.
+
+    entries    [T]: local page of each token, any where it is at another rank
+    positions  [T], none negative
+    """
+    slots = entries.long() * page_size + positions % page_size
+    return torch.where(positions // page_size % world_size == rank, slots, -1)

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from weft import ops
+from weft.kernels.block_cyclic import local_slots, slots_in
 from weft.parallel.context import SpreadPages
 from weft.parallel.recipe import StepPlan
 from weft.parallel.tensors import AttentionWeights
@@ -124,17 +125,15 @@ class Step:
         The host reads no values of the device, so a decode step can be captured in a CUDA graph.
         """
         spread = None if team is None else SpreadPages(team=team, table=pages)
+        place = (0, 1) if team is None else (team.rank, team.size)
         if plan.fused:
-            place = () if team is None else (team.rank, team.size)
             at, slots, lengths, tickets = ops.decode_metadata(
                 positions, pages, page_size, len(positions) * kv_heads, *place
             )
             cells = None
         else:
-            at = positions.clamp(min=0)
-            entries = pages.gather(1, (at // (page_size * (team.size if team else 1)))[:, None])[:, 0]
-            slots = page_slots(entries, at, page_size, team)
-            slots, lengths, tickets = torch.where(positions >= 0, slots, -1), (positions + 1).to(torch.int32), None
+            at, slots = positions.clamp(min=0), local_slots(positions, pages, page_size, *place)
+            lengths, tickets = (positions + 1).to(torch.int32), None
             cells = cells_of(slots, page_size)
         return cls(
             positions=at,
@@ -176,8 +175,9 @@ class Step:
         on_host = numpy.arange(len(spans)).repeat(lengths)
         at = numpy.arange(len(on_host)) - starts[on_host] + befores[on_host]
         sequence, positions = (upload(torch.from_numpy(x), device) for x in (on_host, at))
-        entry = page_size * (team.size if team else 1)  # tokens
-        slots = page_slots(pages[sequence, positions // entry], positions, page_size, team)
+        place = (0, 1) if team is None else (team.rank, team.size)
+        entry = page_size * place[1]  # tokens
+        slots = slots_in(pages[sequence, positions // entry], positions, page_size, *place)
         used = pages[:, : cdiv(int((befores + lengths).max()), entry)]
         return cls(
             positions=positions,
@@ -196,15 +196,6 @@ def check_page_size(page_size: int) -> None:
     """ValueError unless page_size is one of PAGE_SIZES."""
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page_size={page_size} is not one of {', '.join(map(str, PAGE_SIZES))}")
-
-
-def page_slots(entries: torch.Tensor, positions: torch.Tensor, page_size: int, team: Team | None) -> torch.Tensor:
-    """Slots [T] int64 of tokens at ``positions`` whose table entries are ``entries``.
-
-    team  the one over whose ranks the cache is spread: -1 for tokens of other ranks' pages
-    """
-    slots = entries.long() * page_size + positions % page_size
-    return slots if team is None else torch.where(positions // page_size % team.size == team.rank, slots, -1)
 
 
 def cells_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from weft.errors import TeamClosed
 from weft.ops.case import BF16, FP32, Case
 from weft.ops.collectives.all_reduce import ALL_REDUCE, ONE_SHOT_LIMIT
 from weft.ops.collectives.collective import Collective
+from weft.ops.collectives.heads import ExchangeHeads
 from weft.ops.op import registered
 from weft.plan import table
 from weft.plan.planned import machine
@@ -125,11 +126,7 @@ def test_rows_that_would_overrun_the_workspace_are_refused(op):
     """48 bytes are sent as 64."""
     plan = PushPlan(transport="keyed" if op.moves_bits else "lamport", row_bytes=48, num_warps=1)
     design = next(iter(op.designs.values()))(push=plan)
-    given = (
-        ([torch.ones(100, 2, 1)], (100, 100))
-        if op.name in ("sequence_to_heads", "heads_to_sequence")
-        else (torch.ones(200),)
-    )
+    given = ([torch.ones(100, 2, 1)], (100, 100)) if isinstance(op, ExchangeHeads) else (torch.ones(200),)
 
     def main(team):
         with pytest.raises(ValueError, match="row_bytes=48 is not a power of two: 64 bytes .* pass 64"):

@@ -83,7 +83,7 @@ SIZES = {
     "eos_token_id": VOCABULARY[EOS],
     "pad_token_id": VOCABULARY[PAD],
 }
-"""What both models share. Up to 8 ranks split it evenly: 1 head of 16, 16 token ids each.
+"""Sizes of both models. Up to 8 ranks split them evenly: 1 head of 16, 16 token ids each.
 
 All widths, shards included, are multiples of 16, so that rows start on the 16 bytes that TMA requires.
 heads * head_dim (128) differs from the hidden size (96), as in the real Qwen3s.

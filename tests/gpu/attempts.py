@@ -11,6 +11,8 @@ from typing import Any
 # ranks, or None.
 Attempts = Iterable[tuple[str, Callable[[], Any], Callable[[Any], Any]]]
 
+SLOW_SECONDS = 10  # an attempt that takes longer is named, so that a slow one can be told from a hang
+
 
 class Desynchronised(Exception):
     """Some ranks gave work to their GPUs and others could not: kernels wait for peers that will not come."""
@@ -38,7 +40,10 @@ class Suite:
         started = time.perf_counter()
         for label, launch, verify in attempts:
             group.cases.append(label)
+            began = time.perf_counter()
             wrong = self.attempt(launch, verify)
+            if (took := time.perf_counter() - began) > SLOW_SECONDS:
+                self.say(f"  {name}: {label}: {took:.0f} s")
             if wrong:
                 group.failures.append(f"{label}: {wrong}")
                 self.say(f"  FAILED {name}: {label}: {wrong}")

@@ -14,7 +14,7 @@ gradients     two layers of experts over the ranks, forward and backward, agains
 compile       torch.compile(fullgraph=True) of a function of several ops
 
 ``--share-gpus``: more ranks than GPUs (``weft.launch``). ``--node-size``: several logical nodes, with groups of their own:
-"over nodes", "large", "back-to-back", and with a GPU for each rank "graph" and "load".
+"over nodes", "large", "back-to-back", "graph" and "load".
 
 A failure is noted and the suite goes on; ranks agree on every verdict, so that they stay together. Exit status 1 if
 any failed.
@@ -332,7 +332,7 @@ def groups_for(team: Any, with_load: bool, chosen: list[Op]) -> dict[str, Callab
 
 
 def groups_over_nodes(team: Any) -> dict[str, Callable[[], Attempts]]:
-    """The groups of a team of several nodes, of the ops that work over them. Graphs need NCCL, so a GPU for each rank."""
+    """The groups of a team of several nodes, of the ops that work over them."""
     nodes, on_gpu = team.shape.nodes, team.device.type == "cuda"
     small = [*over_nodes.collectives(nodes, team.size), *over_nodes.gemms(team.size)]
     large = list(over_nodes.large(nodes, team.size))
@@ -343,7 +343,6 @@ def groups_over_nodes(team: Any) -> dict[str, Callable[[], Attempts]]:
     }
     if on_gpu:
         groups["large"] = lambda: table(team, large)
-    if on_gpu and torch.distributed.get_backend(team.group) == "nccl":
         groups["graph"] = lambda: graphs(team, plain)
         groups["load"] = lambda: load(team, plain, LOAD_CALLS // 2)
     return groups

@@ -48,9 +48,9 @@ def allow_shared_gpus() -> None:
     os.environ[_SHARED] = "1"
 
 
-def stand_for_node(node: int) -> None:
-    """Have NCCL take each logical node for a machine of its own, and use sockets between them."""
-    os.environ.update(NCCL_HOSTID=f"node{node}", NCCL_NET="Socket")
+def stand_for_machine(number: int) -> None:
+    """Have NCCL take processes of different numbers for ones of different machines: sockets between them."""
+    os.environ.update(NCCL_HOSTID=f"machine{number}", NCCL_NET="Socket")
 
 
 def keep_sockets_local() -> None:

@@ -31,7 +31,7 @@ from weft.arguments import (
 )
 from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import simulate as simulation
-from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local, stand_for_node
+from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local, stand_for_machine
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.store import Given, give, private_folder
 from weft.runtime.team.shape import check_node_size
@@ -63,8 +63,8 @@ def launch(
     heap_bytes  as in ``weft.init``
     debug       as in ``weft.init``, on GPUs. Virtual ranks ignore it: the simulator raises Deadlock at once
     share_gpus  allow more ranks than GPUs: rank r gets GPU r modulo their number. The ranks of a GPU take turns by time slices,
-                so that an exchange takes milliseconds: results are right, times mean nothing. ``team.library`` is then gloo,
-                which no CUDA graph captures. Not under torchrun
+                so that an exchange takes milliseconds: results are right, times mean nothing. NCCL uses sockets between them.
+                Not under torchrun
     node_size   as in ``weft.init``: logical nodes of this machine, between which NCCL uses sockets
 
     The first error of a rank is raised here, and the other ranks are ended. Where ranks have processes of their own, a rank's
@@ -267,13 +267,12 @@ def _end_with_parent(folder: str) -> None:
 def _on_gpu(job: _Job, rank: int) -> Any:
     """Team of a rank with one GPU, which others may share."""
     torch.cuda.set_device(rank % job.gpus)
-    backend = "nccl"
     if job.world_size > job.gpus:
-        backend = "gloo"  # NCCL refuses ranks of one GPU
         allow_shared_gpus()
-    if job.node_size is not None:
-        stand_for_node(rank // job.node_size)
-    connect(backend, job.given, rank, job.world_size)
+        stand_for_machine(rank)  # NCCL refuses two ranks on one GPU of one machine
+    elif job.node_size is not None:
+        stand_for_machine(rank // job.node_size)
+    connect("nccl", job.given, rank, job.world_size)
     return init_main(heap_bytes=job.heap_bytes, debug=job.debug, node_size=job.node_size)
 
 

@@ -1,4 +1,4 @@
-"""A rail's engine on torch.distributed: NCCL between GPUs, gloo between CPUs and on shared GPUs."""
+"""A rail's engine on torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from weft.runtime.team.rail import Piece, Rail
 class TorchRail:
     """Transfers on one side stream, each a batch of at most one send and one receive.
 
-    On CPUs a transfer is complete when ``move`` returns. So is one of GPUs over gloo, which carries host memory: for ranks that
-    share a GPU, which NCCL refuses.
+    On CPUs a transfer is complete when ``move`` returns.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device, self._ranks = group, device, dist.get_process_group_ranks(group)
         self._on_gpu = device.type == "cuda"
-        self._through_host = self._on_gpu and dist.get_backend(group) == "gloo"
         if self._on_gpu:
             self._stream = own_stream(device, priority=-1)
             self._forked, self._ended = torch.cuda.Event(), torch.cuda.Event()
@@ -35,13 +33,7 @@ class TorchRail:
 
     def move(self, piece: Piece, epoch: torch.Tensor | None, number: int) -> torch.cuda.Event | None:
         with on_stream(self._stream) if self._on_gpu else nullcontext():
-            send, receive = piece.send, piece.receive
-            if self._through_host:
-                send = None if send is None else send.cpu()
-                receive = None if receive is None else torch.empty_like(receive, device="cpu")
-            self._transfer(send, piece.to, receive, piece.source)
-            if self._through_host and receive is not None:
-                piece.receive.copy_(receive)
+            self._transfer(piece.send, piece.to, piece.receive, piece.source)
             if piece.landed is not None:
                 piece.landed.copy_(epoch.view_as(piece.landed))
         if not self._on_gpu:

@@ -6,25 +6,22 @@ import pytest
 
 import weft
 from tests.ops.checking import check_replicated, run_cases
-from weft.ops.gemm.gemm_op import GemmOp
-from weft.ops.moe.moe_op import MoeOp
 from weft.ops.op import registered
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
+# moe_combine has three designs and attention many shapes of heads.
 LONG = {("moe_combine", 3), ("decode_attention", 1), ("paged_prefill_attention", 1)}
 
 
 def tables():
-    """Every case in two or three calls, every second one where they take long; under the marker ``sweep`` all in three.
+    """Every case in two or three calls, every second one on many ranks and where they take long.
 
-    Calls of one rank that keep nothing from one to the next are made once.
+    Calls of one rank that keep nothing from one to the next are made once. Under the marker ``sweep`` are all, in three calls.
     """
     for op in registered():
         for world_size in WORLD_SIZES:
             cases = [case for case in op.cases() if case.world_size == world_size]
-            # GEMMs and experts of eight ranks take longest; moe_combine has three designs and attention many shapes of heads.
-            long = isinstance(op, (GemmOp, MoeOp)) if world_size == 8 else (op.name, world_size) in LONG
-            few = cases[::2] if long else cases
+            few = cases[::2] if world_size >= 4 or (op.name, world_size) in LONG else cases
             alone = world_size == 1 and not op.mutates
             calls, name = 3 if world_size in (2, 3) else 1 if alone else 2, f"{op.name}-W{world_size}"
             if cases:

@@ -22,6 +22,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# Compiled for by the tests that name it.
+FURTHER = {"gfx950": GPUTarget("hip", "gfx950", 64), "gfx90a": GPUTarget("hip", "gfx90a", 64)}
 # Bytes of shared memory that one program may have.
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
@@ -30,9 +32,10 @@ class _StubDriver:
     """Just enough of a Triton driver for ``kernel.warmup``."""
 
     def __init__(self, arch: str) -> None:
-        self._target = TARGETS[arch]
+        targets = {**TARGETS, **FURTHER}
+        self._target = targets[arch]
         # Triton keeps what it has compiled by device, not by target: every architecture is a device of its own.
-        self._device = list(TARGETS).index(arch)
+        self._device = list(targets).index(arch)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -49,7 +52,7 @@ class _StubDriver:
 
 @contextmanager
 def compiling_for(arch: str) -> Iterator[None]:
-    """Kernels' ``warmup`` compiles for ``arch``, a key of TARGETS."""
+    """Kernels' ``warmup`` compiles for ``arch``, a key of TARGETS or FURTHER."""
     triton.runtime.driver.set_active(_StubDriver(arch))
     try:
         yield
@@ -64,7 +67,7 @@ def compiled(kernel: Any, *args: Any, arch: str, **options: Any) -> Any:
         return kernel.warmup(*args, grid=(1,), **options)
 
 
-def a_view(world_size: int = 4, rank: int = 1, patience_us: int = 0) -> TeamView:
+def a_view(world_size: int = 4, rank: int = 1, patience_us: int = 0, multicast: int = 0) -> TeamView:
     """A team's view that is good for compiling only."""
     return make_view(
         rank,
@@ -73,6 +76,7 @@ def a_view(world_size: int = 4, rank: int = 1, patience_us: int = 0) -> TeamView
         torch.zeros((MAX_BARRIER_PROGRAMS, world_size + 1), dtype=torch.int32),
         torch.zeros(RECORD_WORDS, dtype=torch.int64),
         patience_us,
+        multicast,
     )
 
 

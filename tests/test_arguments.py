@@ -101,7 +101,12 @@ def test_methods_of_a_team():
         check_table(
             weft.init,
             {},
-            {"heap_bytes": HEAP, "debug": ("yes", None, -1, 0, float("inf")), "node_size": OPTIONAL_COUNT},
+            {
+                "heap_bytes": HEAP,
+                "debug": ("yes", None, -1, 0, float("inf")),
+                "node_size": OPTIONAL_COUNT,
+                "untested": FLAG,
+            },
         )
         return True
 

@@ -252,6 +252,25 @@ def check_lamport(team):
 
 
 @triton.jit
+def multimem(x, sums, team, WORDS: tl.constexpr):
+    """sums = sum over ranks of x, both fp32 [4 * W * WORDS] and symmetric; rank r adds WORDS words of 16 bytes"""
+    wl.barrier(team)  # every rank's x is there
+    at = 4 * (wl.rank(team) * WORDS + tl.arange(0, WORDS))
+    inside = tl.full((WORDS,), True, tl.int1)
+    wl.multimem_store(sums + at, wl.multimem_load_reduce(x + at, inside, team), inside, team)
+    wl.barrier(team)  # every rank's part of the sums is there
+
+
+def check_multimem(team):
+    if team.caps.multicast:
+        words = 8
+        x, sums = (team.zeros(4 * words * team.size, torch.float32) for _ in range(2))
+        x += torch.arange(x.numel(), device=team.device) * (team.rank + 1)
+        multimem[(1,)](x, sums, team.view, WORDS=words)
+        assert sums.tolist() == [at * team.size * (team.size + 1) / 2 for at in range(x.numel())]
+
+
+@triton.jit
 def hints(x, weight, out, rows, N: tl.constexpr):
     """out[rows, N] = x[rows, N] * weight[N]"""
     at = tl.arange(0, N)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
@@ -110,9 +109,10 @@ def push_tile(x, out, team, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def use_multimem(x, team, BLOCK: tl.constexpr):
+def sum_to_all(x, team, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
-    wl.multimem_store(x + offsets, tl.load(x + offsets), offsets < BLOCK, team)
+    at = x + offsets * (128 // x.dtype.element_ty.primitive_bitwidth)
+    wl.multimem_store(at, wl.multimem_load_reduce(at, offsets < BLOCK - 1, team), offsets < BLOCK, team)
 
 
 @pytest.mark.parametrize(
@@ -147,21 +147,11 @@ def store_then_release(x, signals, tickets, team, BLOCK: tl.constexpr):
     tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu")
 
 
-def test_on_gfx942_every_wave_s_stores_are_in_memory_before_the_barrier_of_a_release():
-    """The wave that releases does not wait for the stores of other waves."""
-    asm = compiled(store_then_release, X, SIGNALS, SIGNALS, a_view(), 4096, arch="gfx942", num_warps=4).asm["amdgcn"]
-    done = ("s_waitcnt vmcnt(0)", "buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)", "s_barrier")
-    found = positions(asm, *done, "global_atomic_swap", "s_barrier")
-    assert asm.rindex("_store_dword", 0, found[3]) < found[0]
-    positions(asm[found[4] :], "_store_dword", *done, "global_atomic_add")
-
-
-def test_on_an_amd_gpu_without_a_lowering_notify_is_a_compile_time_error_that_says_so(monkeypatch):
-    monkeypatch.setitem(TARGETS, "gfx950", GPUTarget("hip", "gfx950", 64))
+def test_on_an_amd_gpu_without_a_lowering_notify_is_a_compile_time_error_that_says_so():
     with pytest.raises(triton.CompilationError) as caught:
-        compiled(store_then_release, X, SIGNALS, SIGNALS, a_view(), 4096, arch="gfx950")
+        compiled(store_then_release, X, SIGNALS, SIGNALS, a_view(), 4096, arch="gfx90a")
     assert "notify, fence and gather_stores are not written for this AMD GPU" in _whole_story(caught.value)
-    assert compiled(push_tile, X, X, a_view(), 1024, arch="gfx950").asm["amdgcn"]
+    assert compiled(push_tile, X, X, a_view(), 1024, arch="gfx90a").asm["amdgcn"]
 
 
 def test_notify_without_tma_has_the_barrier_before_the_release_on_sm_80():
@@ -208,8 +198,25 @@ def test_clearing_writes_the_bits_of_minus_zero(dtype, bits):
 
 def test_multimem_without_multicast_is_a_compile_time_error_that_says_so():
     with pytest.raises(triton.CompilationError) as caught:
-        compiled(use_multimem, X, a_view(), 64, arch="sm_90")
-    assert "multicast" in _whole_story(caught.value)
+        compiled(sum_to_all, X, a_view(), 64, arch="sm_90")
+    assert "multimem_load_reduce needs NVLink multicast" in _whole_story(caught.value)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("dtype", "sum_of"),
+    [
+        (torch.bfloat16, "add.acc::f32.v4.bf16x2"),
+        (torch.float16, "add.acc::f32.v4.f16x2"),
+        (torch.float32, "add.v4.f32"),
+    ],
+)
+def test_multimem_loads_and_stores_16_bytes(dtype, sum_of, arch):
+    """ptxas takes it too: a thread's word is loaded as a sum and stored to all ranks, each by one instruction."""
+    made = compiled(sum_to_all, torch.zeros(1024, dtype=dtype), a_view(multicast=1), 128, arch=arch)
+    assert made.asm["ptx"].count(f"multimem.ld_reduce.relaxed.sys.global.{sum_of}") == 1
+    assert made.asm["ptx"].count("multimem.st.relaxed.sys.global.v4.f32") == 1
+    assert made.asm["cubin"]
 
 
 def _whole_story(error):

@@ -240,10 +240,14 @@ def misuses(x, s, n, team, CASE: tl.constexpr):
         wl.next_epoch(s + at)
     if CASE == "advance_epoch: epoch points to bf16":
         wl.advance_epoch(x, 1)
-    if CASE == "multimem_store needs NVLink multicast":
-        wl.multimem_store(x + at, at, at < 8, team)
-    if CASE == "multimem_load_reduce needs NVLink multicast":
-        wl.multimem_load_reduce(x + at, at < 8, team)
+    if CASE == "multimem_store: ptr is a pointer to bf16; pass a block of pointers":
+        wl.multimem_store(x, (at, at, at, at), at < 8, team)
+    if CASE == "multimem_store: mask is None":
+        wl.multimem_store(x + at, (at, at, at, at), None, team)
+    if CASE == "multimem_load_reduce: ptr points to fp64":
+        wl.multimem_load_reduce(wide + at, at < 8, team)
+    if CASE == "multimem_load_reduce: team is a run-time value":
+        wl.multimem_load_reduce(x + at, at < 8, n)
     if CASE == "fence: team is a run-time value":
         wl.quiet(n)
     if CASE == "barrier: team is a run-time value":

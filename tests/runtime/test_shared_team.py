@@ -57,7 +57,7 @@ class OneRank:
     """Platform of one rank in plain memory."""
 
     rank, size, deltas, device = 0, 1, (0,), torch.device("cpu")
-    caps, shape = capabilities.simulated(1, 8), Shape(1, 1)
+    caps, shape, multimem = capabilities.simulated(1, 8), Shape(1, 1), 2
 
     def __init__(self, group, heap_bytes):
         self.group, self.name = group, f"one rank {id(self)}"
@@ -133,6 +133,15 @@ def test_no_team_is_made_while_a_graph_is_captured(monkeypatch, world):
     with pytest.raises(Unsupported, match=r"captured; call weft.init\(\) or Team.of\(group\) once before capturing"):
         Team.of(group)
     assert {dist.group.WORLD: shared} == team._SHARED, "the next call makes it"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_on_amd_gpus_weft_runs_only_where_it_is_asked_to(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(Unsupported, match=r"weft.init\(untested=True\)"):
+        weft.init()
+    with pytest.raises(NoTeam, match="finds no GPU here"):
+        weft.init(untested=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")

@@ -124,6 +124,29 @@ def check_lamport(primitive, mask, _semantic=None, **pointers):
 
 
 @tl.core.builtin
+def check_multimem(primitive, ptr, mask, team, _semantic=None):
+    """TypeError unless ``ptr`` is a block of pointers to numbers, ``mask`` one of booleans, ``team`` a view.
+
+    ValueError where the team has no multicast.
+    """
+    primitive, ptr, mask = map(_known, (primitive, ptr, mask))
+    if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr() or not _is_block(ptr):
+        raise TypeError(
+            f"{primitive}: ptr is {_named(ptr)}; pass a block of pointers, such as ptr + 8 * tl.arange(0, BLOCK)"
+        )
+    if ptr.dtype.element_ty not in (tl.float16, tl.bfloat16, tl.float32):
+        raise TypeError(f"{primitive}: ptr points to {ptr.dtype.element_ty}; multimem adds fp16, bf16 and fp32")
+    if not isinstance(mask, tl.tensor) or not mask.dtype.is_bool():
+        raise TypeError(f"{primitive}: mask is {_named(mask)}; pass a block of booleans, such as offsets < n")
+    check_team_view(primitive, team)
+    if not _known(team.multicast):
+        raise ValueError(
+            f"{primitive} needs NVLink multicast, which this team lacks (team.caps.multicast); use tl.load and tl.store of "
+            f"wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"
+        )
+
+
+@tl.core.builtin
 def check_symmetric(primitive, ptr, peer, team, _semantic=None):
     """TypeError unless ``ptr`` is a pointer or block, ``peer`` an integer or block, ``team`` a view.
 

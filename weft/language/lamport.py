@@ -35,18 +35,18 @@ def lamport_load(ptr, mask, team):
     Masked-off elements are 0. Debug builds give up like ``wait``.
     """
     check_lamport("lamport_load", mask, ptr=ptr)
-    x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
+    x = stock.load_volatile(ptr, mask, 0.0)
     if team.patience_us > 0:
         started = stock.microseconds()
         missing = stock.count_unwritten(x)
         while missing > 0:
-            x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
+            x = stock.load_volatile(ptr, mask, 0.0)
             missing = stock.count_unwritten(x)
             if stock.microseconds() - started > team.patience_us:
                 stock.give_up(tl.min(ptr.to(tl.int64)), 0, ">=", -missing, team)
     else:
         while stock.count_unwritten(x) > 0:
-            x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
+            x = stock.load_volatile(ptr, mask, 0.0)
     return _seen_by_all(x, ptr, mask)
 
 
@@ -57,7 +57,7 @@ def _seen_by_all(x, ptr, mask):
         # Several warps load the same element of a small block, and a warp may continue after another warp saw it arrive. So
         # each loads once more, and none may clear the block before all have seen it.
         tl.debug_barrier()
-        x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
+        x = stock.load_volatile(ptr, mask, 0.0)
         tl.debug_barrier()
     return x
 
@@ -74,7 +74,7 @@ def lamport_receive(ptr, old, mask, team, ordered=True):
     check_lamport("lamport_receive", mask, ptr=ptr, old=old)
     lamport_clear(old, mask)
     if ordered:
-        while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
+        while stock.count_written(stock.load_volatile(old, mask, 0.0), mask) > 0:
             pass
     return lamport_load(ptr, mask, team)
 
@@ -90,12 +90,12 @@ def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=
     lamport_clear(old, mask)
     lamport_clear(old_key, key_mask)
     if ordered:
-        y = tl.load(old_key, mask=key_mask, other=0.0, volatile=True)
-        while stock.count_written(tl.load(old, mask=mask, other=0.0, volatile=True), mask) > 0:
+        y = stock.load_volatile(old_key, key_mask, 0.0)
+        while stock.count_written(stock.load_volatile(old, mask, 0.0), mask) > 0:
             pass
         left = stock.count_written(y, key_mask)
         while left > 0:
-            left = stock.count_written(tl.load(old_key, mask=key_mask, other=0.0, volatile=True), key_mask)
+            left = stock.count_written(stock.load_volatile(old_key, key_mask, 0.0), key_mask)
     return lamport_load_keyed(ptr, mask, key, key_mask, team)
 
 
@@ -111,15 +111,15 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team):
         x = lamport_load(ptr, mask, team)
         y = lamport_load(key, key_mask, team)
     else:
-        x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
-        y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
+        x = stock.load_volatile(ptr, mask, 0.0)
+        y = stock.load_volatile(key, key_mask, 0.0)
         while stock.count_unwritten(x) > 0:
-            x = tl.load(ptr, mask=mask, other=0.0, volatile=True)
-            y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
+            x = stock.load_volatile(ptr, mask, 0.0)
+            y = stock.load_volatile(key, key_mask, 0.0)
         x = _seen_by_all(x, ptr, mask)
         # Apart from the block: warps load different keys, and each continues after what it has itself seen.
         while stock.count_unwritten(y) > 0:
-            y = tl.load(key, mask=key_mask, other=0.0, volatile=True)
+            y = stock.load_volatile(key, key_mask, 0.0)
     # A fast warp gets here while a slow one still loads the key, which must not be cleared yet.
     tl.debug_barrier()
     return x, y

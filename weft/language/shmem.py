@@ -251,7 +251,7 @@ def int_p(dest, value, pe, team):
 @triton.jit
 def int_g(source, pe, team):
     """Load one element of ``source`` at ``pe``."""
-    return tl.load(coordinates.symm_at(source, pe, team), volatile=True)
+    return stock.load_volatile(coordinates.symm_at(source, pe, team))
 
 
 @triton.jit

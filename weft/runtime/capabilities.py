@@ -60,15 +60,15 @@ def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool =
     )
 
 
-def simulated(world_size: int, sms: int, *, multicast: bool = False) -> Capabilities:
-    """Capabilities of one of ``world_size`` virtual ranks with ``sms`` resident programs each."""
+def simulated(world_size: int, sms: int) -> Capabilities:
+    """Capabilities of one of ``world_size`` virtual ranks with ``sms`` resident programs each; multicast is among them."""
     return Capabilities(
         device_name="simulated",
         arch="sim",
         sms=sms,
         memory_bytes=0,
         peer_access=(True,) * world_size,
-        multicast=multicast,
+        multicast=True,
     )
 
 

@@ -71,6 +71,52 @@ def zero():
 
 
 @triton.jit
+def multimem_ld_reduce(ptr, mask):
+    """``multimem.ld_reduce.add`` of the 16 bytes behind each multicast address, 0 where masked off: four int32 blocks.
+
+    fp16 and bf16 are added in fp32. Stock Triton has no multimem.
+    """
+    if ptr.dtype.element_ty == tl.float32:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred here; .reg .f32 a, b, c, d; setp.ne.s32 here, $5, 0; "
+            "mov.f32 a, 0f00000000; mov.f32 b, 0f00000000; mov.f32 c, 0f00000000; mov.f32 d, 0f00000000; "
+            "@here multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {a, b, c, d}, [$4]; "
+            "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }",
+            "=r,=r,=r,=r,l,r", [ptr, mask.to(tl.int32)], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    elif ptr.dtype.element_ty == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred here; .reg .b32 a, b, c, d; setp.ne.s32 here, $5, 0; "
+            "mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; "
+            "@here multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {a, b, c, d}, [$4]; "
+            "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }",
+            "=r,=r,=r,=r,l,r", [ptr, mask.to(tl.int32)], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred here; .reg .b32 a, b, c, d; setp.ne.s32 here, $5, 0; "
+            "mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; "
+            "@here multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {a, b, c, d}, [$4]; "
+            "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }",
+            "=r,=r,=r,=r,l,r", [ptr, mask.to(tl.int32)], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def multimem_st(ptr, w0, w1, w2, w3, mask):
+    """``multimem.st`` of 16 bytes behind each multicast address. Stock Triton has no multimem."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred here; .reg .f32 a, b, c, d; setp.ne.s32 here, $6, 0; "
+        "mov.b32 a, $2; mov.b32 b, $3; mov.b32 c, $4; mov.b32 d, $5; "
+        "@here multimem.st.relaxed.sys.global.v4.f32 [$1], {a, b, c, d}; mov.u32 $0, 0; }",
+        "=r,l,r,r,r,r,r", [ptr, w0, w1, w2, w3, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def globaltimer_us():
     """Microseconds of the GPU's global clock, int64."""
     ns = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

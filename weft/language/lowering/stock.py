@@ -47,9 +47,24 @@ def add_release(ptr, value):
 def store_flagged(ptr, x, mask):
     """Store elements that are their own flag (lamport.py).
 
-    A plain store, which the simulator's checker distinguishes from others.
+    On NVIDIA a plain store, on AMD one at system scope (``sc0 sc1``). The simulator's checker distinguishes it from others.
     """
-    tl.store(ptr, x, mask=mask)
+    if target_info.is_hip():
+        tl.store(ptr, x, mask=mask, cache_modifier=".wt")
+    else:
+        tl.store(ptr, x, mask=mask)
+
+
+@triton.jit
+def load_volatile(ptr, mask=None, other=None):
+    """Load from memory, and not from a cache that peers' stores do not reach.
+
+    On AMD Triton drops ``volatile``; ``.cv`` is a load at system scope (``sc0 sc1``).
+    """
+    if target_info.is_hip():
+        return tl.load(ptr, mask=mask, other=other, volatile=True, cache_modifier=".cv")
+    else:
+        return tl.load(ptr, mask=mask, other=other, volatile=True)
 
 
 @triton.jit
@@ -67,8 +82,8 @@ def complete_stores():
     """
     if target_info.is_hip():
         tl.static_assert(
-            target_info.is_hip_cdna3(),
-            "notify, fence and gather_stores are not written for this AMD GPU, only for gfx942",
+            target_info.is_hip_cdna3() or target_info.is_hip_cdna4(),
+            "notify, fence and gather_stores are not written for this AMD GPU, only for gfx942 and gfx950",
         )
         gcn.complete_stores()
 

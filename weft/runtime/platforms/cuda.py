@@ -102,6 +102,15 @@ def check_gpu() -> None:
         )
 
 
+def refuse_untested() -> None:
+    """Unsupported where torch is built for AMD GPUs, on which weft has never run."""
+    if torch.version.hip:
+        raise Unsupported(
+            "weft compiles for AMD GPUs (gfx942, gfx950) and has never run on one; start the ranks with torchrun and call "
+            "weft.init(untested=True) to try"
+        )
+
+
 def process_group(group: Any) -> dist.ProcessGroup:
     """The process group of ``group``, all ranks if None: the object that torch caches.
 
@@ -183,8 +192,11 @@ class CudaPlatform:
             self.heap if r == self.rank else self._handle.get_buffer(r, (heap_bytes,), torch.uint8, self._offset)
             for r in range(self.size)
         ]
-        multicast = int(getattr(self._handle, "multicast_ptr", 0) or 0) != 0
-        self.caps = capabilities.probe(self.device, [place.index for place in places], multicast=multicast)
+        multicast = int(getattr(self._handle, "multicast_ptr", 0) or 0)
+        self.multimem = int(multicast != 0)
+        if multicast:
+            self.deltas.append(multicast - pointers[self.rank])
+        self.caps = capabilities.probe(self.device, [place.index for place in places], multicast=multicast != 0)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
         self.copy_engine = CudaCopyEngine(self)
 

@@ -64,6 +64,8 @@ class Platform(Protocol):
     """Platform of a team.
 
     One of several nodes has ``node`` and ``rail``, and no heap, deltas or copy engine; one of one node has these.
+
+    multimem  how multimem primitives work: ``TeamView.multicast``
     """
 
     rank: int
@@ -76,6 +78,7 @@ class Platform(Protocol):
     heap: torch.Tensor
     record: torch.Tensor
     deltas: Sequence[int]
+    multimem: int
     copy_engine: CopyEngine
     library: Library
     node: Platform

@@ -68,7 +68,7 @@ class VirtualPlatform:
         # One process holds all ranks, so the name contains the rank.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
         self.device = torch.device("cpu")
-        self.caps = capabilities.simulated(self.size, self._machine.sms)
+        self.caps, self.multimem = capabilities.simulated(self.size, self._machine.sms), 2
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
         self.library = HostLibrary(self)
         if self.shape.nodes == 1:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from weft.arguments import (
+    check_bool,
     check_callable,
     check_debug,
     check_heap_bytes,
@@ -79,7 +80,7 @@ class Team(TakenByView):
         barriers = self.zeros((MAX_BARRIER_PROGRAMS, self.size + 1), torch.int32, name="team.barriers")
         deltas = torch.tensor(list(platform.deltas), dtype=torch.int64, device=self.device)
         patience = int(debug_seconds * 1e6) if debug_seconds else 0
-        self._view = make_view(self.rank, self.size, deltas, barriers, platform.record, patience, self.caps.multicast)
+        self._view = make_view(self.rank, self.size, deltas, barriers, platform.record, patience, platform.multimem)
 
     @staticmethod
     def of(group: Any = None, *, heap_bytes: int | None = None) -> Team:
@@ -344,7 +345,12 @@ def find_team(name: str) -> Team:
 
 
 def init(
-    group: Any = None, *, heap_bytes: int | None = None, debug: bool | float = False, node_size: int | None = None
+    group: Any = None,
+    *,
+    heap_bytes: int | None = None,
+    debug: bool | float = False,
+    node_size: int | None = None,
+    untested: bool = False,
 ) -> Team:
     """A new team, as this process (or virtual rank) sees it. Collective.
 
@@ -353,17 +359,21 @@ def init(
     debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout
     node_size   ranks of a node, to make logical nodes of one machine; None: torchrun's LOCAL_WORLD_SIZE, or one node where
                 ``weft.launch`` or ``weft.simulate`` was given none. ValueError, on all ranks, if they have different ones
+    untested    True: also on AMD GPUs, for which weft compiles (gfx942, gfx950) and where it has never run; else Unsupported
 
     Under ``torchrun`` or ``weft.launch`` it uses this rank's GPU, and inside ``weft.simulate`` a virtual one; else NoTeam.
     """
     refuse_triton_interpret()
     heap_bytes, seconds = check_heap_bytes(heap_bytes), check_debug(debug)
+    check_bool("untested", untested)
     virtual = virtual_rank.platform_of_this_thread(heap_bytes, node_size)
     if virtual is not None:
         _refuse_group(group)
         return Team(virtual, seconds)
-    from weft.runtime.platforms.cuda import CudaPlatform  # needs a GPU build of torch
+    from weft.runtime.platforms.cuda import CudaPlatform, refuse_untested  # needs a GPU build of torch
 
+    if not untested:
+        refuse_untested()
     return Team(CudaPlatform.join(group, heap_bytes, node_size), seconds)
 
 

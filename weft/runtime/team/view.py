@@ -45,7 +45,8 @@ class TeamView(NamedTuple):
     barriers     int32 [MAX_BARRIER_PROGRAMS, size + 1], symmetric: the count that each rank announced, then my own
     patience_us  compile-time constant: 0, or the microseconds after which a wait gives up (debug builds)
     record       int64 [RECORD_WORDS], readable by the host: rank, kernel, line and signal of a wait that gave up
-    multicast    compile-time constant: 1 if multimem instructions may be used
+    multicast    compile-time constant: 0, multimem primitives are refused; 1, they are multimem instructions, and ``deltas``
+                 has one more, the bytes to the multicast address; 2, they load and store at every rank (the simulator)
     """
 
     coords: int
@@ -64,7 +65,7 @@ def make_view(
     barriers: torch.Tensor,
     record: torch.Tensor,
     patience_us: int = 0,
-    multicast: bool = False,
+    multicast: int = 0,
 ) -> TeamView:
     return TeamView(
         2 * rank + 3,
@@ -73,5 +74,5 @@ def make_view(
         barriers,
         tl.constexpr(patience_us),
         record,
-        tl.constexpr(int(multicast)),
+        tl.constexpr(multicast),
     )

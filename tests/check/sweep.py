@@ -236,6 +236,12 @@ SEVERAL_TILES = [
 OPS = [
     Call("all_reduce one_shot", lambda team, x: ops.all_reduce(x(700), team, "one_shot")),
     Call("all_reduce two_shot", lambda team, x: ops.all_reduce(x(1100), team, "two_shot")),
+    Call("all_reduce multimem_one_shot", lambda team, x: ops.all_reduce(x(4100), team, "multimem_one_shot"), 3),
+    Call(
+        "all_reduce multimem_two_shot",
+        lambda team, x: ops.all_reduce(x(2100 * team.size), team, "multimem_two_shot"),
+        3,
+    ),
     Call("all_reduce fp32", lambda team, x: ops.all_reduce(x(300, dtype=torch.float32), team)),
     Call("all_gather int8", lambda team, x: ops.all_gather(x(5, 33).to(torch.int8), team)),
     Call("all_reduce_rms_norm", fused_norm),

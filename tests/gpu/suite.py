@@ -291,7 +291,12 @@ def of_size(cases: Iterable[Case], team: Any) -> Iterator[Case]:
     """The cases for this number of ranks; all of an op of one rank, which each rank then runs by itself."""
     found = list(cases)
     alone = all(case.world_size == 1 for case in found)
-    return (case for case in found if alone or case.world_size == team.size)
+    return (case for case in found if (alone or case.world_size == team.size) and can_run(case, team))
+
+
+def can_run(case: Case, team: Any) -> bool:
+    """False for a design that needs multicast on a team without."""
+    return team.caps.multicast or not str(case.design).startswith("multimem")
 
 
 def first_of_each(cases: Iterable[Case]) -> list[Case]:

@@ -100,6 +100,28 @@ def shared_counter_of_gpu_scope(team, bug):
 
 
 @triton.jit
+def switch_sums(x, sums, team, WORDS: tl.constexpr, BUG: tl.constexpr):
+    at = 4 * tl.arange(0, WORDS)
+    tl.store(x + tl.arange(0, 4 * WORDS), wl.rank(team).to(tl.float32))  # here
+    if BUG:
+        tl.debug_barrier()
+    else:
+        wl.barrier(team)
+    words = wl.multimem_load_reduce(x + at, at >= 0, team)  # here
+    wl.barrier(team)
+    if wl.rank(team) == 0:
+        wl.multimem_store(sums + at, words, at >= 0, team)
+
+
+@exhibit("race", "x", "a switch adds what a peer may not have staged yet", switch_sums)
+def sum_of_the_switch_before_a_barrier(team, bug):
+    x, sums = team.zeros(N, torch.float32, name="x"), team.zeros(N, torch.float32, name="sums")
+    switch_sums[(1,)](x, sums, team.view, N // 4, bug)
+    team.barrier()
+    return sums.clone()
+
+
+@triton.jit
 def accumulate(total, BUG: tl.constexpr):
     if BUG:
         tl.store(total, tl.load(total) + 1)  # here

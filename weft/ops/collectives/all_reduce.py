@@ -4,6 +4,7 @@ out[...] = round(sum over s of x_s[...])            summed in fp32, rounded once
 one_shot   x tile --to all--> sum                           1 hop, W - 1 times the bytes out of each rank
 two_shot   W tiles --one to each--> sum --to all--> out     2 hops, 2 (W - 1) / W times the bytes
 copy_engine  the same with whole parts, which copy engines carry (weft.ops.collectives.copy_engine)
+multimem_…  the switch adds (weft.ops.collectives.multimem)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from weft.ops.collectives import cases
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot, shots_rule
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
+from weft.ops.collectives.multimem import MultimemOneShot, MultimemTwoShot, all_reduce_by_switch
 from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.op import register
@@ -192,6 +194,8 @@ class AllReduce(Collective):
         "one_shot": OneShot,
         "two_shot": TwoShot,
         "copy_engine": CopyEngine,
+        "multimem_one_shot": MultimemOneShot,
+        "multimem_two_shot": MultimemTwoShot,
         "copy": Copy,
         "over_nodes": ScatterGather,
     }
@@ -202,6 +206,14 @@ class AllReduce(Collective):
 
     def sent(self, nbytes: int, world_size: int) -> int:
         return 2 * nbytes * (world_size - 1) // world_size
+
+    def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
+        if call.design.startswith("multimem") and not machine.caps.multicast:
+            raise ValueError(
+                f"all_reduce: algorithm={call.design!r} needs NVLink multicast, which this team lacks (team.caps.multicast); "
+                f"pass 'auto'"
+            )
+        return super().choose(call, machine)
 
     def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
         return shots_rule(whole, world_size, ONE_SHOT_LIMIT)
@@ -215,6 +227,9 @@ class AllReduce(Collective):
     def call(self, case: Case, team: Team, x: torch.Tensor) -> torch.Tensor:
         return self.run_of_partials(x, case.dtype, team) if case.field("partials") else super().call(case, team, x)
 
+    def default(self, name: str, call: CollectiveCall, machine: Machine) -> Any:
+        return self.designs[name]() if name.startswith("multimem") else super().default(name, call, machine)
+
     def cases(self) -> Iterator[Case]:
         return cases.all_reduce_cases(self.name)
 
@@ -227,6 +242,8 @@ class AllReduce(Collective):
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """All-reduce of ``x``, checked, any strides: a new contiguous tensor of its shape."""
         self.check_design(design)
+        if isinstance(design, (MultimemOneShot, MultimemTwoShot)) and x.numel() > 0:
+            return all_reduce_by_switch(x.detach().contiguous(), team, design)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if isinstance(design, Copy):
             return out.copy_(x)
@@ -317,11 +334,13 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     """Sum all ranks' ``x`` on every rank: a new contiguous tensor of ``x``'s shape and dtype.
 
     x          any shape and strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks
-    algorithm  "auto" (weft.ops.explain tells its choice), "one_shot", "two_shot" or "copy_engine"
+    algorithm  "auto" (weft.ops.explain tells its choice), "one_shot", "two_shot" or "copy_engine"; where
+               ``team.caps.multicast`` is true also "multimem_one_shot" and "multimem_two_shot", by which the switch adds
 
-    Bitwise equal on all ranks and from run to run. -0.0 may come out as +0.0. A team's collectives share workspaces, so
-    one stream orders them. Captured in a CUDA graph it replays correctly, after one call outside with its shape,
-    dtype and algorithm (which makes the workspace). ValueError for wrong arguments. The backward is an all-reduce.
+    Bitwise equal on all ranks and from run to run, but for the multimem designs on GPUs. -0.0 may come out as +0.0. A team's
+    collectives share workspaces, so one stream orders them. Captured in a CUDA graph it replays correctly, after one call
+    outside with its shape, dtype and algorithm (which makes the workspace). ValueError for wrong arguments. The backward is an
+    all-reduce.
     """
     check_tensor("all_reduce", "x", x, team, FLOATS, over_nodes=True)
     check_choice("all_reduce", "algorithm", algorithm, ALL_REDUCE.algorithms)

@@ -49,6 +49,9 @@ def all_reduce_cases(op: str) -> Iterator[Case]:
         for dtype, shape in ((BF16, (5, 48)), (FP16, (3, 640))):
             yield Case(op=op, world_size=w, dtype=dtype, sizes=shape, design="one_shot", fields=(("partials", 3),))
         yield from copied_cases(op, w)
+        for shape, dtype in (((9,), BF16), ((w * 2500 + 3,), FP16), ((40, 77), FP32)):
+            for design in ("multimem_one_shot", "multimem_two_shot"):
+                yield Case(op=op, world_size=w, dtype=dtype, sizes=shape, design=design)
     yield Case(op=op, world_size=3, dtype=BF16, sizes=(3000,), design=OneShot(push=FEW))
 
 

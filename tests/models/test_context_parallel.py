@@ -89,6 +89,21 @@ def test_an_fp8_cache_gives_the_same_answers_by_heads_and_over_the_ranks(make_ch
     assert weft.simulate(answers, 2, args=(directory, prompts, options | {"context_parallel": True})) == [alone] * 2
 
 
+def test_prompts_share_pages_of_a_spread_cache(make_checkpoint, plain_ops):
+    """The first 32 tokens are a page of each of two ranks."""
+    directory, _ = make_checkpoint(kv_heads=2, num_hidden_layers=1)
+    [tokens] = prompt(1, 36).tolist()
+
+    def main(team, prefix_caching):
+        engine = Engine(directory, team, page_size=16, context_parallel=True, prefix_caching=prefix_caching)
+        answers = [engine.generate([tokens[:length]], max_tokens=4, ignore_eos=True) for length in (34, 36, 34)]
+        return answers, engine.batch.scheduler.hit_tokens
+
+    [(expected, none), _] = weft.simulate(main, 2, args=(False,))
+    assert none == 0
+    assert weft.simulate(main, 2, args=(True,)) == [(expected, 64)] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [

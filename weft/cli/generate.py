@@ -89,6 +89,14 @@ class GenerateFlags:
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: half the bytes of 16 bits")] = DEFAULTS[
         "kv_cache_dtype"
     ]
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Prompts share the pages of equal first tokens",
+        ),
+    ] = DEFAULTS["prefix_caching"]
     context_parallel: Annotated[
         bool, typer.Option("--context-parallel", help="Spread the KV cache over the ranks by pages, not by heads")
     ] = DEFAULTS["context_parallel"]
@@ -105,7 +113,16 @@ class GenerateFlags:
 
 
 # Flags that are options of the engine by the same names.
-PASSED_ON = ("mode", "max_batch", "max_seq_len", "page_size", "kv_cache_dtype", "context_parallel", "algorithm_cache")
+PASSED_ON = (
+    "mode",
+    "max_batch",
+    "max_seq_len",
+    "page_size",
+    "kv_cache_dtype",
+    "prefix_caching",
+    "context_parallel",
+    "algorithm_cache",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.engine.config import EngineConfig
 from weft.engine.kv_cache import PagePool
 from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Runner, SlotState
@@ -29,10 +30,10 @@ class Batch:
     more prompts are to be read, which takes the host longer; meanwhile the GPU runs the decode step behind them.
     """
 
-    def __init__(self, runner: Runner, chunk_tokens: int) -> None:
+    def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self.runner, self.team = runner, runner.team
         pool = PagePool(runner.cache.pages, runner.entry_tokens)
-        self.scheduler = Scheduler(pool, runner.max_batch, chunk_tokens)
+        self.scheduler = Scheduler(pool, runner.max_batch, config.chunk_tokens, prefix_caching=config.prefix_caching)
         self._steps_behind = 1 if self.team.device.type == "cuda" else 0
         self._pending: deque[list[PendingTokens]] = deque()
 

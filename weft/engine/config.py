@@ -32,6 +32,7 @@ VLLM_NAMES = {
     "max_num_seqs": "max_batch",
     "max_num_batched_tokens": "chunk_tokens",
     "block_size": "page_size",
+    "enable_prefix_caching": "prefix_caching",
 }
 
 
@@ -52,6 +53,8 @@ class EngineConfig:
     kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3 with scales of 1, for weights of 16 bits
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
+    prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
+                     KV cache, and only the rest of it is computed
     context_parallel  the KV cache is spread over the ranks by pages and not by heads: a sequence may fill the caches of all
                      ranks also where there are fewer KV heads than ranks. Prompts then run without CUDA graphs
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
@@ -70,6 +73,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     memory_fraction: float = 0.8
     chunk_tokens: int = 4096
+    prefix_caching: bool = True
     context_parallel: bool = False
     cuda_graph: bool = True
     algorithm_cache: str | PathLike[str] | None = None
@@ -87,8 +91,8 @@ class EngineConfig:
         check_optional(check_bool, "fused", self.fused)
         check_optional(check_layout, "expert_layout", self.expert_layout)
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
-        check_bool("cuda_graph", self.cuda_graph)
-        check_bool("context_parallel", self.context_parallel)
+        for name in ("prefix_caching", "context_parallel", "cuda_graph"):
+            check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         for name in ("chunk_tokens", "max_batch"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))

@@ -121,7 +121,7 @@ class Engine:
         if warn and team.rank == 0:
             for line in warnings:
                 logger.warning(line)
-        self.batch = Batch(Runner(self.model, config), config.chunk_tokens)
+        self.batch = Batch(Runner(self.model, config), config)
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)
@@ -277,6 +277,7 @@ class Engine:
             prompt_tokens=sum(len(sequence.prompt) for sequence in sequences),
             new_tokens=new_tokens,
             preemptions=scheduler.preemptions - preempted,
+            hit_tokens=sum(sequence.hit_tokens or 0 for sequence in sequences),
         )
 
     def _encode(self, name: str, prompt: Prompt) -> list[int]:

@@ -1,21 +1,36 @@
-"""Allocation of the KV cache's pages."""
+"""Pages of the KV cache: allocation, and sharing between sequences that begin with the same tokens."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
 
 class PagePool:
-    """Free pages of a PagedCache, without page 0, which is reserved for padding.
+    """Pages of a PagedCache, without page 0, which is reserved for padding.
 
     Equal calls give equal pages on every rank.
+
+    A full page can be published under the digest of all tokens up to its end. `find` then names it, and sequences that begin
+    with these tokens share it; it is not written again. Once no sequence refers to it, it counts as free and can still be
+    found, until `take` needs it: the page that was freed first goes first.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages, self.page_size = pages, page_size
         self._free = list(range(pages - 1, 0, -1))  # taken from the end
+        self._references = [0] * pages
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._unused: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # published pages without a reference, the first freed first
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._unused)
 
     @property
     def capacity(self) -> int:
@@ -26,10 +41,66 @@ class PagePool:
         """Number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def take(self, count: int) -> list[int]:
-        assert count <= self.free
-        return [self._free.pop() for _ in range(count)]
+    def free_without(self, pages: Sequence[int]) -> int:
+        """Number of free pages once these have been shared."""
+        return self.free - sum(page in self._unused for page in pages)
 
-    def give_back(self, pages: list[int]) -> None:
-        """Free pages. The next owner's kernels follow in the same stream, so nothing has to be waited for."""
-        self._free.extend(reversed(pages))
+    def take(self, count: int) -> list[int]:
+        """Allocate pages to write to."""
+        assert count <= self.free
+        pages = [self._free.pop() if self._free else self._forget_oldest() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Refer to published pages, to read them."""
+        for page in pages:
+            self._unused.pop(page, None)
+            self._references[page] += 1
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Drop a reference to each page.
+
+        The next owner's kernels follow in the same stream, so nothing has to be waited for. The last page is freed first: the
+        begin of a sequence is useful to more others than its end.
+        """
+        for page in reversed(pages):
+            self._references[page] -= 1
+            assert self._references[page] >= 0
+            if self._references[page] == 0:
+                if page in self._digest_of:
+                    self._unused[page] = None
+                else:
+                    self._free.append(page)
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Let others find a full page. Without effect where another page has these tokens."""
+        if digest not in self._page_of:
+            self._page_of[digest], self._digest_of[page] = page, digest
+
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """Published pages of a sequence's first tokens, up to the first that is missing."""
+        pages = []
+        for digest in digests:
+            if (page := self._page_of.get(digest)) is None:
+                break
+            pages.append(page)
+        return pages
+
+    def unpublish(self) -> None:
+        """Let no page be found: after an error their contents are uncertain."""
+        self._page_of.clear()
+        self._digest_of.clear()
+        self._free.extend(reversed(self._unused))
+        self._unused.clear()
+
+    def _forget_oldest(self) -> int:
+        page, _ = self._unused.popitem(last=False)
+        del self._page_of[self._digest_of.pop(page)]
+        return page
+
+
+def digest_of(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Digest of a page's tokens and of all before them, whose digest is `before`: the same on every rank."""
+    return hashlib.sha256(before + array("q", tokens).tobytes()).digest()

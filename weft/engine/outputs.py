@@ -47,6 +47,7 @@ class Stats:
     time_to_first_token  from the start to the first token of any prompt on the host
     tokens_per_second    tokens after the first ones (two of a prompt may arrive together), over the time since; 0: none
     preemptions          how often a sequence gave its KV pages to an older one, to be read again later
+    hit_tokens           tokens of the prompts that were in the KV cache already (prefix caching)
     """
 
     load_seconds: float
@@ -56,6 +57,7 @@ class Stats:
     prompt_tokens: int = 0
     new_tokens: int = 0
     preemptions: int = 0
+    hit_tokens: int = 0
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:

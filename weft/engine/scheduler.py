@@ -5,6 +5,10 @@ sequences together, and then decodes one token of every sequence whose prompt ha
 needed. When none is free, the youngest sequence is preempted: it returns its pages, waits, and is read again later together
 with its answer so far (recomputation, as in vLLM). So the oldest sequence always advances; a request that would not fit alone
 has been refused.
+
+With prefix caching a request starts behind the full pages of its first tokens that are in the cache already, from other
+prompts or answers. At least its last token is read, since only a pass chooses the next one. Pages that a step fills are found
+from the next step on.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from weft.engine.kv_cache import PagePool
+from weft.engine.kv_cache import PagePool, digest_of
 from weft.engine.params import SamplingParams
 
 
@@ -25,6 +29,9 @@ class Sequence:
     tokens    answer, as far as the host knows it
     launched  answer tokens that the device has been told to compute
     cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
+    hit_tokens  tokens that it found in the cache when it was first admitted; None: not admitted yet
+    digests   of its full pages, as far as they were needed
+    published  number of its pages that others can find
     slot      batch slot; None while it waits
     running   all tokens but the last one are cached: decode steps continue it
     """
@@ -37,6 +44,9 @@ class Sequence:
     launched: int = 0
     cached: int = 0
     pages: list[int] = field(default_factory=list)
+    hit_tokens: int | None = None
+    digests: list[bytes] = field(default_factory=list)
+    published: int = 0
     slot: int | None = None
     running: bool = False
     done: bool = False
@@ -64,11 +74,12 @@ class SequenceRange:
 class Scheduler:
     """Queue of waiting requests, and the active ones with their batch slots and pages."""
 
-    def __init__(self, pool: PagePool, max_batch: int, chunk_tokens: int) -> None:
+    def __init__(self, pool: PagePool, max_batch: int, chunk_tokens: int, *, prefix_caching: bool = False) -> None:
         self.pool, self.max_batch, self.chunk_tokens = pool, max_batch, chunk_tokens
+        self.prefix_caching = prefix_caching
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # by age
-        self.preemptions = 0
+        self.preemptions = self.hit_tokens = 0
         self._free_slots = list(range(max_batch - 1, -1, -1))
 
     def check(self, name: str, sequence: Sequence) -> None:
@@ -113,16 +124,27 @@ class Scheduler:
                 left -= self._read(sequence, left, ranges)
         while left and self.waiting and self._free_slots:
             sequence = self.waiting[0]
+            shared = self.pool.find(self._digests(sequence, (sequence.to_read - 1) // self.pool.page_size))
+            own = self.pool.needed(sequence.to_read) - len(shared)
             # One page more for each sequence that may grow: otherwise this one could be preempted as soon as it has been read.
             growing = sum(len(other.pages) < self._pages_at_the_end(other) for other in self.active)
-            if self.pool.needed(sequence.to_read) + growing > self.pool.free:
+            if own + growing > self.pool.free_without(shared):
                 break
             self.waiting.popleft()
-            sequence.slot = self._free_slots.pop()
-            sequence.pages = self.pool.take(self.pool.needed(sequence.to_read))
-            self.active.append(sequence)
+            self._admit(sequence, shared, own)
             left -= self._read(sequence, left, ranges)
+        for part in ranges:
+            self._publish(part.sequence)
         return ranges
+
+    def _admit(self, sequence: Sequence, shared: list[int], own: int) -> None:
+        self.pool.share(shared)
+        sequence.slot, sequence.pages = self._free_slots.pop(), shared + self.pool.take(own)
+        sequence.cached, sequence.published = len(shared) * self.pool.page_size, len(shared)
+        if sequence.hit_tokens is None:
+            sequence.hit_tokens = sequence.cached
+            self.hit_tokens += sequence.hit_tokens
+        self.active.append(sequence)
 
     def _read(self, sequence: Sequence, limit: int, ranges: list[SequenceRange]) -> int:
         start = sequence.cached
@@ -134,6 +156,25 @@ class Scheduler:
             sequence.launched += 1
             sequence.running = True
         return length
+
+    def _digests(self, sequence: Sequence, pages: int) -> list[bytes]:
+        """Digests of a sequence's first `pages` pages, which are full; none without prefix caching."""
+        if not self.prefix_caching:
+            return []
+        found, size = sequence.digests, self.pool.page_size
+        if len(found) < pages:
+            tokens = sequence.prompt + sequence.tokens
+            for start in range(len(found) * size, pages * size, size):
+                found.append(digest_of(found[-1] if found else b"", tokens[start : start + size]))
+        return found[:pages]
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let others find the pages that are full of tokens that the host knows."""
+        known = min(sequence.cached, len(sequence.prompt) + len(sequence.tokens))
+        digests = self._digests(sequence, known // self.pool.page_size)
+        for index in range(sequence.published, len(digests)):
+            self.pool.publish(sequence.pages[index], digests[index])
+        sequence.published = len(digests)
 
     def next_decode(self) -> list[Sequence] | None:
         """Choose the sequences that decode one token, oldest first, and allocate their pages.
@@ -168,6 +209,7 @@ class Scheduler:
         for sequence in reversed(self.active.copy()):
             sequence.launched = len(sequence.tokens)
             self._preempt(sequence)
+        self.pool.unpublish()
 
     def compact(self) -> list[tuple[int, int]]:
         """Move sequences to lower free slots, for a smaller bucket. Returns pairs (from, to)."""
@@ -189,6 +231,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
+        self._publish(sequence)
         self.pool.give_back(sequence.pages)
         sequence.pages = []
         self.active.remove(sequence)

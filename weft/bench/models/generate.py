@@ -143,6 +143,7 @@ def weft(problem: AnswersProblem, mode: str) -> Prepared:
     engine = Engine(
         problem.of_step.config, problem.team, mode=mode, dtype=problem.of_step.dtype, max_batch=problem.batch,
         max_seq_len=problem.length + problem.new, pages=1 + problem.batch * -(-(problem.length + problem.new) // 64),
+        prefix_caching=False,  # each round asks for the same prompts
     )  # fmt: skip
     problem.of_step.share(engine.model)
     prompts = problem.prompts.tolist()

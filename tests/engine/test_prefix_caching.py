@@ -1,0 +1,233 @@
+"""Prefix caching: pages are shared by what they hold, never written while shared, and never lost."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.engine import Engine
+from weft.engine.kv_cache import PagePool, digest_of
+from weft.engine.params import SamplingParams
+from weft.engine.scheduler import Scheduler, Sequence
+
+PAGE = 4
+
+
+class Device:
+    """What the kernels of a batch would write, read and choose: tokens stand for keys."""
+
+    def __init__(self, pages, max_batch, chunk_tokens):
+        self.scheduler = Scheduler(PagePool(1 + pages, PAGE), max_batch, chunk_tokens, prefix_caching=True)
+        self.holds = {}  # (page, offset) → the tokens up to there
+        self.texts = {}  # prompt and answer, tokens in flight included
+        self.open = []
+
+    def submit(self, prompt, budget):
+        one = Sequence(number=len(self.texts), prompt=prompt, params=SamplingParams(), budget=budget)
+        if self.scheduler.pool.needed(len(prompt) + budget - 1) > self.scheduler.pool.capacity:
+            return
+        self.scheduler.submit(one)
+        self.texts[one.number] = list(prompt)
+        self.open.append(one)
+
+    def step(self, collect):
+        before = dict(self.scheduler.pool._digest_of)
+        ranges = self.scheduler.next_chunk()
+        self.shared = before.items() & self.scheduler.pool._digest_of.items()
+        for part in ranges:
+            self.run(part.sequence, part.start, part.start + part.length, part.last)
+        decoding = self.scheduler.next_decode()
+        if decoding is None:
+            self.collect()
+            decoding = self.scheduler.next_decode()
+        self.shared = self.scheduler.pool._digest_of.items()
+        for one in decoding:
+            self.run(one, one.cached - 1, one.cached, chooses=True)
+        if collect:
+            self.collect()
+        self.check()
+
+    def run(self, one, start, end, chooses):
+        text, pool = self.texts[one.number], self.scheduler.pool
+        for at in range(end):
+            cell = (one.pages[at // PAGE], at % PAGE)
+            if at >= start:
+                assert pool._references[cell[0]] == 1 and cell[0] not in dict(self.shared), "a shared page is written"
+                self.holds[cell] = text[: at + 1]
+            assert self.holds[cell] == text[: at + 1], "a page of other tokens is read"
+        if chooses:
+            assert end == len(text)
+            text.append(sum(text) % 2)
+
+    def collect(self):
+        for one in self.open.copy():
+            one.tokens += self.texts[one.number][len(one.prompt) + len(one.tokens) :]
+            if len(one.tokens) == one.budget:
+                self.leave(one)
+
+    def leave(self, one):
+        free = self.scheduler.pool.free
+        alone = sum(self.scheduler.pool._references[page] == 1 for page in one.pages)
+        self.scheduler.finish(one)
+        assert self.scheduler.pool.free == free + alone, "its pages are free at once"
+        self.open.remove(one)
+
+    def fail(self):
+        """An error of a step: what is in flight is lost, and what pages hold."""
+        self.scheduler.restart()
+        self.holds.clear()
+        for one in self.open:
+            self.texts[one.number] = one.prompt + one.tokens
+
+    def check(self):
+        pool, used = self.scheduler.pool, [page for one in self.open for page in one.pages]
+        assert pool._references == [used.count(page) for page in range(pool.pages)]
+        assert pool.free + len(set(used)) == pool.capacity
+        spare = [*pool._free, *pool._unused]
+        assert sorted([*spare, *set(used)]) == list(range(1, pool.pages)), "each page is used or free, once"
+        assert {page: digest for digest, page in pool._page_of.items()} == pool._digest_of
+        assert not set(pool._free) & set(pool._digest_of)
+
+
+prompts = st.tuples(st.sampled_from([0, 3, 8, 11, 20]), st.lists(st.integers(0, 1), min_size=1, max_size=6)).map(
+    lambda drawn: [7] * drawn[0] + drawn[1]
+)
+events = st.one_of(
+    st.tuples(st.just("submit"), prompts, st.integers(1, 12)),
+    st.tuples(st.just("step"), st.booleans()),
+    st.tuples(st.just("step"), st.booleans()),
+    st.tuples(st.just("leave"), st.integers(0, 5)),
+    st.tuples(st.just("fail")),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    events=st.lists(events, max_size=40),
+    pages=st.integers(7, 14),
+    max_batch=st.integers(1, 4),
+    chunk_tokens=st.integers(1, 40),
+)
+def test_no_page_is_lost_or_misread_whatever_comes_and_goes(events, pages, max_batch, chunk_tokens):
+    device = Device(pages, max_batch, chunk_tokens)
+    for name, *given_ in events:
+        if name == "leave":
+            if device.open:
+                device.leave(device.open[given_[0] % len(device.open)])
+        else:
+            getattr(device, name)(*given_)
+        device.check()
+    for steps in range(1000):
+        if not device.open:
+            break
+        device.step(steps % 2 == 0)
+    assert device.scheduler.idle and device.scheduler.pool.free == pages
+
+
+def finished(device, *sizes):
+    """Tokens read for each prompt, one after the other; each runs to its end."""
+    read = []
+    for prompt, budget in sizes:
+        device.submit(prompt, budget)
+        [one] = device.open
+        while device.open:
+            device.step(collect=True)
+        read.append(len(prompt) - one.hit_tokens)
+    return read
+
+
+def test_prompts_and_answers_are_found_and_a_token_is_always_read():
+    device, prompt = Device(20, 4, 64), list(range(10, 18))
+    assert finished(device, (prompt, 6), (prompt, 1), ([*prompt, 5], 1)) == [8, 4, 1]
+    answered = device.texts[0]
+    # Of 14 tokens the last is never cached: three pages are full.
+    assert finished(device, ([*answered, 1, 1, 1], 1)) == [17 - 12]
+    assert finished(device, ([9, *prompt[1:]], 1)) == [8], "a page counts only behind the same tokens"
+    assert device.scheduler.hit_tokens == 4 + 8 + 12
+
+
+def test_prompts_of_one_step_are_read_apart_and_a_later_one_shares():
+    device = Device(20, 4, 20)
+    for _ in range(3):
+        device.submit([3] * 9, 4)
+    device.step(collect=False)
+    assert [one.hit_tokens for one in device.open] == [0, 0, 0]
+    device.submit([3] * 9, 4)
+    device.step(collect=False)
+    first, *_, last = device.open
+    assert last.hit_tokens == 8 and last.pages[:2] == first.pages[:2]
+    device.leave(first)
+    device.step(collect=False)  # checks that what `last` reads is still there
+
+
+def test_after_an_error_no_page_is_found():
+    device = Device(20, 4, 64)
+    device.submit([1] * 8, 3)
+    device.step(collect=True)
+    device.fail()
+    device.submit([1] * 9, 1)
+    device.step(collect=False)
+    assert device.open[-1].hit_tokens == 0
+
+
+def test_a_request_waits_where_only_the_pages_that_it_shares_are_free():
+    device = Device(4, 2, 64)
+    finished(device, ([1] * 8, 1))
+    device.submit([2] * 5, 4)
+    device.step(collect=True)
+    device.submit([1] * 13, 1)
+    device.step(collect=True)
+    waiting = device.open[1]
+    assert waiting.slot is None and device.scheduler.pool.free == 2
+    device.step(collect=True)
+    assert device.open == [waiting]
+    device.step(collect=False)
+    assert waiting.hit_tokens == 8
+
+
+def test_the_page_that_was_freed_first_is_reused_first():
+    pool = PagePool(1 + 4, PAGE)
+    first, second = pool.take(2), pool.take(1)
+    for page in (*first, *second):
+        pool.publish(page, bytes([page]))
+    pool.give_back(second)
+    pool.give_back(first)
+    assert pool.free == 4
+    rest = pool.take(2)
+    assert rest == [4, second[0]], "a page that nothing is known of goes first"
+    assert pool.find([bytes([page]) for page in first]) == first
+    assert pool.take(1) == [first[1]], "the end of a sequence goes before its begin"
+    assert pool.find([bytes([page]) for page in first]) == first[:1]
+
+
+def test_digests_are_the_same_in_every_process():
+    assert digest_of(b"", [1, 2]).hex().startswith("0c730b69905c5ef7")
+
+
+PREFIX = "the same long beginning of them all, "
+PROMPTS = [PREFIX + "one", PREFIX[:20], PREFIX + "one", PREFIX + "one and more"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {"max_batch": 1}),
+        (1, {"pages": 1 + 6, "max_batch": 3, "chunk_tokens": 16}),
+        (2, {"max_batch": 2}),
+        pytest.param(2, {"mode": "ag_rs", "max_batch": 2, "fused": True}, marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_answers_are_those_without_it(byte_model, world_size, options):
+    def main(team, **caching):
+        engine = Engine(byte_model, team, **{"mode": "torch", "page_size": 16} | options | caching)
+        found = [engine.generate(PROMPTS, max_tokens=tokens, temperature=1.0, seed=1) for tokens in (20, 3)]
+        pool = engine.batch.scheduler.pool
+        assert pool.free == pool.capacity
+        return found, engine.batch.scheduler.hit_tokens, engine.stats.hit_tokens, engine.batch.scheduler.preemptions
+
+    [(expected, none, _, preemptions), *_] = weft.simulate(lambda team: main(team, prefix_caching=False), world_size)
+    assert none == 0 and (preemptions > 0) == ("pages" in options)
+    for found, hits, of_last, _ in weft.simulate(main, world_size):
+        assert found == expected
+        assert hits > of_last > 0

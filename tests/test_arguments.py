@@ -129,6 +129,7 @@ ENGINE = {
     "pages": (*OPTIONAL_COUNT, 1),
     "memory_fraction": (*NUMBER, 0, 2.0, -1),
     "chunk_tokens": COUNT,
+    "mixed_chunk_tokens": COUNT,
     "prefix_caching": FLAG,
     "cuda_graph": FLAG,
     "progress": CALLABLE,

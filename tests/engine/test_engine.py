@@ -111,6 +111,22 @@ def test_requests_join_and_leave_between_steps_and_are_answered_as_alone(byte_mo
             assert found == expected
 
 
+def test_a_long_prompt_holds_up_no_stream_that_runs(byte_model):
+    """Each step brings a token to each stream, while the prompt of 60 tokens is read in eight chunks."""
+
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch", chunk_tokens=32, mixed_chunk_tokens=8)
+        streams = [engine.submit([stream, 5, 6], SamplingParams(max_tokens=12)) for stream in range(4)]
+        assert [piece.prompt for piece in engine.step()] == streams * 2
+        long = engine.submit("y" * 60, SamplingParams(max_tokens=2))
+        steps = []
+        while engine.has_work:
+            steps.append([piece.prompt for piece in engine.step()])
+        assert all(step == streams for step in steps[:7]) and steps[7] == [long, *streams, long]
+
+    weft.simulate(main, 1)
+
+
 @pytest.fixture(scope="module")
 def eight_tokens(byte_model):
     """The answers to PROMPTS."""

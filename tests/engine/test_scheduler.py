@@ -74,6 +74,32 @@ def test_a_prompt_longer_than_a_chunk_does_not_hold_up_the_others():
     ]
 
 
+@pytest.mark.parametrize(("late", "chunk"), [(True, 16), (False, 48)])
+def test_streams_get_a_token_each_step_while_a_long_prompt_is_read_in_small_chunks(late, chunk):
+    """One that has waited as long as they have is read in whole chunks."""
+    scheduler = Scheduler(PagePool(100, PAGE), max_batch=8, chunk_tokens=48, mixed_chunk_tokens=16)
+    streams = submitted(scheduler, *[(12, 30)] * 4)
+    long = sequence(4, 200, 3)
+    if not late:
+        scheduler.submit(long)
+    assert sum(part.length for part in scheduler.next_chunk()) == 48
+    scheduler.next_decode()
+    if late:
+        scheduler.submit(long)
+    read = []
+    while not long.running:
+        before = [one.launched for one in streams]
+        read.append(sum(part.length for part in scheduler.next_chunk()))
+        scheduler.next_decode()
+        assert [one.launched for one in streams] == [launched + 1 for launched in before]
+    assert max(read) == chunk and sum(read) == 200
+    for one in streams:
+        scheduler.finish(one)
+    scheduler.submit(other := sequence(5, 60, 1))
+    scheduler.next_chunk()
+    assert other.cached == 16, "beside the answer of the long prompt"
+
+
 def test_slots_are_waited_for():
     scheduler = Scheduler(PagePool(100, PAGE), max_batch=2, chunk_tokens=64)
     sequences = submitted(scheduler, (4, 2), (4, 3), (4, 2))

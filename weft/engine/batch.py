@@ -33,7 +33,13 @@ class Batch:
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self.runner, self.team = runner, runner.team
         pool = PagePool(runner.cache.pages, runner.entry_tokens)
-        self.scheduler = Scheduler(pool, runner.max_batch, config.chunk_tokens, prefix_caching=config.prefix_caching)
+        self.scheduler = Scheduler(
+            pool,
+            runner.max_batch,
+            config.chunk_tokens,
+            mixed_chunk_tokens=config.mixed_chunk_tokens,
+            prefix_caching=config.prefix_caching,
+        )
         self._steps_behind = 1 if self.team.device.type == "cuda" else 0
         self._pending: deque[list[PendingTokens]] = deque()
 

@@ -53,6 +53,7 @@ class EngineConfig:
     kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3 with scales of 1, for weights of 16 bits
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
+    mixed_chunk_tokens  fewer of a prompt that arrives while others decode: bounds the time between two of their tokens
     prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
                      KV cache, and only the rest of it is computed
     context_parallel  the KV cache is spread over the ranks by pages and not by heads: a sequence may fill the caches of all
@@ -73,6 +74,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     memory_fraction: float = 0.8
     chunk_tokens: int = 4096
+    mixed_chunk_tokens: int = 1024
     prefix_caching: bool = True
     context_parallel: bool = False
     cuda_graph: bool = True
@@ -94,7 +96,7 @@ class EngineConfig:
         for name in ("prefix_caching", "context_parallel", "cuda_graph"):
             check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
-        for name in ("chunk_tokens", "max_batch"):
+        for name in ("chunk_tokens", "mixed_chunk_tokens", "max_batch"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
         for name in ("max_seq_len", "pages"):
             object.__setattr__(self, name, check_optional(positive, name, getattr(self, name)))

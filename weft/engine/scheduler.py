@@ -6,6 +6,9 @@ needed. When none is free, the youngest sequence is preempted: it returns its pa
 with its answer so far (recomputation, as in vLLM). So the oldest sequence always advances; a request that would not fit alone
 has been refused.
 
+A prompt that arrives while others decode is read beside them, at most `mixed_chunk_tokens` tokens a step: so the time between
+two tokens of a stream is bounded by such a chunk and a decode step, however long the prompt.
+
 With prefix caching a request starts behind the full pages of its first tokens that are in the cache already, from other
 prompts or answers. At least its last token is read, since only a pass chooses the next one. Pages that a step fills are found
 from the next step on.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from weft.engine.kv_cache import PagePool, digest_of
 from weft.engine.params import SamplingParams
@@ -34,6 +38,7 @@ class Sequence:
     published  number of its pages that others can find
     slot      batch slot; None while it waits
     running   all tokens but the last one are cached: decode steps continue it
+    late      submitted while others were running
     """
 
     prompt: list[int]
@@ -49,6 +54,7 @@ class Sequence:
     published: int = 0
     slot: int | None = None
     running: bool = False
+    late: bool = False
     done: bool = False
 
     @property
@@ -74,9 +80,18 @@ class SequenceRange:
 class Scheduler:
     """Queue of waiting requests, and the active ones with their batch slots and pages."""
 
-    def __init__(self, pool: PagePool, max_batch: int, chunk_tokens: int, *, prefix_caching: bool = False) -> None:
-        self.pool, self.max_batch, self.chunk_tokens = pool, max_batch, chunk_tokens
-        self.prefix_caching = prefix_caching
+    def __init__(
+        self,
+        pool: PagePool,
+        max_batch: int,
+        chunk_tokens: int,
+        *,
+        mixed_chunk_tokens: int | None = None,
+        prefix_caching: bool = False,
+    ) -> None:
+        self.pool, self.max_batch, self.prefix_caching = pool, max_batch, prefix_caching
+        self.chunk_tokens = chunk_tokens
+        self.mixed_chunk_tokens = min(chunk_tokens, mixed_chunk_tokens or chunk_tokens)
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # by age
         self.preemptions = self.hit_tokens = 0
@@ -96,6 +111,7 @@ class Scheduler:
         return self.pool.needed(len(sequence.prompt) + sequence.budget - 1)
 
     def submit(self, sequence: Sequence) -> None:
+        sequence.late = any(other.running for other in self.active)
         self.waiting.append(sequence)
 
     @property
@@ -118,7 +134,7 @@ class Scheduler:
     def next_chunk(self) -> list[SequenceRange]:
         """Choose the prompt tokens of this step, oldest sequence first."""
         ranges: list[SequenceRange] = []
-        left = self.chunk_tokens
+        left = self._limit()
         for sequence in self.active:
             if left and not sequence.running:
                 left -= self._read(sequence, left, ranges)
@@ -136,6 +152,12 @@ class Scheduler:
         for part in ranges:
             self._publish(part.sequence)
         return ranges
+
+    def _limit(self) -> int:
+        """Number of prompt tokens that this step may read, by the first of the prompts."""
+        unread = [sequence for sequence in self.active if not sequence.running] or [*islice(self.waiting, 1)]
+        decoding = any(sequence.running and sequence.launched < sequence.budget for sequence in self.active)
+        return self.mixed_chunk_tokens if decoding and unread and unread[0].late else self.chunk_tokens
 
     def _admit(self, sequence: Sequence, shared: list[int], own: int) -> None:
         self.pool.share(shared)

@@ -132,6 +132,7 @@ ENGINE = {
     "mixed_chunk_tokens": COUNT,
     "prefix_caching": FLAG,
     "cuda_graph": FLAG,
+    "warm_up": FLAG,
     "progress": CALLABLE,
 }
 
@@ -160,7 +161,11 @@ def test_copies_and_layers():
 
 def test_engines_and_runners():
     def main(team):
-        check_table(weft.Engine, {"model": None, "team": team}, {**ENGINE, "team": TEAM, "warn": FLAG})
+        check_table(
+            weft.Engine,
+            {"model": None, "team": team},
+            {**ENGINE, "team": TEAM, "warn": FLAG, "warm_up_progress": CALLABLE},
+        )
         engine = weft.Engine(None, team)
         sampling = {
             "max_tokens": OPTIONAL_COUNT, "temperature": (*OPTIONAL_NUMBER, -1.0), "top_p": (*OPTIONAL_NUMBER, 0.0, 2.0),

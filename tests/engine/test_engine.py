@@ -12,7 +12,7 @@ import torch
 import weft
 from weft.engine import Engine, SamplingParams
 from weft.engine.outputs import join_pieces
-from weft.engine.params import as_prompts
+from weft.engine.params import Kind, as_prompts
 from weft.engine.prefill import Shape
 from weft.engine.ragged_prefill import RaggedShape
 from weft.engine.runner import Runner
@@ -654,3 +654,35 @@ def test_padded_passes_give_the_tokens_of_those_as_they_are(one_layer, monkeypat
     assert not keys
     assert weft.simulate(main, world_size, args=(True, 2)) == [2 * once for once in expected]
     assert keys == {int, Shape, RaggedShape}
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_after_a_warm_up_nothing_is_captured_or_launched_kernel_by_kernel(one_layer, monkeypatch, whole):
+    """A graph's replay is the pass itself, as above, or nothing. Prompts are new, continued, many, and greedy or not."""
+    keys, replayed, progress = [], [], []
+
+    def capture(runner, key, run):
+        keys.append(key)
+        runner._graphs[key] = SimpleNamespace(replay=lambda: (replayed.append(key), run() if whole else None))
+
+    monkeypatch.setattr(Runner, "_capture", capture)
+    prompts = ["a prompt of more tokens than are read at once", "x", "another one", "a prompt of more tokens than that"]
+    sampling = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 2}}
+    options = {"mode": "gemm_ar", "dtype": torch.float32, "fused": True, "chunk_tokens": 24, "max_batch": 3}
+
+    def main(team, warm):
+        engine = Engine(one_layer, team, page_size=16, **options)
+        runner = engine.batch.runner
+        if warm:
+            runner.cuda_graph = True
+            runner.warm_up(lambda *counts: progress.append(counts))
+            assert replayed == keys
+            runner._prefill_eagerly = lambda chunks: pytest.fail("kernel by kernel")
+        return [engine.generate(prompts, max_tokens=3, **params) for params in sampling.values()]
+
+    found = weft.simulate(main, 1, args=(True,))
+    assert not whole or found == weft.simulate(main, 1, args=(False,))
+    assert progress == [(done, 10) for done in range(1, 11)]
+    sizes = [RaggedShape(32, 3), RaggedShape(16, 3), 3, 2, 1]
+    assert keys == [(size, kind) for size in sizes for kind in (Kind.GREEDY, Kind.TRUNCATED)]
+    assert set(replayed[10:]) == set(keys)

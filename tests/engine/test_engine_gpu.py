@@ -135,6 +135,30 @@ def test_graphs_give_the_tokens_of_eager_steps_on_every_rank_a_thousand_times(by
         torch.testing.assert_close(padded[1], exact[1], rtol=1e-4, atol=1e-4)
 
 
+def warmed_up_at_start(team, directory):
+    """Answers, seconds of capture in them and hit tokens, of an engine that captures at start and of one without graphs."""
+    options = {"mode": "gemm_ar", "dtype": torch.float32, "chunk_tokens": 64, "max_batch": 4, "page_size": 16}
+    found = []
+    for graphs in (True, False):
+        engine = Engine(directory, team, warm_up=graphs, cuda_graph=graphs, **options)
+        assert engine.batch.runner.warm == graphs
+        made, seconds, hits = [], 0.0, 0
+        for sampling in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}):
+            made.append(engine.generate([*PROMPTS, *LONG], max_tokens=12, **sampling))
+            seconds, hits = seconds + engine.stats.capture_seconds, hits + engine.stats.hit_tokens
+        found.append((made, seconds, hits))
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", WORLD_SIZES[:2])
+def test_an_engine_that_captures_at_start_captures_nothing_later_and_answers_alike(byte_model, world_size):
+    for (made, seconds, hits), (expected, _, as_many) in weft.launch(
+        warmed_up_at_start, world_size, "cuda", args=(byte_model,)
+    ):
+        assert made == expected and seconds == 0 and hits == as_many > 0
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.gpu(2)
 def test_an_llm_answers_from_processes_of_its_own_and_outlives_a_refusal(byte_model):

@@ -1,6 +1,7 @@
 """The runner: prompts padded or as they are, buckets with empty slots, rows that the device already knows."""
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import weft
 import weft.engine.runner as runner_module
 from weft.cli.generate import _layout
 from weft.engine.config import EngineConfig
+from weft.engine.graph_sizes import decode_buckets, prompt_shapes
 from weft.engine.params import Kind, SamplingParams
-from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
+from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.runner import Runner, SlotState
 from weft.models import Qwen3ForCausalLM
@@ -62,6 +64,16 @@ def test_shapes_pad_little():
     assert shape_of([continued(reads_of(17)[0], 16)]) is None
 
 
+def test_single_prompts_have_the_shapes_that_pad_them_little():
+    for most in (1, 16, 17, 200, 300, 500, 4096, 5000):
+        used = {
+            shape.length
+            for length in range(1, most + 1, 1 + most // 200)
+            if (shape := shape_of(reads_of(length))) is not None
+        }
+        assert single_lengths(most) == sorted(used)
+
+
 def test_ragged_shapes_pad_little():
     def shape(*lengths, max_batch=64):
         return ragged_shape_of(reads_of(*lengths), max_batch)
@@ -77,6 +89,59 @@ def test_ragged_shapes_pad_little():
     for above, padding in ((16, 2), (256, 1.5), (1024, 1.125)):
         assert all(size < padding * (tokens + 1) for tokens, size in enumerate(sizes, 1) if tokens > above)
     assert len(set(sizes)) == 37
+
+
+def test_captured_shapes_hold_every_chunk_and_pad_little():
+    for chunk_tokens, max_batch in ((1, 1), (40, 3), (700, 64), (4096, 200)):
+        shapes = prompt_shapes(chunk_tokens, max_batch, [16])
+        assert shapes == sorted(shapes, key=lambda shape: (shape.tokens, shape.batch), reverse=True)
+        for tokens in range(1, chunk_tokens + 1, 1 + chunk_tokens // 100):
+            for batch in {1, min(tokens, max_batch)}:
+                held = [s for s in shapes if isinstance(s, RaggedShape) and s.tokens >= tokens and s.batch >= batch]
+                assert held[-1].tokens == ragged_shape_of(reads_of(tokens), 1).tokens
+    assert len(shapes) == 1 + 2 * 27 - 3, "two numbers of sequences, one where there are no more than 64 tokens"
+
+
+def test_decode_buckets_lie_closer_where_rows_cost_time():
+    assert decode_buckets(1) == [1] and decode_buckets(64) == [1, 2, 4, 8, 16, 32, 64]
+    assert decode_buckets(100) == [1, 2, 4, 8, 16, 32, 64, 96, 100]
+    assert decode_buckets(600)[6:] == [64, 96, 128, 256, 384, 512, 600]
+    large = decode_buckets(5000)[9:]
+    assert all(size % 128 == 0 for size in large[:-1]) and len(large) == 16
+    assert all(size <= 1.5 * before for before, size in pairwise(large))
+
+
+def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
+    """The first of 2 x 9 graphs takes 700 bytes, each other 10; the trial's are given back."""
+    free = [100_000, 99_300, 99_290, 100_000]
+    monkeypatch.setattr(runner_module, "free_bytes", lambda device: free.pop(0))
+    monkeypatch.setattr(Runner, "_warm", lambda self, size, kind: self._graphs.update({(size, kind): "trial"}))
+
+    def main(model):
+        runner = new_runner(model, max_batch=2)
+        runner.chunk_tokens = 64
+        sizes = runner._warm_sizes()
+        reserved = runner._graph_bytes()
+        assert not runner._graphs and runner.cache.pages == 2
+        device = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages])
+        of = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
+        on_gpu = SimpleNamespace(model=of, page_size=16, team=device)
+        return sizes, reserved, Runner._affordable_pages(on_gpu, 0.5, reserved)
+
+    sizes, reserved, pages = on_one_rank(main, byte_model, fused=True)
+    assert [size for size, kind in sizes if kind == Kind.GREEDY] == [
+        *(RaggedShape(tokens, 2) for tokens in (64, 32, 16)),
+        2,
+        1,
+    ]
+    assert reserved == 700 + 10 * (len(sizes) - 1) and pages == int((100_000 - reserved) * 0.5) // 400
+
+
+def test_without_fused_kernels_single_prompts_are_captured(byte_model):
+    def main(model):
+        return [size for size, kind in new_runner(model, max_batch=2)._warm_sizes() if kind == Kind.GREEDY]
+
+    assert on_one_rank(main, byte_model) == [*(Shape(1, length) for length in (128, 64, 32, 16)), 2, 1]
 
 
 def continued(read, before):

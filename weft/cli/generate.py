@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
 from rich.text import Text
 
 from weft.arguments import positive, quoted, shortened
@@ -100,6 +110,9 @@ class GenerateFlags:
     context_parallel: Annotated[
         bool, typer.Option("--context-parallel", help="Spread the KV cache over the ranks by pages, not by heads")
     ] = DEFAULTS["context_parallel"]
+    warm_up: Annotated[
+        bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")
+    ] = DEFAULTS["warm_up"]
     heap_bytes: Annotated[
         int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
     ] = None
@@ -268,8 +281,8 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
 
     talks = team.rank == 0
     write_any_text()  # on GPUs each rank is a process
-    with _loading(talks) as progress:
-        engine = Engine(options.model, team, config=options.engine, progress=progress)
+    with _starting(talks) as progress:
+        engine = Engine(options.model, team, config=options.engine, **progress)
     pieces = engine.stream(options.inputs, **options.sampling)
     if not talks:
         for _ in pieces:
@@ -321,17 +334,33 @@ def _print_speed(engine: Engine, team: Team) -> None:
     )
 
 
+class _Amount(ProgressColumn):
+    """Bytes that have been read, or number of graphs that have been captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._columns = {"loading": DownloadColumn(), "capturing": MofNCompleteColumn()}
+
+    def render(self, task: Task) -> Text:
+        return self._columns[task.description].render(task)
+
+
 @contextmanager
-def _loading(shown: bool) -> Iterator:
-    """Yield the engine's progress(bytes read, bytes to read), a bar on stderr if that is a terminal."""
+def _starting(shown: bool) -> Iterator[dict[str, Callable[[int, int], None]]]:
+    """Yield the engine's progress and warm_up_progress, bars on stderr if that is a terminal."""
     console = Console(stderr=True)
     if not shown or not console.is_terminal:
-        yield None
+        yield {}
         return
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with Progress(TextColumn("{task.description}"), BarColumn(), _Amount(), console=console, transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def update(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done)
+
+        yield {"progress": partial(update, "loading"), "warm_up_progress": partial(update, "capturing")}
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -59,6 +59,8 @@ class EngineConfig:
     context_parallel  the KV cache is spread over the ranks by pages and not by heads: a sequence may fill the caches of all
                      ranks also where there are fewer KV heads than ranks. Prompts then run without CUDA graphs
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
+    warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, a fifth to a
+                     third of a second each, and no request waits for a capture. Their memory is reserved before the KV cache's
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """
@@ -78,6 +80,7 @@ class EngineConfig:
     prefix_caching: bool = True
     context_parallel: bool = False
     cuda_graph: bool = True
+    warm_up: bool = False
     algorithm_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ class EngineConfig:
         check_optional(check_bool, "fused", self.fused)
         check_optional(check_layout, "expert_layout", self.expert_layout)
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
-        for name in ("prefix_caching", "context_parallel", "cuda_graph"):
+        for name in ("prefix_caching", "context_parallel", "cuda_graph", "warm_up"):
             check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         for name in ("chunk_tokens", "mixed_chunk_tokens", "max_batch"):

@@ -62,6 +62,7 @@ class Engine:
               dense model, which adds; a configuration of weft.models: random weights and no tokenizer, for benchmarks. Without
               tokenizer.json prompts are token ids, and answers have no text
     progress  called with (bytes read, bytes to read) while this rank's weights load
+    warm_up_progress  called with (graphs captured, graphs to capture) during the configuration's warm_up
     warn      rank 0 logs a line (logger "weft") for settings of generation_config.json that weft does not follow, for NaN or
               infinite weights, and for tensors that the model does not have
     config    an EngineConfig; the default one if None
@@ -78,12 +79,14 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
+        warm_up_progress: Progress | None = None,
         warn: bool = True,
         **options: Any,
     ) -> None:
         begin = time.perf_counter()
         # All arguments are checked before the weights are read.
         check_model(model, progress)
+        check_optional(check_callable, "warm_up_progress", warm_up_progress, "warm_up_progress(captured, to capture)")
         check_instance("team", team, Team, "a Team; weft.init() makes one, and main(team) gets one")
         check_bool("warn", warn)
         config = EngineConfig.of(config, options)
@@ -125,6 +128,8 @@ class Engine:
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)
+        if config.warm_up:
+            self.batch.runner.warm_up(warm_up_progress)
         self._texts: dict[int, TextStream | None] = {}
         self._entered = 0
         self._held: list[Piece] = []  # pieces that have arrived and were not yet given out

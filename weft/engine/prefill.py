@@ -202,6 +202,14 @@ def shape_of(chunks: Sequence[PrefillChunk]) -> Shape | None:
     return Shape(batch, length) if fits else None
 
 
+def single_lengths(most: int) -> list[int]:
+    """Lengths of the shapes that single new prompts of up to `most` tokens fit."""
+    lengths = [SHORTEST]
+    while lengths[-1] < most and 2 * lengths[-1] <= max(FREE_TOKENS, int(SLACK * most)):
+        lengths.append(2 * lengths[-1])
+    return lengths
+
+
 class PaddedPrefill(StaticPrefill):
     """Prefill of `batch` new prompts of up to `length` tokens. A missing prompt is all padding.
 

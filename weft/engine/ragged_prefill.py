@@ -30,12 +30,17 @@ class RaggedShape:
 
 def ragged_shape_of(chunks: Sequence[PrefillChunk], max_batch: int) -> RaggedShape:
     """Smallest shape that the chunks fit; `max_batch` bounds the number of sequences."""
-    tokens, batch = sum(len(chunk.tokens) for chunk in chunks), 1
-    power = max(SHORTEST, 1 << (tokens - 1).bit_length())
-    step = power if power <= ROWS else max(ROWS, power // STEPS)
+    batch = 1
     while batch < len(chunks):
         batch *= BATCHES
-    return RaggedShape(cdiv(tokens, step) * step, min(batch, max_batch))
+    return RaggedShape(padded_tokens(sum(len(chunk.tokens) for chunk in chunks)), min(batch, max_batch))
+
+
+def padded_tokens(tokens: int) -> int:
+    """Number of tokens of the smallest shape that holds `tokens`."""
+    power = max(SHORTEST, 1 << (tokens - 1).bit_length())
+    step = power if power <= ROWS else max(ROWS, power // STEPS)
+    return cdiv(tokens, step) * step
 
 
 class RaggedPrefill(StaticPrefill):

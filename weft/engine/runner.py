@@ -7,17 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from weft.arguments import check_instance
 from weft.engine.config import EngineConfig
+from weft.engine.graph_sizes import decode_buckets, prompt_shapes
 from weft.engine.params import Kind, SamplingParams
-from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of
+from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice, choose_tokens
 from weft.models import Decoder
+from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
+from weft.parallel.thresholds import cudnn_attends
 from weft.runtime.copying import upload
 
 # Default size of the KV cache on virtual ranks, whose memory is the host's.
@@ -31,6 +35,9 @@ SAMPLING_DTYPES = {
 }  # fmt: skip
 # Most recently used prompt shapes whose graphs are kept: graphs take GPU memory, and there may be hundreds.
 MOST_SHAPES = 64
+# Kinds of sampling that are captured at start. The second serves all but greedy requests: it has a few more kernels than they
+# need, and two further graphs of each size would take twice the time and memory.
+WARM_KINDS = (Kind.GREEDY, Kind.TRUNCATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +53,9 @@ class Runner:
     """Executor of steps: tokens[slot] at positions[slot] → next tokens[slot], in place.
 
     Collective: all ranks make the same calls. A decode step only reads and writes device tensors at fixed addresses, so it
-    can be replayed as a CUDA graph: one per batch bucket (powers of two, and max_batch) and kind of sampling, captured when
-    first needed. Prompts have one per shape, captured when the shape recurs (LAUNCHED_FIRST) and kept while it is recent
-    (MOST_SHAPES). Unused slots have position -1.
+    can be replayed as a CUDA graph: one per batch bucket (graph_sizes.py) and kind of sampling, captured when first needed.
+    Prompts have one per shape, captured when the shape recurs (LAUNCHED_FIRST) and kept while it is recent (MOST_SHAPES).
+    After `warm_up` all graphs are there, and prompts are padded to them. Unused slots have position -1.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig) -> None:
@@ -57,21 +64,10 @@ class Runner:
         self.model, self.team, self.max_batch, self.page_size = model, model.team, config.max_batch, config.page_size
         self.max_seq_len = config.max_seq_len or model.config.max_position_embeddings
         self.cuda_graph = config.cuda_graph and self.team.device.type == "cuda"
+        self.chunk_tokens = config.chunk_tokens
         # Tokens of an entry of the page table: of a page, or of a page of each rank.
         self.entry_tokens = self.page_size * (self.team.size if model.context_parallel else 1)
-        max_batch, max_pages, pages = self.max_batch, -(-self.max_seq_len // self.entry_tokens), config.pages
-        if pages is None:
-            pages = min(1 + max_batch * max_pages, self._affordable_pages(config.memory_fraction))
-        else:
-            check_cache(
-                model.config,
-                self.team,
-                model.cache_dtype,
-                pages,
-                self.page_size,
-                context_parallel=model.context_parallel,
-            )
-        self.cache = model.new_cache(pages, self.page_size)
+        max_batch, max_pages = self.max_batch, -(-self.max_seq_len // self.entry_tokens)
         device = self.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.positions = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
@@ -81,15 +77,57 @@ class Runner:
         self.top_k = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.min_p = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.buckets = [1 << n for n in range((max_batch - 1).bit_length())] + [max_batch]
+        self.buckets = decode_buckets(max_batch)
         self.capture_seconds = 0.0
         # Most tokens of one forward pass so far, padding included.
         self.longest_prefill = self.largest_decode = 0
         self._graphs: dict[tuple[int | Shape | RaggedShape, Kind], torch.cuda.CUDAGraph] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
+        self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
+        self.warm = False
         self._pool = None
         self._states: dict[int, SlotState | None] = {}
+        self.cache = model.new_cache(self._pages(config), self.page_size)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Capture the graphs of all sizes of decode steps and prompts, for WARM_KINDS.
+
+        progress  called with (graphs captured, graphs to capture)
+
+        Collective, before the first step. Afterwards every chunk of prompts runs in the smallest captured shape that holds it.
+        Without effect where there are no graphs.
+        """
+        sizes = self._warm_sizes() if self.cuda_graph else []
+        for done, (size, kind) in enumerate(sizes, 1):
+            self._warm(size, kind)
+            if progress is not None:
+                progress(done, len(sizes))
+        self.warm = bool(sizes)
+
+    def _warm_sizes(self) -> list[tuple[int | Shape | RaggedShape, Kind]]:
+        """Graphs that `warm_up` captures, the largest first: those behind it fit into its memory."""
+        shapes: list[Shape | RaggedShape] = []
+        longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len)
+        lengths = single_lengths(min(longest, self.max_seq_len))
+        if not self.model.plan(1).fused:
+            shapes = [Shape(1, length) for length in reversed(lengths)]
+        elif not self.model.context_parallel:
+            heads = self.model.layers[0].self_attn.num_heads
+            shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if cudnn_attends(n * heads)])
+        return [(size, kind) for size in [*shapes, *reversed(self.buckets)] for kind in WARM_KINDS]
+
+    def _warm(self, size: int | Shape | RaggedShape, kind: Kind) -> None:
+        assert not self._states, "a replay would advance occupied slots"
+        with self._without_autograd():
+            if isinstance(size, int):
+                self.capture(size, kind)
+            else:
+                prompts = self._warm_prompts.get(size) or self._prompts_of(size)
+                self._warm_prompts[size] = prompts
+                prompts.load([])
+                self._capture((size, kind), lambda: prompts.run(kind))
+            self._graphs[size, kind].replay()  # the first one uploads it
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`."""
@@ -98,7 +136,7 @@ class Runner:
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         shape = self._shape_of(chunks) if self.cuda_graph else None
-        if shape is not None and self._launched[shape] >= LAUNCHED_FIRST[type(shape)]:
+        if shape in self._warm_prompts or (shape and self._launched[shape] >= LAUNCHED_FIRST[type(shape)]):
             chosen = self._prefill_padded(chunks, shape)
         else:
             self._launched[shape] += 1
@@ -118,17 +156,23 @@ class Runner:
         if self.model.context_parallel:
             return None  # how many pages are exchanged depends on their lengths
         shape = shape_of(chunks)
-        # Unfused attention takes its sequence lengths from the host.
-        ragged = shape is None and self.model.plan(1).fused
-        return ragged_shape_of(chunks, self.max_batch) if ragged else shape
+        if shape in self._warm_prompts or not self.model.plan(1).fused:
+            return shape  # unfused attention takes its sequence lengths from the host
+        if self.warm:
+            tokens = sum(len(chunk.tokens) for chunk in chunks)
+            ragged = (shape for shape in reversed(self._warm_prompts) if isinstance(shape, RaggedShape))
+            return next((one for one in ragged if one.tokens >= tokens and one.batch >= len(chunks)), None)
+        return shape or ragged_shape_of(chunks, self.max_batch)
 
     def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape) -> torch.Tensor:
         """Next token [shape.batch] after each chunk, with or without `choose`, padding last."""
-        kind = max((chunk.params.kind for chunk in chunks if chunk.choose), default=Kind.GREEDY)
-        prompts = self._prompts.pop(shape, None) or self._prompts_of(shape)
-        self._prompts[shape] = prompts  # least recently used first
-        if len(self._prompts) > MOST_SHAPES:
-            self._evict(next(iter(self._prompts)))
+        kind = self._captured_kind(max((chunk.params.kind for chunk in chunks if chunk.choose), default=Kind.GREEDY))
+        prompts = self._warm_prompts.get(shape)
+        if prompts is None:
+            prompts = self._prompts.pop(shape, None) or self._prompts_of(shape)
+            self._prompts[shape] = prompts  # least recently used first
+            if len(self._prompts) > MOST_SHAPES:
+                self._evict(next(iter(self._prompts)))
         self.longest_prefill = max(self.longest_prefill, shape.tokens)
         prompts.load(chunks)
         self._replay((shape, kind), lambda: prompts.run(kind))
@@ -235,8 +279,13 @@ class Runner:
             if not self.cuda_graph:
                 self._eager_step(batch, kind)
                 return
+            kind = self._captured_kind(kind)
             self.capture(batch, kind)
             self._graphs[batch, kind].replay()
+
+    def _captured_kind(self, kind: Kind) -> Kind:
+        """Kind whose graphs `warm_up` has captured and that serves `kind`, which stays if there is none."""
+        return next((captured for captured in WARM_KINDS if self.warm and captured >= kind), kind)
 
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
         """Capture the graph that `step` replays, unless there is one. Collective; waits for the GPU.
@@ -295,12 +344,44 @@ class Runner:
         """Inference mode, to save host time; not on virtual ranks, which share a thread."""
         return torch.inference_mode() if self.team.device.type == "cuda" else nullcontext()
 
-    def _affordable_pages(self, fraction: float) -> int:
+    def _pages(self, config: EngineConfig) -> int:
+        """Number of KV pages: as many as asked for, else as a full batch can use and memory allows."""
+        if config.pages is None:
+            reserved = self._graph_bytes() if config.warm_up and self.cuda_graph else 0
+            most = 1 + self.max_batch * self.table.shape[1]
+            return min(most, self._affordable_pages(config.memory_fraction, reserved))
+        check_cache(
+            self.model.config,
+            self.team,
+            self.model.cache_dtype,
+            config.pages,
+            self.page_size,
+            context_parallel=self.model.context_parallel,
+        )
+        return config.pages
+
+    def _graph_bytes(self) -> int:
+        """GPU memory that `warm_up` will take, by its first two graphs, captured here on a cache of two pages.
+
+        The first one's includes what all share: activations of the largest chunk, and workspaces.
+        """
+        self.cache = self.model.new_cache(2, self.page_size)
+        sizes, free = self._warm_sizes(), [free_bytes(self.team.device)]
+        for size, kind in sizes[:2]:
+            self._warm(size, kind)
+            free.append(free_bytes(self.team.device))
+        self._graphs.clear()
+        self._warm_prompts.clear()
+        self._pool = None
+        first, second = (before - after for before, after in pairwise(free))
+        return max(0, first) + max(0, second) * (len(sizes) - 1)
+
+    def _affordable_pages(self, fraction: float, reserved: int = 0) -> int:
         """Number of KV pages that fit on the rank with the least free memory; equal on every rank."""
         data = self.model.new_cache(1, self.page_size).data
         page_bytes = data.numel() * data.element_size()
         if self.team.device.type == "cuda":
-            budget = int(free_bytes(self.team.device) * fraction)
+            budget = int((free_bytes(self.team.device) - reserved) * fraction)
         else:
             budget = VIRTUAL_CACHE_BYTES
         return max(2, min(self.team.exchange(budget // page_bytes)))

@@ -146,6 +146,19 @@ def test_prompts_and_answers_are_found_and_a_token_is_always_read():
     assert device.scheduler.hit_tokens == 4 + 8 + 12
 
 
+def test_a_prompt_that_is_to_be_read_whole_shares_nothing_and_can_be_shared():
+    device = Device(20, 4, 64)
+    finished(device, ([1] * 9, 1))
+    device.submit([1] * 13, 2)
+    device.open[-1].reads_all = True
+    device.submit([1] * 13, 2)
+    device.step(collect=False)
+    assert [one.hit_tokens for one in device.open] == [0, 8]
+    device.submit([1] * 13, 2)
+    device.step(collect=False)
+    assert device.open[-1].hit_tokens == 12
+
+
 def test_prompts_of_one_step_are_read_apart_and_a_later_one_shares():
     device = Device(20, 4, 20)
     for _ in range(3):

@@ -33,6 +33,7 @@ class Sequence:
     tokens    answer, as far as the host knows it
     launched  answer tokens that the device has been told to compute
     cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
+    reads_all  every token of the prompt is read, also those in the cache: for their log-probabilities
     hit_tokens  tokens that it found in the cache when it was first admitted; None: not admitted yet
     digests   of its full pages, as far as they were needed
     published  number of its pages that others can find
@@ -44,6 +45,7 @@ class Sequence:
     prompt: list[int]
     params: SamplingParams
     budget: int
+    reads_all: bool = False
     number: int = -1
     tokens: list[int] = field(default_factory=list)
     launched: int = 0
@@ -124,7 +126,7 @@ class Scheduler:
         return bool(self.waiting) or not all(sequence.running for sequence in self.active)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence whose answer has ended; it may be waiting, after a preemption."""
+        """Remove a sequence whose answer has ended or is cancelled, waiting or not; its pages are free at once."""
         sequence.done = True
         if sequence.slot is None:
             self.waiting.remove(sequence)
@@ -140,7 +142,8 @@ class Scheduler:
                 left -= self._read(sequence, left, ranges)
         while left and self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            shared = self.pool.find(self._digests(sequence, (sequence.to_read - 1) // self.pool.page_size))
+            findable = 0 if sequence.reads_all else (sequence.to_read - 1) // self.pool.page_size
+            shared = self.pool.find(self._digests(sequence, findable))
             own = self.pool.needed(sequence.to_read) - len(shared)
             # One page more for each sequence that may grow: otherwise this one could be preempted as soon as it has been read.
             growing = sum(len(other.pages) < self._pages_at_the_end(other) for other in self.active)

@@ -126,7 +126,7 @@ class Scheduler:
         return bool(self.waiting) or not all(sequence.running for sequence in self.active)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence whose answer has ended or is cancelled, waiting or not; its pages are free at once."""
+        """Remove a sequence that has ended or is cancelled, waiting or not; its pages are free at once."""
         sequence.done = True
         if sequence.slot is None:
             self.waiting.remove(sequence)

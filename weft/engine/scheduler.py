@@ -11,7 +11,7 @@ two tokens of a stream is bounded by such a chunk and a decode step, however lon
 
 With prefix caching a request starts behind the full pages of its first tokens that are in the cache already, from other
 prompts or answers. At least its last token is read, since only a pass chooses the next one. Pages that a step fills are found
-from the next step on.
+from the next step on; a request that begins with one of them waits for it.
 """
 
 from __future__ import annotations
@@ -140,10 +140,14 @@ class Scheduler:
         for sequence in self.active:
             if left and not sequence.running:
                 left -= self._read(sequence, left, ranges)
+        filling = self._being_filled(ranges)
         while left and self.waiting and self._free_slots:
             sequence = self.waiting[0]
             findable = 0 if sequence.reads_all else (sequence.to_read - 1) // self.pool.page_size
-            shared = self.pool.find(self._digests(sequence, findable))
+            digests = self._digests(sequence, findable)
+            shared = self.pool.find(digests)
+            if len(shared) < len(digests) and digests[len(shared)] in filling:
+                break
             own = self.pool.needed(sequence.to_read) - len(shared)
             # One page more for each sequence that may grow: otherwise this one could be preempted as soon as it has been read.
             growing = sum(len(other.pages) < self._pages_at_the_end(other) for other in self.active)
@@ -152,6 +156,7 @@ class Scheduler:
             self.waiting.popleft()
             self._admit(sequence, shared, own)
             left -= self._read(sequence, left, ranges)
+            filling |= self._being_filled(ranges[-1:])
         for part in ranges:
             self._publish(part.sequence)
         return ranges
@@ -193,10 +198,18 @@ class Scheduler:
                 found.append(digest_of(found[-1] if found else b"", tokens[start : start + size]))
         return found[:pages]
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Let others find the pages that are full of tokens that the host knows."""
+    def _being_filled(self, ranges: list[SequenceRange]) -> set[bytes]:
+        """Digests of the pages that these ranges fill."""
+        return {digest for part in ranges for digest in self._full(part.sequence)[part.sequence.published :]}
+
+    def _full(self, sequence: Sequence) -> list[bytes]:
+        """Digests of the pages that are full of tokens that the host knows."""
         known = min(sequence.cached, len(sequence.prompt) + len(sequence.tokens))
-        digests = self._digests(sequence, known // self.pool.page_size)
+        return self._digests(sequence, known // self.pool.page_size)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let others find the pages that are full."""
+        digests = self._full(sequence)
         for index in range(sequence.published, len(digests)):
             self.pool.publish(sequence.pages[index], digests[index])
         sequence.published = len(digests)

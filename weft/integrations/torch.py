@@ -84,7 +84,7 @@ def _fused_all_gather_matmul(
         return problem_of_operands(A, [B.t() for B in Bs], fallback.team.device)
 
     def on_weft() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        gathered, outs = None, all_gather_linear(A, [B.t() for B in Bs], gather_dim, fallback.team, return_A)
+        gathered, outs = None, _all_gather_linear(A, [B.t() for B in Bs], gather_dim, fallback.team, return_A)
         if return_A:
             *outs, gathered = outs
         return gathered, outs
@@ -113,7 +113,7 @@ def _fused_matmul_reduce_scatter(
         return _problem_of_scatter(A, B.t(), scatter_dim, fallback.team)
 
     def on_weft() -> torch.Tensor:
-        out = linear_reduce_scatter(A, B.t(), scatter_dim, fallback.team)
+        out = _linear_reduce_scatter(A, B.t(), scatter_dim, fallback.team)
         return out.div_(fallback.team.size) if reduce_op == "avg" else out
 
     fallback = _fallback_of(group_name)
@@ -140,10 +140,10 @@ def _problem_of_scatter(x: torch.Tensor, weight: torch.Tensor, dim: int, team: T
     return problem_of_operands(x, [weight], team.device)
 
 
-def all_gather_linear(
+def _all_gather_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], dim: int, team: Team, return_gathered: bool = False
 ) -> list[torch.Tensor]:
-    """Products of x[…, K], gathered along ``dim``, and each weight[N, K].T; then the gathered x if asked for."""
+    """Products of x[…, K], gathered along ``dim``, and each weight[N, K].T; then the gathered x."""
     rows = x.movedim(dim, 0)
     flat = rows.flatten(0, -2)
     if return_gathered:
@@ -157,7 +157,7 @@ def all_gather_linear(
     return [out.view(shape).movedim(0, dim) for out in outs]
 
 
-def linear_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, dim: int, team: Team) -> torch.Tensor:
+def _linear_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, dim: int, team: Team) -> torch.Tensor:
     """Sum of x[…, K] @ weight[N, K].T over the ranks, scattered along ``dim``."""
     rows = x.movedim(dim, 0)
     out = ops.matmul_reduce_scatter(rows.flatten(0, -2), weight, team)
@@ -168,7 +168,7 @@ def linear_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, dim: int, team:
 
 
 class WeftColwiseParallel(ColwiseParallel):
-    """torch's ColwiseParallel, the gather of a sharded input overlapped with the GEMM, forward and backward.
+    """torch's ColwiseParallel, with the gather of a sharded input under the GEMM, forward and backward.
 
     On weft: an ``nn.Linear`` with ``input_layouts=Shard(d)``, d a dimension of tokens, and output sharded by features. torch's
     own code computes the rest, and what weft cannot do.
@@ -183,7 +183,7 @@ class WeftColwiseParallel(ColwiseParallel):
             weight, dim, team = module.weight.to_local(), given.dim % x.dim(), fallback.team
 
             def on_weft() -> torch.Tensor:
-                (out,) = all_gather_linear(x, [weight], dim, team)
+                (out,) = _all_gather_linear(x, [weight], dim, team)
                 return out if module.bias is None else out + module.bias.to_local()
 
             def problem() -> str | None:
@@ -216,7 +216,7 @@ class WeftRowwiseParallel(RowwiseParallel):
 
             def on_weft() -> torch.Tensor:
                 if scatters:
-                    out = linear_reduce_scatter(x, weight, dim, team)
+                    out = _linear_reduce_scatter(x, weight, dim, team)
                 else:
                     out = _MatmulAllReduce.apply(x.flatten(0, -2), weight, team).view(*x.shape[:-1], -1)
                 if module.bias is None:
@@ -264,7 +264,7 @@ def _apply_style(
                 out if style.use_local_output else DTensor.from_local(out, mesh, style.output_layouts, run_check=False)
             )
 
-        if isinstance(x, DTensor) and x.placements != style.input_layouts:
+        if torch.is_autocast_enabled(x.device.type) or (isinstance(x, DTensor) and x.placements != style.input_layouts):
             return original()
         kind, local, problem = compute(fallback, x.to_local() if isinstance(x, DTensor) else x)
         return fallback.call(kind, on_weft, original, problem)

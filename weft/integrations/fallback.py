@@ -82,17 +82,25 @@ class Fallback:
         return None
 
     def call(
-        self, kind: Kind, on_weft: Callable[[], T], original: Callable[[], T], problem: Callable[[], str | None]
+        self,
+        kind: Kind,
+        on_weft: Callable[[], T],
+        original: Callable[[], T],
+        problem: Callable[[], str | None],
+        prepare: bool = True,
     ) -> T:
         """The result of ``on_weft()`` or ``original()``.
 
         problem  the reason why weft cannot do it, None if it can; asked at the first call of a kind
+        prepare  a call of this kind may be captured later
         """
         if torch.compiler.is_compiling():
             return original() if problem() else on_weft()
         capturing = self.team.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if kind not in self._pays:
-            return original() if capturing else self._first(kind, on_weft, original, problem())
+            if capturing or not (prepare or kind.pays):
+                return original()
+            return self._first(kind, on_weft, original, problem())
         pays = self._pays[kind]
         return on_weft() if pays or (capturing and pays is not None) else original()
 
@@ -125,3 +133,12 @@ def problem_of_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], device: tor
         if 0 in (*a.shape, *b.shape):
             return f"shapes {tuple(a.shape)} and {tuple(b.t().shape)} have a size of 0"
     return None if bs else "there are no weights"
+
+
+def problem_of_sum(x: torch.Tensor, device: torch.device) -> str | None:
+    """Reason why weft does not sum ``x`` over the ranks; None if it does."""
+    if x.dtype not in _DTYPES:
+        return f"dtype {x.dtype} is not one of fp16, bf16, fp32"
+    if x.device != device:
+        return f"a tensor on {x.device}, the team on {device}"
+    return None if x.numel() else f"shape {tuple(x.shape)} has a size of 0"

@@ -1,4 +1,4 @@
-"""torchrun's coordinates, and settings of torch and NCCL.
+"""torchrun's coordinates, the switch of the vLLM plugin, and settings of torch and NCCL.
 
 The only file of weft that reads or sets environment variables.
 """
@@ -41,6 +41,11 @@ def coordinates() -> Coordinates | None:
         local_rank=int(env["LOCAL_RANK"]),
         node_size=int(env["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in env else None,
     )
+
+
+def vllm_is_asked_for() -> bool:
+    """True with WEFT_VLLM=1: vLLM starts its plugins by itself, so a program has no other way to say it."""
+    return os.environ.get("WEFT_VLLM", "0") == "1"
 
 
 def allow_shared_gpus() -> None:

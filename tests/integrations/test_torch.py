@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import _symmetric_memory as symm_mem
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.integrations.virtual_groups import simulate_mesh  # noqa: F401
 from weft.integrations import torch as weft_torch
@@ -178,11 +178,11 @@ def local(x, team, dim):
     return x if dim is None else x.chunk(team.size, dim)[team.rank]
 
 
-def trained(block, x, steps, sum_of=torch.sum):
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+def trained(block, x, steps):
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
     for _ in range(steps):
         optimizer.zero_grad()
-        sum_of(block(x) ** 2).backward()
+        (block(x) ** 2).mean().backward()
         optimizer.step()
     return block
 
@@ -225,14 +225,42 @@ def test_styles_in_every_layout(simulate_mesh, world_size, shape, dim, bias):  #
     simulate_mesh(lambda mesh, team: compare_styles(mesh, team, shape, dim, bias), world_size)
 
 
+class Model(nn.Module):
+    """A block behind a norm, and the residual connection around both."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.block = nn.RMSNorm(16, eps=1e-5), Block(True)
+
+    def forward(self, x):
+        return x + self.block(self.norm(x))
+
+
 def test_two_steps_of_sgd_equal_those_of_one_process(simulate_mesh):  # noqa: F811
+    """Sequence parallelism as in torchtitan: DTensors of sharded tokens between the layers."""
     x = randn(2, 4, 16)
-    wanted = {name: weight.detach() for name, weight in trained(Block(True), x, 2).named_parameters()}
+    wanted = {name: weight.detach() for name, weight in trained(Model(), x, 2).named_parameters()}
 
     def main(mesh, team):
-        block = parallelize_module(Block(True), mesh, plan_of(WeftColwiseParallel, WeftRowwiseParallel, 1))
-        for name, weight in trained(block, local(x, team, 1), 2).named_parameters():
+        plan = {
+            "norm": SequenceParallel(),
+            "block.up": WeftColwiseParallel(input_layouts=Shard(1)),
+            "block.down": WeftRowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        model = parallelize_module(Model(), mesh, plan)
+        for name, weight in trained(model, distribute_tensor(x, mesh, [Shard(1)]), 2).named_parameters():
             torch.testing.assert_close(weight.full_tensor().detach(), wanted[name])
+        assert decided(mesh) == {("all_gather_matmul", True), ("matmul_reduce_scatter", True)}
+
+    simulate_mesh(main)
+
+
+def test_autocast_is_torch_s(simulate_mesh):  # noqa: F811
+    def main(mesh, team):
+        block = parallelize_module(Block(False), mesh, plan_of(WeftColwiseParallel, WeftRowwiseParallel, 0))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert block(local(randn(4, 16), team, 0)).dtype == torch.bfloat16
+        assert decided(mesh) == set()
 
     simulate_mesh(main)
 

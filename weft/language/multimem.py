@@ -38,7 +38,9 @@ def multimem_store(ptr, words, mask, team):
 
 @triton.jit
 def multimem_load_reduce(ptr, mask, team):
-    """Sum the 16 bytes at one symmetric address over all ranks: four int32 blocks of ``ptr``'s shape, the sums' bits.
+    """Sum the 16 bytes at one symmetric address over all ranks.
+
+    Returns four int32 blocks of ``ptr``'s shape, the sums' bits.
 
     ptr, mask  as in ``multimem_store``; where masked off the bits are 0
 

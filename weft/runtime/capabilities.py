@@ -61,7 +61,10 @@ def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool =
 
 
 def simulated(world_size: int, sms: int) -> Capabilities:
-    """Capabilities of one of ``world_size`` virtual ranks with ``sms`` resident programs each; multicast is among them."""
+    """Capabilities, multicast among them, of one of ``world_size`` virtual ranks.
+
+    sms  programs of a rank that can be resident at once
+    """
     return Capabilities(
         device_name="simulated",
         arch="sim",

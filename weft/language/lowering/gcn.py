@@ -1,4 +1,4 @@
-"""All assembly for AMD GPUs: instructions that stock Triton leaves out on CDNA3 and CDNA4 (gfx942, gfx950)."""
+"""All assembly for AMD GPUs: what stock Triton leaves out on CDNA3 (gfx942) and CDNA4 (gfx950)."""
 
 import triton
 import triton.language as tl

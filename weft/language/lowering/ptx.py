@@ -72,9 +72,9 @@ def zero():
 
 @triton.jit
 def multimem_ld_reduce(ptr, mask):
-    """``multimem.ld_reduce.add`` of the 16 bytes behind each multicast address, 0 where masked off: four int32 blocks.
+    """``multimem.ld_reduce.add`` of the 16 bytes behind each multicast address: four int32 blocks.
 
-    fp16 and bf16 are added in fp32. Stock Triton has no multimem.
+    0 where masked off. fp16 and bf16 are added in fp32. Stock Triton has no multimem.
     """
     if ptr.dtype.element_ty == tl.float32:
         return tl.inline_asm_elementwise(

@@ -96,6 +96,9 @@ class SequentialPort:
                 memory[at] = bits[i]
         return old
 
+    def computed(self, operations):
+        self.calls.append(("computed", operations))
+
     def barrier(self):
         self.calls.append(("barrier",))
 

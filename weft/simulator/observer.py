@@ -64,6 +64,18 @@ class Observer:
     def fence_proxy(self) -> None:
         """Proxy fence, after which the program's descriptor loads see what it sees."""
 
+    # --- spans of a timeline -----------------------------------------------------------------------------------------
+
+    def computed(self, operations: int) -> None:
+        """Matrix product of the program with this number of multiplications and additions."""
+
+    def began(self) -> int:
+        """Start of a span of the program. Returns a number below 2**31 for ``recorded``."""
+        return 0
+
+    def recorded(self, kind: str, began: int, address: int, peer: int, value: int) -> None:
+        """End of a span that began at ``began``: "put" or "tile", as in ``lowering/tracing.py``."""
+
     # --- waits and deadlocks -----------------------------------------------------------------------------------------
 
     def waits(self, addresses: list[int], itemsize: int, wanted: int, comparison: str) -> None:

@@ -58,6 +58,9 @@ class Port(Protocol):
 
     def barrier(self) -> None: ...
 
+    def computed(self, operations: int) -> None:
+        """Note a matrix product of the running program."""
+
     def wait_for_previous_kernel(self) -> None: ...
 
     def let_next_kernel_start(self) -> None: ...

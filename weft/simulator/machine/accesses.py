@@ -275,6 +275,10 @@ class Accesses:
             if not left:
                 del self._copies[task]
 
+    def computed(self, operations: int) -> None:
+        """Note a matrix product of the running program."""
+        self.observer.computed(operations)
+
     def drain_async(self) -> None:
         """Complete the running program's tensor-descriptor stores."""
         self.observer.drain()

@@ -286,3 +286,20 @@ def check_hints(team):
     out = torch.empty_like(x)
     hints[(1,)](x, weight, out, 3, N=N)
     assert torch.equal(out, 2 * x)
+
+
+@triton.jit
+def spans(x, out, tiles, team, N: tl.constexpr):
+    """out[tiles, N] = 2 * x[tiles, N]; in a traced team a slice for each row"""
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        began = wl.begin_tile(team)
+        at = tile * N + tl.arange(0, N)
+        tl.store(out + at, 2 * tl.load(x + at))
+        wl.end_tile(began, tile, 0, team)
+
+
+def check_spans(team):
+    x = torch.ones(3, N, device=team.device)
+    out = torch.empty_like(x)
+    spans[(2,)](x, out, 3, team.view, N=N)
+    assert torch.equal(out, 2 * x)

@@ -30,6 +30,7 @@ ORDER = (
     "ordering",
     "lamport",
     "hints",
+    "spans",
     "multimem",
 )
 
@@ -127,6 +128,12 @@ LOWERINGS = {
     "lamport_receive_keyed": RECEIVE,
     "prefetch": Lowering("`cp.async.bulk.prefetch.L2` (from sm_90 on)", NOTHING, NOTHING),
     "zero_here": Lowering("a volatile `mov`", "a 0", "a 0"),
+    "begin_tile": Lowering(f"{NOTHING}; traced, a load of `%globaltimer_lo`", NOTHING, "the program's virtual time"),
+    "end_tile": Lowering(
+        f"{NOTHING}; traced, by one thread, `atom.add` and two `st.global.v2.u64` in this rank's memory",
+        NOTHING,
+        "a slice of virtual time",
+    ),
     "multimem_store": Lowering("`multimem.st.relaxed.sys.v4.f32`; never run", "none: a compile-time error", MULTIMEM),
     "multimem_load_reduce": Lowering(
         "`multimem.ld_reduce.relaxed.sys.add` of `v4.f32`, or of `v4.bf16x2` or `v4.f16x2` with `acc::f32`; never run",

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from weft.language.arguments import check_constants, check_pointers, check_scalars, check_signal
 from weft.language.coordinates import symm_at
+from weft.language.lowering import tracing
 from weft.language.signals import SET, notify
 
 
@@ -33,6 +34,12 @@ def _copy(target, source, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _record_put(began, dst, n, peer, team):
+    nbytes = tl.cast(n, tl.int64) * (dst.dtype.element_ty.primitive_bitwidth // 8)
+    tracing.record("put", began, dst, peer, nbytes, True, team)
+
+
+@triton.jit
 def copy_later(target, source, n, BLOCK: tl.constexpr, WHAT: tl.constexpr):
     """``_copy`` without a guarantee before ``quiet``: the simulator performs it at any time until then.
 
@@ -51,7 +58,9 @@ def put(dst, src, nelems, peer, team, BLOCK: tl.constexpr = 4096):
     check_pointers("put", dst=dst, src=src)
     check_scalars("put", nelems=nelems, peer=peer)
     check_constants("put", BLOCK=BLOCK)
+    began = tracing.begin(team)
     _copy(symm_at(dst, peer, team), src, tl.cast(nelems, tl.int64), BLOCK)
+    _record_put(began, dst, nelems, peer, team)
 
 
 @triton.jit
@@ -87,7 +96,9 @@ def put_nbi(dst, src, nelems, peer, team, BLOCK: tl.constexpr = 4096):
     check_pointers("put_nbi", dst=dst, src=src)
     check_scalars("put_nbi", nelems=nelems, peer=peer)
     check_constants("put_nbi", BLOCK=BLOCK)
+    began = tracing.begin(team)
     copy_later(symm_at(dst, peer, team), src, tl.cast(nelems, tl.int64), BLOCK, "put")
+    _record_put(began, dst, nelems, peer, team)
 
 
 @triton.jit
@@ -106,7 +117,9 @@ def get_nbi(dst, src, nelems, peer, team, BLOCK: tl.constexpr = 4096):
 @triton.jit
 def put_before_signal(dst, src, nelems, peer, team, BLOCK: tl.constexpr):
     """First half of ``put_signal_nbi``."""
+    began = tracing.begin(team)
     copy_later(symm_at(dst, peer, team), src, tl.cast(nelems, tl.int64), BLOCK, "put_signal")
+    _record_put(began, dst, nelems, peer, team)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from weft.language.arguments import check_constants, check_scalars, check_signal, check_team, signed_type_of
 from weft.language.coordinates import num_ranks, rank, symm_at
-from weft.language.lowering import stock
+from weft.language.lowering import stock, tracing
 from weft.language.ordering import gather_stores
 
 # Operations of `notify` on a signal. Constexpr objects because Triton 3.6 takes no plain string as a default.
@@ -35,6 +35,7 @@ def notify(signal, peer, value, team, op: tl.constexpr = SET):
     check_scalars("notify", peer=peer)
     check_team("notify", team)
     check_constants("notify", op=op)
+    began = tracing.begin(team)
     stock.drain_tma_stores()
     gather_stores()
     target = symm_at(signal, peer, team)
@@ -43,6 +44,7 @@ def notify(signal, peer, value, team, op: tl.constexpr = SET):
     else:
         tl.static_assert(op == "set", "notify: op must be 'set' or 'add'")
         stock.store_release(target, value)
+    tracing.record("add" if op == "add" else "notify", began, signal, peer, value, True, team)
 
 
 @triton.jit
@@ -76,7 +78,9 @@ def wait_until(signal, value, comparison: tl.constexpr, team):
     # Unsigned numbers have no difference below 0.
     signed: tl.constexpr = signed_type_of("wait", signal)
     wanted = tl.cast(value, signed)
+    began = tracing.begin(team)
     seen = stock.load_acquire(signal)
+    polls = is_unmet(tl.cast(seen, signed), wanted, comparison)
     if team.patience_us > 0:
         started = stock.microseconds()
         while is_unmet(tl.cast(seen, signed), wanted, comparison):
@@ -87,6 +91,7 @@ def wait_until(signal, value, comparison: tl.constexpr, team):
         while is_unmet(tl.cast(seen, signed), wanted, comparison):
             seen = stock.load_acquire(signal)
     stock.fence_before_tma_loads()
+    tracing.record("wait", began, signal, rank(team), value, polls, team)
     return seen
 
 

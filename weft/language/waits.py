@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from weft.language.arguments import check_scalars, check_signal, check_signal_count, check_team, signed_type_of
-from weft.language.lowering import stock
+from weft.language.coordinates import rank
+from weft.language.lowering import stock, tracing
 from weft.language.signals import is_unmet
 
 
@@ -63,7 +64,11 @@ def await_all(signals, left, value, comparison: tl.constexpr, team):
     wanted = tl.cast(value, signed)
     at = tl.arange(0, left.shape[0])
     started = stock.microseconds() if team.patience_us > 0 else 0
+    began, rounds, last = tracing.begin(team), 0, 0
     while tl.max(left.to(tl.int32)) > 0:
+        if team.trace is not None:
+            rounds += 1
+            last = tl.max(tl.where(left, at, 0))
         seen = tl.cast(stock.load_acquire_each(signals + at, left), signed)
         left = left & is_unmet(seen, wanted, comparison)
         if team.patience_us > 0:
@@ -71,6 +76,7 @@ def await_all(signals, left, value, comparison: tl.constexpr, team):
     # Each thread has acquired its own signals: the barrier spreads that to all.
     tl.debug_barrier()
     stock.fence_before_tma_loads()
+    tracing.record("wait", began, signals + last, rank(team), value, rounds > 1, team)
 
 
 @triton.jit
@@ -82,13 +88,17 @@ def await_any(signals, left, value, comparison: tl.constexpr, team):
     most: tl.constexpr = left.shape[0]
     index = tl.where(tl.max(left.to(tl.int32)) > 0, most, -1)
     started = stock.microseconds() if team.patience_us > 0 else 0
+    began, rounds = tracing.begin(team), 0
     while index == most:
+        if team.trace is not None:
+            rounds += 1
         seen = tl.cast(stock.load_acquire_each(signals + at, left), signed)
         index = tl.min(tl.where(left & (is_unmet(seen, wanted, comparison) == 0), at, most))
         if team.patience_us > 0:
             _give_up_after(started, signals, left & (index == most), wanted, comparison, seen, team)
     tl.debug_barrier()
     stock.fence_before_tma_loads()
+    tracing.record("wait", began, signals + tl.maximum(index, 0), rank(team), value, rounds > 1, team)
     return index
 
 

@@ -88,7 +88,7 @@ def _describe(arguments: tuple, kind: list[Any]) -> None:
     """Append to ``kind`` the properties of arguments for which Triton may compile another kernel.
 
     These are dtypes, the alignment of pointers, and of integers whether they are 1, a multiple of 16, of 64 bits, unsigned or
-    bools. A team's view is the same at every call.
+    bools. A team's view is the same at every call, but for its rings while it is traced.
     """
     for x in arguments:
         if isinstance(x, torch.Tensor):
@@ -104,7 +104,7 @@ def _describe(arguments: tuple, kind: list[Any]) -> None:
         elif x is None:
             kind.append(None)
         elif isinstance(x, TeamView):
-            continue
+            kind.append(x.trace is None)
         elif isinstance(x, tuple):
             kind.append(~len(x))  # unlike any integer's
             _describe(x, kind)

@@ -90,10 +90,10 @@ class CopyChannel:
         return cls(
             buffers=buffers,
             landed=Channel.make(team, flags, MAX_CHUNKS, "landed"),
-            entered=team.signals((team.size,)),
+            entered=team.signals((team.size,), name="entered"),
             # Rows of a multiple of 16 bytes, so that both halves have the same alignment.
             filled=team.local((len(buffers), -(-(team.size - 1) // 4) * 4), torch.int32).unbind(),
-            ready=team.signals((team.size, max(programs, 1))),
+            ready=team.signals((team.size, max(programs, 1)), name="ready"),
         )
 
     @property

@@ -321,7 +321,7 @@ def launch(
     refuse more: that starts 1 us later (H200).
     """
     known = team.workspace("pushes", dict)
-    key = kernel.__name__, plan, out.dtype, *constants.values()
+    key = kernel.__name__, plan, out.dtype, team.is_traced, *constants.values()
     prepared = known.get(key)
     if prepared is None:
         prepared = known[key] = _Prepared.make(kernel, team, plan, out.dtype, constants)

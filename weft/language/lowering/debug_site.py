@@ -1,10 +1,11 @@
-"""Kernel and source line that are being compiled: constants in the record of a debug-mode wait.
+"""Kernel and source line that are being compiled, for records of debug-mode waits and of traces.
 
 The compiler visits called functions recursively and does not tell them their caller, so its Python stack is searched for the
-outermost kernel. Only debug builds do so.
+outermost kernel. Only debug builds and traced ones do so.
 """
 
 import sys
+import zlib
 
 import triton.language as tl
 
@@ -24,6 +25,13 @@ def kernel_name_int64(index, _semantic=None):
     at = 8 * int(getattr(index, "value", index))
     chunk = _kernel()[0].encode()[:63].ljust(64, b"\0")[at : at + 8]
     return tl.constexpr(int.from_bytes(chunk, "little", signed=True))
+
+
+@tl.core.builtin
+def kernel_crc(_semantic=None):
+    """CRC-32 of the kernel's name, as a signed number."""
+    crc = zlib.crc32(_kernel()[0].encode())
+    return tl.constexpr(crc - ((crc & 1 << 31) << 1))
 
 
 def _kernel() -> tuple[str, int]:

@@ -119,8 +119,39 @@ def multimem_st(ptr, w0, w1, w2, w3, mask):
 @triton.jit
 def globaltimer_us():
     """Microseconds of the GPU's global clock, int64."""
-    ns = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    return ns // 1000
+    return globaltimer() // 1000
+
+
+@triton.jit
+def globaltimer():
+    """Nanoseconds of the GPU's global clock, int64; it steps by 32 on H200."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def globaltimer_low():
+    """Lower 32 bits of the GPU's global clock in nanoseconds, int32."""
+    return tl.inline_asm_elementwise("mov.u32 $0, %globaltimer_lo;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def record(ring, records: tl.constexpr, began, of_code, where, seen, happened):
+    """Write a record (``trace_rings.Record``) by one thread: an atomic for its place, two stores.
+
+    The other threads do not wait for it. ``ring``: pointer to the ring, whose first word counts its records.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred one; .reg .u32 t, place, sm, took; .reg .u64 now, at, what, wide; "
+        "mov.u32 t, %tid.x; setp.eq.u32 one, t, 0; setp.ne.and.u32 one, $7, 0, one; "
+        "mov.u64 now, %globaltimer; cvt.u32.u64 took, now; sub.u32 took, took, $3; mov.u32 sm, %smid; "
+        "mov.u32 place, 0; @one atom.global.add.u32 place, [$1], 1; and.b32 place, place, $2; "
+        "mad.wide.u32 at, place, 32, $1; cvt.u64.u32 what, sm; shl.b64 what, what, 32; cvt.u64.u32 wide, took; "
+        "or.b64 what, what, wide; or.b64 what, what, $4; "
+        "@one st.global.v2.u64 [at + 32], {now, what}; @one st.global.v2.u64 [at + 48], {$5, $6}; mov.u32 $0, 0; }",
+        "=r,l,r,r,l,l,l,r",
+        [ring, tl.full((), records - 1, tl.int32), began, of_code, where, seen, happened],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

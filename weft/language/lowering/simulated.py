@@ -14,7 +14,7 @@ import triton.language as tl
 from weft.errors import NotAPeer, NotSymmetric, WeftError
 from weft.language import bulk, lamport, signals, waits
 from weft.language.arguments import check_flagged_block, check_value
-from weft.language.lowering import stock
+from weft.language.lowering import stock, tracing
 from weft.runtime.team.view import MAX_BARRIER_PROGRAMS
 from weft.simulator.intrinsics import simulated
 from weft.simulator.machine.memory import signed
@@ -171,6 +171,21 @@ def _let_next_kernel_start(machine: Any) -> None:
 @simulated(stock.fence_system)
 def _fence_system(machine: Any, word: Any) -> None:
     machine.fence()
+
+
+@simulated(tracing.begin)
+def _begin(machine: Any, team: Any) -> Any:
+    from weft.simulator import interpreter as interp
+
+    return interp.scalar(machine.observer.began(), tl.int32)
+
+
+@simulated(tracing.record)
+def _record(machine: Any, kind: Any, began: Any, address: Any, peer: Any, value: Any, happened: Any, team: Any) -> None:
+    from weft.simulator import interpreter as interp
+
+    numbers = (int(np.asarray(interp.value_of(x)).ravel()[0]) for x in (began, address, peer, value))
+    machine.observer.recorded(interp.value_of(kind), *numbers)
 
 
 @simulated(stock.meets_by_first_index)

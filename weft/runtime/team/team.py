@@ -70,6 +70,7 @@ class Team(TakenByView):
         self.device, self.group, self.caps = platform.device, platform.group, platform.caps
         self.is_simulated = self.caps.is_simulated
         self._debug_seconds = debug_seconds
+        self.is_traced = False  # kernels record what they do: record_into
         _TEAMS[self.name] = self
         self.rail: Rail | None = None
         self._node: Team | None = None
@@ -229,6 +230,10 @@ class Team(TakenByView):
     def view(self) -> TeamView:
         self._check_heap("view")
         return self._view
+
+    def record_into(self, rings: torch.Tensor | None) -> None:
+        """Have kernels launched from now on record into ``rings``; None: nothing. For ``weft.trace``."""
+        self._view, self.is_traced = self._view._replace(trace=rings), rings is not None
 
     @property
     def copy_engine(self) -> CopyEngine:

@@ -47,6 +47,7 @@ class TeamView(NamedTuple):
     record       int64 [RECORD_WORDS], readable by the host: rank, kernel, line and signal of a wait that gave up
     multicast    compile-time constant: 0, multimem primitives are refused; 1, they are multimem instructions, and ``deltas``
                  has one more, the bytes to the multicast address; 2, they load and store at every rank (the simulator)
+    trace        uint8 [RINGS, RING_BYTES] of a traced team (trace_rings.py); else None, which is no argument of the kernel
     """
 
     coords: int
@@ -56,6 +57,7 @@ class TeamView(NamedTuple):
     patience_us: tl.constexpr
     record: torch.Tensor
     multicast: tl.constexpr
+    trace: torch.Tensor | None = None
 
 
 def make_view(

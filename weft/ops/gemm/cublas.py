@@ -17,6 +17,7 @@ from weft.runtime import cublaslt
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.codec import exchangeable
 from weft.runtime.cublaslt import Algorithm
+from weft.runtime.recording import gemm_span
 
 
 @exchangeable
@@ -37,6 +38,11 @@ def run(
     """
     if a.requires_grad or b.requires_grad:
         a, b = a.detach(), b.detach()  # inside a custom op, where autograd would refuse out=
+    with gemm_span(*a.shape[:1], *b.shape, a.device):
+        return _run(design, a, b, out, add)
+
+
+def _run(design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, add: bool) -> torch.Tensor:
     if a.device.type == "cpu":
         # In fp64: CPU BLAS adds in an order that depends on the operands' addresses, which fp32 sums would show.
         total = (a.double() @ b.double().T).to(a.dtype)

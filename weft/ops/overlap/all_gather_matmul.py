@@ -143,10 +143,12 @@ def all_gather_matmul_kernel(
     program = tl.program_id(0)
     first_row = place_of(me, me, world, LOCAL_FIRST) * rows
     for place in tl.range(program, own, programs, flatten=FLATTEN):
+        began = wl.begin_tile(team)
         panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
         row, column = tile_row * block.m, tile_column * block.n
         acc = gemm_tile(shard, b, row, column, sizes.K, 0, depth, nothing, block, False)
         store_tile(out, acc, row, column, first_row, rows, sizes.N)
+        wl.end_tile(began, me * tiles.rows + tile_row, tile_column, team)
     of_chunk = tiles.chunk * tiles.columns
     chunks = tl.cdiv(tiles.rows, tiles.chunk)
     for part in range(0, (world - 1) * chunks):
@@ -160,15 +162,18 @@ def all_gather_matmul_kernel(
         if first_place < end:
             wl.chunk_wait(call, owner, part % chunks, team)
         for place in tl.range(first_place, end, programs, flatten=FLATTEN):
+            began = wl.begin_tile(team)
             panel, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
             row, column = tile_row * block.m, tile_column * block.n
             acc = gemm_tile(gathered, b, owner * panel_rows + row, column, sizes.K, 0, depth, nothing, block, False)
             store_tile(out, acc, row, column, first_row, rows, sizes.N)
+            wl.end_tile(began, owner * tiles.rows + tile_row, tile_column, team)
     for step in range(wholes_of(tiles.whole), work_steps(tiles, depth)):
         place, first, last = work_at(step, tiles, depth)
         owner, chunk, tile_row, tile_column = locate(at_place(place, start, tiles), tiles)
         row, column = tile_row * block.m, tile_column * block.n
         wl.chunk_wait(call, owner, chunk, team)
+        began = wl.begin_tile(team)
         first_row = place_of(owner, me, world, LOCAL_FIRST) * rows
         acc = gemm_tile(gathered, b, owner * panel_rows + row, column, sizes.K, first, last, nothing, block, False)
         if last - first == depth:
@@ -177,6 +182,7 @@ def all_gather_matmul_kernel(
             for at in range(0, block.m, block.join_rows):
                 x = join_partials(split, place, at, tiles, depth, block)
                 store_tile(out, x, row + at, column, first_row, rows, sizes.N)
+        wl.end_tile(began, owner * tiles.rows + tile_row, tile_column, team)
 
 
 def all_gather_matmul(

@@ -188,7 +188,9 @@ def matmul_reduce_kernel(
         buffer = buffer_of(me, receiver, world)
         there = received + tl.cast(buffer, tl.int64) * buffers.buffer_size + sent.to(tl.int64) * TILE
         outgoing = Outgoing(send, wl.symm_at(there, receiver, team), tl.where(sending < 0, 0, TILE))
+        began = wl.begin_tile(team)
         acc = gemm_tile(a, b, first_row + row, column, sizes.K, first, last, outgoing, block, True)
+        wl.end_tile(began, owner * tiles.rows + tile_row, tile_column, team)
         if sending >= 0:
             wl.notify(buffers.arrived + buffer * buffers.flags + sent, receiver, now, team)
             sending = -1

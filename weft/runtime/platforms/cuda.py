@@ -21,6 +21,7 @@ from weft.runtime.environment import coordinates
 from weft.runtime.platforms.driver import copy_async
 from weft.runtime.platforms.platform import address_at_peer, check_copy
 from weft.runtime.platforms.torch_rail import new_group, rail_of
+from weft.runtime.recording import copy_span, signal_span
 from weft.runtime.store import FolderStore, given
 from weft.runtime.streams import current_stream, own_stream
 from weft.runtime.team.rendezvous import Rendezvous
@@ -352,14 +353,18 @@ class CudaCopyEngine:
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         check_copy(dst, src)
-        self._copy(address_at_peer(self._platform, dst, peer), src.data_ptr(), dst, src)
+        with copy_span(self._stream, src.nbytes, peer):
+            self._copy(address_at_peer(self._platform, dst, peer), src.data_ptr(), dst, src)
 
     def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         check_copy(dst, src)
-        self._copy(dst.data_ptr(), address_at_peer(self._platform, src, peer), dst, src)
+        with copy_span(self._stream, src.nbytes, peer):
+            self._copy(dst.data_ptr(), address_at_peer(self._platform, src, peer), dst, src)
 
     def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
-        self.put(signal, epoch, peer)
+        check_copy(signal, epoch)
+        with signal_span(self._stream, signal.data_ptr(), peer):
+            self._copy(address_at_peer(self._platform, signal, peer), epoch.data_ptr(), signal, epoch)
 
     def join(self) -> None:
         self._ended.record(self._stream)

@@ -16,6 +16,7 @@ _EXPORTS = {
     "simulate": "weft.runtime.simulate",
     "exchangeable": "weft.runtime.codec",
     "check": "weft.check",
+    "trace": "weft.trace",
     "Engine": "weft.engine",
     "LLM": "weft.engine",
     "SamplingParams": "weft.engine",

@@ -11,6 +11,7 @@ from weft.bench.command import bench
 from weft.check.command import check
 from weft.cli import doctor, generate
 from weft.console import Commands, single_valued
+from weft.trace.command import app as trace
 from weft.tune.command import tune
 
 app = typer.Typer(
@@ -41,5 +42,6 @@ def root(
 
 for command in (bench, check, tune):
     app.command()(single_valued(command))
+app.add_typer(trace, name="trace")
 app.command()(generate.command)
 app.command()(doctor.doctor)

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks import large_products, sharded_decode, skinny
+from benchmarks import large_products, predict, sharded_decode, skinny
 from weft.bench.harness.report import Report, Row, best_other, shapes_of, weft_row
 from weft.bench.render.plot import svg
 from weft.bench.render.sheets import (
@@ -96,6 +96,9 @@ def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: s
             first = notes.get(name, "").removeprefix("**Notes.** ").split(". ")[0].replace("\n", " ").rstrip(".")
             parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
     parts.append(f"- [gemms]({pages}/gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.\n")
+    parts.append(
+        f"- [prediction]({pages}/prediction.md): 8 to 64 GPUs by a model of the ops' schedules, with its errors.\n"
+    )
     parts += [model, MISSING]
     return "\n".join(parts)
 
@@ -277,6 +280,7 @@ def texts(folders: dict[str, list[Report]], results: Path) -> tuple[str, dict[st
         f"{name}.md": page(name, reports, notes.get(name, ""), pictures_of(name, reports))
         for name, reports in folders.items()
     }
+    pages["prediction.md"] = "\n".join(["# Prediction for 8 to 64 GPUs\n", GENERATED, predict.page(results)])
     pages["gemms.md"] = "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])
     return front_page(folders, notes, "performance", sharded_decode.section(results)), pages
 
@@ -291,6 +295,7 @@ def main(results: Path = RESULTS, front: Path = PAGE) -> int:
     for name, reports in folders.items():
         for picture, report in zip(pictures_of(name, reports), reports, strict=False):
             written[picture] = svg([report])
+    written[predict.PICTURE] = predict.picture()
     put(front, text)
     pages = front.with_suffix("")
     for name, content in written.items():

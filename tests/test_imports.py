@@ -33,7 +33,7 @@ LAYERS = (
     "arguments",
 )
 # Beside the cli: they may use everything but it and one another.
-BESIDE_CLI = ("bench", "check", "integrations", "tune", "trace")
+BESIDE_CLI = ("bench", "check", "integrations", "tune", "trace", "predict")
 # The one exception: what is tuned is measured and checked by the harness, not by a second one that may differ from it.
 ALONGSIDE = {("tune", "bench")}
 

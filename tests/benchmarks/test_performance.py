@@ -43,7 +43,7 @@ def test_pages_are_written_from_the_results(tmp_path):
     assert len(pictures) == 2
     folder = tmp_path / "docs" / "performance"
     assert sorted(file.name for file in folder.iterdir()) == sorted(
-        [*pictures, "gemms.md", "h200-x4.md", "h200-x4-more.md"]
+        [*pictures, "gemms.md", "h200-x4.md", "h200-x4-more.md", "prediction.md", "prediction.svg"]
     )
 
 

@@ -11,6 +11,7 @@ from weft.bench.command import bench
 from weft.check.command import check
 from weft.cli import doctor, generate
 from weft.console import Commands, single_valued
+from weft.predict.command import predict
 from weft.trace.command import app as trace
 from weft.tune.command import tune
 
@@ -40,7 +41,7 @@ def root(
     """Take the flags that stand before a subcommand."""
 
 
-for command in (bench, check, tune):
+for command in (bench, check, tune, predict):
     app.command()(single_valued(command))
 app.add_typer(trace, name="trace")
 app.command()(generate.command)

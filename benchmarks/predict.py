@@ -1,0 +1,213 @@
+"""Fit of weft.predict's costs to rows of two GPUs, its errors on rows of four, and its figure.
+
+``python -m benchmarks.predict`` writes weft/predict/h200.json; ``python -m benchmarks.performance`` the page and the figure.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks import sharded_decode
+from weft.bench.harness.report import from_json
+from weft.bench.render.plot import COLOURS, PLAIN, STYLE, check_matplotlib
+from weft.predict import ops
+from weft.predict.costs import FILE, FITTED, Costs, read, to_json
+from weft.runtime.files import put
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PICTURE = "prediction.svg"
+WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
+GOAL = 0.15
+# Of FITTED: the rows that each group of costs is fitted to, (op, provider).
+SOURCES = {
+    "gemm": (("ag-gemm", "cublas"), ("gemm-rs", "cublas")),
+    "overlap": (("ag-gemm", "weft.auto"), ("gemm-rs", "weft.auto")),
+    "all-reduce": (("all-reduce", "weft.auto"),),
+}
+# Least number of rows M of a GEMM: below, other designs than the modelled ones run.
+LEAST_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Row of committed results. us: of a single call, of an all-reduce of up to 2 ms of one of several in a row."""
+
+    op: str
+    provider: str
+    world_size: int
+    folder: str
+    label: str
+    shape: tuple[int, ...]
+    us: float
+
+
+def measurements(results: Path = RESULTS) -> Iterator[Measured]:
+    """Rows of the modelled ops at W = 2 and 4."""
+    for world_size in (2, 4):
+        for op in ("ag-gemm", "gemm-rs", "all-reduce"):
+            for file in sorted(results.glob(f"h200-x{world_size}*/{op}.w{world_size}.json")):
+                folder = file.parent.name
+                if not folder.endswith((f"x{world_size}", "-other-shapes")):
+                    continue  # other questions than weft's choice
+                for report in from_json(file.read_text()):
+                    for row in report.rows:
+                        is_large = op == "all-reduce" or row.shape[0] >= LEAST_ROWS
+                        if row.provider in ("cublas", "weft.auto") and row.median_us is not None and is_large:
+                            yield Measured(
+                                op=op, provider=row.provider, world_size=world_size, folder=folder, label=row.label,
+                                shape=row.shape, us=(row.chain_us if op == "all-reduce" else None) or row.median_us,
+                            )  # fmt: skip
+
+
+def predicted(costs: Costs, row: Measured) -> float:
+    if row.op == "all-reduce":
+        return ops.all_reduce(costs, *row.shape, row.world_size)
+    if row.provider == "cublas":
+        return ops.gemm(costs, *row.shape)
+    return (ops.ag_gemm if row.op == "ag-gemm" else ops.gemm_rs)(costs, *row.shape, row.world_size)
+
+
+def fit(rows: Sequence[Measured], costs: Costs) -> Costs:
+    """Costs with the least squares of log errors, group after group, by steps along each cost that halve."""
+    for group, names in FITTED.items():
+        mine = [row for row in rows if (row.op, row.provider) in SOURCES[group]]
+        best, step = _loss(costs, mine), 0.32
+        while step > 0.01:
+            found = costs
+            for name in names:
+                for factor in (1 + step, 1 / (1 + step)):
+                    other = replace(costs, **{name: getattr(costs, name) * factor})
+                    if (loss := _loss(other, mine)) < best:
+                        best, costs = loss, other
+            if found == costs:
+                step /= 2
+    return costs
+
+
+def _loss(costs: Costs, rows: Sequence[Measured]) -> float:
+    return sum(math.log(predicted(costs, row) / row.us) ** 2 for row in rows)
+
+
+# --- the page ------------------------------------------------------------------------------------------------------------
+
+TEXT = f"""A model, not measurements: [trace.md](../trace.md#predicting-more-gpus) says what it contains and what is assumed.
+Its costs are fitted to the rows of two GPUs in [performance.md](../performance.md) (`python -m benchmarks.predict`), GEMMs of
+{LEAST_ROWS} rows and more. Beyond {ops.NODE} GPUs a node ends, and pieces cross rails.
+"""
+
+
+def page(results: Path = RESULTS) -> str:
+    """Text of docs/performance/prediction.md: errors at W = 2 (fitted) and W = 4 (not), predictions.
+
+    results  folder of measurements to compare with
+    """
+    costs, rows = read(), list(measurements(results))
+    lines = [TEXT, *_table("op", "W", "rows", "mean error", "median", "largest", f"within {GOAL:.0%}")]
+    for op, provider in (pair for pairs in SOURCES.values() for pair in pairs):
+        for world_size in (2, 4):
+            which = op, provider, world_size
+            errors = [
+                predicted(costs, row) / row.us - 1 for row in rows if (row.op, row.provider, row.world_size) == which
+            ]
+            if errors:
+                lines.append(_errors(op, provider, world_size, errors))
+    lines += ["", "Weft's rows of four GPUs, which the fit has not seen:", ""]
+    lines += _table("op", "shape", "measured, µs", "predicted", "error")
+    for row in rows:
+        if row.world_size == 4 and row.provider == "weft.auto":
+            us = predicted(costs, row)
+            label = row.label if row.op == "all-reduce" else f"{row.label} ({'x'.join(map(str, row.shape))})"
+            lines.append(f"| {row.op} | {label} | {row.us:.1f} | {us:.1f} | {us / row.us - 1:+.0%} |")
+    lines += ["", f"![prediction]({PICTURE})", "", *_table("µs at W =", *map(str, WORLD_SIZES))]
+    for name, time in curves(costs).items():
+        lines.append(f"| {name} | {' | '.join(_number(time(w)) for w in WORLD_SIZES)} |")
+    lines += [
+        "",
+        "No row of a mixture of experts over ranks is committed yet, so its line has no error to show. Decode attention is the",
+        "model of `benchmarks/sharded_decode.py`, up to 32 GPUs.",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _table(first: str, *others: str) -> list[str]:
+    return [f"| {' | '.join((first, *others))} |", "|---" + "|---:" * len(others) + "|"]
+
+
+def _errors(op: str, provider: str, world_size: int, errors: Sequence[float]) -> str:
+    """Row of the table of errors."""
+    sizes = [abs(error) for error in errors]
+    name = f"{op}, {'cuBLAS alone' if provider == 'cublas' else 'weft'}"
+    fitted = " (fitted)" if world_size == 2 else ""
+    mean, median, worst = statistics.mean(sizes), statistics.median(sizes), max(errors, key=abs)
+    within = sum(size <= GOAL for size in sizes)
+    return f"| {name} | {world_size}{fitted} | {len(errors)} | {mean:.1%} | {median:.1%} | {worst:+.0%} | {within} |"
+
+
+def curves(costs: Costs) -> dict[str, Callable[[int], float | None]]:
+    """Time by world size of a problem whose size stays."""
+    measured = sharded_decode.exchanges(RESULTS)
+    decode = sharded_decode.Shape(1, 96, 12, 128, 1 << 20)
+
+    def spread(world_size: int) -> float | None:
+        return (
+            sharded_decode.modelled(decode, world_size, measured)
+            if world_size <= max(sharded_decode.WORLD_SIZES)
+            else None
+        )
+
+    return {
+        "AG-GEMM, Qwen3-32B gate-up, M=8192": lambda w: ops.ag_gemm(costs, 8192, 51200 // w, 5120, w),
+        "GEMM-RS, Qwen3-32B down, M=8192": lambda w: ops.gemm_rs(costs, 8192, 5120, 25600 // w, w),
+        "all-reduce, 1 MiB": lambda w: ops.all_reduce(costs, 1 << 20, w),
+        "MoE, Qwen3-30B-A3B, 8192 tokens": lambda w: ops.moe(costs, 8192, 2048, 768, 128, 8, w),
+        f"decode attention, {decode}": spread,
+    }
+
+
+def _number(us: float | None) -> str:
+    return "–" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def picture() -> str:
+    """Figure of the predictions: time by world size, measured sizes filled."""
+    check_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for (name, time), colour in zip(curves(read()).items(), COLOURS, strict=False):
+            points = [(w, us) for w in WORLD_SIZES if (us := time(w))]
+            axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=name, gid=name)
+        axes.axvspan(1, 4, color="#eeeeee")
+        axes.text(0.06, 0.04, "measured sizes", transform=axes.transAxes)
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="GPUs",
+            ylabel="µs, predicted",
+            xticks=WORLD_SIZES,
+            xticklabels=WORLD_SIZES,
+        )
+        axes.minorticks_off()
+        axes.legend(fontsize=8)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=PLAIN)
+    text = file.getvalue()
+    return text[text.index("<svg") :]
+
+
+def main() -> None:
+    rows = [row for row in measurements() if row.world_size == 2]
+    put(FILE, to_json(fit(rows, Costs())))
+    print(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The model of more GPUs: its parts by hand, its errors on committed rows, the command."""
+
+import json
+import statistics
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import predict
+from weft.cli import app
+from weft.predict import ops
+from weft.predict.costs import Costs, read, to_json
+from weft.predict.executor import CopyEngine, Slots, run_in_order
+
+
+def test_tiles_take_the_sms_that_are_free_first():
+    slots = Slots(3)
+    assert slots.run(4, 10, 0) == 20  # 3, then 1
+    assert slots.run(2, 5, 0) == 15  # beside the last one of the first GEMM
+    assert slots.run(3, 1, 100) == 101
+    many, one_by_one = Slots(4), Slots(4)
+    many.run(3, 7, 2), one_by_one.run(3, 7, 2)
+    assert many.run(41, 11, 3) == max(one_by_one.run(1, 11, 3) for _ in range(41))
+
+
+def test_a_persistent_kernel_waits_for_its_next_tile():
+    ready = np.array([0, 0, 0, 50, 0, 0])
+    # Program 0: 0-10, 10-20, 20-30; program 1: 0-10, then waits for 50: 60, 70.
+    assert run_in_order(ready, 10, 2, 0) == 70
+    assert run_in_order(ready, 10, 6, 5) == 60
+
+
+def test_a_copy_engine_makes_one_copy_after_the_other():
+    engine = CopyEngine(2, 100, 3, 10)
+    assert [engine.send(500, 0), engine.send(500, 0), engine.send(0, 100)] == [20, 30, 105]
+
+
+@pytest.mark.parametrize(
+    "time", [ops.ag_gemm, lambda c, M, N, K, W: ops.gemm_rs(c, M, K, N, W)], ids=["ag_gemm", "gemm_rs"]
+)
+def test_an_overlapped_gemm_lies_between_its_parts_and_their_sum(time):
+    costs = Costs()
+    for world_size in (2, 4, 8):
+        alone = ops.gemm(costs, 8192, 2560, 5120)
+        wire = (world_size - 1) * (8192 / world_size * 5120 * 2 / costs.link + costs.copy + costs.flag)
+        assert max(alone, wire) < time(costs, 8192, 2560, 5120, world_size) < 1.3 * (alone + wire)
+    # A node more costs a rail at least.
+    assert time(costs, 8192, 640, 5120, 16) > costs.rail
+
+
+def test_a_large_all_reduce_takes_owners_and_a_small_one_does_not():
+    costs = Costs()
+    small, large = 1 << 12, 1 << 26
+    assert ops.all_reduce(costs, small, 8) == pytest.approx(costs.push + 7 * small / costs.push_link)
+    assert ops.all_reduce(costs, large, 8) < costs.push + 7 * large / costs.push_link
+    assert ops.all_reduce(costs, small, 1) == 0 < ops.all_reduce(costs, small, 8) < ops.all_reduce(costs, small, 16)
+
+
+def test_the_shipped_costs_predict_rows_that_they_were_not_fitted_to():
+    costs, errors = read(), []
+    for row in predict.measurements():
+        if row.world_size == 4 and row.provider == "weft.auto":
+            errors.append(abs(predict.predicted(costs, row) / row.us - 1))
+    assert len(errors) >= 60
+    assert statistics.mean(errors) < 0.07 and max(errors) < 0.2
+    assert sum(error <= predict.GOAL for error in errors) >= len(errors) - 3
+
+
+def test_a_fit_finds_the_costs_that_made_the_rows():
+    true = Costs(push=3.3, push_link=200e3)
+    rows = [
+        predict.Measured(
+            op="all-reduce", provider="weft.auto", world_size=2, folder="", label="", shape=(nbytes,),
+            us=ops.all_reduce(true, nbytes, 2),
+        )
+        for nbytes in (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+    ]  # fmt: skip
+    found = predict.fit(rows, Costs())
+    assert (found.push, found.push_link) == (pytest.approx(3.3, rel=0.03), pytest.approx(200e3, rel=0.03))
+    assert found.mac == Costs().mac and Costs(**json.loads(to_json(true))) == true
+
+
+@pytest.mark.sweep
+def test_the_shipped_costs_are_those_of_the_committed_rows():
+    rows = [row for row in predict.measurements() if row.world_size == 2]
+    assert to_json(predict.fit(rows, Costs())) == to_json(read())
+
+
+def test_the_command_prints_a_time_for_each_world_size_or_one_line():
+    result = CliRunner().invoke(app, ["predict", "ag-gemm", "--world-size", "8,16", "--shape", "4096x10240x5120"])
+    assert result.exit_code == 0 and [line.split()[:3] for line in result.stdout.splitlines()[1:]] == [
+        ["W", "=", "8"], ["W", "=", "16"],
+    ]  # fmt: skip
+    wrong = {
+        ("nothing",): "has no model", ("all-reduce", "--shape", "3x4"): "is not bytes",
+        ("ag-gemm", "--world-size", "3"): "is not divisible by world_size=3",
+    }  # fmt: skip
+    for arguments, message in wrong.items():
+        result = CliRunner().invoke(app, ["predict", *arguments])
+        assert result.exit_code == 2 and message in result.stderr

@@ -1,0 +1,1 @@
+"""Prediction of overlapped ops on more GPUs than were measured: ``weft predict``."""

@@ -244,15 +244,15 @@ def with_defaults(byte_model, path, **content):
 
 def test_a_call_without_parameters_follows_the_checkpoint(byte_model, tmp_path, caplog):
     settings = {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "max_new_tokens": 12, "top_k": 20}
-    directory = with_defaults(byte_model, tmp_path / "copy", **settings, repetition_penalty=1.1)
-    params = SamplingParams(temperature=2.0, top_p=0.9, top_k=20, max_tokens=12)
+    directory = with_defaults(byte_model, tmp_path / "copy", **settings, repetition_penalty=1.1, num_beams=2)
+    params = SamplingParams(temperature=2.0, top_p=0.9, top_k=20, max_tokens=12, repetition_penalty=1.1)
     with weft.LLM(directory, 2, device="sim", mode="torch") as llm:
         assert llm.defaults == params
         assert llm.generate(PROMPTS) == llm.generate(PROMPTS, params)
         assert llm.generate(PROMPTS) != llm.generate(PROMPTS, SamplingParams(max_tokens=12))
     # Once, though virtual ranks load the model for every call.
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"{directory}: generation_config.json: not used: repetition_penalty=1.1 (weft follows ")
+    assert line.startswith(f"{directory}: generation_config.json: not used: num_beams=2 (weft follows ")
 
 
 def test_an_engine_follows_the_checkpoint_where_it_is_told_nothing(byte_model, tmp_path, caplog):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.engine.adjustments import Entry
 from weft.engine.config import EngineConfig
 from weft.engine.kv_cache import PagePool
 from weft.engine.prefill import PrefillChunk
@@ -123,6 +124,9 @@ class Batch:
 def _chunk(part: SequenceRange) -> PrefillChunk:
     sequence = part.sequence
     tokens = sequence.prompt + sequence.tokens
+    entry = None
+    if part.last and sequence.adjusted is not None:
+        entry = Entry(adjusted=sequence.adjusted, prompt=sequence.prompt, answer=sequence.tokens)
     return PrefillChunk(
         slot=sequence.slot,
         tokens=tokens[part.start : part.start + part.length],
@@ -130,4 +134,5 @@ def _chunk(part: SequenceRange) -> PrefillChunk:
         pages=sequence.pages,
         params=sequence.params,
         choose=part.last,
+        entry=entry,
     )

@@ -23,6 +23,7 @@ from weft.arguments import (
     check_optional,
     quoted,
 )
+from weft.engine.adjustments import Adjusted
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig
 from weft.engine.outputs import Completion, FinishReason, Piece, Stats, join_pieces
@@ -31,13 +32,14 @@ from weft.engine.params import (
     SamplingParams,
     as_prompts,
     check_prompt,
+    difference,
     one_each,
     sampling_defaults,
     unused_defaults,
 )
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
-from weft.engine.tokenizer import TextStream, has_tokenizer, load_tokenizer
+from weft.engine.tokenizer import TextStream, has_tokenizer, load_tokenizer, spellings
 from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
@@ -148,29 +150,22 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
         seed: int | None = 0,
-        stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
+        **sampling: Any,
     ) -> Generator[Piece, None, None]:
         """Yield a Piece for each new token, as soon as the host has it.
 
         prompts  text or lists of token ids
         seed     of prompt 0; the other prompts draw with seeds derived from it. None: random ones
-        others   as in SamplingParams; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint sets them
+        others   fields of SamplingParams by name; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint
+                 sets them. TypeError for another name
 
         Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
         prompts from the batch. Raised here, not at the first piece: ValueError for invalid arguments, for a prompt that is
         empty or leaves no room in `max_seq_len`, and where ranks pass different arguments.
         """
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop}
-        asked |= {"top_p": top_p, "top_k": top_k, "min_p": min_p}
-        given = {name: value for name, value in asked.items() if value is not None}
-        params = replace(self.defaults, **given, seed=seed, ignore_eos=ignore_eos)
+        params = replace(self.defaults.with_options(sampling), seed=seed, ignore_eos=ignore_eos)
         prompts = as_prompts(prompts)
         return self.answer(prompts, one_each(params, len(prompts)))
 
@@ -191,7 +186,8 @@ class Engine:
                 pairs = (pair for parts in zip(other, asked[0], strict=True) for pair in zip_longest(*parts))
                 one, first = next(pair for pair in pairs if pair[0] != pair[1])
                 raise ValueError(
-                    f"rank {rank} asked for {quoted(one)}, rank 0 for {quoted(first)}; all ranks must pass the same"
+                    f"rank {rank} asked for {difference(one, first)}, rank 0 for {difference(first, one)}; "
+                    f"all ranks must pass the same"
                 )
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts; pass one each")
@@ -312,11 +308,21 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={quoted(params.stop)} needs text, and {self._no_text}; pass stop_token_ids")
         vocab_size = self.model.config.vocab_size
-        if (largest := max(params.stop_token_ids, default=0)) >= vocab_size:
-            raise ValueError(f"stop_token_ids holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if (largest := max(getattr(params, name) or (), default=0)) >= vocab_size:
+                raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
         room = self.config.max_seq_len - len(prompt)
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
-        return Running(prompt=prompt, params=params, budget=budget)
+        return Running(prompt=prompt, params=params, budget=budget, adjusted=self._adjusted(params))
+
+    def _adjusted(self, params: SamplingParams) -> Adjusted | None:
+        """Changes of logits that a request asks for."""
+        if not params.adjusted:
+            return None
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError(f"bad_words={quoted(params.bad_words)} needs text, and {self._no_text}; pass logit_bias")
+        ends = sorted(self.eos_token_ids | set(params.stop_token_ids)) if params.min_tokens else []
+        return Adjusted(params=params, ends=ends, bad_words=spellings(self.tokenizer, params.bad_words))
 
     def _seeded(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """The parameters, those without a seed with one that rank 0 has drawn."""

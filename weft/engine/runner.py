@@ -12,9 +12,10 @@ from itertools import pairwise
 import torch
 
 from weft.arguments import check_instance
+from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, prompt_shapes
-from weft.engine.params import Kind, SamplingParams
+from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice, choose_tokens
@@ -77,6 +78,7 @@ class Runner:
         self.top_k = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.min_p = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.adjustments: Adjustments | None = None  # once a request asks for changes of logits
         self.buckets = decode_buckets(max_batch)
         self.capture_seconds = 0.0
         # Most tokens of one forward pass so far, padding included.
@@ -131,8 +133,17 @@ class Runner:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`."""
+        self._enter([chunk for chunk in chunks if chunk.choose])
         with self._without_autograd():
             self._prefill(chunks)
+
+    def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Fill the adjustments of the slots for which tokens are chosen."""
+        if self.adjustments is None and any(chunk.entry is not None for chunk in chunks):
+            self.adjustments = Adjustments(self.model.lm_head, self.max_batch)
+        if self.adjustments is not None:
+            for chunk in chunks:
+                self.adjustments.enter(chunk.slot, chunk.entry)
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         shape = self._shape_of(chunks) if self.cuda_graph else None
@@ -150,6 +161,9 @@ class Runner:
             if len(ends) < len(chosen):
                 chosen = chosen[upload(torch.tensor(ends), self.team.device)]
             self.tokens.index_copy_(0, slots, chosen)
+            if Kind.ADJUSTED in _kind_of(chunks):
+                ends = [chunks[index].before + len(chunks[index].tokens) for index in ends]
+                self.adjustments.note(slots, chosen, upload(torch.tensor(ends), self.team.device))
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
@@ -166,7 +180,7 @@ class Runner:
 
     def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape) -> torch.Tensor:
         """Next token [shape.batch] after each chunk, with or without `choose`, padding last."""
-        kind = self._captured_kind(max((chunk.params.kind for chunk in chunks if chunk.choose), default=Kind.GREEDY))
+        kind = self._captured_kind(_kind_of(chunks))
         prompts = self._warm_prompts.get(shape)
         if prompts is None:
             prompts = self._prompts.pop(shape, None) or self._prompts_of(shape)
@@ -175,7 +189,7 @@ class Runner:
                 self._evict(next(iter(self._prompts)))
         self.longest_prefill = max(self.longest_prefill, shape.tokens)
         prompts.load(chunks)
-        self._replay((shape, kind), lambda: prompts.run(kind))
+        self._replay((shape, kind), lambda: prompts.run(kind, self.adjustments))
         return prompts.chosen
 
     def _prompts_of(self, shape: Shape | RaggedShape) -> PaddedPrefill | RaggedPrefill:
@@ -207,9 +221,10 @@ class Runner:
         choice = Choice(
             **_sampling_tensors(params, device),
             position=upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device),
+            adjustments=self.adjustments,
+            rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
         )
-        kind = max(p.kind for p in params)
-        return choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
+        return choose_tokens(self.model.lm_head, logits, choice, joint_kind(params), fused=step.plan.fused)
 
     def run_padding(self, most: int) -> None:
         """Run prompts of padding, of 256, 512, … ``most`` tokens: the GEMMs of prompts that fill the batch.
@@ -239,6 +254,8 @@ class Runner:
         """Move the tokens of slots, (from, to); call `assign_slots` before the next decode step."""
         sources, targets = (upload(torch.tensor(slots), self.team.device) for slots in zip(*moves, strict=True))
         self.tokens.index_copy_(0, targets, self.tokens[sources])
+        if self.adjustments is not None:
+            self.adjustments.move(moves)
 
     def _send(self, changed: dict[int, SlotState], gone: list[int]) -> None:
         device = self.team.device
@@ -256,7 +273,7 @@ class Runner:
         """Decode one token for every occupied slot and advance the positions."""
         batch = self.bucket(max(self._states) + 1)
         self.largest_decode = max(self.largest_decode, batch)
-        self.step(batch, max(state.params.kind for state in self._states.values()))
+        self.step(batch, joint_kind(state.params for state in self._states.values()))
         # The device counts on by itself. (`replace` would take three times as long.)
         self._states = {
             slot: SlotState(position=state.position + 1, pages=state.pages, params=state.params)
@@ -271,7 +288,7 @@ class Runner:
         """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
 
         batch  size of a bucket
-        kind   greatest `params.kind` of the slots; a lesser one would sample wrongly
+        kind   union of `params.kind` of the slots; a lesser one would sample wrongly
 
         Captures the bucket's graph if there is none. Returns before the GPU has finished.
         """
@@ -285,7 +302,7 @@ class Runner:
 
     def _captured_kind(self, kind: Kind) -> Kind:
         """Kind whose graphs `warm_up` has captured and that serves `kind`, which stays if there is none."""
-        return next((captured for captured in WARM_KINDS if self.warm and captured >= kind), kind)
+        return next((captured for captured in WARM_KINDS if self.warm and kind in captured), kind)
 
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
         """Capture the graph that `step` replays, unless there is one. Collective; waits for the GPU.
@@ -336,8 +353,12 @@ class Runner:
             min_p=self.min_p[:batch],
             seed=self.seed[:batch],
             position=positions + 1,
+            adjustments=self.adjustments,
+            rows=slice(batch),
         )
         self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))
+        if Kind.ADJUSTED in kind:
+            self.adjustments.note(choice.rows, self.tokens[:batch], choice.position)
         positions.add_(positions >= 0)
 
     def _without_autograd(self) -> AbstractContextManager:
@@ -389,6 +410,10 @@ class Runner:
 
 def _padded(rows: list[list[int]], width: int) -> torch.Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def _kind_of(chunks: Sequence[PrefillChunk]) -> Kind:
+    return joint_kind(chunk.params for chunk in chunks if chunk.choose)
 
 
 def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
+from weft.engine.adjustments import Adjusted
 from weft.engine.kv_cache import PagePool, digest_of
 from weft.engine.params import SamplingParams
 
@@ -28,6 +29,7 @@ from weft.engine.params import SamplingParams
 class Sequence:
     """State of a request.
 
+    adjusted  changes of logits that it asks for; None: none
     number    index among the engine's requests; -1: not submitted yet
     budget    maximum tokens of the answer, by `params` and by the model
     tokens    answer, as far as the host knows it
@@ -46,6 +48,7 @@ class Sequence:
     params: SamplingParams
     budget: int
     reads_all: bool = False
+    adjusted: Adjusted | None = None
     number: int = -1
     tokens: list[int] = field(default_factory=list)
     launched: int = 0

@@ -24,8 +24,9 @@ from weft.arguments import (
     quoted,
 )
 from weft.engine.adjustments import Adjusted
-from weft.engine.batch import Batch
+from weft.engine.batch import Arrival, Batch
 from weft.engine.config import EngineConfig
+from weft.engine.logprobs import logprobs_of
 from weft.engine.outputs import Completion, FinishReason, Piece, Stats, join_pieces
 from weft.engine.params import (
     Prompt,
@@ -226,9 +227,9 @@ class Engine:
 
     def _step(self) -> None:
         try:
-            for sequence, token in self.batch.step():
-                if not sequence.done:
-                    self._held.append(self._piece(sequence, token))
+            for arrival in self.batch.step():
+                if not arrival.sequence.done:
+                    self._held.append(self._piece(arrival))
         except BaseException:
             self.batch.restart()
             raise
@@ -344,12 +345,23 @@ class Engine:
         self.batch.scheduler.finish(sequence)
         del self._texts[sequence.number]
 
-    def _piece(self, sequence: Running, token_id: int) -> Piece:
+    def _piece(self, arrival: Arrival) -> Piece:
+        sequence, token_id = arrival.sequence, arrival.token
         sequence.tokens.append(token_id)
+        params, logprobs, of_prompt = sequence.params, None, None
+        if params.logprobs is not None:
+            logprobs = logprobs_of(arrival.logprobs, token_id, params.logprobs, self._token_text)
+        if params.prompt_logprobs is not None and len(sequence.tokens) == 1:
+            rows = (row for part in sequence.prompt_logprobs for row in part.tolist())
+            pairs = zip(rows, sequence.prompt[1:], strict=True)
+            of_prompt = [None, *(logprobs_of(*pair, params.prompt_logprobs, self._token_text) for pair in pairs)]
         text, reason = self._text(sequence, token_id)
         if reason is not None:
             self._leave(sequence)
-        return Piece(sequence.number, text, token_id, reason)
+        return Piece(sequence.number, text, token_id, reason, logprobs, of_prompt)
+
+    def _token_text(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
 
     def _text(self, sequence: Running, token_id: int) -> tuple[str | None, FinishReason | None]:
         stream = self._texts[sequence.number]

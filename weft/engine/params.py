@@ -23,6 +23,8 @@ Prompt = str | Sequence[int]
 MAX_TEMPERATURE = 1e30
 # The range of OpenAI's API; vLLM's server clamps to it.
 MAX_LOGIT_BIAS = 100.0
+# vLLM's default of max_logprobs.
+MOST_LOGPROBS = 20
 
 
 class Kind(IntFlag):
@@ -30,6 +32,7 @@ class Kind(IntFlag):
 
     GREEDY .. TRUNCATED  kinds of sampling; each has the bits of those before it
     ADJUSTED             logits are changed first: penalties, biases, tokens that are not allowed
+    LOGPROBS             log-probabilities of the chosen tokens
     """
 
     GREEDY = 0
@@ -37,6 +40,7 @@ class Kind(IntFlag):
     NUCLEUS = 3
     TRUNCATED = 7
     ADJUSTED = 8
+    LOGPROBS = 16
 
 
 @exchangeable
@@ -59,6 +63,9 @@ class SamplingParams:
     max_tokens      of the answer, which is shorter where it would exceed the model's limit
                     None: as long as the model allows
     min_tokens      before these, no end-of-sequence token and none of stop_token_ids is chosen; stop strings do count
+    logprobs        number of the likeliest tokens whose log-probabilities come with each token, beside its own; up to 20. None:
+                    no log-probabilities
+    prompt_logprobs  the same for the tokens of the prompt
     seed            of the random numbers, which depend on seed, position and token only; logits still round differently for
                     another world size, batch or GPU, so answers may differ there. None: another one each time
     stop            strings that end an answer; they are not part of it
@@ -80,6 +87,8 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     max_tokens: int | None = 64
     min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -106,6 +115,8 @@ class SamplingParams:
         object.__setattr__(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
+        for name in ("logprobs", "prompt_logprobs"):
+            object.__setattr__(self, name, check_optional(check_int, name, getattr(self, name), 0, MOST_LOGPROBS))
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"
@@ -132,6 +143,7 @@ class SamplingParams:
     @property
     def kind(self) -> Kind:
         kind = Kind.ADJUSTED if self.adjusted else Kind.GREEDY
+        kind |= Kind.GREEDY if self.logprobs is None else Kind.LOGPROBS
         if self.temperature == 0.0:
             return kind
         if self.top_k or self.min_p:

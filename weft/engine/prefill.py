@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from weft.engine.adjustments import Adjustments, Entry
+from weft.engine.logprobs import WIDTH, token_logprobs
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
 from weft.models import Decoder
@@ -34,7 +35,9 @@ ALIGNMENT = 16
 class PrefillChunk:
     """Prompt tokens of one sequence, after `before` cached ones; `choose`: then its next token is chosen.
 
-    entry  changes of logits that it asks for, if it does and a token is chosen
+    entry    changes of logits that it asks for, if it does and a token is chosen
+    targets  prompt tokens whose log-probabilities are asked for, each behind one of the chunk's last tokens; with `choose` none
+             is behind the very last
     """
 
     slot: int
@@ -44,6 +47,7 @@ class PrefillChunk:
     params: SamplingParams
     choose: bool
     entry: Entry | None = None
+    targets: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,9 @@ class Inputs:
 class StaticPrefill(ABC):
     """Prefill of up to `batch` sequences, up to `tokens` tokens together, on static tensors.
 
-    Call `load`, then `run`, which may be captured; `chosen` holds the next tokens. max_pages: of a sequence.
+    Call `load`, then `run`, which may be captured; `chosen` and `logprobs` hold the next tokens and theirs.
+
+    max_pages  of a sequence
     """
 
     runs: tuple[Chunk, ...] = ()  # of Step.chunks
@@ -105,6 +111,7 @@ class StaticPrefill(ABC):
         self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
         device = model.team.device
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(batch, WIDTH, dtype=torch.float32, device=device)
         # The fields of its sequence ranges that stay on the host hold for every batch.
         self._ranges = self._ranges_of([])
         like = self._inputs([])
@@ -145,6 +152,8 @@ class StaticPrefill(ABC):
             rows=now.batch_slots,
         )
         self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
+        if Kind.LOGPROBS in kind:
+            self.logprobs.copy_(token_logprobs(self.model.lm_head, logits, self.chosen))
 
     @abstractmethod
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:

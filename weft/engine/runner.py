@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -15,6 +15,7 @@ from weft.arguments import check_instance
 from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, prompt_shapes
+from weft.engine.logprobs import WIDTH, token_logprobs
 from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
@@ -78,6 +79,8 @@ class Runner:
         self.top_k = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.min_p = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(max_batch, WIDTH, dtype=torch.float32, device=device)
+        self.prompt_logprobs: dict[int, torch.Tensor] = {}  # by slot, of the prompts of the last `prefill`
         self.adjustments: Adjustments | None = None  # once a request asks for changes of logits
         self.buckets = decode_buckets(max_batch)
         self.capture_seconds = 0.0
@@ -132,7 +135,11 @@ class Runner:
             self._graphs[size, kind].replay()  # the first one uploads it
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`."""
+        """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`.
+
+        Log-probabilities, where they are asked for, go into `logprobs[slot]`, of prompts into `prompt_logprobs`.
+        """
+        self.prompt_logprobs = {}
         self._enter([chunk for chunk in chunks if chunk.choose])
         with self._without_autograd():
             self._prefill(chunks)
@@ -146,22 +153,27 @@ class Runner:
                 self.adjustments.enter(chunk.slot, chunk.entry)
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        shape = self._shape_of(chunks) if self.cuda_graph else None
+        scored = any(chunk.targets for chunk in chunks)  # by all logits of the prompt
+        shape = self._shape_of(chunks) if self.cuda_graph and not scored else None
         if shape in self._warm_prompts or (shape and self._launched[shape] >= LAUNCHED_FIRST[type(shape)]):
-            chosen = self._prefill_padded(chunks, shape)
+            chosen, logprobs = self._prefill_padded(chunks, shape)
         else:
             self._launched[shape] += 1
             self.longest_prefill = max(self.longest_prefill, sum(len(chunk.tokens) for chunk in chunks))
             # Sequences of equal length share an attention call.
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
-            chosen = self._prefill_eagerly(chunks)
+            chosen, logprobs = self._prefill_eagerly(chunks)
         ends = [index for index, chunk in enumerate(chunks) if chunk.choose]
         if ends:
             slots = upload(torch.tensor([chunks[index].slot for index in ends]), self.team.device)
+            kind, rows = _kind_of(chunks), None
             if len(ends) < len(chosen):
-                chosen = chosen[upload(torch.tensor(ends), self.team.device)]
+                rows = upload(torch.tensor(ends), self.team.device)
+                chosen = chosen[rows]
             self.tokens.index_copy_(0, slots, chosen)
-            if Kind.ADJUSTED in _kind_of(chunks):
+            if Kind.LOGPROBS in kind:
+                self.logprobs.index_copy_(0, slots, logprobs if rows is None else logprobs[rows])
+            if Kind.ADJUSTED in kind:
                 ends = [chunks[index].before + len(chunks[index].tokens) for index in ends]
                 self.adjustments.note(slots, chosen, upload(torch.tensor(ends), self.team.device))
 
@@ -178,8 +190,10 @@ class Runner:
             return next((one for one in ragged if one.tokens >= tokens and one.batch >= len(chunks)), None)
         return shape or ragged_shape_of(chunks, self.max_batch)
 
-    def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape) -> torch.Tensor:
-        """Next token [shape.batch] after each chunk, with or without `choose`, padding last."""
+    def _prefill_padded(
+        self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Next token [shape.batch] after each chunk, with or without `choose`; and their logprobs."""
         kind = self._captured_kind(_kind_of(chunks))
         prompts = self._warm_prompts.get(shape)
         if prompts is None:
@@ -190,7 +204,7 @@ class Runner:
         self.longest_prefill = max(self.longest_prefill, shape.tokens)
         prompts.load(chunks)
         self._replay((shape, kind), lambda: prompts.run(kind, self.adjustments))
-        return prompts.chosen
+        return prompts.chosen, prompts.logprobs
 
     def _prompts_of(self, shape: Shape | RaggedShape) -> PaddedPrefill | RaggedPrefill:
         if isinstance(shape, Shape):
@@ -203,20 +217,30 @@ class Runner:
         del self._prompts[shape], self._launched[shape]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != shape}
 
-    def _prefill_eagerly(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
-        """Next token after each chunk with `choose`."""
+    def _prefill_eagerly(self, chunks: Sequence[PrefillChunk]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Next token after each chunk with `choose`, and their logprobs; None: none is asked for."""
         device = self.team.device
         width = max(len(chunk.pages) for chunk in chunks)
         table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
         tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
         step = self.model.prefill_step([(chunk.before, len(chunk.tokens)) for chunk in chunks], table, self.page_size)
-        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
-        chosen = [index for index, chunk in enumerate(chunks) if chunk.choose]
-        if not chosen:
+        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
+        last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.choose]
+        # Token i of a prompt is predicted after token i - 1. No target follows the prompt's last token.
+        scored = []
+        for end, chunk in zip(ends, chunks, strict=True):
+            end -= chunk.choose
+            scored += range(end - len(chunk.targets), end)
+        if not last and not scored:
             self.model.fill_cache(tokens, step, self.cache)
-            return tokens[:0]
-        logits = self.model(tokens, step, self.cache, upload(ends[chosen], device))
-        chunks = [chunks[index] for index in chosen]
+            return tokens[:0], None
+        logits = self.model(tokens, step, self.cache, upload(torch.tensor(last + scored), device))
+        if scored:
+            self._score([chunk for chunk in chunks if chunk.targets], logits[len(last) :])
+            logits = logits[: len(last)]
+        chunks = [chunk for chunk in chunks if chunk.choose]
+        if not chunks:
+            return tokens[:0], None
         params = [chunk.params for chunk in chunks]
         choice = Choice(
             **_sampling_tensors(params, device),
@@ -224,7 +248,16 @@ class Runner:
             adjustments=self.adjustments,
             rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
         )
-        return choose_tokens(self.model.lm_head, logits, choice, joint_kind(params), fused=step.plan.fused)
+        kind = joint_kind(params)
+        tokens = choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
+        return tokens, token_logprobs(self.model.lm_head, logits, tokens) if Kind.LOGPROBS in kind else None
+
+    def _score(self, chunks: Sequence[PrefillChunk], logits: torch.Tensor) -> None:
+        """Log-probabilities of the chunks' targets under all their logits."""
+        targets = upload(torch.tensor([token for chunk in chunks for token in chunk.targets]), self.team.device)
+        rows = token_logprobs(self.model.lm_head, logits, targets)
+        parts = rows.split([len(chunk.targets) for chunk in chunks])
+        self.prompt_logprobs = {chunk.slot: part for chunk, part in zip(chunks, parts, strict=True)}
 
     def run_padding(self, most: int) -> None:
         """Run prompts of padding, of 256, 512, … ``most`` tokens: the GEMMs of prompts that fill the batch.
@@ -357,6 +390,8 @@ class Runner:
             rows=slice(batch),
         )
         self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))
+        if Kind.LOGPROBS in kind:
+            self.logprobs[:batch].copy_(token_logprobs(self.model.lm_head, logits, self.tokens[:batch]))
         if Kind.ADJUSTED in kind:
             self.adjustments.note(choice.rows, self.tokens[:batch], choice.position)
         positions.add_(positions >= 0)

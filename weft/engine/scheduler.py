@@ -19,10 +19,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from weft.engine.adjustments import Adjusted
 from weft.engine.kv_cache import PagePool, digest_of
 from weft.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +37,7 @@ class Sequence:
     number    index among the engine's requests; -1: not submitted yet
     budget    maximum tokens of the answer, by `params` and by the model
     tokens    answer, as far as the host knows it
+    prompt_logprobs  rows of weft.engine.logprobs of the prompt's tokens but the first, if asked for, in host memory
     launched  answer tokens that the device has been told to compute
     cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
     reads_all  every token of the prompt is read, also those in the cache: for their log-probabilities
@@ -51,6 +56,7 @@ class Sequence:
     adjusted: Adjusted | None = None
     number: int = -1
     tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[torch.Tensor] = field(default_factory=list)
     launched: int = 0
     cached: int = 0
     pages: list[int] = field(default_factory=list)

@@ -140,7 +140,7 @@ class Engine:
         self.stats = Stats(load_seconds=time.perf_counter() - begin)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
-        """Generate a Completion for each prompt, in order. Collective. Arguments and errors as in `stream`.
+        """Generate n Completions for each prompt, in order. Collective. Arguments and errors as in `stream`.
 
         An answer is shorter than `max_tokens` where it would exceed `max_seq_len`: finish_reason "length".
         """
@@ -196,17 +196,23 @@ class Engine:
             raise ValueError("prompts is empty; pass at least one")
         params = self._seeded(params)
         encoded = [self._encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
-        sequences = [self._sequence(ids, one) for ids, one in zip(encoded, params, strict=True)]
-        for index, sequence in enumerate(sequences):
-            self.batch.scheduler.check(f"prompts[{index}]", sequence)
+        sequences: dict[tuple[int, int], Running] = {}
+        for prompt, (ids, asked) in enumerate(zip(encoded, params, strict=True)):
+            answers = asked.answers() if isinstance(asked, SamplingParams) else [asked]
+            for index, one in enumerate(answers):
+                sequences[prompt, index] = self._sequence(ids, one)
+            self.batch.scheduler.check(f"prompts[{prompt}]", sequences[prompt, 0])
         return self._answer(sequences)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> int:
         """Add a request, which joins the batch when there is room. Returns its number: `prompt` of its pieces.
 
-        Collective: all ranks submit the same requests between the same steps. ValueError as in `generate`.
+        Collective: all ranks submit the same requests between the same steps. ValueError as in `generate`, and for several
+        answers: submit `params.answers()` one by one.
         """
         [params] = self._seeded([params])
+        if isinstance(params, SamplingParams) and params.n > 1:
+            raise ValueError(f"n={params.n}: a submitted request has one answer; submit params.answers() one by one")
         sequence = self._sequence(self._encode("prompt", prompt), params)
         self.batch.scheduler.check("prompt", sequence)
         self._enter(sequence)
@@ -240,13 +246,17 @@ class Engine:
         self._held = [piece for piece in self._held if piece.prompt not in numbers]
         return taken
 
-    def _answer(self, sequences: list[Running]) -> Generator[list[Piece], None, None]:
-        """Submit sequences and step until all have ended. They leave when the caller stops drawing, too."""
+    def _answer(self, answers: dict[tuple[int, int], Running]) -> Generator[list[Piece], None, None]:
+        """Submit sequences and step until all have ended. They leave when the caller stops drawing, too.
+
+        answers  sequences by (prompt, index among its answers)
+        """
         runner, scheduler = self.batch.runner, self.batch.scheduler
         begin, captured, preempted = time.perf_counter(), runner.capture_seconds, scheduler.preemptions
+        sequences = list(answers.values())
         for sequence in sequences:
             self._enter(sequence)
-        place = {sequence.number: index for index, sequence in enumerate(sequences)}
+        place = {sequence.number: answer for answer, sequence in answers.items()}
         self._streamed |= place.keys()
         first_at, first_tokens, new_tokens = 0.0, 0, 0
         try:
@@ -261,7 +271,8 @@ class Engine:
                 new_tokens += len(pieces)
                 if pieces and not first_at:
                     first_at, first_tokens = time.perf_counter(), len(pieces)
-                yield [piece._replace(prompt=place[piece.prompt]) for piece in pieces]
+                placed = [(piece, place[piece.prompt]) for piece in pieces]
+                yield [piece._replace(prompt=prompt, index=index) for piece, (prompt, index) in placed]
         finally:
             for sequence in sequences:
                 if not sequence.done:

@@ -32,6 +32,7 @@ Logprobs = dict[int, Logprob]
 class Completion:
     """Answer to one prompt.
 
+    index          among the n answers to its prompt
     text           without the end-of-sequence or stop token, and cut before a stop string; None without a tokenizer
     token_ids      all generated tokens, these included
     finish_reason  "eos", "stop" (a stop string or token) or "length" (`max_tokens`, or the model's limit)
@@ -42,6 +43,7 @@ class Completion:
     text: str | None
     token_ids: list[int]
     finish_reason: FinishReason
+    index: int = 0
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
 
@@ -58,7 +60,7 @@ class Piece(NamedTuple):
     """Generated token of one prompt.
 
     `text` may be empty while a character or a stop string is undecided; None without a tokenizer. `logprobs` are the token's,
-    and `prompt_logprobs` come with the first token, as in Completion.
+    and `prompt_logprobs` come with the first token, as in Completion. `index`: of the answer, among the n of its prompt.
     """
 
     prompt: int
@@ -67,6 +69,7 @@ class Piece(NamedTuple):
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    index: int = 0
 
 
 @exchangeable
@@ -92,19 +95,20 @@ class Stats:
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:
-    """Completions of `prompts` prompts, from all their pieces."""
-    answers: list[list[Piece]] = [[] for _ in range(prompts)]
+    """Completions of `prompts` prompts, from all their pieces; n of each prompt, one after the other."""
+    answers: dict[tuple[int, int], list[Piece]] = {(prompt, 0): [] for prompt in range(prompts)}
     for piece in pieces:
-        answers[piece.prompt].append(piece)
-    return [_completion(answer) for answer in answers]
+        answers.setdefault((piece.prompt, piece.index), []).append(piece)
+    return [_completion(index, answers[prompt, index]) for prompt, index in sorted(answers)]
 
 
-def _completion(pieces: list[Piece]) -> Completion:
+def _completion(index: int, pieces: list[Piece]) -> Completion:
     texts = [piece.text for piece in pieces]
     return Completion(
         text=None if None in texts else "".join(texts),
         token_ids=[piece.token_id for piece in pieces],
         finish_reason=next((piece.finish_reason for piece in pieces if piece.finish_reason), "length"),
+        index=index,
         logprobs=[piece.logprobs for piece in pieces] if pieces and pieces[0].logprobs is not None else None,
         prompt_logprobs=pieces[0].prompt_logprobs if pieces else None,
     )

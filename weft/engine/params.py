@@ -25,6 +25,8 @@ MAX_TEMPERATURE = 1e30
 MAX_LOGIT_BIAS = 100.0
 # vLLM's default of max_logprobs.
 MOST_LOGPROBS = 20
+# vLLM's limit of n.
+MOST_ANSWERS = 1 << 14
 
 
 class Kind(IntFlag):
@@ -48,6 +50,7 @@ class Kind(IntFlag):
 class SamplingParams:
     """Sampling parameters of a request. ValueError for an invalid value.
 
+    n               answers to the prompt, of which each but the first draws with a seed derived from `seed`
     temperature     0: the most likely token (greedy); otherwise tokens are drawn from softmax(logits / temperature)
     top_k           draw only from this many of the most likely tokens, and from those as likely as the last of them; 0 or -1:
                     from all
@@ -75,6 +78,7 @@ class SamplingParams:
     skip_special_tokens  special tokens give no text
     """
 
+    n: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -115,12 +119,15 @@ class SamplingParams:
         object.__setattr__(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
+        object.__setattr__(self, "n", check_int("n", self.n, 1, MOST_ANSWERS))
         for name in ("logprobs", "prompt_logprobs"):
             object.__setattr__(self, name, check_optional(check_int, name, getattr(self, name), 0, MOST_LOGPROBS))
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"
             )
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} with temperature=0 would give equal answers; raise the temperature")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={quoted(self.top_p)} is not in (0, 1]; 1 keeps every token")
         if not is_integer(self.top_k) or not -1 <= self.top_k < 1 << 31:
@@ -162,6 +169,16 @@ class SamplingParams:
             or self.bad_words
             or self.min_tokens
         )
+
+    def answers(self) -> list[SamplingParams]:
+        """Parameters of each of the n answers, as requests of their own; the first one scores the prompt."""
+        if self.n == 1:
+            return [self]
+        others = [
+            replace(self, n=1, prompt_logprobs=None, seed=derived(self.seed, index, 0xD1B54A32D192ED03))
+            for index in range(1, self.n)
+        ]
+        return [replace(self, n=1), *others]
 
     def with_options(self, options: Mapping[str, Any]) -> SamplingParams:
         """These parameters with others by name; None: no other one. TypeError for an unknown name."""
@@ -216,9 +233,12 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
 
 def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:
     """Parameters for each prompt of a call, with seeds of their own: equal prompts get different answers."""
-    if params.seed is None:
-        return [params] * prompts
-    return [replace(params, seed=(params.seed + index * 0x9E3779B97F4A7C15) % (1 << 63)) for index in range(prompts)]
+    return [replace(params, seed=derived(params.seed, index, 0x9E3779B97F4A7C15)) for index in range(prompts)]
+
+
+def derived(seed: int | None, index: int, stride: int) -> int | None:
+    """Seed number `index` of those that follow from one; without a seed none."""
+    return None if seed is None else (seed + index * stride) % (1 << 63)
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingParams:

@@ -87,6 +87,13 @@ class GenerateFlags:
     bad_words: Annotated[list[str] | None, typer.Option(help="Text that an answer does not get; may be repeated")] = (
         None
     )
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="Schema, as text, that an answer follows; this and the next three need weft[guided]"),
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="Regular expression that an answer matches")] = None
+    choice: Annotated[list[str] | None, typer.Option(help="Text that an answer may be; may be repeated")] = None
+    grammar: Annotated[str | None, typer.Option(help="Grammar of an answer, in Lark's syntax or GBNF")] = None
     seed: Annotated[int, typer.Option()] = 0
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False
@@ -188,7 +195,7 @@ class GenerateOptions:
         """Options by flags. ValueError for a value that no model can take."""
         import torch
 
-        from weft.engine import EngineConfig
+        from weft.engine import EngineConfig, StructuredOutputsParams
         from weft.parallel.step_plan import MODES, OLD_MODES
 
         model = _model(flags)
@@ -201,6 +208,11 @@ class GenerateOptions:
             **{name: getattr(flags, name) for name in PASSED_ON},
         )
         sampling = {name: getattr(flags, name) for name in SAMPLING}
+        structure = {name: getattr(flags, name) for name in ("regex", "choice", "grammar")} | {
+            "json": flags.json_schema
+        }
+        if any(value is not None for value in structure.values()):
+            sampling["structured_outputs"] = StructuredOutputsParams(**structure)
         return cls(model=model, engine=engine, inputs=inputs, shown=shown, sampling=sampling)
 
 

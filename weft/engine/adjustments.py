@@ -3,7 +3,8 @@
 In vLLM's order, for each token id of a row:
 
     x = logit + bias                              logit_bias; -inf for a token outside allowed_token_ids
-    x = -inf                                      if it would complete one of bad_words, or end the answer before min_tokens
+    x = -inf                                      if it would complete one of bad_words, or end the answer before min_tokens, or
+                                                  if a grammar does not allow it (weft.engine.guided)
     x = x / r if x > 0 else x * r                 r: repetition_penalty, if prompt or answer have the token
     x = x - f * count - p * (count > 0)           f, p: frequency_penalty, presence_penalty; count: in the answer
 
@@ -13,12 +14,13 @@ when its sequence's prompt has been read, again when it is read again after a pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft.arguments import quoted
+from weft.engine.guided import Guide
 from weft.engine.params import SamplingParams
 from weft.parallel.vocabulary import VocabParallelHead
 from weft.runtime.copying import upload
@@ -34,11 +36,13 @@ class Adjusted:
 
     ends       token ids that may not come before `min_tokens`
     bad_words  token ids of each, of one spelling
+    guide      grammar of the answer, behind the tokens that the host has
     """
 
     params: SamplingParams
     ends: list[int]
     bad_words: list[list[int]]
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         if self.params.min_tokens and len(self.ends) > MOST_ENDS:
@@ -74,6 +78,7 @@ class Adjustments:
     repetition, frequency, presence  [B] fp32
     ends             [B, MOST_ENDS] int64: tokens that may not be chosen for positions before `first_end` [B]
     bad_words        [B, MOST_BAD_WORDS, LONGEST_BAD_WORD] int64, right-aligned behind ANY_TOKEN
+    allowed          [B, M] int32: a bit for each token id, from a multiple of 32 on, that a grammar allows
     recent           [B, LONGEST_BAD_WORD - 1] int64: last tokens of the answer, NO_TOKEN before its first
     """
 
@@ -93,10 +98,14 @@ class Adjustments:
         self.first_end = full(0, torch.int64)
         self.bad_words = full(NO_TOKEN, torch.int64, MOST_BAD_WORDS, LONGEST_BAD_WORD)
         self.recent = full(NO_TOKEN, torch.int64, LONGEST_BAD_WORD - 1)
+        ids = torch.arange(self.start, self.start + self.size, device=device)
+        self._first_word = self.start // 32
+        self._word, self._bit = ids // 32 - self._first_word, (ids % 32).int()
+        self.allowed = full(-1, torch.int32, (self.start + self.size - 1) // 32 + 1 - self._first_word)
         self._rows = torch.arange(slots + 1, device=device)
         self._tensors = (
             self.bias, self.seen, self.repetition, self.frequency, self.presence, self.ends, self.first_end,
-            self.bad_words, self.recent,
+            self.bad_words, self.recent, self.allowed,
         )  # fmt: skip
         self._filled: set[int] = set()
 
@@ -127,8 +136,17 @@ class Adjustments:
         if words := entry.adjusted.bad_words:
             aligned = [[ANY_TOKEN] * (LONGEST_BAD_WORD - len(word)) + word for word in words]
             self.bad_words[slot, : len(words)] = self._upload(aligned, torch.int64)
+        if entry.adjusted.guide is not None:
+            self.allow({slot: entry.adjusted.guide.mask()})
         if last := entry.answer[1 - LONGEST_BAD_WORD :]:
             self.recent[slot, -len(last) :] = self._upload(last, torch.int64)
+
+    def allow(self, masks: Mapping[int, torch.Tensor]) -> None:
+        """Set the tokens that the next choice for these slots may give: a mask of weft.engine.guided each."""
+        size = self.allowed.shape[1]
+        parts = torch.stack([mask[self._first_word : self._first_word + size] for mask in masks.values()])
+        rows = self.allowed[:, : parts.shape[1]]  # behind the vocabulary there is only padding
+        rows.index_copy_(0, self._upload(list(masks), torch.int64), upload(parts, rows.device))
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Move the rows of slots, (from, to)."""
@@ -140,8 +158,13 @@ class Adjustments:
                 if source in self._filled:
                     self._filled.add(target)
 
-    def adjust(self, logits: torch.Tensor, rows: slice | torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Changed logits [S, N], fp32, of the slots `rows`; `position` [S]: of the tokens to be chosen."""
+    def adjust(
+        self, logits: torch.Tensor, rows: slice | torch.Tensor, position: torch.Tensor, *, guided: bool = False
+    ) -> torch.Tensor:
+        """Changed logits [S, N], fp32, of the slots `rows`; `position` [S]: of the tokens to be chosen.
+
+        guided  some rows have grammars
+        """
         x = logits.float() + self.bias[rows]
         seen = self.seen[rows]
         repetition = torch.where(seen != 0, self.repetition[rows, None], 1.0)
@@ -149,6 +172,9 @@ class Adjustments:
         count = seen >> 1
         x -= self.frequency[rows, None] * count
         x -= self.presence[rows, None] * (count > 0)
+        if guided:
+            bits = self.allowed[rows][:, self._word] >> self._bit
+            x = x.masked_fill(bits & 1 == 0, -torch.inf)
         before, words = self.recent[rows], self.bad_words[rows]
         fits = ((words[..., :-1] == before[:, None]) | (words[..., :-1] == ANY_TOKEN)).all(dim=-1)
         completed = torch.where(fits, words[..., -1], NO_TOKEN)

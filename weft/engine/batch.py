@@ -9,6 +9,7 @@ import torch
 
 from weft.engine.adjustments import Entry
 from weft.engine.config import EngineConfig
+from weft.engine.guided import Guide
 from weft.engine.kv_cache import PagePool
 from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Runner, SlotState
@@ -68,6 +69,7 @@ class Batch:
         caller drops. After an error, call `restart`.
         """
         first: list[PendingTokens] = []
+        arrived: list[Arrival] = []
         ranges = self.scheduler.next_chunk()
         if ranges:
             self.runner.prefill([_chunk(part) for part in ranges])
@@ -82,12 +84,23 @@ class Batch:
         next_ones: list[PendingTokens] = []
         if decoding:
             self._assign_slots(decoding)
-            self.runner.decode()
+            if guided := {s.slot: guide for s in decoding if (guide := _guide_of(s)) is not None}:
+                # Masks depend on all tokens before. The GPU runs the forward pass while the host waits and computes them.
+                self._pending.append(first)
+                first = []
+
+                def between() -> None:
+                    arrived.extend(self._collect(0))
+                    self.runner.adjustments.allow({slot: guide.mask() for slot, guide in guided.items()})
+
+                self.runner.decode(between)
+            else:
+                self.runner.decode()
             next_ones = self._copy_to_host(decoding)
         at_once = first and next_ones and not self.scheduler.has_prompts
         launched = [first, next_ones] if at_once else [first + next_ones]
         self._pending += [tokens for tokens in launched if tokens]
-        return self._collect(self._steps_behind if first or next_ones else 0)
+        return arrived + self._collect(self._steps_behind if first or next_ones else 0)
 
     def restart(self) -> None:
         """Recover from a failed step: discard the tokens in flight and schedule them again."""
@@ -96,6 +109,8 @@ class Batch:
         for sequence in self.scheduler.waiting:
             if not sequence.tokens:
                 sequence.prompt_logprobs.clear()
+            if (guide := _guide_of(sequence)) is not None:
+                guide.begin_again(sequence.tokens)
         self.runner.forget_slots()
 
     def _assign_slots(self, sequences: list[Sequence]) -> None:
@@ -142,7 +157,14 @@ class Batch:
                 raise
         tokens = pending.tokens.tolist()
         rows = pending.logprobs.tolist() if pending.logprobs is not None else [None] * len(tokens)
+        for slot, sequence in pending.slots:
+            if (guide := _guide_of(sequence)) is not None:
+                guide.take(tokens[slot])
         return [Arrival(sequence, tokens[slot], rows[slot]) for slot, sequence in pending.slots]
+
+
+def _guide_of(sequence: Sequence) -> Guide | None:
+    return None if sequence.adjusted is None else sequence.adjusted.guide
 
 
 def _chunk(part: SequenceRange) -> PrefillChunk:

@@ -26,6 +26,7 @@ from weft.arguments import (
 from weft.engine.adjustments import Adjusted
 from weft.engine.batch import Arrival, Batch
 from weft.engine.config import EngineConfig
+from weft.engine.guided import Guides
 from weft.engine.logprobs import logprobs_of
 from weft.engine.outputs import Completion, FinishReason, Piece, Stats, join_pieces
 from weft.engine.params import (
@@ -133,6 +134,7 @@ class Engine:
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)
         if config.warm_up:
             self.batch.runner.warm_up(warm_up_progress)
+        self._guides: Guides | None = None  # once a request asks for one
         self._texts: dict[int, TextStream | None] = {}
         self._entered = 0
         self._held: list[Piece] = []  # pieces that have arrived and were not yet given out
@@ -333,8 +335,18 @@ class Engine:
             return None
         if params.bad_words and self.tokenizer is None:
             raise ValueError(f"bad_words={quoted(params.bad_words)} needs text, and {self._no_text}; pass logit_bias")
+        guide = None
+        if params.structured_outputs is not None:
+            guide = self._grammars().start(params.structured_outputs)
         ends = sorted(self.eos_token_ids | set(params.stop_token_ids)) if params.min_tokens else []
-        return Adjusted(params=params, ends=ends, bad_words=spellings(self.tokenizer, params.bad_words))
+        return Adjusted(params=params, ends=ends, bad_words=spellings(self.tokenizer, params.bad_words), guide=guide)
+
+    def _grammars(self) -> Guides:
+        if self._guides is None:
+            if self.tokenizer is None:
+                raise ValueError(f"structured_outputs need text, and {self._no_text}")
+            self._guides = Guides(self.tokenizer, self.model.config.vocab_size, self.eos_token_ids)
+        return self._guides
 
     def _seeded(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """The parameters, those without a seed with one that rank 0 has drawn."""

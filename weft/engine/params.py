@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import IntFlag
@@ -10,7 +11,16 @@ from numbers import Integral, Real
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
-from weft.arguments import check_bool, check_int, check_number, check_optional, is_integer, positive, quoted
+from weft.arguments import (
+    check_bool,
+    check_instance,
+    check_int,
+    check_number,
+    check_optional,
+    is_integer,
+    positive,
+    quoted,
+)
 from weft.errors import CheckpointError
 from weft.runtime.codec import exchangeable
 
@@ -35,6 +45,7 @@ class Kind(IntFlag):
     GREEDY .. TRUNCATED  kinds of sampling; each has the bits of those before it
     ADJUSTED             logits are changed first: penalties, biases, tokens that are not allowed
     LOGPROBS             log-probabilities of the chosen tokens
+    GUIDED               the tokens that a grammar allows; with ADJUSTED
     """
 
     GREEDY = 0
@@ -43,6 +54,56 @@ class Kind(IntFlag):
     TRUNCATED = 7
     ADJUSTED = 8
     LOGPROBS = 16
+    GUIDED = 32
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Structure that an answer has: one of these. ValueError for none, several or an invalid value.
+
+    json         JSON schema, as text or a dict
+    regex        regular expression that the whole answer matches, without look-around and back-references
+    choice       texts, of which the answer is one
+    grammar      context-free grammar, in Lark's syntax or GBNF (llama.cpp's)
+    json_object  True: any JSON object
+    """
+
+    json: str | dict[str, Any] | None = field(default=None, hash=False)
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [one.name for one in fields(self) if getattr(self, one.name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"structured_outputs has {' and '.join(given) or 'nothing'}; pass one of {_listed(self)}")
+        [name] = given
+        value = getattr(self, name)
+        if name == "json" and isinstance(value, Mapping):
+            try:
+                object.__setattr__(self, name, json.dumps(value))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"json={quoted(value)} is not a JSON schema: {error}") from None
+        elif name == "choice":
+            if isinstance(value, str) or not (choice := _strings(name, value)):
+                raise ValueError(f"choice={quoted(value)} is not a list of texts")
+            object.__setattr__(self, name, choice)
+        elif name == "json_object":
+            if value is not True:
+                raise ValueError(f"json_object={quoted(value)} is not True; leave it out")
+        elif not isinstance(value, str):
+            raise ValueError(f"{name}={quoted(value)} is not text")
+
+    @property
+    def grammar_text(self) -> tuple[str, str]:
+        """Kind of grammar and its text, as llguidance names and takes them."""
+        if self.json is not None or self.json_object:
+            return "json_schema", self.json or '{"type": "object"}'
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice)
+        return ("regex", self.regex) if self.regex is not None else ("grammar", self.grammar)
 
 
 @exchangeable
@@ -66,6 +127,7 @@ class SamplingParams:
     max_tokens      of the answer, which is shorter where it would exceed the model's limit
                     None: as long as the model allows
     min_tokens      before these, no end-of-sequence token and none of stop_token_ids is chosen; stop strings do count
+    structured_outputs  StructuredOutputsParams: the answer's structure, such as a JSON schema; needs weft[guided]
     logprobs        number of the likeliest tokens whose log-probabilities come with each token, beside its own; up to 20. None:
                     no log-probabilities
     prompt_logprobs  the same for the tokens of the prompt
@@ -91,6 +153,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     max_tokens: int | None = 64
     min_tokens: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seed: int | None = 0
@@ -115,6 +178,8 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if not isinstance(value := getattr(self, name), Real) or isinstance(value, bool):
                 raise ValueError(f"{name}={quoted(value)} is not a number")
+        rule = "a StructuredOutputsParams, or None"
+        check_optional(check_instance, "structured_outputs", self.structured_outputs, StructuredOutputsParams, rule)
         object.__setattr__(self, "max_tokens", check_optional(positive, "max_tokens", self.max_tokens))
         object.__setattr__(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -122,6 +187,10 @@ class SamplingParams:
         object.__setattr__(self, "n", check_int("n", self.n, 1, MOST_ANSWERS))
         for name in ("logprobs", "prompt_logprobs"):
             object.__setattr__(self, name, check_optional(check_int, name, getattr(self, name), 0, MOST_LOGPROBS))
+        if self.min_tokens and self.structured_outputs is not None:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} with structured_outputs, which say where an answer ends; leave it out"
+            )
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"
@@ -150,6 +219,7 @@ class SamplingParams:
     @property
     def kind(self) -> Kind:
         kind = Kind.ADJUSTED if self.adjusted else Kind.GREEDY
+        kind |= Kind.GREEDY if self.structured_outputs is None else Kind.GUIDED
         kind |= Kind.GREEDY if self.logprobs is None else Kind.LOGPROBS
         if self.temperature == 0.0:
             return kind
@@ -168,6 +238,7 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.bad_words
             or self.min_tokens
+            or self.structured_outputs is not None
         )
 
     def answers(self) -> list[SamplingParams]:
@@ -184,7 +255,7 @@ class SamplingParams:
         """These parameters with others by name; None: no other one. TypeError for an unknown name."""
         known = [one.name for one in fields(self)]
         if unknown := next((name for name in options if name not in known), None):
-            raise TypeError(f"{unknown}= is not a sampling parameter; they are {', '.join(known)}")
+            raise TypeError(f"{unknown}= is not a sampling parameter; they are {_listed(self)}")
         return replace(self, **{name: value for name, value in options.items() if value is not None})
 
 
@@ -199,6 +270,10 @@ def difference(one: Any, other: Any) -> str:
         return quoted(one)
     names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
     return f"SamplingParams({', '.join(f'{name}={quoted(getattr(one, name))}' for name in names)})"
+
+
+def _listed(params: Any) -> str:
+    return ", ".join(one.name for one in fields(params))
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -35,6 +36,8 @@ LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
 SAMPLING_DTYPES = {
     "temperature": torch.float32, "top_p": torch.float32, "top_k": torch.int64, "min_p": torch.float32, "seed": torch.int64
 }  # fmt: skip
+# In place of a kind: graph of a decode step's forward pass alone.
+FORWARD = None
 # Most recently used prompt shapes whose graphs are kept: graphs take GPU memory, and there may be hundreds.
 MOST_SHAPES = 64
 # Kinds of sampling that are captured at start. The second serves all but greedy requests: it has a few more kernels than they
@@ -86,7 +89,9 @@ class Runner:
         self.capture_seconds = 0.0
         # Most tokens of one forward pass so far, padding included.
         self.longest_prefill = self.largest_decode = 0
-        self._graphs: dict[tuple[int | Shape | RaggedShape, Kind], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int | Shape | RaggedShape, Kind | None], torch.cuda.CUDAGraph] = {}
+        # Of decode steps with grammars, which have a graph for the forward pass and one for the choice.
+        self._logits: dict[int, torch.Tensor] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
@@ -302,11 +307,11 @@ class Runner:
             for name, values in _sampling_tensors([state.params for state in changed.values()], device).items():
                 getattr(self, name).index_copy_(0, slots, values)
 
-    def decode(self) -> None:
-        """Decode one token for every occupied slot and advance the positions."""
+    def decode(self, between: Callable[[], None] | None = None) -> None:
+        """Decode one token for every occupied slot and advance the positions; `between` as in `step`."""
         batch = self.bucket(max(self._states) + 1)
         self.largest_decode = max(self.largest_decode, batch)
-        self.step(batch, joint_kind(state.params for state in self._states.values()))
+        self.step(batch, joint_kind(state.params for state in self._states.values()), between)
         # The device counts on by itself. (`replace` would take three times as long.)
         self._states = {
             slot: SlotState(position=state.position + 1, pages=state.pages, params=state.params)
@@ -317,20 +322,24 @@ class Runner:
         """Size of the smallest bucket that holds `batch` slots."""
         return next(size for size in self.buckets if size >= batch)
 
-    def step(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
+    def step(self, batch: int, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
         """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
 
-        batch  size of a bucket
-        kind   union of `params.kind` of the slots; a lesser one would sample wrongly
+        batch    size of a bucket
+        kind     union of `params.kind` of the slots; a lesser one would sample wrongly
+        between  called between the forward pass and the choice of tokens, which it may change: for Kind.GUIDED
 
         Captures the bucket's graph if there is none. Returns before the GPU has finished.
         """
         with self._without_autograd():
             if not self.cuda_graph:
-                self._eager_step(batch, kind)
+                self._eager_step(batch, kind, between)
                 return
             kind = self._captured_kind(kind)
             self.capture(batch, kind)
+            if between is not None:
+                self._graphs[batch, FORWARD].replay()
+                between()
             self._graphs[batch, kind].replay()
 
     def _captured_kind(self, kind: Kind) -> Kind:
@@ -346,7 +355,13 @@ class Runner:
             return
         kept = self.tokens.clone(), self.positions.clone()
         self.positions.fill_(-1)
-        self._capture((batch, kind), lambda: self._eager_step(batch, kind))
+        if Kind.GUIDED not in kind:
+            self._capture((batch, kind), lambda: self._eager_step(batch, kind))
+        else:
+            if (batch, FORWARD) not in self._graphs:
+                logits = self._logits[batch] = torch.empty_like(self._forward(batch))
+                self._capture((batch, FORWARD), lambda: logits.copy_(self._forward(batch)))
+            self._capture((batch, kind), lambda: self._choose(batch, kind, self._logits[batch]))
         self.tokens.copy_(kept[0])
         self.positions.copy_(kept[1])
 
@@ -355,7 +370,7 @@ class Runner:
             self._capture(key, run)
         self._graphs[key].replay()
 
-    def _capture(self, key: tuple[int | Shape | RaggedShape, Kind], run: Callable[[], None]) -> None:
+    def _capture(self, key: tuple[int | Shape | RaggedShape, Kind | None], run: Callable[[], Any]) -> None:
         begin = time.perf_counter()
         # Eager steps first: kernels compile, cuBLAS and the ops allocate workspaces, none of which a capture allows.
         side = torch.cuda.Stream(self.team.device)
@@ -375,10 +390,19 @@ class Runner:
         self.team.barrier()
         self.capture_seconds += time.perf_counter() - begin
 
-    def _eager_step(self, batch: int, kind: Kind) -> None:
-        positions = self.positions[:batch]
-        step = self.model.decode_step(positions, self.table[:batch], self.page_size)
-        logits = self.model(self.tokens[:batch], step, self.cache)
+    def _eager_step(self, batch: int, kind: Kind, between: Callable[[], None] | None = None) -> None:
+        logits = self._forward(batch)
+        if between is not None:
+            between()
+        self._choose(batch, kind, logits)
+
+    def _forward(self, batch: int) -> torch.Tensor:
+        """This rank's logits after the slots' tokens."""
+        step = self.model.decode_step(self.positions[:batch], self.table[:batch], self.page_size)
+        return self.model(self.tokens[:batch], step, self.cache)
+
+    def _choose(self, batch: int, kind: Kind, logits: torch.Tensor) -> None:
+        positions, fused = self.positions[:batch], self.model.plan(batch).fused
         choice = Choice(
             temperature=self.temperature[:batch],
             top_p=self.top_p[:batch],
@@ -389,7 +413,7 @@ class Runner:
             adjustments=self.adjustments,
             rows=slice(batch),
         )
-        self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))
+        self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
         if Kind.LOGPROBS in kind:
             self.logprobs[:batch].copy_(token_logprobs(self.model.lm_head, logits, self.tokens[:batch]))
         if Kind.ADJUSTED in kind:

@@ -60,7 +60,8 @@ def choose_tokens(
     fused  by weft.ops' kernels; otherwise by the torch operations below, on fp32 logits
     """
     if Kind.ADJUSTED in kind:
-        logits = choice.adjustments.adjust(logits, choice.rows, choice.position)
+        guided = Kind.GUIDED in kind
+        logits = choice.adjustments.adjust(logits, choice.rows, choice.position, guided=guided)
     if Kind.SAMPLED not in kind:
         return head.argmax(logits, fused=fused)
     if fused:

@@ -7,9 +7,10 @@ import weft
 from tests.engine.test_engine import PROMPTS, SMALL
 from weft.engine import Engine, SamplingParams
 from weft.engine.logprobs import WIDTH, logprobs_of, token_logprobs
-from weft.engine.outputs import Logprob, join_pieces
+from weft.engine.outputs import Logprob, Piece, join_pieces
 from weft.engine.params import MOST_LOGPROBS
 from weft.parallel.vocabulary import VocabParallelHead
+from weft.runtime.codec import decode, encode
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_a_row_becomes_the_tokens_own_and_the_likeliest_ones():
     own, first, second = Logprob(-3.0, 7, "5"), Logprob(-0.5, 1, "4"), Logprob(-1.5, 2, "9")
     assert logprobs_of(row, 5, 3, str) == {5: own, 4: first, 9: second}
     assert logprobs_of(row, 5, 0, str) == {5: own}
+    piece = Piece(0, "a", 5, None, {5: own}, [None, {4: first, 9: second}], 2)
+    assert decode(encode(piece)) == piece and decode(encode(piece)).logprobs[5].rank == 7
     assert logprobs_of([-0.5, 1.0, *row[2:]], 4, 2, str) == {4: first, 9: second}
 
 

@@ -102,3 +102,9 @@ def test_an_answer_has_the_log_probabilities_that_it_has_as_a_prompt(byte_model)
     assert read.prompt_logprobs[0] is None and list(read.prompt_logprobs[1])[:1] == [20]
     text = {token: one.decoded_token for token, one in answer.logprobs[0].items()}
     assert all(isinstance(value, str) for value in text.values())
+
+
+def test_a_prompt_whose_pages_are_cached_is_scored_whole(byte_model):
+    once, plain = SamplingParams(max_tokens=1, prompt_logprobs=1), SamplingParams(max_tokens=1)
+    [_, scored], _ = answers(byte_model, [list(range(40))] * 2, [plain, once], max_batch=1, page_size=16)
+    assert [None if one is None else next(iter(one)) for one in scored.prompt_logprobs] == [None, *range(1, 40)]

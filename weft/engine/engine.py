@@ -327,7 +327,10 @@ class Engine:
                 raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
         room = self.config.max_seq_len - len(prompt)
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
-        return Running(prompt=prompt, params=params, budget=budget, adjusted=self._adjusted(params))
+        reads_all = params.prompt_logprobs is not None
+        return Running(
+            prompt=prompt, params=params, budget=budget, reads_all=reads_all, adjusted=self._adjusted(params)
+        )
 
     def _adjusted(self, params: SamplingParams) -> Adjusted | None:
         """Changes of logits that a request asks for."""

@@ -204,7 +204,11 @@ def test_sampling_parameters():
         "top_k": ("1", 1.5, None, True, -2, 2**70), "min_p": (*NUMBER, -0.1, 1.5),
         "seed": ("1", 1.5, True, -1, 2**70), "stop": (5, [""], [5], NESTED), "ignore_eos": FLAG,
         "include_stop_str_in_output": FLAG, "skip_special_tokens": FLAG,
-        "stop_token_ids": (5, "x", ["1"], [True], [-1], NESTED),
+        "stop_token_ids": (5, "x", ["1"], [True], [-1], NESTED), "allowed_token_ids": (5, "x", [], ["1"], [-1], NESTED),
+        "presence_penalty": (*NUMBER, -2.5, 2.5), "frequency_penalty": (*NUMBER, -2.5, 2.5),
+        "repetition_penalty": (*NUMBER, 0, -1.0, float("inf")), "min_tokens": ("1", 1.5, None, True, -1, 65),
+        "logit_bias": (5, [1], {"1": 1.0}, {-1: 1.0}, {1: 101.0}, {1: "x"}), "bad_words": (5, [""], [5], NESTED),
+        "logprobs": ("1", 1.5, True, -1, 21), "prompt_logprobs": ("1", 1.5, True, -1, 21),
     }  # fmt: skip
     check_table(SamplingParams, {}, table)
 

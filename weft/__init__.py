@@ -20,6 +20,7 @@ _EXPORTS = {
     "Engine": "weft.engine",
     "LLM": "weft.engine",
     "SamplingParams": "weft.engine",
+    "StructuredOutputsParams": "weft.engine",
     "ops": "weft.ops",
     "layers": "weft.layers",
     "models": "weft.models",

@@ -157,6 +157,8 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "0"], "top_p"),
         (["--max-tokens", "0"], "max_tokens"),
+        (["--n", "2"], "n=2 with temperature=0 would give equal answers"),
+        (["--regex", "1", "--choice", "2"], "structured_outputs has regex and choice; pass one of"),
         (["--max-batch", "0"], "max_batch=0"),
         (["--page-size", "20"], "page_size=20"),
         (["--page-size", "0"], "page_size=0 is not one of 16, 32, 64, 128, 256"),

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from weft import SamplingParams
 from weft.engine import Completion, processes, workers
 from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
+from weft.engine.outputs import join_pieces
 from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, NotEnoughGPUs, WeftError
 from weft.models import Qwen3Config
@@ -244,15 +246,15 @@ def with_defaults(byte_model, path, **content):
 
 def test_a_call_without_parameters_follows_the_checkpoint(byte_model, tmp_path, caplog):
     settings = {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "max_new_tokens": 12, "top_k": 20}
-    directory = with_defaults(byte_model, tmp_path / "copy", **settings, repetition_penalty=1.1)
-    params = SamplingParams(temperature=2.0, top_p=0.9, top_k=20, max_tokens=12)
+    directory = with_defaults(byte_model, tmp_path / "copy", **settings, repetition_penalty=1.1, num_beams=2)
+    params = SamplingParams(temperature=2.0, top_p=0.9, top_k=20, max_tokens=12, repetition_penalty=1.1)
     with weft.LLM(directory, 2, device="sim", mode="torch") as llm:
         assert llm.defaults == params
         assert llm.generate(PROMPTS) == llm.generate(PROMPTS, params)
         assert llm.generate(PROMPTS) != llm.generate(PROMPTS, SamplingParams(max_tokens=12))
     # Once, though virtual ranks load the model for every call.
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"{directory}: generation_config.json: not used: repetition_penalty=1.1 (weft follows ")
+    assert line.startswith(f"{directory}: generation_config.json: not used: num_beams=2 (weft follows ")
 
 
 def test_an_engine_follows_the_checkpoint_where_it_is_told_nothing(byte_model, tmp_path, caplog):
@@ -593,3 +595,18 @@ def test_under_torchrun_every_rank_asks_and_gets_the_answers(byte_model, monkeyp
     assert weft.simulate(main, 2) == [([expected, expected], 2, 10)] * 2
     with pytest.raises(ValueError, match="world_size=3, but torchrun has started 2 ranks; leave it out"):
         weft.LLM(byte_model, 3)
+
+
+def test_several_answers_of_a_prompt_are_those_of_their_own_seeds(byte_model):
+    params = SamplingParams(n=3, max_tokens=6, temperature=2.0, seed=5, prompt_logprobs=0, ignore_eos=True)
+    with weft.LLM(byte_model, 2, device="sim", mode="torch") as llm:
+        found = llm.generate(["ab", "c"], [params, replace(params, n=1)])
+        pieces = list(llm.stream(["ab"], params))
+        alone = llm.generate(["ab"] * 3, params.answers())
+    assert [one.index for one in found] == [0, 1, 2, 0]
+    assert [one.token_ids for one in found[:3]] == [one.token_ids for one in alone]
+    assert len({tuple(one.token_ids) for one in found[:3]}) == 3
+    assert [one.prompt_logprobs is None for one in found] == [False, True, True, False]
+    assert join_pieces(iter(pieces), 1) == found[:3] and {piece.prompt for piece in pieces} == {0}
+    with pytest.raises(ValueError, match="n=2 with temperature=0 would give equal answers; raise the temperature"):
+        SamplingParams(n=2)

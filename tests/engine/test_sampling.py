@@ -1,5 +1,7 @@
 """Sampling draws what softmax, temperature and top-p say, the same over any number of ranks; nonsense is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,9 +15,22 @@ DRAWS = 100_000
 
 
 def choose(
-    logits, temperature, top_p=1.0, seed=0, position=0, kind=None, world_size=1, fused=False, top_k=0, min_p=0.0
+    logits,
+    temperature,
+    top_p=1.0,
+    seed=0,
+    position=0,
+    kind=None,
+    world_size=1,
+    fused=False,
+    top_k=0,
+    min_p=0.0,
+    adjustments=None,
 ):
-    """The tokens of logits[B, V], split over the ranks; all ranks must choose alike."""
+    """The tokens of logits[B, V], split over the ranks; all ranks must choose alike.
+
+    adjustments  makes a rank's, and its rows, from its head
+    """
     batch, vocab_size = logits.shape
 
     def column(values, dtype):
@@ -38,7 +53,8 @@ def choose(
         head = VocabParallelHead(vocab_size, 8, team=team, mode="torch", dtype=torch.float32)
         mine = torch.full((batch, head.local_size), -float("inf"))
         mine[:, : head.real_size] = logits[:, head.start : head.start + head.real_size]
-        return choose_tokens(head, mine, choice, kind, fused=fused)
+        made, rows = adjustments(head) if adjustments else (None, None)
+        return choose_tokens(head, mine, replace(choice, adjustments=made, rows=rows), kind, fused=fused)
 
     results = weft.simulate(main, world_size)
     assert all(torch.equal(result, results[0]) for result in results)

@@ -569,7 +569,7 @@ QWEN3 |= {"top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}
         ({"temperature": 0.5, "top_p": 0.5, "min_p": 0.1}, (0.0, 1.0, 0, 0.0), []),  # not drawn
         ({"do_sample": True}, (1.0, 1.0, 50, 0.0), []),  # transformers' default
         ({"do_sample": True, "typical_p": 0.5}, (1.0, 1.0, 50, 0.0), ["typical_p=0.5"]),
-        ({"repetition_penalty": 1.05, "max_length": 20}, (0.0, 1.0, 0, 0.0), ["repetition_penalty=1.05", "max_length=20"]),
+        ({"no_repeat_ngram_size": 3, "max_length": 20}, (0.0, 1.0, 0, 0.0), ["no_repeat_ngram_size=3", "max_length=20"]),
         ({"repetition_penalty": 1.0, "min_length": 0, "num_beams": 1, "use_cache": False}, (0.0, 1.0, 0, 0.0), []),
         ({"num_beams": 4, "a_key_of_tomorrow": 7}, (0.0, 1.0, 0, 0.0), ["num_beams=4", "a_key_of_tomorrow=7"]),
     ],
@@ -579,6 +579,11 @@ def test_defaults_of_a_generation_config_are_read_or_named(content, drawn, unuse
     found = GenerationDefaults.from_dict(content)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == drawn
     assert list(found.unused) == unused
+
+
+def test_penalties_and_least_tokens_of_a_generation_config_are_followed():
+    found = GenerationDefaults.from_dict({"repetition_penalty": 1.05, "min_new_tokens": 4})
+    assert (found.repetition_penalty, found.min_new_tokens, found.unused) == (1.05, 4, ())
 
 
 def test_a_config_of_old_holds_the_defaults_where_nothing_else_does(copy):

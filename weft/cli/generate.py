@@ -77,6 +77,23 @@ class GenerateFlags:
     top_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None
     top_k: Annotated[int | None, typer.Option(help="0: all tokens [default: the checkpoint's, else 0]")] = None
     min_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 0]")] = None
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt, with --temperature")] = 1
+    presence_penalty: Annotated[float | None, typer.Option(help="-2 .. 2 [default: 0]")] = None
+    frequency_penalty: Annotated[float | None, typer.Option(help="-2 .. 2 [default: 0]")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None
+    min_tokens: Annotated[
+        int | None, typer.Option(help="No end of sequence before these [default: the checkpoint's, else 0]")
+    ] = None
+    bad_words: Annotated[list[str] | None, typer.Option(help="Text that an answer does not get; may be repeated")] = (
+        None
+    )
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="Schema, as text, that an answer follows; this and the next three need weft[guided]"),
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="Regular expression that an answer matches")] = None
+    choice: Annotated[list[str] | None, typer.Option(help="Text that an answer may be; may be repeated")] = None
+    grammar: Annotated[str | None, typer.Option(help="Grammar of an answer, in Lark's syntax or GBNF")] = None
     seed: Annotated[int, typer.Option()] = 0
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False
@@ -138,6 +155,25 @@ PASSED_ON = (
 )
 
 
+# Flags that are sampling parameters by the same names.
+SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "bad_words",
+    "seed",
+    "stop",
+    "ignore_eos",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
     """Work of every rank.
@@ -159,7 +195,7 @@ class GenerateOptions:
         """Options by flags. ValueError for a value that no model can take."""
         import torch
 
-        from weft.engine import EngineConfig
+        from weft.engine import EngineConfig, StructuredOutputsParams
         from weft.parallel.step_plan import MODES, OLD_MODES
 
         model = _model(flags)
@@ -171,8 +207,12 @@ class GenerateOptions:
             expert_layout=_layout(flags.expert_layout),
             **{name: getattr(flags, name) for name in PASSED_ON},
         )
-        names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
-        sampling = {name: getattr(flags, name) for name in names}
+        sampling = {name: getattr(flags, name) for name in SAMPLING}
+        structure = {name: getattr(flags, name) for name in ("regex", "choice", "grammar")} | {
+            "json": flags.json_schema
+        }
+        if any(value is not None for value in structure.values()):
+            sampling["structured_outputs"] = StructuredOutputsParams(**structure)
         return cls(model=model, engine=engine, inputs=inputs, shown=shown, sampling=sampling)
 
 
@@ -288,19 +328,23 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
         for _ in pieces:
             pass
         return
+    n = options.sampling["n"]
     if options.shown is None:
-        answers = [[] for _ in options.inputs]
+        answers = [[] for _ in range(n * len(options.inputs))]
         for piece in pieces:
-            answers[piece.prompt].append(str(piece.token_id))
+            answers[piece.prompt * n + piece.index].append(str(piece.token_id))
         for answer in answers:
             typer.echo(" ".join(answer))
     else:
-        _print_answers(options.shown, pieces)
+        _print_answers([text for text in options.shown for _ in range(n)], n, pieces)
     _print_speed(engine, team)
 
 
-def _print_answers(prompts: list[str], pieces: Iterator[Piece]) -> None:
-    """Print answers: one as it grows; several a line each, growing on a terminal, else at the end."""
+def _print_answers(prompts: list[str], n: int, pieces: Iterator[Piece]) -> None:
+    """Print answers: one as it grows; several a line each, growing on a terminal, else at the end.
+
+    prompts  n times each
+    """
     if len(prompts) == 1:
         typer.echo(prompts[0], nl=False)
         for piece in pieces:
@@ -311,7 +355,7 @@ def _print_answers(prompts: list[str], pieces: Iterator[Piece]) -> None:
     answers = list(prompts)
     with Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         for piece in pieces:
-            answers[piece.prompt] += piece.text
+            answers[piece.prompt * n + piece.index] += piece.text
             if live is not None:
                 live.update(Text("\n".join(answers)), refresh=True)
     for answer in answers:

@@ -15,6 +15,7 @@ _MODULES = {
     "Runner": "runner",
     "SamplingParams": "params",
     "Stats": "outputs",
+    "StructuredOutputsParams": "params",
 }
 __all__ = list(_MODULES)
 

@@ -23,21 +23,25 @@ from weft.arguments import (
     check_optional,
     quoted,
 )
-from weft.engine.batch import Batch
+from weft.engine.adjustments import Adjusted
+from weft.engine.batch import Arrival, Batch
 from weft.engine.config import EngineConfig
+from weft.engine.guided import Guides
+from weft.engine.logprobs import logprobs_of
 from weft.engine.outputs import Completion, FinishReason, Piece, Stats, join_pieces
 from weft.engine.params import (
     Prompt,
     SamplingParams,
     as_prompts,
     check_prompt,
+    difference,
     one_each,
     sampling_defaults,
     unused_defaults,
 )
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
-from weft.engine.tokenizer import TextStream, has_tokenizer, load_tokenizer
+from weft.engine.tokenizer import TextStream, has_tokenizer, load_tokenizer, spellings
 from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
@@ -130,6 +134,7 @@ class Engine:
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)
         if config.warm_up:
             self.batch.runner.warm_up(warm_up_progress)
+        self._guides: Guides | None = None  # once a request asks for one
         self._texts: dict[int, TextStream | None] = {}
         self._entered = 0
         self._held: list[Piece] = []  # pieces that have arrived and were not yet given out
@@ -137,7 +142,7 @@ class Engine:
         self.stats = Stats(load_seconds=time.perf_counter() - begin)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
-        """Generate a Completion for each prompt, in order. Collective. Arguments and errors as in `stream`.
+        """Generate n Completions for each prompt, in order. Collective. Arguments and errors as in `stream`.
 
         An answer is shorter than `max_tokens` where it would exceed `max_seq_len`: finish_reason "length".
         """
@@ -148,29 +153,22 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
         seed: int | None = 0,
-        stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
+        **sampling: Any,
     ) -> Generator[Piece, None, None]:
         """Yield a Piece for each new token, as soon as the host has it.
 
         prompts  text or lists of token ids
         seed     of prompt 0; the other prompts draw with seeds derived from it. None: random ones
-        others   as in SamplingParams; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint sets them
+        others   fields of SamplingParams by name; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint
+                 sets them. TypeError for another name
 
         Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
         prompts from the batch. Raised here, not at the first piece: ValueError for invalid arguments, for a prompt that is
         empty or leaves no room in `max_seq_len`, and where ranks pass different arguments.
         """
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop}
-        asked |= {"top_p": top_p, "top_k": top_k, "min_p": min_p}
-        given = {name: value for name, value in asked.items() if value is not None}
-        params = replace(self.defaults, **given, seed=seed, ignore_eos=ignore_eos)
+        params = replace(self.defaults.with_options(sampling), seed=seed, ignore_eos=ignore_eos)
         prompts = as_prompts(prompts)
         return self.answer(prompts, one_each(params, len(prompts)))
 
@@ -191,7 +189,8 @@ class Engine:
                 pairs = (pair for parts in zip(other, asked[0], strict=True) for pair in zip_longest(*parts))
                 one, first = next(pair for pair in pairs if pair[0] != pair[1])
                 raise ValueError(
-                    f"rank {rank} asked for {quoted(one)}, rank 0 for {quoted(first)}; all ranks must pass the same"
+                    f"rank {rank} asked for {difference(one, first)}, rank 0 for {difference(first, one)}; "
+                    f"all ranks must pass the same"
                 )
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts; pass one each")
@@ -199,17 +198,23 @@ class Engine:
             raise ValueError("prompts is empty; pass at least one")
         params = self._seeded(params)
         encoded = [self._encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
-        sequences = [self._sequence(ids, one) for ids, one in zip(encoded, params, strict=True)]
-        for index, sequence in enumerate(sequences):
-            self.batch.scheduler.check(f"prompts[{index}]", sequence)
+        sequences: dict[tuple[int, int], Running] = {}
+        for prompt, (ids, asked) in enumerate(zip(encoded, params, strict=True)):
+            answers = asked.answers() if isinstance(asked, SamplingParams) else [asked]
+            for index, one in enumerate(answers):
+                sequences[prompt, index] = self._sequence(ids, one)
+            self.batch.scheduler.check(f"prompts[{prompt}]", sequences[prompt, 0])
         return self._answer(sequences)
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> int:
         """Add a request, which joins the batch when there is room. Returns its number: `prompt` of its pieces.
 
-        Collective: all ranks submit the same requests between the same steps. ValueError as in `generate`.
+        Collective: all ranks submit the same requests between the same steps. ValueError as in `generate`, and for several
+        answers: submit `params.answers()` one by one.
         """
         [params] = self._seeded([params])
+        if isinstance(params, SamplingParams) and params.n > 1:
+            raise ValueError(f"n={params.n}: a submitted request has one answer; submit params.answers() one by one")
         sequence = self._sequence(self._encode("prompt", prompt), params)
         self.batch.scheduler.check("prompt", sequence)
         self._enter(sequence)
@@ -230,9 +235,9 @@ class Engine:
 
     def _step(self) -> None:
         try:
-            for sequence, token in self.batch.step():
-                if not sequence.done:
-                    self._held.append(self._piece(sequence, token))
+            for arrival in self.batch.step():
+                if not arrival.sequence.done:
+                    self._held.append(self._piece(arrival))
         except BaseException:
             self.batch.restart()
             raise
@@ -243,13 +248,17 @@ class Engine:
         self._held = [piece for piece in self._held if piece.prompt not in numbers]
         return taken
 
-    def _answer(self, sequences: list[Running]) -> Generator[list[Piece], None, None]:
-        """Submit sequences and step until all have ended. They leave when the caller stops drawing, too."""
+    def _answer(self, answers: dict[tuple[int, int], Running]) -> Generator[list[Piece], None, None]:
+        """Submit sequences and step until all have ended. They leave when the caller stops drawing, too.
+
+        answers  sequences by (prompt, index among its answers)
+        """
         runner, scheduler = self.batch.runner, self.batch.scheduler
         begin, captured, preempted = time.perf_counter(), runner.capture_seconds, scheduler.preemptions
+        sequences = list(answers.values())
         for sequence in sequences:
             self._enter(sequence)
-        place = {sequence.number: index for index, sequence in enumerate(sequences)}
+        place = {sequence.number: answer for answer, sequence in answers.items()}
         self._streamed |= place.keys()
         first_at, first_tokens, new_tokens = 0.0, 0, 0
         try:
@@ -264,7 +273,8 @@ class Engine:
                 new_tokens += len(pieces)
                 if pieces and not first_at:
                     first_at, first_tokens = time.perf_counter(), len(pieces)
-                yield [piece._replace(prompt=place[piece.prompt]) for piece in pieces]
+                placed = [(piece, place[piece.prompt]) for piece in pieces]
+                yield [piece._replace(prompt=prompt, index=index) for piece, (prompt, index) in placed]
         finally:
             for sequence in sequences:
                 if not sequence.done:
@@ -312,11 +322,34 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={quoted(params.stop)} needs text, and {self._no_text}; pass stop_token_ids")
         vocab_size = self.model.config.vocab_size
-        if (largest := max(params.stop_token_ids, default=0)) >= vocab_size:
-            raise ValueError(f"stop_token_ids holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if (largest := max(getattr(params, name) or (), default=0)) >= vocab_size:
+                raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
         room = self.config.max_seq_len - len(prompt)
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
-        return Running(prompt=prompt, params=params, budget=budget)
+        reads_all = params.prompt_logprobs is not None
+        return Running(
+            prompt=prompt, params=params, budget=budget, reads_all=reads_all, adjusted=self._adjusted(params)
+        )
+
+    def _adjusted(self, params: SamplingParams) -> Adjusted | None:
+        """Changes of logits that a request asks for."""
+        if not params.adjusted:
+            return None
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError(f"bad_words={quoted(params.bad_words)} needs text, and {self._no_text}; pass logit_bias")
+        guide = None
+        if params.structured_outputs is not None:
+            guide = self._grammars().start(params.structured_outputs)
+        ends = sorted(self.eos_token_ids | set(params.stop_token_ids)) if params.min_tokens else []
+        return Adjusted(params=params, ends=ends, bad_words=spellings(self.tokenizer, params.bad_words), guide=guide)
+
+    def _grammars(self) -> Guides:
+        if self._guides is None:
+            if self.tokenizer is None:
+                raise ValueError(f"structured_outputs need text, and {self._no_text}")
+            self._guides = Guides(self.tokenizer, self.model.config.vocab_size, self.eos_token_ids)
+        return self._guides
 
     def _seeded(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """The parameters, those without a seed with one that rank 0 has drawn."""
@@ -338,12 +371,23 @@ class Engine:
         self.batch.scheduler.finish(sequence)
         del self._texts[sequence.number]
 
-    def _piece(self, sequence: Running, token_id: int) -> Piece:
+    def _piece(self, arrival: Arrival) -> Piece:
+        sequence, token_id = arrival.sequence, arrival.token
         sequence.tokens.append(token_id)
+        params, logprobs, of_prompt = sequence.params, None, None
+        if params.logprobs is not None:
+            logprobs = logprobs_of(arrival.logprobs, token_id, params.logprobs, self._token_text)
+        if params.prompt_logprobs is not None and len(sequence.tokens) == 1:
+            rows = (row for part in sequence.prompt_logprobs for row in part.tolist())
+            pairs = zip(rows, sequence.prompt[1:], strict=True)
+            of_prompt = [None, *(logprobs_of(*pair, params.prompt_logprobs, self._token_text) for pair in pairs)]
         text, reason = self._text(sequence, token_id)
         if reason is not None:
             self._leave(sequence)
-        return Piece(sequence.number, text, token_id, reason)
+        return Piece(sequence.number, text, token_id, reason, logprobs, of_prompt)
+
+    def _token_text(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
 
     def _text(self, sequence: Running, token_id: int) -> tuple[str | None, FinishReason | None]:
         stream = self._texts[sequence.number]

@@ -117,7 +117,7 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Generate a completion for each prompt, in order.
+        """Generate a completion for each prompt, in order; n of them if `params` say so.
 
         prompts  text or lists of token ids
         params   one for all prompts, or a list of one each; None: `defaults`

@@ -11,31 +11,65 @@ from weft.runtime.codec import exchangeable
 FinishReason = Literal["eos", "stop", "length"]
 
 
+@exchangeable
+class Logprob(NamedTuple):
+    """Log-probability of a token at its place, by the model alone: before penalties and temperature.
+
+    rank           number of tokens at least as likely, itself included
+    decoded_token  its text by itself; None without a tokenizer
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+# By token id, the token of the place itself first.
+Logprobs = dict[int, Logprob]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Answer to one prompt.
 
+    index          among the n answers to its prompt
     text           without the end-of-sequence or stop token, and cut before a stop string; None without a tokenizer
     token_ids      all generated tokens, these included
     finish_reason  "eos", "stop" (a stop string or token) or "length" (`max_tokens`, or the model's limit)
+    logprobs       of each generated token, if asked for
+    prompt_logprobs  of each token of the prompt, if asked for; None for the first, which nothing predicts
     """
 
     text: str | None
     token_ids: list[int]
     finish_reason: FinishReason
+    index: int = 0
+    logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of the whole answer."""
+        if self.logprobs is None:
+            return None
+        return sum(found[token].logprob for found, token in zip(self.logprobs, self.token_ids, strict=True))
 
 
 @exchangeable
 class Piece(NamedTuple):
     """Generated token of one prompt.
 
-    `text` may be empty while a character or a stop string is undecided; None without a tokenizer.
+    `text` may be empty while a character or a stop string is undecided; None without a tokenizer. `logprobs` are the token's,
+    and `prompt_logprobs` come with the first token, as in Completion. `index`: of the answer, among the n of its prompt.
     """
 
     prompt: int
     text: str | None
     token_id: int
     finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    index: int = 0
 
 
 @exchangeable
@@ -61,15 +95,20 @@ class Stats:
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:
-    """Completions of `prompts` prompts, from all their pieces."""
-    texts: list[list[str | None]] = [[] for _ in range(prompts)]
-    token_ids: list[list[int]] = [[] for _ in range(prompts)]
-    reasons: list[FinishReason] = ["length"] * prompts
+    """Completions of `prompts` prompts, from all their pieces; n of each prompt, one after the other."""
+    answers: dict[tuple[int, int], list[Piece]] = {(prompt, 0): [] for prompt in range(prompts)}
     for piece in pieces:
-        texts[piece.prompt].append(piece.text)
-        token_ids[piece.prompt].append(piece.token_id)
-        reasons[piece.prompt] = piece.finish_reason or reasons[piece.prompt]
-    return [
-        Completion(text=None if None in text else "".join(text), token_ids=ids, finish_reason=reason)
-        for text, ids, reason in zip(texts, token_ids, reasons, strict=True)
-    ]
+        answers.setdefault((piece.prompt, piece.index), []).append(piece)
+    return [_completion(index, answers[prompt, index]) for prompt, index in sorted(answers)]
+
+
+def _completion(index: int, pieces: list[Piece]) -> Completion:
+    texts = [piece.text for piece in pieces]
+    return Completion(
+        text=None if None in texts else "".join(texts),
+        token_ids=[piece.token_id for piece in pieces],
+        finish_reason=next((piece.finish_reason for piece in pieces if piece.finish_reason), "length"),
+        index=index,
+        logprobs=[piece.logprobs for piece in pieces] if pieces and pieces[0].logprobs is not None else None,
+        prompt_logprobs=pieces[0].prompt_logprobs if pieces else None,
+    )

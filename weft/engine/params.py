@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, replace
-from enum import IntEnum
+import json
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+from enum import IntFlag
+from functools import reduce
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
-from weft.arguments import check_bool, check_optional, is_integer, positive, quoted
+from weft.arguments import (
+    check_bool,
+    check_instance,
+    check_int,
+    check_number,
+    check_optional,
+    is_integer,
+    positive,
+    quoted,
+)
 from weft.errors import CheckpointError
 from weft.runtime.codec import exchangeable
 
@@ -19,15 +31,79 @@ Prompt = str | Sequence[int]
 
 # Far beyond a uniform distribution, and times the noise (up to 23) still far from fp32's infinity.
 MAX_TEMPERATURE = 1e30
+# The range of OpenAI's API; vLLM's server clamps to it.
+MAX_LOGIT_BIAS = 100.0
+# vLLM's default of max_logprobs.
+MOST_LOGPROBS = 20
+# vLLM's limit of n.
+MOST_ANSWERS = 1 << 14
 
 
-class Kind(IntEnum):
-    """Kind of sampling; each also serves the requests of the kinds before it."""
+class Kind(IntFlag):
+    """Kernels that a choice of tokens launches. The union of requests' kinds serves them all.
+
+    GREEDY .. TRUNCATED  kinds of sampling; each has the bits of those before it
+    ADJUSTED             logits are changed first: penalties, biases, tokens that are not allowed
+    LOGPROBS             log-probabilities of the chosen tokens
+    GUIDED               the tokens that a grammar allows; with ADJUSTED
+    """
 
     GREEDY = 0
     SAMPLED = 1
-    NUCLEUS = 2
-    TRUNCATED = 3
+    NUCLEUS = 3
+    TRUNCATED = 7
+    ADJUSTED = 8
+    LOGPROBS = 16
+    GUIDED = 32
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Structure that an answer has: one of these. ValueError for none, several or an invalid value.
+
+    json         JSON schema, as text or a dict
+    regex        regular expression that the whole answer matches, without look-around and back-references
+    choice       texts, of which the answer is one
+    grammar      context-free grammar, in Lark's syntax or GBNF (llama.cpp's)
+    json_object  True: any JSON object
+    """
+
+    json: str | dict[str, Any] | None = field(default=None, hash=False)
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [one.name for one in fields(self) if getattr(self, one.name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"structured_outputs has {' and '.join(given) or 'nothing'}; pass one of {_listed(self)}")
+        [name] = given
+        value = getattr(self, name)
+        if name == "json" and isinstance(value, Mapping):
+            try:
+                object.__setattr__(self, name, json.dumps(value))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"json={quoted(value)} is not a JSON schema: {error}") from None
+        elif name == "choice":
+            if isinstance(value, str) or not (choice := _strings(name, value)):
+                raise ValueError(f"choice={quoted(value)} is not a list of texts")
+            object.__setattr__(self, name, choice)
+        elif name == "json_object":
+            if value is not True:
+                raise ValueError(f"json_object={quoted(value)} is not True; leave it out")
+        elif not isinstance(value, str):
+            raise ValueError(f"{name}={quoted(value)} is not text")
+
+    @property
+    def grammar_text(self) -> tuple[str, str]:
+        """Kind of grammar and its text, as llguidance names and takes them."""
+        if self.json is not None or self.json_object:
+            return "json_schema", self.json or '{"type": "object"}'
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice)
+        return ("regex", self.regex) if self.regex is not None else ("grammar", self.grammar)
 
 
 @exchangeable
@@ -35,14 +111,26 @@ class Kind(IntEnum):
 class SamplingParams:
     """Sampling parameters of a request. ValueError for an invalid value.
 
+    n               answers to the prompt, of which each but the first draws with a seed derived from `seed`
     temperature     0: the most likely token (greedy); otherwise tokens are drawn from softmax(logits / temperature)
     top_k           draw only from this many of the most likely tokens, and from those as likely as the last of them; 0 or -1:
                     from all
     top_p           draw only from the most likely tokens whose probabilities together reach it; of those that top_k and min_p
                     leave
     min_p           draw only from tokens at least min_p times as likely as the most likely one
+    presence_penalty    subtracted from the logit of each token that the answer has already
+    frequency_penalty   the same, times how often it has it
+    repetition_penalty  divides the logits above 0, and multiplies those below, of tokens that prompt or answer have
+    logit_bias      added to logits, by token id, before the penalties; in -100 .. 100
+    allowed_token_ids  the only tokens that an answer may have; None: all
+    bad_words       strings that an answer does not get: never the last token of one whose other tokens stand before it
     max_tokens      of the answer, which is shorter where it would exceed the model's limit
                     None: as long as the model allows
+    min_tokens      before these, no end-of-sequence token and none of stop_token_ids is chosen; stop strings do count
+    structured_outputs  StructuredOutputsParams: the answer's structure, such as a JSON schema; needs weft[guided]
+    logprobs        number of the likeliest tokens whose log-probabilities come with each token, beside its own; up to 20. None:
+                    no log-probabilities
+    prompt_logprobs  the same for the tokens of the prompt
     seed            of the random numbers, which depend on seed, position and token only; logits still round differently for
                     another world size, batch or GPU, so answers may differ there. None: another one each time
     stop            strings that end an answer; they are not part of it
@@ -52,11 +140,22 @@ class SamplingParams:
     skip_special_tokens  special tokens give no text
     """
 
+    n: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     max_tokens: int | None = 64
+    min_tokens: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -65,23 +164,39 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        if not isinstance(stop, Iterable):
-            raise ValueError(f"stop={quoted(stop)} is not a string or a list of strings")
-        object.__setattr__(self, "stop", tuple(stop))
-        token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        are_ids = isinstance(token_ids, (Sequence, Set)) and not isinstance(token_ids, (bytes, bytearray))
-        if not are_ids or not all(is_integer(token) and token >= 0 for token in token_ids):
-            raise ValueError(f"stop_token_ids={quoted(token_ids)} is not a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(sorted(set(map(int, token_ids)))))
-        for name in ("temperature", "top_p", "min_p"):
+        # Plain values, as ranks exchange them, also from NumPy's numbers and strings.
+        for name in ("stop", "bad_words"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ValueError("allowed_token_ids is empty; pass at least one token id, or None for all")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if not isinstance(value := getattr(self, name), Real) or isinstance(value, bool):
                 raise ValueError(f"{name}={quoted(value)} is not a number")
+        rule = "a StructuredOutputsParams, or None"
+        check_optional(check_instance, "structured_outputs", self.structured_outputs, StructuredOutputsParams, rule)
         object.__setattr__(self, "max_tokens", check_optional(positive, "max_tokens", self.max_tokens))
+        object.__setattr__(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
+        object.__setattr__(self, "n", check_int("n", self.n, 1, MOST_ANSWERS))
+        for name in ("logprobs", "prompt_logprobs"):
+            object.__setattr__(self, name, check_optional(check_int, name, getattr(self, name), 0, MOST_LOGPROBS))
+        if self.min_tokens and self.structured_outputs is not None:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} with structured_outputs, which say where an answer ends; leave it out"
+            )
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"
             )
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} with temperature=0 would give equal answers; raise the temperature")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={quoted(self.top_p)} is not in (0, 1]; 1 keeps every token")
         if not is_integer(self.top_k) or not -1 <= self.top_k < 1 << 31:
@@ -89,33 +204,116 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(0, int(self.top_k)))
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={quoted(self.min_p)} is not in [0, 1]; 0 keeps every token")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_number(name, getattr(self, name), -2, 2, "in [-2, 2]; 0 changes nothing")
+        check_number("repetition_penalty", self.repetition_penalty, 1e-30, 1e30, "a positive number; 1 changes nothing")
         if self.seed is not None:
             if not is_integer(self.seed) or not 0 <= self.seed < 1 << 63:
                 raise ValueError(f"seed={quoted(self.seed)} is not an integer in 0 .. 2**63 - 1, or None")
             object.__setattr__(self, "seed", int(self.seed))
-        # Plain values, as ranks exchange them, also from NumPy's numbers and strings.
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             object.__setattr__(self, name, float(getattr(self, name)))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
-        if not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise ValueError(f"stop={quoted(self.stop)} holds something that is not a non-empty string")
-        object.__setattr__(self, "stop", tuple(map(str, self.stop)))
 
     @property
     def kind(self) -> Kind:
+        kind = Kind.ADJUSTED if self.adjusted else Kind.GREEDY
+        kind |= Kind.GREEDY if self.structured_outputs is None else Kind.GUIDED
+        kind |= Kind.GREEDY if self.logprobs is None else Kind.LOGPROBS
         if self.temperature == 0.0:
-            return Kind.GREEDY
+            return kind
         if self.top_k or self.min_p:
-            return Kind.TRUNCATED
-        return Kind.SAMPLED if self.top_p == 1.0 else Kind.NUCLEUS
+            return kind | Kind.TRUNCATED
+        return kind | (Kind.SAMPLED if self.top_p == 1.0 else Kind.NUCLEUS)
+
+    @property
+    def adjusted(self) -> bool:
+        """True if some logits are to be changed before a token is chosen."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.min_tokens
+            or self.structured_outputs is not None
+        )
+
+    def answers(self) -> list[SamplingParams]:
+        """Parameters of each of the n answers, as requests of their own; the first one scores the prompt."""
+        if self.n == 1:
+            return [self]
+        others = [
+            replace(self, n=1, prompt_logprobs=None, seed=derived(self.seed, index, 0xD1B54A32D192ED03))
+            for index in range(1, self.n)
+        ]
+        return [replace(self, n=1), *others]
+
+    def with_options(self, options: Mapping[str, Any]) -> SamplingParams:
+        """These parameters with others by name; None: no other one. TypeError for an unknown name."""
+        known = [one.name for one in fields(self)]
+        if unknown := next((name for name in options if name not in known), None):
+            raise TypeError(f"{unknown}= is not a sampling parameter; they are {_listed(self)}")
+        return replace(self, **{name: value for name, value in options.items() if value is not None})
+
+
+def joint_kind(params: Iterable[SamplingParams]) -> Kind:
+    """Kind that serves all these requests."""
+    return reduce(or_, (one.kind for one in params), Kind.GREEDY)
+
+
+def difference(one: Any, other: Any) -> str:
+    """The value for a message; of parameters only those that differ from the other ones."""
+    if not isinstance(one, SamplingParams) or not isinstance(other, SamplingParams):
+        return quoted(one)
+    names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+    return f"SamplingParams({', '.join(f'{name}={quoted(getattr(one, name))}' for name in names)})"
+
+
+def _listed(params: Any) -> str:
+    return ", ".join(one.name for one in fields(params))
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    """The value, a string or strings, as a tuple. ValueError for others, and for an empty one."""
+    value = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{name}={quoted(value)} is not a string or a list of strings")
+    value = tuple(value)
+    if not all(isinstance(one, str) and one for one in value):
+        raise ValueError(f"{name}={quoted(value)} holds something that is not a non-empty string")
+    return tuple(map(str, value))
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The value's token ids, each once, in order. ValueError if it is no list of them."""
+    are_ids = isinstance(value, (Sequence, Set)) and not isinstance(value, (bytes, bytearray))
+    if not are_ids or not all(is_integer(token) and token >= 0 for token in value):
+        raise ValueError(f"{name}={quoted(value)} is not a list of token ids")
+    return tuple(sorted(set(map(int, value))))
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    """Plain numbers by token id, in order. ValueError unless the value maps token ids to -100 .. 100."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(is_integer(token) and token >= 0 for token in value):
+        raise ValueError(f"logit_bias={quoted(value)} is not a dict of token ids to numbers")
+    for token, bias in value.items():
+        check_number(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "in [-100, 100]")
+    return {int(token): float(bias) for token, bias in sorted(value.items())}
 
 
 def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:
     """Parameters for each prompt of a call, with seeds of their own: equal prompts get different answers."""
-    if params.seed is None:
-        return [params] * prompts
-    return [replace(params, seed=(params.seed + index * 0x9E3779B97F4A7C15) % (1 << 63)) for index in range(prompts)]
+    return [replace(params, seed=derived(params.seed, index, 0x9E3779B97F4A7C15)) for index in range(prompts)]
+
+
+def derived(seed: int | None, index: int, stride: int) -> int | None:
+    """Seed number `index` of those that follow from one; without a seed none."""
+    return None if seed is None else (seed + index * stride) % (1 << 63)
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingParams:
@@ -128,7 +326,9 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingParams:
             top_p=found.top_p,
             top_k=found.top_k,
             min_p=found.min_p,
+            repetition_penalty=found.repetition_penalty,
             max_tokens=tokens,
+            min_tokens=found.min_new_tokens,
             stop=found.stop,
         )
     except ValueError as error:
@@ -142,7 +342,7 @@ def unused_defaults(checkpoint: Checkpoint) -> list[str]:
         return []
     return [
         f"{checkpoint.directory}: generation_config.json: not used: {', '.join(unused)} (weft follows do_sample, temperature, "
-        f"top_k, top_p, min_p, max_new_tokens, stop_strings and eos_token_id)"
+        f"top_k, top_p, min_p, repetition_penalty, max_new_tokens, min_new_tokens, stop_strings and eos_token_id)"
     ]
 
 

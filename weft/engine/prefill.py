@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 import numpy
 import torch
 
+from weft.engine.adjustments import Adjustments, Entry
+from weft.engine.logprobs import WIDTH, token_logprobs
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
 from weft.models import Decoder
@@ -31,7 +33,12 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """Prompt tokens of one sequence, after `before` cached ones; `choose`: then its next token is chosen."""
+    """Prompt tokens of one sequence, after `before` cached ones; `choose`: then its next token is chosen.
+
+    entry    changes of logits that it asks for, if it does and a token is chosen
+    targets  prompt tokens whose log-probabilities are asked for, each behind one of the chunk's last tokens; with `choose` none
+             is behind the very last
+    """
 
     slot: int
     tokens: list[int]
@@ -39,6 +46,8 @@ class PrefillChunk:
     pages: list[int]
     params: SamplingParams
     choose: bool
+    entry: Entry | None = None
+    targets: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +63,7 @@ class Inputs:
     rows                                  [S] int64: index of each sequence's last token
     lengths                               [S] int64: tokens including cached ones
     seed, temperature, top_p, top_k, min_p  [S]: sampling parameters
+    batch_slots                           [S] int64: slots of the sequences, for their adjustments
     """
 
     tokens: torch.Tensor
@@ -69,6 +79,7 @@ class Inputs:
     top_p: torch.Tensor
     top_k: torch.Tensor
     min_p: torch.Tensor
+    batch_slots: torch.Tensor
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +99,9 @@ class Inputs:
 class StaticPrefill(ABC):
     """Prefill of up to `batch` sequences, up to `tokens` tokens together, on static tensors.
 
-    Call `load`, then `run`, which may be captured; `chosen` holds the next tokens. max_pages: of a sequence.
+    Call `load`, then `run`, which may be captured; `chosen` and `logprobs` hold the next tokens and theirs.
+
+    max_pages  of a sequence
     """
 
     runs: tuple[Chunk, ...] = ()  # of Step.chunks
@@ -98,6 +111,7 @@ class StaticPrefill(ABC):
         self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
         device = model.team.device
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(batch, WIDTH, dtype=torch.float32, device=device)
         # The fields of its sequence ranges that stay on the host hold for every batch.
         self._ranges = self._ranges_of([])
         like = self._inputs([])
@@ -113,7 +127,7 @@ class StaticPrefill(ABC):
             getattr(there, field.name).numpy()[...] = getattr(inputs, field.name).numpy()
         self._packed.copy_(upload(packed, self._packed.device))
 
-    def run(self, kind: Kind) -> None:
+    def run(self, kind: Kind, adjustments: Adjustments | None = None) -> None:
         """Write keys and values into the cache, and the token after each sequence into `chosen`."""
         now, fused = self._static, self.plan.fused
         step = Step(
@@ -134,8 +148,12 @@ class StaticPrefill(ABC):
             min_p=now.min_p,
             seed=now.seed,
             position=now.lengths,
+            adjustments=adjustments,
+            rows=now.batch_slots,
         )
         self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
+        if Kind.LOGPROBS in kind:
+            self.logprobs.copy_(token_logprobs(self.model.lm_head, logits, self.chosen))
 
     @abstractmethod
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
@@ -176,6 +194,7 @@ class StaticPrefill(ABC):
             top_p=padded([p.top_p for p in params], 1.0, torch.float32),
             top_k=padded([p.top_k for p in params], 0),
             min_p=padded([p.min_p for p in params], 0.0, torch.float32),
+            batch_slots=padded([chunk.slot for chunk in chunks], 0),
         )
 
 

@@ -7,14 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
 from weft.arguments import check_instance
+from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, prompt_shapes
-from weft.engine.params import Kind, SamplingParams
+from weft.engine.logprobs import WIDTH, token_logprobs
+from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice, choose_tokens
@@ -33,6 +36,8 @@ LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
 SAMPLING_DTYPES = {
     "temperature": torch.float32, "top_p": torch.float32, "top_k": torch.int64, "min_p": torch.float32, "seed": torch.int64
 }  # fmt: skip
+# In place of a kind: graph of a decode step's forward pass alone.
+FORWARD = None
 # Most recently used prompt shapes whose graphs are kept: graphs take GPU memory, and there may be hundreds.
 MOST_SHAPES = 64
 # Kinds of sampling that are captured at start. The second serves all but greedy requests: it has a few more kernels than they
@@ -77,11 +82,16 @@ class Runner:
         self.top_k = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.min_p = torch.zeros(max_batch, dtype=torch.float32, device=device)
         self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(max_batch, WIDTH, dtype=torch.float32, device=device)
+        self.prompt_logprobs: dict[int, torch.Tensor] = {}  # by slot, of the prompts of the last `prefill`
+        self.adjustments: Adjustments | None = None  # once a request asks for changes of logits
         self.buckets = decode_buckets(max_batch)
         self.capture_seconds = 0.0
         # Most tokens of one forward pass so far, padding included.
         self.longest_prefill = self.largest_decode = 0
-        self._graphs: dict[tuple[int | Shape | RaggedShape, Kind], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int | Shape | RaggedShape, Kind | None], torch.cuda.CUDAGraph] = {}
+        # Of decode steps with grammars, which have a graph for the forward pass and one for the choice.
+        self._logits: dict[int, torch.Tensor] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
@@ -130,26 +140,47 @@ class Runner:
             self._graphs[size, kind].replay()  # the first one uploads it
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`."""
+        """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`.
+
+        Log-probabilities, where they are asked for, go into `logprobs[slot]`, of prompts into `prompt_logprobs`.
+        """
+        self.prompt_logprobs = {}
+        self._enter([chunk for chunk in chunks if chunk.choose])
         with self._without_autograd():
             self._prefill(chunks)
 
+    def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Fill the adjustments of the slots for which tokens are chosen."""
+        if self.adjustments is None and any(chunk.entry is not None for chunk in chunks):
+            self.adjustments = Adjustments(self.model.lm_head, self.max_batch)
+        if self.adjustments is not None:
+            for chunk in chunks:
+                self.adjustments.enter(chunk.slot, chunk.entry)
+
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        shape = self._shape_of(chunks) if self.cuda_graph else None
+        scored = any(chunk.targets for chunk in chunks)  # by all logits of the prompt
+        shape = self._shape_of(chunks) if self.cuda_graph and not scored else None
         if shape in self._warm_prompts or (shape and self._launched[shape] >= LAUNCHED_FIRST[type(shape)]):
-            chosen = self._prefill_padded(chunks, shape)
+            chosen, logprobs = self._prefill_padded(chunks, shape)
         else:
             self._launched[shape] += 1
             self.longest_prefill = max(self.longest_prefill, sum(len(chunk.tokens) for chunk in chunks))
             # Sequences of equal length share an attention call.
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
-            chosen = self._prefill_eagerly(chunks)
+            chosen, logprobs = self._prefill_eagerly(chunks)
         ends = [index for index, chunk in enumerate(chunks) if chunk.choose]
         if ends:
             slots = upload(torch.tensor([chunks[index].slot for index in ends]), self.team.device)
+            kind, rows = _kind_of(chunks), None
             if len(ends) < len(chosen):
-                chosen = chosen[upload(torch.tensor(ends), self.team.device)]
+                rows = upload(torch.tensor(ends), self.team.device)
+                chosen = chosen[rows]
             self.tokens.index_copy_(0, slots, chosen)
+            if Kind.LOGPROBS in kind:
+                self.logprobs.index_copy_(0, slots, logprobs if rows is None else logprobs[rows])
+            if Kind.ADJUSTED in kind:
+                ends = [chunks[index].before + len(chunks[index].tokens) for index in ends]
+                self.adjustments.note(slots, chosen, upload(torch.tensor(ends), self.team.device))
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
@@ -164,9 +195,11 @@ class Runner:
             return next((one for one in ragged if one.tokens >= tokens and one.batch >= len(chunks)), None)
         return shape or ragged_shape_of(chunks, self.max_batch)
 
-    def _prefill_padded(self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape) -> torch.Tensor:
-        """Next token [shape.batch] after each chunk, with or without `choose`, padding last."""
-        kind = self._captured_kind(max((chunk.params.kind for chunk in chunks if chunk.choose), default=Kind.GREEDY))
+    def _prefill_padded(
+        self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Next token [shape.batch] after each chunk, with or without `choose`; and their logprobs."""
+        kind = self._captured_kind(_kind_of(chunks))
         prompts = self._warm_prompts.get(shape)
         if prompts is None:
             prompts = self._prompts.pop(shape, None) or self._prompts_of(shape)
@@ -175,8 +208,8 @@ class Runner:
                 self._evict(next(iter(self._prompts)))
         self.longest_prefill = max(self.longest_prefill, shape.tokens)
         prompts.load(chunks)
-        self._replay((shape, kind), lambda: prompts.run(kind))
-        return prompts.chosen
+        self._replay((shape, kind), lambda: prompts.run(kind, self.adjustments))
+        return prompts.chosen, prompts.logprobs
 
     def _prompts_of(self, shape: Shape | RaggedShape) -> PaddedPrefill | RaggedPrefill:
         if isinstance(shape, Shape):
@@ -189,27 +222,47 @@ class Runner:
         del self._prompts[shape], self._launched[shape]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != shape}
 
-    def _prefill_eagerly(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
-        """Next token after each chunk with `choose`."""
+    def _prefill_eagerly(self, chunks: Sequence[PrefillChunk]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Next token after each chunk with `choose`, and their logprobs; None: none is asked for."""
         device = self.team.device
         width = max(len(chunk.pages) for chunk in chunks)
         table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
         tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
         step = self.model.prefill_step([(chunk.before, len(chunk.tokens)) for chunk in chunks], table, self.page_size)
-        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
-        chosen = [index for index, chunk in enumerate(chunks) if chunk.choose]
-        if not chosen:
+        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
+        last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.choose]
+        # Token i of a prompt is predicted after token i - 1. No target follows the prompt's last token.
+        scored = []
+        for end, chunk in zip(ends, chunks, strict=True):
+            end -= chunk.choose
+            scored += range(end - len(chunk.targets), end)
+        if not last and not scored:
             self.model.fill_cache(tokens, step, self.cache)
-            return tokens[:0]
-        logits = self.model(tokens, step, self.cache, upload(ends[chosen], device))
-        chunks = [chunks[index] for index in chosen]
+            return tokens[:0], None
+        logits = self.model(tokens, step, self.cache, upload(torch.tensor(last + scored), device))
+        if scored:
+            self._score([chunk for chunk in chunks if chunk.targets], logits[len(last) :])
+            logits = logits[: len(last)]
+        chunks = [chunk for chunk in chunks if chunk.choose]
+        if not chunks:
+            return tokens[:0], None
         params = [chunk.params for chunk in chunks]
         choice = Choice(
             **_sampling_tensors(params, device),
             position=upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device),
+            adjustments=self.adjustments,
+            rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
         )
-        kind = max(p.kind for p in params)
-        return choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
+        kind = joint_kind(params)
+        tokens = choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
+        return tokens, token_logprobs(self.model.lm_head, logits, tokens) if Kind.LOGPROBS in kind else None
+
+    def _score(self, chunks: Sequence[PrefillChunk], logits: torch.Tensor) -> None:
+        """Log-probabilities of the chunks' targets under all their logits."""
+        targets = upload(torch.tensor([token for chunk in chunks for token in chunk.targets]), self.team.device)
+        rows = token_logprobs(self.model.lm_head, logits, targets)
+        parts = rows.split([len(chunk.targets) for chunk in chunks])
+        self.prompt_logprobs = {chunk.slot: part for chunk, part in zip(chunks, parts, strict=True)}
 
     def run_padding(self, most: int) -> None:
         """Run prompts of padding, of 256, 512, … ``most`` tokens: the GEMMs of prompts that fill the batch.
@@ -239,6 +292,8 @@ class Runner:
         """Move the tokens of slots, (from, to); call `assign_slots` before the next decode step."""
         sources, targets = (upload(torch.tensor(slots), self.team.device) for slots in zip(*moves, strict=True))
         self.tokens.index_copy_(0, targets, self.tokens[sources])
+        if self.adjustments is not None:
+            self.adjustments.move(moves)
 
     def _send(self, changed: dict[int, SlotState], gone: list[int]) -> None:
         device = self.team.device
@@ -252,11 +307,11 @@ class Runner:
             for name, values in _sampling_tensors([state.params for state in changed.values()], device).items():
                 getattr(self, name).index_copy_(0, slots, values)
 
-    def decode(self) -> None:
-        """Decode one token for every occupied slot and advance the positions."""
+    def decode(self, between: Callable[[], None] | None = None) -> None:
+        """Decode one token for every occupied slot and advance the positions; `between` as in `step`."""
         batch = self.bucket(max(self._states) + 1)
         self.largest_decode = max(self.largest_decode, batch)
-        self.step(batch, max(state.params.kind for state in self._states.values()))
+        self.step(batch, joint_kind(state.params for state in self._states.values()), between)
         # The device counts on by itself. (`replace` would take three times as long.)
         self._states = {
             slot: SlotState(position=state.position + 1, pages=state.pages, params=state.params)
@@ -267,25 +322,29 @@ class Runner:
         """Size of the smallest bucket that holds `batch` slots."""
         return next(size for size in self.buckets if size >= batch)
 
-    def step(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
+    def step(self, batch: int, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
         """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
 
-        batch  size of a bucket
-        kind   greatest `params.kind` of the slots; a lesser one would sample wrongly
+        batch    size of a bucket
+        kind     union of `params.kind` of the slots; a lesser one would sample wrongly
+        between  called between the forward pass and the choice of tokens, which it may change: for Kind.GUIDED
 
         Captures the bucket's graph if there is none. Returns before the GPU has finished.
         """
         with self._without_autograd():
             if not self.cuda_graph:
-                self._eager_step(batch, kind)
+                self._eager_step(batch, kind, between)
                 return
             kind = self._captured_kind(kind)
             self.capture(batch, kind)
+            if between is not None:
+                self._graphs[batch, FORWARD].replay()
+                between()
             self._graphs[batch, kind].replay()
 
     def _captured_kind(self, kind: Kind) -> Kind:
         """Kind whose graphs `warm_up` has captured and that serves `kind`, which stays if there is none."""
-        return next((captured for captured in WARM_KINDS if self.warm and captured >= kind), kind)
+        return next((captured for captured in WARM_KINDS if self.warm and kind in captured), kind)
 
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
         """Capture the graph that `step` replays, unless there is one. Collective; waits for the GPU.
@@ -296,7 +355,13 @@ class Runner:
             return
         kept = self.tokens.clone(), self.positions.clone()
         self.positions.fill_(-1)
-        self._capture((batch, kind), lambda: self._eager_step(batch, kind))
+        if Kind.GUIDED not in kind:
+            self._capture((batch, kind), lambda: self._eager_step(batch, kind))
+        else:
+            if (batch, FORWARD) not in self._graphs:
+                logits = self._logits[batch] = torch.empty_like(self._forward(batch))
+                self._capture((batch, FORWARD), lambda: logits.copy_(self._forward(batch)))
+            self._capture((batch, kind), lambda: self._choose(batch, kind, self._logits[batch]))
         self.tokens.copy_(kept[0])
         self.positions.copy_(kept[1])
 
@@ -305,7 +370,7 @@ class Runner:
             self._capture(key, run)
         self._graphs[key].replay()
 
-    def _capture(self, key: tuple[int | Shape | RaggedShape, Kind], run: Callable[[], None]) -> None:
+    def _capture(self, key: tuple[int | Shape | RaggedShape, Kind | None], run: Callable[[], Any]) -> None:
         begin = time.perf_counter()
         # Eager steps first: kernels compile, cuBLAS and the ops allocate workspaces, none of which a capture allows.
         side = torch.cuda.Stream(self.team.device)
@@ -325,10 +390,19 @@ class Runner:
         self.team.barrier()
         self.capture_seconds += time.perf_counter() - begin
 
-    def _eager_step(self, batch: int, kind: Kind) -> None:
-        positions = self.positions[:batch]
-        step = self.model.decode_step(positions, self.table[:batch], self.page_size)
-        logits = self.model(self.tokens[:batch], step, self.cache)
+    def _eager_step(self, batch: int, kind: Kind, between: Callable[[], None] | None = None) -> None:
+        logits = self._forward(batch)
+        if between is not None:
+            between()
+        self._choose(batch, kind, logits)
+
+    def _forward(self, batch: int) -> torch.Tensor:
+        """This rank's logits after the slots' tokens."""
+        step = self.model.decode_step(self.positions[:batch], self.table[:batch], self.page_size)
+        return self.model(self.tokens[:batch], step, self.cache)
+
+    def _choose(self, batch: int, kind: Kind, logits: torch.Tensor) -> None:
+        positions, fused = self.positions[:batch], self.model.plan(batch).fused
         choice = Choice(
             temperature=self.temperature[:batch],
             top_p=self.top_p[:batch],
@@ -336,8 +410,14 @@ class Runner:
             min_p=self.min_p[:batch],
             seed=self.seed[:batch],
             position=positions + 1,
+            adjustments=self.adjustments,
+            rows=slice(batch),
         )
-        self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused))
+        self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
+        if Kind.LOGPROBS in kind:
+            self.logprobs[:batch].copy_(token_logprobs(self.model.lm_head, logits, self.tokens[:batch]))
+        if Kind.ADJUSTED in kind:
+            self.adjustments.note(choice.rows, self.tokens[:batch], choice.position)
         positions.add_(positions >= 0)
 
     def _without_autograd(self) -> AbstractContextManager:
@@ -389,6 +469,10 @@ class Runner:
 
 def _padded(rows: list[list[int]], width: int) -> torch.Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def _kind_of(chunks: Sequence[PrefillChunk]) -> Kind:
+    return joint_kind(chunk.params for chunk in chunks if chunk.choose)
 
 
 def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:

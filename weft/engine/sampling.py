@@ -6,6 +6,7 @@
     top_k        the same, among the top_k most likely ones
     min_p        the same, among those at least min_p times as likely as the most likely one
 
+Before all of these come the changes of logits that a request asks for (weft.engine.adjustments), each rank's own.
 top_p counts what top_k and min_p leave. Ranks exchange one (value, token id) per sequence, for top_p sums of probabilities and
 for top_k numbers of tokens, never logits. The noise is a function of
 (seed of the request, position of the token, token id), so equal logits give the same choice for every world size and batch. All
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from weft import ops
+from weft.engine.adjustments import Adjustments
 from weft.engine.params import Kind
 from weft.ops.vocab.sample_argmax import gumbel_noise
 from weft.ops.vocab.top_p_mass import LOWEST, SHIFTS, narrow, ordered_keys
@@ -36,6 +38,7 @@ class Choice:
     top_k                      [B] int64; 0: all
     seed                       [B] int64
     position                   [B] int64: index that the token will have in its sequence
+    adjustments, rows          of which these rows are the sequences'; for Kind.ADJUSTED
     """
 
     temperature: torch.Tensor
@@ -44,6 +47,8 @@ class Choice:
     min_p: torch.Tensor
     seed: torch.Tensor
     position: torch.Tensor
+    adjustments: Adjustments | None = None
+    rows: slice | torch.Tensor | None = None
 
 
 def choose_tokens(
@@ -51,19 +56,22 @@ def choose_tokens(
 ) -> torch.Tensor:
     """Choose token ids [B] int64, the same on every rank, from this rank's logits [B, V'/W]. Collective.
 
-    kind   greatest of the sequences' kinds (params.py); it serves the lesser ones too
+    kind   union of the sequences' kinds (params.py)
     fused  by weft.ops' kernels; otherwise by the torch operations below, on fp32 logits
     """
-    if kind == Kind.GREEDY:
+    if Kind.ADJUSTED in kind:
+        guided = Kind.GUIDED in kind
+        logits = choice.adjustments.adjust(logits, choice.rows, choice.position, guided=guided)
+    if Kind.SAMPLED not in kind:
         return head.argmax(logits, fused=fused)
     if fused:
         return _draw_fused(head, logits, choice, kind)
     ids = torch.arange(head.start, head.start + head.local_size, device=logits.device)
     # The noise is multiplied by the temperature, not the logits divided by it: 0 is then greedy, and nothing overflows.
     scores = logits + choice.temperature[:, None] * gumbel_noise(choice.seed, choice.position, ids)
-    if kind >= Kind.NUCLEUS:
+    if Kind.NUCLEUS in kind:
         best = _over_ranks(head, logits.amax(dim=-1)).amax(dim=0)
-        if kind == Kind.TRUNCATED:
+        if Kind.TRUNCATED in kind:
             least = torch.maximum(least_of_top_k(head, logits, choice), least_of_min_p(best, choice))
             logits = keep(logits, least)
         scores = scores.masked_fill(logits == float("-inf"), float("-inf"))
@@ -74,9 +82,9 @@ def choose_tokens(
 
 def _draw_fused(head: VocabParallelHead, logits: torch.Tensor, choice: Choice, kind: Kind) -> torch.Tensor:
     floor = None
-    if kind >= Kind.NUCLEUS:
+    if Kind.NUCLEUS in kind:
         best = _over_ranks(head, ops.sample_argmax(logits, head.start))[..., 0].flatten(0, 1).amax(dim=0)
-        if kind == Kind.TRUNCATED:
+        if Kind.TRUNCATED in kind:
             all_kept = (choice.top_k == 0).float()
             least = _narrowed(head, logits, best, choice, all_kept, choice.top_k.clone(), count=True)
             logits = keep(logits, torch.maximum(least, least_of_min_p(best, choice)))

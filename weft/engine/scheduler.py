@@ -19,18 +19,25 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
+from weft.engine.adjustments import Adjusted
 from weft.engine.kv_cache import PagePool, digest_of
 from weft.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """State of a request.
 
+    adjusted  changes of logits that it asks for; None: none
     number    index among the engine's requests; -1: not submitted yet
     budget    maximum tokens of the answer, by `params` and by the model
     tokens    answer, as far as the host knows it
+    prompt_logprobs  rows of weft.engine.logprobs of the prompt's tokens but the first, if asked for, in host memory
     launched  answer tokens that the device has been told to compute
     cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
     reads_all  every token of the prompt is read, also those in the cache: for their log-probabilities
@@ -46,8 +53,10 @@ class Sequence:
     params: SamplingParams
     budget: int
     reads_all: bool = False
+    adjusted: Adjusted | None = None
     number: int = -1
     tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[torch.Tensor] = field(default_factory=list)
     launched: int = 0
     cached: int = 0
     pages: list[int] = field(default_factory=list)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models.checkpoint import check_regular, read_object
 
@@ -94,6 +95,19 @@ def _special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
         content = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(content, str):
             yield content
+
+
+def spellings(tokenizer: Tokenizer | None, words: Sequence[str]) -> list[list[int]]:
+    """Token ids of each word, and of it behind a blank if its first token alone changes, as in vLLM."""
+    found = []
+    for word in words:
+        alone, behind = (tokenizer.encode(blank + word.lstrip(), add_special_tokens=False).ids for blank in ("", " "))
+        if not alone:
+            raise ValueError(f"bad_words: {quoted(word)} has no tokens")
+        found.append(alone)
+        if behind and behind[0] != alone[0] and len(behind) == len(alone):
+            found.append(behind)
+    return found
 
 
 class TextStream:

@@ -10,11 +10,9 @@ from typing import Any
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_length": (),
     "min_length": (0,),
-    "min_new_tokens": (0,),
     "max_time": (),
     "num_beams": (1,),
     "num_return_sequences": (1,),
-    "repetition_penalty": (1.0,),
     "encoder_repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
@@ -41,7 +39,18 @@ NEUTRAL_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
 }
-READ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop_strings", "eos_token_id")
+READ = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop_strings",
+    "eos_token_id",
+)
 # Keys without effect on any token, by the reason.
 WITHOUT_EFFECT = {
     "naming": ("transformers_version",),
@@ -91,7 +100,9 @@ class GenerationDefaults:
     top_p: Any = 1.0
     top_k: Any = 0
     min_p: Any = 0.0
+    repetition_penalty: Any = 1.0
     max_new_tokens: Any = None
+    min_new_tokens: Any = 0
     stop: Any = ()
     unused: tuple[str, ...] = ()
 
@@ -121,7 +132,9 @@ class GenerationDefaults:
             top_p=given.get("top_p", 1.0) if draws else 1.0,
             top_k=given.get("top_k", TRANSFORMERS_TOP_K) if draws else 0,
             min_p=given.get("min_p", 0.0) if draws else 0.0,
+            repetition_penalty=given.get("repetition_penalty", 1.0),
             max_new_tokens=given.get("max_new_tokens"),
+            min_new_tokens=given.get("min_new_tokens", 0),
             stop=given.get("stop_strings", ()),
             unused=tuple(unused),
         )

@@ -1,0 +1,177 @@
+"""Answers follow their grammar, whatever the model says, on every rank alike; what is no grammar is refused in one line."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import weft
+from tests.engine.test_adjustments import over_ranks
+from tests.engine.test_engine import PROMPTS
+from weft.engine import Engine, SamplingParams
+from weft.engine import StructuredOutputsParams as Structured
+from weft.engine.adjustments import Adjusted, Entry
+from weft.engine.guided import Guides
+from weft.engine.outputs import join_pieces
+from weft.engine.params import joint_kind
+from weft.engine.prefill import Shape
+from weft.engine.ragged_prefill import RaggedShape
+from weft.engine.runner import FORWARD, Runner
+from weft.engine.tokenizer import load_tokenizer
+from weft.models.builtin import PATH as BUILTIN
+
+pytest.importorskip("llguidance")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["weft", "warp"]}, "ranks": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "ranks"],
+    "additionalProperties": False,
+}
+DRAWN = {"temperature": 1.0, "max_tokens": 60}
+ASKED = [
+    SamplingParams(structured_outputs=Structured(json=SCHEMA), seed=1, **DRAWN),
+    SamplingParams(structured_outputs=Structured(regex="[a-f]{44}-[0-9]{2}"), seed=2, repetition_penalty=1.2, **DRAWN),
+    SamplingParams(max_tokens=40, ignore_eos=True),
+    SamplingParams(structured_outputs=Structured(choice=["positive", "negative"]), logprobs=1, max_tokens=20),
+    SamplingParams(structured_outputs=Structured(grammar='root ::= "(" root ")" | "x"'), seed=5, **DRAWN),
+]
+
+
+def answers(directory, world_size=1, late=0, mode="reference", **engine):
+    def main(team):
+        made = Engine(directory, team, mode=mode, **engine)
+        made.batch._steps_behind = late
+        return join_pieces(made.answer([*PROMPTS, "y", "z"], ASKED), 5), made.stats.preemptions
+
+    results = weft.simulate(main, world_size)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def test_answers_follow_their_grammars_in_slots_chunks_and_after_preemption(byte_model):
+    """Also where the host launches a step ahead, as on GPUs."""
+    found, _ = answers(byte_model)
+    record = json.loads(found[0].text)
+    assert set(record) == {"name", "ranks"} and record["name"] in ("weft", "warp") and 1 <= record["ranks"] <= 99
+    assert len(found[1].text) == 47 and found[1].text[44] == "-"
+    assert found[3].text in ("positive", "negative")
+    assert found[4].text.strip("()") == "x" and found[4].text.count("(") == found[4].text.count(")")
+    assert [one.finish_reason for one in found] == ["eos", "eos", "length", "eos", "eos"]
+    assert answers(byte_model, late=1)[0] == found
+    again, preemptions = answers(byte_model, late=1, page_size=16, pages=1 + 5, max_batch=4, chunk_tokens=7)
+    assert [one.token_ids for one in again] == [one.token_ids for one in found] and preemptions > 0
+    assert [one.token_ids for one in answers(byte_model, 2)[0]] == [one.token_ids for one in found]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["reference", "replicated", "sequence_parallel"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_mode_and_world_size_answers_alike(byte_model, mode, world_size):
+    expected, _ = answers(byte_model)
+    found, preemptions = answers(byte_model, world_size, 1, mode, page_size=16, pages=1 + 5, max_batch=4)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected] and preemptions > 0
+
+
+def test_the_built_in_model_is_guided_too():
+    asked = SamplingParams(structured_outputs=Structured(regex="[7-9]{3}"), max_tokens=8)
+    with weft.LLM(world_size=1, device="sim") as llm:
+        [found] = llm.generate("1+1=", asked)
+    assert len(found.text) == 3 and set(found.text) <= set("789")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_masks_reach_each_ranks_tokens(world_size):
+    """40 tokens in words of 32 bits, over ranks of 14 that begin within a word."""
+    bits = torch.zeros(64, dtype=torch.bool)
+    bits[[0, 13, 14, 31, 32, 39]] = True
+    words = (bits.view(2, 32).long() << torch.arange(32)).sum(1).int()
+
+    def run(adjustments, columns):
+        entry = Entry(adjusted=Adjusted(params=ASKED[0], ends=[], bad_words=[]), prompt=[1], answer=[])
+        adjustments.enter(1, entry)
+        adjustments.allow({1: words})
+        return adjustments.adjust(
+            torch.zeros(2, columns.stop - columns.start), slice(2), torch.tensor([1, 1]), guided=True
+        )
+
+    found = over_ranks(world_size, run)
+    assert (found[0] == 0).all() and torch.equal(found[1] == 0, bits[:40])
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "structured_outputs has nothing; pass one of json, regex, choice, grammar, json_object"),
+        ({"json": "{}", "regex": "a"}, "structured_outputs has json and regex; pass one of"),
+        ({"json": {"a": {1}}}, "json=.* is not a JSON schema"),
+        ({"json": 5}, "json=5 is not text"),
+        ({"choice": "ab"}, "choice='ab' is not a list of texts"),
+        ({"choice": []}, "choice=.* is not a list of texts"),
+        ({"json_object": False}, "json_object=False is not True"),
+    ],
+)
+def test_structures_that_mean_nothing_are_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        Structured(**asked)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"regex": "a(b"}, {"json": '{"type":'}, {"json": {"type": "foo"}}, {"grammar": "root ::= ("}]
+)
+def test_what_is_no_grammar_is_refused_in_one_line(asked):
+    guides = Guides(load_tokenizer(BUILTIN), 15, [1])
+    with pytest.raises(ValueError, match="^structured_outputs: .+") as caught:
+        guides.start(Structured(**asked))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_library_and_a_model_without_an_end_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="need an end-of-sequence token, and this model has none"):
+        Guides(load_tokenizer(BUILTIN), 15, [])
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"llguidance, which is not installed: pip install weft\[guided\]"):
+        Guides(load_tokenizer(BUILTIN), 15, [1])
+    with pytest.raises(ValueError, match="min_tokens=2 with structured_outputs"):
+        SamplingParams(min_tokens=2, structured_outputs=Structured(regex="a"))
+
+
+def test_a_guide_stays_at_its_end_and_can_begin_again():
+    tokenizer = load_tokenizer(BUILTIN)
+    guide = Guides(tokenizer, 15, [1]).start(Structured(regex="12"))
+    one, two = (tokenizer.token_to_id(text) for text in "12")
+    masks = []
+    for token in (one, two, 1, 5):
+        masks.append(guide.mask().tolist())
+        guide.take(token)
+    assert masks == [[1 << one], [1 << two], [1 << 1], [1 << 1]] and guide.mask().tolist() == [1 << 1]
+    guide.begin_again([one])
+    assert guide.mask().tolist() == [1 << two]
+    guide.take(one)  # not allowed: a dead end
+    assert guide.mask().tolist() == [1 << 1]
+
+
+def test_graphs_give_the_same_answers_as_steps_that_are_launched(byte_model, monkeypatch):
+    """As on GPUs, but that a graph's replay is the pass itself, after the two passes before a capture."""
+    keys = set()
+
+    def capture(runner, key, run):
+        keys.add((type(key[0]), key[1]))
+        for _ in range(2):
+            run()
+        runner._graphs[key] = SimpleNamespace(replay=run)
+
+    expected, _ = answers(byte_model)
+    monkeypatch.setattr(Runner, "_capture", capture)
+    monkeypatch.setattr("weft.engine.runner.LAUNCHED_FIRST", {Shape: 0, RaggedShape: 0})
+
+    def main(team):
+        made = Engine(byte_model, team, mode="reference")
+        made.batch.runner.cuda_graph, made.batch._steps_behind = True, 1
+        return join_pieces(made.answer([*PROMPTS, "y", "z"], ASKED), 5)
+
+    [found] = weft.simulate(main, 1)
+    assert found == expected
+    guided = joint_kind(ASKED)
+    assert {(int, FORWARD), (int, guided), (Shape, guided)} <= keys

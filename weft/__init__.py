@@ -16,6 +16,7 @@ _EXPORTS = {
     "simulate": "weft.runtime.simulate",
     "exchangeable": "weft.runtime.codec",
     "check": "weft.check",
+    "AsyncLLM": "weft.engine",
     "Engine": "weft.engine",
     "LLM": "weft.engine",
     "SamplingParams": "weft.engine",

@@ -52,7 +52,7 @@ class _Answer:
 
 
 class RankProcesses:
-    """A process per GPU, and this process's end of a pipe to each, until `close` or the end of this process.
+    """Processes, one per GPU, and this process's end of a pipe to each, until `close`.
 
     main   called on every rank as main(team, its end of the pipe, make), or with a tuple of that end and its links
     links  further ends of pipes for each rank, which only the ranks keep
@@ -221,6 +221,18 @@ def serve(team: Team, parent: Connection, make: Make) -> None:
     end of the pipe, at the same steps, so they stop at one step without a collective. Verdicts that an answer has left unread
     are skipped.
     """
+    with parent:
+        engine = load(team, parent, make)
+        with suppress(ParentClosed):
+            while True:
+                _answer_next(team.rank, engine, parent)
+
+
+def load(team: Team, parent: Connection, make: Make) -> Engine:
+    """Engine of a rank.
+
+    Tells the parent ("progress", (bytes read, bytes to read)), by rank 0, and then ("loaded", None).
+    """
     if multiprocessing.parent_process() is not None:
         # Ctrl-C reaches every process of a terminal, and the parent decides when ranks end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -231,12 +243,9 @@ def serve(team: Team, parent: Connection, make: Make) -> None:
         if team.rank == 0:
             parent.send_bytes(encode(("progress", read)))
 
-    with parent:
-        engine = make(team, progress=progress)
-        parent.send_bytes(encode(("loaded", None)))
-        with suppress(ParentClosed):
-            while True:
-                _answer_next(team.rank, engine, parent)
+    engine = make(team, progress=progress)
+    parent.send_bytes(encode(("loaded", None)))
+    return engine
 
 
 def receive(pipe: Connection) -> Message:

@@ -9,7 +9,7 @@ import typer
 import weft
 from weft.bench.command import bench
 from weft.check.command import check
-from weft.cli import doctor, generate
+from weft.cli import doctor, generate, serve
 from weft.console import Commands, single_valued
 from weft.tune.command import tune
 
@@ -42,4 +42,5 @@ def root(
 for command in (bench, check, tune):
     app.command()(single_valued(command))
 app.command()(generate.command)
+app.command()(serve.command)
 app.command()(doctor.doctor)

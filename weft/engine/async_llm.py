@@ -101,6 +101,7 @@ class AsyncLLM:
         if placed.torchrun:
             raise WeftError("AsyncLLM starts a process per GPU itself; run it without torchrun")
         self.world_size, self.device, self.directory = placed.world_size, placed.device, placed.directory
+        self.config, self.max_seq_len = config, config.max_seq_len or placed.longest
         self.defaults, self.tokenizer = SamplingParams(), None
         if self.directory is not None:
             self.defaults = sampling_defaults(Checkpoint(self.directory))

@@ -71,6 +71,12 @@ class Placement:
         """Directory of the checkpoint; None for random weights."""
         return None if isinstance(self.source, DecoderConfig) else self.source
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a sequence of this model may have."""
+        sizes = self.source if self.directory is None else DecoderConfig.from_dict(Checkpoint(self.directory).config)
+        return sizes.max_position_embeddings
+
 
 def _check_virtual(model: Path | DecoderConfig, remedy: str) -> None:
     """ValueError for a model too large for virtual ranks; WeftError on a virtual rank."""

@@ -13,7 +13,7 @@ import weft
 from weft.models.builtin import PATH
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def directory(tmp_path_factory):
     """Its checkpoint. A conversation's text is its messages' contents; a system message is refused."""
     directory = tmp_path_factory.mktemp("serve") / "adder"
@@ -27,7 +27,7 @@ def directory(tmp_path_factory):
 
 @contextmanager
 def serving(directory, world_size=2, max_batch=4, **options):
-    """A running server: its `url`, `service` and `stop`."""
+    """A running server: its `url`, `service`, `llm` and `thread`."""
     from weft.serve import app, server
 
     llm = weft.AsyncLLM(directory, world_size, device="sim", mode="reference", max_batch=max_batch, page_size=16)
@@ -38,16 +38,13 @@ def serving(directory, world_size=2, max_batch=4, **options):
         thread.start()
         until(lambda: running.started)
 
-        def stop():
+        try:
+            yield SimpleNamespace(url=server.url(at), service=service, llm=llm, thread=thread)
+        finally:
             running.should_exit = True
             thread.join(timeout=30)
-            assert not thread.is_alive()
-
-        try:
-            yield SimpleNamespace(url=server.url(at), service=service, llm=llm, stop=stop)
-        finally:
-            stop()
             llm.close()
+            assert not thread.is_alive()
 
 
 def until(true, seconds=30):
@@ -57,13 +54,13 @@ def until(true, seconds=30):
         time.sleep(0.002)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def served(directory):
     with serving(directory, max_body_bytes=1 << 16) as served:
         yield served
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def client(served):
     import openai
 

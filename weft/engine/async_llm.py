@@ -39,7 +39,7 @@ class Request:
     def __init__(self, llm: AsyncLLM, number: int, request_id: str, prompt: Sequence[int]) -> None:
         self.id, self.prompt = request_id, prompt
         self._llm, self._number = llm, number
-        self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Queue[Piece | BaseException]()
+        self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Queue[Sequence[Piece] | BaseException]()
         self._accepted: asyncio.Future[None] = self._loop.create_future()
 
     def cancel(self) -> None:
@@ -50,13 +50,22 @@ class Request:
         self._llm._cancel(self)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
+        async for pieces in self.arrivals():
+            for piece in pieces:
+                yield piece
+
+    async def arrivals(self) -> AsyncIterator[list[Piece]]:
+        """Yield the pieces that have arrived since the last ones were drawn, at least one each time."""
         last = False
         while not last:
-            piece = await self._arrived.get()
-            if isinstance(piece, BaseException):
-                raise piece
-            last = piece.finish_reason is not None
-            yield piece
+            found: list[Piece] = []
+            while not found or not self._arrived.empty():
+                one = await self._arrived.get()
+                if isinstance(one, BaseException):
+                    raise one
+                found += one
+            last = found[-1].finish_reason is not None
+            yield found
 
     def _take(self, arrived: Sequence[Piece] | BaseException | None) -> None:
         """Take what has arrived, in the loop of the request; None: the engine has accepted it."""
@@ -65,8 +74,8 @@ class Request:
                 self._accepted.set_exception(arrived)
                 return
             self._accepted.set_result(None)
-        for one in (arrived,) if isinstance(arrived, BaseException) else arrived or ():
-            self._arrived.put_nowait(one)
+        if arrived is not None:
+            self._arrived.put_nowait(arrived)
 
 
 class AsyncLLM:

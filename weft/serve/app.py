@@ -330,12 +330,11 @@ async def _unless_left(request: Request, work: asyncio.Task[Any]) -> Any:
 async def _whole(answer: Choices, asked: Asked, shape: Shape) -> list[dict[str, Any]]:
     """Choices of an answer that is sent at once."""
     pieces: list[list[Piece]] = [[] for _ in answer.choices]
-    async for index, piece in answer.pieces():
-        pieces[index].append(piece)
+    async for index, arrived in answer.arrivals():
+        pieces[index] += arrived
     found = []
     for index, ones in enumerate(pieces):
-        text = "".join(piece.text or "" for piece in ones)
-        choice = _choice(index, shape.whole(text), ones[-1].finish_reason)
+        choice = _choice(index, shape.whole(_text(ones)), ones[-1].finish_reason)
         if asked.return_token_ids:
             choice["prompt_token_ids"] = list(answer.choices[index].request.prompt)
             choice["token_ids"] = [piece.token_id for piece in ones]
@@ -355,10 +354,10 @@ async def _events(
     try:
         for index in range(len(answer.choices) if shape.first else 0):
             yield event([_choice(index, shape.first, None)])
-        async for index, piece in answer.pieces():
-            choice = _choice(index, shape.part(piece.text or ""), piece.finish_reason)
+        async for index, pieces in answer.arrivals():
+            choice = _choice(index, shape.part(_text(pieces)), pieces[-1].finish_reason)
             if asked.return_token_ids:
-                choice["token_ids"] = [piece.token_id]
+                choice["token_ids"] = [piece.token_id for piece in pieces]
             yield event([choice])
         if asked.include_usage:
             rest = {"usage": answer.usage()}
@@ -366,6 +365,11 @@ async def _events(
     except Exception as error:
         yield f"data: {json.dumps(service.failure(error).content)}\n\n"
     yield "data: [DONE]\n\n"
+
+
+def _text(pieces: list[Piece]) -> str:
+    """Text of pieces; empty without a tokenizer."""
+    return "".join(piece.text or "" for piece in pieces)
 
 
 def _choice(index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:

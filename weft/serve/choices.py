@@ -25,10 +25,12 @@ class Choice:
         metrics.prompt_tokens.inc(len(request.prompt))
         metrics.request_prompt.observe(len(request.prompt))
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        async for piece in self.request:
-            self._count(piece)
-            yield piece
+    async def arrivals(self) -> AsyncIterator[list[Piece]]:
+        """Yield the pieces that have arrived, together: a client that is slow gets fewer, longer ones."""
+        async for pieces in self.request.arrivals():
+            for piece in pieces:
+                self._count(piece)
+            yield pieces
 
     def end(self) -> None:
         """Cancel the request, unless it has ended."""
@@ -95,18 +97,18 @@ class Choices:
         answers = sum(choice.tokens for choice in self.choices)
         return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield (index of the choice, piece) in the order in which pieces arrive."""
+    async def arrivals(self) -> AsyncIterator[tuple[int, list[Piece]]]:
+        """Yield (index of the choice, its pieces) in the order in which they arrive."""
         if len(self.choices) == 1:
-            async for piece in self.choices[0]:
-                yield 0, piece
+            async for pieces in self.choices[0].arrivals():
+                yield 0, pieces
             return
-        arrived: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[int, list[Piece]] | BaseException | None] = asyncio.Queue()
 
         async def draw(index: int, choice: Choice) -> None:
             try:
-                async for piece in choice:
-                    arrived.put_nowait((index, piece))
+                async for pieces in choice.arrivals():
+                    arrived.put_nowait((index, pieces))
                 arrived.put_nowait(None)
             except BaseException as error:
                 arrived.put_nowait(error)

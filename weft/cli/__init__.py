@@ -8,6 +8,7 @@ import typer
 
 import weft
 from weft.bench.command import bench
+from weft.bench.serving.command import command as bench_serve
 from weft.check.command import check
 from weft.cli import doctor, generate, serve
 from weft.console import Commands, single_valued
@@ -43,4 +44,5 @@ for command in (bench, check, tune):
     app.command()(single_valued(command))
 app.command()(generate.command)
 app.command()(serve.command)
+app.command("bench serve")(bench_serve)
 app.command()(doctor.doctor)

@@ -1,4 +1,4 @@
-"""Choices of an answer: requests to the engine that share one response, and the time that their tokens take."""
+"""Choices of an answer: requests to the engine that share one response, counted and timed."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _refuse(name: str, value: Any) -> None:
 
 
 def _checked(name: str, check: Any, value: Any) -> Any:
-    """The value that `check(name, value)` returns, or `value` where it returns none; its ValueError as BadField."""
+    """The value that `check(name, value)` returns, else `value`. BadField for its ValueError."""
     try:
         found = check_optional(check, name, value)
     except ValueError as error:

@@ -17,7 +17,10 @@ GRACE_SECONDS = 5
 
 
 class Server(uvicorn.Server):
-    """HTTP server of a service: a signal ends its answers first, and an error of the engine ends the server."""
+    """HTTP server of a service.
+
+    A signal ends the answers that are being computed, and an error of the engine ends the server.
+    """
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(

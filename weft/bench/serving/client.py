@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,19 +71,24 @@ async def run(target: Target, asks: Sequence[Ask], concurrency: int | None, star
 
     start  zero of all times, by time.monotonic()
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     turn = asyncio.Semaphore(concurrency or len(asks))
+    context = httpx.create_ssl_context()
+    # A client for each request at a time: a pool of connections looks at all of them before each request.
+    idle: list[httpx.AsyncClient] = []
 
-    async def one(http: httpx.AsyncClient, ask: Ask) -> Answered:
+    async def one(ask: Ask) -> Answered:
         async with turn:
             due = start + ask.at
             if concurrency is None:
                 await asyncio.sleep(due - time.monotonic())
+            http = idle.pop() if idle else await clients.enter_async_context(new())
             sent = time.monotonic()
             try:
                 first, last, usage = await _answer(http, target.model, ask)
             except (httpx.HTTPError, ValueError) as error:
                 return Answered(sent=sent - start, error=" ".join(f"{type(error).__name__}: {error}".split()))
+            finally:
+                idle.append(http)
             return Answered(
                 sent=sent - start,
                 first=first - start,
@@ -92,10 +98,12 @@ async def run(target: Target, asks: Sequence[Ask], concurrency: int | None, star
                 late=sent - due if concurrency is None else 0.0,
             )
 
-    async with httpx.AsyncClient(
-        base_url=target.url, headers=target.headers, limits=limits, timeout=TIMEOUT_SECONDS
-    ) as http:
-        return await asyncio.gather(*(one(http, ask) for ask in asks))
+    def new() -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=target.url, headers=target.headers, timeout=TIMEOUT_SECONDS, verify=context)
+
+    async with AsyncExitStack() as clients:
+        idle += [await clients.enter_async_context(new()) for _ in range(min(concurrency or 0, len(asks)))]
+        return await asyncio.gather(*map(one, asks))
 
 
 async def _answer(http: httpx.AsyncClient, model: str, ask: Ask) -> tuple[float, float, dict[str, int]]:

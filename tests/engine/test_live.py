@@ -1,6 +1,7 @@
 """Requests that come and go: the same at the same step on every rank, each with its own pieces, and an error ends all."""
 
 import asyncio
+import pickle
 import threading
 import time
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import weft
 from weft import SamplingParams
 from weft.engine import Load, Piece, live, processes
 from weft.errors import RequestCancelled, WeftError
+from weft.runtime import launch
+from weft.runtime.store import Given, private_folder
 
 ANSWER = SamplingParams(max_tokens=8)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -214,3 +217,50 @@ def test_an_error_of_a_rank_in_a_process_is_told_once_and_last(ranks):
     until(lambda: ranks.told and ranks.told[-1][0] == "error")
     assert str(ranks.told[-1][1]) == "a GPU fell off"
     ranks.live.put(("submit", 2, [1], ANSWER))  # to nothing
+
+
+class Alone:
+    """Stand-in for a team, of which `launch._worker` needs little, without a GPU."""
+
+    def __init__(self, slot, rank):
+        self.rank = rank
+
+    def fail(self, message):
+        pass
+
+    def close(self):
+        pass
+
+
+class LonelyEngine(CountedEngine):
+    """Falls at the prompt [13, ...] on rank 1."""
+
+    def __init__(self, team, progress):
+        super().__init__(SimpleNamespace(wait=lambda timeout: None))
+        self.rank = team.rank
+
+    def submit(self, prompt, params):
+        if self.rank == 1 and prompt == [13]:
+            raise RuntimeError("a GPU fell off")
+        return super().submit(prompt, params)
+
+
+@pytest.mark.sweep
+def test_real_processes_take_requests_through_their_pipes_and_one_that_falls_ends_all(monkeypatch):
+    def launch_on_pipes(main, pipes, args, heap_bytes):
+        with private_folder() as folder:
+            job = launch._Job(Given(folder, b""), 2, 0, heap_bytes, False)
+            launch._run(2, (Alone, job, pickle.dumps((main, args))), pipes)
+
+    monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
+    told = []
+    ranks = live.LiveProcesses(2, LonelyEngine, None, None, lambda *message: told.append(message))
+    ranks.put(("submit", 7, [3], ANSWER))
+    until(lambda: told and told[-1] == ("load", Load()))
+    pieces = [piece for kind, found in told if kind == "pieces" for piece in found]
+    assert [(piece.prompt, piece.token_id) for piece in pieces] == [(7, 3), (7, 2), (7, 1)]
+    begin = time.monotonic()
+    ranks.put(("submit", 8, [13], ANSWER))
+    until(lambda: told[-1][0] == "error")
+    assert str(told[-1][1]) == "a GPU fell off" and time.monotonic() - begin < 10
+    ranks.close()

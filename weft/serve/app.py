@@ -30,6 +30,7 @@ MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 1024
 # Status of a request whose client has left, as in the log of nginx.
 CLIENT_LEFT = 499
+as_json = json.JSONEncoder(separators=(",", ":")).encode
 logger = logging.getLogger("weft")
 
 
@@ -349,7 +350,7 @@ async def _events(
     rest = {"usage": None} if asked.include_usage else {}
 
     def event(choices: list[dict[str, Any]]) -> str:
-        return f"data: {json.dumps({**head, 'choices': choices, **rest}, separators=(',', ':'))}\n\n"
+        return f"data: {as_json({**head, 'choices': choices, **rest})}\n\n"
 
     try:
         for index in range(len(answer.choices) if shape.first else 0):
@@ -363,7 +364,7 @@ async def _events(
             rest = {"usage": answer.usage()}
             yield event([])
     except Exception as error:
-        yield f"data: {json.dumps(service.failure(error).content)}\n\n"
+        yield f"data: {as_json(service.failure(error).content)}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -118,6 +118,7 @@ PASSED_ON = (
     "kv_cache_dtype",
     "prefix_caching",
     "context_parallel",
+    "warm_up",
     "algorithm_cache",
 )
 

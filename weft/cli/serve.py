@@ -25,6 +25,12 @@ class ServeFlags(EngineFlags):
             "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"
         ),
     ] = None
+    warm_up: Annotated[
+        bool,
+        typer.Option(
+            "--warm-up/--no-warm-up", help="Capture all CUDA graphs at start, so that no request waits for one"
+        ),
+    ] = True
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0: a free one")] = 8000
     api_key: Annotated[str | None, typer.Option(help="Requests under /v1 must send it as a bearer token")] = None

@@ -17,6 +17,7 @@ FILES = sorted((ROOT / "weft").rglob("*.py"))
 LAYERS = (
     "cli",
     "console",
+    "serve",
     "engine",
     "models",
     "layers",

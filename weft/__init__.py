@@ -17,6 +17,7 @@ _EXPORTS = {
     "exchangeable": "weft.runtime.codec",
     "check": "weft.check",
     "trace": "weft.trace",
+    "AsyncLLM": "weft.engine",
     "Engine": "weft.engine",
     "LLM": "weft.engine",
     "SamplingParams": "weft.engine",

@@ -227,6 +227,11 @@ def single_valued(command: Callable[..., None]) -> Callable[..., None]:
 class Commands(TyperGroup):
     """Subcommands of `weft`, which an interrupt, a closed pipe or a full disk ends without a traceback."""
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Take two words for a command named by two, such as `bench serve`."""
+        both = " ".join(args[:2])
+        return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
+
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with _short_usage_errors():
             return super().make_context(*args, **extra)

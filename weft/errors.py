@@ -274,6 +274,14 @@ class ModelTooLarge(WeftError):
         self.rank, self.needed, self.memory, self.where = rank, needed, memory, where
 
 
+class RequestCancelled(WeftError):
+    """A request that was cancelled while its answer was drawn."""
+
+    def __init__(self, request: str) -> None:
+        super().__init__(f"{request} was cancelled")
+        self.request = request
+
+
 class CannotWrite(WeftError):
     """A file that the user named cannot be written."""
 

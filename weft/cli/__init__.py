@@ -8,8 +8,9 @@ import typer
 
 import weft
 from weft.bench.command import bench
+from weft.bench.serving.command import command as bench_serve
 from weft.check.command import check
-from weft.cli import doctor, generate
+from weft.cli import doctor, generate, serve
 from weft.console import Commands, single_valued
 from weft.predict.command import predict
 from weft.trace.command import app as trace
@@ -45,4 +46,6 @@ for command in (bench, check, tune, predict):
     app.command()(single_valued(command))
 app.add_typer(trace, name="trace")
 app.command()(generate.command)
+app.command()(serve.command)
+app.command("bench serve")(bench_serve)
 app.command()(doctor.doctor)

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-)
 from rich.text import Text
 
-from weft.arguments import positive, quoted, shortened
-from weft.console import DTYPES, WORLD_SIZE, check_torchrun, from_flags, one_line_errors, single_valued, write_any_text
-from weft.engine.config import DEFAULTS
+from weft.arguments import positive, quoted
+from weft.cli.engine_flags import EngineFlags, one_of, starting
+from weft.console import check_torchrun, from_flags, one_line_errors, single_valued, write_any_text
 
 if TYPE_CHECKING:
     from weft.engine import Engine, EngineConfig, Piece
@@ -36,16 +25,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateFlags:
+class GenerateFlags(EngineFlags):
     """Flags of `weft generate`."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or adder-moe, built in, or with "
-            "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"
-        ),
-    ] = None
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None
     prompt_token_ids: Annotated[
         list[str] | None,
@@ -56,17 +38,6 @@ class GenerateFlags:
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a user's message, put into the checkpoint's chat template")
     ] = False
-    world_size: Annotated[
-        int | None, typer.Option(*WORLD_SIZE, help="Ranks [default: all GPUs, or 4 simulated ones]")
-    ] = None
-    mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = DEFAULTS["mode"]
-    expert_layout: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a mixture of experts: whole, slices, or EPxTP such as 2x4: 2 groups of 4 ranks "
-            "[default: whole where the ranks divide the experts, else slices]"
-        ),
-    ] = DEFAULTS["expert_layout"]
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", "--max-new-tokens", help="Of an answer [default: the checkpoint's, else 64]"),
@@ -97,81 +68,17 @@ class GenerateFlags:
     seed: Annotated[int, typer.Option()] = 0
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be repeated")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token")] = False
-    device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto"
-    dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto"
-    dummy_weights: Annotated[
-        bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
-    ] = False
     prompt_tokens: Annotated[
         int | None, typer.Option(help="With --dummy-weights: length of a prompt of random tokens [default: 128]")
-    ] = None
-    max_batch: Annotated[int, typer.Option(help="Prompts that run at once; further ones wait")] = DEFAULTS["max_batch"]
-    max_seq_len: Annotated[
-        int | None,
-        typer.Option("--max-seq-len", "--max-model-len", help="Prompt and answer together [default: the model's]"),
-    ] = DEFAULTS["max_seq_len"]
-    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = DEFAULTS[
-        "page_size"
-    ]
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: half the bytes of 16 bits")] = DEFAULTS[
-        "kv_cache_dtype"
-    ]
-    prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-caching/--no-prefix-caching",
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Prompts share the pages of equal first tokens",
-        ),
-    ] = DEFAULTS["prefix_caching"]
-    context_parallel: Annotated[
-        bool, typer.Option("--context-parallel", help="Spread the KV cache over the ranks by pages, not by heads")
-    ] = DEFAULTS["context_parallel"]
-    warm_up: Annotated[
-        bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")
-    ] = DEFAULTS["warm_up"]
-    heap_bytes: Annotated[
-        int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
-    ] = None
-    algorithm_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Read cuBLAS algorithms of this file, and time and add those that it lacks [default: weft's rows]"
-        ),
     ] = None
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
 
 
-# Flags that are options of the engine by the same names.
-PASSED_ON = (
-    "mode",
-    "max_batch",
-    "max_seq_len",
-    "page_size",
-    "kv_cache_dtype",
-    "prefix_caching",
-    "context_parallel",
-    "algorithm_cache",
-)
-
-
 # Flags that are sampling parameters by the same names.
 SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "bad_words",
-    "seed",
-    "stop",
-    "ignore_eos",
-)
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_tokens", "bad_words", "seed", "stop", "ignore_eos",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,20 +100,11 @@ class GenerateOptions:
     @classmethod
     def of(cls, flags: GenerateFlags) -> GenerateOptions:
         """Options by flags. ValueError for a value that no model can take."""
-        import torch
-
-        from weft.engine import EngineConfig, StructuredOutputsParams
-        from weft.parallel.step_plan import MODES, OLD_MODES
+        from weft.engine import StructuredOutputsParams
 
         model = _model(flags)
         inputs, shown = _inputs(flags, model)
-        _one_of("mode", flags.mode, (*MODES, *OLD_MODES))
-        _one_of("dtype", flags.dtype, ("auto", *DTYPES))
-        engine = EngineConfig(
-            dtype=None if flags.dtype == "auto" else getattr(torch, DTYPES[flags.dtype]),
-            expert_layout=_layout(flags.expert_layout),
-            **{name: getattr(flags, name) for name in PASSED_ON},
-        )
+        engine = flags.engine_config()
         sampling = {name: getattr(flags, name) for name in SAMPLING}
         structure = {name: getattr(flags, name) for name in ("regex", "choice", "grammar")} | {
             "json": flags.json_schema
@@ -221,7 +119,7 @@ def generate(flags: GenerateFlags) -> None:
     with one_line_errors(flags.traceback):
         from weft.runtime.launch import DEVICES, is_simulated, launch
 
-        _one_of("device", flags.device, DEVICES)
+        one_of("device", flags.device, DEVICES)
         check_torchrun(flags.device)
         options = GenerateOptions.of(flags)
         if flags.model is not None and is_simulated(flags.world_size, flags.device):
@@ -243,12 +141,6 @@ def _model(flags: GenerateFlags) -> Path | DecoderConfig | None:
             "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
         )
     return DecoderConfig.named(flags.model)
-
-
-def _layout(text: str | None) -> str | tuple[int, int] | None:
-    """Layout of experts: (ep, tp) of EPxTP, any other text as it is."""
-    parts = (text or "").split("x")
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else text
 
 
 def _inputs(
@@ -321,7 +213,7 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
 
     talks = team.rank == 0
     write_any_text()  # on GPUs each rank is a process
-    with _starting(talks) as progress:
+    with starting(talks) as progress:
         engine = Engine(options.model, team, config=options.engine, **progress)
     pieces = engine.stream(options.inputs, **options.sampling)
     if not talks:
@@ -376,37 +268,3 @@ def _print_speed(engine: Engine, team: Team) -> None:
         f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.longest_prefill)}\n{decode}",
         err=True,
     )
-
-
-class _Amount(ProgressColumn):
-    """Bytes that have been read, or number of graphs that have been captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._columns = {"loading": DownloadColumn(), "capturing": MofNCompleteColumn()}
-
-    def render(self, task: Task) -> Text:
-        return self._columns[task.description].render(task)
-
-
-@contextmanager
-def _starting(shown: bool) -> Iterator[dict[str, Callable[[int, int], None]]]:
-    """Yield the engine's progress and warm_up_progress, bars on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    if not shown or not console.is_terminal:
-        yield {}
-        return
-    with Progress(TextColumn("{task.description}"), BarColumn(), _Amount(), console=console, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def update(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=total)
-            bar.update(tasks[name], completed=done)
-
-        yield {"progress": partial(update, "loading"), "warm_up_progress": partial(update, "capturing")}
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"--{name} {shortened(value)} is unknown; choose one of {', '.join(allowed)}")

@@ -7,11 +7,14 @@ from typing import Any
 
 # Loaded on first use: the command line needs the defaults of EngineConfig before it needs torch and Triton.
 _MODULES = {
+    "AsyncLLM": "async_llm",
     "Completion": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",
     "LLM": "llm",
+    "Load": "outputs",
     "Piece": "outputs",
+    "Request": "async_llm",
     "Runner": "runner",
     "SamplingParams": "params",
     "Stats": "outputs",

@@ -28,7 +28,7 @@ from weft.engine.batch import Arrival, Batch
 from weft.engine.config import EngineConfig
 from weft.engine.guided import Guides
 from weft.engine.logprobs import logprobs_of
-from weft.engine.outputs import Completion, FinishReason, Piece, Stats, join_pieces
+from weft.engine.outputs import Completion, FinishReason, Load, Piece, Stats, join_pieces
 from weft.engine.params import (
     Prompt,
     SamplingParams,
@@ -219,6 +219,22 @@ class Engine:
         self.batch.scheduler.check("prompt", sequence)
         self._enter(sequence)
         return sequence.number
+
+    def cancel(self, number: int) -> None:
+        """Remove a submitted request from the batch; it gives no more pieces.
+
+        One that has ended stays as it is. Collective: all ranks cancel the same requests between the same steps.
+        """
+        self._take({number})
+        for sequence in (*self.batch.scheduler.active, *self.batch.scheduler.waiting):
+            if sequence.number == number:
+                self._leave(sequence)
+
+    @property
+    def load(self) -> Load:
+        scheduler = self.batch.scheduler
+        used = 1 - scheduler.pool.free / scheduler.pool.capacity
+        return Load(len(scheduler.active), len(scheduler.waiting), used, scheduler.preemptions)
 
     @property
     def has_work(self) -> bool:

@@ -5,30 +5,23 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
-from weft.arguments import check_choice, check_heap_bytes, check_virtual_ranks, positive, quoted, shortened
+from weft.arguments import check_heap_bytes, quoted
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine, check_model
 from weft.engine.outputs import Completion, Piece, Stats, join_pieces
 from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each, sampling_defaults
+from weft.engine.placement import Placement
 from weft.engine.processes import ProcessWorkers
 from weft.engine.tokenizer import load_tokenizer
 from weft.engine.workers import GENERATE, STREAM, Pace, RankWorkers, VirtualWorkers
-from weft.errors import NotEnoughGPUs, WeftError
+from weft.errors import WeftError
 from weft.models import DecoderConfig
-from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress
-from weft.models.config import check_simulable
-from weft.models.hub import find_checkpoint
-from weft.runtime.environment import coordinates
-from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, is_simulated
-from weft.runtime.virtual_rank import on_virtual_rank
 
 
 class LLM:
@@ -70,49 +63,20 @@ class LLM:
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        check_choice("device", device, DEVICES)
-        if world_size is not None:
-            world_size = positive("world_size", world_size)
-        started = coordinates() if device != "sim" else None
-        if started is not None and world_size not in (None, started.world_size):
-            raise ValueError(
-                f"world_size={world_size}, but torchrun has started {started.world_size} ranks; leave it out"
-            )
         check_model(model, progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
-        self.directory = None
-        if not isinstance(model, DecoderConfig):
-            self.directory = BUILTIN if model is None else find_checkpoint(model)
-        source = self.directory or model
-        gpus = torch.cuda.device_count()
-        if started is not None:
-            if gpus <= started.local_rank and not on_virtual_rank():
-                raise WeftError(
-                    f"torchrun started {started.world_size} ranks, and this machine has {gpus} GPUs; run it without torchrun, "
-                    f"as LLM(world_size={started.world_size}, device='sim') (virtual ranks)"
-                )
-            world_size, device = started.world_size, "cuda"
-        else:
-            simulated = is_simulated(world_size, device)
-            world_size = world_size or (DEFAULT_VIRTUAL_RANKS if simulated else gpus)
-            if simulated:
-                check_virtual_ranks("world_size", world_size)
-                too_few = f"world_size={world_size} needs {world_size} GPUs and this machine has {gpus}"
-                _check_virtual(source, too_few if device == "auto" and gpus else "run it on GPUs")
-            elif not 0 < world_size <= gpus:
-                raise NotEnoughGPUs(world_size or 1, gpus)
-            device = "sim" if simulated else "cuda"
-        self.world_size, self.device = world_size, device
+        placed = Placement.of(model, world_size, device)
+        self.world_size, self.device, self.directory = placed.world_size, placed.device, placed.directory
         self.defaults = SamplingParams() if self.directory is None else sampling_defaults(Checkpoint(self.directory))
         self.stats: Stats | None = None
         self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
         self._workers: ProcessWorkers | VirtualWorkers | RankWorkers | None
-        make = partial(Engine, source, config=config)
-        if started is not None:
+        make = partial(Engine, placed.source, config=config)
+        if placed.torchrun:
             self._workers = RankWorkers(make, heap_bytes, progress)
         else:
-            kind = ProcessWorkers if device == "cuda" else VirtualWorkers
-            self._workers = kind(world_size, make, heap_bytes, progress)
+            kind = ProcessWorkers if self.device == "cuda" else VirtualWorkers
+            self._workers = kind(self.world_size, make, heap_bytes, progress)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -205,17 +169,3 @@ class LLM:
 
     def _keep(self, stats: Stats) -> None:
         self.stats = stats
-
-
-def _check_virtual(model: Path | DecoderConfig, remedy: str) -> None:
-    """ValueError for a model too large for virtual ranks; WeftError on a virtual rank."""
-    if on_virtual_rank():
-        raise WeftError(
-            "LLM starts virtual ranks, and this code runs on one that exists already; use weft.Engine(model, team)"
-        )
-    if isinstance(model, DecoderConfig):
-        check_simulable("this model", model, remedy)
-    else:
-        check_simulable(
-            f"model={shortened(repr(str(model)))}", DecoderConfig.from_dict(Checkpoint(model).config), remedy
-        )

@@ -94,6 +94,21 @@ class Stats:
     hit_tokens: int = 0
 
 
+@exchangeable
+class Load(NamedTuple):
+    """Load of an engine between two steps.
+
+    running, waiting  requests in the batch, and those that wait for room in it
+    cache_usage       share of the KV cache's pages that are taken
+    preemptions       as in Stats, of all requests so far
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_usage: float = 0.0
+    preemptions: int = 0
+
+
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:
     """Completions of `prompts` prompts, from all their pieces; n of each prompt, one after the other."""
     answers: dict[tuple[int, int], list[Piece]] = {(prompt, 0): [] for prompt in range(prompts)}

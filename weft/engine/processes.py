@@ -8,9 +8,10 @@ import queue
 import signal
 import socket
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,77 @@ class _Answer:
     left: bool = False
 
 
-class ProcessWorkers:
+class RankProcesses:
+    """Processes, one per GPU, and this process's end of a pipe to each, until `close`.
+
+    main   called on every rank as main(team, its end of the pipe, make), or with a tuple of that end and its links
+    links  further ends of pipes for each rank, which only the ranks keep
+    """
+
+    def __init__(
+        self,
+        main: Callable[..., None],
+        world_size: int,
+        make: Make,
+        heap_bytes: int | None,
+        progress: Progress | None,
+        links: Sequence[tuple[Connection, ...]] = (),
+    ) -> None:
+        self._error: BaseException | None = None  # of the processes
+        self._closed = False
+        self._pipes, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
+        given = [(end, *link) for end, link in zip(theirs, links, strict=True)] if links else theirs
+
+        def run() -> None:
+            try:
+                launch_on_pipes(main, given, args=(make,), heap_bytes=heap_bytes)
+            except BaseException as error:
+                self._error = error
+            for end in theirs:
+                end.close()
+
+        self._processes = threading.Thread(target=run, name="weft processes", daemon=True)
+        self._talker = threading.Thread(target=self._talk, name="weft talker", daemon=True)
+        self._processes.start()
+        try:
+            self._wait_until_loaded(progress)
+            for end in chain(*links):  # a rank that ends then closes its links for good
+                end.close()
+            self._talker.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._closed = True
+        for pipe in self._pipes:
+            with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # unlike close(), even while the talker reads
+        self._processes.join(timeout=30)
+
+    def _talk(self) -> None:
+        """Read what the ranks tell. No interrupt reaches its thread, so a message is read whole."""
+        raise NotImplementedError
+
+    def _wait_until_loaded(self, progress: Progress | None) -> None:
+        try:
+            for pipe in self._pipes:  # rank 0 first, which alone reports progress
+                while (message := receive(pipe)) != ("loaded", None):
+                    if progress is not None:
+                        progress(*message[1])
+        except (EOFError, OSError):
+            raise self._reason() from None
+
+    def _reason(self) -> BaseException:
+        """Why there are no ranks any more."""
+        if self._closed:
+            return llm_closed()
+        self._processes.join(timeout=30)
+        return self._error or WeftError("the workers have ended; make a new LLM")
+
+
+class ProcessWorkers(RankProcesses):
     """A process per GPU, each with its engine, that answers until `close` or the end of this process.
 
     Only the thread `_talk` reads from the ranks and writes to them. No interrupt reaches it, so a message is read whole, and
@@ -60,28 +131,8 @@ class ProcessWorkers:
     def __init__(self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
         self._asked: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
         self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes `_goes_on`
-        self._error: BaseException | None = None  # of the processes
         self._failure: BaseException | None = None  # for every further call
-        self._closed = False
-        self._pipes, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
-
-        def run() -> None:
-            try:
-                launch_on_pipes(serve, theirs, args=(make,), heap_bytes=heap_bytes)
-            except BaseException as error:
-                self._error = error
-            for pipe in theirs:
-                pipe.close()
-
-        self._processes = threading.Thread(target=run, name="weft processes", daemon=True)
-        self._talker = threading.Thread(target=self._talk, name="weft talker", daemon=True)
-        self._processes.start()
-        try:
-            self._wait_until_loaded(progress)
-            self._talker.start()
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(serve, world_size, make, heap_bytes, progress)
 
     def ask(self, requests: Requests, keep: Keep, pace: Pace = STREAM) -> Pieces:
         """Yield the pieces of an answer; `keep` gets its statistics.
@@ -121,19 +172,7 @@ class ProcessWorkers:
         self._changed.put(None)
         if self._talker.ident is not None:
             self._talker.join(timeout=30)  # what one rank has been told, all have
-        for pipe in self._pipes:
-            with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)  # unlike close(), even while the talker reads
-        self._processes.join(timeout=30)
-
-    def _wait_until_loaded(self, progress: Progress | None) -> None:
-        try:
-            for pipe in self._pipes:  # rank 0 first, which alone reports progress
-                while (message := receive(pipe)) != ("loaded", None):
-                    if progress is not None:
-                        progress(*message[1])
-        except (EOFError, OSError):
-            raise self._reason() from None
+        super().close()
 
     def _talk(self) -> None:
         answer = None
@@ -170,13 +209,6 @@ class ProcessWorkers:
             with suppress(OSError):  # a rank that has ended; launch ends the others
                 pipe.send_bytes(message)
 
-    def _reason(self) -> BaseException:
-        """Why there are no ranks any more."""
-        if self._closed:
-            return llm_closed()
-        self._processes.join(timeout=30)
-        return self._error or WeftError("the workers have ended; make a new LLM")
-
 
 def serve(team: Team, parent: Connection, make: Make) -> None:
     """Answer requests by the engine that `make` builds, until the parent closes its end.
@@ -189,6 +221,18 @@ def serve(team: Team, parent: Connection, make: Make) -> None:
     end of the pipe, at the same steps, so they stop at one step without a collective. Verdicts that an answer has left unread
     are skipped.
     """
+    with parent:
+        engine = load(team, parent, make)
+        with suppress(ParentClosed):
+            while True:
+                _answer_next(team.rank, engine, parent)
+
+
+def load(team: Team, parent: Connection, make: Make) -> Engine:
+    """Engine of a rank.
+
+    Tells the parent ("progress", (bytes read, bytes to read)), by rank 0, and then ("loaded", None).
+    """
     if multiprocessing.parent_process() is not None:
         # Ctrl-C reaches every process of a terminal, and the parent decides when ranks end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -199,12 +243,9 @@ def serve(team: Team, parent: Connection, make: Make) -> None:
         if team.rank == 0:
             parent.send_bytes(encode(("progress", read)))
 
-    with parent:
-        engine = make(team, progress=progress)
-        parent.send_bytes(encode(("loaded", None)))
-        with suppress(ParentClosed):
-            while True:
-                _answer_next(team.rank, engine, parent)
+    engine = make(team, progress=progress)
+    parent.send_bytes(encode(("loaded", None)))
+    return engine
 
 
 def receive(pipe: Connection) -> Message:

@@ -51,20 +51,25 @@ def llm_closed() -> WeftError:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
-    """Thread of an answer by virtual ranks.
+class VirtualRun:
+    """Thread in which virtual ranks compute an answer, or serve requests.
 
-    left   no more pieces are drawn
-    ended  its simulation has ended
+    left     no more pieces are drawn
+    ended    its simulation has ended
+    serving  it goes on until `end`
+    wake     called by `end`, for ranks that wait for requests
     """
 
     thread: threading.Thread
+    serving: bool = False
+    wake: Callable[[], None] = field(default=lambda: None)
     left: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def end(self) -> None:
         """End it with the step that runs, and wait until its thread is gone."""
         self.left.set()
+        self.wake()
         # Not `join`: Python forgets a thread whose `join` was interrupted.
         while self.thread.is_alive():
             if self.ended.wait(timeout=0.1):
@@ -79,15 +84,16 @@ class VirtualWorkers:
     """
 
     _turn = threading.Lock()
-    _latest: _Run | None = None  # in this process
+    _latest: VirtualRun | None = None  # in this process
 
     def __init__(self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
         self._world_size, self._make, self._heap_bytes, self._progress = world_size, make, heap_bytes, progress
-        self._own: _Run | None = None
+        self._own: VirtualRun | None = None
 
         def build(team: Team) -> None:
             make(team)
 
+        self._check_free()
         with self._turn:
             self._launch(build)  # errors and warnings come now
 
@@ -125,10 +131,10 @@ class VirtualWorkers:
             run.ended.set()  # before the caller goes on: its next simulation may not find this one
             messages.put(last)
 
-        run = _Run(threading.Thread(target=compute, name="weft virtual ranks", daemon=True))
-        self._own = VirtualWorkers._latest = run
+        run = VirtualRun(threading.Thread(target=compute, name="weft virtual ranks", daemon=True))
+        self._own = run
         try:
-            run.thread.start()
+            self.begin(run)
             return pieces_of(messages.get, run.left.set, keep)
         except BaseException:
             run.left.set()  # the caller has no generator
@@ -141,6 +147,25 @@ class VirtualWorkers:
         """End the last call, if it was not drawn to its end, with the step that runs."""
         if self._own is not None:
             self._own.end()
+
+    @classmethod
+    def begin(cls, run: VirtualRun) -> None:
+        """Start the thread of a run. WeftError while another one serves requests."""
+        cls._check_free()
+        cls._latest = run
+        run.thread.start()
+
+    @classmethod
+    def run_alone(cls, run: VirtualRun, main: Callable[[Team], Any], world_size: int, heap_bytes: int | None) -> None:
+        """Run main(team) on virtual ranks after the simulation before, unless `run` was left meanwhile."""
+        with cls._turn:
+            if not run.left.is_set():
+                launch(main, world_size, "sim", heap_bytes=heap_bytes)
+
+    @classmethod
+    def _check_free(cls) -> None:
+        if cls._latest is not None and cls._latest.serving and not cls._latest.ended.is_set():
+            raise WeftError("the virtual ranks of this process serve an AsyncLLM; close it first")
 
     @classmethod
     def end(cls) -> None:

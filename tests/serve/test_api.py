@@ -1,0 +1,167 @@
+"""OpenAI's own client gets answers, streams, usage and errors; what is not supported is refused by name."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.serve.conftest import until
+from weft.engine import Load
+from weft.serve import fields
+
+LONG = {"max_tokens": 50, "extra_body": {"ignore_eos": True}}
+
+
+def idle(served):
+    return served.llm.load == Load(preemptions=served.llm.load.preemptions)
+
+
+def test_a_prompt_and_a_conversation_are_answered(client):
+    found = client.completions.create(model="adder", prompt="123+456=")
+    assert (found.choices[0].text, found.choices[0].finish_reason, found.object) == ("579", "stop", "text_completion")
+    assert found.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {
+        "prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12,
+    }  # fmt: skip
+    content = [{"type": "text", "text": "123+456="}]
+    chat = client.chat.completions.create(model="adder", messages=[{"role": "user", "content": content}])
+    assert chat.choices[0].message.content == "579" and chat.object == "chat.completion"
+    cut = client.chat.completions.create(
+        model="adder", messages=[{"role": "user", "content": "123+4"}], max_completion_tokens=2,
+        extra_body={"chat_template_kwargs": {"suffix": "56="}},
+    )  # fmt: skip
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("57", "length")
+
+
+def test_streams_are_the_whole_answer_in_pieces_with_usage_at_the_end(client):
+    messages = [{"role": "user", "content": "123+456="}]
+    usage = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(model="adder", messages=messages, stream=True, stream_options=usage)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == "579"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert not last.choices and last.usage.completion_tokens == 4 and chunks[1].usage is None
+    pieces = list(client.completions.create(model="adder", prompt=["1+2=", [3, 4]], n=2, stream=True, max_tokens=3))
+    texts = ["".join(one.choices[0].text for one in pieces if one.choices[0].index == index) for index in range(4)]
+    whole = client.completions.create(model="adder", prompt=["1+2=", [3, 4]], n=2, max_tokens=3)
+    assert texts == [choice.text for choice in whole.choices] and texts[0] == texts[1] == "3"
+
+
+def test_sampling_follows_the_fields_of_a_request(client):
+    def texts(**asked):
+        return [one.text for one in client.completions.create(model="adder", prompt="7", **asked).choices]
+
+    hot = {"temperature": 2.0, "max_tokens": 6, "n": 2}
+    assert texts(**hot, seed=5) == texts(**hot, seed=5) != texts(**hot)
+    assert len(set(texts(**hot, seed=5))) == 2
+    assert len(set(texts(**hot, extra_body={"top_k": 1}))) == 1
+    stopped = client.completions.create(
+        model="adder", prompt="123+456=", stop="9", extra_body={"return_token_ids": True}
+    )
+    assert stopped.choices[0].text == "57" and len(stopped.choices[0].token_ids) == 3
+
+
+BODIES = [
+    (b"", 400, "the body is not JSON"),
+    (b"{", 400, "the body is not JSON"),
+    (b"\xff", 400, "the body is not JSON"),
+    (b"[" * 20_000, 400, "the body is not JSON"),
+    (b'{"prompt": NaN}', 400, "the body is not JSON: NaN is not a number of JSON"),
+    (b"[]", 400, "the body is []; send a JSON object"),
+    (b"x" * 70_000, 413, "the body has more than 65,536 bytes; send less, or raise --max-body-bytes"),
+    ({}, 400, "prompt is missing"),
+    ({"prompt": []}, 400, "prompt=[] is empty; a prompt needs at least one token"),
+    ({"prompt": ["1", 2]}, 400, "prompts[1]=2 is not a string or a list of token ids"),
+    ({"prompt": [10**30]}, 400, "is a token id outside 0 .. "),
+    ({"prompt": "1" * 200}, 400, "prompt has 200 tokens and leaves no room for an answer in max_seq_len=64"),
+    ({"prompt": "1", "model": "gpt"}, 404, "model 'gpt' is not served; the one that is: adder"),
+    ({"prompt": "1", "model": 1}, 400, "model=1 is not a string"),
+    ({"prompt": "1", "n": 0}, 400, "n=0 is not an integer in 1 .. 128"),
+    ({"prompt": "1", "stream": 1}, 400, "stream=1 is not True or False"),
+    ({"prompt": "1", "stream_options": {}}, 400, "stream_options is for streams"),
+    ({"prompt": "1", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x is not supported"),
+    ({"prompt": "1", "temperature": "hot"}, 400, "temperature='hot' is not a number"),
+    ({"prompt": "1", "max_tokens": -1}, 400, "max_tokens=-1 is not a positive integer"),
+    ({"prompt": "1", "max_tokens": 1, "max_completion_tokens": 2}, 400, "max_tokens and max_completion_tokens differ"),
+    ({"prompt": "1", "logprobs": 3}, 400, "logprobs=3 is not supported; leave it out"),
+    ({"prompt": "1", "user": "me"}, 400, "user='me' is not supported; leave it out"),
+    ({"prompt": "1", "temprature": 1}, 400, "temprature is not a field of this request; leave it out"),
+]  # fmt: skip
+MESSAGES = [
+    ([], "messages=[] is not a list of messages"),
+    ([{"content": "x"}], "messages[0]={'content': 'x'} is not an object with a role and content"),
+    ([{"role": "user"}], "messages[0].content=None is not text"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content holds {'type': 'image_url'}; only text"),
+    ([{"role": "user", "content": "x", "name": "me"}], "messages[0].name is not supported"),
+    ([{"role": "system", "content": "x"}], "the chat template refuses these messages: no system messages"),
+]  # fmt: skip
+
+
+def test_bodies_that_are_wrong_are_refused_in_one_line_of_the_apis_shape(served):
+    import httpx
+
+    wrong = [("/v1/completions", *one) for one in BODIES]
+    wrong += [("/v1/chat/completions", {"messages": one}, 400, message) for one, message in MESSAGES]
+    with httpx.Client(base_url=served.url, headers={"Content-Type": "application/json"}) as http:
+        for path, body, status, message in wrong:
+            answer = http.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
+            error = answer.json()["error"]
+            assert answer.status_code == status and message in error["message"], (body, error)
+            assert error["type"] == "invalid_request_error" and "\n" not in error["message"]
+        assert http.post("/v1/completions", content="{}", headers={"Content-Type": "text/plain"}).status_code == 415
+        assert http.get("/v1/completions").status_code == 405 and http.get("/x").json()["error"]["param"] is None
+        assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 64
+        assert http.get("/v1/models/adder").json()["id"] == "adder" and http.get("/v1/models/x").status_code == 404
+    assert idle(served)
+
+
+def test_neutral_values_of_unsupported_fields_are_taken(client):
+    neutral = {name: values[0] for name, values in fields.UNSUPPORTED.items() if values}
+    found = client.completions.create(model="adder", prompt="123+456=", extra_body={**neutral, "user": None})
+    assert found.choices[0].text == "579"
+
+
+def test_a_client_that_leaves_ends_its_request_and_metrics_count_it(client, served):
+    import httpx
+
+    stream = client.completions.create(model="adder", prompt="123+456=", stream=True, n=3, **LONG)
+    next(stream)
+    stream.close()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{served.url}/v1/completions", json={"prompt": "1", "max_tokens": 60, "ignore_eos": True}, timeout=0.02
+        )
+    until(lambda: idle(served))
+    text = httpx.get(f"{served.url}/metrics").text
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(found['weft:request_success_total{finished_reason="abort",model_name="adder"}']) >= 3
+    assert float(found['weft:num_requests_running{model_name="adder"}']) == 0
+    assert float(found['weft:generation_tokens_total{model_name="adder"}']) > 0
+
+
+def test_keys_limits_and_the_end_of_a_server(directory, served):
+    """Its engine is that of `served`, since a process has virtual ranks once."""
+    import httpx
+
+    from weft.serve import app
+
+    options = served.service.options
+    service = app.Service(served.llm, app.ServeOptions(model_name="adder", api_key="key-ä", max_waiting=1))
+    transport = httpx.ASGITransport(app.create_app(service))
+    assert options.api_key is None
+
+    async def main():
+        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as http:
+            codes = []
+            for key in ("", "Bearer key", "Bearer key-ä", "Basic key-ä"):
+                codes.append((await http.get("/v1/models", headers={"Authorization": key.encode()})).status_code)
+            codes.append((await http.get("/health")).status_code)
+            key = {"Authorization": "Bearer key-ä".encode()}
+            many = await http.post("/v1/completions", json={"prompt": "1", "n": 6}, headers=key)
+            service.stop()
+            ended = [await http.post("/v1/completions", json={"prompt": "1"}, headers=key), await http.get("/health")]
+            return codes, many, ended
+
+    codes, many, ended = asyncio.run(main())
+    assert codes == [401, 401, 200, 401, 200]
+    assert many.status_code == 503 and many.json()["error"]["code"] == "overloaded" and many.headers["Retry-After"]
+    assert [one.json()["error"]["message"] for one in ended] == ["the server is shutting down"] * 2

@@ -1,0 +1,143 @@
+"""Client of a benchmark: sends requests to a server when they are due, and times their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+# Longer than any answer takes; a server that has gone fails at once.
+TIMEOUT_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request: `prompt` as text or token ids, sent `at` seconds after the start."""
+
+    prompt: str | list[int]
+    tokens: int
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Server and model. ``url``: up to /v1."""
+
+    url: str
+    model: str
+    api_key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """Times of a request, in seconds since the start of the run; `error`: why it has no answer.
+
+    late  by how much it was sent after it was due
+    """
+
+    sent: float
+    first: float = 0.0
+    last: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    late: float = 0.0
+    error: str | None = None
+
+
+def models_of(target: Target) -> list[str]:
+    """Names of the models that the server has. OSError or ValueError where it does not say."""
+    try:
+        answer = httpx.get(f"{target.url}/models", headers=target.headers, timeout=30)
+        answer.raise_for_status()
+        return [model["id"] for model in answer.json()["data"]]
+    except httpx.HTTPError as error:
+        raise ValueError(f"--url {target.url}: no list of models comes from it ({error})") from None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"--url {target.url}: what it sends is no list of models of OpenAI's API") from None
+
+
+async def run(target: Target, asks: Sequence[Ask], concurrency: int | None, start: float) -> list[Answered]:
+    """Send requests, `concurrency` at a time, or if None each when it is due.
+
+    start  zero of all times, by time.monotonic()
+    """
+    turn = asyncio.Semaphore(concurrency or len(asks))
+    context = httpx.create_ssl_context()
+    # A client for each request at a time: a pool of connections looks at all of them before each request.
+    idle: list[httpx.AsyncClient] = []
+
+    async def one(ask: Ask) -> Answered:
+        async with turn:
+            due = start + ask.at
+            if concurrency is None:
+                await asyncio.sleep(due - time.monotonic())
+            http = idle.pop() if idle else await clients.enter_async_context(new())
+            sent = time.monotonic()
+            try:
+                first, last, usage = await _answer(http, target.model, ask)
+            except (httpx.HTTPError, ValueError) as error:
+                return Answered(sent=sent - start, error=" ".join(f"{type(error).__name__}: {error}".split()))
+            finally:
+                idle.append(http)
+            return Answered(
+                sent=sent - start,
+                first=first - start,
+                last=last - start,
+                prompt_tokens=usage["prompt_tokens"],
+                tokens=usage["completion_tokens"],
+                late=sent - due if concurrency is None else 0.0,
+            )
+
+    def new() -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=target.url, headers=target.headers, timeout=TIMEOUT_SECONDS, verify=context)
+
+    async with AsyncExitStack() as clients:
+        idle += [await clients.enter_async_context(new()) for _ in range(min(concurrency or 0, len(asks)))]
+        return await asyncio.gather(*map(one, asks))
+
+
+async def _answer(http: httpx.AsyncClient, model: str, ask: Ask) -> tuple[float, float, dict[str, int]]:
+    """Times of the first and the last event with tokens, and the usage. ValueError without them."""
+    body = {
+        "model": model,
+        "prompt": ask.prompt,
+        "max_tokens": ask.tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    first = last = newest = 0.0
+    event, rest = b"", b""
+    async with http.stream("POST", "/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise ValueError(f"status {answer.status_code}: {(await answer.aread())[:300].decode(errors='replace')}")
+        async for data in answer.aiter_raw():
+            *events, rest = (rest + data).split(b"\n\n")
+            for found in events:
+                if found.startswith(b"data: {"):  # no comment, and not the end
+                    # The last event has the usage, and the one before it the last token. Only the last is decoded, since
+                    # decoding all of them would keep the client busy.
+                    event, last, newest = found, newest, time.monotonic()
+                    first = first or newest
+    usage = _usage(event)  # raises for an error in place of it
+    return first, last, usage
+
+
+def _usage(event: bytes) -> dict[str, int]:
+    content: Any = json.loads(event.removeprefix(b"data: ") or b"{}")
+    if "error" in content:
+        raise ValueError(str(content["error"]))
+    if not isinstance(content.get("usage"), dict) or not content["usage"].get("completion_tokens"):
+        raise ValueError("the stream ended without its usage")
+    return content["usage"]

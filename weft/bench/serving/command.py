@@ -1,0 +1,168 @@
+"""Command `weft bench serve`: flags to loads, output of their figures."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.arguments import check_int, positive, shortened
+from weft.console import check_output, from_flags, numbers, one_line_errors, progress, words
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.bench.serving.client import Ask
+    from weft.bench.serving.points import Load, Point
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBenchFlags:
+    """Flags of `weft bench serve`."""
+
+    url: Annotated[str, typer.Option(help="Of a server with OpenAI's API, such as vLLM's, with /v1")] = (
+        "http://127.0.0.1:8000/v1"
+    )
+    model: Annotated[str | None, typer.Option(help="[default: the first that the server names]")] = None
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token")] = None
+    rates: Annotated[
+        str | None, typer.Option(help="Poisson arrivals per second, as in 1,4,16; inf: all at once (open loop)")
+    ] = None
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Requests at a time, as in 1,8,32 (closed loop) [default: 1,8,32, without --rates]"),
+    ] = None
+    requests: Annotated[int, typer.Option(help="For each rate and concurrency")] = 128
+    input_tokens: Annotated[str, typer.Option(help="Random token ids in a prompt, as in 1024 or 128-2048")] = "1024"
+    output_tokens: Annotated[str, typer.Option(help="Tokens of an answer, as in 128 or 16-256")] = "128"
+    vocab_size: Annotated[int, typer.Option(help="Random token ids are below it")] = 1000
+    file: Annotated[
+        Path | None, typer.Option(help='Prompts, a line each as {"prompt": "…", "max_tokens": 16}, not random ones')
+    ] = None
+    warmup: Annotated[int, typer.Option(help="Requests that are not measured, before each rate and concurrency")] = 8
+    clients: Annotated[int, typer.Option(help="Processes that send requests: more where one is too busy")] = 1
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals")] = 0
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file, after every rate")] = None
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+
+
+def serve(flags: ServeBenchFlags) -> None:
+    """Time a server under load: first token, time per token, throughput. Exit status 1: a request failed."""
+    with one_line_errors(flags.traceback):
+        if find_spec("httpx") is None:
+            raise WeftError("weft bench serve needs httpx; install it: pip install httpx")
+        from weft.bench.serving.client import Target, models_of
+        from weft.bench.serving.points import Load, as_json, measure
+        from weft.runtime.files import put
+
+        check_output("--json", flags.json)
+        for name in ("requests", "clients"):
+            positive(f"--{name}", getattr(flags, name))
+        check_int("--warmup", flags.warmup, 0)
+        loads = _loads(flags)
+        # Prompts of its own for each load: a server may keep what it has read.
+        asks = [_asks(flags, number) for number in range(len(loads))]
+        target = Target(url=flags.url.rstrip("/"), model=flags.model or "", api_key=flags.api_key)
+        target = Target(url=target.url, model=flags.model or models_of(target)[0], api_key=flags.api_key)
+        about = {
+            "schema": SCHEMA,
+            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": shlex.join(["weft", *sys.argv[1:]]),
+            "url": target.url,
+            "model": target.model,
+        }
+        points: list[Point] = []
+        with progress(True) as say:
+            for load, (measured, unmeasured) in zip(loads, asks, strict=True):
+                say(f"{target.model}: {load}, {flags.requests} requests")
+                if unmeasured:  # at once, so that the server has captured its graphs for about this many
+                    together = Load(concurrency=min(len(unmeasured), load.concurrency or len(unmeasured)))
+                    measure(target, unmeasured, together, flags.seed, 1)
+                points.append(measure(target, measured, load, flags.seed, flags.clients))
+                if flags.json is not None:
+                    put(flags.json, as_json(points, about))
+        Console().print(_table(f"{target.model} at {target.url}", points))
+        _say_warnings(points)
+    raise typer.Exit(1 if any(point.failed for point in points) else 0)
+
+
+command = from_flags(ServeBenchFlags, serve)
+
+
+def _loads(flags: ServeBenchFlags) -> list[Load]:
+    from weft.bench.serving.points import Load
+
+    found = [Load(rate=_rate(word)) for word in words("rates", flags.rates)]
+    given = flags.concurrency or (None if found else "1,8,32")
+    return found + [Load(concurrency=count) for count in numbers("concurrency", given)]
+
+
+def _rate(word: str) -> float:
+    try:
+        rate = float(word)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:
+        raise ValueError(f"--rates {shortened(word)} is not a positive number of requests per second, or inf")
+    return rate
+
+
+def _asks(flags: ServeBenchFlags, number: int) -> tuple[list[Ask], list[Ask]]:
+    """Requests of a load, and those of its warm-up."""
+    from weft.bench.serving.points import asks_of, random_asks
+
+    count = flags.requests + flags.warmup
+    outputs = _lengths("--output-tokens", flags.output_tokens)
+    if flags.file is not None:
+        found = asks_of(flags.file, count, outputs[1])
+    else:
+        inputs, vocab_size = _lengths("--input-tokens", flags.input_tokens), positive("--vocab-size", flags.vocab_size)
+        found = random_asks(count, inputs, outputs, vocab_size, f"{flags.seed}/{number}")
+    return found[: flags.requests], found[flags.requests :]
+
+
+def _lengths(flag: str, text: str) -> tuple[int, int]:
+    """Shortest and longest of `128` or `128-2048`."""
+    shortest, _, longest = text.partition("-")
+    parts = shortest, longest or shortest
+    if not all(part.isascii() and part.isdigit() for part in parts) or not 0 < int(parts[0]) <= int(parts[1]):
+        raise ValueError(f"{flag} {shortened(text)} is not a number of tokens, as in 128, or a range, as in 128-2048")
+    return int(parts[0]), int(parts[1])
+
+
+def _table(title: str, points: list[Point]) -> Table:
+    table = Table(title=title)
+    for column in ("load", "answered", "requests/s", "tokens/s"):
+        table.add_column(column, justify="right")
+    for column in ("first token", "per token", "whole"):
+        table.add_column(f"{column}, ms\np50", justify="right")
+        table.add_column("\np99", justify="right")
+    for point in points:
+        load = f"{point.rate:g}/s" if point.concurrency is None else f"{point.concurrency} at a time"
+        times = [
+            f"{spread[at]:.2f}" if spread else ""
+            for spread in (point.ttft, point.tpot, point.e2e)
+            for at in ("p50", "p99")
+        ]
+        answered = f"{point.completed}/{point.completed + point.failed}"
+        table.add_row(load, answered, f"{point.requests_per_second:.2f}", f"{point.tokens_per_second:.1f}", *times)
+    return table
+
+
+def _say_warnings(points: list[Point]) -> None:
+    if busy := [point.client_busy for point in points if point.client_busy > 0.8]:
+        typer.echo(
+            f"weft: the client was busy {max(busy):.0%} of the time, so times are too long; pass --clients", err=True
+        )
+    for error in dict.fromkeys(point.error for point in points if point.error):
+        typer.echo(f"weft: a request failed: {shortened(error)}", err=True)

@@ -1,0 +1,164 @@
+"""Flags of the commands that run an engine, and the EngineConfig that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
+from rich.text import Text
+
+from weft.arguments import shortened
+from weft.console import DTYPES, WORLD_SIZE
+from weft.engine.config import DEFAULTS
+
+if TYPE_CHECKING:
+    from weft.engine import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """Flags of a model and its engine."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or adder-moe, built in, or with "
+            "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"
+        ),
+    ] = None
+    world_size: Annotated[
+        int | None, typer.Option(*WORLD_SIZE, help="Ranks [default: all GPUs, or 4 simulated ones]")
+    ] = None
+    mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = DEFAULTS["mode"]
+    expert_layout: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a mixture of experts: whole, slices, or EPxTP such as 2x4: 2 groups of 4 ranks "
+            "[default: whole where the ranks divide the experts, else slices]"
+        ),
+    ] = DEFAULTS["expert_layout"]
+    device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto"
+    dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto"
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
+    ] = False
+    max_batch: Annotated[int, typer.Option(help="Prompts that run at once; further ones wait")] = DEFAULTS["max_batch"]
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option("--max-seq-len", "--max-model-len", help="Prompt and answer together [default: the model's]"),
+    ] = DEFAULTS["max_seq_len"]
+    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = DEFAULTS[
+        "page_size"
+    ]
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: half the bytes of 16 bits")] = DEFAULTS[
+        "kv_cache_dtype"
+    ]
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Prompts share the pages of equal first tokens",
+        ),
+    ] = DEFAULTS["prefix_caching"]
+    context_parallel: Annotated[
+        bool, typer.Option("--context-parallel", help="Spread the KV cache over the ranks by pages, not by heads")
+    ] = DEFAULTS["context_parallel"]
+    warm_up: Annotated[
+        bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")
+    ] = DEFAULTS["warm_up"]
+    heap_bytes: Annotated[
+        int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
+    ] = None
+    algorithm_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Read cuBLAS algorithms of this file, and time and add those that it lacks [default: weft's rows]"
+        ),
+    ] = None
+
+    def engine_config(self) -> EngineConfig:
+        """Options of the engine. ValueError for a value that no model can take."""
+        import torch
+
+        from weft.engine import EngineConfig
+        from weft.parallel.step_plan import MODES, OLD_MODES
+
+        one_of("mode", self.mode, (*MODES, *OLD_MODES))
+        one_of("dtype", self.dtype, ("auto", *DTYPES))
+        return EngineConfig(
+            dtype=None if self.dtype == "auto" else getattr(torch, DTYPES[self.dtype]),
+            expert_layout=_layout(self.expert_layout),
+            **{name: getattr(self, name) for name in PASSED_ON},
+        )
+
+
+# Flags that are options of the engine by the same names.
+PASSED_ON = (
+    "mode",
+    "max_batch",
+    "max_seq_len",
+    "page_size",
+    "kv_cache_dtype",
+    "prefix_caching",
+    "context_parallel",
+    "warm_up",
+    "algorithm_cache",
+)
+
+
+def _layout(text: str | None) -> str | tuple[int, int] | None:
+    """Layout of experts: (ep, tp) of EPxTP, any other text as it is."""
+    parts = (text or "").split("x")
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else text
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """ValueError unless a flag has one of the values that it takes."""
+    if value not in allowed:
+        raise ValueError(f"--{name} {shortened(value)} is unknown; choose one of {', '.join(allowed)}")
+
+
+class _Amount(ProgressColumn):
+    """Bytes that have been read, or number of graphs that have been captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._columns = {"loading": DownloadColumn(), "capturing": MofNCompleteColumn()}
+
+    def render(self, task: Task) -> Text:
+        return self._columns[task.description].render(task)
+
+
+@contextmanager
+def starting(shown: bool) -> Iterator[dict[str, Callable[[int, int], None]]]:
+    """Yield the engine's progress and warm_up_progress, bars on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    if not shown or not console.is_terminal:
+        yield {}
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), _Amount(), console=console, transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def update(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done)
+
+        yield {"progress": partial(update, "loading"), "warm_up_progress": partial(update, "capturing")}

@@ -1,0 +1,91 @@
+"""Command `weft serve`: flags to an engine and a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.engine_flags import EngineFlags, one_of, starting
+from weft.console import from_flags, one_line_errors, single_valued
+
+if TYPE_CHECKING:
+    from weft.models import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFlags(EngineFlags):
+    """Flags of `weft serve`."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Checkpoint directory, or OWNER/NAME[@REVISION] in the Hugging Face cache, or adder-moe, built in, or with "
+            "--dummy-weights a name such as qwen3-32b [default: the built-in adder]"
+        ),
+    ] = None
+    warm_up: Annotated[
+        bool,
+        typer.Option(
+            "--warm-up/--no-warm-up", help="Capture all CUDA graphs at start, so that no request waits for one"
+        ),
+    ] = True
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0: a free one")] = 8000
+    api_key: Annotated[str | None, typer.Option(help="Requests under /v1 must send it as a bearer token")] = None
+    served_model_name: Annotated[
+        str | None, typer.Option(help="In requests and answers [default: MODEL as typed, or adder]")
+    ] = None
+    max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request")] = 16 << 20
+    max_waiting: Annotated[int, typer.Option(help="Requests beyond a full batch; further ones get status 503")] = 1024
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+
+
+def serve(flags: ServeFlags) -> None:
+    """Serve a model over HTTP, with OpenAI's API, /health and /metrics (Prometheus)."""
+    with one_line_errors(flags.traceback):
+        from weft.serve import check_packages
+
+        check_packages()
+        from weft.engine import AsyncLLM
+        from weft.runtime.launch import DEVICES
+        from weft.serve import app, server
+
+        one_of("device", flags.device, DEVICES)
+        options = app.ServeOptions(
+            model_name=flags.served_model_name or flags.model or "adder",
+            api_key=flags.api_key,
+            max_body_bytes=flags.max_body_bytes,
+            max_waiting=flags.max_waiting,
+        )
+        config, model = flags.engine_config(), _model(flags)
+        with server.bound(flags.host, flags.port) as at:
+            with starting(True) as progress:
+                llm = AsyncLLM(
+                    model,
+                    flags.world_size,
+                    device=flags.device,
+                    heap_bytes=flags.heap_bytes,
+                    progress=progress.get("progress"),
+                    config=config,
+                )
+            try:
+                where = f"{llm.world_size} {'virtual ranks' if llm.device == 'sim' else 'GPUs'}"
+                typer.echo(f"weft: {options.model_name} on {where} at {server.url(at)}/v1", err=True)
+                server.serve(app.Service(llm, options), at)
+            finally:
+                llm.close()
+
+
+command = single_valued(from_flags(ServeFlags, serve))
+
+
+def _model(flags: ServeFlags) -> str | DecoderConfig | None:
+    from weft.models import DecoderConfig
+
+    if not flags.dummy_weights:
+        return flags.model
+    if flags.model is None:
+        raise ValueError("--dummy-weights takes a name as MODEL, such as qwen3-32b")
+    return DecoderConfig.named(flags.model)

@@ -1,0 +1,377 @@
+"""OpenAI's API over an AsyncLLM: routes, answers whole and as streams, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from weft.arguments import positive, quoted, shortened
+from weft.engine.async_llm import AsyncLLM
+from weft.engine.outputs import Piece
+from weft.errors import CheckpointError, RequestCancelled
+from weft.serve.choices import REASONS, Choices
+from weft.serve.fields import Asked, BadField
+from weft.serve.metrics import Metrics
+
+MAX_BODY_BYTES = 16 << 20
+MAX_WAITING = 1024
+# Status of a request whose client has left, as in the log of nginx.
+CLIENT_LEFT = 499
+as_json = json.JSONEncoder(separators=(",", ":")).encode
+logger = logging.getLogger("weft")
+
+
+class ApiError(Exception):
+    """Answer of OpenAI's shape to a request that is not served."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def content(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Options of a server.
+
+    model_name      of the one model, in requests and answers
+    api_key         required of requests under /v1; None: none is
+    max_body_bytes  of a request
+    max_waiting     requests beyond a full batch; a further one gets status 503
+    """
+
+    model_name: str
+    api_key: str | None = None
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_waiting: int = MAX_WAITING
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_waiting"):
+            positive(name, getattr(self, name))
+        for name in ("model_name", "api_key"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty; pass some text")
+
+
+class Service:
+    """State of a server: its engine, its metrics, and the answers that are being computed."""
+
+    def __init__(self, llm: AsyncLLM, options: ServeOptions) -> None:
+        self.llm, self.options = llm, options
+        self.metrics = Metrics(options.model_name, lambda: llm.load)
+        self.created = int(time.time())
+        self._answers: set[Choices] = set()
+        self._entering = 0  # choices that the engine has not accepted yet
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End all answers with an error, and refuse further requests. In the server's event loop."""
+        self._stopping = True
+        for answer in list(self._answers):
+            answer.end()
+
+    def check_ready(self) -> None:
+        """ApiError where no request can be served."""
+        if self.llm.error is not None:
+            raise ApiError(500, "the engine has failed, and the server ends; its log has the reason")
+        if self._stopping:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    async def choices(self, asked: Asked, answer_id: str) -> Choices:
+        """Submit what a request asks for. ApiError where it cannot be served."""
+        self.check_ready()
+        count = asked.n * (len(asked.prompts) or 1)
+        active = self._entering + sum(len(answer.choices) for answer in self._answers)
+        if active + count > self.llm.config.max_batch + self.options.max_waiting:
+            raise ApiError(503, f"{active} requests run or wait; try again later", code="overloaded")
+        self._entering += count
+        try:
+            prompts = asked.prompts
+            if asked.messages is not None:
+                prompts = [await self.llm.chat_prompt(asked.messages, asked.variables)]
+            answer = await Choices.of(self.llm, prompts, asked.params, asked.n, answer_id, self.metrics)
+        except CheckpointError:  # its text names folders of this machine
+            raise ApiError(400, "the model has no chat template; send text to /v1/completions") from None
+        except ValueError as error:
+            self.check_ready()  # otherwise it may be the engine's end
+            raise ApiError(400, shortened(error, 1000)) from None
+        finally:
+            self._entering -= count
+        self._answers.add(answer)
+        if self._stopping:
+            self.end(answer)
+        return answer
+
+    def end(self, answer: Choices) -> None:
+        """Forget an answer, and cancel what of it has not ended."""
+        answer.end()
+        self._answers.discard(answer)
+
+    def failure(self, error: BaseException) -> ApiError:
+        """Error to report where an answer ends by `error`."""
+        if isinstance(error, ApiError):
+            return error
+        try:
+            self.check_ready()
+        except ApiError as reason:
+            return reason
+        if isinstance(error, RequestCancelled):
+            return ApiError(CLIENT_LEFT, str(error))
+        logger.error("a request failed", exc_info=error)
+        return ApiError(500, "the request failed; the server's log has the reason")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of an answer, which ends with the response, however that ends."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # a client may have left before the first event was drawn
+            self._end()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Names by which an endpoint's answers differ.
+
+    whole, part  one choice as JSON: of an answer, from all its text; of a stream, from new text
+    first        JSON of a choice before its first piece; None: there is none
+    """
+
+    prefix: str
+    object: str
+    chunk: str
+    whole: Callable[[str], dict[str, Any]]
+    part: Callable[[str], dict[str, Any]]
+    first: dict[str, Any] | None
+
+
+CHAT = Shape(
+    prefix="chatcmpl",
+    object="chat.completion",
+    chunk="chat.completion.chunk",
+    whole=lambda text: {"message": {"role": "assistant", "content": text}},
+    part=lambda text: {"delta": {"content": text}},
+    first={"delta": {"role": "assistant", "content": ""}},
+)
+COMPLETION = Shape(
+    prefix="cmpl",
+    object="text_completion",
+    chunk="text_completion",
+    whole=lambda text: {"text": text},
+    part=lambda text: {"text": text},
+    first=None,
+)
+
+
+def create_app(service: Service) -> FastAPI:
+    """Application that serves OpenAI's API, /health and /metrics."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    api = APIRouter(prefix="/v1", dependencies=[Depends(_authorised(service.options.api_key))])
+
+    @api.post("/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _answer(service, request, CHAT)
+
+    @api.post("/completions")
+    async def completions(request: Request) -> Response:
+        return await _answer(service, request, COMPLETION)
+
+    @api.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @api.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(service, name)
+        return _model(service)
+
+    @app.get("/health")
+    async def health() -> Response:
+        service.check_ready()
+        return Response()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    app.include_router(api)
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status)
+        return JSONResponse(error.content, error.status, headers)
+
+    @app.exception_handler(BadField)
+    async def bad_field(request: Request, error: BadField) -> Response:
+        return await refused(request, ApiError(400, shortened(error, 1000), error.param))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {shortened(request.url.path)}: {error.detail}"
+        return await refused(request, ApiError(error.status_code, message))
+
+    return app
+
+
+def _authorised(api_key: str | None) -> Callable[[Request], None]:
+    async def check(request: Request) -> None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        # Header bytes reach here as Latin-1.
+        equal = api_key is None or hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
+        if not equal or (api_key is not None and scheme.lower() != "bearer"):
+            raise ApiError(
+                401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+    return check
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.options.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "weft",
+        "max_model_len": service.llm.max_seq_len,
+    }
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, served := service.options.model_name):
+        raise ApiError(
+            404, f"model {quoted(name)} is not served; the one that is: {served}", "model", "model_not_found"
+        )
+
+
+async def _body(request: Request, limit: int) -> Any:
+    """Decoded JSON body. ApiError for one that is too long or is no JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # which no page of another site can send unasked
+        raise ApiError(415, f"content-type {quoted(kind)} is not application/json; send JSON")
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise ApiError(413, f"the body has more than {limit:,} bytes; send less, or raise --max-body-bytes")
+    try:
+        return json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {shortened(error)}") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+async def _answer(service: Service, request: Request, shape: Shape) -> Response:
+    body = await _body(request, service.options.max_body_bytes)
+    asked = Asked.of(body, shape is CHAT, service.llm.defaults)
+    _check_model(service, asked.model)
+    answer_id = f"{shape.prefix}-{secrets.token_hex(12)}"
+    try:
+        answer = await _unless_left(request, asyncio.create_task(service.choices(asked, answer_id)))
+    except Exception as error:
+        raise service.failure(error) from None
+    if answer is None:
+        return Response(status_code=CLIENT_LEFT)
+    head = {"id": answer_id, "created": int(time.time()), "model": service.options.model_name}
+    if asked.stream:
+        events = _events(service, answer, asked, shape, {**head, "object": shape.chunk})
+        return EventStream(events, lambda: service.end(answer))
+    try:
+        choices = await _unless_left(request, asyncio.create_task(_whole(answer, asked, shape)))
+    except Exception as error:
+        raise service.failure(error) from None
+    finally:
+        service.end(answer)
+    if choices is None:
+        return Response(status_code=CLIENT_LEFT)
+    return JSONResponse({**head, "object": shape.object, "choices": choices, "usage": answer.usage()})
+
+
+async def _unless_left(request: Request, work: asyncio.Task[Any]) -> Any:
+    """Result of a task; None if the client leaves before it is there, which cancels it."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.create_task(left())
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        leaving.cancel()
+        work.cancel()
+
+
+async def _whole(answer: Choices, asked: Asked, shape: Shape) -> list[dict[str, Any]]:
+    """Choices of an answer that is sent at once."""
+    pieces: list[list[Piece]] = [[] for _ in answer.choices]
+    async for index, arrived in answer.arrivals():
+        pieces[index] += arrived
+    found = []
+    for index, ones in enumerate(pieces):
+        choice = _choice(index, shape.whole(_text(ones)), ones[-1].finish_reason)
+        if asked.return_token_ids:
+            choice["prompt_token_ids"] = list(answer.choices[index].request.prompt)
+            choice["token_ids"] = [piece.token_id for piece in ones]
+        found.append(choice)
+    return found
+
+
+async def _events(
+    service: Service, answer: Choices, asked: Asked, shape: Shape, head: dict[str, Any]
+) -> AsyncIterator[str]:
+    """Events of an answer that is sent as it grows, an error among them."""
+    rest = {"usage": None} if asked.include_usage else {}
+
+    def event(choices: list[dict[str, Any]]) -> str:
+        return f"data: {as_json({**head, 'choices': choices, **rest})}\n\n"
+
+    try:
+        for index in range(len(answer.choices) if shape.first else 0):
+            yield event([_choice(index, shape.first, None)])
+        async for index, pieces in answer.arrivals():
+            choice = _choice(index, shape.part(_text(pieces)), pieces[-1].finish_reason)
+            if asked.return_token_ids:
+                choice["token_ids"] = [piece.token_id for piece in pieces]
+            yield event([choice])
+        if asked.include_usage:
+            rest = {"usage": answer.usage()}
+            yield event([])
+    except Exception as error:
+        yield f"data: {as_json(service.failure(error).content)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _text(pieces: list[Piece]) -> str:
+    """Text of pieces; empty without a tokenizer."""
+    return "".join(piece.text or "" for piece in pieces)
+
+
+def _choice(index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": REASONS.get(reason)}

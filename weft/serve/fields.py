@@ -1,0 +1,231 @@
+"""Fields of a request as OpenAI's API names them, and vLLM's further ones: read, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from weft.arguments import check_bool, check_int, check_optional, quoted, shortened
+from weft.engine.params import Prompt, SamplingParams, as_prompts
+
+# OpenAI's.
+MOST_CHOICES = 128
+COMPLETION_TOKENS = 16
+
+# Field of a request: parameter of SamplingParams.
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "seed": "seed",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "include_stop_str_in_output": "include_stop_str_in_output",
+    "skip_special_tokens": "skip_special_tokens",
+}
+# Fields that this server reads itself.
+OF_BOTH = ("model", "n", "stream", "stream_options", "return_token_ids")
+OF_CHAT = (*OF_BOTH, "messages", "chat_template_kwargs")
+OF_COMPLETIONS = (*OF_BOTH, "prompt")
+# Fields of the API that are not supported, with values that ask for nothing, beside null.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_json": (),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "metadata": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "user": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+PARAMETERS = {field.name for field in fields(SamplingParams)}
+
+
+class BadField(ValueError):
+    """A request that cannot be answered as it is. ``param``: the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Fields of a request to complete a conversation or prompts.
+
+    messages, variables  of a conversation; None of prompts
+    prompts              of completions; empty of a conversation
+    include_usage        a stream ends with its usage
+    return_token_ids     choices have their token ids, as of vLLM
+    """
+
+    model: str | None
+    messages: list[dict[str, Any]] | None
+    variables: dict[str, Any] | None
+    prompts: list[Prompt]
+    params: SamplingParams
+    n: int
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+    @classmethod
+    def of(cls, body: Any, chat: bool, defaults: SamplingParams) -> Asked:
+        """Fields of a decoded JSON body. BadField for any that is wrong, unknown or not supported."""
+        if not isinstance(body, dict):
+            raise BadField(f"the body is {quoted(body)}; send a JSON object")
+        given = {name: value for name, value in body.items() if value is not None}
+        own = OF_CHAT if chat else OF_COMPLETIONS
+        for name, value in given.items():
+            if name not in own and SAMPLING.get(name) not in PARAMETERS:
+                _refuse(name, value)
+        stream = _checked("stream", check_bool, given.get("stream", False))
+        needed = "messages" if chat else "prompt"
+        if needed not in given:
+            raise BadField(f"{needed} is missing", needed)
+        return cls(
+            model=_checked("model", _text, given.get("model")),
+            messages=_messages(given["messages"]) if chat else None,
+            variables=_checked("chat_template_kwargs", _object, given.get("chat_template_kwargs")),
+            prompts=[] if chat else _prompts(given["prompt"]),
+            params=_params(given, replace(defaults, max_tokens=None if chat else COMPLETION_TOKENS, seed=None)),
+            n=_checked("n", lambda name, n: check_int(name, n, 1, MOST_CHOICES), given.get("n", 1)),
+            stream=stream,
+            include_usage=_include_usage(given.get("stream_options"), stream),
+            return_token_ids=_checked("return_token_ids", check_bool, given.get("return_token_ids", False)),
+        )
+
+
+def _refuse(name: str, value: Any) -> None:
+    """Raise BadField for a field that is not supported, unless its value asks for nothing."""
+    if name not in UNSUPPORTED:
+        raise BadField(f"{shortened(name)} is not a field of this request; leave it out", shortened(name))
+    if not any(value == neutral and type(value) in (type(neutral), float) for neutral in UNSUPPORTED[name]):
+        raise BadField(f"{name}={quoted(value)} is not supported; leave it out", name)
+
+
+def _checked(name: str, check: Any, value: Any) -> Any:
+    """The value that `check(name, value)` returns, else `value`. BadField for its ValueError."""
+    try:
+        found = check_optional(check, name, value)
+    except ValueError as error:
+        raise BadField(str(error), name) from None
+    return value if found is None else found
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={quoted(value)} is not a string")
+
+
+def _object(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={quoted(value)} is not an object")
+
+
+def _include_usage(options: Any, stream: bool) -> bool:
+    if options is None:
+        return False
+    _checked("stream_options", _object, options)
+    if not stream:
+        raise BadField("stream_options is for streams; send stream=true, or leave it out", "stream_options")
+    for name, value in options.items():
+        if name != "include_usage" and value not in (None, False):
+            raise BadField(f"stream_options.{shortened(name)} is not supported; leave it out", "stream_options")
+    usage = options.get("include_usage")
+    return usage is not None and _checked("stream_options.include_usage", check_bool, usage)
+
+
+def _params(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    if given.get("max_tokens", tokens := given.get("max_completion_tokens")) != tokens and tokens is not None:
+        raise BadField("max_tokens and max_completion_tokens differ; send the latter alone", "max_tokens")
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if (parameter := SAMPLING.get(name)) in PARAMETERS:
+            # JSON has text for keys, and no tuples.
+            found[parameter] = _by_token_id(value) if name == "logit_bias" else value
+    try:
+        return replace(defaults, **found)
+    except ValueError as error:
+        name = str(error).partition("=")[0]
+        raise BadField(str(error), name if name in given else None) from None
+
+
+def _by_token_id(value: Any) -> Any:
+    """Biases with integers for keys; another value as it is, which SamplingParams refuses."""
+    if isinstance(value, dict) and all(key.isascii() and key.isdigit() and len(key) < 19 for key in value):
+        return {int(key): bias for key, bias in value.items()}
+    return value
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    try:
+        prompts = as_prompts(value)
+    except ValueError as error:
+        raise BadField(str(error), "prompt") from None
+    if not prompts or [] in prompts or "" in prompts:
+        raise BadField(f"prompt={quoted(value)} is empty; a prompt needs at least one token", "prompt")
+    return prompts
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadField(f"messages={quoted(value)} is not a list of messages", "messages")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
+
+
+def _message(name: str, message: Any) -> dict[str, Any]:
+    """Role and text of a message, for the chat template."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadField(f"{name}={quoted(message)} is not an object with a role and content", "messages")
+    for key, value in message.items():
+        if key not in ("role", "content") and value not in (None, []):
+            raise BadField(f"{name}.{shortened(key)} is not supported; a message has role and content", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise BadField(f"{name}.content holds {quoted(part)}; only text is supported", "messages")
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise BadField(f"{name}.content={quoted(content)} is not text", "messages")
+    return {"role": message["role"], "content": content}

@@ -1,0 +1,79 @@
+"""Server process: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+
+from weft.arguments import check_int
+from weft.serve.app import Service, create_app
+
+# Seconds that connections have to close once their answers have been ended.
+GRACE_SECONDS = 5
+
+
+class Server(uvicorn.Server):
+    """HTTP server of a service.
+
+    A signal ends the answers that are being computed, and an error of the engine ends the server.
+    """
+
+    def __init__(self, service: Service) -> None:
+        config = uvicorn.Config(
+            create_app(service), lifespan="off", ws="none", log_level="warning", access_log=False, server_header=False,
+            proxy_headers=False, timeout_graceful_shutdown=GRACE_SECONDS,
+        )  # fmt: skip
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._service.llm.error is not None
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Socket at an address, which does not listen yet. ValueError in one line where there can be none."""
+    check_int("--port", port, 0, 65535)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"--host {host}: {error.strerror}; pass an address of this machine") from None
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        found.close()
+        raise ValueError(f"--port {port} on {host}: {error.strerror}; pass another, or 0 for a free one") from None
+    return found
+
+
+def url(at: socket.socket) -> str:
+    """URL of the server at a socket."""
+    host, port = at.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def serve(service: Service, at: socket.socket) -> None:
+    """Serve until SIGINT, SIGTERM or an error of the engine, which is raised."""
+
+    def nothing(number: int, frame: FrameType | None) -> None:
+        """Take the signal that uvicorn raises again after it has shut down."""
+
+    before = {number: signal.signal(number, nothing) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        asyncio.run(Server(service).serve(sockets=[at]))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if service.llm.error is not None:
+        raise service.llm.error

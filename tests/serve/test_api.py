@@ -60,6 +60,33 @@ def test_sampling_follows_the_fields_of_a_request(client):
     assert stopped.choices[0].text == "57" and len(stopped.choices[0].token_ids) == 3
 
 
+def test_logprobs_have_the_shapes_of_both_endpoints(client):
+    found = client.completions.create(model="adder", prompt="123+456=", logprobs=2).choices[0]
+    logprobs = found.logprobs
+    assert logprobs.tokens[:3] == ["5", "7", "9"] and logprobs.text_offset == [0, 1, 2, 3]
+    assert [
+        top[token] for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
+    ] == logprobs.token_logprobs
+    assert all(len(top) == 2 for top in logprobs.top_logprobs) and max(logprobs.token_logprobs) <= 0
+    ask = {"model": "adder", "messages": [{"role": "user", "content": "123+456="}], "logprobs": True, "top_logprobs": 1}
+    content = client.chat.completions.create(**ask).choices[0].logprobs.content
+    streamed = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(**ask, stream=True)]
+    assert [one for part in streamed if part for one in part.content] == content
+    assert [one.token for one in content[:3]] == ["5", "7", "9"] == [one.top_logprobs[0].token for one in content[:3]]
+    assert [one.logprob for one in content] == logprobs.token_logprobs and content[0].bytes == [53]
+
+
+def test_answers_follow_a_structure_and_penalties(client):
+    def text(**asked):
+        return client.completions.create(model="adder", prompt="123+456=", **asked).choices[0].text
+
+    assert text(extra_body={"structured_outputs": {"choice": ["12", "34"]}}) in ("12", "34")
+    schema = {"name": "n", "schema": {"type": "integer", "minimum": 100, "maximum": 200}}
+    answer = text(extra_body={"response_format": {"type": "json_schema", "json_schema": schema}})
+    assert 100 <= int(answer) <= 200
+    assert text(logit_bias={"0": 0}) == "579" and "5" not in text(extra_body={"bad_words": ["5"]})
+
+
 BODIES = [
     (b"", 400, "the body is not JSON"),
     (b"{", 400, "the body is not JSON"),
@@ -82,7 +109,9 @@ BODIES = [
     ({"prompt": "1", "temperature": "hot"}, 400, "temperature='hot' is not a number"),
     ({"prompt": "1", "max_tokens": -1}, 400, "max_tokens=-1 is not a positive integer"),
     ({"prompt": "1", "max_tokens": 1, "max_completion_tokens": 2}, 400, "max_tokens and max_completion_tokens differ"),
-    ({"prompt": "1", "logprobs": 3}, 400, "logprobs=3 is not supported; leave it out"),
+    ({"prompt": "1", "logprobs": 30}, 400, "logprobs=30 is not"),
+    ({"prompt": "1", "response_format": {"type": "xml"}}, 400, "response_format.type='xml' is not text, json_object or"),
+    ({"prompt": "1", "structured_outputs": {"xml": "x"}}, 400, "structured_outputs: "),
     ({"prompt": "1", "user": "me"}, 400, "user='me' is not supported; leave it out"),
     ({"prompt": "1", "temprature": 1}, 400, "temprature is not a field of this request; leave it out"),
 ]  # fmt: skip
@@ -116,6 +145,7 @@ def test_bodies_that_are_wrong_are_refused_in_one_line_of_the_apis_shape(served)
 
 def test_neutral_values_of_unsupported_fields_are_taken(client):
     neutral = {name: values[0] for name, values in fields.UNSUPPORTED.items() if values}
+    neutral |= {"frequency_penalty": 0, "logit_bias": {}, "logprobs": False, "response_format": {"type": "text"}}
     found = client.completions.create(model="adder", prompt="123+456=", extra_body={**neutral, "user": None})
     assert found.choices[0].text == "579"
 

@@ -22,6 +22,7 @@ from weft.arguments import positive, quoted, shortened
 from weft.engine.async_llm import AsyncLLM
 from weft.engine.outputs import Piece
 from weft.errors import CheckpointError, RequestCancelled
+from weft.serve import logprobs
 from weft.serve.choices import REASONS, Choices
 from weft.serve.fields import Asked, BadField
 from weft.serve.metrics import Metrics
@@ -158,6 +159,7 @@ class Shape:
 
     whole, part  one choice as JSON: of an answer, from all its text; of a stream, from new text
     first        JSON of a choice before its first piece; None: there is none
+    logprobs     JSON of the log-probabilities of pieces, by (pieces, likeliest tokens, characters before them)
     """
 
     prefix: str
@@ -166,6 +168,7 @@ class Shape:
     whole: Callable[[str], dict[str, Any]]
     part: Callable[[str], dict[str, Any]]
     first: dict[str, Any] | None
+    logprobs: Callable[[list[Piece], int, int], dict[str, Any]]
 
 
 CHAT = Shape(
@@ -175,6 +178,7 @@ CHAT = Shape(
     whole=lambda text: {"message": {"role": "assistant", "content": text}},
     part=lambda text: {"delta": {"content": text}},
     first={"delta": {"role": "assistant", "content": ""}},
+    logprobs=logprobs.of_chat,
 )
 COMPLETION = Shape(
     prefix="cmpl",
@@ -183,6 +187,7 @@ COMPLETION = Shape(
     whole=lambda text: {"text": text},
     part=lambda text: {"text": text},
     first=None,
+    logprobs=logprobs.of_completion,
 )
 
 
@@ -335,10 +340,9 @@ async def _whole(answer: Choices, asked: Asked, shape: Shape) -> list[dict[str, 
         pieces[index] += arrived
     found = []
     for index, ones in enumerate(pieces):
-        choice = _choice(index, shape.whole(_text(ones)), ones[-1].finish_reason)
+        choice = _choice(index, shape, shape.whole(_text(ones)), ones, asked)
         if asked.return_token_ids:
             choice["prompt_token_ids"] = list(answer.choices[index].request.prompt)
-            choice["token_ids"] = [piece.token_id for piece in ones]
         found.append(choice)
     return found
 
@@ -348,18 +352,18 @@ async def _events(
 ) -> AsyncIterator[str]:
     """Events of an answer that is sent as it grows, an error among them."""
     rest = {"usage": None} if asked.include_usage else {}
+    sent = [0] * len(answer.choices)  # characters
 
     def event(choices: list[dict[str, Any]]) -> str:
         return f"data: {as_json({**head, 'choices': choices, **rest})}\n\n"
 
     try:
         for index in range(len(answer.choices) if shape.first else 0):
-            yield event([_choice(index, shape.first, None)])
+            yield event([_choice(index, shape, shape.first, [], asked)])
         async for index, pieces in answer.arrivals():
-            choice = _choice(index, shape.part(_text(pieces)), pieces[-1].finish_reason)
-            if asked.return_token_ids:
-                choice["token_ids"] = [piece.token_id for piece in pieces]
-            yield event([choice])
+            text = _text(pieces)
+            yield event([_choice(index, shape, shape.part(text), pieces, asked, sent[index])])
+            sent[index] += len(text)
         if asked.include_usage:
             rest = {"usage": answer.usage()}
             yield event([])
@@ -373,5 +377,15 @@ def _text(pieces: list[Piece]) -> str:
     return "".join(piece.text or "" for piece in pieces)
 
 
-def _choice(index: int, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": REASONS.get(reason)}
+def _choice(
+    index: int, shape: Shape, content: dict[str, Any], pieces: list[Piece], asked: Asked, offset: int = 0
+) -> dict[str, Any]:
+    """JSON of a choice, or of its newest pieces, behind `offset` characters."""
+    found = {"index": index, **content, "logprobs": None, "finish_reason": None}
+    if pieces:
+        found["finish_reason"] = REASONS.get(pieces[-1].finish_reason)
+        if asked.params.logprobs is not None:
+            found["logprobs"] = shape.logprobs(pieces, asked.params.logprobs, offset)
+        if asked.return_token_ids:
+            found["token_ids"] = [piece.token_id for piece in pieces]
+    return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.arguments import check_bool, check_int, check_optional, quoted, shortened
-from weft.engine.params import Prompt, SamplingParams, as_prompts
+from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, as_prompts
 
 # OpenAI's.
 MOST_CHOICES = 128
@@ -36,38 +36,31 @@ SAMPLING = {
     "skip_special_tokens": "skip_special_tokens",
 }
 # Fields that this server reads itself.
-OF_BOTH = ("model", "n", "stream", "stream_options", "return_token_ids")
-OF_CHAT = (*OF_BOTH, "messages", "chat_template_kwargs")
+OF_BOTH = (
+    "model", "n", "stream", "stream_options", "return_token_ids", "logprobs", "response_format", "structured_outputs"
+)  # fmt: skip
+OF_CHAT = (*OF_BOTH, "messages", "chat_template_kwargs", "top_logprobs")
 OF_COMPLETIONS = (*OF_BOTH, "prompt")
 # Fields of the API that are not supported, with values that ask for nothing, beside null.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_json": (),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "metadata": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -77,7 +70,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-PARAMETERS = {field.name for field in fields(SamplingParams)}
 
 
 class BadField(ValueError):
@@ -116,7 +108,7 @@ class Asked:
         given = {name: value for name, value in body.items() if value is not None}
         own = OF_CHAT if chat else OF_COMPLETIONS
         for name, value in given.items():
-            if name not in own and SAMPLING.get(name) not in PARAMETERS:
+            if name not in own and name not in SAMPLING:
                 _refuse(name, value)
         stream = _checked("stream", check_bool, given.get("stream", False))
         needed = "messages" if chat else "prompt"
@@ -127,7 +119,7 @@ class Asked:
             messages=_messages(given["messages"]) if chat else None,
             variables=_checked("chat_template_kwargs", _object, given.get("chat_template_kwargs")),
             prompts=[] if chat else _prompts(given["prompt"]),
-            params=_params(given, replace(defaults, max_tokens=None if chat else COMPLETION_TOKENS, seed=None)),
+            params=_params(given, chat, replace(defaults, max_tokens=None if chat else COMPLETION_TOKENS, seed=None)),
             n=_checked("n", lambda name, n: check_int(name, n, 1, MOST_CHOICES), given.get("n", 1)),
             stream=stream,
             include_usage=_include_usage(given.get("stream_options"), stream),
@@ -175,19 +167,58 @@ def _include_usage(options: Any, stream: bool) -> bool:
     return usage is not None and _checked("stream_options.include_usage", check_bool, usage)
 
 
-def _params(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> SamplingParams:
     if given.get("max_tokens", tokens := given.get("max_completion_tokens")) != tokens and tokens is not None:
         raise BadField("max_tokens and max_completion_tokens differ; send the latter alone", "max_tokens")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"logprobs": _logprobs(given, chat), "structured_outputs": _structure(given)}
     for name, value in given.items():
-        if (parameter := SAMPLING.get(name)) in PARAMETERS:
-            # JSON has text for keys, and no tuples.
+        if (parameter := SAMPLING.get(name)) is not None:
+            # JSON has text for keys.
             found[parameter] = _by_token_id(value) if name == "logit_bias" else value
     try:
         return replace(defaults, **found)
     except ValueError as error:
         name = str(error).partition("=")[0]
         raise BadField(str(error), name if name in given else None) from None
+
+
+def _logprobs(given: Mapping[str, Any], chat: bool) -> Any:
+    """Number of likeliest tokens beside each chosen one, as SamplingParams has it."""
+    asked, top = given.get("logprobs"), given.get("top_logprobs")
+    if not chat:
+        return None if asked is False else asked
+    if asked is not None:
+        _checked("logprobs", check_bool, asked)
+    if top is not None and not asked:
+        if top == 0:
+            return None
+        raise BadField("top_logprobs is for logprobs=true; send it too, or leave it out", "top_logprobs")
+    return (0 if top is None else top) if asked else None
+
+
+def _structure(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """Structure of the answer, by OpenAI's response_format or vLLM's structured_outputs."""
+    asked, form = given.get("structured_outputs"), given.get("response_format")
+    if form is not None:
+        _checked("response_format", _object, form)
+        kind, schema = form.get("type"), form.get("json_schema")
+        if kind not in ("text", "json_object", "json_schema"):
+            raise BadField(
+                f"response_format.type={quoted(kind)} is not text, json_object or json_schema", "response_format"
+            )
+        if kind == "json_schema" and not (isinstance(schema, dict) and isinstance(schema.get("schema"), dict)):
+            raise BadField("response_format.json_schema.schema is missing, or no object", "response_format")
+        if kind != "text":
+            if asked is not None:
+                raise BadField("response_format and structured_outputs are both given; send one", "structured_outputs")
+            asked = {"json_object": True} if kind == "json_object" else {"json": schema["schema"]}
+    if asked is None:
+        return None
+    _checked("structured_outputs", _object, asked)
+    try:
+        return StructuredOutputsParams(**asked)
+    except (TypeError, ValueError) as error:
+        raise BadField(f"structured_outputs: {error}", "structured_outputs") from None
 
 
 def _by_token_id(value: Any) -> Any:

@@ -10,6 +10,7 @@ from weft.layers.attention import TPAttention
 from weft.layers.mlp import TPMLP
 from weft.layers.moe import MoE
 from weft.parallel.rotary import rotary_angles
+from weft.parallel.sequences import Sequences
 from weft.parallel.step import PagedCache, Step
 from weft.parallel.step_plan import MODES, Mode, plan_layer, plan_step
 
@@ -19,6 +20,7 @@ __all__ = [
     "MoE",
     "Mode",
     "PagedCache",
+    "Sequences",
     "Step",
     "TPAttention",
     "plan_layer",

@@ -27,6 +27,16 @@ def check_layer(team: Team, mode: Mode, dtype: torch.dtype, **sizes: int) -> Non
         positive(name, size)
 
 
+def check_rows(layer: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """ValueError unless x is [M, K] or [batch, length, K], and `weight` [N, K] in the same dtype."""
+    check_instance("x", x, torch.Tensor, "a tensor [M, hidden] or [batch, length, hidden]")
+    if x.dim() not in (2, 3) or x.shape[-1] != weight.shape[1]:
+        K = weight.shape[1]
+        raise ValueError(f"{layer}: x has shape {tuple(x.shape)}; pass [M, {K}] or [batch, length, {K}]")
+    if x.dtype != weight.dtype:
+        raise ValueError(f"{layer}: x.dtype={x.dtype} and the weights are {weight.dtype}; convert one of them")
+
+
 def split_evenly(name: str, value: int, team: Team) -> int:
     """value / W; ValueError where W does not divide it."""
     if value % team.size:

@@ -7,6 +7,7 @@ replicated         replicated [M, H]         matmul_all_reduce, or a fused all-r
 """
 
 from weft.layers.attention import TPAttention
+from weft.layers.foreign import Replaced, replace
 from weft.layers.mlp import TPMLP
 from weft.layers.moe import MoE
 from weft.parallel.rotary import rotary_angles
@@ -20,10 +21,12 @@ __all__ = [
     "MoE",
     "Mode",
     "PagedCache",
+    "Replaced",
     "Sequences",
     "Step",
     "TPAttention",
     "plan_layer",
     "plan_step",
+    "replace",
     "rotary_angles",
 ]

@@ -181,8 +181,10 @@ class _Attention(nn.Module):
             if hasattr(module, name):
                 setattr(self, name, getattr(module, name))
         self.num_key_value_groups = self.layer.group
-        functions = inspect.unwrap(type(module).forward).__globals__
-        self._functions, self._eager = functions["ALL_ATTENTION_FUNCTIONS"], functions["eager_attention_forward"]
+        known = inspect.unwrap(type(module).forward).__globals__
+        self._functions, self._eager = known.get("ALL_ATTENTION_FUNCTIONS"), known.get("eager_attention_forward")
+        if not hasattr(self._functions, "get_interface"):
+            raise ValueError(f"module={type(module).__name__} has no attention functions as those of transformers 5 have")
 
     def forward(
         self,

@@ -184,7 +184,9 @@ class _Attention(nn.Module):
         known = inspect.unwrap(type(module).forward).__globals__
         self._functions, self._eager = known.get("ALL_ATTENTION_FUNCTIONS"), known.get("eager_attention_forward")
         if not hasattr(self._functions, "get_interface"):
-            raise ValueError(f"module={type(module).__name__} has no attention functions as those of transformers 5 have")
+            raise ValueError(
+                f"module={type(module).__name__} has no attention functions as those of transformers 5 have"
+            )
 
     def forward(
         self,

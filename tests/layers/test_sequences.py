@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.layers import TPMLP, Sequences, TPAttention, plan_layer, rotary_angles
@@ -140,3 +141,36 @@ def test_two_steps_of_sgd_are_those_of_the_whole_layers(mode, world_size):
             )
             torch.testing.assert_close(shard.target, part, rtol=1e-5, atol=2e-6)
     assert all(not torch.equal(value, before[name]) for name, value in whole.named_parameters())
+
+
+@pytest.mark.parametrize("mode", ["sequence_parallel", pytest.param("replicated", marks=pytest.mark.sweep)])
+def test_gradients_of_layers_are_slopes_of_the_loss(mode):
+    """Central differences along one direction of all ranks' inputs and weights, in fp32; the MLP is a checkpoint."""
+    whole, x = Whole(True, 3), torch.randn(BATCH, LENGTH, HIDDEN)
+    step_size = 5e-4
+
+    def main(team):
+        attention, mlp = layers_of(whole, team, mode, True, 3)
+        attention.requires_grad_(), mlp.requires_grad_()
+        leaves = [mine(x, team, mode).clone().requires_grad_(), attention.o_proj.weight, *mlp.parameters()]
+        generator = torch.Generator().manual_seed(team.rank)
+        ways = [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
+        weights = torch.randn(leaves[0].shape, generator=generator)
+
+        def loss():
+            y = leaves[0] + attention(leaves[0], sequences(team, mode))
+            return (checkpoint(mlp, y, use_reentrant=False).double() * weights).sum()
+
+        loss().backward()
+        slope = sum((leaf.grad.double() * way).sum().item() for leaf, way in zip(leaves, ways, strict=True))
+        found = []
+        with torch.no_grad():
+            for sign in (1, -2):
+                for leaf, way in zip(leaves, ways, strict=True):
+                    leaf += sign * step_size * way
+                found.append(loss().item())
+        return slope, (found[0] - found[1]) / (2 * step_size)
+
+    slope, difference = (sum(values) for values in zip(*weft.simulate(main, 2), strict=True))
+    # Of third derivatives times step_size**2, and fp32 rounding over step_size.
+    assert abs(slope - difference) <= 2e-3 * abs(slope), (slope, difference)

@@ -72,7 +72,6 @@ CASES = [(kind, mode, world_size) for kind in MODELS for mode in MODES for world
 FEW = {
     ("Qwen3", "sequence_parallel", 2),
     ("Qwen3", "reference", 2),
-    ("Llama", "replicated", 2),
     ("Mistral", "auto", 2),
     ("Qwen2", "replicated", 4),
     ("Qwen3Moe", "replicated", 2),

@@ -101,9 +101,9 @@ def test_layers_of_sequences_are_the_whole_layers(mode, world_size, bias, window
 @pytest.mark.parametrize(
     ("mode", "world_size"),
     [
-        ("sequence_parallel", 2),
+        pytest.param("sequence_parallel", 2, marks=pytest.mark.sweep),
         ("replicated", 4),
-        *(pytest.param(mode, w, marks=pytest.mark.sweep) for mode in MODES[1:] for w in (1, 2, 4)),
+        *(pytest.param(mode, w, marks=pytest.mark.sweep) for mode in MODES[1:] for w in (1, 4)),
     ],
 )
 def test_two_steps_of_sgd_are_those_of_the_whole_layers(mode, world_size):

@@ -52,6 +52,7 @@ def test_a_backward_gathers_once():
         ("all_gather_matmul", False, True): ["all_gather", "weight_gradient"],
         ("matmul_reduce_scatter", True, True): ["all_gather_matmul_several", "weight_gradient"],
         ("matmul_reduce_scatter", True, False): ["all_gather_matmul"],
+        ("matmul_reduce_scatter", False, True): ["all_gather", "weight_gradient"],
         ("matmul_all_reduce", True, False): ["all_reduce", "matmul"],
         ("matmul_all_reduce", False, True): ["all_reduce", "weight_gradient"],
     }

@@ -22,6 +22,7 @@ from weft.ops.gemm.tile import default_tile, splits_by_default
 from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
+from weft.ops.overlap.all_gather_matmul import gathered_rows
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.pipelined import Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
@@ -207,8 +208,10 @@ class MatmulReduceScatter(Overlapped):
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
         # This rank's a contributes to all ranks' rows of the output, so the gradient of the output is gathered.
-        a, b = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
+        (a, b), (of_a, of_b, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        if not of_a:
+            return None, weight_gradient(gathered_rows(grad, ctx.team, ctx.own_first), a, b), None, None
+        if of_b:
             of_a, everywhere = torch.ops.weft.all_gather_matmul_several.default(grad, [b.t()], ctx.team, ctx.own_first)
             return of_a, weight_gradient(everywhere, a, b), None, None
         return torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team, ctx.own_first), None, None, None

@@ -159,7 +159,8 @@ class _Pass:
         self.sharded = self.splits(batch * self.length)
         if not self.sharded:
             return None
-        x = F.pad(x, (0, 0, 0, -self.length % self.team.size))
+        padding = -self.length % self.team.size
+        x = F.pad(x, (0, 0, 0, padding)) if padding else x
         return (x.chunk(self.team.size, dim=1)[self.team.rank].contiguous(), *others)
 
     def _gather(self, norm: nn.Module, args: tuple) -> tuple | None:
@@ -210,13 +211,14 @@ class _Attention(nn.Module):
             dropout = self.attention_dropout if self.training else 0.0
             how = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.layer.window}
             attended, _ = attention(self, q, k, v, attention_mask, **how, **options)
-            return F.pad(attended, (0, 0, 0, 0, 0, padding))
+            return F.pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended
 
+        angles = torch.cat((cos[..., :half], sin[..., :half]), dim=-1)
         step = Sequences(
             plan=current.plan(self.layer, hidden_states),
             batch=batch,
             length=length + padding,
-            angles=F.pad(torch.cat((cos[..., :half], sin[..., :half]), dim=-1), (0, 0, 0, padding)),
+            angles=F.pad(angles, (0, 0, 0, padding)) if padding else angles,
             attend=attend,
         )
         return self.layer(hidden_states, step), None

@@ -9,6 +9,7 @@ import torch
 import weft
 from weft import ops
 from weft.layers import replace
+from weft.parallel import step_plan
 
 transformers = pytest.importorskip("transformers")
 from transformers.utils import logging as theirs  # noqa: E402
@@ -166,3 +167,28 @@ def test_calls_and_models_that_do_not_fit_are_refused(tmp_path):
     weft.simulate(main, 2)
     with pytest.raises(ValueError, match="num_attention_heads=4 .* cannot be split over world_size=3"):
         weft.simulate(lambda team: replace(copy.deepcopy(model), team), 3)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["replicated", "sequence_parallel"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Qwen3Moe"])
+def test_local_work_in_kernels_gives_the_same_and_trains(kind, mode, monkeypatch):
+    """Local work as on GPUs: logits, and the gradient of a norm through all layers."""
+    monkeypatch.setattr(step_plan, "_local", lambda team, fused: step_plan.PLAIN if fused is False else step_plan.FUSED)
+    model, (ids, _) = model_of(kind), prompts()
+    ids[ids == 0] = 5
+
+    def main(team):
+        mine = copy.deepcopy(model)
+        replace(mine, team, mode=mode)
+        with torch.no_grad():
+            logits = mine(ids).logits
+        (mine(ids, labels=ids).loss / team.size).backward()
+        return logits, ops.all_reduce(mine.model.layers[0].input_layernorm.weight.grad, team)
+
+    for logits, grad in weft.simulate(main, 2):
+        found = model(ids, labels=ids)
+        model.zero_grad()
+        found.loss.backward()
+        torch.testing.assert_close(logits, found.logits.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grad, model.model.layers[0].input_layernorm.weight.grad, rtol=1e-4, atol=1e-6)

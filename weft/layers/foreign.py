@@ -130,7 +130,9 @@ class _Pass:
         """Plan of ``layer`` for this rank's x [batch, length, hidden]."""
         mode = "sequence_parallel" if self.sharded else "replicated" if self.mode == "auto" else self.mode
         tokens = x.shape[0] * x.shape[1] * (self.team.size if self.sharded else 1)
-        return plan_layer(tokens, mode=mode, team=self.team, fused=False if asked_for(layer, x) else None)
+        # Of the fused local work only the MLP's has no backward.
+        fused = False if isinstance(layer, TPMLP) and asked_for(layer, x) else None
+        return plan_layer(tokens, mode=mode, team=self.team, fused=fused)
 
     def watch(self, decoder: nn.Module) -> None:
         """Install hooks that split the tokens for the layers, gather them after, and refuse some calls."""

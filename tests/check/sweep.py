@@ -190,6 +190,17 @@ def trained(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     return [leaf.grad for leaf in leaves]
 
 
+def mlp_trained(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """AG-GEMM, GEMM-RS and GEMM-AR, and all gradients, in both orders of rows; a gather runs beside a GEMM-RS."""
+    leaves = [x(*shape).requires_grad_() for shape in ((6, 16), (24, 16), (16, 24))]
+    rows, up, down = leaves
+    for own_first in (False, True):
+        wide = ops.all_gather_matmul(rows, up, team, own_first=own_first)
+        rows = ops.matmul_reduce_scatter(wide, down, team, own_first=own_first)
+    ops.matmul_all_reduce(ops.matmul(rows, up), down, team).backward(x(6, 16))
+    return [leaf.grad for leaf in leaves]
+
+
 def normed_pairs(team: Any, x: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op behind the kernels that make its rows, choices and weights, which may still run."""
     logits = torch.randn(2, team.size, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -288,7 +299,10 @@ OPS = [
 
 
 # Too slow for a few schedules in every run of the tests.
-SLOW = [Call("moe_dispatch and moe_combine, with gradients", trained, 2)]
+SLOW = [
+    Call("moe_dispatch and moe_combine, with gradients", trained, 2),
+    Call("overlapped GEMMs, with gradients", mlp_trained, 2),
+]
 
 
 def table(world_size: int) -> list[Call]:

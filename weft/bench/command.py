@@ -81,12 +81,17 @@ class BenchOptions:
         """Workloads at one world size. ValueError for shapes, providers or models that there are not."""
         from weft.bench.ops.shapes import parse_shapes
         from weft.bench.ops.workload import OpWorkload
+        from weft.bench.training.shapes import TRAIN, parse_layers
+        from weft.bench.training.workload import TrainWorkload
 
         made: list[Workload] = []
         for op, shapes in self.shapes_by_op().items():
             if is_model(op):
                 how = {"simulated": simulated, "dtype": self.dtype, "words": self.providers}
                 made.append(self.model.workload(op, shapes, world_size, **how))
+            elif op == TRAIN:
+                layers = parse_layers(shapes, world_size, tiny=simulated)
+                made.append(TrainWorkload(name=op, shapes=layers, dtype=self.dtype, words=self.providers))
             else:
                 parsed = parse_shapes(op, shapes, world_size, dtype=self.dtype, tiny=simulated)
                 made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=self.providers))
@@ -96,10 +101,11 @@ class BenchOptions:
         """Lines for the user: providers that an op lacks, and small shapes that simulated ranks run instead."""
         from weft.bench.ops.providers import lacking
         from weft.bench.ops.shapes import stand_ins
+        from weft.bench.training.shapes import TRAIN
 
         lines = []
         for op, shapes in self.shapes_by_op().items():
-            if is_model(op):
+            if is_model(op) or op == TRAIN:
                 continue
             if absent := lacking(op, self.providers):
                 lines.append(f"{op} has no provider {', '.join(absent)}; the others are measured")
@@ -116,8 +122,8 @@ def bench(
             help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, gemm-silu, ag-gemm, gemm-rs, "
             "gemm-ar, sequence-to-heads, heads-to-sequence, paged-attention, decode-attention, paged-prefill-attention, "
             "gathered-prefill-attention, route, moe-schedule, grouped-gemm-silu, grouped-gemm, moe-sum, moe-dispatch, "
-            "moe-dispatch+fp8, moe-combine, moe-ar-rms-norm; a layer: mlp, attn; a step of a model: "
-            "model; complete generations: generate. Several are measured in one launch, as in all-reduce "
+            "moe-dispatch+fp8, moe-combine, moe-ar-rms-norm; a layer: mlp, attn, forward and backward: train; a step of "
+            "a model: model; complete generations: generate. Several are measured in one launch, as in all-reduce "
             "ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
         ),
     ],
@@ -127,7 +133,8 @@ def bench(
         typer.Option(
             help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of experts "
             "qwen3-30b-a3b, mixtral-8x7b and others, also SET/zipf and SET:128,4096; of layers "
-            "and models decode:32x1024 or prefill:32x128, of generate 32x128+64. Several with commas, or repeated"
+            "and models decode:32x1024 or prefill:32x128, of generate 32x128+64, of train "
+            "qwen3-32b:1x4096. Several with commas, or repeated"
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",

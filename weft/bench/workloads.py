@@ -9,12 +9,16 @@ from weft.bench.harness.workload import Workload
 from weft.bench.models.names import LEVELS, is_model
 from weft.bench.ops.shapes import FORMS, OPS, VARIED, op_of
 from weft.bench.ops.workload import OpWorkload
+from weft.bench.training.shapes import TRAIN, LayerShape
+from weft.bench.training.workload import TrainWorkload
 
-NAMES = (*OPS, *VARIED, *LEVELS)
+NAMES = (*OPS, *VARIED, *LEVELS, TRAIN)
 
 
 def workload_of(report: Report) -> Workload:
     """The workload that a report measured, for its traffic. ValueError if there is none."""
+    if report.op == TRAIN:
+        return TrainWorkload(name=report.op, shapes=(), dtype=report.dtype)
     if not is_model(report.op):
         return OpWorkload(name=report.op, shapes=(), dtype=report.dtype)
     from weft.bench.models.workload import ModelWorkload  # it loads the models and the engine
@@ -32,7 +36,10 @@ def read(path: Path) -> list[Report]:
         for report in reports:
             if report.op not in NAMES:
                 raise ValueError(f"op {report.op!r} is unknown")
-            dimensions = 3 if is_model(report.op) else FORMS[op_of(report.op).form].dimensions
+            if report.op == TRAIN:
+                dimensions = len(LayerShape._fields)
+            else:
+                dimensions = 3 if is_model(report.op) else FORMS[op_of(report.op).form].dimensions
             if any(len(row.shape) != dimensions for row in report.rows):
                 raise ValueError(f"a shape does not fit {report.op}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

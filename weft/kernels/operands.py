@@ -28,11 +28,14 @@ class ScaledMatrix(NamedTuple):
     scales: RowScales | None = None
 
 
+def has_dense_rows(x: torch.Tensor) -> bool:
+    """True if the rows of ``x`` are dense and do not overlap, as in a slice of a matrix."""
+    return (x.shape[1] == 1 or x.stride(1) == 1) and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
+
+
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """``x`` if its rows are dense and do not overlap, as in a slice of a matrix; else a dense copy."""
-    dense = x.shape[1] == 1 or x.stride(1) == 1
-    apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]
-    return x if dense and apart else x.contiguous()
+    """``x`` if it has dense rows; else a dense copy."""
+    return x if has_dense_rows(x) else x.contiguous()
 
 
 def row_stride(x: torch.Tensor) -> int:

@@ -7,9 +7,11 @@ replicated         replicated [M, H]         matmul_all_reduce, or a fused all-r
 """
 
 from weft.layers.attention import TPAttention
+from weft.layers.foreign import Replaced, replace
 from weft.layers.mlp import TPMLP
 from weft.layers.moe import MoE
 from weft.parallel.rotary import rotary_angles
+from weft.parallel.sequences import Sequences
 from weft.parallel.step import PagedCache, Step
 from weft.parallel.step_plan import MODES, Mode, plan_layer, plan_step
 
@@ -19,9 +21,12 @@ __all__ = [
     "MoE",
     "Mode",
     "PagedCache",
+    "Replaced",
+    "Sequences",
     "Step",
     "TPAttention",
     "plan_layer",
     "plan_step",
+    "replace",
     "rotary_angles",
 ]

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from weft.arguments import check_optional, positive
+from weft.layers.gradients import SharedHeadsGradient, SummedGradient, asked_for, with_gradients
 from weft.layers.whole_attention import check_module
-from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, split_evenly
+from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows, split_evenly
+from weft.parallel.sequences import Sequences
 from weft.parallel.sharding import Shard, fill_from_module, whole
 from weft.parallel.step import Step
 from weft.parallel.step_plan import Mode, mode_named
@@ -27,9 +29,13 @@ class TPAttention(nn.Module):
     window   tokens that a token attends to, itself the last of them; None: all before it
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
-    x, y: [T, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of these rows, padded to W's multiple.
+    x, y: [T, hidden] on every rank, the tokens of a Step; in mode "sequence_parallel" this rank's 1/W of these rows, padded to
+    W's multiple. Or [batch, length, hidden] of Sequences; in mode "sequence_parallel" this rank's 1/W of each sequence.
     Rank r has query heads r * heads / W and on; with fewer KV heads than ranks, W / kv_heads neighbours share one.
-    For inference: its weights carry no gradients. ValueError where the heads cannot be split over W ranks.
+    ValueError where the heads cannot be split over W ranks.
+
+    Trains with Sequences as TPMLP does, after ``attention.requires_grad_()``: gradients of norms and of KV heads that ranks
+    share are summed over those ranks in the backward, so that they stay the same on all.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class TPAttention(nn.Module):
         self.team, self.mode, self.head_dim = team, mode_named(mode), head_dim
         self.num_heads = split_evenly("num_attention_heads", num_attention_heads, team)
         self.num_kv_heads = max(num_key_value_heads // team.size, 1)
+        # Ranks that hold the same KV head.
+        self.sharers = 1 if context_parallel else max(team.size // num_key_value_heads, 1)
         first_kv_head = team.rank * num_key_value_heads // team.size
         if context_parallel:
             if window is not None:
@@ -103,12 +111,52 @@ class TPAttention(nn.Module):
             self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window,
         )  # fmt: skip
 
-    def forward(self, x: torch.Tensor, step: Step, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """cache: this layer's keys and values [pages, kv_heads_local, page_size, head_dim], written in place.
+    def forward(
+        self, x: torch.Tensor, step: Step | Sequences, cache: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """cache: of a Step, this layer's [pages, kv_heads_local, page_size, head_dim] twice, written in place.
 
         With a plan whose norms add up over the ranks, y is this rank's summand, or fp32 split-K partials of it.
         """
-        return tensor_of(step.plan.recipe.attention(step.plan.recipe.given(x), self.weights, step, cache))
+        check_rows("TPAttention", x, self.qkv_proj.weight)
+        recipe, weights = step.plan.recipe, self.weights
+        if isinstance(step, Sequences):
+            self._check_sequences(x, step)
+            if with_gradients(self, x, step.plan):
+                weights = self._shared(weights)
+        elif x.dim() == 3:
+            raise ValueError(
+                "TPAttention: x is [batch, length, hidden] and step a Step; pass Sequences, or x.flatten(0, 1)"
+            )
+        elif asked_for(self, x):
+            raise RuntimeError(
+                "TPAttention has no gradients with a paged cache; pass Sequences, or call it in torch.no_grad()"
+            )
+        y = tensor_of(recipe.attention(recipe.given(x.flatten(0, -2)), weights, step, cache))
+        return y.unflatten(-2, x.shape[:-1]) if x.dim() == 3 else y
+
+    def _check_sequences(self, x: torch.Tensor, step: Sequences) -> None:
+        """ValueError unless x are this rank's rows of ``step``."""
+        if step.length % step.shards:
+            raise ValueError(
+                f"TPAttention: length={step.length} is not divisible by world_size={step.shards}; pad to "
+                f"{step.length + -step.length % step.shards}"
+            )
+        shape = (step.batch, step.length // step.shards, x.shape[-1])
+        if x.shape != shape:
+            raise ValueError(f"TPAttention: x has shape {tuple(x.shape)}, and this rank's rows of step are {shape}")
+
+    def _shared(self, weights: AttentionWeights) -> AttentionWeights:
+        """``weights``, with gradients summed over the ranks that hold the same."""
+        found = weights._asdict()
+        for name in ("q_norm", "k_norm"):
+            if found[name] is not None:
+                found[name] = SummedGradient.apply(found[name], self.team)
+        shared = 2 * self.num_kv_heads * self.head_dim
+        for name in ("qkv", "bias"):
+            if found[name] is not None and self.sharers > 1:
+                found[name] = SharedHeadsGradient.apply(found[name], shared, self.sharers, self.team)
+        return AttentionWeights(**found)
 
 
 def check_heads(num_attention_heads: int, num_key_value_heads: int, world_size: int) -> None:

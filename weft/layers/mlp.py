@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer
+from weft.layers.gradients import plan_for, with_gradients
+from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill_from_module
-from weft.parallel.step_plan import Mode, mode_named, plan_layer
+from weft.parallel.step_plan import Mode, mode_named
 from weft.parallel.tensors import MLPWeights, tensor_of
 
 if TYPE_CHECKING:
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 class TPMLP(nn.Module):
     """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
-    x, y: [M, hidden] on every rank; in mode "sequence_parallel" this rank's [M/W, hidden], M a multiple of W.
-    For inference: its weights carry no gradients. ValueError where W does not divide `intermediate_size`.
+    x, y: [M, hidden] or [batch, length, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of the rows, as many
+    as every other rank's. ValueError where W does not divide `intermediate_size`.
+
+    Its weights carry no gradients before ``mlp.requires_grad_()``. Then those are of the sum of all ranks' losses: where all
+    ranks have all tokens and the same loss, each divides it by W, and the gradient of what all of them hold (x, norms) is the
+    sum over the ranks. Not in mode "reference": RuntimeError.
     """
 
     def __init__(self, *, hidden_size: int, intermediate_size: int, team: Team, mode: Mode, dtype: torch.dtype) -> None:
@@ -62,10 +67,13 @@ class TPMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
         """If the plan's norms add up over the ranks, y is this rank's summand, or split-K partials of it."""
+        check_rows("TPMLP", x, self.gate_up_proj.weight)
+        rows = x.flatten(0, -2)
         if plan is None:
-            shards = self.team.size if self.mode == "sequence_parallel" else 1
-            plan = plan_layer(len(x) * shards, mode=self.mode, team=self.team)
-        return tensor_of(plan.recipe.mlp(plan.recipe.given(x), self.weights))
+            plan = plan_for(self, x, len(rows) * (self.team.size if self.mode == "sequence_parallel" else 1))
+        with_gradients(self, x, plan)
+        y = tensor_of(plan.recipe.mlp(plan.recipe.given(rows), self.weights))
+        return y.unflatten(-2, x.shape[:-1]) if x.dim() == 3 else y
 
 
 def _check_module(module: nn.Module) -> None:

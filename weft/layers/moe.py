@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from weft.arguments import check_bool, check_int, is_integer, positive, quoted
+from weft.layers.gradients import SummedGradient, with_gradients
 from weft.layers.mlp import TPMLP
-from weft.ops.collectives.all_reduce import all_reduce
 from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS, check_routing
 from weft.ops.moe.routing import Experts
 from weft.parallel import plain
-from weft.parallel.linear import check_layer, empty_parameter, split_evenly
+from weft.parallel.linear import check_layer, check_rows, empty_parameter, split_evenly
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill, under, whole
 from weft.parallel.step_plan import Mode, mode_named, plan_layer
@@ -40,25 +40,13 @@ def check_layout(name: str, layout: Layout, world_size: int | None = None) -> No
         raise ValueError(f"{name}={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))} or a tuple (ep, tp)")
 
 
-class _SummedGradient(torch.autograd.Function):
-    """A parameter that all ranks hold: its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, team: Team) -> torch.Tensor:
-        ctx.team = team
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, ctx.team), None
-
-
 class MoE(nn.Module):
     """y[t] = sum over t's k experts of weight[t, e] * mlp[e](x[t]) + shared(x[t])
 
     with mlp[e](x) = down[e](silu(gate[e](x)) * up[e](x)); shared is such an MLP too, or 0
 
-    x, y: [M, hidden] on every rank; in mode "sequence_parallel" this rank's [M/W, hidden], M a multiple of W.
+    x, y: [M, hidden] or [batch, length, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of the rows, as many
+    as every other rank's.
 
     layout  "whole": each rank holds num_experts / W experts (expert parallel); "slices": 1/W of the intermediate features of
             all experts (tensor parallel), so that ranks have equal work whatever tokens choose; (ep, tp): of ep groups of tp
@@ -205,15 +193,16 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
         """If the plan's norms add up over the ranks, y is this rank's summand."""
+        check_rows("MoE", x, self.router)
+        rows = x.flatten(0, -2)
         if plan is None:
             shards = self.team.size if self.mode == "sequence_parallel" else 1
-            plan = plan_layer(len(x) * shards, mode=self.mode, team=self.team)
+            plan = plan_layer(len(rows) * shards, mode=self.mode, team=self.team)
         weights = self.weights
-        if torch.is_grad_enabled() and any(one.requires_grad for one in (x, *self.parameters())):
-            if plan.mode == "reference":
-                raise RuntimeError("mode='reference' has no gradients; use mode='replicated' or 'sequence_parallel'")
-            weights = weights._replace(router=_SummedGradient.apply(self.router, self.team))
-        return tensor_of(plan.recipe.moe(plan.recipe.given(x), weights))
+        if with_gradients(self, x, plan):
+            weights = weights._replace(router=SummedGradient.apply(self.router, self.team))
+        y = tensor_of(plan.recipe.moe(plan.recipe.given(rows), weights))
+        return y.unflatten(-2, x.shape[:-1]) if x.dim() == 3 else y
 
 
 def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:

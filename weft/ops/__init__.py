@@ -37,6 +37,7 @@ from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.route import route
 from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.overlap import all_gather_matmul_backward as _backward  # noqa: F401  defines the op
 from weft.ops.overlap.all_gather_matmul import all_gather_matmul
 from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce
 from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.parallel.plain import attend_to_prompts
+from weft.parallel.plain import attend_to_prompts, attend_to_sequences
 from weft.parallel.plain import silu_mul as plain_silu_mul
+from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     AttentionWeights,
     ExpertRows,
@@ -54,12 +55,16 @@ def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor
     return ops.matmul(x, w.qkv) if step.by_cudnn(w) else matmul_split(x, w.qkv)
 
 
-def attend(qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
+def attend(
+    qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None
+) -> Tensor:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim].
 
     A prefill is two launches. Where the cache is spread over the ranks, a prefill without cuDNN exchanges the pages in an
     all_to_all between the two, and a decode step gathers the queries of all heads. cache: as for weft.parallel.plain
     """
+    if isinstance(step, Sequences):
+        return attend_to_sequences(qkv, w, step)
     spread = step.spread
     cache, scales = cache[:2], dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)

@@ -18,13 +18,27 @@ if TYPE_CHECKING:
 
 def check_layer(team: Team, mode: Mode, dtype: torch.dtype, **sizes: int) -> None:
     """ValueError unless a layer can be made of these arguments, its sizes among them."""
-    # Weights can be made without a simulation, for a stand-in of a team.
-    if not all(hasattr(team, name) for name in ("rank", "size", "device")):
-        raise ValueError(f"team={quoted(team)} is not a Team; weft.init() makes one, and main(team) gets one")
+    check_team(team)
     check_mode(mode)
     check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
     for name, size in sizes.items():
         positive(name, size)
+
+
+def check_team(team: Team) -> None:
+    """ValueError unless ``team`` is a Team, or a stand-in: weights can be made without a simulation."""
+    if not all(hasattr(team, name) for name in ("rank", "size", "device")):
+        raise ValueError(f"team={quoted(team)} is not a Team; weft.init() makes one, and main(team) gets one")
+
+
+def check_rows(layer: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """ValueError unless x is [M, K] or [batch, length, K], and `weight` [N, K] in the same dtype."""
+    check_instance("x", x, torch.Tensor, "a tensor [M, hidden] or [batch, length, hidden]")
+    if x.dim() not in (2, 3) or x.shape[-1] != weight.shape[1]:
+        K = weight.shape[1]
+        raise ValueError(f"{layer}: x has shape {tuple(x.shape)}; pass [M, {K}] or [batch, length, {K}]")
+    if x.dtype != weight.dtype:
+        raise ValueError(f"{layer}: x.dtype={x.dtype} and the weights are {weight.dtype}; convert one of them")
 
 
 def split_evenly(name: str, value: int, team: Team) -> int:

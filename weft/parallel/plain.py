@@ -15,6 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from weft.ops.moe.routing import Routing
 from weft.parallel.rotary import apply_rotary
+from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import AttentionWeights, Gating, MLPWeights, MoEWeights, NormWeights, VocabWeights
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ def project(x: Tensor, w: AttentionWeights, step: Step) -> Tensor:
     return F.linear(x, w.qkv)
 
 
-def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
+def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None) -> Tensor:
     """Bias, norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim].
 
-    cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale)
+    cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale); None for ``Sequences``
     """
+    if isinstance(step, Sequences):
+        return attend_to_sequences(qkv, w, step)
     keys, values, *scales = cache
     k_scale, v_scale = scales or (None, None)
     spread = step.spread
@@ -66,6 +69,35 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ..
     else:
         attended = attend_to_pages(q, keys, values, step.pages, step.lengths, w.window, k_scale, v_scale)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def attend_to_sequences(qkv: Tensor, w: AttentionWeights, step: Sequences) -> Tensor:
+    """``attend`` without a paged cache; rows of both in the order in which the recipe has them."""
+    if step.shards > 1:  # by rank, then by sequence
+        qkv = qkv.unflatten(0, (step.shards, step.batch, -1)).transpose(0, 1).reshape(step.tokens, -1)
+    qkv = qkv if w.bias is None else qkv + w.bias
+    q, k, v = qkv.view(step.tokens, -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=1)
+    angles = step.angles.expand(step.batch, -1, -1).flatten(0, 1)
+    q, k = (apply_rotary(norm_of_heads(x, norm, w.eps), angles) for x, norm in ((q, w.q_norm), (k, w.k_norm)))
+    q, k, v = (x.unflatten(0, (step.batch, step.length)).transpose(1, 2) for x in (q, k, v))
+    attended = attend_causally(q, k, v, w.window) if step.attend is None else step.attend(q, k, v)
+    if step.shards > 1:
+        attended = attended.unflatten(1, (step.shards, -1)).transpose(0, 1)
+    return attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention of whole sequences, each token to `window` tokens, itself the last.
+
+    q, k, v: [batch, heads or kv_heads, length, head_dim] -> [batch, length, heads, head_dim]
+    """
+    length = q.shape[2]
+    if window is None or window >= length:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    token = torch.arange(length, device=q.device)
+    behind = token[:, None] - token
+    mask = (behind >= 0) & (behind < window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 def as_cached(x: Tensor, scale: Tensor | None) -> Tensor:

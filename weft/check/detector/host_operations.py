@@ -103,9 +103,10 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _implementation(func: OpOverload) -> Callable[..., Any] | None:
-    """Implementation of an operator of ``custom_op`` or a ``Library``; None for PyTorch's own."""
+    """Implementation of an operator of a library, or of one of PyTorch's that calls others; else None."""
     if func.namespace == "aten":
-        return None
+        # Within a custom operator "contiguous" arrives as such, and not as the clone that it may make.
+        return func.decompose if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd) else None
     from torch._library.custom_ops import OPDEFS
 
     found = OPDEFS.get(func._schema.name)

@@ -56,6 +56,14 @@ def _run(design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
     return torch.addmm(out, a, b.T, out=out) if add else torch.mm(a, b.T, out=out)
 
 
+def widened(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compute a[M, K] @ b[N, K].T in fp32, the ``dtype``, of operands in 16 bits; by torch.mm's choice."""
+    a, b = a.detach(), b.detach()
+    if a.device.type == "cpu":
+        return (a.double() @ b.double().T).to(dtype)
+    return torch.mm(a, b.T, out_dtype=dtype)
+
+
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, add: bool = False) -> torch.Tensor:
     """``run`` with the tuned design of the operands' shape."""
     if a.device.type == "cpu":

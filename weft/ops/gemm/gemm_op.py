@@ -24,6 +24,7 @@ class GemmCall(NamedTuple):
     deferred_norm  the RMS scale of a's rows is applied to the result (weft.kernels.deferred_norm)
     partials       the next kernel adds split-K partials up (matmul_parts)
     design         name of a design, or "auto"
+    dense          operands have dense rows; cuBLAS also reads others as they are, weft's kernels read a copy
     """
 
     M: int
@@ -35,6 +36,7 @@ class GemmCall(NamedTuple):
     deferred_norm: bool = False
     partials: bool = False
     design: str = AUTO
+    dense: bool = True
 
 
 # Projections whose weights ranks hold by rows (each has its share of N), and by columns (of K).

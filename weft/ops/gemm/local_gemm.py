@@ -48,7 +48,9 @@ class LocalGemm(GemmOp):
 
     def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
         found = super().found(call, machine)
-        # A row may be of another alignment than this very call.
+        # A row may be of another alignment or layout than this very call.
+        if found and found.row.design != "cublas" and not call.dense:
+            return None
         return None if found and found.row.design == "small_m" and not takes(call) else found
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
@@ -95,6 +97,8 @@ class LocalGemm(GemmOp):
         return self.run(design, None, normed(a, squares[0], EPS) if squares else a, b)
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
+        if not call.dense:
+            return "cublas", "an operand by columns, which cuBLAS reads as it is"
         small, reason = small_m_rule(call, machine.caps, gated=self.gated)
         return "small_m" if small else "cublas", reason
 

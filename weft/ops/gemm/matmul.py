@@ -12,7 +12,7 @@ import triton.language as tl
 
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
 from weft.kernels.gemm_tile import Operand, Outgoing, SplitK, gemm_tile, join_partials, leave_partial, store_tile
-from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
+from weft.kernels.operands import ScaledMatrix, can_describe, has_dense_rows, rows_contiguous
 from weft.kernels.tile_schedule import (
     MAX_PARTIALS,
     as_argument,
@@ -33,7 +33,7 @@ from weft.ops.gemm.space import tiles, tiles_around
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.local import capabilities_of
 from weft.ops.neighbours import moved
-from weft.ops.op import register
+from weft.ops.op import Op, define, register
 from weft.plan.planned import AUTO, Machine, Planned, machine
 from weft.runtime.codec import exchangeable
 
@@ -83,9 +83,10 @@ def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block):
 def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
     """a[M, K] @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
-    Rows may be strided; other layouts are copied first. The same bits from run to run; a row's bits may change with the
-    design, which depends on M (``weft.ops.explain``). ``a`` may have a deferred RMS scale: the small-M kernel applies it to the
-    fp32 result, other designs to ``a`` before the GEMM; then there is no backward.
+    Rows may be strided. cuBLAS reads other layouts as they are, weft's kernels a copy. The same bits from run to run; a row's
+    bits may change with the design, which depends on M (``weft.ops.explain``). ``a`` may have a deferred RMS scale: the small-M
+    kernel applies it to the fp32 result, other designs to ``a`` before the GEMM; then there is no backward. Where
+    ``b.grad_dtype`` is fp32, so is the gradient of b.
     ValueError for shapes, dtypes or devices that do not fit.
     """
     x = operand_of(a)
@@ -126,10 +127,10 @@ class Matmul(LocalGemm):
             yield from (replace(design, tile=tile) for tile in tiles_around(design.tile))
             yield from moved(design, split=(not design.split,))
 
-    def local_plan(self, M: int, N: int, K: int, dtype: torch.dtype, machine: Machine, aligned: bool = True) -> Planned:
+    def local_plan(self, call: GemmCall, machine: Machine) -> Planned:
         """Plan of a rank's GEMM within another op. On simulated ranks the host computes it in place of cuBLAS."""
         design = "cublas" if machine.caps.is_simulated else AUTO
-        return self.plan(GemmCall(M, N, K, dtype, aligned, design=design), machine)
+        return self.plan(call._replace(local_first=False, design=design), machine)
 
     def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
         return matmul(*tensors) if case.design == AUTO else self.run_case(case, tensors)
@@ -149,10 +150,13 @@ class Matmul(LocalGemm):
         return small_m.run(ScaledMatrix(a), b, design) if isinstance(design, SmallM) else _run_persistent(design, a, b)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a, b = rows_contiguous(a), rows_contiguous(b)
+        caps = capabilities_of(a.device)
+        if caps.is_simulated:  # without cuBLAS
+            a, b = rows_contiguous(a), rows_contiguous(b)
+        dense = has_dense_rows(a) and has_dense_rows(b)
         (M, K), N = a.shape, b.shape[0]
-        call = GemmCall(M, N, K, a.dtype, can_describe(a, b))
-        return self.run(self.plan(call, machine(capabilities_of(a.device), 1)).design, None, a, b)
+        call = GemmCall(M, N, K, a.dtype, can_describe(a, b), dense=dense)
+        return self.run(self.plan(call, machine(caps, 1)).design, None, a, b)
 
     def fake(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
@@ -161,8 +165,46 @@ class Matmul(LocalGemm):
         ctx.save_for_backward(*inputs)
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
-        a, b = ctx.saved_tensors
-        return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul.default(grad.t(), a.t())
+        (a, b), (of_a, of_b) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            torch.ops.weft.matmul.default(grad, b.t()) if of_a else None,
+            weight_gradient(grad, a, b) if of_b else None,
+        )
+
+
+class WeightGradient(Op):
+    """grad[M, N].T @ a[M, K] -> [N, K], fp32 sums, in ``dtype``: that of the operands, or fp32."""
+
+    name = alias = "weight_gradient"
+
+    def forward(self, grad: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == a.dtype:
+            return MATMUL.forward(grad.t(), a.t())
+        return cublas.widened(grad.t(), a.t(), dtype)
+
+    def fake(self, grad, a, dtype):
+        return a.new_empty((grad.shape[1], a.shape[1]), dtype=dtype)
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    def backward(self, ctx: Any, ways: torch.Tensor) -> tuple:
+        grad, a = ctx.saved_tensors
+        ways = ways.to(a.dtype)
+        return torch.ops.weft.matmul.default(a, ways), torch.ops.weft.matmul.default(grad, ways.t()), None
+
+
+def weight_gradient(grad: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Gradient of ``weight``[N, K] where a[M, K] @ weight.T has the gradient grad[M, N].
+
+    In the dtype that ``weight.grad_dtype`` asks for: fp32, or the weight's own.
+    """
+    return torch.ops.weft.weight_gradient.default(grad, a, gradient_dtype(weight))
+
+
+def gradient_dtype(weight: torch.Tensor) -> torch.dtype:
+    """fp32 where ``weight.grad_dtype`` is, else the weight's dtype. Only leaves have such an attribute."""
+    return torch.float32 if weight.is_leaf and weight.grad_dtype == torch.float32 else weight.dtype
 
 
 def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -197,3 +239,4 @@ def _split_scratch(device: torch.device, split: int, programs: int, tile: Tile) 
 
 MATMUL = Matmul()
 register(MATMUL)
+define(WeightGradient())

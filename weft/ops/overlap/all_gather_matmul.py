@@ -12,7 +12,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.gemm_tile import Operand, Outgoing, gemm_tile, join_partials, leave_partial, store_tile
-from weft.kernels.operands import can_describe, descriptor_or_self, rows_contiguous
+from weft.kernels.operands import can_describe, descriptor_or_self, has_dense_rows, rows_contiguous
 from weft.kernels.tile_schedule import (
     as_argument,
     at_place,
@@ -31,7 +31,7 @@ from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, swapped
 from weft.ops.gemm import cublas, persistent
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, check_operands, product, rotated
-from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.neighbours import scaled
 from weft.ops.op import Op, define, register
@@ -204,8 +204,9 @@ def all_gather_matmul(
     return_gathered  return (result, all_gather(a_shard)); the gathered rows have the order of the result's rows
 
     Every b may have its rows or its columns contiguous ([N, K] or the transpose of a [K, N]). Every rank has its own b (its
-    share of N); M, N, K, dtype and own_first are the same on all ranks, which compare them on the host at the first call with
-    them. Over several nodes each shard crosses to a node once. Collective: all ranks call it, in the same order, on one stream.
+    share of N); M, N, K, dtype, own_first, b's layout, and which operands need gradients, are the same on all ranks, which
+    compare all but the last on the host at the first call with them. Over several nodes each shard crosses to a node once.
+    Collective: all ranks call it, in the same order, on one stream.
     ValueError for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("all_gather_matmul", team, over_nodes=True)
@@ -253,7 +254,7 @@ class AllGatherMatmul(Overlapped):
         gather = CollectiveCall(rows * call.K * call.dtype.itemsize, call.dtype)
         return Sequential(
             collective=ALL_GATHER.plan(gather, machine),
-            gemm=MATMUL.local_plan(call.M, call.N, call.K, call.dtype, machine, call.aligned),
+            gemm=MATMUL.local_plan(call, machine),
         )
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
@@ -359,13 +360,16 @@ class AllGatherMatmul(Overlapped):
     def agree(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> None:
         """ValueError on all ranks if their sizes differ. Collective at the first call with these sizes."""
         if team.size > 1:
-            names = ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first")
-            persistent.agree(self.name, team, names, (shard.shape[0], *b.shape, b.dtype, local_first))
+            names = ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first", "b has dense rows")
+            sizes = shard.shape[0], *b.shape, b.dtype, local_first, has_dense_rows(b)
+            persistent.agree(self.name, team, names, sizes)
 
     def plan_of(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> Any:
         """Design for these operands."""
         (rows, K), N = shard.shape, b.shape[0]
-        call = GemmCall(team.size * rows, N, K, shard.dtype, can_describe(shard, b), local_first)
+        call = GemmCall(
+            team.size * rows, N, K, shard.dtype, can_describe(shard, b), local_first, dense=has_dense_rows(b)
+        )
         return self.plan(call, machine_of(team)).design
 
     def forward(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
@@ -382,16 +386,20 @@ class AllGatherMatmul(Overlapped):
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
         # Every rank multiplied this shard by its own b: the gradient is the sum over the ranks, scattered by rows.
-        a_shard, b = ctx.saved_tensors
-        a = torch.ops.weft.all_gather.default(a_shard, ctx.team)
-        if ctx.own_first:
-            a = a.roll(-find_team(ctx.team).rank * a_shard.shape[0], 0)
-        return (
-            torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team, ctx.own_first),
-            torch.ops.weft.matmul.default(grad.t(), a.t()),
-            None,
-            None,
-        )
+        (a_shard, b), (of_a, of_b, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        where = ctx.team, ctx.own_first
+        if of_a and of_b:
+            dtype = gradient_dtype(b)
+            return *torch.ops.weft.all_gather_matmul_backward.default(grad, a_shard, b, *where, dtype), None, None
+        if of_a:
+            return torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), *where), None, None, None
+        return None, weight_gradient(grad, gathered_rows(a_shard, *where), b), None, None
+
+
+def gathered_rows(a_shard: torch.Tensor, team: str, own_first: bool) -> torch.Tensor:
+    """All ranks' rows, in the order of all_gather_matmul's result. Differentiable."""
+    a = torch.ops.weft.all_gather.default(a_shard, team)
+    return a.roll(-find_team(team).rank * a_shard.shape[0], 0) if own_first else a
 
 
 class AllGatherMatmulSeveral(Op):
@@ -426,7 +434,8 @@ class AllGatherMatmulSeveral(Op):
         of_shard = torch.ops.weft.reduce_scatter.default(of_gathered, ctx.team)
         for grad, b in zip(of_outs, bs, strict=True):
             of_shard = of_shard + torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team, ctx.own_first)
-        return of_shard, [torch.ops.weft.matmul.default(grad.t(), gathered.t()) for grad in of_outs], None, None
+        of_bs = [weight_gradient(grad, gathered, b) for grad, b in zip(of_outs, bs, strict=True)]
+        return of_shard, of_bs, None, None
 
 
 ALL_GATHER_MATMUL = AllGatherMatmul()
@@ -459,11 +468,13 @@ def _run_fused(
     """Run the fused kernel. Returns the panels of gathered rows in rank order; this rank's is not written."""
     world, (rows, K), tile = team.size, shard.shape, design.tile
     panel_rows = cdiv(rows, tile.block_m) * tile.block_m
-    channel = _channel(team, shard.dtype, world * panel_rows * K)
+    channel = gather_channel(team, shard.dtype, world * panel_rows * K)
     gathered = channel.begin(team)[: world * panel_rows * K].view(world * panel_rows, K)
     chunk = cdiv(panel_rows // tile.block_m, design.chunks) * tile.block_m
     team.copy_engine.fork()
-    _push(team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], channel)
+    push_shard(
+        team, shard, gathered, [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)], channel
+    )
     scratch = persistent.scratch_for(team, tile, shard.dtype)
     for b, out in zip(bs, outs, strict=True):
         b = rows_contiguous(b)
@@ -525,14 +536,14 @@ def _run_pipelined(
     stream 1      | s1 | s3 |
     """
     world, me, (rows, K) = team.size, team.rank, shard.shape
-    channel, streams = _channel(team, shard.dtype, world * rows * K), side_streams(team, design.streams)
+    channel, streams = gather_channel(team, shard.dtype, world * rows * K), side_streams(team, design.streams)
     pieces = list(pieces_of(rows, design.chunks))
     streams.fork()
     with streams.urgent():
         gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
         begun = streams.mark()
         team.copy_engine.fork()
-    _push(team, shard, gathered, [piece for _, piece in pieces], channel, local_first)
+    push_shard(team, shard, gathered, [piece for _, piece in pieces], channel, local_first)
     if design.begin_first:
         streams.after(begun)
     own, landed = place_of.fn(me, me, world, local_first), channel.rows_from(world) if local_first else channel.landed
@@ -562,7 +573,7 @@ def _whole(panels: list[torch.Tensor], shard: torch.Tensor, team: Team, local_fi
     return torch.cat([panel[: len(shard)] for panel in panels])
 
 
-def _push(
+def push_shard(
     team: Team,
     shard: torch.Tensor,
     gathered: torch.Tensor,
@@ -586,7 +597,7 @@ def _push(
             channel.send(team, target, shard if len(chunks) == 1 else shard[chunk], row, number, peer)
 
 
-def _channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:
+def gather_channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:
     def make(capacity: int) -> CopyChannel:
         # Zeros: rows that pad a shard to whole tiles are read, though no result depends on them.
         # A row of flags per rank for each order of rows (_run_pipelined).

@@ -15,7 +15,7 @@ from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.gemm import cublas, persistent, small_m
 from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product
-from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.neighbours import scaled
@@ -137,7 +137,7 @@ class MatmulAllReduce(Overlapped):
             small = MATMUL.plan(call._replace(partials=True, design=AUTO), machine)
             if isinstance(small.design, SmallM):
                 return Sequential(collective=reduce, gemm=small)
-        gemm = MATMUL.local_plan(call.M, call.N, call.K, call.dtype, machine, call.aligned)
+        gemm = MATMUL.local_plan(call, machine)
         return Sequential(collective=reduce, gemm=gemm)
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
@@ -205,7 +205,12 @@ class MatmulAllReduce(Overlapped):
         # Every rank's output contains this rank's partial result, so its gradient is the sum of all ranks' gradients.
         a, b = ctx.saved_tensors
         grad = torch.ops.weft.all_reduce.default(grad, ctx.team, "auto")
-        return torch.ops.weft.matmul.default(grad, b.t()), torch.ops.weft.matmul.default(grad.t(), a.t()), None
+        of_a, of_b, _ = ctx.needs_input_grad
+        return (
+            torch.ops.weft.matmul.default(grad, b.t()) if of_a else None,
+            weight_gradient(grad, a, b) if of_b else None,
+            None,
+        )
 
 
 MATMUL_ALL_REDUCE = MatmulAllReduce()

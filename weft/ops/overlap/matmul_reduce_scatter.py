@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.kernels.operands import can_describe, rows_contiguous
+from weft.kernels.operands import can_describe, has_dense_rows, rows_contiguous
 from weft.kernels.tile_schedule import make_tiles, place_of
 from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives.collective import CollectiveCall
@@ -17,11 +17,12 @@ from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.gemm import cublas, persistent
 from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product, rotated
-from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
 from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
+from weft.ops.overlap.all_gather_matmul import gathered_rows
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.pipelined import Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
@@ -116,7 +117,7 @@ class MatmulReduceScatter(Overlapped):
         scatter = CollectiveCall(call.M * call.N * call.dtype.itemsize, call.dtype)
         return Sequential(
             collective=REDUCE_SCATTER.plan(scatter, machine),
-            gemm=MATMUL.local_plan(call.M, call.N, call.K, call.dtype, machine, call.aligned),
+            gemm=MATMUL.local_plan(call, machine),
         )
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
@@ -193,9 +194,9 @@ class MatmulReduceScatter(Overlapped):
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         members, (M, K), N = find_team(team), a.shape, b.shape[0]
         if members.size > 1:
-            names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first")
-            persistent.agree(self.name, members, names, (M, N, a.dtype, own_first))
-        call = GemmCall(M, N, K, a.dtype, can_describe(a, b), own_first)
+            names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows")
+            persistent.agree(self.name, members, names, (M, N, a.dtype, own_first, has_dense_rows(b)))
+        call = GemmCall(M, N, K, a.dtype, can_describe(a, b), own_first, dense=has_dense_rows(b))
         return self.run(self.plan(call, machine_of(members)).design, members, a, b, own_first)
 
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
@@ -207,9 +208,13 @@ class MatmulReduceScatter(Overlapped):
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
         # This rank's a contributes to all ranks' rows of the output, so the gradient of the output is gathered.
-        a, b = ctx.saved_tensors
-        of_a, everywhere = torch.ops.weft.all_gather_matmul_several.default(grad, [b.t()], ctx.team, ctx.own_first)
-        return of_a, torch.ops.weft.matmul.default(everywhere.t(), a.t()), None, None
+        (a, b), (of_a, of_b, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        if not of_a:
+            return None, weight_gradient(gathered_rows(grad, ctx.team, ctx.own_first), a, b), None, None
+        if of_b:
+            of_a, everywhere = torch.ops.weft.all_gather_matmul_several.default(grad, [b.t()], ctx.team, ctx.own_first)
+            return of_a, weight_gradient(everywhere, a, b), None, None
+        return torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team, ctx.own_first), None, None, None
 
 
 MATMUL_REDUCE_SCATTER = MatmulReduceScatter()

@@ -58,6 +58,8 @@ class Overlapped(GemmOp):
 
     def found(self, call: GemmCall, machine: Machine) -> Found | None:
         found = super().found(call, machine)
+        if found and found.row.design == "fused" and not call.dense:
+            return None
         # A row of a GEMM above the crossover does not hold below it.
         return None if found and call.M <= SEQUENTIAL_ROWS < found.row.shape[0] else found
 
@@ -85,4 +87,5 @@ def check_own_first(op: str, own_first: bool, team: Team) -> None:
 def _alone(call: GemmCall) -> GemmCall:
     """Call of the GEMM on one rank, where the pipelined and the sequential design are a cuBLAS GEMM."""
     alone = {"fused": "persistent", "pipelined": "cublas", "sequential": "cublas"}
-    return GemmCall(call.M, call.N, call.K, call.dtype, call.aligned, design=alone.get(call.design, call.design))
+    design = alone.get(call.design, call.design)
+    return GemmCall(call.M, call.N, call.K, call.dtype, call.aligned, design=design, dense=call.dense)

@@ -1,0 +1,96 @@
+"""``weft bench train``: the providers' answers, with stand-ins for NCCL and torch's fused ops, and its shapes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.bench.harness.workload import Shape
+from weft.bench.training import providers
+from weft.bench.training.shapes import TINY, parse_layers
+from weft.bench.training.workload import TrainWorkload
+from weft.runtime.team.team import find_team
+
+
+class Group:
+    """Stand-in of a process group for a simulated team."""
+
+    def __init__(self, team):
+        self.team, self.group_name, self.size = team, team.name, lambda: team.size
+
+
+class Done:
+    def wait(self):
+        pass
+
+
+def all_gather_into_tensor(out, x, group, async_op=False):
+    out.copy_(group.team.library.all_gather(x))
+    return Done()
+
+
+def reduce_scatter_tensor(out, x, group, async_op=False):
+    out.copy_(group.team.library.reduce_scatter(x))
+    return Done()
+
+
+def fused_all_gather_matmul(x, bs, dim, name, return_A):
+    assert dim == 0 and return_A and x.is_contiguous()
+    whole = find_team(name).library.all_gather(x)
+    return whole, [whole @ b for b in bs]
+
+
+def fused_matmul_reduce_scatter(a, b, op, dim, name):
+    assert (op, dim) == ("sum", 0)
+    return find_team(name).library.reduce_scatter(a @ b)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(providers, "_group", Group)
+    for function in (all_gather_into_tensor, reduce_scatter_tensor):
+        monkeypatch.setattr(dist, function.__name__, function)
+    for function in (fused_all_gather_matmul, fused_matmul_reduce_scatter):
+        monkeypatch.setattr(torch.ops.symm_mem, function.__name__, function)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.sweep)])
+def test_all_providers_give_the_answer(world_size, stand_ins):
+    """In fp32, where a wrong formula shows; and a wrong gradient is named."""
+    workload = TrainWorkload(
+        name="train", shapes=parse_layers(("2x4,32,4,4,8,24",), world_size, tiny=True), dtype="fp32"
+    )
+
+    def main(team):
+        problem = workload.problem(workload.shapes[0], team)
+        problem.expect()
+        for provider in workload.providers():
+            prepared = provider.make(problem)
+            out = prepared.run(0)
+            assert problem.verdict(prepared, out).wrong == "", provider.name
+        wrong = problem.verdict(prepared, (*out[:2], 1.01 * out[2], *out[3:])).wrong
+        assert "of qkv, more than 0.0001" in wrong and ";" not in wrong
+
+    weft.simulate(main, world_size)
+
+
+def test_shapes_are_of_a_model_or_numbers():
+    one, two = parse_layers(("qwen3-32b:1x4096,2x2048",), 2, tiny=False)
+    assert one == Shape(size=(1, 4096, 5120, 64, 8, 128, 25600), label="qwen3-32b 1x4096")
+    assert two.size[:2] == (2, 2048)
+    assert parse_layers((TINY,), 2, tiny=True)[0].size == (2, 16, 64, 8, 4, 16, 96)
+
+
+@pytest.mark.parametrize(
+    ("word", "world_size", "tiny", "message"),
+    [
+        ("qwen3-32b", 2, False, "is not MODEL:BATCHxLENGTH"),
+        ("qwen3-30b-a3b:1x64", 2, False, "choose a dense model"),
+        ("1x9,32,4,4,8,24", 2, False, "length=9 is not divisible by world_size=2"),
+        ("1x8,32,4,2,8,24", 4, False, "kv_heads=2 is not divisible by world_size=4"),
+        ("qwen3-32b:1x4096", 2, True, "simulated ranks take at most 256"),
+    ],
+)
+def test_other_shapes_are_refused(word, world_size, tiny, message):
+    with pytest.raises(ValueError, match=message):
+        parse_layers((word,), world_size, tiny=tiny)

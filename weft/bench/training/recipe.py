@@ -1,0 +1,62 @@
+"""The sequence-parallel recipe with GEMMs that are arguments, and those of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.parallel import plain
+from weft.parallel.sequence_parallel import SequenceParallel
+from weft.parallel.tensors import AttentionWeights, MLPWeights, SequenceShard
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByFunctions(SequenceParallel):
+    """The recipe with other GEMMs.
+
+    column  (rows [T/W, K], weight [N, K]) -> all rows @ weight.T
+    row     (x [T, K], weight [N, K]) -> this rank's rows of the sum over the ranks of x @ weight.T
+    """
+
+    column: Multiply
+    row: Multiply
+
+    def attention(self, x: SequenceShard, w: AttentionWeights, step: Any, cache: Any) -> SequenceShard:
+        attended = plain.attend(self.column(x.rows, w.qkv), w, step, cache)
+        return SequenceShard(self.row(attended, w.o))
+
+    def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
+        return SequenceShard(self.row(plain.silu_mul(self.column(x.rows, w.gate_up)), w.down))
+
+
+def answering(team: Team) -> ByFunctions:
+    """By plain torch and the team's baseline collectives, for answers."""
+    gather, scatter = team.library.all_gather, team.library.reduce_scatter
+    return ByFunctions(
+        team=team,
+        local=plain,
+        column=lambda x, weight: _Exchanged.apply(x, gather, scatter) @ weight.T,
+        row=lambda x, weight: _Exchanged.apply(x @ weight.T, scatter, gather),
+    )
+
+
+class _Exchanged(torch.autograd.Function):
+    """there(x), whose gradient is back(grad)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable, back: Callable) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad.contiguous()), None, None

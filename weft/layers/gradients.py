@@ -1,0 +1,71 @@
+"""Gradients of layers: of which calls they are asked, and of parameters that several ranks hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from weft.ops.collectives.all_reduce import all_reduce
+from weft.parallel.recipe import StepPlan
+from weft.parallel.step_plan import plan_layer
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+def asked_for(layer: nn.Module, x: torch.Tensor) -> bool:
+    """True if a call of ``layer`` with ``x`` is recorded for a backward."""
+    return torch.is_grad_enabled() and any(one.requires_grad for one in (x, *layer.parameters()))
+
+
+def with_gradients(layer: nn.Module, x: torch.Tensor, plan: StepPlan) -> bool:
+    """``asked_for``; RuntimeError if the plan's collectives have no backward."""
+    found = asked_for(layer, x)
+    if found and plan.mode == "reference":
+        raise RuntimeError(
+            "mode='reference' has no gradients; use mode='replicated' or 'sequence_parallel', or torch.no_grad()"
+        )
+    return found
+
+
+def plan_for(layer: nn.Module, x: torch.Tensor, tokens: int) -> StepPlan:
+    """Plan of a layer used by itself, in kernels that have a backward if gradients are asked for."""
+    fused = False if asked_for(layer, x) else None
+    return plan_layer(tokens, mode=layer.mode, team=layer.team, fused=fused)
+
+
+class SummedGradient(torch.autograd.Function):
+    """A parameter that all ranks hold: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, team: Team) -> torch.Tensor:
+        ctx.team = team
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grad, ctx.team), None
+
+
+class SharedHeadsGradient(torch.autograd.Function):
+    """Weights of heads, the last rows shared: their gradient is the sum over the ranks that hold them.
+
+    shared   number of these rows, the keys' and the values'
+    sharers  number of neighbouring ranks that hold the same
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shared: int, sharers: int, team: Team) -> torch.Tensor:
+        ctx.shared, ctx.sharers, ctx.team = shared, sharers, team
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        # Each group of sharers has a place of its own in one all-reduce.
+        mine, group = grad[-ctx.shared :], ctx.team.rank // ctx.sharers
+        places = grad.new_zeros(ctx.team.size // ctx.sharers, *mine.shape)
+        places[group] = mine
+        summed = all_reduce(places, ctx.team)[group]
+        return torch.cat((grad[: -ctx.shared], summed)), None, None, None

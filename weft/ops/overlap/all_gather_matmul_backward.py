@@ -1,0 +1,137 @@
+"""Backward of all_gather_matmul: the gather of A runs under the GEMM that gives A's gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.kernels.operands import can_describe, has_dense_rows
+from weft.kernels.tile_schedule import place_of
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.matmul import weight_gradient
+from weft.ops.op import Op, define
+from weft.ops.overlap.all_gather_matmul import gather_channel, gathered_rows, push_shard
+from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
+from weft.ops.overlap.sequential import rows_overlap
+from weft.plan.planned import Machine, Planned, machine_of
+from weft.runtime.codec import exchangeable
+from weft.runtime.team.team import find_team
+from weft.transport.copy_channel import await_chunk
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderScatter:
+    """Copy engines gather A while GEMM-RS computes A's gradient; then the GEMM of B's gradient.
+
+    scatter  GEMM-RS's plan
+    """
+
+    scatter: Planned
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTurn:
+    """GEMM-RS, an all-gather of A, then the GEMM of B's gradient.
+
+    scatter  GEMM-RS's plan
+    """
+
+    scatter: Planned
+
+
+class AllGatherMatmulBackward(Op):
+    """Gradients of all_gather_matmul: a_shard's [M/W, K], b's [N, K] in ``dtype``."""
+
+    name = alias = "all_gather_matmul_backward"
+    designs = {"under_scatter": UnderScatter, "in_turn": InTurn}
+
+    def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        """Design for the call of GEMM-RS that gives a_shard's gradient."""
+        scatter = MATMUL_REDUCE_SCATTER.plan(call, machine)
+        if machine.world_size == 1 or machine.nodes > 1:
+            return Planned(
+                "in_turn", InTurn(scatter=scatter), "one rank, or several nodes: no copy engine reaches all ranks"
+            )
+        if not machine.caps.is_simulated and not rows_overlap(call.M):
+            return Planned("in_turn", InTurn(scatter=scatter), f"M={call.M}: too little to overlap")
+        return Planned(
+            "under_scatter", UnderScatter(scatter=scatter), "copy engines gather A under the GEMM of its gradient"
+        )
+
+    def forward(
+        self,
+        grad: torch.Tensor,
+        a_shard: torch.Tensor,
+        b: torch.Tensor,
+        team: str,
+        own_first: bool,
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        members, by_columns = find_team(team), b.t()
+        (M, N), K = grad.shape, b.shape[1]
+        call = GemmCall(
+            M, K, N, grad.dtype, can_describe(grad, by_columns), own_first, dense=has_dense_rows(by_columns)
+        )
+        design = self.plan(call, machine_of(members)).design
+        if isinstance(design, UnderScatter):
+            return _run_under_scatter(design, members, grad, a_shard, b, own_first, dtype)
+        of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, members, grad, by_columns, own_first)
+        a = gathered_rows(a_shard, team, own_first)
+        return [of_a, torch.ops.weft.weight_gradient.default(grad, a, dtype)]
+
+    def fake(self, grad, a_shard, b, team, own_first, dtype):
+        return [torch.empty_like(a_shard), b.new_empty(b.shape, dtype=dtype)]
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        grad, a_shard, b, ctx.team, ctx.own_first, _ = inputs
+        ctx.save_for_backward(grad, a_shard, b)
+
+    def backward(self, ctx: Any, ways: list[torch.Tensor]) -> tuple:
+        (grad, a_shard, b), where = ctx.saved_tensors, (ctx.team, ctx.own_first)
+        of_a, of_b = ways[0], ways[1].to(b.dtype)
+        of_grad, several = torch.ops.weft.all_gather_matmul.default(of_a, b, *where), torch.ops.weft.all_gather_matmul
+        of_grad = of_grad + several.default(a_shard, of_b, *where)
+        of_shard = torch.ops.weft.matmul_reduce_scatter.default(grad, of_b.t(), *where)
+        return of_grad, of_shard, weight_gradient(grad, gathered_rows(of_a, *where), b), None, None, None
+
+
+def _run_under_scatter(
+    design: UnderScatter,
+    team: Team,
+    grad: torch.Tensor,
+    a_shard: torch.Tensor,
+    b: torch.Tensor,
+    local_first: bool,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Run the two GEMMs, the gather beside the first.
+
+    signals  copy engine of rank s, after its shard: as in all_gather_matmul's pipelined design, whose channel this is
+    waits    wait_kernel, between the GEMMs: the shards of all peers
+    reuse    of a half of A_full: CopyChannel; B's gradient is computed before the next call begins
+
+    copy  | s1 | s2 | s3 | o1 | o2 | o3 |                  shards that arrive, then GEMM-RS's partial results
+    gemm  | o1 | o2 | o3 | own | of b |                    rank 0 of 4: A's gradient by owner, then B's
+    """
+    world, me, shard = team.size, team.rank, a_shard.contiguous()
+    rows, K = shard.shape
+    channel, own = gather_channel(team, shard.dtype, world * rows * K), place_of.fn(me, me, world, local_first)
+    gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
+    team.copy_engine.fork()
+    push_shard(team, shard, gathered, [slice(0, rows)], channel, local_first)
+    gathered[own * rows : (own + 1) * rows].copy_(shard.detach())
+    of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first)
+    await_chunk(channel.rows_from(world) if local_first else channel.landed, 0, (own + 1) % world, world - 1)
+    of_b = torch.ops.weft.weight_gradient.default(grad, gathered, dtype)
+    team.copy_engine.join()
+    return [of_a, of_b]
+
+
+define(AllGatherMatmulBackward())

@@ -21,6 +21,7 @@ LAYERS = (
     "models",
     "layers",
     "parallel",
+    "tiles",
     "ops",
     "plan",
     "transport",

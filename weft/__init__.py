@@ -21,6 +21,7 @@ _EXPORTS = {
     "LLM": "weft.engine",
     "SamplingParams": "weft.engine",
     "ops": "weft.ops",
+    "tiles": "weft.tiles",
     "layers": "weft.layers",
     "models": "weft.models",
     "language": "weft.language",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,33 @@ from weft.simulator.machine.stores import Landed
 
 
 def _nothing() -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileMark:
+    """Tile of weft.tiles that a program begins to compute. Addresses and sizes are 0 without a tensor.
+
+    number, owner, row, owner_row, rows  as in ``weft.tiles.Tile``
+    columns                              first column of the result, and the one after the last
+    out, row_bytes                       the result, with the bytes of a row
+    gathered, gathered_row_bytes         all ranks' panels of rows
+    rows_of_rank, chunk_rows, panel_rows  rows of a rank, of a chunk, of a panel
+    """
+
+    number: int
+    owner: int
+    row: int
+    owner_row: int
+    rows: int
+    columns: tuple[int, int]
+    out: int
+    row_bytes: int
+    gathered: int
+    gathered_row_bytes: int
+    rows_of_rank: int
+    chunk_rows: int
+    panel_rows: int
+    world_size: int
 
 
 class Observer:
@@ -99,6 +127,19 @@ class Observer:
 
     def note_named(self, who: str) -> None:
         """Message that names the program's present access by ``who``."""
+
+    # --- tiles -------------------------------------------------------------------------------------------------------
+
+    def tile_mapped(
+        self, number: int, owner: int, row: int, rows: int, rows_of_rank: int, covers: int, world_size: int
+    ) -> None:
+        """Tile of a ``TileMap``, as the program's functions say. It may look at a tile several times."""
+
+    def tile_began(self, tile: TileMark) -> None:
+        """Start of the program's work at a tile."""
+
+    def tile_ended(self) -> None:
+        """End of it."""
 
     # --- kernels -----------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def gather_grouped_matmul(
     x: torch.Tensor, operands: Operands, table: torch.Tensor, team: weft.Team, plan: tiles.GatherPlan
 ) -> torch.Tensor:
     out = x.new_empty((team.size * len(x), operands.N))
-    map = tiles.TileMap.of(table, covers=len(out))
+    map = tiles.TileMap.of(table, covers=len(out), positions=True)
     return tiles.gather(expert_tile, x, out, operands, team, plan=plan, map=map)
 
 

@@ -36,7 +36,7 @@ def built(kernel, arch, tile, described=True, **switches):
         rows = Rows(X, X, a, a, WORDS)
         return compiled(
             kernel, rows, X, operands, WORDS, channel, geometry, tiles, a_view(), arch=arch, BODY=gathered_tile,
-            **{"STORES": False, "DESCRIBED": described, **options},
+            **{"PLACED": True, "STORES": False, "DESCRIBED": described, **options},
         )  # fmt: skip
     cuts = 2 if tile is WIDE else 0
     return compiled(

@@ -127,9 +127,9 @@ def exchange_kernel(
         first = 0 if MAPPED else first_tile(owner, tiles, world)
         begin, end = numbers_for(owner, tiles, geometry.count, world, MAPPED)
         for number in range(begin, end, tl.num_programs(0)):
-            tile = tile_of(number, owner, about, geometry, tiles, world, ROWS, OWNER_OF, ROWS_OF)
+            tile = tile_of(number, owner, about, geometry, tiles, 0, world, ROWS, OWNER_OF, ROWS_OF, CUTS >= 0)
             if tile.rows > 0:
-                marks.begins_tile(tile, None, None, geometry, 0, 0, world, COLUMNS)
+                marks.begins_tile(tile, None, None, geometry, 0, 0, 0, world, COLUMNS)
                 part = BODY(tile, operands, ROWS, COLUMNS)
                 marks.ends_tile()
                 if announced >= 0:
@@ -332,6 +332,8 @@ def _run(
     count = map.tiles if map else None
     if team.size > 1:
         agree(op, team, ("out.shape[0]", "out.shape[1]", "dtype", "part", "plan"), (m, N, dtype, part, plan))
+    if map is not None and map.positions:
+        raise ValueError(f"{op}: positions=True is for a gather; leave it out")
     tiles = make_tiles(m, N, panels=team.size, block_m=plan.rows, block_n=plan.columns, group=plan.group)
     slots = count or tiles.count // team.size
     inbox, arrived = _workspace(team, dtype, part, slots, map is not None)

@@ -96,6 +96,7 @@ def gather_kernel(
     ROWS_OF: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PLACED: tl.constexpr,
     STORES: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
@@ -107,7 +108,7 @@ def gather_kernel(
     geometry  ``Geometry``; tiles: ``Tiles`` of the affine map as an argument, whose panels and chunks all maps have
 
     signals   copy engine of rank s, after each chunk of its shard; STORES: the last program of rank s to store its part of it
-    waits     before the first tile of rank s that needs chunk c: chunks 0 .. c of rank s
+    waits     before the first tile of rank s that needs chunk c: chunks 0 .. c of rank s; all of them unless PLACED
     reuse     of a half of gathered: CopyChannel
     progress  copy engines: programs wait for them only, and need not be resident. STORES: a program stores before it waits,
               and all programs of all ranks are resident
@@ -127,9 +128,9 @@ def gather_kernel(
     # The own rows have a loop of their own: Triton allocates shared memory for the loads of both unless one follows the other.
     begin, end = numbers_for(me, tiles, geometry.count, world, MAPPED)
     for number in range(begin, end, programs):
-        tile = tile_of(number, me, about, geometry, tiles, world, ROWS, OWNER_OF, ROWS_OF)
+        tile = tile_of(number, me, about, geometry, tiles, chunk_rows, world, ROWS, OWNER_OF, ROWS_OF, PLACED)
         if tile.rows > 0:
-            marks.begins_tile(tile, out, rows.gathered, geometry, chunk_rows, panel_rows, world, COLUMNS)
+            marks.begins_tile(tile, out, rows.gathered, geometry, chunk_rows, panel_rows, 0, world, COLUMNS)
             BODY(Shard(rows.own_data, 0), out, tile, operands, ROWS, COLUMNS)
             marks.ends_tile()
     for step in range(1, world):
@@ -138,17 +139,18 @@ def gather_kernel(
             shard = Shard(rows.gathered_data, owner * panel_rows)
         else:
             shard = Shard(rows.gathered_data + tl.cast(owner, tl.int64) * panel_rows * geometry.K, 0)
-        seen = -1
+        seen = 0  # chunks
         begin, end = numbers_for(owner, tiles, geometry.count, world, MAPPED)
         for number in range(begin, end, programs):
-            tile = tile_of(number, owner, about, geometry, tiles, world, ROWS, OWNER_OF, ROWS_OF)
+            tile = tile_of(number, owner, about, geometry, tiles, chunk_rows, world, ROWS, OWNER_OF, ROWS_OF, PLACED)
             if tile.rows > 0:
-                last = tl.minimum(tile.owner_row + tile.rows, geometry.rows) - 1
-                last = tl.maximum(last, 0) // chunk_rows
-                while seen < last:
-                    seen += 1
+                limit = geometry.rows
+                if PLACED:
+                    limit = tl.maximum(tl.minimum(limit, tile.owner_row + tile.rows), 1)
+                while seen < tl.cdiv(limit, chunk_rows):
                     wl.chunk_wait(call, owner, seen, team)
-                marks.begins_tile(tile, out, rows.gathered, geometry, chunk_rows, panel_rows, world, COLUMNS)
+                    seen += 1
+                marks.begins_tile(tile, out, rows.gathered, geometry, chunk_rows, panel_rows, seen, world, COLUMNS)
                 BODY(shard, out, tile, operands, ROWS, COLUMNS)
                 marks.ends_tile()
 
@@ -202,8 +204,7 @@ def gather(
     out       [rows, N], this rank's, contiguous; the affine map has [W * m, N]: rows in rank order, every column
     operands  argument of the body, such as a NamedTuple of tensors, numbers and ``tl.constexpr``
     plan      the same on all ranks
-    map       ``TileMap``, for tiles that are not panels in rank order. Its rows may be positions that the body looks up; the
-              body may then load any row of the owner if ``plan.chunks`` is 1
+    map       ``TileMap``, for tiles that are not panels in rank order
 
     Returns ``out``. Captured in a CUDA graph it replays correctly, after one call outside with these sizes. ValueError for
     arguments that do not fit, on all ranks where theirs differ; HeapExhausted.
@@ -253,7 +254,8 @@ def gather(
     count = map.tiles if map else tiles.count
 
     def constants() -> dict[str, Any]:
-        switches = {"STORES": stores, "DESCRIBED": described, "launch_cooperative_grid": stores}
+        placed = map is None or not map.positions
+        switches = {"PLACED": placed, "STORES": stores, "DESCRIBED": described, "launch_cooperative_grid": stores}
         return {"BODY": body} | switches | launch_constants(plan, map, team)
 
     launch = launch_of(team, gather_kernel, (id(body), plan, described, *identity(map)), constants)

@@ -10,15 +10,19 @@ from weft.simulator.intrinsics import simulated
 
 
 @triton.jit
-def maps_tile(number, owner, row, rows, rows_of_rank, covers, world):
-    """Mark a tile of a ``TileMap`` with its owner and rows."""
+def maps_tile(tile, rows_of_owner, chunk_rows, covers, world):
+    """Mark a tile of a ``TileMap``.
+
+    rows_of_owner and chunk_rows are 0 where ``tile.row`` is no row of the owner, or there are no chunks.
+    """
 
 
 @triton.jit
-def begins_tile(tile, out, gathered, geometry, chunk_rows, panel_rows, world, COLUMNS):
+def begins_tile(tile, out, gathered, geometry, chunk_rows, panel_rows, chunks, world, COLUMNS):
     """Mark the start of a body.
 
-    It stores to the tile's part of ``out``, and loads rows of ``gathered`` that have arrived. None: there is no such tensor.
+    It stores to the tile's part of ``out``, and loads rows of ``gathered``, of the owner's first ``chunks`` chunks. None: there
+    is no such tensor.
     """
 
 
@@ -28,37 +32,32 @@ def ends_tile():
 
 
 @simulated(maps_tile)
-def _maps_tile(
-    machine: Any, number: Any, owner: Any, row: Any, rows: Any, rows_of_rank: Any, covers: Any, world: Any
-) -> None:
-    machine.observer.tile_mapped(*map(_int, (number, owner, row, rows, rows_of_rank, covers, world)))
+def _maps_tile(machine: Any, tile: Any, rows_of_owner: Any, chunk_rows: Any, covers: Any, world: Any) -> None:
+    from weft.simulator.observer import MappedTile
+
+    fields = {name: _int(getattr(tile, name)) for name in ("number", "owner", "row", "rows", "column")}
+    sizes = {"rows_of_owner": rows_of_owner, "chunk_rows": chunk_rows, "covers": covers, "world_size": world}
+    machine.observer.tile_mapped(MappedTile(**fields, **{name: _int(size) for name, size in sizes.items()}))
 
 
 @simulated(begins_tile)
 def _begins_tile(
-    machine: Any, tile: Any, out: Any, gathered: Any, geometry: Any, chunk_rows: Any, panel_rows: Any, world: Any,
-    COLUMNS: Any,
+    machine: Any, tile: Any, out: Any, gathered: Any, geometry: Any, chunk_rows: Any, panel_rows: Any, chunks: Any,
+    world: Any, COLUMNS: Any,
 ) -> None:  # fmt: skip
     from weft.simulator.observer import TileMark
 
-    rows, N, K = _int(geometry.rows), _int(geometry.N), _int(geometry.K)
-    columns, column = _int(COLUMNS), _int(tile.column)
+    N, K, columns, column = (_int(value) for value in (geometry.N, geometry.K, COLUMNS, tile.column))
+    sizes = {"panel_rows": panel_rows, "chunk_rows": chunk_rows, "chunks": chunks, "world_size": world}
     machine.observer.tile_began(
         TileMark(
-            number=_int(tile.number),
-            owner=_int(tile.owner),
-            row=_int(tile.row),
-            owner_row=_int(tile.owner_row),
-            rows=_int(tile.rows),
+            **{name: _int(getattr(tile, name)) for name in ("number", "owner", "row", "rows")},
             columns=(column * columns, min((column + 1) * columns, N)),
-            out=_place(machine, out),
+            out=_address(out),
             row_bytes=N * _itemsize(out),
-            gathered=_place(machine, gathered),
+            gathered=_address(gathered),
             gathered_row_bytes=K * _itemsize(gathered),
-            rows_of_rank=rows,
-            chunk_rows=_int(chunk_rows),
-            panel_rows=_int(panel_rows),
-            world_size=_int(world),
+            **{name: _int(size) for name, size in sizes.items()},
         )
     )
 
@@ -80,7 +79,7 @@ def _itemsize(pointer: Any) -> int:
     return 0 if pointer is None else (interp.element_dtype(pointer).primitive_bitwidth + 7) // 8
 
 
-def _place(machine: Any, pointer: Any) -> int:
+def _address(pointer: Any) -> int:
     """Address behind a pointer; 0 for None."""
     from weft.simulator import interpreter as interp
     from weft.simulator.machine.pointers import ADDRESS

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.arguments import check_instance, check_int, check_optional
+from weft.arguments import check_bool, check_instance, check_int, check_optional
 from weft.kernels.tile_schedule import first_tile, locate, look_up
 from weft.tiles import marks
 from weft.triton_api import JITFunction
@@ -59,7 +59,9 @@ class TileMap:
     owner_of  ``@triton.jit`` function (number, operands) -> rank
     rows_of   ``@triton.jit`` function (number, operands) -> (row, rows, column); 0 rows for a number without a tile
     tiles     number of tiles
-    covers    rows 0 .. covers - 1 belong to tiles, which the checker verifies; None: the host does not know
+    covers    rows 0 .. covers - 1 belong to tiles, each to one, as a check verifies; None: the host does not know
+    positions rows are positions in a list that the body looks up, not rows of their owner: a tile then waits for all of the
+              owner's rows
     table     int32 [tiles, 4] that the two functions get in place of operands
 
     Both functions give the same on all ranks. ``row`` is counted over all ranks. ``TileMap.of`` makes the map of a table.
@@ -69,6 +71,7 @@ class TileMap:
     rows_of: Any
     tiles: int
     covers: int | None = None
+    positions: bool = False
     table: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -76,9 +79,10 @@ class TileMap:
             check_body(name, getattr(self, name))
         check_int("tiles", self.tiles, 1)
         check_optional(check_int, "covers", self.covers, 1)
+        check_bool("positions", self.positions)
 
     @classmethod
-    def of(cls, table: torch.Tensor, covers: int | None = None) -> TileMap:
+    def of(cls, table: torch.Tensor, covers: int | None = None, positions: bool = False) -> TileMap:
         """Map of a table, int32 [tiles, 4]: owner, first row, the row after the last, column tile.
 
         ``weft.kernels.tile_schedule.tile_table`` makes one for panels of different sizes; a kernel may fill one, and leave
@@ -89,7 +93,9 @@ class TileMap:
             raise ValueError(
                 f"table has shape {tuple(table.shape)} and dtype {table.dtype}; pass a contiguous int32 tensor [tiles, 4]"
             )
-        return cls(owner_of=table_owner, rows_of=table_rows, tiles=len(table), covers=covers, table=table)
+        return cls(
+            owner_of=table_owner, rows_of=table_rows, tiles=len(table), covers=covers, positions=positions, table=table
+        )
 
 
 @triton.jit
@@ -141,9 +147,13 @@ def numbers_for(target, tiles, count, world, MAPPED: tl.constexpr):
 
 @triton.jit
 def tile_of(
-    number, target, about, geometry, tiles, world, ROWS: tl.constexpr, OWNER_OF: tl.constexpr, ROWS_OF: tl.constexpr
-):
-    """``Tile`` with this number; it has 0 rows if its owner is not ``target``."""
+    number, target, about, geometry, tiles, chunk_rows, world,
+    ROWS: tl.constexpr, OWNER_OF: tl.constexpr, ROWS_OF: tl.constexpr, PLACED: tl.constexpr,
+):  # fmt: skip
+    """``Tile`` with this number; it has 0 rows if its owner is not ``target``.
+
+    PLACED: the rows of a map are rows of their owner.
+    """
     if OWNER_OF is None:
         panel, chunk, tile_row, column = locate(number, tiles)
         row = tile_row * ROWS
@@ -151,9 +161,10 @@ def tile_of(
     else:
         owner = OWNER_OF(number, about)
         row, rows, column = ROWS_OF(number, about)
-        marks.maps_tile(number, owner, row, rows, geometry.rows, geometry.covers, world)
-        rows = tl.where(owner == target, rows, 0)
-        return Tile(number, target, row, row - target * geometry.rows, rows, column)
+        rows_of_owner = geometry.rows if PLACED else 0
+        tile = Tile(number, owner, row, row - owner * geometry.rows, rows, column)
+        marks.maps_tile(tile, rows_of_owner, chunk_rows, geometry.covers, world)
+        return Tile(number, owner, row, tile.owner_row, tl.where(owner == target, rows, 0), column)
 
 
 def check_body(name: str, body: Any) -> None:
@@ -170,9 +181,9 @@ def check_sizes(plan: Any, **at_least: int) -> None:
             raise ValueError(f"{name}={value} is not a power of two")
 
 
-def identity(map: TileMap | None) -> tuple[int, ...]:
+def identity(map: TileMap | None) -> tuple[Any, ...]:
     """Key of the map's functions among a kernel's launches."""
-    return () if map is None else (id(map.owner_of), id(map.rows_of))
+    return () if map is None else (id(map.owner_of), id(map.rows_of), map.positions)
 
 
 def launch_constants(plan: Any, map: TileMap | None, team: Team) -> dict[str, Any]:

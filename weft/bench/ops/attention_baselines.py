@@ -89,7 +89,7 @@ def merge(parts: torch.Tensor) -> torch.Tensor:
 
 
 def local_parts(problem: OpProblem, flex: bool = False) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Attention to this rank's tokens of a set by torch: (means [B, heads, D], logs of the sums of weights [B, heads]).
+    """Attention to this rank's tokens of a set by torch, and the logs of the sums of weights [B, heads].
 
     Query heads of a KV head are the rows of one attention; keys and values are contiguous, not in pages.
     """

@@ -105,7 +105,14 @@ def _gemm(problem: OpProblem, call: Any, *rest: Any) -> Prepared:
 
 
 class ExpertOperands(NamedTuple):
-    """pairs int32 [pairs], expert_of int32 [tiles], gate_up [experts, 2 N, K]; ``most`` tokens of a rank, k choices."""
+    """Operands of ``expert_tile``.
+
+    pairs      int32 [pairs], of a token and a choice, in the order of the result
+    expert_of  int32 [tiles]
+    gate_up    [experts, 2 N, K]
+    most       tokens of a rank, each with ``choices``
+    STEP       columns of a step along K
+    """
 
     pairs: Any
     expert_of: Any
@@ -140,10 +147,10 @@ def expert_tile(shard, out, tile, o, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def expert_tiles(
     ids: torch.Tensor, experts: Experts, rank: int, world: int, N: int, plan: tiles.GatherPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(pairs, table, expert of each tile, counts) of all ranks' choices ids [W * most, k], made on the device.
+    """(pairs, table, expert of each tile, pairs of each expert) of all ranks' choices ids [W * most, k].
 
-    Pairs by expert, of one by rank from this one on. A tile has pairs of one expert and rank; the table has room for the most
-    tiles that any choices make.
+    Made on the device. Pairs by expert, of one by rank from this one on. A tile has pairs of one expert and rank; the table
+    has room for the most tiles that any choices make.
     """
     most, columns = len(ids) // world, triton.cdiv(N, plan.columns)
     ranks = (torch.arange(len(ids), device=ids.device) // most - rank) % world
@@ -202,7 +209,10 @@ def _experts(problem: OpProblem) -> Prepared:
 
 
 class HeadOperands(NamedTuple):
-    """This rank's parts: means [B, heads, D], natural logs of the sums of weights [B, heads]; ``own`` heads of a rank."""
+    """This rank's parts: means [B, heads, D], natural logs of the sums of weights [B, heads].
+
+    own  heads of a rank
+    """
 
     means: Any
     log_sums: Any
@@ -238,7 +248,10 @@ def store_heads(state, source, out, tile, o, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def merge_over_ranks(means: torch.Tensor, log_sums: torch.Tensor, team: Any, rows: int = 8) -> torch.Tensor:
-    """Attention [B, heads / W, D] of this rank's heads from all ranks' parts, means [B, heads, D], log_sums [B, heads]."""
+    """Attention [B, heads / W, D] of this rank's heads from all ranks' parts.
+
+    means [B, heads, D], log_sums [B, heads] in natural logs
+    """
     (B, heads, D), own = means.shape, means.shape[1] // team.size
     out, operands = means.new_empty((B * own, D)), HeadOperands(means, log_sums, heads, own)
     plan = tiles.ExchangePlan(rows=rows, columns=D)

@@ -45,6 +45,7 @@ class TileMark:
     number, owner, row, rows  as in ``weft.tiles.Tile``
     columns                   first column of the result, and the one after the last
     out, row_bytes            the result, with the bytes of a row
+    own                       this rank's shard
     gathered, gathered_row_bytes, panel_rows, chunk_rows  all ranks' panels of rows
     chunks                    chunks of the owner that the program has waited for
     """
@@ -56,6 +57,7 @@ class TileMark:
     columns: tuple[int, int]
     out: int
     row_bytes: int
+    own: int
     gathered: int
     gathered_row_bytes: int
     panel_rows: int

@@ -129,7 +129,7 @@ def exchange_kernel(
         for number in range(begin, end, tl.num_programs(0)):
             tile = tile_of(number, owner, about, geometry, tiles, 0, world, ROWS, OWNER_OF, ROWS_OF, CUTS >= 0)
             if tile.rows > 0:
-                marks.begins_tile(tile, None, None, geometry, 0, 0, 0, world, COLUMNS)
+                marks.begins_tile(tile, None, None, None, geometry, 0, 0, 0, world, COLUMNS)
                 part = BODY(tile, operands, ROWS, COLUMNS)
                 marks.ends_tile()
                 if announced >= 0:

@@ -130,7 +130,7 @@ def gather_kernel(
     for number in range(begin, end, programs):
         tile = tile_of(number, me, about, geometry, tiles, chunk_rows, world, ROWS, OWNER_OF, ROWS_OF, PLACED)
         if tile.rows > 0:
-            marks.begins_tile(tile, out, rows.gathered, geometry, chunk_rows, panel_rows, 0, world, COLUMNS)
+            marks.begins_tile(tile, out, rows.own, rows.gathered, geometry, chunk_rows, panel_rows, 0, world, COLUMNS)
             BODY(Shard(rows.own_data, 0), out, tile, operands, ROWS, COLUMNS)
             marks.ends_tile()
     for step in range(1, world):
@@ -150,7 +150,9 @@ def gather_kernel(
                 while seen < tl.cdiv(limit, chunk_rows):
                     wl.chunk_wait(call, owner, seen, team)
                     seen += 1
-                marks.begins_tile(tile, out, rows.gathered, geometry, chunk_rows, panel_rows, seen, world, COLUMNS)
+                marks.begins_tile(
+                    tile, out, rows.own, rows.gathered, geometry, chunk_rows, panel_rows, seen, world, COLUMNS
+                )
                 BODY(shard, out, tile, operands, ROWS, COLUMNS)
                 marks.ends_tile()
 

@@ -18,11 +18,11 @@ def maps_tile(tile, rows_of_owner, chunk_rows, covers, world):
 
 
 @triton.jit
-def begins_tile(tile, out, gathered, geometry, chunk_rows, panel_rows, chunks, world, COLUMNS):
+def begins_tile(tile, out, own, gathered, geometry, chunk_rows, panel_rows, chunks, world, COLUMNS):
     """Mark the start of a body.
 
-    It stores to the tile's part of ``out``, and loads rows of ``gathered``, of the owner's first ``chunks`` chunks. None: there
-    is no such tensor.
+    It stores to the tile's part of ``out``, and loads rows of ``own``, this rank's shard, or of ``gathered``, of the owner's
+    first ``chunks`` chunks. None: there is no such tensor.
     """
 
 
@@ -42,7 +42,7 @@ def _maps_tile(machine: Any, tile: Any, rows_of_owner: Any, chunk_rows: Any, cov
 
 @simulated(begins_tile)
 def _begins_tile(
-    machine: Any, tile: Any, out: Any, gathered: Any, geometry: Any, chunk_rows: Any, panel_rows: Any, chunks: Any,
+    machine: Any, tile: Any, out: Any, own: Any, gathered: Any, geometry: Any, chunk_rows: Any, panel_rows: Any, chunks: Any,
     world: Any, COLUMNS: Any,
 ) -> None:  # fmt: skip
     from weft.simulator.observer import TileMark
@@ -55,6 +55,7 @@ def _begins_tile(
             columns=(column * columns, min((column + 1) * columns, N)),
             out=_address(out),
             row_bytes=N * _itemsize(out),
+            own=_address(own),
             gathered=_address(gathered),
             gathered_row_bytes=K * _itemsize(gathered),
             **{name: _int(size) for name, size in sizes.items()},

@@ -101,21 +101,34 @@ class Tiles:
         tile = body.tile if body is not None else None
         if tile is None or not tile.gathered:
             return False
-        offsets = addresses.astype(np.int64) - tile.gathered
-        rows = offsets[(offsets >= 0) & (offsets < tile.world_size * tile.panel_rows * tile.gathered_row_bytes)]
-        rows = np.unique(rows // tile.gathered_row_bytes)
-        for row in rows.tolist():
+        extent = self._races.memory.find(tile.gathered)
+        inside = (addresses >= extent.base) & (addresses < extent.base + extent.size)
+        offsets = addresses[inside].astype(np.int64) - tile.gathered
+        for row in np.unique(offsets // tile.gathered_row_bytes).tolist():
             source, at = divmod(row, tile.panel_rows)
             chunk = at // tile.chunk_rows
             if (source, chunk) not in body.chunks:
-                if source == thread.rank:
-                    why = "which this rank reads from its own shard"
-                else:
-                    why = f"for which no wait comes before it: tile {tile.number} waits for {_chunks(tile)}"
-                text = f"body of tile {tile.number} loads row {at} of rank {source}, in chunk {chunk}, {why}"
+                what = f"row {at} of rank {source}, in chunk {chunk}, for which no wait comes before it"
+                if not 0 <= source < tile.world_size:
+                    what = "a row that no rank has"
+                elif source == thread.rank:
+                    what = f"row {at} of this rank among the gathered rows, and not from its own shard"
+                text = f"body of tile {tile.number} loads {what}: the tile needs rows of {_chunks(tile)}"
                 self._found("tile-read", text, access, addresses, tile.gathered)
                 return True
         return False
+
+    def left_rows(self, thread: ThreadClock, tensor: str, rank: int) -> str:
+        """Message for a body's access outside of ``tensor``, from which it loads rows; "" for others."""
+        body = self._bodies.get(thread)
+        tile = body.tile if body is not None else None
+        for address in (tile.own, tile.gathered) if tile is not None else ():
+            extent = self._races.memory.find(address) if address else None
+            if extent is not None and (extent.name, extent.rank) == (tensor, rank):
+                return (
+                    f"body of tile {tile.number} loads a row that no rank has: the tile needs rows of {_chunks(tile)}"
+                )
+        return ""
 
     def stores(self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int) -> bool:
         """True, and a finding, if a body stores to the result outside its tile."""
@@ -155,5 +168,6 @@ class Tiles:
 
 
 def _chunks(tile: TileMark) -> str:
-    chunks = "chunk 0" if tile.chunks == 1 else f"chunks 0 .. {tile.chunks - 1}"
-    return f"{chunks} of rank {tile.owner}"
+    """Chunks for which the program has waited before a tile of a peer; of this rank's own there are none."""
+    chunks = {0: "", 1: ", chunk 0"}.get(tile.chunks, f", chunks 0 .. {tile.chunks - 1}")
+    return f"rank {tile.owner}{chunks}"

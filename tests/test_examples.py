@@ -1,4 +1,4 @@
-"""The examples: their own checks on virtual ranks, under schedules, on GPUs; their kernels compile for sm_90."""
+"""The examples: right on virtual ranks and under schedules, on GPUs; their kernels compile for sm_90."""
 
 import os
 import subprocess
@@ -12,7 +12,6 @@ import weft
 import weft.check
 from tests.compiling import compiled
 from tests.documents import record_launches
-from tests.sampled import sampled
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "running")
@@ -29,9 +28,10 @@ def test_there_are_examples_of_four_things():
 
 
 @pytest.mark.parametrize("main", NAMES, indirect=True)
-def test_an_example_is_right_and_compiles(main, monkeypatch):
+def test_an_example_is_right_and_clean_and_compiles(main, monkeypatch):
     launches = record_launches(monkeypatch)
-    assert weft.simulate(main, 2, seed=3, slow={1: 10.0}) == ["right", "right"]
+    report = weft.check.check(main, 2, schedules=1)
+    assert report.ok, str(report)
     monkeypatch.undo()
     names = {kernel.__name__ for kernel, *_ in launches.values()}
     assert names & {"gather_kernel", "exchange_kernel", "stencil"}
@@ -39,19 +39,15 @@ def test_an_example_is_right_and_compiles(main, monkeypatch):
         compiled(kernel, *arguments, arch="sm_90", **constants)
 
 
-@pytest.mark.parametrize(
-    ("main", "world_size", "schedules"),
-    sampled(
-        [(name, *size) for name in NAMES for size in ((1, 1), (2, 1), (2, 16), (3, 16), (4, 8))],
-        lambda name, world_size, schedules: (world_size, schedules) == (2, 1),
-    ),
-    indirect=["main"],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("world_size", "schedules"), [(1, 1), (2, 16), (3, 16), (4, 8)])
+@pytest.mark.parametrize("main", NAMES, indirect=True)
 def test_an_example_is_clean(main, world_size, schedules):
     report = weft.check.check(main, world_size, schedules=schedules)
     assert report.ok, str(report)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("main", ["gather_softmax"], indirect=True)
 def test_an_example_can_be_measured(main):
     assert all("weft" in said and "torch" in said for said in weft.simulate(lambda team: main(team, True), 2))

@@ -28,20 +28,20 @@ SMALL = Tile(block_m=64, block_n=64, block_k=32)
 
 def built(kernel, arch, tile, described=True, **switches):
     a, b = (descriptor_or_self(X, rows, tile.block_k, described) for rows in (tile.block_m, tile.block_n))
-    operands = GemmOperands(a, b, 512, 512, 4096, 512, tile.block(described))
+    operands = GemmOperands(512, 512, 4096, 512, tile.block(described))
     tiles = as_argument(make_tiles(2048, 4096, panels=4, block_m=tile.block_m, block_n=tile.block_n, group=8, chunks=4))
     channel, geometry = ChannelView(WORDS, WORDS, tl.constexpr(8)), Geometry(2048, 4096, 512, 64, 0, 64)
     common = {"OWNER_OF": None, "ROWS_OF": None, "ROWS": tile.block_m, "COLUMNS": tile.block_n}
     options = common | tile.options(described, arch) | switches
     if kernel is gather_kernel:
-        rows = Rows(X, X, a, a, WORDS)
+        rows = Rows(X, X, WORDS)
         return compiled(
-            kernel, rows, X, operands, WORDS, channel, geometry, tiles, a_view(), arch=arch, BODY=gathered_tile,
+            kernel, a, a, b, None, rows, X, operands, WORDS, channel, geometry, tiles, a_view(), arch=arch, BODY=gathered_tile,
             **{"PLACED": True, "STORES": False, "DESCRIBED": described, **options},
         )  # fmt: skip
     cuts = 2 if tile is WIDE else 0
     return compiled(
-        kernel, X, operands, WORDS, Inbox(X, WORDS), channel, geometry, tiles, a_view(), arch=arch, BODY=partial_tile,
+        kernel, b, a, X, operands, WORDS, Inbox(X, WORDS), channel, geometry, tiles, a_view(), arch=arch, BODY=partial_tile,
         MERGE=None, STORE=None, PART=tile.block_m * tile.block_n, CUTS=cuts, **options,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 from tests.ops.checking import assert_close
@@ -94,16 +95,21 @@ def test_calls_of_different_sizes_share_a_workspace():
         ({"out": torch.zeros(N, 2 * M).T}, "out has strides"),
         ({"out": torch.zeros(M, N)}, "out has 20 rows, and 2 ranks have 20 each; pass 40 rows, or a map"),
         ({"plan": tiles.ExchangePlan()}, "plan=.*GatherPlan"),
+        ({"matrices": [0]}, r"matrices=\[0\] is not a tuple of at most two"),
+        (
+            {"operands": (1, (TensorDescriptor.from_tensor(torch.zeros(16, 16), [16, 16]),))},
+            "holds a tensor descriptor",
+        ),
         ({"plan": tiles.GatherPlan(step=16), "shard": torch.zeros(M, 15)}, "step=16 needs rows that begin on 16 bytes"),
     ],
 )
 def test_refusals(change, message):
-    arguments = {"body": gemm_tile, "shard": torch.zeros(M, K), "out": torch.zeros(2 * M, N)} | change
-    rest = {"operands": Matrices(None, None, N, K, STEP)}
+    given = {"body": gemm_tile, "shard": torch.zeros(M, K), "out": torch.zeros(2 * M, N)}
+    arguments = given | {"operands": Matrices(None, None, N, K, STEP)} | change
 
     def main(team):
         with pytest.raises(ValueError, match=message):
-            tiles.gather(**arguments, **rest, team=team)
+            tiles.gather(**arguments, team=team)
         team.barrier()
 
     weft.simulate(main, 2)

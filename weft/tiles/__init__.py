@@ -6,6 +6,6 @@ epochs, residency and the reuse of buffers. Other kernels use ``team.channel``, 
 
 from weft.tiles.exchange import ExchangePlan, exchange, scatter
 from weft.tiles.gather import GatherPlan, gather
-from weft.tiles.tile import Shard, Tile, TileMap
+from weft.tiles.tile import Matrices, Shard, Tile, TileMap
 
-__all__ = ["ExchangePlan", "GatherPlan", "Shard", "Tile", "TileMap", "exchange", "gather", "scatter"]
+__all__ = ["ExchangePlan", "GatherPlan", "Matrices", "Shard", "Tile", "TileMap", "exchange", "gather", "scatter"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +23,10 @@ from weft.runtime.team.workspace import grown_workspace
 from weft.tiles import marks
 from weft.tiles.tile import (
     Geometry,
+    Matrices,
     TileMap,
     check_body,
+    check_operands,
     check_sizes,
     identity,
     launch_constants,
@@ -68,6 +71,8 @@ class Inbox(NamedTuple):
 
 @triton.jit
 def exchange_kernel(
+    first,
+    second,
     out,
     operands,
     about,
@@ -88,6 +93,7 @@ def exchange_kernel(
 ):
     """STORE(merge of all ranks' BODY) of every own tile.        grid: (programs,), own tiles last
 
+    first, second  ``Matrices``
     MERGE     folds the parts in rank order; None: STORE takes each rank's part
     CUTS      BODY returns one block, which is summed in 2**CUTS pieces; -1: a tuple of blocks, PART elements in all
     about     argument of OWNER_OF and ROWS_OF: the table of a ``TileMap``, or the operands
@@ -124,18 +130,18 @@ def exchange_kernel(
         owner = (me + step) % world
         if MAPPED:
             wl.wait(inbox.entered + owner, tl.where(owner == me, 0, call.now - 1), team)
-        first = 0 if MAPPED else first_tile(owner, tiles, world)
+        first_of_owner = 0 if MAPPED else first_tile(owner, tiles, world)
         begin, end = numbers_for(owner, tiles, geometry.count, world, MAPPED)
         for number in range(begin, end, tl.num_programs(0)):
             tile = tile_of(number, owner, about, geometry, tiles, 0, world, ROWS, OWNER_OF, ROWS_OF, CUTS >= 0)
             if tile.rows > 0:
                 marks.begins_tile(tile, None, None, None, geometry, 0, 0, 0, world, COLUMNS)
-                part = BODY(tile, operands, ROWS, COLUMNS)
+                part = part_by(tile, operands, first, second, BODY, ROWS, COLUMNS)
                 marks.ends_tile()
                 if announced >= 0:
                     wl.chunk_notify(call, receiver, announced, team)
                     announced = -1
-                slot = number - first
+                slot = number - first_of_owner
                 place = received + tl.cast(slot, tl.int64) * PART
                 blocks = cut(part, CUTS)
                 if owner == me:
@@ -151,6 +157,15 @@ def exchange_kernel(
     if announced >= 0:
         wl.chunk_notify(call, receiver, announced, team)
     wl.advance_call(call)
+
+
+@triton.jit
+def part_by(tile, operands, first, second, BODY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Result of BODY, which gets the matrices if there are any."""
+    if first is None:
+        return BODY(tile, operands, ROWS, COLUMNS)
+    else:
+        return BODY(tile, operands, Matrices(first, second), ROWS, COLUMNS)
 
 
 @triton.jit
@@ -242,6 +257,7 @@ def scatter(
     operands: Any,
     team: Team,
     *,
+    matrices: Sequence[Any] = (),
     plan: ExchangePlan | None = None,
     map: TileMap | None = None,
 ) -> torch.Tensor:
@@ -251,6 +267,8 @@ def scatter(
               [ROWS, COLUMNS]
     out       [m, N], this rank's rows of the sum, contiguous: fp16, bf16 or fp32; the same shape and dtype on all ranks
     operands  argument of the body, such as a NamedTuple of tensors, numbers and ``tl.constexpr``
+    matrices  at most two tensors or tensor descriptors, which Triton takes by themselves only: the body then gets
+              ``Matrices`` behind its operands
     plan      the same on all ranks
     map       ``TileMap``, for other tiles than the panels of all W * m rows in rank order; every row of it belongs to its
               owner's ``out``
@@ -266,7 +284,9 @@ def scatter(
     while cuts < 2 and plan.rows * plan.columns >> cuts > 8192 and plan.columns >> cuts > 16:
         cuts += 1
     functions = {"BODY": body, "MERGE": None, "STORE": None}
-    _run("tiles.scatter", functions, out, operands, team, plan, map, plan.rows * plan.columns, cuts, out.dtype)
+    _run(
+        "tiles.scatter", functions, out, operands, matrices, team, plan, map, plan.rows * plan.columns, cuts, out.dtype
+    )
     return out
 
 
@@ -280,6 +300,7 @@ def exchange(
     part: int,
     merge: Any = None,
     dtype: torch.dtype = torch.float32,
+    matrices: Sequence[Any] = (),
     plan: ExchangePlan | None = None,
     map: TileMap | None = None,
 ) -> torch.Tensor:
@@ -292,7 +313,7 @@ def exchange(
     part      elements of a part, all its blocks together
     dtype     in which parts travel; the owner's own part is not rounded to it
     out       this rank's, contiguous; the affine map has panels of its rows [m, N]
-    operands, plan, map  as in ``scatter``
+    operands, matrices, plan, map  as in ``scatter``
 
     The peers' tiles come first. Returns ``out``. Graphs and errors as in ``scatter``.
     """
@@ -305,7 +326,7 @@ def exchange(
     if dtype not in FLOATS:
         raise ValueError(f"tiles.exchange: dtype={dtype} is not one of {', '.join(str(known) for known in FLOATS)}")
     functions = {"BODY": body, "MERGE": merge, "STORE": store}
-    _run("tiles.exchange", functions, out, operands, team, plan, map, part, -1, dtype)
+    _run("tiles.exchange", functions, out, operands, matrices, team, plan, map, part, -1, dtype)
     return out
 
 
@@ -314,6 +335,7 @@ def _run(
     functions: dict[str, Any],
     out: torch.Tensor,
     operands: Any,
+    matrices: Sequence[Any],
     team: Team,
     plan: ExchangePlan,
     map: TileMap | None,
@@ -324,6 +346,7 @@ def _run(
     check_team(op, team)
     check_body("body", functions["BODY"])
     check_instance("plan", plan, ExchangePlan, "a weft.tiles.ExchangePlan")
+    given = check_operands(op, operands, matrices)
     if out.dim() != 2 or 0 in out.shape or not out.is_contiguous():
         raise ValueError(
             f"{op}: out has shape {tuple(out.shape)} and strides {out.stride()}; pass a contiguous matrix that is not empty"
@@ -346,6 +369,7 @@ def _run(
     launch = launch_of(team, exchange_kernel, key, constants)
     launch(
         programs_for(team, plan, count or tiles.count),
+        *given,
         out,
         operands,
         operands if map is None or map.table is None else map.table,

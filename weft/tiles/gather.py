@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,9 +22,11 @@ from weft.runtime.team.workspace import grown_workspace
 from weft.tiles import marks
 from weft.tiles.tile import (
     Geometry,
+    Matrices,
     Shard,
     TileMap,
     check_body,
+    check_operands,
     check_sizes,
     identity,
     launch_constants,
@@ -69,20 +72,21 @@ class GatherPlan:
 class Rows(NamedTuple):
     """Rows of a gather, passed to its kernel as the argument ``rows``.
 
-    own, gathered  this rank's shard [rows, K] and all ranks' panels, each as a pointer
-    own_data, gathered_data  the same as bodies get them: pointers, or tensor descriptors
-    arrivals  int32 [W, MAX_CHUNKS], this rank's: programs that have stored their part of a chunk; 0 between kernels
+    own, gathered  this rank's shard [rows, K], and all ranks' panels
+    arrivals       int32 [W, MAX_CHUNKS], this rank's: programs that have stored their part of a chunk; 0 between kernels
     """
 
     own: tl.tensor
     gathered: tl.tensor
-    own_data: tl.tensor
-    gathered_data: tl.tensor
     arrivals: tl.tensor
 
 
 @triton.jit
 def gather_kernel(
+    own_data,
+    gathered_data,
+    first,
+    second,
     rows,
     out,
     operands,
@@ -102,6 +106,8 @@ def gather_kernel(
 ):
     """BODY of every tile, those of the own rows first.        grid: (programs,)
 
+    own_data, gathered_data  of ``rows`` as bodies get them: pointers, or tensor descriptors, which Triton takes by themselves
+    first, second  ``Matrices``
     rows      ``Rows``: gathered has a panel of whole tiles for each rank; the own shard is read in place
     about     argument of OWNER_OF and ROWS_OF: the table of a ``TileMap``, or the operands
     landed    channel: signals the arrival of chunk c of rank s; begin_kernel has begun the call
@@ -131,14 +137,14 @@ def gather_kernel(
         tile = tile_of(number, me, about, geometry, tiles, chunk_rows, world, ROWS, OWNER_OF, ROWS_OF, PLACED)
         if tile.rows > 0:
             marks.begins_tile(tile, out, rows.own, rows.gathered, geometry, chunk_rows, panel_rows, 0, world, COLUMNS)
-            BODY(Shard(rows.own_data, 0), out, tile, operands, ROWS, COLUMNS)
+            run_body(Shard(own_data, 0), out, tile, operands, first, second, BODY, ROWS, COLUMNS)
             marks.ends_tile()
     for step in range(1, world):
         owner = (me + step) % world
         if DESCRIBED:
-            shard = Shard(rows.gathered_data, owner * panel_rows)
+            shard = Shard(gathered_data, owner * panel_rows)
         else:
-            shard = Shard(rows.gathered_data + tl.cast(owner, tl.int64) * panel_rows * geometry.K, 0)
+            shard = Shard(gathered_data + tl.cast(owner, tl.int64) * panel_rows * geometry.K, 0)
         seen = 0  # chunks
         begin, end = numbers_for(owner, tiles, geometry.count, world, MAPPED)
         for number in range(begin, end, programs):
@@ -153,8 +159,17 @@ def gather_kernel(
                 marks.begins_tile(
                     tile, out, rows.own, rows.gathered, geometry, chunk_rows, panel_rows, seen, world, COLUMNS
                 )
-                BODY(shard, out, tile, operands, ROWS, COLUMNS)
+                run_body(shard, out, tile, operands, first, second, BODY, ROWS, COLUMNS)
                 marks.ends_tile()
+
+
+@triton.jit
+def run_body(shard, out, tile, operands, first, second, BODY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """BODY, with the matrices if there are any."""
+    if first is None:
+        BODY(shard, out, tile, operands, ROWS, COLUMNS)
+    else:
+        BODY(shard, out, tile, operands, Matrices(first, second), ROWS, COLUMNS)
 
 
 @triton.jit
@@ -195,6 +210,7 @@ def gather(
     operands: Any,
     team: Team,
     *,
+    matrices: Sequence[Any] = (),
     plan: GatherPlan | None = None,
     map: TileMap | None = None,
 ) -> torch.Tensor:
@@ -205,6 +221,8 @@ def gather(
     shard     [m, K], this rank's rows; the same shape and dtype on all ranks
     out       [rows, N], this rank's, contiguous; the affine map has [W * m, N]: rows in rank order, every column
     operands  argument of the body, such as a NamedTuple of tensors, numbers and ``tl.constexpr``
+    matrices  at most two tensors or tensor descriptors, which Triton takes by themselves only: the body then gets
+              ``Matrices`` behind its operands
     plan      the same on all ranks
     map       ``TileMap``, for tiles that are not panels in rank order
 
@@ -219,6 +237,7 @@ def gather(
         check_tensor("tiles.gather", name, matrix, team)
         if matrix.dim() != 2 or 0 in matrix.shape:
             raise ValueError(f"tiles.gather: {name} has shape {tuple(matrix.shape)}; pass a matrix that is not empty")
+    given = check_operands("tiles.gather", operands, matrices)
     if not out.is_contiguous():
         raise ValueError(f"tiles.gather: out has strides {out.stride()}; pass a contiguous tensor")
     world, (m, K), N = team.size, shard.shape, out.shape[1]
@@ -246,13 +265,6 @@ def gather(
         raise ValueError(
             f"tiles.gather: step={plan.step} needs rows that begin on 16 bytes, and K={K} of {shard.dtype} do not; pass step=0"
         )
-    rows = Rows(
-        shard,
-        gathered,
-        descriptor_or_self(shard, plan.rows, plan.step, described),
-        descriptor_or_self(gathered, plan.rows, plan.step, described),
-        arrivals,
-    )
     count = map.tiles if map else tiles.count
 
     def constants() -> dict[str, Any]:
@@ -263,7 +275,10 @@ def gather(
     launch = launch_of(team, gather_kernel, (id(body), plan, described, *identity(map)), constants)
     launch(
         programs_for(team, plan, count),
-        rows,
+        descriptor_or_self(shard, plan.rows, plan.step, described),
+        descriptor_or_self(gathered, plan.rows, plan.step, described),
+        *given,
+        Rows(shard, gathered, arrivals),
         out,
         operands,
         operands if map is None or map.table is None else map.table,

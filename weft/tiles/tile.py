@@ -6,14 +6,16 @@ pair of ``@triton.jit`` functions of the number, or an int32 table with a row fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.arguments import check_bool, check_instance, check_int, check_optional
+from weft.arguments import check_bool, check_instance, check_int, check_optional, quoted
 from weft.kernels.tile_schedule import first_tile, locate, look_up
 from weft.tiles import marks
 from weft.triton_api import JITFunction
@@ -50,6 +52,13 @@ class Shard(NamedTuple):
 
     data: tl.tensor
     first: tl.tensor
+
+
+class Matrices(NamedTuple):
+    """Up to two tensors or tensor descriptors that a body gets behind its operands; None: not given."""
+
+    first: tl.tensor
+    second: tl.tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +179,23 @@ def tile_of(
 def check_body(name: str, body: Any) -> None:
     """ValueError unless ``body`` is a ``@triton.jit`` function."""
     check_instance(name, body, JITFunction, "a function decorated with @triton.jit")
+
+
+def check_operands(op: str, operands: Any, matrices: Sequence[Any]) -> Matrices:
+    """``matrices`` as arguments. ValueError for more than two, or a descriptor inside ``operands``."""
+    if len(matrices) > 2 or not all(isinstance(one, (torch.Tensor, TensorDescriptor)) for one in matrices):
+        raise ValueError(
+            f"{op}: matrices={quoted(matrices)} is not a tuple of at most two tensors or tensor descriptors"
+        )
+    held = [operands]
+    while held:
+        one = held.pop()
+        if isinstance(one, TensorDescriptor):
+            raise ValueError(
+                f"{op}: operands holds a tensor descriptor, which Triton takes by itself only; pass it in matrices"
+            )
+        held += one if isinstance(one, tuple) else ()
+    return Matrices(*matrices, *(None,) * (2 - len(matrices)))
 
 
 def check_sizes(plan: Any, **at_least: int) -> None:

@@ -29,10 +29,8 @@ from weft.ops.moe.routing import Experts
 
 
 class GemmOperands(NamedTuple):
-    """Operands of the bodies: ``a`` [rows, K] of a scatter, b [N, K], as tensor descriptors or pointers."""
+    """Sizes of a GEMM with b [N, K], and of a [rows, K] in a scatter."""
 
-    a: Any
-    b: Any
     a_stride: int
     b_stride: int
     N: int
@@ -41,19 +39,19 @@ class GemmOperands(NamedTuple):
 
 
 @triton.jit
-def gathered_tile(shard, out, tile, o, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def gathered_tile(shard, out, tile, o, matrices, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Tile of all_gather(a) @ b.T"""
     row = shard.first + tile.owner_row
-    a, b = Operand(shard.data, o.K, row + tile.rows), Operand(o.b, o.b_stride, o.N)
+    a, b = Operand(shard.data, o.K, row + tile.rows), Operand(matrices.first, o.b_stride, o.N)
     depth = tl.cdiv(o.K, o.block.k)
     acc = gemm_tile(a, b, row, tile.column * COLUMNS, o.K, 0, depth, Outgoing(out, out, 0), o.block, False)
     store_tile(out, acc, 0, tile.column * COLUMNS, tile.row, tile.rows, o.N)
 
 
 @triton.jit
-def partial_tile(tile, o, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def partial_tile(tile, o, matrices, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Tile of a @ b.T over this rank's share of K"""
-    a, b = Operand(o.a, o.a_stride, tile.row + tile.rows), Operand(o.b, o.b_stride, o.N)
+    a, b = Operand(matrices.second, o.a_stride, tile.row + tile.rows), Operand(matrices.first, o.b_stride, o.N)
     nothing = Outgoing(0, 0, 0)
     return gemm_tile(a, b, tile.row, tile.column * COLUMNS, o.K, 0, tl.cdiv(o.K, o.block.k), nothing, o.block, False)
 
@@ -66,8 +64,11 @@ def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, team: Any, transport: st
         group=tile.group, num_warps=_warps(tile, described, team), num_stages=tile.num_stages,
     )  # fmt: skip
     operand = descriptor_or_self(b, tile.block_n, tile.block_k, described)
-    operands = GemmOperands(operand, operand, K, row_stride(b), len(b), K, tile.block(described))
-    return tiles.gather(gathered_tile, a, a.new_empty((team.size * m, len(b))), operands, team, plan=plan)
+    operands, out = (
+        GemmOperands(K, row_stride(b), len(b), K, tile.block(described)),
+        a.new_empty((team.size * m, len(b))),
+    )
+    return tiles.gather(gathered_tile, a, out, operands, team, matrices=(operand,), plan=plan)
 
 
 def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Any, tile: Tile) -> torch.Tensor:
@@ -77,12 +78,13 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Any, tile: Til
         rows=tile.block_m, columns=tile.block_n, group=tile.group, num_warps=_warps(tile, described, team),
         num_stages=tile.num_stages,
     )  # fmt: skip
-    operands = GemmOperands(
-        descriptor_or_self(a, tile.block_m, tile.block_k, described),
+    matrices = (
         descriptor_or_self(b, tile.block_n, tile.block_k, described),
-        row_stride(a), row_stride(b), len(b), a.shape[1], tile.block(described),
-    )  # fmt: skip
-    return tiles.scatter(partial_tile, a.new_empty((len(a) // team.size, len(b))), operands, team, plan=plan)
+        descriptor_or_self(a, tile.block_m, tile.block_k, described),
+    )
+    operands = GemmOperands(row_stride(a), row_stride(b), len(b), a.shape[1], tile.block(described))
+    out = a.new_empty((len(a) // team.size, len(b)))
+    return tiles.scatter(partial_tile, out, operands, team, matrices=matrices, plan=plan)
 
 
 def _rows_of(b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, bool]:

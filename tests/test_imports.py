@@ -22,6 +22,7 @@ LAYERS = (
     "models",
     "layers",
     "parallel",
+    "tiles",
     "ops",
     "plan",
     "transport",

@@ -23,6 +23,7 @@ _EXPORTS = {
     "SamplingParams": "weft.engine",
     "StructuredOutputsParams": "weft.engine",
     "ops": "weft.ops",
+    "tiles": "weft.tiles",
     "layers": "weft.layers",
     "models": "weft.models",
     "language": "weft.language",

@@ -158,6 +158,35 @@ unless it is given `untested=True`.
 """
 
 
+TILES = """
+## Tile primitives
+
+`weft.tiles` runs tile bodies ([tutorial](tutorials/6_tile_body.md)). Kernels of another structure use the pair beneath it,
+`chunk_notify` and `chunk_wait` on a channel. TileLink (arXiv 2503.20313) proposes nine tile primitives; here they are:
+"""
+# Primitives that TileLink proposes, and what stands for them.
+PUBLISHED = {
+    "producer_tile_notify(tile, mode)": "`chunk_notify(call, peer, chunk, team)` after the tile's stores. No mode: a call for "
+    "each peer that is to know",
+    "consumer_tile_wait(tile)": "`chunk_wait(call, source, chunk, team)`. A body of `weft.tiles.gather` starts behind it",
+    "peer_tile_notify(tile, rank)": "`chunk_notify` with `peer=rank`; `scatter` and `exchange` send it behind each part",
+    "peer_tile_wait(tile, rank)": "`chunk_wait` with `source=rank`",
+    "rank_notify(segment, rank)": "`channel.send` on the host, whose signal follows its copy; `notify` in a kernel",
+    "rank_wait(segment, rank)": "`chunk_wait` in a kernel. None on the host: a stream waits by a kernel of one warp, which a "
+    "graph replays (`await_chunk` of `weft.transport.copy_channel`)",
+    "tile_push_data(tensors, tile, data)": "`tl.store` through `symm_at`, or `put`; `scatter` and `exchange` push what a body "
+    "returns",
+    "tile_pull_data(tensors, tile)": "`tl.load` through `symm_at`, or `get`. Not in `weft.tiles`: a load over NVLink costs a "
+    "round trip that a store does not",
+    "rank_copy_data(source, target)": '`channel.send`: a copy engine, then the chunk\'s signal; `GatherPlan(transport="copy")`',
+}
+MAPS = """
+The block channel is `team.channel(chunks)` with the team's view. It counts calls, so that no signal is ever reset. The maps
+from a tile to shape and rank are a `weft.tiles.TileMap`: affine by default, else two functions or an int32 table. The map
+from a tile to a barrier is not the user's: a tile waits for the chunks that its rows are in.
+"""
+
+
 def primitives() -> dict[str, Any]:
     """Name -> primitive, of all that ``weft.language`` exports."""
     return {name: getattr(wl, name) for name in wl.__all__ if not inspect.ismodule(getattr(wl, name))}
@@ -244,6 +273,10 @@ def page() -> Iterator[str]:
             yield promise(getattr(wl, name))
             nvidia, amd, simulator = LOWERINGS[name]
             yield f"- NVIDIA: {nvidia}\n- AMD: {amd}\n- simulator: {simulator}"
+    yield TILES.strip()
+    rows = (f"| `{name}` | {here} |" for name, here in PUBLISHED.items())
+    yield "\n".join(["| published | here |", "|---|---|", *rows])
+    yield MAPS.strip()
     yield "## OpenSHMEM names"
     yield promise(wl.shmem)
     yield "\n".join(["| name | promise |", "|---|---|", *shmem()])

@@ -16,6 +16,7 @@ from tests.zoo import (  # noqa: F401  (importing fills it)
     routing,
     staging,
     sticking,
+    tiling,
 )
 from tests.zoo.exhibit import EXHIBITS
 

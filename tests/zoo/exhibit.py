@@ -23,6 +23,7 @@ class Exhibit:
     what       the bug in a few words
     published  True if published libraries have shipped this bug
     also       kinds of independent further findings
+    schedules  runs that suffice for a finding that every schedule shows; None: the default
     mark       comment at the end of the lines that the finding must name
     """
 
@@ -36,6 +37,7 @@ class Exhibit:
     published: bool = False
     world_size: int = 2
     sms: int | None = None
+    schedules: int | None = None
     mark: str = "here"
 
     @property

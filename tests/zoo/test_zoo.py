@@ -8,7 +8,8 @@ from weft.check.detector.findings import RACES
 
 
 def run(case, bug):
-    return weft.check.check(case.main, case.world_size, sms=case.sms, args=(bug,))
+    budget = {} if case.schedules is None else {"schedules": case.schedules}
+    return weft.check.check(case.main, case.world_size, sms=case.sms, args=(bug,), **budget)
 
 
 def replay(case, schedule):

@@ -1,9 +1,11 @@
 """Consequential findings: each is listed under its cause and not counted.
 
-    divergence, overshoot,        under any ordering finding
+    divergence, overshoot,        under any ordering finding, or one about tiles
     an AssertionError of main
     uninitialised                 under an ordering finding of that tensor at the reading line
-    deadlock                      under a finding of the awaited signals
+    deadlock                      under a finding of the awaited signals, or one about tiles
+    tile-read, tile-store,        under tile-owner
+    out-of-bounds
     an ordering finding           under one of the signal through which its second side synchronised last; or under one of the
                                   same tensor that shares a line with it and names a more specific cause
     early-access                  under another one, or `unfollowed`, of the same kernel
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.check.detector.findings import RACES, Finding
+from weft.check.detector.findings import RACES, TILES, Finding
 
 # Kinds that may make results differ between schedules.
 DISORDER = RACES | {"uncleared"}
@@ -56,6 +58,10 @@ def _explains(cause: Seen, effect: Seen, *, earlier: bool) -> bool:
     kind, is_ordering = other.kind, one.kind in RACES
     same = bool(one.tensor) and one.tensor == other.tensor
     touching = same and bool(_places(one) & _places(other))
+    if one.kind in TILES:
+        wrong = kind == "error" and other.message.startswith("AssertionError") and effect.runs <= cause.runs
+        misplaced = one.kind == "tile-owner" and kind in ("tile-read", "tile-store", "out-of-bounds")
+        return wrong or misplaced or kind in ("divergence", "overshoot", "deadlock")
     if kind == "divergence":
         return one.kind in DISORDER
     if kind == "overshoot":

@@ -128,6 +128,9 @@ def _of_error(error: Exception, machine: Machine, detector: Detector) -> Finding
             tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
         named = detector.named.get(error.who)
         sides = (races.side(replace(named, verb=error.verb)),) if named is not None else ()
+        if named is not None and kind == "out-of-bounds":
+            of_tile = detector.tiles.left_rows(named.thread, tensor, rank)
+            kind, message = ("tile-read", of_tile) if of_tile else (kind, message)
     elif failed is not None:
         kind = "misaligned" if isinstance(error, Misaligned) else kind
         code = machine.interpreter.line_of(error) or host_line_of(error)

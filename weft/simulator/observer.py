@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,55 @@ from weft.simulator.machine.stores import Landed
 
 
 def _nothing() -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedTile:
+    """Tile of a ``weft.tiles.TileMap``, as a program's functions describe it.
+
+    number, owner, row, rows, column  as in ``weft.tiles.Tile``
+    rows_of_owner  rows of each rank; 0 where ``row`` is no row of the owner
+    chunk_rows     rows of a chunk; 0 without chunks
+    covers         rows that tiles cover; 0 if unknown
+    """
+
+    number: int
+    owner: int
+    row: int
+    rows: int
+    column: int
+    rows_of_owner: int
+    chunk_rows: int
+    covers: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileMark:
+    """Tile of weft.tiles that a program begins to compute. Addresses and sizes are 0 without a tensor.
+
+    number, owner, row, rows  as in ``weft.tiles.Tile``
+    columns                   first column of the result, and the one after the last
+    out, row_bytes            the result, with the bytes of a row
+    own                       this rank's shard
+    gathered, gathered_row_bytes, panel_rows, chunk_rows  all ranks' panels of rows
+    chunks                    chunks of the owner that the program has waited for
+    """
+
+    number: int
+    owner: int
+    row: int
+    rows: int
+    columns: tuple[int, int]
+    out: int
+    row_bytes: int
+    own: int
+    gathered: int
+    gathered_row_bytes: int
+    panel_rows: int
+    chunk_rows: int
+    chunks: int
+    world_size: int
 
 
 class Observer:
@@ -99,6 +149,17 @@ class Observer:
 
     def note_named(self, who: str) -> None:
         """Message that names the program's present access by ``who``."""
+
+    # --- tiles -------------------------------------------------------------------------------------------------------
+
+    def tile_mapped(self, tile: MappedTile) -> None:
+        """Tile that the program looks at, perhaps not for the first time."""
+
+    def tile_began(self, tile: TileMark) -> None:
+        """Start of the program's work at a tile."""
+
+    def tile_ended(self) -> None:
+        """End of it."""
 
     # --- kernels -----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def test_every_baseline_gives_the_answer(world_size, monkeypatch):
     monkeypatch.setattr(attention_baselines, "dist", types.SimpleNamespace(all_gather_into_tensor=all_gather))
     monkeypatch.setattr(attention_baselines, "by_flash", by_hand)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    names = ["weft.local", "weft.one_gpu", "sdpa+nccl"]
+    names = ["weft.local", "weft.one_gpu", "sdpa+nccl", "sdpa+tiles"]
 
     def main(team):
         team.group = types.SimpleNamespace(team=team)

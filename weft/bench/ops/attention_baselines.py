@@ -88,28 +88,41 @@ def merge(parts: torch.Tensor) -> torch.Tensor:
     return (weights * parts[..., :-1]).sum(0)
 
 
-def gathered(problem: OpProblem, flex: bool = False) -> Prepared:
-    """Attention to this rank's tokens by torch, all-gather of the parts by NCCL, merge of own heads.
+def local_parts(problem: OpProblem, flex: bool = False) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """Attention to this rank's tokens of a set by torch, and the logs of the sums of weights [B, heads].
 
     Query heads of a KV head are the rows of one attention; keys and values are contiguous, not in pages.
     """
-    group, team = group_of(problem), problem.team
+    group_of(problem)
+    team = problem.team
     (B, heads, D), (_, kv_heads, page, _) = problem.sets[0][0].shape, problem.sets[0][1].shape
-    attend, join = by_flex() if flex else by_flash, torch.compile(merge, dynamic=False)
+    attend = by_flex() if flex else by_flash
     held = []
     for _, keys, values, pages, lengths in problem.sets:
         count = int(local_lengths(lengths, team.rank, team.size, page)[0])
         table = pages[:, : cdiv(count, page)].long()
         held.append([x[table].transpose(1, 2).flatten(2, 3)[:, :, :count].contiguous() for x in (keys, values)])
+
+    def parts(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        q = problem.sets[number][0]
+        out, log_sums = attend(q.view(B, kv_heads, heads // kv_heads, D), *held[number])
+        return out.view(B, heads, D), log_sums.view(B, heads)
+
+    return parts
+
+
+def gathered(problem: OpProblem, flex: bool = False) -> Prepared:
+    """``local_parts``, all-gather of the parts by NCCL, merge of own heads."""
+    group, team, parts = group_of(problem), problem.team, local_parts(problem, flex)
+    (B, heads, D), join = problem.sets[0][0].shape, torch.compile(merge, dynamic=False)
     own, every = heads // team.size, torch.empty((team.size * B, heads, D + 1), device=team.device)
 
     def run(number: int) -> torch.Tensor:
-        q = problem.sets[number][0]
-        out, log_sums = attend(q.view(B, kv_heads, heads // kv_heads, D), *held[number])
-        part = torch.cat((out.float(), log_sums[..., None]), dim=-1).view(B, heads, D + 1)
+        out, log_sums = parts(number)
+        part = torch.cat((out.float(), log_sums[..., None]), dim=-1)
         dist.all_gather_into_tensor(every, part, group=group)
         mine = every.view(team.size, B, heads, D + 1)[:, :, team.rank * own : (team.rank + 1) * own]
-        return join(mine).to(q.dtype)
+        return join(mine).to(out.dtype)
 
     return Prepared(run=run)
 

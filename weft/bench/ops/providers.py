@@ -14,12 +14,13 @@ from weft.bench.ops.normed import copy_into
 from weft.bench.ops.prefill_baselines import PREFILL_BASELINES
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import OPS, computes, op_of
+from weft.bench.ops.tile_providers import TILE_PROVIDERS
 from weft.ops.op import Op
 from weft.plan.planned import AUTO, Planned, machine_of
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
-    others = *BASELINES, *MOE_BASELINES, *ATTENTION_BASELINES, *PREFILL_BASELINES
+    others = *BASELINES, *MOE_BASELINES, *ATTENTION_BASELINES, *PREFILL_BASELINES, *TILE_PROVIDERS
     return (*_of_weft(op_of(op)), *(provider for provider in others if op in provider.ops))
 
 

@@ -28,12 +28,14 @@ from weft.check.detector.thread_clocks import (
     Sync,
     ThreadClock,
 )
+from weft.check.detector.tiles import Tiles
 from weft.simulator.interpreter import CodeLine
 from weft.simulator.machine.grids import Grid, Program
 from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import signed
 from weft.simulator.machine.polling import is_polled
 from weft.simulator.machine.stores import Landed
+from weft.simulator.observer import MappedTile, TileMark
 
 _COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
 # Most elements of a relaxed access that are each examined as signals, and most blocks of one line's stores that are kept for
@@ -48,6 +50,7 @@ class Detector(HappensBefore):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed
+        self.tiles = Tiles(self.races)
         # Accesses that messages named, by the text of ``Machine.who``: an error holds that text only.
         self.named: dict[str, Access] = {}
         self.unstarted = 0  # programs of the largest grid that could not start in a deadlock
@@ -152,6 +155,22 @@ class Detector(HappensBefore):
     def host(self, rank: int) -> HostOperations:
         return HostOperations(self, rank)
 
+    # --- tiles -------------------------------------------------------------------------------------------------------
+
+    def tile_mapped(self, tile: MappedTile) -> None:
+        thread = self.thread()
+        self.tiles.mapped(thread, thread.grid, tile)
+
+    def tile_began(self, tile: TileMark) -> None:
+        self.tiles.began(self.thread(), tile)
+
+    def tile_ended(self) -> None:
+        self.tiles.ended(self.thread())
+
+    def grid_ended(self, grid: Grid) -> None:
+        super().grid_ended(grid)
+        self.tiles.grid_ended(grid, self._main[grid.rank])
+
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, how: str, bits: np.ndarray) -> None:
@@ -165,6 +184,8 @@ class Detector(HappensBefore):
         scope = "sys" if how == "volatile" else None
         # All threads load, even a scalar; one thread stores a scalar.
         access = self.races.access(thread, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
+        if self.tiles.loads(thread, access, addresses):
+            return
         if how == "volatile" and addresses.size <= _FEW:
             for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
                 if addresses_in(signal, addresses).size:
@@ -203,6 +224,8 @@ class Detector(HappensBefore):
         access = self.races.access(thread, kind, verb)
         self._check_translated(thread, access, addresses)
         itemsize = bits.dtype.itemsize
+        if self.tiles.stores(thread, access, addresses, itemsize):
+            return None
         for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
             for i in addresses_in(signal, addresses):
                 new = signed(bits[i], itemsize)

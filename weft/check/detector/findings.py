@@ -27,6 +27,10 @@ REMEDIES = {
     "epoch-back": "signals only grow: notify with a value larger than the last",
     "uncleared": "clear a stage (wl.lamport_clear) after it is read and before peers write it again: rotate three stages",
     "overtaken": "put wl.fence(team) between the clear and the next words sent, or read the cleared words back (volatile)",
+    "tile-store": "store rows tile.row .. and the columns of tile.column alone, and mask rows from tile.rows on",
+    "tile-read": "load rows of tile.owner from shard alone, those of the tile; or pass positions=True with the map",
+    "tile-owner": "return the same rank on all ranks, in 0 .. W - 1, whose rows those of the tile are; or positions=True",
+    "tile-map": "give every row of 0 .. covers - 1 to one tile of each column; rows of 0 mark an entry without a tile",
     "equality-wait": "wait for >= (wl.wait): a signal may go past the value between two polls",
     "overshoot": "notify once for each count waited for",
     "residency": "launch at most team.max_programs(num_warps) programs, cooperatively, and loop over the work in them",
@@ -51,6 +55,9 @@ RACES = frozenset(
         "early-access",
     }
 )
+
+# Kinds about bodies and maps of weft.tiles.
+TILES = frozenset({"tile-store", "tile-read", "tile-owner", "tile-map"})
 
 _MARKER = re.compile(r"#\s*weft:\s*allow\(([\w, -]+)\)\s*(.*)")
 

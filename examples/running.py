@@ -1,0 +1,41 @@
+"""Command line and measurement that the examples share.
+
+python examples/NAME.py            checks the answer, on all GPUs, or on four virtual ranks if there are none
+python examples/NAME.py --bench    times it in CUDA graphs beside torch and NCCL, one after the other
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import weft
+from weft.bench.harness.meters import GraphMeter, HostMeter, finish, spread
+from weft.bench.harness.provider import Prepared
+
+CALLS, ROUNDS = 10, 20
+
+
+def run(main: Callable[..., Any]) -> None:
+    """``main(team, bench)`` on every rank, and what rank 0 says."""
+    print(weft.launch(main, args=("--bench" in sys.argv[1:],))[0])
+
+
+def compare(team: weft.Team, calls: Mapping[str, Callable[[], Any]]) -> str:
+    """Microseconds of each call, on the slowest rank; all take turns. Of virtual ranks they mean nothing."""
+    meter = HostMeter if team.is_simulated else GraphMeter
+    for call in calls.values():
+        call()
+    team.barrier()
+    meters = {
+        name: meter(team, Prepared(run=lambda _, call=call: call()), range(CALLS)) for name, call in calls.items()
+    }
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(1 if team.is_simulated else ROUNDS):
+        for name, one in meters.items():
+            one.replay()
+            finish(team, name)
+            samples[name] += one.samples()
+    slowest = {name: max(team.exchange(spread(found).median)) for name, found in samples.items()}
+    return ", ".join(f"{name} {us:.1f} µs" for name, us in slowest.items())

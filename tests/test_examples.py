@@ -1,0 +1,63 @@
+"""The examples: right on virtual ranks and under schedules, on GPUs; their kernels compile for sm_90."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import weft
+import weft.check
+from tests.compiling import compiled
+from tests.documents import record_launches
+
+FOLDER = Path(__file__).parent.parent / "examples"
+NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "running")
+
+
+@pytest.fixture
+def main(request, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return import_module(request.param).main
+
+
+def test_there_are_examples_of_four_things():
+    assert NAMES == ["gather_grouped_matmul", "gather_softmax", "gemm_all_to_all", "ring_halos"]
+
+
+@pytest.mark.parametrize("main", NAMES, indirect=True)
+def test_an_example_is_right_and_clean_and_compiles(main, monkeypatch):
+    launches = record_launches(monkeypatch)
+    report = weft.check.check(main, 2, schedules=1)
+    assert report.ok, str(report)
+    monkeypatch.undo()
+    names = {kernel.__name__ for kernel, *_ in launches.values()}
+    assert names & {"gather_kernel", "exchange_kernel", "stencil"}
+    for kernel, arguments, constants in launches.values():
+        compiled(kernel, *arguments, arch="sm_90", **constants)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("world_size", "schedules"), [(1, 1), (2, 16), (3, 16), (4, 8)])
+@pytest.mark.parametrize("main", NAMES, indirect=True)
+def test_an_example_is_clean(main, world_size, schedules):
+    report = weft.check.check(main, world_size, schedules=schedules)
+    assert report.ok, str(report)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("main", ["gather_softmax"], indirect=True)
+def test_an_example_can_be_measured(main):
+    assert all("weft" in said and "torch" in said for said in weft.simulate(lambda team: main(team, True), 2))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_runs_on_gpus(name):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for flags in ((), ("--bench",)):
+        command = [sys.executable, FOLDER / f"{name}.py", *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

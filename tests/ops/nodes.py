@@ -28,11 +28,29 @@ def collectives(nodes: int, world_size: int) -> Iterator[Case]:
 
 
 def gemms(world_size: int) -> Iterator[Case]:
-    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for dtype, (rows, n, k), layout in (
             (BF16, (5, 24, 40), "contiguous"), (FP32, (1, 7, 19), "contiguous"), (FP16, (16, 32, 32), "transposed"),
         ):  # fmt: skip
             yield Case(op=op, world_size=world_size, dtype=dtype, sizes=(world_size * rows, n, k), layout=layout)
+    for rows in (1, 2 * world_size + 1):  # some ranks have no row
+        for design in ("fused", "pipelined"):
+            yield Case(op="matmul_all_reduce", world_size=world_size, dtype=BF16, sizes=(rows, 24, 40), design=design)
+
+
+def norms(nodes: int, world_size: int) -> Iterator[Case]:
+    """Ops with a norm behind the sum over the ranks."""
+    fields = {"fields": (("nodes", nodes),), "dtype": BF16}
+    yield Case(
+        op="all_reduce_rms_norm", world_size=world_size, dtype=FP32, sizes=(2, 3, 20), fields=(("nodes", nodes),)
+    )
+    yield Case(op="all_reduce_rms_norm", world_size=world_size, sizes=(0, 64), **fields)
+    for partials in (1, 3):
+        more = (("nodes", nodes), ("partials", partials))
+        yield Case(op="all_reduce_rms_norm", world_size=world_size, dtype=BF16, sizes=(3, 64), fields=more)
+    experts = {"op": "grouped_matmul_all_reduce_rms_norm", "world_size": world_size, "dtype": BF16}
+    yield Case(**experts, sizes=(5, 2, 2 * world_size, 32, 16), fields=(("held", 2), ("nodes", nodes)))
+    yield Case(**experts, sizes=(4, 2, 4, 32, 16), fields=(("nodes", nodes), ("shared", "gated")))
 
 
 def large(nodes: int, world_size: int) -> Iterator[Case]:
@@ -48,6 +66,6 @@ def large(nodes: int, world_size: int) -> Iterator[Case]:
                 design=design,
                 fields=(("nodes", nodes),),
             )
-    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for design in ("auto", "fused", "pipelined", "sequential"):
             yield Case(op=op, world_size=world_size, dtype=BF16, sizes=(world_size * 512, 1024, 1536), design=design)

@@ -208,11 +208,14 @@ def moe_dispatch(
     return Dispatched(rows, Routing(ids, weights), mine, scales if fp8 else None)
 
 
-def check_routing(op: str, routing: Routing, team: Team) -> None:
-    """ValueError unless ``routing`` is one of a supported number of choices on the team's device."""
+def check_routing(op: str, routing: Routing, team: Team, over_nodes: bool = False) -> None:
+    """ValueError unless ``routing`` is one of a supported number of choices on the team's device.
+
+    over_nodes  the team may have several nodes
+    """
     if not isinstance(routing, Routing):
         raise ValueError(f"{op}: routing={quoted(routing)} is not a Routing; weft.ops.route gives one")
-    check_tensor(op, "ids", routing.ids, team, (torch.int32,))
+    check_tensor(op, "ids", routing.ids, team, (torch.int32,), over_nodes=over_nodes)
     check_shape(op, "ids", routing.ids, ("T", "k"))
     check_shape(op, "weights", routing.weights, routing.ids.shape)
     if not 1 <= routing.ids.shape[1] <= 16:

@@ -53,6 +53,26 @@ def norms(nodes: int, world_size: int) -> Iterator[Case]:
     yield Case(**experts, sizes=(4, 2, 4, 32, 16), fields=(("nodes", nodes), ("shared", "gated")))
 
 
+def experts(nodes: int, world_size: int) -> Iterator[Case]:
+    """Ops that exchange the rows of experts: ranks without tokens, padding, experts that none chose."""
+    tokens = (5, 0, 3, 1, 5, 5, 0, 2)[:world_size]
+    common = {"world_size": world_size, "dtype": BF16}
+    fields = (("tokens", tokens), ("nodes", nodes))
+    for op, designs in (("moe_dispatch", ("gather", "lamport", "push")), ("moe_combine", ("lamport", "push"))):
+        for design in ("auto", *designs):
+            yield Case(op=op, sizes=(5, 3, 3 * world_size, 24), design=design, fields=fields, **common)
+    for skew in ("some", "last expert"):
+        for op in ("moe_dispatch", "moe_combine"):
+            yield Case(op=op, sizes=(5, 1, world_size, 25), fields=(*fields, ("skew", skew)), **common)
+    fields += (("unweighted", True),)
+    for design in ("push", "sum_then_scatter", "lamport"):
+        yield Case(op="moe_combine", sizes=(5, 2, 3 * world_size, 40), design=design, fields=fields, **common)
+    for op, sizes in (("all_gather_grouped_matmul_silu_mul", (16, 24)), ("grouped_matmul_reduce_scatter", (24, 16))):
+        for layout, total in (("whole", 2 * world_size), ("slices", 3)):
+            named = (("tokens", tokens), ("layout", layout), ("nodes", nodes))
+            yield Case(op=op, sizes=(5, 2, total, *sizes), fields=named, **common)
+
+
 def large(nodes: int, world_size: int) -> Iterator[Case]:
     """Cases that only GPUs run: several MiB over each rail."""
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
@@ -66,6 +86,9 @@ def large(nodes: int, world_size: int) -> Iterator[Case]:
                 design=design,
                 fields=(("nodes", nodes),),
             )
+    fields = (("tokens", (1000, 999, 0, 1000, 1000, 7, 1000, 1000)[:world_size]), ("nodes", nodes))
+    for op in ("moe_dispatch", "moe_combine"):
+        yield Case(op=op, world_size=world_size, dtype=BF16, sizes=(1000, 8, 64, 2048), fields=fields)
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for design in ("auto", "fused", "pipelined", "sequential"):
             yield Case(op=op, world_size=world_size, dtype=BF16, sizes=(world_size * 512, 1024, 1536), design=design)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from weft.ops.attention.cases import sharded_case
 from weft.ops.case import BF16, FP16, FP32, Case
 
 
@@ -71,6 +73,17 @@ def experts(nodes: int, world_size: int) -> Iterator[Case]:
         for layout, total in (("whole", 2 * world_size), ("slices", 3)):
             named = (("tokens", tokens), ("layout", layout), ("nodes", nodes))
             yield Case(op=op, sizes=(5, 2, total, *sizes), fields=named, **common)
+
+
+def attentions(nodes: int, world_size: int) -> Iterator[Case]:
+    """Sequences without a token at some ranks, none at all, and of several pages at each."""
+    for heads, lengths in (
+        ((2 * world_size, 1, 16, 16), (1, 0, 16 * world_size + 5)),
+        ((4 * world_size, 2, 16, 16), (90,)),
+    ):
+        for design in ("auto", "two_kernels"):
+            case = sharded_case("sharded_decode_attention", world_size, (heads, BF16), design, lengths, spare=1)
+            yield replace(case, fields=(*case.fields, ("nodes", nodes)))
 
 
 def large(nodes: int, world_size: int) -> Iterator[Case]:

@@ -29,7 +29,9 @@ LN_2: tl.constexpr = tl.constexpr(math.log(2))
 
 
 class HeadWords(NamedTuple):
-    """Receive buffers of calls with the same heads. Place b * held + j: head j of sequence b that comes here.
+    """Receive buffers of calls with the same heads.
+
+    Place b * held + j: head j of sequence b that comes here.
 
     means     fp32 [2, W, places, D], symmetric: [half, s] written by rank s; unwritten at first
     log_sums  fp32 [2, W, places], symmetric: likewise

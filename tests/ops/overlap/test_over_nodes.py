@@ -22,8 +22,8 @@ SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
 )
 def test_every_case(nodes, node_size, seed):
     size = nodes * node_size
-    cases = [*gemms(size), *norms(nodes, size)]
-    check_replicated(weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(cases, 2)))
+    cases, calls = [*gemms(size), *norms(nodes, size)], 1 + seed
+    check_replicated(weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(cases, calls)))
 
 
 @pytest.mark.parametrize("design", ["fused", "pipelined", "sequential"])

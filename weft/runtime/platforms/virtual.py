@@ -105,6 +105,10 @@ class VirtualPlatform:
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._cluster.heaps[self._team, peer]
 
+    def heap_of_node(self, node: int) -> torch.Tensor:
+        """Heap of the rank of equal local rank in another node, for models of transports."""
+        return self._cluster.heaps[f"{self._team}.node{node}", self.node.rank]
+
     def exchange(self, what: str, item: Any) -> list[Any]:
         # Encoded as between processes: the same items are refused, and every rank gets a copy.
         return [codec.decode(data) for data in self.meet(what, codec.encode(item))]
@@ -201,12 +205,12 @@ class VirtualCopyEngine:
 
         def move() -> None:
             begin()
-            _copy(self._machine, label, dst, src, signal)
+            copy_in_pieces(self._machine, label, dst, src, signal)
 
         self._machine.enqueue(self.stream, label, move)
 
 
-def _copy(machine: Machine, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
+def copy_in_pieces(machine: Machine, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
     """Copy ``src`` to ``dst`` in pieces, as the running operation of a side stream."""
     target, source = dst.view(-1), src.view(-1)
     count, itemsize = source.numel(), source.element_size()
@@ -272,7 +276,7 @@ class VirtualRail:
                 ))  # fmt: skip
                 machine.observer.learned(sent.known)
             if piece.landed is not None:
-                _copy(machine, label, piece.landed, epoch, signal=True)
+                copy_in_pieces(machine, label, piece.landed, epoch, signal=True)
             mark.known = machine.observer.published()
             mark.is_reached = True
             machine.scheduler.recheck()
@@ -311,7 +315,7 @@ class VirtualRail:
                 f"{sent.tensor.dtype} and is received into {tuple(tensor.shape)} {tensor.dtype}; pass them in one order"
             )
         machine.observer.learned(sent.known)
-        _copy(machine, label, tensor, sent.tensor)
+        copy_in_pieces(machine, label, tensor, sent.tensor)
         link.received += 1
         sent.known, sent.is_received = machine.observer.published(), True
         machine.scheduler.recheck()

@@ -1,7 +1,7 @@
 """Model of one-sided transfers between nodes, for transports to come: a put, with or without a signal.
 
 ncclPutSignal, NCCL's device API and NVSHMEM deliver so. weft has no such transport yet: this runs on virtual ranks only, where
-``weft check`` shows what a protocol on it would rely on in vain.
+``weft check`` shows where a protocol on it relies on more than it promises.
 
     put(target, source, to, flag, epoch)   chunks in any order; the flag behind the chunks of this put alone (a weak signal)
     signal(flag, epoch, to)                behind nothing;  strong=True: behind all earlier puts to that node

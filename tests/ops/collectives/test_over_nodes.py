@@ -116,7 +116,6 @@ def test_ops_within_a_node_refuse_several_by_name():
         for call in (
             lambda team: ops.sequence_to_heads(heads, team),
             lambda team: ops.heads_to_sequence(heads, team),
-            lambda team: ops.barrier(team),
         ):
             with pytest.raises(
                 ValueError, match="team has 2 nodes x 2 ranks, and this op works within a node"
@@ -129,7 +128,7 @@ def test_ops_within_a_node_refuse_several_by_name():
         return said
 
     said = weft.simulate(main, 4, node_size=2)[0]
-    assert [text.split(":")[0] for text in said] == ["sequence_to_heads", "heads_to_sequence", "barrier"]
+    assert [text.split(":")[0] for text in said] == ["sequence_to_heads", "heads_to_sequence"]
 
 
 def test_full_grids_that_wait_for_peers_take_turns_with_the_rails():

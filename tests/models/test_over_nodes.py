@@ -27,3 +27,10 @@ def test_a_mixture_answers_over_two_nodes():
 @pytest.mark.parametrize("fused", [True, False])
 def test_every_recipe_answers_over_two_nodes(name, mode, fused):
     check(name, {"mode": mode, "fused": fused})
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["replicated", "sequence_parallel"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_spread_cache_answers_over_two_nodes(mode, fused):
+    check("adder", {"mode": mode, "fused": fused, "context_parallel": True, "page_size": 16})

@@ -18,7 +18,7 @@ def run(*words):
 
 
 @pytest.mark.parametrize(
-    ("ops", "world_size"), sampled([(("gemm-ar",), 2), ((), 4)], lambda ops, world_size: world_size == 2)
+    ("ops", "world_size"), sampled([(("all-to-all",), 2), ((), 4)], lambda ops, world_size: world_size == 2)
 )
 def test_answers_over_nodes_are_checked(ops, world_size):
     result = run(*ops, "--nodes", "--node-size", str(world_size // 2), "--world-size", str(world_size))

@@ -17,8 +17,8 @@ def check(name, options, prompts=("123+456=", "7+8="), tokens=5):
     assert weft.simulate(answers, 4, node_size=2, args=(name, options, prompts, tokens)) == [alone] * 4
 
 
-def test_a_mixture_answers_over_two_nodes():
-    check("adder-moe", {"mode": "replicated", "fused": True}, prompts=("7+8=",), tokens=2)
+def test_decode_answers_over_two_nodes():
+    check("adder", {"mode": "replicated", "fused": True}, prompts=("7+8=",), tokens=2)
 
 
 @pytest.mark.sweep

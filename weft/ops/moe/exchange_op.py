@@ -52,7 +52,9 @@ class ExchangeOp(MoeOp):
         if machine.nodes == 1:
             return super().choose(call, machine)
         node = self.plan(call, machine.node)
-        return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token's row to each of them once")
+        return Planned(
+            "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each of them"
+        )
 
     def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
         share = share_of_rows(call.choices, machine.world_size)

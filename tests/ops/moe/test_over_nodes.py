@@ -20,8 +20,10 @@ SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
     ),
 )
 def test_every_case(nodes, node_size, seed):
-    size, calls = nodes * node_size, 1 if seed == 0 else 3
-    weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(list(experts(nodes, size)), calls))
+    """Every second case once, or all of them three times."""
+    size = nodes * node_size
+    cases, calls = (list(experts(nodes, size))[::2], 1) if seed == 0 else (list(experts(nodes, size)), 3)
+    weft.simulate(run_cases, size, node_size=node_size, seed=seed, args=(cases, calls))
 
 
 def drawn(rank, tokens, experts, most=4):

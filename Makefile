@@ -31,6 +31,7 @@ sweep: .venv/.ready .venv-newest/.ready
 	.venv-newest/bin/python -m pytest -q -n $(WORKERS) -m "sweep and not gpu" --triton-sensitive tests
 	.venv/bin/python -m tests.check.sweep --jobs $(WORKERS) --schedules 16
 	.venv/bin/python -m tests.check.sweep --table --jobs $(WORKERS) --schedules 8
+	.venv/bin/python -m tests.check.sweep --world-size 4 --node-size 2 --jobs $(WORKERS) --schedules 16
 
 lint: .venv/.ready
 	.venv/bin/python -m ruff check --quiet .

@@ -1,7 +1,8 @@
 """Check of all ops: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME]``.
 
-``--table`` runs the ops' cases, with each design, instead of the list here. ``--jobs`` spreads the
-schedules over processes. ``--json FILE`` writes the runs and findings.
+``--table`` runs the ops' cases, with each design, instead of the list here; ``--node-size L`` the ops
+over nodes of L ranks. ``--jobs`` spreads the schedules over processes. ``--json FILE`` writes the runs
+and findings.
 
 Prints findings and times. tests/check/test_ops.py runs a few schedules of the same calls.
 """
@@ -28,8 +29,10 @@ import triton
 import weft
 import weft.check
 from tests.ops.checking import call_op, inputs_of
+from tests.ops.nodes import experts, norms
 from weft import ops
 from weft.bench.harness.machine import revision
+from weft.ops.case import Case
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
 from weft.ops.moe.grouped import GroupedTiles
@@ -298,6 +301,33 @@ OPS = [
 ]
 
 
+def case_over_nodes(cases: Callable[[int, int], Iterator[Case]], index: int, team: Any, x: Callable) -> Any:
+    """One of the ``cases`` of tests/ops/nodes.py."""
+    case = list(cases(team.shape.nodes, team.size))[index]
+    return call_op(case, team, inputs_of(case, team.rank))
+
+
+# What works over nodes, with two calls in a row: the second writes where peers may still read the first one's.
+OVER_NODES = [
+    Call("all_gather", lambda team, x: ops.all_gather(x(3, 17), team), 2),
+    Call("reduce_scatter", lambda team, x: ops.reduce_scatter(x(team.size * 2, 30), team), 2),
+    Call("all_reduce", lambda team, x: ops.all_reduce(x(team.size * 40 + 3), team), 2),
+    Call("all_to_all", lambda team, x: ops.all_to_all(x(team.size * 2, 20), team), 2),
+    Call("all_gather copy_engine", lambda team, x: ops.all_gather(x(3, 24), team, "copy_engine"), 2),
+    Call("reduce_scatter copy_engine", lambda team, x: ops.reduce_scatter(x(team.size, 64), team, "copy_engine"), 2),
+    Call("all_reduce_rms_norm", fused_norm, 2),
+    Call("grouped_matmul_all_reduce_rms_norm", functools.partial(case_over_nodes, norms, -2), 1),
+    Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(8, 32), x(16, 32), team), 2),
+    Call("matmul_reduce_scatter", lambda team, x: ops.matmul_reduce_scatter(x(team.size * 8, 32), x(16, 32), team), 2),
+    Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(9, 32), x(16, 32), team), 2),
+    Call("moe_dispatch", dispatched, 2),
+    Call("moe_combine", combined, 2),
+    Call("moe_combine lamport", functools.partial(combined, algorithm="lamport"), 2),
+    Call("all_gather_grouped_matmul_silu_mul", functools.partial(case_over_nodes, experts, -4), 1),
+    Call("grouped_matmul_reduce_scatter", functools.partial(case_over_nodes, experts, -2), 1),
+    Call("sharded_decode_attention", functools.partial(attended, algorithm="two_kernels"), 1),
+]
+
 # Too slow for a few schedules in every run of the tests.
 SLOW = [
     Call("moe_dispatch and moe_combine, with gradients", trained, 2),
@@ -318,6 +348,7 @@ class Share:
     """Part of the schedules of one call, from ``seed`` on."""
 
     table: bool
+    node_size: int | None
     index: int
     world_size: int
     seed: int
@@ -341,25 +372,31 @@ class Swept:
 
 
 @functools.cache
-def calls(from_table: bool, world_size: int) -> list[Call]:
+def calls(from_table: bool, world_size: int, node_size: int | None = None) -> list[Call]:
+    if node_size is not None:
+        return OVER_NODES
     return table(world_size) if from_table else [*OPS, *SLOW]
 
 
 def shares(chosen: argparse.Namespace) -> Iterator[Share]:
     for size in sorted((int(size) for size in chosen.world_size.split(",")), reverse=True):
-        for index, call in enumerate(calls(chosen.table, size)):
+        for index, call in enumerate(calls(chosen.table, size, chosen.node_size)):
             if call.name.startswith(chosen.op):
                 for seed in range(0, chosen.schedules, SHARE):
                     count = min(SHARE, chosen.schedules - seed)
-                    yield Share(chosen.table, index, size, chosen.seed + seed, count)
+                    yield Share(chosen.table, chosen.node_size, index, size, chosen.seed + seed, count)
 
 
 def sweep(share: Share) -> tuple[float, list[str]]:
     torch.set_num_threads(1)
-    call = calls(share.table, share.world_size)[share.index]
+    call = calls(share.table, share.world_size, share.node_size)[share.index]
+
+    def main(team: Any) -> list[Any]:
+        return call(team if share.node_size is None else weft.init(node_size=share.node_size))
+
     started = time.perf_counter()
     report = weft.check.check(
-        call, share.world_size, schedules=share.schedules, seed=share.seed, sms=call.sms, heap_bytes=None
+        main, share.world_size, schedules=share.schedules, seed=share.seed, sms=call.sms, heap_bytes=None
     )
     return time.perf_counter() - started, [] if report.ok else [str(report)]
 
@@ -384,6 +421,7 @@ def command() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--op", default="", help="run only the ops whose name has this prefix")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--node-size", type=int)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", metavar="FILE")
     chosen = parser.parse_args()
@@ -396,7 +434,7 @@ def command() -> int:
         for share, (seconds, findings) in zip(todo, pool.map(sweep, todo), strict=True):
             key = share.world_size, share.index
             found = swept.setdefault(
-                key, Swept(calls(share.table, share.world_size)[share.index].name, share.world_size)
+                key, Swept(calls(share.table, share.world_size, share.node_size)[share.index].name, share.world_size)
             )
             found.add(share.schedules, seconds, findings)
             left[key] -= 1

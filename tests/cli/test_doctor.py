@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import yaml
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 import weft
@@ -192,20 +194,38 @@ def test_links_need_torchrun(monkeypatch):
     assert ended.exit_code == 2 and "start it on every machine with torchrun --nnodes M" in ended.output
 
 
+def test_the_recipes_of_the_page_start_the_same_line():
+    """Those of Kubernetes are YAML, whose words torchrun's own parser takes."""
+    text = (Path(weft.__file__).parent.parent / "docs" / "nodes.md").read_text()
+    job, jobset = (yaml.safe_load(part.split("```")[0]) for part in text.split("```yaml\n")[1:])
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    slurm = text.split("srun ")[1].split("\n```")[0].replace("\\\n", "").split()
+    for words in (job["spec"]["trainer"]["command"], pod["command"] + pod["args"], slurm):
+        assert words[0] == "torchrun"
+        parsed = get_args_parser().parse_args(words[1:])
+        assert parsed.module and [parsed.training_script, *parsed.training_script_args] == ["weft", "doctor", "--nodes"]
+
+
 @pytest.mark.sweep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two agents of one machine would share its GPUs")
-def test_two_agents_of_torchrun_are_two_nodes():
+@pytest.mark.parametrize("by_variables", [False, True])
+def test_two_agents_of_torchrun_are_two_nodes(by_variables):
+    """Told by flags, or as Kubeflow's Trainer tells them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     here = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
-    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr",
-           "127.0.0.1", "--master-port", str(port)]  # fmt: skip
-    agents = [
-        subprocess.Popen([*run, "--node-rank", str(node), "-m", "weft", "doctor", "--nodes", "--json"], env=here,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for node in range(2)
-    ]  # fmt: skip
+    told = {"nnodes": "2", "nproc-per-node": "2", "master-addr": "127.0.0.1", "master-port": str(port)}
+    agents = []
+    for node in range(2):
+        told["node-rank"] = str(node)
+        flags = [] if by_variables else [word for name, value in told.items() for word in (f"--{name}", value)]
+        variables = (
+            {f"PET_{name.upper().replace('-', '_')}": value for name, value in told.items()} if by_variables else {}
+        )
+        run = [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "weft", "doctor", "--nodes", "--json"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        agents.append(subprocess.Popen(run, env=here | variables, **pipes))
     first, second = [agent.communicate(timeout=120)[0] for agent in agents]
     found = json.loads(first)
     kinds = {(link["one"], link["other"]): link["kind"] for link in found["links"]}

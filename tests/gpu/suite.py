@@ -340,6 +340,8 @@ def groups_over_nodes(team: Any) -> dict[str, Callable[[], Attempts]]:
     """The groups of a team of several nodes, of the ops that work over them."""
     nodes, on_gpu = team.shape.nodes, team.device.type == "cuda"
     small = [*over_nodes.collectives(nodes, team.size), *over_nodes.gemms(team.size)]
+    small += [*over_nodes.norms(nodes, team.size), *over_nodes.experts(nodes, team.size)]
+    small += over_nodes.attentions(nodes, team.size)
     large = list(over_nodes.large(nodes, team.size))
     plain = first_of_each(large if on_gpu else small)
     groups: dict[str, Callable[[], Attempts]] = {

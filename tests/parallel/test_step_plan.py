@@ -44,7 +44,7 @@ def test_a_plan_that_was_asked_for_is_followed(names):
 def test_rms_scales_are_deferred_for_few_tokens_in_bf16_on_sm_90(monkeypatch):
     def plan(tokens=64, dtype=torch.bfloat16, mode="replicated", arch="sm_90", world_size=4):
         caps = Capabilities(device_name=arch, arch=arch, sms=132, memory_bytes=0, peer_access=(True,))
-        team = SimpleNamespace(size=world_size, is_simulated=False, caps=caps)
+        team = SimpleNamespace(rail=None, size=world_size, is_simulated=False, caps=caps)
         return plan_step(tokens, mode=mode, hidden_size=5120, dtype=dtype, team=team)
 
     def defers(plan):

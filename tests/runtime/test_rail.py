@@ -13,11 +13,12 @@ import weft
 import weft.check
 import weft.language as wl
 from weft import Piece
-from weft.errors import Deadlock, WeftError
+from weft.errors import Deadlock, Unsupported, WeftError
 from weft.runtime import launch
 from weft.runtime.links import measure, pairs_of
 from weft.runtime.platforms.cuda import agreed_nodes
 from weft.runtime.platforms.torch_rail import new_group, rail_of
+from weft.runtime.platforms.virtual_put import PutLink
 from weft.runtime.store import FolderStore, Given, given, private_folder
 from weft.runtime.team.rendezvous import Rendezvous
 from weft.runtime.team.shape import shape_of
@@ -200,3 +201,19 @@ def test_processes_over_gloo(nodes, node_size):
         assert [(link.one, link.other, link.kind) for link in links.links] == list(pairs_of(links.shape))
         assert all(link.microseconds > 0 and link.gb_per_s > 0 for link in links.links) and links.backend == "gloo"
         assert refused.startswith("the ranks have different nodes: rank 0 has node_size=1, rank 1 has node_size=2")
+
+
+def test_puts_between_nodes_are_a_model_of_virtual_ranks_of_several_nodes():
+    def main(team):
+        with pytest.raises(Unsupported, match="puts between nodes are a model, .* use team.rail"):
+            PutLink(team.node)
+        link, x = PutLink(team), team.node.zeros(8, torch.float32)
+        team.barrier()
+        with pytest.raises(ValueError, match="is this rank's own node; store within the node instead"):
+            link.put(x, x, team.rail.index)
+        link.put(x, torch.full((8,), team.rank + 1.0), 1 - team.rail.index)
+        link.quiet()
+        team.barrier()
+        return x.tolist()
+
+    assert weft.simulate(main, 2, node_size=1) == [[2.0] * 8, [1.0] * 8]

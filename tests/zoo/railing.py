@@ -8,6 +8,7 @@ import weft
 import weft.language as wl
 from tests.zoo.exhibit import N, exhibit
 from weft import Piece
+from weft.runtime.platforms.virtual_put import PutLink
 
 
 def swap(rail, x, received, landed=None, epoch=None):
@@ -143,3 +144,114 @@ def store_across_nodes(team, bug):
     store_to[(1,)](x, other if bug else 1 - team.node.rank, team.node.view, N)
     team.barrier()
     return x
+
+
+@triton.jit
+def fan_out(pieces, piece, counted, count, team, N: tl.constexpr):
+    at = piece * N + tl.arange(0, N)
+    peer = 1 - wl.rank(team)
+    tl.store(wl.symm_at(pieces, peer, team) + at, tl.load(pieces + at))  # here
+    wl.notify(counted, peer, count, team, "add")
+
+
+@triton.jit
+def read_when_counted(pieces, counted, got, count, team, N: tl.constexpr):
+    at = tl.arange(0, 2 * N)
+    wl.wait(counted, count, team)
+    tl.store(got + at, tl.load(pieces + at))  # here
+
+
+def pieces_of_a_rail(team):
+    """Two pieces for each local rank 0, which forwards them to local rank 1 of its node."""
+    node = team.node
+    pieces, counted = node.zeros((2, N), torch.float32, name="pieces"), node.signals(1, name="counted")
+    return node, pieces, counted, team.local(2 * N, torch.float32)
+
+
+def received(team, pieces):
+    rail, other = team.rail, 1 - team.rail.index
+    sent = [torch.full((N,), team.rank + 1.0 + k) for k in range(2)]
+    rail.fork()
+    return rail.exchange([Piece(send=sent[k], to=other, receive=pieces[k], source=other) for k in range(2)])
+
+
+@exhibit("race", "pieces", "a piece is counted twice", fan_out, read_when_counted, world_size=4)
+def piece_counted_twice(team, bug):
+    team = weft.init(node_size=2)
+    node, pieces, counted, got = pieces_of_a_rail(team)
+    if node.rank == 0:
+        marks = received(team, pieces)
+        for k in range(2):
+            team.rail.after(marks[k])
+            fan_out[(1,)](pieces, k, counted, 2 if bug and k == 0 else 1, node.view, N)
+        team.rail.join()
+    else:
+        read_when_counted[(1,)](pieces, counted, got, 2, node.view, N)
+    team.barrier()
+    return got
+
+
+@triton.jit
+def tell(counted, team):
+    wl.notify(counted, 1 - wl.rank(team), 1, team)
+
+
+@exhibit("race", "pieces", "the flag of a piece is set before it is fanned out", read_when_counted, world_size=4)
+def flag_before_fan_out(team, bug):
+    team = weft.init(node_size=2)
+    node, pieces, counted, got = pieces_of_a_rail(team)
+    if node.rank == 0:
+        marks = received(team, pieces)
+        for mark in marks:
+            team.rail.after(mark)
+        if bug:
+            tell[(1,)](counted, node.view)
+        node.copy_engine.fork()
+        node.copy_engine.put(pieces, pieces, 1)  # here
+        node.copy_engine.join()
+        if not bug:
+            tell[(1,)](counted, node.view)
+        team.rail.join()
+    else:
+        read_when_counted[(1,)](pieces, counted, got, 1, node.view, N)
+    team.barrier()
+    return got
+
+
+def puts_of_a_rail(team):
+    team = weft.init(node_size=1)
+    link, node = PutLink(team), team.node
+    pieces, landed = node.zeros((2, N), torch.float32, name="pieces"), node.signals(1, name="landed")
+    epoch, got = team.local(1, torch.int32).fill_(1), team.local(2 * N, torch.float32)
+    sources = torch.full((2, N), team.rank + 1.0)
+    team.barrier()
+    return link, node, pieces, landed, epoch, got, sources
+
+
+@exhibit("race", "pieces", "a signal is sent before the fence behind the puts", read_when_counted)
+def signal_before_fence(team, bug):
+    link, node, pieces, landed, epoch, got, sources = puts_of_a_rail(team)
+    other = 1 - team.rank
+    link.put(pieces, sources, other)  # here
+    if not bug:
+        link.fence(other)
+    link.signal(landed, epoch, other)
+    link.fence(other)
+    read_when_counted[(1,)](pieces, landed, got, 1, node.view, N)
+    link.quiet()
+    return got
+
+
+@exhibit("race", "pieces", "a weak signal, of its own put, is taken for a strong one, of all before", read_when_counted)
+def weak_signal_taken_for_strong(team, bug):
+    link, node, pieces, landed, epoch, got, sources = puts_of_a_rail(team)
+    other = 1 - team.rank
+    link.put(pieces[0], sources[0], other)  # here
+    if bug:
+        link.put(pieces[1], sources[1], other, landed, epoch)
+    else:
+        link.put(pieces[1], sources[1], other)
+        link.signal(landed, epoch, other, strong=True)
+    read_when_counted[(1,)](pieces, landed, got, 1, node.view, N)
+    link.quiet()
+    return got

@@ -25,15 +25,21 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
+NODE_OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ag-gemm", "gemm-rs", "gemm-ar")
+# Others know one node, or would need names of weft's designs in a node.
+NODE_PROVIDERS = ("weft.auto", "nccl", "cublas+nccl")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """Flags as typed. ValueError for values that are wrong on any machine.
 
-    ops     OP or OP@SHAPES; those of one op are measured together
-    shapes  for ops without their own
+    ops        OP or OP@SHAPES; those of one op are measured together; () with ``nodes``: NODE_OPS
+    shapes     for ops without their own
+    nodes      the team has several nodes; node_size: ranks of a logical one, None: of torchrun's machines
     """
 
-    ops: tuple[str, ...]
+    ops: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = ()
     shapes: tuple[str, ...] = ()
     dtype: str = "bf16"
@@ -46,6 +52,8 @@ class BenchOptions:
     eager: bool = False
     device: str = "auto"
     algorithm_cache: Path | None = None
+    nodes: bool = False
+    node_size: int | None = None
     model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
@@ -54,9 +62,15 @@ class BenchOptions:
         from weft.bench.workloads import NAMES
         from weft.runtime.launch import DEVICES
 
+        if not self.shapes_by_op():
+            raise ValueError("no op is named; name one, or pass --nodes for those over nodes")
+        if self.node_size is not None and not self.nodes:
+            raise ValueError(f"--node-size {self.node_size} is of --nodes; pass both")
         for op in self.shapes_by_op():
             if op not in NAMES:
                 raise ValueError(f"op {op!r} is unknown; choose one of {', '.join(NAMES)}")
+            if self.nodes and op not in NODE_OPS:
+                raise ValueError(f"op {op!r} is not measured over nodes; choose one of {', '.join(NODE_OPS)}")
         self.model.check_ops(self.shapes_by_op(), self.eager)
         if self.device not in DEVICES:
             raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
@@ -75,7 +89,7 @@ class BenchOptions:
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
         from weft.bench.ops.shapes import shapes_by_op
 
-        return shapes_by_op(self.ops, self.shapes)
+        return shapes_by_op(self.ops or (NODE_OPS if self.nodes else ()), self.shapes)
 
     def workloads(self, world_size: int, simulated: bool) -> tuple[Workload, ...]:
         """Workloads at one world size. ValueError for shapes, providers or models that there are not."""
@@ -94,7 +108,8 @@ class BenchOptions:
                 made.append(TrainWorkload(name=op, shapes=layers, dtype=self.dtype, words=self.providers))
             else:
                 parsed = parse_shapes(op, shapes, world_size, dtype=self.dtype, tiny=simulated)
-                made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=self.providers))
+                words = self.providers or (NODE_PROVIDERS if self.nodes else ())
+                made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=words))
         return tuple(made)
 
     def hints(self, world_sizes: tuple[int, ...], simulated: bool) -> list[str]:
@@ -116,7 +131,7 @@ class BenchOptions:
 
 def bench(
     ops: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="OP[@SHAPES]...",
             help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, gemm-silu, ag-gemm, gemm-rs, "
@@ -126,7 +141,7 @@ def bench(
             "a model: model; complete generations: generate. Several are measured in one launch, as in all-reduce "
             "ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
         ),
-    ],
+    ] = None,
     world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,
     shapes: Annotated[
         list[str] | None,
@@ -159,6 +174,11 @@ def bench(
         Path | None,
         typer.Option(help="Cache of cuBLAS algorithms, by weft tune, for weft and baselines [default: none]"),
     ] = None,
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="Over several nodes: torchrun's, or logical ones [default: the ops that do]"),
+    ] = False,
+    node_size: Annotated[int | None, typer.Option(help="Ranks of a logical node [with --nodes]")] = None,
     model: Annotated[str | None, typer.Option(help="qwen3-32b, … with random weights [of layers and models]")] = None,
     layers: Annotated[int | None, typer.Option(help="Number of its layers [default: all]")] = None,
     run_type: Annotated[str | None, typer.Option(help="prefill or decode [default: both]")] = None,
@@ -182,7 +202,7 @@ def bench(
         from weft.runtime.files import put
 
         asked = BenchOptions(
-            ops=tuple(ops),
+            ops=tuple(ops or ()),
             world_sizes=numbers("world-size", world_size),
             shapes=tuple(shapes or ()),
             dtype=dtype,
@@ -195,6 +215,8 @@ def bench(
             eager=eager,
             device=device,
             algorithm_cache=algorithm_cache,
+            nodes=nodes,
+            node_size=node_size,
             model=ModelFlags(
                 model=model,
                 layers=layers,
@@ -288,7 +310,8 @@ def _measure(
                     on_rank,
                     size,
                     "sim" if simulated else "cuda",
-                    args=(workloads, how, Save(files=files, folder=asked.out, before=before), asked.algorithm_cache),
+                    args=(workloads, how, Save(files=files, folder=asked.out, before=before), asked),
+                    node_size=asked.node_size,
                     heap_bytes=None if simulated else heap_bytes(workloads),
                 )[0]
             except (WeftError, KeyboardInterrupt) as error:
@@ -301,14 +324,16 @@ def _measure(
     return None
 
 
-def on_rank(
-    team: Team, workloads: tuple[Workload, ...], how: Options, save: Save, algorithm_cache: Path | None
-) -> list[Report]:
-    """Measure on one rank. Rank 0 prints progress."""
+def on_rank(team: Team, workloads: tuple[Workload, ...], how: Options, save: Save, asked: BenchOptions) -> list[Report]:
+    """Measure on one rank. Rank 0 prints progress. ValueError for ``--nodes`` on a team of one node."""
     from weft.bench.harness.runner import run_workloads
     from weft.ops import warm_up
 
-    warm_up(team, algorithm_cache=algorithm_cache)
+    if asked.nodes and team.rail is None:
+        raise ValueError(
+            f"--nodes: all {team.size} ranks are of one node; pass --node-size, or start it by torchrun on several machines"
+        )
+    warm_up(team, algorithm_cache=asked.algorithm_cache)
     with progress(team.rank == 0) as say:
         return run_workloads(team, workloads, how, save, say)
 

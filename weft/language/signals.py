@@ -27,7 +27,7 @@ def notify(signal, peer, value, team, op: tl.constexpr = SET):
     """Release: all that this program has stored is visible to a program that waits for ``value``.
 
     ``signal``: scalar pointer to a symmetric signal. ``value``: integer scalar. ``op``, a compile-time constant: "set" stores
-    ``value`` at ``peer``; "add" adds it atomically.
+    ``value`` at ``peer``; "add" adds it atomically, which PCIe does not offer (``team.caps.remote_atomics``): refused there.
     Promise: every earlier store of this *program* (all its threads, remote ones and tensor-descriptor stores included) is
     visible system-wide before ``peer`` can see the new value. Contains a CTA barrier: all threads must reach it.
     """
@@ -40,6 +40,11 @@ def notify(signal, peer, value, team, op: tl.constexpr = SET):
     gather_stores()
     target = symm_at(signal, peer, team)
     if op == "add":
+        tl.static_assert(
+            team.remote_atomics > 0,
+            "notify: op='add' needs atomics on a peer's memory, which this team's links lack (PCIe, team.caps.links); "
+            "pass op='set', with a signal for each sender",
+        )
         stock.add_release(target, value)
     else:
         tl.static_assert(op == "set", "notify: op must be 'set' or 'add'")

@@ -118,7 +118,7 @@ def explain(
     here = machine(caps or _here(world_size), world_size, nodes=nodes)
     call = found.call_of([given[name] for name in found.sizes], dtype, here, algorithm, **fields)
     given_as = tuple(shape) if shape is not None else " ".join(f"{name}={given[name]}" for name in found.sizes)
-    if nodes > 1 and "over_nodes" not in found.designs:
+    if nodes > 1 and not found.spans_nodes:
         raise ValueError(
             f"explain: {found.name} works within a node; leave node_size out and pass world_size={node_size}"
         )

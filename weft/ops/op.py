@@ -44,6 +44,7 @@ class Op:
              "attention" (pairs, tokens, head_dim), "prefill" (``PrefillShape``), "sharded" (``ShardedShape``), "moe"
              (``MoeShape``); "": none
     collective  True if the ranks compute it together
+    spans_nodes True if it works on a team of several nodes
     ranks_differ_in_k  True if ranks may hold different shares of K and must still agree on ``table.agreed_of`` a row
 
     algorithms  designs that a caller can ask for; "auto" is the first
@@ -62,6 +63,7 @@ class Op:
     rare: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
     collective: ClassVar[bool] = True
+    spans_nodes: ClassVar[bool] = False
     ranks_differ_in_k: ClassVar[bool] = False
 
     def __init__(self) -> None:

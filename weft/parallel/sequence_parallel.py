@@ -59,11 +59,12 @@ class SequenceParallel(Recipe):
         return SequenceShard(ops.matmul_reduce_scatter(attended, w.o, self.team))  # matmul_reduce_scatter
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
-        # All tokens are treated alike between the two GEMMs, so they stay in the order in which they arrive.
-        gate_up = ops.all_gather_matmul(x.rows, w.gate_up, self.team, own_first=True)  # all_gather_matmul
+        # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.
+        own_first = self.team.rail is None
+        gate_up = ops.all_gather_matmul(x.rows, w.gate_up, self.team, own_first=own_first)  # all_gather_matmul
         gated = self.local.silu_mul(gate_up)  # silu_mul
         return SequenceShard(
-            ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=True)  # matmul_reduce_scatter
+            ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=own_first)  # matmul_reduce_scatter
         )
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:

@@ -36,8 +36,11 @@ def norm_adds_up(tokens: int, row_bytes: int, world_size: int) -> bool:
 
 
 def defers_scale(dtype: torch.dtype, team: Team) -> bool:
-    """True where the deferred RMS scale was measured to be faster. In fp16 it may overflow."""
-    return dtype == torch.bfloat16 and (team.is_simulated or team.caps.arch == "sm_90")
+    """True where the deferred RMS scale was measured to be faster. In fp16 it may overflow.
+
+    Over nodes the norm is a kernel of its own, and needs none.
+    """
+    return team.rail is None and dtype == torch.bfloat16 and (team.is_simulated or team.caps.arch == "sm_90")
 
 
 def gemm_divides(rows: int) -> bool:

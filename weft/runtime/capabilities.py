@@ -10,6 +10,10 @@ import torch
 
 # CUdevice_attribute CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
 _MULTICAST_SUPPORTED = 132
+# CUdevice_P2PAttribute CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h
+_NATIVE_ATOMICS = 3
+# Kinds of links: NVLink (or xGMI, or this rank's own memory), PCIe, a rail to another node.
+NVLINK, PCIE, RAIL = "nvlink", "pcie", "rail"
 # Bytes that a measurement reads between two uses of the same weights: twice the 60 MB L2 of an H200.
 COLD_BYTES = 120e6
 
@@ -24,6 +28,8 @@ class Capabilities:
     memory_bytes  of the device; 0 if unknown
     peer_access   bool [size]: this rank's kernels reach the memory of each rank; True for itself
     multicast     the team's heap has a multicast address, so that multimem instructions may be used
+    links         [size]: kind of the link to each rank, "nvlink" (to itself too), "pcie" (no atomics on a peer's memory) or
+                  "rail" (no access); (): all NVLink
     """
 
     device_name: str
@@ -32,6 +38,12 @@ class Capabilities:
     memory_bytes: int
     peer_access: tuple[bool, ...]
     multicast: bool = False
+    links: tuple[str, ...] = ()
+
+    @property
+    def remote_atomics(self) -> bool:
+        """True if atomics on the memory of every rank of the node are atomic."""
+        return PCIE not in self.links
 
     @property
     def is_simulated(self) -> bool:
@@ -57,13 +69,15 @@ def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool =
         memory_bytes=properties.total_memory,
         peer_access=tuple(peer == index or torch.cuda.can_device_access_peer(index, peer) for peer in peers),
         multicast=multicast,
+        links=tuple(link_between(index, peer) for peer in peers),
     )
 
 
-def simulated(world_size: int, sms: int) -> Capabilities:
-    """Capabilities, multicast among them, of one of ``world_size`` virtual ranks.
+def simulated(world_size: int, sms: int, *, link: str = NVLINK) -> Capabilities:
+    """Capabilities of one of ``world_size`` virtual ranks.
 
-    sms  programs of a rank that can be resident at once
+    sms   programs of a rank that can be resident at once
+    link  kind of the links; multicast is among the capabilities unless it is "pcie"
     """
     return Capabilities(
         device_name="simulated",
@@ -71,7 +85,8 @@ def simulated(world_size: int, sms: int) -> Capabilities:
         sms=sms,
         memory_bytes=0,
         peer_access=(True,) * world_size,
-        multicast=True,
+        multicast=link == NVLINK,
+        links=() if link == NVLINK else (link,) * world_size,
     )
 
 
@@ -89,17 +104,32 @@ def peer_matrix() -> tuple[tuple[bool, ...], ...]:
     return tuple(tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count))
 
 
+def link_between(index: int, peer: int) -> str:
+    """Kind of the link between two devices of this machine: "nvlink" if it carries atomics, else "pcie"."""
+    if index == peer or torch.version.hip:
+        return NVLINK
+    cuda, supported = _cuda_driver(), ctypes.c_int(1)
+    if cuda is not None and cuda.cuDeviceGetP2PAttribute(ctypes.byref(supported), _NATIVE_ATOMICS, index, peer):
+        return NVLINK  # the driver does not say
+    return NVLINK if supported.value else PCIE
+
+
+def _cuda_driver() -> ctypes.CDLL | None:
+    """The driver's library, initialised; None without one."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return None if cuda.cuInit(0) else cuda
+
+
 def driver_offers_multicast(index: int) -> bool | None:
     """True if the driver reports multicast objects for a device; None without an NVIDIA driver.
 
     This reads an attribute only. Multicast may still be off in the fabric, which shows when a heap is made.
     """
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, supported = ctypes.c_int(), ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+    cuda, device, supported = _cuda_driver(), ctypes.c_int(), ctypes.c_int()
+    if cuda is None or cuda.cuDeviceGet(ctypes.byref(device), index):
         return None
     if cuda.cuDeviceGetAttribute(ctypes.byref(supported), _MULTICAST_SUPPORTED, device):
         return None

@@ -166,6 +166,9 @@ def _gpus() -> Iterator[Finding]:
         return
     yield _links()
     yield _peers(capabilities.peer_matrix())
+    yield _atomics(
+        [(i, j) for i in range(count) for j in range(i) if capabilities.link_between(i, j) == capabilities.PCIE]
+    )
     offered = [capabilities.driver_offers_multicast(index) for index in range(count)]
     yield Finding(
         name="multicast",
@@ -219,6 +222,18 @@ def _peers(matrix: Sequence[Sequence[bool]]) -> Finding:
         status="missing",
         explanation="ranks must be able to reach each other: choose GPUs that can",
         remedy="nvidia-smi topo -p2p r",
+    )
+
+
+def _atomics(without: Sequence[tuple[int, int]]) -> Finding:
+    """``without``: pairs of GPUs whose link carries no atomics."""
+    if not without:
+        return Finding(name="remote atomics", value="every pair", status="ok", explanation="notify may set and add")
+    return Finding(
+        name="remote atomics",
+        value=f"not between {', '.join(f'{i}-{j}' for i, j in without)}",
+        status="unused",
+        explanation="PCIe: notify sets only, op='add' is refused; no op of weft adds",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import NoTeam
+from weft.runtime.capabilities import link_between
 from weft.runtime.codec import exchangeable
 from weft.runtime.environment import coordinates
 from weft.runtime.platforms.cuda import agreed_nodes
@@ -27,7 +28,7 @@ _LATENCY, _BANDWIDTH = (4096, 5, 20), (8 << 20, 2, 5)
 class Link:
     """Link between two ranks.
 
-    kind          "node": of one node; "rail": of equal local rank in different nodes
+    kind          "nvlink" or "pcie": of one node ("node" without GPUs); "rail": of equal local rank in different nodes
     microseconds  one way, of 4 KiB
     gb_per_s      one way, of 8 MiB at a time
     """
@@ -87,6 +88,8 @@ def measure(shape: Shape, rank: int, device: torch.device, exchange: Callable[[s
             latency, transfer = (
                 _one_way(other + one - rank, rank == one, device, *how) for how in (_LATENCY, _BANDWIDTH)
             )
+            if kind == "node" and device.type == "cuda":
+                kind = link_between(device.index, other % shape.node_size)
             link = Link(
                 one=one, other=other, kind=kind, microseconds=1e6 * latency, gb_per_s=_BANDWIDTH[0] / transfer / 1e9
             )

@@ -8,6 +8,7 @@ from typing import Any
 from weft.arguments import (
     check_args,
     check_callable,
+    check_choice,
     check_heap_bytes,
     check_instance,
     check_number,
@@ -35,6 +36,7 @@ def simulate(
     slow: Mapping[int, float] | None = None,
     heap_bytes: int | None = None,
     node_size: int | None = None,
+    link: str = "nvlink",
     args: Sequence[Any] = (),
     on_event: Callable[[tuple[int, str, str, str]], None] | None = None,
     prepare: Callable[[Any], None] | None = None,
@@ -45,6 +47,7 @@ def simulate(
     sms       programs of a rank that can be resident at once; further ones start when others end
     slow      rank -> factor by which the scheduler picks it less often than the others
     node_size ranks of each node: those of different nodes do not reach each other's memory; None: one node
+    link      kind of the links within a node: "nvlink", or "pcie", on which a peer's memory has no atomics
     on_event  called with (step, task, kind, detail) for every access, launch and wait
     prepare   called with the machine before it runs (``weft.check`` installs its observer and strategy there)
 
@@ -57,6 +60,7 @@ def simulate(
     world_size, seed, sms = check_virtual_ranks("world_size", world_size), check_seed(seed), positive("sms", sms)
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
     node_size = check_node_size(node_size, world_size)
+    check_choice("link", link, ("nvlink", "pcie"))
     check_optional(check_callable, "on_event", on_event, "on_event((step, task, kind, detail))")
     check_optional(check_callable, "prepare", prepare, "prepare(machine)")
     _check_slow(slow, world_size)
@@ -67,7 +71,7 @@ def simulate(
     from weft.runtime.platforms.virtual import Cluster  # needs the simulator
 
     machine = Machine(world_size, seed, sms, slow, on_event)
-    cluster = Cluster(machine, node_size)
+    cluster = Cluster(machine, node_size, link)
 
     def host(rank: int) -> Any:
         enter_virtual_rank(cluster, rank)

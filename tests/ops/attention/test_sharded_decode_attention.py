@@ -233,7 +233,7 @@ def merge(arch, world_size=2):
     constants = {"HEADS": HeadSizes.of(32, 4, 1, world_size), "ROWS": 4, "D": 128, **launch_options(caps_of(arch))}
     out = torch.zeros(16, dtype=torch.bfloat16)
     words = HeadWords(FLOATS, FLOATS, INTS), a_view(world_size=world_size)
-    return compiled(merge_heads_kernel, out, *words, arch=arch, **constants)
+    return compiled(merge_heads_kernel, out, None, *words, arch=arch, **constants)
 
 
 @pytest.mark.triton_internals

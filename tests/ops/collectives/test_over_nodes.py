@@ -109,14 +109,13 @@ def test_gradients():
 
 
 def test_ops_within_a_node_refuse_several_by_name():
-    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    x, heads = torch.ones(4, 8), torch.ones(4, 4, 16)
 
     def main(team):
         said = []
         for call in (
-            lambda team: ops.all_reduce_rms_norm(x, x, torch.ones(8), 1e-6, team),
-            lambda team: ops.matmul_all_reduce(x, w, team),
-            lambda team: ops.barrier(team),
+            lambda team: ops.sequence_to_heads(heads, team),
+            lambda team: ops.heads_to_sequence(heads, team),
         ):
             with pytest.raises(
                 ValueError, match="team has 2 nodes x 2 ranks, and this op works within a node"
@@ -129,7 +128,7 @@ def test_ops_within_a_node_refuse_several_by_name():
         return said
 
     said = weft.simulate(main, 4, node_size=2)[0]
-    assert [text.split(":")[0] for text in said] == ["all_reduce_rms_norm", "matmul_all_reduce", "barrier"]
+    assert [text.split(":")[0] for text in said] == ["sequence_to_heads", "heads_to_sequence"]
 
 
 def test_full_grids_that_wait_for_peers_take_turns_with_the_rails():
@@ -149,5 +148,5 @@ def test_a_plan_has_the_plan_of_a_node_within():
     assert "scatter  over_nodes" in text and "gather  over_nodes" in text and text.count("node  push") == 2
     with pytest.raises(ValueError, match="node_size=3 does not divide world_size=16"):
         ops.explain("all_reduce", (64, 5120), world_size=16, node_size=3)
-    with pytest.raises(ValueError, match="all_reduce_rms_norm works within a node; leave node_size out"):
-        ops.explain("all_reduce_rms_norm", (64, 5120), world_size=16, node_size=8)
+    with pytest.raises(ValueError, match="sample_argmax works within a node; leave node_size out"):
+        ops.explain("sample_argmax", batch=8, vocab=640, world_size=16, node_size=8)

@@ -54,6 +54,8 @@ def run_workloads(
             command=options.command,
             subject=workload.subject,
         )
+        if team.shape.nodes > 1:
+            report.protocol["nodes"] = str(team.shape)
         reports.append(report)
         for number, shape in enumerate(workload.shapes):
             begin = time.perf_counter()

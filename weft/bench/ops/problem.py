@@ -41,6 +41,8 @@ class OpProblem(Problem):
     def __init__(self, op: Op, shape: Shape, dtype: str, team: Team, **fields: bool) -> None:
         self.op, self.shape, self.team = op, shape, team
         self.dtype, self.computes = DTYPES[dtype], computes(op)
+        if team.shape.nodes > 1:
+            fields = {**fields, "nodes": team.shape.nodes}
         self.case = op.case_of(shape.size, self.dtype, team.size, **fields)
         self.sets = [self.inputs(team.rank, 0)]
         self.sets += [self.inputs(team.rank, number) for number in range(1, self._count())]
@@ -164,7 +166,9 @@ class OpProblem(Problem):
             bad = actual != expected
         else:
             terms = self.shape.size[2] if local else accuracy.terms
-            bound = error_bound(expected, self.dtype, terms, 1, by_row=accuracy.by_row, roundings=roundings)
+            # A node's sums are rounded before they cross.
+            partials = 1 + (self.case.field("nodes") or 0)
+            bound = error_bound(expected, self.dtype, terms, partials, by_row=accuracy.by_row, roundings=roundings)
             bad = ~(error <= bound)
         count = int(bad.sum())
         wrong = f"{count} of {bad.numel()} elements, max error {worst:.3g}" if count else ""

@@ -93,6 +93,7 @@ def sheet(report: Report) -> Sheet:
 def title_of(report: Report) -> str:
     subject = f"{report.op} of {report.subject}" if report.subject else report.op
     where = "simulated ranks" if report.is_simulated else f"{report.world_size} x {report.machine['gpu']}"
+    where += f", {report.protocol['nodes']}" if "nodes" in report.protocol else ""
     return f"{subject}, {report.dtype}, world size {report.world_size} ({where})"
 
 
@@ -112,7 +113,9 @@ def ratio(ours: Row | None, other: Row | None, field: str = "median_us") -> floa
 def limit_of(report: Report, shape: Sequence[int], row: Row | None) -> tuple[str, float | None]:
     """(rate of an op, or roofline of a step; share of the limit, which is 1 at best)."""
     workload, us = workload_of(report), None if row is None else row.median_us
-    floor = workload.floor_us(report.world_size, shape, GPUS.get(report.machine["gpu"]))
+    # No limit of several nodes was measured.
+    limits = None if "nodes" in report.protocol else GPUS.get(report.machine["gpu"])
+    floor = workload.floor_us(report.world_size, shape, limits)
     share = floor / us if floor and us else None
     if report.subject:
         return NONE if floor is None else _time(floor, report.op in MILLISECONDS), share

@@ -5,6 +5,7 @@ One hop, and the order of the ranks.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,10 +25,13 @@ HELD: tl.constexpr = tl.constexpr(1024)
 # Heads, and warps, of a program that only merges.
 MERGED_HEADS: tl.constexpr = tl.constexpr(4)
 MERGE_WARPS: tl.constexpr = tl.constexpr(4)
+LN_2: tl.constexpr = tl.constexpr(math.log(2))
 
 
 class HeadWords(NamedTuple):
-    """Receive buffers of calls with the same heads. Place b * own + j: own head j of sequence b.
+    """Receive buffers of calls with the same heads.
+
+    Place b * held + j: head j of sequence b that comes here.
 
     means     fp32 [2, W, places, D], symmetric: [half, s] written by rank s; unwritten at first
     log_sums  fp32 [2, W, places], symmetric: likewise
@@ -43,18 +47,28 @@ class HeadSizes(NamedTuple):
     """Sizes of ``HeadWords``, a compile-time constant.
 
     group     query heads of a KV head; kv_heads: of all
-    own       heads of a rank; places: sequences of the buffers times own
+    own       heads of a rank
+    places    sequences of the buffers times ``held``
+    nodes     of the team; node: this one. The kernels run within it: heads of rank (k, l) come to rank (node, l)
     """
 
     group: int
     kv_heads: int
     own: int
     places: int
+    nodes: int = 1
+    node: int = 0
+
+    @property
+    def held(self) -> int:
+        """Heads that come to a rank: its own, and those of equal local rank in the other nodes."""
+        return self.nodes * self.own
 
     @classmethod
-    def of(cls, q_heads: int, kv_heads: int, batch: int, world_size: int) -> HeadSizes:
+    def of(cls, q_heads: int, kv_heads: int, batch: int, world_size: int, nodes: int = 1, node: int = 0) -> HeadSizes:
         own = q_heads // world_size
-        return cls(q_heads // kv_heads, kv_heads, own, next_power_of_2(batch) * own)
+        places = next_power_of_2(batch) * nodes * own
+        return cls(q_heads // kv_heads, kv_heads, own, places, nodes, node)
 
 
 @triton.constexpr_function
@@ -98,14 +112,18 @@ def owner_of(row, world, HEADS: tl.constexpr):
     pair = tl.program_id(0)
     head = pair % HEADS.kv_heads * HEADS.group + row
     # Rows that fill up a tile may lie behind the last head.
-    return tl.minimum(head // HEADS.own, world - 1), pair // HEADS.kv_heads * HEADS.own + head % HEADS.own
+    if HEADS.nodes > 1:
+        owner, sequence = tl.minimum(head // HEADS.own, HEADS.nodes * world - 1), pair // HEADS.kv_heads
+        return owner % world, (sequence * HEADS.nodes + owner // world) * HEADS.own + head % HEADS.own
+    else:
+        return tl.minimum(head // HEADS.own, world - 1), pair // HEADS.kv_heads * HEADS.own + head % HEADS.own
 
 
 @triton.jit
 def receive_heads(
     mean, log_sum, place, mine, half, words, team, HEADS: tl.constexpr, LOCAL: tl.constexpr, WARPS: tl.constexpr
 ):
-    """Mean [ROWS, D] of the parts of all ranks, in rank order, of the rows ``mine``.
+    """State (``merged_parts.fold``) of the parts of all ranks, in rank order, of the rows ``mine``.
 
     Words are cleared behind the read.
 
@@ -141,16 +159,16 @@ def receive_heads(
                     part = tl.where(me == first + i, mean, part)
                     of_part = tl.where(me == first + i, log_sum, of_part)
                 state = fold(state, part, of_part, 1.0)
-    return merged(state)
+    return state
 
 
 @triton.jit
-def merge_heads_kernel(out, words, team, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """out[b, j, :] = parts of all ranks for own head j of sequence b, merged in rank order
+def merge_heads_kernel(out, lse, words, team, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """out[b, j, :] = parts of all ranks for head j of sequence b that comes here, merged in rank order
 
-    grid: (B, cdiv(own, ROWS))
+    grid: (B, cdiv(held, ROWS))
 
-    out [B, own, D]; words, HEADS: ``HeadWords``, ``HeadSizes``
+    out [B, held, D]; lse [B, held] fp32: natural log of the sum of weights, or None; words, HEADS: ``HeadWords``, ``HeadSizes``
 
     waits     words of every rank, this one included, which the attention kernels of this call push. Those wait for no program,
               so no program here has to be resident together with another
@@ -161,11 +179,16 @@ def merge_heads_kernel(out, words, team, HEADS: tl.constexpr, ROWS: tl.constexpr
     wl.follow_previous_kernel()
     # The attention kernel before this one has moved on to the next call's half.
     half = 1 - tl.load(words.halves + sequence * HEADS.kv_heads)
-    place, mine = sequence * HEADS.own + head, head < HEADS.own
+    held = HEADS.nodes * HEADS.own
+    place, mine = sequence * held + head, head < held
     none, nothing = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
-    mean = receive_heads(none, nothing, place, mine, half, words, team, HEADS, False, MERGE_WARPS)
+    state = receive_heads(none, nothing, place, mine, half, words, team, HEADS, False, MERGE_WARPS)
     target = out + (place.to(tl.int64) * D)[:, None] + columns
-    tl.store(target, mean.to(out.dtype.element_ty), mask=mine[:, None])
+    tl.store(target, merged(state).to(out.dtype.element_ty), mask=mine[:, None])
+    if lse is not None:
+        largest, total, _ = state
+        log_sum = tl.where(total == 0, float("-inf"), largest + tl.log2(total))
+        tl.store(lse + place.to(tl.int64), log_sum * LN_2, mask=mine)
 
 
 def words_of(team: Team, sizes: HeadSizes, D: int, *, fused: bool) -> tuple[HeadWords, torch.Tensor]:
@@ -183,7 +206,7 @@ def words_of(team: Team, sizes: HeadSizes, D: int, *, fused: bool) -> tuple[Head
         word, bits = UNWRITTEN[4]
         for x in (means, log_sums):
             x.view(word).fill_(bits)
-        halves, arrivals = team.local((2, sizes.places // sizes.own * sizes.kv_heads), torch.int32)
+        halves, arrivals = team.local((2, sizes.places // sizes.held * sizes.kv_heads), torch.int32)
         team.barrier()  # no rank writes into a peer's buffer before the peer has cleared it
         return HeadWords(means, log_sums, halves), arrivals
 

@@ -6,6 +6,9 @@ Every rank has the queries of all heads and some pages of every sequence (weft.k
 split-KV partials, as ``paged_attention`` does, and pushes the mean and the log of the sum of weights of each head to the head's
 owner, which merges the parts of all ranks in their order.
 
+Over nodes the kernels run within each, on the pages of its ranks: heads of rank (k, l) come to rank (j, l) of every node j. It
+sends node j's mean and log of the sum of weights over its rail, once; rank (k, l) merges those of the nodes in their order.
+
 one_kernel   | attend | join partials | push heads | receive own heads, merge |       the program that joins a pair receives it
 two_kernels  | attend | join partials | push heads |    then    | receive, merge |    where not all programs are resident
 """
@@ -23,7 +26,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import quoted
 from weft.kernels.block_cyclic import local_length, local_lengths
-from weft.kernels.merged_parts import kept_of
+from weft.kernels.merged_parts import kept_of, merged
 from weft.kernels.online_softmax import DecodeTile, attend, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import joined, split_count, store_partial
@@ -49,8 +52,10 @@ from weft.ops.attention.head_words import (
     send_heads,
     words_of,
 )
+from weft.ops.attention.merge_attention import merge_attention
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.local import check_like, check_shape, check_sizes
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
@@ -157,7 +162,11 @@ def sharded_attention_kernel(
     page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
     x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
     scale = scale_of_scores(scale, cache)
-    length = local_length(length, wl.rank(team), wl.num_ranks(team), SIZES.page)
+    me, ranks = wl.rank(team), wl.num_ranks(team)
+    if HEADS.nodes > 1:
+        length = local_length(length, HEADS.node * ranks + me, HEADS.nodes * ranks, SIZES.page)
+    else:
+        length = local_length(length, me, ranks, SIZES.page)
     length = tl.minimum(length, max_pages * SIZES.page)
     count = split_count(length, splits, TILE)
     if split < count:
@@ -222,7 +231,7 @@ def exchange_heads(
         if (first // HEADS.own <= me) & (me <= (first + HEADS.group - 1) // HEADS.own):
             whole = mean
             if not alone:
-                whole = receive_heads(mean, log_sum, place, mine, half, words, team, HEADS, True, WARPS)
+                whole = merged(receive_heads(mean, log_sum, place, mine, half, words, team, HEADS, True, WARPS))
             target = out + (place.to(tl.int64) * D)[:, None] + tl.arange(0, D)[None, :]
             tl.store(target, whole.to(out.dtype.element_ty), mask=mine[:, None])
 
@@ -250,7 +259,7 @@ def sharded_decode_attention(
                   any. 0, a padding row: zeros
     scale         D ** -0.5 where None
     window        None: windows are not supported
-    algorithm     "auto", "one_kernel" (all programs resident) or "two_kernels"
+    algorithm     "auto", "one_kernel" (all programs resident, of one node) or "two_kernels"
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of its own bytes
 
     Rank r gets heads r * Hq / W and on: those whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
@@ -261,8 +270,8 @@ def sharded_decode_attention(
     outside with these sizes. No backward. ValueError for arguments that do not fit.
     """
     op = "sharded_decode_attention"
-    check_team(op, team)
-    check_tensor(op, "q", q, team, FLOATS)
+    check_team(op, team, over_nodes=True)
+    check_tensor(op, "q", q, team, FLOATS, over_nodes=True)
     check_cache(op, keys, values, q, k_scale, v_scale)
     check_queries(op, q, k_scale)
     D = keys.shape[3]
@@ -310,7 +319,9 @@ class ShardedDecodeAttention(AttentionOp):
     """sizes of a call: sequences, tokens that a row of a rank's page table has room for, KV heads, D."""
 
     name, alias = "sharded_decode_attention", "sharded-decode-attention"
-    designs = {"one_kernel": OneKernel, "two_kernels": TwoKernels}
+    designs = {"one_kernel": OneKernel, "two_kernels": TwoKernels, "over_nodes": OverNodes}
+    internal = ("over_nodes",)
+    spans_nodes = True
     sizes = ("batch", "context", "kv_heads", "head_dim")
     form = "sharded"
     collective = True
@@ -372,6 +383,18 @@ class ShardedDecodeAttention(AttentionOp):
             split = replace(split, splits=max(1, min(split.splits, most // max(1, call.pairs))))
         return self.designs[name](split=split)
 
+    def choose(self, call: ShardedCall, machine: Machine) -> Planned:
+        if machine.nodes == 1:
+            return super().choose(call, machine)
+        if call.design == "one_kernel":
+            raise ValueError(
+                f"{self.name}: algorithm='one_kernel' is of one node, and the team has {machine.nodes}; pass 'two_kernels'"
+            )
+        node = self.plan(call._replace(design="two_kernels"), machine.node)
+        return Planned(
+            "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a part of each head from each of them"
+        )
+
     def split_of(self, call: ShardedCall, machine: Machine) -> SplitKV:
         """Local attention by ``paged_attention``'s rule: it is the same work."""
         return split_kv_for(DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype), machine.caps)
@@ -383,7 +406,7 @@ class ShardedDecodeAttention(AttentionOp):
 
     def space(self, call: ShardedCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         rule, local = self.split_of(call, machine), DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype)
-        for kind in self.designs.values():
+        for kind in (OneKernel, TwoKernels):
             for block_n in (rule.block_n,) if quick else (32, 64, 128):
                 for per_sm in (1, 2) if quick else (1, 2, 4):
                     least = max(rule.least, block_n)
@@ -429,10 +452,47 @@ class ShardedDecodeAttention(AttentionOp):
         ValueError for one_kernel if not all programs are resident.
         """
         self.check_design(design)
-        (B, q_heads, D), sizes, fused = q.shape, CacheSizes.of(cache.key_pages), isinstance(design, OneKernel)
-        out = q.new_empty((B, q_heads // team.size, D))
+        B, q_heads, D = q.shape
         if B == 0:
-            return out
+            return q.new_empty((B, q_heads // team.size, D))
+        heads = HeadSizes.of(q_heads, cache.key_pages.shape[1], B, team.size)
+        if isinstance(design, OverNodes):
+            heads = HeadSizes.of(q_heads, heads.kv_heads, B, team.size, team.shape.nodes, team.rail.index)
+            return self._run_over_nodes(design, team, q, cache, sequences, scale, heads)
+        return self._run_in_node(design, team, q, cache, sequences, scale, heads)[0]
+
+    def _run_over_nodes(
+        self,
+        design: OverNodes,
+        team: Team,
+        q: torch.Tensor,
+        cache: PagedCache,
+        sequences: Sequences,
+        scale: float,
+        heads: HeadSizes,
+    ) -> torch.Tensor:
+        """Merge of the nodes' parts, each of which has crossed once."""
+        found = self._run_in_node(design.node.design, team.node, q, cache, sequences, scale, heads)
+        of_nodes = [[x.unflatten(1, (heads.nodes, heads.own))[:, node] for x in found] for node in range(heads.nodes)]
+        mine, parts = of_nodes[heads.node], {}
+        for node, piece in swapped(team, [packed(part) for part in of_nodes], design.node):
+            parts[node] = unpacked(piece, mine)
+        return merge_attention(*(torch.stack(x) for x in zip(*(parts[node] for node in sorted(parts)), strict=True)))[0]
+
+    def _run_in_node(
+        self,
+        design: OneKernel | TwoKernels,
+        team: Team,
+        q: torch.Tensor,
+        cache: PagedCache,
+        sequences: Sequences,
+        scale: float,
+        heads: HeadSizes,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out [B, held, D], natural log of the sum of weights [B, held], or None in a team of one node)."""
+        (B, _, D), sizes, fused = q.shape, CacheSizes.of(cache.key_pages), isinstance(design, OneKernel)
+        out = q.new_empty((B, heads.held, D))
+        lse = q.new_empty((B, heads.held), dtype=torch.float32) if heads.nodes > 1 else None
         split, pairs = design.split, B * sizes.heads
         if fused and team.size > 1:
             most = min(
@@ -444,7 +504,6 @@ class ShardedDecodeAttention(AttentionOp):
                     f"{self.name}: algorithm='one_kernel' has {pairs * split.splits} programs that wait for peers, and {most} "
                     f"are resident; use 'two_kernels'"
                 )
-        heads = HeadSizes.of(q_heads, sizes.heads, B, team.size)
         words, arrivals = words_of(team, heads, D, fused=fused)
         tile = long_tile_of(split, heads.group, D)
         options = launch_options(team.caps)
@@ -462,15 +521,15 @@ class ShardedDecodeAttention(AttentionOp):
         arguments = cache, sequences, out, partials, sequences.pages.shape[1], scale * LOG2_E, words, team.view
         attention((pairs, split.splits), q.contiguous(), *arguments)
         if not fused:
-            rows = min(MERGED_HEADS.value, next_power_of_2(heads.own))
+            rows = min(MERGED_HEADS.value, next_power_of_2(heads.held))
             merge = launch_of(
                 team,
                 merge_heads_kernel,
                 (heads, D),
                 lambda: {"HEADS": heads, "ROWS": rows, "D": D, "num_warps": MERGE_WARPS.value, **options},
             )
-            merge((B, cdiv(heads.own, rows)), out, words, team.view)
-        return out
+            merge((B, cdiv(heads.held, rows)), out, lse, words, team.view)
+        return out, lse
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,11 @@ from weft.kernels.rms_norm import norm as rms_norm
 from weft.kernels.rms_norm import squares_of
 from weft.ops.case import Accuracy, Case, Draw, Inputs, sum_of
 from weft.ops.collectives import all_reduce, cases
-from weft.ops.collectives.collective import OneShot, TwoShot, checked_shape, shots_rule
+from weft.ops.collectives.all_reduce import ALL_REDUCE
+from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot, checked_shape, shots_rule
+from weft.ops.collectives.copy_engine import add_up
 from weft.ops.collectives.space import ROW_PARTS, pushes_around
+from weft.ops.elementwise.add_rms_norm import ADD_RMS_NORM
 from weft.ops.op import Op, define, register
 from weft.ops.registration import (
     FLOATS,
@@ -44,6 +48,7 @@ from weft.ops.registration import (
 )
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import Team, find_team
 from weft.transport.plans import LINE_BYTES, PushPlan
 from weft.transport.push import (
@@ -246,6 +251,14 @@ def all_reduce_rms_norm_kernel(
         keep_epoch(norm.counts, count - 1)
 
 
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceThenNorm:
+    """An all-reduce over nodes, then ``add_rms_norm``."""
+
+    reduce: Planned
+
+
 class NormCall(NamedTuple):
     """Inputs of the plan. nbytes, row_bytes: bytes of the normed tensor, and of a row of it."""
 
@@ -257,15 +270,28 @@ class NormCall(NamedTuple):
 
 class AllReduceRMSNorm(Op):
     name, alias = "all_reduce_rms_norm", "all-reduce-rms-norm"
-    designs = {"one_shot": OneShot, "two_shot": TwoShot}
+    designs = {"one_shot": OneShot, "two_shot": TwoShot, "over_nodes": ReduceThenNorm}
+    internal = ("over_nodes",)
     sizes = ("shape",)
     form = "rows"
     dtypes = FLOATS
+    spans_nodes = True
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> NormCall:
         shape = checked_shape(self.name, sizes[0])
         check_row(shape[-1] if shape else 0, dtype.itemsize)
         return NormCall(math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize, dtype, design)
+
+    def choose(self, call: NormCall, machine: Machine) -> Planned:
+        if machine.nodes == 1:
+            return super().choose(call, machine)
+        if call.design != AUTO:
+            raise ValueError(
+                f"{self.name}: algorithm={call.design!r} is of one node, and the team has {machine.nodes}; leave it out"
+            )
+        reduce = ALL_REDUCE.plan(CollectiveCall(call.nbytes, call.dtype), machine)
+        reason = f"{machine.nodes} nodes: no kernel waits for a rail, so the norm comes behind the all-reduce"
+        return Planned("over_nodes", ReduceThenNorm(reduce=reduce), reason)
 
     def table_key(self, call: NormCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         width = call.row_bytes // call.dtype.itemsize
@@ -281,7 +307,7 @@ class AllReduceRMSNorm(Op):
         return "" if machine.world_size == 1 else super().no_row(call, machine)
 
     def space(self, call: NormCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        for kind in self.designs.values() if machine.world_size > 1 else ():
+        for kind in (OneShot, TwoShot) if machine.world_size > 1 and machine.nodes == 1 else ():
             for part, num_warps in ROW_PARTS:
                 parts = min(cdiv(call.row_bytes, part), machine.caps.sms)
                 row_bytes = cdiv(call.row_bytes, parts * LINE_BYTES) * LINE_BYTES
@@ -324,7 +350,10 @@ class AllReduceRMSNorm(Op):
         return torch.stack((normed, hidden))
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=case.world_size + 1 + case.sizes[-1], partials=1, replicated=True)
+        # Over nodes their sums are rounded, and once more before the residual is added.
+        nodes = case.field("nodes")
+        partials = nodes + 2 if nodes else 1
+        return Accuracy(terms=case.world_size + 1 + case.sizes[-1], partials=partials, replicated=True)
 
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
         normed, hidden = self.results(case, team, *tensors)
@@ -346,14 +375,14 @@ class AllReduceRMSNorm(Op):
     def large_cases(self) -> Iterator[Case]:
         return cases.large_rms_norm_cases(self.name)
 
-    def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str) -> OneShot | TwoShot:
+    def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str) -> OneShot | TwoShot | ReduceThenNorm:
         """Design for tensors of the shape and dtype of ``residual``."""
         call = NormCall(residual.nbytes, residual.shape[-1] * residual.itemsize, residual.dtype, algorithm)
         return self.plan(call, machine_of(team)).design
 
     def run(
         self,
-        design: OneShot | TwoShot,
+        design: OneShot | TwoShot | ReduceThenNorm,
         team: Team,
         x: torch.Tensor | PairSum,
         residual: torch.Tensor,
@@ -366,6 +395,9 @@ class AllReduceRMSNorm(Op):
         Arguments are checked, of any strides.
         """
         self.check_design(design)
+        if isinstance(design, ReduceThenNorm):
+            total = ALL_REDUCE.run(design.reduce.design, team, _joined(x, residual, team))
+            return ADD_RMS_NORM.forward(total, residual, weight, eps)
         plan, two_shot = design.push, isinstance(design, TwoShot)
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
         width, itemsize = residual.shape[-1], residual.itemsize
@@ -450,6 +482,17 @@ def _sums(team: Team, plan: PushPlan, itemsize: int, rows: int, parts: int) -> t
     return team.workspace(("sums over parts", plan, itemsize, rows, parts), make)
 
 
+def _joined(x: torch.Tensor, residual: torch.Tensor, team: Team) -> torch.Tensor:
+    """Summand like ``residual``: ``x``, or the sum of its split-K partials, rounded once."""
+    if x.dim() == residual.dim():
+        return x
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    if out.numel() > 0:
+        partials = x.contiguous().view(len(x), -1)
+        add_up(partials[0], partials[1:], out, team.node, None)
+    return out
+
+
 def takes_rows(row_bytes: int) -> bool:
     """True if the op takes rows of this length."""
     return row_bytes % 16 == 0 and 0 < row_bytes <= MAX_ROW_BYTES
@@ -462,6 +505,15 @@ def check_row(width: int, itemsize: int) -> None:
         raise ValueError(
             f"all_reduce_rms_norm: rows of {width} elements have {row_bytes} bytes, not a multiple of 16 from "
             f"16 to {MAX_ROW_BYTES}; use all_reduce and torch's rms_norm"
+        )
+
+
+def check_factored(op: str, factored: bool, team: Team) -> None:
+    """ValueError unless ``factored`` is a flag, and False for a team of several nodes."""
+    check_flag(op, "factored", factored)
+    if factored and isinstance(team, Team) and team.rail is not None:
+        raise ValueError(
+            f"{op}: factored=True is for a norm within the all-reduce's kernel, and the team has {team.shape}; leave it out"
         )
 
 
@@ -484,19 +536,21 @@ def all_reduce_rms_norm(
     weight     [H] of residual's dtype
     algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
     factored   return a DeferredNorm in place of the normed rows, for the GEMMs that follow: faster, since no part of a row
-               waits for the others. fp16 may overflow, since hidden * weight is not yet divided
+               waits for the others. fp16 may overflow, since hidden * weight is not yet divided. For a team of one node
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
-    streams, graphs and -0.0 as ``all_reduce``. ValueError for wrong arguments. No backward.
+    streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong
+    arguments. No backward.
     """
     check_is_tensor("all_reduce_rms_norm", "x", x)
     check_is_tensor("all_reduce_rms_norm", "residual", residual)
     check_scalar("all_reduce_rms_norm", "eps", eps)
-    check_flag("all_reduce_rms_norm", "factored", factored)
+    check_factored("all_reduce_rms_norm", factored, team)
     in_partials = x.dtype == torch.float32 and residual.dtype in HALVES and x.dim() == residual.dim() + 1
-    check_tensor("all_reduce_rms_norm", "x", x, team, FLOATS)
+    check_tensor("all_reduce_rms_norm", "x", x, team, FLOATS, over_nodes=True)
     for name, tensor in (("residual", residual), ("weight", weight)):
-        check_tensor("all_reduce_rms_norm", name, tensor, team, (residual.dtype if in_partials else x.dtype,))
+        dtypes = (residual.dtype if in_partials else x.dtype,)
+        check_tensor("all_reduce_rms_norm", name, tensor, team, dtypes, over_nodes=True)
     check_choice("all_reduce_rms_norm", "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
     check_has_rows("all_reduce_rms_norm", "x", x)
     if in_partials and x.shape[0] == 0:

@@ -5,10 +5,12 @@ It is no ``Op``: without tensors and with one design there is nothing to plan, e
 
 from __future__ import annotations
 
+import torch
 import triton
 
 import weft.language as wl
 from weft.ops.registration import check_team
+from weft.runtime.team.rail import Piece
 from weft.runtime.team.team import Team
 
 
@@ -25,7 +27,26 @@ def barrier_kernel(team):
 def barrier(team: Team) -> None:
     """Barrier between the current streams of all ranks.
 
-    The host does not wait (``team.barrier()`` does). Captured in a CUDA graph it replays.
+    The host does not wait (``team.barrier()`` does). Captured in a CUDA graph it replays. Over several nodes each rank hears
+    from its rail between two barriers of its node.
     """
-    check_team("barrier", team)
+    check_team("barrier", team, over_nodes=True)
+    _within(team.node)
+    if team.rail is not None:
+        _over(team)
+        _within(team.node)
+
+
+def _within(team: Team) -> None:
     barrier_kernel[(1,)](team.view, num_warps=1, launch_cooperative_grid=True)
+
+
+def _over(team: Team) -> None:
+    """Have the current stream wait until all ranks of the rail have come here."""
+    rail = team.rail
+    word, heard = (torch.zeros(size, dtype=torch.int32, device=team.device) for size in (1, rail.size))
+    rail.fork()
+    for step in range(1, rail.size):
+        to, source = (rail.index + step) % rail.size, (rail.index - step) % rail.size
+        rail.exchange([Piece(send=word, to=to, receive=heard[source : source + 1], source=source)])
+    rail.join()

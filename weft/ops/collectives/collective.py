@@ -104,6 +104,7 @@ class Collective(Op):
     copies: ClassVar[dict[int, CopyEngine]]
     rows_divided: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
+    spans_nodes = True
     designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy, "over_nodes": OverNodes}
     sizes = ("shape",)
     form = "bytes"

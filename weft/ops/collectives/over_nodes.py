@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from weft.ops.collectives.copy_engine import add_up
 from weft.plan.planned import Planned
@@ -59,6 +60,17 @@ def leaves_room(planned: Planned) -> bool:
     if planned.name == "sequential":
         return planned.design.collective is None or leaves_room(planned.design.collective)
     return planned.name in ("copy", "copy_engine", "pipelined")
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Bytes of all ``tensors``, each from a multiple of 16 on, so that they cross as one piece."""
+    return torch.cat([F.pad(x.contiguous().view(-1).view(torch.uint8), (0, -x.nbytes % 16)) for x in tensors])
+
+
+def unpacked(data: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``packed`` data, of the shapes and dtypes of ``like``."""
+    parts = data.split([x.nbytes + -x.nbytes % 16 for x in like])
+    return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 def swapped(team: Team, parts: Sequence[torch.Tensor], node: Planned) -> Iterator[tuple[int, torch.Tensor]]:

@@ -119,7 +119,7 @@ def all_gather_grouped_matmul_silu_mul(
     experts     this rank's, whole ones or slices of all; of all ranks together each expert, or each slice, once
     max_tokens  of any rank; the same on all ranks, as K, k, dtypes, ``experts.total`` and ``algorithm`` must be
     algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the others) or "sequential"
-                (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``)
+                (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``; over several nodes the only one)
 
     Returns (h, schedule, dispatched). h [W * max_tokens * k, N]: row i is of the schedule's i-th pair, rows behind the last one
     are not written; ``grouped_matmul`` and ``grouped_matmul_reduce_scatter`` take it so. schedule: each expert's pairs begin
@@ -131,16 +131,16 @@ def all_gather_grouped_matmul_silu_mul(
     ``all_gather`` and ``grouped_matmul_silu_mul``, without overlap. ValueError for arguments that do not fit.
     """
     op = "all_gather_grouped_matmul_silu_mul"
-    check_team(op, team)
-    check_tensor(op, "x", x, team, FLOATS)
-    check_routing(op, routing, team)
+    check_team(op, team, over_nodes=True)
+    check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
+    check_routing(op, routing, team, over_nodes=True)
     check_shape(op, "x", x, (routing.ids.shape[0], "K"))
-    check_tensor(op, "weights", routing.weights, team, (x.dtype,))
+    check_tensor(op, "weights", routing.weights, team, (x.dtype,), over_nodes=True)
     if not isinstance(experts, Experts):
         raise ValueError(
             f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
         )
-    check_tensor(op, "gate_up", gate_up, team, (x.dtype,))
+    check_tensor(op, "gate_up", gate_up, team, (x.dtype,), over_nodes=True)
     check_shape(op, "gate_up", gate_up, (experts.count, "2 N", x.shape[1]))
     if gate_up.shape[1] % 2 or 0 in gate_up.shape:
         raise ValueError(
@@ -220,7 +220,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         dispatch = DispatchCall(call.tokens, call.choices, call.K, call.dtype)
         if call.held * machine.world_size != call.experts:
             # Slices: all ranks need all rows.
-            lamport = MOE_DISPATCH.rule(dispatch, machine)[0] == "lamport"
+            lamport = MOE_DISPATCH.rule(dispatch, machine.node)[0] == "lamport"
             dispatch = dispatch._replace(design="lamport" if lamport else "gather")
         return Sequential(dispatch=MOE_DISPATCH.plan(dispatch, machine), gemm=gemm)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from weft.ops.case import Case
+from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.neighbours import moved, scaled
@@ -32,6 +33,8 @@ class ExchangeOp(MoeOp):
     """
 
     everything: ClassVar[str]
+    internal = ("over_nodes",)
+    spans_nodes = True
     sizes = ("max_tokens", "k", "H")
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
@@ -44,6 +47,14 @@ class ExchangeOp(MoeOp):
     def call_of_case(self, case: Case, machine: Machine) -> Any:
         tokens, k, _, H = case.sizes
         return self.call_of((tokens, k, H), case.dtype, machine, case.design)
+
+    def choose(self, call: Any, machine: Machine) -> Planned:
+        if machine.nodes == 1:
+            return super().choose(call, machine)
+        node = self.plan(call, machine.node)
+        return Planned(
+            "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each of them"
+        )
 
     def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
         share = share_of_rows(call.choices, machine.world_size)

@@ -24,7 +24,13 @@ from weft.arguments import check_int, quoted
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, CASES_EPS, NormCall, check_row
+from weft.ops.collectives.all_reduce_rms_norm import (
+    ALL_REDUCE_RMS_NORM,
+    CASES_EPS,
+    NormCall,
+    check_factored,
+    check_row,
+)
 from weft.ops.local import check_shape
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL
 from weft.ops.moe.grouped_op import check_grouped
@@ -35,7 +41,7 @@ from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import check_shared, moe_sum
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar, check_tensor
+from weft.ops.registration import FLOATS, check_choice, check_scalar, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
@@ -116,10 +122,10 @@ def grouped_matmul_all_reduce_rms_norm(
     shapes, dtypes or devices that do not fit.
     """
     op = "grouped_matmul_all_reduce_rms_norm"
-    check_tensor(op, "x", x, team, FLOATS)
+    check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
     check_grouped(op, x, weight, schedule, None, gather=False, gated=False)
-    check_routing(op, routing, team)
-    check_tensor(op, "weights", routing.weights, team, FLOATS)
+    check_routing(op, routing, team, over_nodes=True)
+    check_tensor(op, "weights", routing.weights, team, FLOATS, over_nodes=True)
     tokens, H = len(routing.ids), weight.shape[1]
     if not isinstance(experts, Experts) or experts.count != len(weight):
         raise ValueError(f"{op}: experts={quoted(experts)} is not an Experts of the {len(weight)} that weight has")
@@ -129,12 +135,12 @@ def grouped_matmul_all_reduce_rms_norm(
             f"{tuple(routing.ids.shape)}; pass the schedule of these ids"
         )
     for name, tensor, shape in (("residual", residual, (tokens, H)), ("norm", norm, (H,))):
-        check_tensor(op, name, tensor, team, (x.dtype,))
+        check_tensor(op, name, tensor, team, (x.dtype,), over_nodes=True)
         check_shape(op, name, tensor, shape)
     check_shared(op, x, (tokens, H), shared, gate)
     check_row(H, x.itemsize)
     check_scalar(op, "eps", eps)
-    check_flag(op, "factored", factored)
+    check_factored(op, factored, team)
     check_choice(op, "algorithm", algorithm, GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.algorithms)
     normed, hidden, squares = GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.dispatch(
         x, weight, *schedule, *routing, experts.first, shared, gate, residual, norm, eps, factored, team.name, algorithm
@@ -152,6 +158,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     designs = {"in_norm": SumInNorm, "sequential": SumThenNorm}
     sizes = ("T", "k", "H")
     dtypes = FLOATS
+    spans_nodes = True
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -168,6 +175,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
 
         With two a program loads a row of each rank, too many for all choices at once.
         """
+        if machine.nodes > 1:
+            return "sequential", f"{machine.nodes} nodes: the norm is no part of the all-reduce's kernels"
         if ALL_REDUCE_RMS_NORM.plan(call.norm, machine).name == "one_shot":
             return (
                 "in_norm",
@@ -176,6 +185,10 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return "sequential", "two hops: the loads of all choices would not fit the registers"
 
     def default(self, name: str, call: PairsCall, machine: Machine) -> Any:
+        if name == "in_norm" and machine.nodes > 1:
+            raise ValueError(
+                f"{self.name}: algorithm='in_norm' is of one node, and the team has {machine.nodes}; pass 'sequential'"
+            )
         return self.designs[name]()
 
     def table_key(self, call: PairsCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
@@ -270,9 +283,11 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
         members, call = find_team(team), PairsCall(len(ids), choices, weight.shape[1], x.dtype, algorithm)
         design = self.plan(call, machine_of(members)).design
+        if not deferred:
+            return normed, hidden, x.new_empty(0, dtype=torch.float32)
         by = ALL_REDUCE_RMS_NORM.plan_of(residual, members, design.norm)
         parts = cdiv(residual.shape[-1] * residual.itemsize, by.push.row_bytes)
-        return normed, hidden, x.new_empty((len(residual), parts) if deferred else 0, dtype=torch.float32)
+        return normed, hidden, x.new_empty((len(residual), parts), dtype=torch.float32)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

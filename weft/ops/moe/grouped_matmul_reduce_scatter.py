@@ -92,7 +92,7 @@ def grouped_matmul_reduce_scatter(
                 tokens and this rank's experts, whole ones or slices
     tokens      T of this rank, as it was gathered
     algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied) or "sequential"
-                (``grouped_matmul``, ``moe_combine``; for slices ``moe_sum`` and ``reduce_scatter``)
+                (``grouped_matmul``, ``moe_combine``; for slices ``moe_sum`` and ``reduce_scatter``), as always over nodes
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32 and rounded
     once: the same bits from run to run. "sequential" gives the same if its last step adds up the ranks in their order, as all
@@ -102,13 +102,13 @@ def grouped_matmul_reduce_scatter(
     fit.
     """
     op = "grouped_matmul_reduce_scatter"
-    check_team(op, team)
-    check_tensor(op, "h", h, team, FLOATS)
-    check_tensor(op, "down", down, team, (h.dtype,))
+    check_team(op, team, over_nodes=True)
+    check_tensor(op, "h", h, team, FLOATS, over_nodes=True)
+    check_tensor(op, "down", down, team, (h.dtype,), over_nodes=True)
     check_grouped(op, h, down, schedule, None, gather=False, gated=False)
     if not isinstance(dispatched, Dispatched):
         raise ValueError(f"{op}: dispatched={quoted(dispatched)} is not a Dispatched; weft.ops.moe_dispatch gives one")
-    check_routing(op, dispatched.routing, team)
+    check_routing(op, dispatched.routing, team, over_nodes=True)
     (ids, weights), experts = dispatched.routing, dispatched.experts
     rows = schedule.pairs.shape[1]
     check_shape(op, "ids", ids, (rows, schedule.choices))

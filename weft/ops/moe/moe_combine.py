@@ -5,6 +5,9 @@
 
 Each sum is in fp32, rounded once. Ranks without an expert that the token chose send nothing and are left out.
 
+Over nodes each node adds up its ranks' partials of a token, rounds the sum to y's dtype, and sends it to the token's rank over
+the rail of that rank: once a node. There the nodes' sums are added in fp32, own node first.
+
 Backward: dout goes to the ranks that the token's row went to, by moe_dispatch; they compute dy[pair] = weight * dout[token] and
 dweight[token, j] = dout[token] . y[pair]. That of moe_dispatch is this op without weights: a row of each rank for each token.
 """
@@ -22,6 +25,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
 from weft.ops.moe.combine_words import CombineWords, combine_words
@@ -170,16 +174,17 @@ def moe_combine(
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once:
     the same bits from run to run. "push" and "lamport" add up the ranks in their order; "sum_then_scatter" has the order of
-    ``reduce_scatter``, which for more than two ranks depends on the sizes. The host reads nothing; captured in a CUDA graph it
-    replays correctly, after one call outside with these sizes. Gradients of y, 0 for other ranks' experts, and of
-    ``dispatched.routing.weights``; its backward is collective too. ValueError for arguments that do not fit.
+    ``reduce_scatter``, which for more than two ranks depends on the sizes. Over nodes each node does so for its ranks by
+    ``algorithm``. The host reads nothing; captured in a CUDA graph it replays correctly, after one call outside with these
+    sizes. Gradients of y, 0 for other ranks' experts, and of ``dispatched.routing.weights``; its backward is collective too.
+    ValueError for arguments that do not fit.
     """
     op = "moe_combine"
-    check_team(op, team)
-    check_tensor(op, "y", y, team, FLOATS)
+    check_team(op, team, over_nodes=True)
+    check_tensor(op, "y", y, team, FLOATS, over_nodes=True)
     if not isinstance(dispatched, Dispatched):
         raise ValueError(f"{op}: dispatched={quoted(dispatched)} is not a Dispatched; weft.ops.moe_dispatch gives one")
-    check_routing(op, dispatched.routing, team)
+    check_routing(op, dispatched.routing, team, over_nodes=True)
     ids, weights = dispatched.routing
     check_shape(op, "y", y, (ids.numel(), "H"))
     if len(ids) % team.size or y.shape[1] == 0:
@@ -198,7 +203,7 @@ class MoeCombine(ExchangeOp):
     """
 
     name, alias = "moe_combine", "moe-combine"
-    designs = {"push": PushRows, "sum_then_scatter": SumThenScatter, "lamport": CombineWords}
+    designs = {"push": PushRows, "sum_then_scatter": SumThenScatter, "lamport": CombineWords, "over_nodes": OverNodes}
     everything = "sum_then_scatter"
     dtypes = FLOATS
 
@@ -241,6 +246,8 @@ class MoeCombine(ExchangeOp):
         """
         self.check_design(design)
         mine = Experts.whole(experts, team.rank, team.size)
+        if isinstance(design, OverNodes):
+            return self._run_over_nodes(design, team, y, ids, weights, experts)[:tokens]
         if isinstance(design, CombineWords):
             return combine_words(design, team, y, ids, weights, mine.count, tokens)
         if isinstance(design, SumThenScatter):
@@ -257,6 +264,31 @@ class MoeCombine(ExchangeOp):
         )
         buffers, flags = halves.next()
         launch_rows(moe_combine_kernel, design, sizes, team, (y, ids, weights, out), tokens, Partials(*buffers), flags)
+        return out
+
+    def _run_over_nodes(
+        self,
+        design: OverNodes,
+        team: Team,
+        y: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        experts: int,
+    ) -> torch.Tensor:
+        """Sums of all max_tokens tokens of this rank.
+
+        Experts of a node count from 0 within it, as in moe_dispatch.
+        """
+        nodes, most, of_node = team.shape.nodes, len(ids) // team.size, experts // team.shape.nodes
+        parts = y.detach().chunk(nodes), (ids - team.rail.index * of_node).chunk(nodes)
+        factors = [None] * nodes if weights is None else weights.detach().chunk(nodes)
+
+        def of(node: int) -> torch.Tensor:
+            rows, choices = (part[node] for part in parts)
+            return self.run(design.node.design, team.node, rows, choices, factors[node], of_node, most)
+
+        out = y.new_empty((most, y.shape[1]))
+        added_over_nodes(team, of, out, design.node)
         return out
 
     def forward(
@@ -293,9 +325,12 @@ class MoeCombine(ExchangeOp):
         return of_y, None, of_weights, None, None, None, None
 
     def algorithm_in_rank_order(self, call: CombineCall, machine: Machine) -> str:
-        """Name of the plan's design, or of one that adds up the ranks in their order if that one may not."""
-        name = self.plan(call, machine).name
-        return "push" if name == "sum_then_scatter" and machine.world_size > 2 else name
+        """Name of the plan's design in a node, or of one that adds up ranks in their order if that may not."""
+        planned = self.plan(call, machine)
+        within, ranks = (
+            (planned.design.node, machine.node.world_size) if machine.nodes > 1 else (planned, machine.world_size)
+        )
+        return "push" if within.name == "sum_then_scatter" and ranks > 2 else within.name
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,13 @@ Slots are not negotiated: row t of rank s lies at s * max_tokens + t on every ra
 each computes by itself which rows it has and in which order (``moe_schedule``): no counts are exchanged, the host waits for
 nothing, and no token is dropped.
 
+Over nodes a token's row and choices cross to each other node once, to the rank of equal local rank there, which dispatches them
+within its node. Sizes of transfers are known to the host, so every node gets all max_tokens rows of its rail's ranks: also of
+tokens that chose none of its experts.
+
+rail     | packed rows, ids, weights to k+1, from k-1 | to k+2, from k-2 |                                 node k
+node                                                  | dispatch own | those of k-1 | those of k-2 |       into one tensor
+
 Backward: moe_combine without weights adds up the gradients that the ranks have for a row, at the token's rank in rank order.
 """
 
@@ -21,6 +28,7 @@ import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
+from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.local import check_shape
 from weft.ops.moe.exchange import (
     Halves,
@@ -172,7 +180,7 @@ def moe_dispatch(
     experts     of all ranks together, divided by W: rank r holds experts r * experts / W and on
     max_tokens  of any rank; the same on all ranks, as H, k, dtypes, ``experts`` and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
-                ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded)
+                ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded), in one node
     algorithm   "auto", "push" (rows to the ranks that need them), "gather" (all rows to all ranks) or "lamport" (as "gather",
                 in one kernel and one hop, for few tokens)
 
@@ -186,11 +194,11 @@ def moe_dispatch(
     the receive buffers is refused once they have been written again.
     """
     op = "moe_dispatch"
-    check_team(op, team)
-    check_tensor(op, "x", x, team, FLOATS)
-    check_routing(op, routing, team)
+    check_team(op, team, over_nodes=True)
+    check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
+    check_routing(op, routing, team, over_nodes=True)
     check_shape(op, "x", x, (routing.ids.shape[0], "H"))
-    check_tensor(op, "weights", routing.weights, team, (x.dtype,))
+    check_tensor(op, "weights", routing.weights, team, (x.dtype,), over_nodes=True)
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     mine = Experts.whole(check_int(f"{op}: experts", experts, 1), team.rank, team.size)
     check_choice(op, "algorithm", algorithm, MOE_DISPATCH.algorithms)
@@ -198,6 +206,8 @@ def moe_dispatch(
         raise ValueError(
             f"{op}: dtype={quoted(dtype)} is not None or {E4M3}; rows are sent in x's dtype or in that one"
         )
+    if dtype is not None and team.rail is not None:
+        raise ValueError(f"{op}: dtype={dtype} is sent within one node, and the team has {team.shape}; leave it out")
     if x.shape[1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; rows have at least one element")
     fp8 = dtype is not None
@@ -208,11 +218,14 @@ def moe_dispatch(
     return Dispatched(rows, Routing(ids, weights), mine, scales if fp8 else None)
 
 
-def check_routing(op: str, routing: Routing, team: Team) -> None:
-    """ValueError unless ``routing`` is one of a supported number of choices on the team's device."""
+def check_routing(op: str, routing: Routing, team: Team, over_nodes: bool = False) -> None:
+    """ValueError unless ``routing`` is one of a supported number of choices on the team's device.
+
+    over_nodes  the team may have several nodes
+    """
     if not isinstance(routing, Routing):
         raise ValueError(f"{op}: routing={quoted(routing)} is not a Routing; weft.ops.route gives one")
-    check_tensor(op, "ids", routing.ids, team, (torch.int32,))
+    check_tensor(op, "ids", routing.ids, team, (torch.int32,), over_nodes=over_nodes)
     check_shape(op, "ids", routing.ids, ("T", "k"))
     check_shape(op, "weights", routing.weights, routing.ids.shape)
     if not 1 <= routing.ids.shape[1] <= 16:
@@ -228,7 +241,7 @@ class MoeDispatch(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
 
     name, alias = "moe_dispatch", "moe-dispatch"
-    designs = {"push": PushRows, "gather": GatherRows, "lamport": GatherWords}
+    designs = {"push": PushRows, "gather": GatherRows, "lamport": GatherWords, "over_nodes": OverNodes}
     everything = "gather"
     variants = ("fp8",)
     dtypes = FLOATS
@@ -299,6 +312,8 @@ class MoeDispatch(ExchangeOp):
         if fp8:
             check_e4m3(self.name, team.caps)
         none = x.new_empty(0, dtype=torch.float32)
+        if isinstance(design, OverNodes):
+            return *self._run_over_nodes(design, team, x, ids, weights, experts, most), none
         if isinstance(design, GatherWords):
             rows, scales = quantize_rows(x, len(x), team.caps) if fp8 else (x, None)
             *arrived, scales = gather_words(design, team, rows, ids, weights, scales, most)
@@ -323,6 +338,33 @@ class MoeDispatch(ExchangeOp):
         if kept:
             arrived[:3] = copy_chosen(design, sizes, team, *arrived[:2]), arrived[1].clone(), arrived[2].clone()
         return tuple(arrived if fp8 else [*arrived, none])
+
+    def _run_over_nodes(
+        self,
+        design: OverNodes,
+        team: Team,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        experts: int,
+        most: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """(rows, ids, weights) of all ranks, new tensors.
+
+        Within a node its experts count from 0; ids of other nodes' experts are outside and chosen by none of its ranks.
+        """
+        nodes, of_node = team.shape.nodes, experts // team.shape.nodes
+        mine = padded(x.detach(), most, 0), padded(ids, most, -1), padded(weights.detach(), most, 0)
+        whole = [tensor.new_empty((team.size * most, tensor.shape[1])) for tensor in mine]
+        for node, piece in swapped(team, [packed(mine)] * nodes, design.node):
+            rows, choices, factors = unpacked(piece, mine)
+            choices = choices - team.rail.index * of_node
+            # Rows that no rank has sent are not to be read, so copies of the others.
+            arrived = self.run(design.node.design, team.node, rows, choices, factors, of_node, most, kept=True)
+            for out, part in zip(whole, arrived, strict=False):
+                out.chunk(nodes)[node].copy_(part)
+        whole[1] += team.rail.index * of_node
+        return tuple(whole)
 
     def forward(
         self,

@@ -35,6 +35,7 @@ class OverlappedOp(MoeOp):
     overlapped: ClassVar[str]
     alone: ClassVar[str]
     dtypes = FLOATS
+    spans_nodes = True
 
     @staticmethod
     @abstractmethod
@@ -42,6 +43,14 @@ class OverlappedOp(MoeOp):
         """(N, K) of the GEMM, in which order a case has them too."""
 
     def choose(self, call: Any, machine: Machine) -> Planned:
+        if machine.nodes > 1:
+            if call.design not in (AUTO, "sequential"):
+                raise ValueError(
+                    f"{self.name}: algorithm={call.design!r} is of one node, and the team has {machine.nodes}; "
+                    f"pass 'sequential'"
+                )
+            reason = f"{machine.nodes} nodes: one schedule for all nodes' rows, which it waits for"
+            return Planned("sequential", self.default("sequential", call, machine), reason)
         if machine.world_size == 1:
             return Planned("sequential", self.default("sequential", call, machine), f"one rank: {self.alone}")
         return super().choose(call, machine)

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional as F
 
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.kernels.tile_schedule import buffer_of, make_tiles
 from weft.ops.case import Case, Inputs, sum_of
+from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
+from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.gemm import cublas, persistent, small_m
 from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product
 from weft.ops.gemm.matmul import MATMUL, weight_gradient
@@ -22,6 +25,7 @@ from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
+from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.pipelined import (
     SUM_WARPS,
     Sending,
@@ -32,7 +36,7 @@ from weft.ops.overlap.pipelined import (
     send_partials,
     share,
 )
-from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential
+from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential, rows_overlap
 from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
 from weft.ops.registration import check_team
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -81,22 +85,26 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
 
     a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which compare them on the
     host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in fp32,
-    in an order that depends on the tile only. Collective: all ranks call it, in the same order, on one stream. ValueError for
-    shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
+    in an order that depends on the tile only. Over several nodes a node's sums cross once, each part over one of its rails.
+    Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
+    on all ranks where theirs differ; HeapExhausted.
     """
-    check_operands("matmul_all_reduce", a, b, check_team("matmul_all_reduce", team))
+    check_operands("matmul_all_reduce", a, b, check_team("matmul_all_reduce", team, over_nodes=True))
     return MATMUL_ALL_REDUCE.dispatch(a, b, team.name)
 
 
 class MatmulAllReduce(Overlapped):
     name, alias = "matmul_all_reduce", "gemm-ar"
-    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential}
+    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": ScatterGather}
+    internal = ("over_nodes",)
     sums = replicated = ranks_differ_in_k = True
     projections = ROW_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        if machine.nodes > 1:
+            return self._over_nodes(call, machine)
         planned = super().choose(call, machine)
         if planned.name == "fused" and call.design == AUTO:
             _, elements = buffer_elements(call.M, call.N, machine.world_size, planned.design.tile)
@@ -105,11 +113,22 @@ class MatmulAllReduce(Overlapped):
                 return Planned("pipelined", self.default("pipelined", call, machine), reason)
         return planned
 
+    def _over_nodes(self, call: GemmCall, machine: Machine) -> Planned:
+        """GEMM-RS and an all-gather, both over nodes; for few rows a GEMM and an all-reduce over nodes."""
+        if call.design == "sequential" or (call.design == AUTO and not rows_overlap(call.M)):
+            reason = f"{machine.nodes} nodes, M={call.M}: too little to overlap"
+            return Planned("sequential", self.default("sequential", call, machine), reason)
+        rows = cdiv(call.M, machine.world_size)
+        scatter = MATMUL_REDUCE_SCATTER.plan(call._replace(M=rows * machine.world_size), machine)
+        gather = ALL_GATHER.plan(CollectiveCall(rows * call.N * call.dtype.itemsize, call.dtype), machine)
+        reason = f"{machine.nodes} nodes: 1 / {machine.node.world_size} of a node's sums goes over each rail"
+        return Planned("over_nodes", ScatterGather(scatter=scatter, gather=gather), reason)
+
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         M, world = call.M, machine.world_size
         if machine.caps.is_simulated:
             return "fused", "simulated ranks run weft's own kernel"
-        if M <= SEQUENTIAL_ROWS:
+        if not rows_overlap(M):
             return "sequential", f"M={M} <= {SEQUENTIAL_ROWS}: too little to overlap"
         if world == 2 and M <= SEQUENTIAL_ROWS_OF_TWO:
             return "sequential", f"two ranks, M={M} <= {SEQUENTIAL_ROWS_OF_TWO}: too little to overlap"
@@ -141,7 +160,7 @@ class MatmulAllReduce(Overlapped):
         return Sequential(collective=reduce, gemm=gemm)
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (self.default(name, call, machine) for name in self.designs)
+        yield from (self.default(name, call, machine) for name in self.algorithms[1:])
         yield from pipelines(Pipelined(), machine)
         for design in fused_tiles(self.default("fused", call, machine), call.M, call.dtype, machine, quick):
             yield from (design, replace(design, split=not design.split))
@@ -182,6 +201,10 @@ class MatmulAllReduce(Overlapped):
         self.check_design(design)
         if isinstance(design, Sequential):
             return _run_sequential(design, team, a, b)
+        if isinstance(design, ScatterGather):
+            rows = F.pad(a, (0, 0, 0, -len(a) % team.size))
+            mine = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, rows, b)
+            return ALL_GATHER.run(design.gather.design, team, mine)[: len(a)]
         out = a.new_empty((a.shape[0], b.shape[0]))
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
         run(design, team, a, b, out)

@@ -38,6 +38,8 @@ class Sequential:
 class Overlapped(GemmOp):
     """Base of the three overlapped ops: the part of planning that they share."""
 
+    spans_nodes = True
+
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
         if machine.nodes > 1:
             node = self.plan(call._replace(M=call.M // machine.nodes), machine.node)

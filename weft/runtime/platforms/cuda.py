@@ -214,7 +214,9 @@ class CudaPlatform:
         name = f"{self.name}.node{index}"
         self.node = CudaPlatform(new_group(mine), self._store, self._secret, name, heap_bytes, lambda _: [0] * size)
         reached = tuple(node == self._nodes[self.rank] for node in self._nodes)
-        self.caps = replace(self.node.caps, peer_access=reached)
+        within = iter(self.node.caps.links)
+        links = tuple(next(within) if here else capabilities.RAIL for here in reached)
+        self.caps = replace(self.node.caps, peer_access=reached, links=links)
         self.record, self.signal_name = self.node.record, self.node.signal_name
         self.rail = rail_of(new_group(ranks[local::size]), self.device)
 

@@ -28,8 +28,10 @@ _PIECES = 4
 class Cluster:
     """Shared state of the virtual ranks of one simulation: every heap, by team and rank."""
 
-    def __init__(self, machine: Machine, node_size: int | None = None) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, node_size: int | None = None, link: str = capabilities.NVLINK) -> None:
+        """``link``: kind of the links within a node."""
+        self.machine, self.link = machine, link
+        machine.remote_atomics = link != capabilities.PCIE
         self.node_size = node_size or machine.world_size
         self.heaps: dict[tuple[str, int], torch.Tensor] = {}
         self.carved: dict[tuple[str, int], int] = {}  # team and count of its tensors -> the rank that registered it
@@ -68,7 +70,8 @@ class VirtualPlatform:
         # One process holds all ranks, so the name contains the rank.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
         self.device = torch.device("cpu")
-        self.caps, self.multimem = capabilities.simulated(self.size, self._machine.sms), 2
+        self.caps = capabilities.simulated(self.size, self._machine.sms, link=cluster.link)
+        self.multimem = 2 if self.caps.multicast else 0
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
         self.library = HostLibrary(self)
         if self.shape.nodes == 1:
@@ -98,12 +101,18 @@ class VirtualPlatform:
         mine = slice(first, first + self.shape.node_size)
         name = f"{self._team}.node{index}"
         self.node = VirtualPlatform(self._cluster, name, self._members[mine], self._nodes[mine], local, heap_bytes)
-        self.caps = replace(self.caps, peer_access=tuple(node == self._nodes[first] for node in self._nodes))
+        reached = tuple(node == self._nodes[first] for node in self._nodes)
+        links = tuple(self._cluster.link if here else capabilities.RAIL for here in reached)
+        self.caps = replace(self.caps, peer_access=reached, links=links)
         rail = self._members[local :: self.shape.node_size]
         self.rail = Rail(VirtualRail(self._cluster, f"{self._team}.rail{local}", rail, index), index, len(rail))
 
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._cluster.heaps[self._team, peer]
+
+    def heap_of_node(self, node: int) -> torch.Tensor:
+        """Heap of the rank of equal local rank in another node, for models of transports."""
+        return self._cluster.heaps[f"{self._team}.node{node}", self.node.rank]
 
     def exchange(self, what: str, item: Any) -> list[Any]:
         # Encoded as between processes: the same items are refused, and every rank gets a copy.
@@ -201,12 +210,12 @@ class VirtualCopyEngine:
 
         def move() -> None:
             begin()
-            _copy(self._machine, label, dst, src, signal)
+            copy_in_pieces(self._machine, label, dst, src, signal)
 
         self._machine.enqueue(self.stream, label, move)
 
 
-def _copy(machine: Machine, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
+def copy_in_pieces(machine: Machine, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
     """Copy ``src`` to ``dst`` in pieces, as the running operation of a side stream."""
     target, source = dst.view(-1), src.view(-1)
     count, itemsize = source.numel(), source.element_size()
@@ -272,7 +281,7 @@ class VirtualRail:
                 ))  # fmt: skip
                 machine.observer.learned(sent.known)
             if piece.landed is not None:
-                _copy(machine, label, piece.landed, epoch, signal=True)
+                copy_in_pieces(machine, label, piece.landed, epoch, signal=True)
             mark.known = machine.observer.published()
             mark.is_reached = True
             machine.scheduler.recheck()
@@ -311,7 +320,7 @@ class VirtualRail:
                 f"{sent.tensor.dtype} and is received into {tuple(tensor.shape)} {tensor.dtype}; pass them in one order"
             )
         machine.observer.learned(sent.known)
-        _copy(machine, label, tensor, sent.tensor)
+        copy_in_pieces(machine, label, tensor, sent.tensor)
         link.received += 1
         sent.known, sent.is_received = machine.observer.published(), True
         machine.scheduler.recheck()

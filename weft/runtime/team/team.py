@@ -81,7 +81,8 @@ class Team(TakenByView):
         barriers = self.zeros((MAX_BARRIER_PROGRAMS, self.size + 1), torch.int32, name="team.barriers")
         deltas = torch.tensor(list(platform.deltas), dtype=torch.int64, device=self.device)
         patience = int(debug_seconds * 1e6) if debug_seconds else 0
-        self._view = make_view(self.rank, self.size, deltas, barriers, platform.record, patience, platform.multimem)
+        offered = platform.multimem, self.caps.remote_atomics
+        self._view = make_view(self.rank, self.size, deltas, barriers, platform.record, patience, *offered)
 
     @staticmethod
     def of(group: Any = None, *, heap_bytes: int | None = None) -> Team:

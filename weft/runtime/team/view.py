@@ -47,6 +47,7 @@ class TeamView(NamedTuple):
     record       int64 [RECORD_WORDS], readable by the host: rank, kernel, line and signal of a wait that gave up
     multicast    compile-time constant: 0, multimem primitives are refused; 1, they are multimem instructions, and ``deltas``
                  has one more, the bytes to the multicast address; 2, they load and store at every rank (the simulator)
+    remote_atomics  compile-time constant: 1 if atomics on peers' memory are atomic
     trace        uint8 [RINGS, RING_BYTES] of a traced team (trace_rings.py); else None, which is no argument of the kernel
     """
 
@@ -57,6 +58,7 @@ class TeamView(NamedTuple):
     patience_us: tl.constexpr
     record: torch.Tensor
     multicast: tl.constexpr
+    remote_atomics: tl.constexpr
     trace: torch.Tensor | None = None
 
 
@@ -68,6 +70,7 @@ def make_view(
     record: torch.Tensor,
     patience_us: int = 0,
     multicast: int = 0,
+    remote_atomics: bool = True,
 ) -> TeamView:
     return TeamView(
         2 * rank + 3,
@@ -77,4 +80,5 @@ def make_view(
         tl.constexpr(patience_us),
         record,
         tl.constexpr(multicast),
+        tl.constexpr(int(remote_atomics)),
     )

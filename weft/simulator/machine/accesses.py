@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from weft.errors import InvalidAccess
+from weft.errors import InvalidAccess, WeftError
 from weft.simulator.interpreter import CodeLine, Interpreter
 from weft.simulator.machine.grids import Program
 from weft.simulator.machine.memory import Memory
@@ -40,6 +40,7 @@ class Accesses:
         self.observer = Observer()
         self.stores = Stores(self.scheduler, self.memory)
         self._on_event = on_event
+        self.remote_atomics = True  # the links within a node carry them
         self._copies: dict[Task, list[tuple[GreenletTask, str]]] = {}  # by program: those not known to be complete
 
     @property
@@ -303,6 +304,16 @@ class Accesses:
         self.observer.fence()
         self.stores.fence()
 
+    def _check_remote(self, op: str, addresses: np.ndarray, mask: np.ndarray) -> None:
+        """WeftError for an atomic on a peer's memory over links that carry none."""
+        for address in () if self.remote_atomics else np.unique(addresses[mask]).tolist():
+            heap = self.memory.heap_of(address)
+            if heap is not None and self.memory.heap_rank(heap) != self.rank:
+                raise WeftError(
+                    f"{self.who()}: atomic {op} on {self.memory.describe(address)}: the link is PCIe, which carries no "
+                    f"atomics; store to a place of this rank's own there, and notify"
+                )
+
     def _read_modify_write(
         self,
         op: str,
@@ -318,6 +329,7 @@ class Accesses:
         """Atomic, element by element: duplicates among the addresses must see each other."""
         mask = np.broadcast_to(mask, addresses.shape)
         addresses = self.plain(addresses, mask, dtype.itemsize, f"atomic {op}")
+        self._check_remote(op, addresses, mask)
         only_reads = op == "add" and not np.asarray(values).any()
         key = self.before_read(addresses, mask, dtype.itemsize)
         self.step(addresses, mask, dtype.itemsize, not only_reads, releases="rel" in sem)

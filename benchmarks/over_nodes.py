@@ -1,0 +1,93 @@
+"""Model of GEMMs over nodes: ``python -m benchmarks.over_nodes`` prints the tables of docs/nodes.md.
+
+Nothing of it was measured over nodes. Within a node it has the rates of weft/bench/harness/limits.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.bench.harness.limits import GPUS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "nodes.md"
+BEGIN, END = "<!-- benchmarks.over_nodes -->", "<!-- end -->"
+LIMITS = GPUS["NVIDIA H200"]
+# GPUs of a node; bytes/s of a rail in one direction; seconds until a transfer on it has begun.
+NODE_SIZE, RAILS, LATENCY = 8, (50e9, 100e9), 20e-6
+NODES = (2, 4, 8)
+ITEM = 2  # bytes
+
+
+class Shape(NamedTuple):
+    """Whole GEMM [M, N, K] of one op: N or K is divided among all ranks."""
+
+    name: str
+    op: str
+    M: int
+    N: int
+    K: int
+
+
+SHAPES = (
+    Shape("gate and up of Llama 3 70B, 8192 tokens", "ag-gemm", 8192, 57344, 8192),
+    Shape("down of Llama 3 70B, 8192 tokens", "gemm-rs", 8192, 8192, 28672),
+    Shape("down of Llama 3 70B, 64 tokens", "gemm-ar", 64, 8192, 28672),
+)
+
+
+class Times(NamedTuple):
+    """Microseconds of one call. rails: at each of ``RAILS``."""
+
+    rails: tuple[float, ...]
+    node: float
+    gemm: float
+
+
+def modelled(shape: Shape, nodes: int) -> Times:
+    """Times of ``shape`` over ``nodes``, each part by itself.
+
+    A shard crosses to each other node once, and goes to the other ranks of a node from there.
+    """
+    ranks = nodes * NODE_SIZE
+    shard = ITEM * shape.M * (shape.K if shape.op == "ag-gemm" else shape.N) // ranks
+    trips = 2 if shape.op == "gemm-ar" else 1
+    crossing = trips * (nodes - 1) * shard
+    within = trips * nodes * (NODE_SIZE - 1) * shard
+    flops, weights = 2 * shape.M * shape.N * shape.K / ranks, ITEM * shape.N * shape.K / ranks
+    return Times(
+        rails=tuple(1e6 * (trips * LATENCY + crossing / rail) for rail in RAILS),
+        node=1e6 * (trips * LIMITS.latency + within / LIMITS.link),
+        gemm=1e6 * max(flops / LIMITS.flops, weights / LIMITS.memory),
+    )
+
+
+def tables() -> Iterator[str]:
+    """Lines of the tables, one for each shape."""
+    rates = " / ".join(f"{rail / 1e9:.0f}" for rail in RAILS)
+    for shape in SHAPES:
+        yield from (f"{shape.op}, {shape.name} (M={shape.M}, N={shape.N}, K={shape.K} in all):", "")
+        yield f"| nodes | rail at {rates} GB/s a GPU | within the node | GEMM |"
+        yield "|---:|---:|---:|---:|"
+        for nodes in NODES:
+            times = modelled(shape, nodes)
+            rails = " / ".join(f"{us:.0f}" for us in times.rails)
+            yield f"| {nodes} | {rails} µs | {times.node:.0f} µs | {times.gemm:.0f} µs |"
+        yield ""
+
+
+def section() -> str:
+    """The tables between their marks, as the page has them."""
+    return "\n".join((BEGIN, "", *tables(), END))
+
+
+def with_tables(text: str) -> str:
+    """``text`` of the page with the tables of today."""
+    begin, end = text.index(BEGIN), text.index(END) + len(END)
+    return text[:begin] + section() + text[end:]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
+    print("\n".join(tables()))

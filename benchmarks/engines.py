@@ -13,7 +13,7 @@ but without prefix caching, for which random prompts have no use. The table prin
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import importlib
 import json
 import random
 import statistics
@@ -50,7 +50,7 @@ def vllm_engine(model: str, world_size: int) -> Generate:
     folder = Path(tempfile.mkdtemp())
     architecture = DecoderConfig.named(model).family.architecture
     config = {"architectures": [architecture], "torch_dtype": "bfloat16", "head_dim": 128, **PUBLISHED[model]}
-    (folder / "config.json").write_text(json.dumps(config))
+    put(folder / "config.json", json.dumps(config))
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=world_size,
         max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES, enable_prefix_caching=False,
@@ -90,7 +90,7 @@ def run(engine: str, model: str, world_size: int, cases: str, repeats: int, targ
     begin = time.perf_counter()
     generate = ENGINES[engine](model, world_size)
     report = {
-        "engine": engine, "version": importlib.metadata.version(engine), "model": model, "world_size": world_size,
+        "engine": engine, "version": importlib.import_module(engine).__version__, "model": model, "world_size": world_size,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "revision": revision(Path(weft.__file__).parent),
         "ready_seconds": time.perf_counter() - begin, "repeats": repeats, "rows": [],
     }  # fmt: skip

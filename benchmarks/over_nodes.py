@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.bench.harness.limits import GPUS
+from weft.runtime.files import put
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "nodes.md"
 BEGIN, END = "<!-- benchmarks.over_nodes -->", "<!-- end -->"
@@ -89,5 +90,5 @@ def with_tables(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    put(PAGE, with_tables(PAGE.read_text()))
     print("\n".join(tables()))

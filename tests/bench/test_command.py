@@ -40,7 +40,7 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     assert (found.op, found.dtype, found.world_size, found.is_simulated) == (op, dtype, 2, True)
     assert picture.read_text().startswith("<svg")
     for row in found.rows:
-        if row.role == "weft" or row.provider == "weft.gemm_alone":
+        if row.role == "weft" or row.provider == "weft.gemm_alone" or row.provider.startswith("tiles."):
             assert row.median_us > 0
             assert row.max_abs_error is not None
             assert row.mode == "host"

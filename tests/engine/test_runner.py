@@ -9,7 +9,7 @@ import torch
 
 import weft
 import weft.engine.runner as runner_module
-from weft.cli.generate import _layout
+from weft.cli.engine_flags import _layout
 from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, prompt_shapes
 from weft.engine.params import Kind, SamplingParams

@@ -117,7 +117,8 @@ def test_weights_of_experts_that_no_token_chose_are_neither_read_nor_warm(monkey
     assert op.flops(shape.size) == 2 * 4 * 96 * 256 * 2
     monkeypatch.setattr(problem, "COLD_BYTES", 3.5 * bytes_of_four)
     monkeypatch.setattr(type(op), "arguments", lambda op, case, team, *tensors: tensors)
-    team = types.SimpleNamespace(is_simulated=False, size=2, rank=1, device=torch.device("cpu"))
+    nodes = types.SimpleNamespace(nodes=1, node_size=2)
+    team = types.SimpleNamespace(is_simulated=False, size=2, rank=1, shape=nodes, device=torch.device("cpu"))
     assert len(OpProblem(op, shape, "bf16", team).sets) == 1 + 4
 
 

@@ -13,7 +13,8 @@ from weft.bench.ops.shapes import op_of, parse_shapes
 
 @pytest.mark.parametrize("size", [(16, 8192, 512), (16, 1024, 1024), (1, 512, 512)])
 def test_weights_are_cold_again_when_they_come_round(size):
-    team = types.SimpleNamespace(is_simulated=False, size=4, rank=0, device=torch.device("cpu"))
+    shape = types.SimpleNamespace(nodes=1, node_size=4)
+    team = types.SimpleNamespace(is_simulated=False, size=4, rank=0, shape=shape, device=torch.device("cpu"))
     problem = OpProblem(op_of("gemm"), Shape(size=size, label=""), "bf16", team)
     (m, n, k), calls = size, len(problem.sets)
     assert (m + n) * k * 2 * (calls - 1) >= 120e6

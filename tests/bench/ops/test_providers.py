@@ -13,7 +13,8 @@ from weft.runtime.capabilities import Capabilities
 
 def test_providers_are_chosen_by_name_and_family():
     assert [p.name for p in choose("all-reduce", ["weft"])] == [
-        f"weft.{name}" for name in ("auto", "one_shot", "two_shot", "copy_engine")
+        f"weft.{name}"
+        for name in ("auto", "one_shot", "two_shot", "copy_engine", "multimem_one_shot", "multimem_two_shot")
     ]
     assert [p.name for p in choose("all-reduce", ["nccl", "torch.two_shot"])] == [
         "nccl",

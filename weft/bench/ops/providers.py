@@ -65,7 +65,7 @@ def _of_weft(op: Op) -> list[Provider]:
                 make=lambda problem, design=design: prepared(
                     problem, plan_of(problem, design).design if problem.computes else design
                 ),
-                on_request=computes(op),
+                on_request=computes(op) or design in op.rare,
                 rare=design in op.rare,
             )
             for design in op.algorithms

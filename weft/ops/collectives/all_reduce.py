@@ -199,6 +199,7 @@ class AllReduce(Collective):
         "copy": Copy,
         "over_nodes": ScatterGather,
     }
+    rare = ("multimem_one_shot", "multimem_two_shot")  # need multicast
     staging_buffers = 2  # the peers' parts, and their sums
     copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
     # Two ranks' parts are long, and the engines wait for their sum: more programs.

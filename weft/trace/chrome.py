@@ -53,10 +53,10 @@ def to_json(timeline: Timeline) -> str:
     return f'{{"displayTimeUnit": "ns", "otherData": {json.dumps({"weft": about})}, "traceEvents": [\n{body}\n]}}\n'
 
 
-def read(file: Path) -> Timeline:
+def read(file: str | Path) -> Timeline:
     """Timeline of a trace file. ValueError for a file that ``weft.trace`` has not written."""
     try:
-        return _from(json.loads(file.read_text(encoding="utf-8")))
+        return _from(json.loads(Path(file).read_text(encoding="utf-8")))
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(
             f"{file} is not a trace that weft.trace has written; pass the file that it was given"

@@ -70,39 +70,30 @@ def zero():
     return tl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
+@triton.constexpr_function
+def multimem_sums(dtype):
+    """Assembly of ``multimem_ld_reduce`` for fp32, bf16 or fp16, the last two added in fp32."""
+    narrow = {"bf16": "bf16x2", "fp16": "f16x2"}.get(dtype.name)
+    register = "b32" if narrow else "f32"
+    kind = f"add.acc::f32.v4.{narrow}" if narrow else "add.v4.f32"
+    return (
+        f"{{ .reg .pred here; .reg .{register} a, b, c, d; setp.ne.s32 here, $5, 0; "
+        f"mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; "
+        f"@here multimem.ld_reduce.relaxed.sys.global.{kind} {{a, b, c, d}}, [$4]; "
+        f"mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }}"
+    )
+
+
 @triton.jit
 def multimem_ld_reduce(ptr, mask):
     """``multimem.ld_reduce.add`` of the 16 bytes behind each multicast address: four int32 blocks.
 
-    0 where masked off. fp16 and bf16 are added in fp32. Stock Triton has no multimem.
+    0 where masked off. Stock Triton has no multimem.
     """
-    if ptr.dtype.element_ty == tl.float32:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred here; .reg .f32 a, b, c, d; setp.ne.s32 here, $5, 0; "
-            "mov.f32 a, 0f00000000; mov.f32 b, 0f00000000; mov.f32 c, 0f00000000; mov.f32 d, 0f00000000; "
-            "@here multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {a, b, c, d}, [$4]; "
-            "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }",
-            "=r,=r,=r,=r,l,r", [ptr, mask.to(tl.int32)], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    elif ptr.dtype.element_ty == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred here; .reg .b32 a, b, c, d; setp.ne.s32 here, $5, 0; "
-            "mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; "
-            "@here multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {a, b, c, d}, [$4]; "
-            "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }",
-            "=r,=r,=r,=r,l,r", [ptr, mask.to(tl.int32)], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred here; .reg .b32 a, b, c, d; setp.ne.s32 here, $5, 0; "
-            "mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; "
-            "@here multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {a, b, c, d}, [$4]; "
-            "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }",
-            "=r,=r,=r,=r,l,r", [ptr, mask.to(tl.int32)], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False, pack=1,
-        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        multimem_sums(ptr.dtype.element_ty), "=r,=r,=r,=r,l,r", [ptr, mask.to(tl.int32)],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

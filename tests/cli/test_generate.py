@@ -47,6 +47,35 @@ def test_flags_reach_the_engine():
     assert len(further.stdout) > len(ended.stdout) and further.stdout.startswith("123+456=579")
 
 
+def test_prompts_of_a_file_are_answered_as_json(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("20+22=\n\n1+1=\n", encoding="utf-8")
+    lines = [json.loads(line) for line in weft("--prompts-file", file, "--json", "--world-size", 1).stdout.splitlines()]
+    assert [(line["prompt"], line["text"], line["index"]) for line in lines] == [("20+22=", "42", 0), ("1+1=", "2", 0)]
+    assert all(line["finish_reason"] == "eos" and line["token_ids"] for line in lines)
+    given = CliRunner().invoke(
+        app, ["generate", "--device", "sim", "--world-size", "1", "--prompts-file", "-", "--json"], input="20+22=\n"
+    )
+    assert json.loads(given.stdout) == lines[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "says"),
+    [
+        (b"\n\n", [], "holds no prompt"),
+        (b"\xff", [], "cannot be read"),
+        (None, [], "cannot be read"),
+        (b"1+1=", ["--prompt", "2+2="], "takes the place of --prompt"),
+    ],
+)
+def test_a_file_without_prompts_is_one_line(tmp_path, content, flags, says):
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    result = weft("--prompts-file", file, *flags)
+    assert result.exit_code == 2 and says in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_a_chat_puts_prompts_into_the_template(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}=")
     result = weft("--model", checkpoint, "--chat", "--prompt", "1+1", "--prompt", "20+22", "--world-size", 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,9 +19,10 @@ from rich.text import Text
 from weft.arguments import positive, quoted
 from weft.cli.engine_flags import EngineFlags, one_of, starting
 from weft.console import check_torchrun, from_flags, one_line_errors, single_valued, write_any_text
+from weft.runtime.environment import coordinates
 
 if TYPE_CHECKING:
-    from weft.engine import Engine, EngineConfig, Piece
+    from weft.engine import Completion, Engine, EngineConfig, Piece
     from weft.models import DecoderConfig
     from weft.runtime.team.team import Team
 
@@ -29,6 +32,9 @@ class GenerateFlags(EngineFlags):
     """Flags of `weft generate`."""
 
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A prompt a line, in place of --prompt; -: from standard input")
+    ] = None
     prompt_token_ids: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,6 +77,9 @@ class GenerateFlags(EngineFlags):
     prompt_tokens: Annotated[
         int | None, typer.Option(help="With --dummy-weights: length of a prompt of random tokens [default: 128]")
     ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="An answer a line: prompt, index, text, token_ids, finish_reason")
+    ] = False
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
 
 
@@ -89,6 +98,7 @@ class GenerateOptions:
     inputs    prompts as text or token ids
     shown     text to print before each answer; None: token ids are printed
     sampling  arguments of Engine.stream by name
+    as_json   answers are printed as JSON, a line each
     """
 
     model: Path | DecoderConfig | None
@@ -96,6 +106,7 @@ class GenerateOptions:
     inputs: list[str] | list[list[int]]
     shown: list[str] | None
     sampling: dict[str, Any]
+    as_json: bool = False
 
     @classmethod
     def of(cls, flags: GenerateFlags) -> GenerateOptions:
@@ -111,7 +122,7 @@ class GenerateOptions:
         }
         if any(value is not None for value in structure.values()):
             sampling["structured_outputs"] = StructuredOutputsParams(**structure)
-        return cls(model=model, engine=engine, inputs=inputs, shown=shown, sampling=sampling)
+        return cls(model=model, engine=engine, inputs=inputs, shown=shown, sampling=sampling, as_json=flags.as_json)
 
 
 def generate(flags: GenerateFlags) -> None:
@@ -136,7 +147,7 @@ def _model(flags: GenerateFlags) -> Path | DecoderConfig | None:
 
     if not flags.dummy_weights:
         return None if flags.model is None else find_checkpoint(flags.model)
-    if flags.prompt or flags.chat or flags.model is None:
+    if flags.prompt or flags.prompts_file or flags.chat or flags.model is None:
         raise ValueError(
             "--dummy-weights takes --model NAME, such as qwen3-32b, and --prompt-tokens instead of --prompt and --chat"
         )
@@ -157,7 +168,7 @@ def _inputs(
             f"model's fast tokenizer there"
         )
     if flags.prompt_token_ids:
-        if flags.prompt or flags.chat or flags.prompt_tokens is not None:
+        if flags.prompt or flags.prompts_file or flags.chat or flags.prompt_tokens is not None:
             raise ValueError(
                 "--prompt-token-ids takes the place of --prompt, --chat and --prompt-tokens; leave them out"
             )
@@ -169,10 +180,31 @@ def _inputs(
         raise ValueError(
             f"--prompt-tokens {flags.prompt_tokens} goes with --dummy-weights; a checkpoint reads --prompt"
         )
-    prompts = flags.prompt or ["123+456="]
+    prompts = _prompts(flags)
     if flags.chat:
         return _as_chat(prompts, model), [f"{prompt}\n" for prompt in prompts]
     return prompts, prompts
+
+
+def _prompts(flags: GenerateFlags) -> list[str]:
+    """Prompts as text, of --prompt or of the lines of --prompts-file."""
+    file = flags.prompts_file
+    if file is None:
+        return flags.prompt or ["123+456="]
+    if flags.prompt:
+        raise ValueError(f"--prompts-file {file} takes the place of --prompt; leave one of them out")
+    if str(file) == "-":
+        if coordinates() is not None:
+            raise ValueError("--prompts-file - reads standard input, which torchrun gives to no rank; pass a file")
+        text = sys.stdin.read()
+    else:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"--prompts-file {file} cannot be read: {error}; pass a file of text in UTF-8") from None
+    if not (lines := [line for line in text.splitlines() if line]):
+        raise ValueError(f"--prompts-file {file} holds no prompt; write one on each line")
+    return lines
 
 
 def _token_ids(text: str) -> list[int]:
@@ -215,6 +247,12 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
     write_any_text()  # on GPUs each rank is a process
     with starting(talks) as progress:
         engine = Engine(options.model, team, config=options.engine, **progress)
+    if options.as_json:
+        completions = engine.generate(options.inputs, **options.sampling)
+        if talks:
+            _print_json(options, completions)
+            _print_speed(engine, team)
+        return
     pieces = engine.stream(options.inputs, **options.sampling)
     if not talks:
         for _ in pieces:
@@ -230,6 +268,14 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
     else:
         _print_answers([text for text in options.shown for _ in range(n)], n, pieces)
     _print_speed(engine, team)
+
+
+def _print_json(options: GenerateOptions, completions: list[Completion]) -> None:
+    """Print an object a line for each answer, in the order of the prompts."""
+    for number, found in enumerate(completions):
+        line = {"prompt": options.inputs[number // options.sampling["n"]], "index": found.index, "text": found.text}
+        line |= {"token_ids": found.token_ids, "finish_reason": found.finish_reason}
+        typer.echo(json.dumps(line, ensure_ascii=False))
 
 
 def _print_answers(prompts: list[str], n: int, pieces: Iterator[Piece]) -> None:

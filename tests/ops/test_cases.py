@@ -9,21 +9,21 @@ from tests.ops.checking import check_replicated, run_cases
 from weft.ops.op import registered
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
-# moe_combine has three designs and attention many shapes of heads.
-LONG = {("moe_combine", 3), ("decode_attention", 1), ("paged_prefill_attention", 1)}
+# One case in so many is run on each number of ranks; of attention on one rank, which has many shapes of heads, one in four.
+ONE_IN = {1: 1, 2: 1, 3: 2, 4: 2, 8: 3}
+ATTENTION = ("decode_attention", "paged_attention", "paged_prefill_attention")
 
 
 def tables():
-    """Every case in two or three calls, every second one on many ranks and where they take long.
+    """A sample of the cases, each in two calls.
 
     Calls of one rank that keep nothing from one to the next are made once. Under the marker ``sweep`` are all, in three calls.
     """
     for op in registered():
         for world_size in WORLD_SIZES:
             cases = [case for case in op.cases() if case.world_size == world_size]
-            few = cases[::2] if world_size >= 4 or (op.name, world_size) in LONG else cases
-            alone = world_size == 1 and not op.mutates
-            calls, name = 3 if world_size in (2, 3) else 1 if alone else 2, f"{op.name}-W{world_size}"
+            few = cases[:: 4 if (world_size, op.name in ATTENTION) == (1, True) else ONE_IN[world_size]]
+            calls, name = 1 if world_size == 1 and not op.mutates else 2, f"{op.name}-W{world_size}"
             if cases:
                 yield pytest.param(few, world_size, calls, id=name)
             if (few, calls) != (cases, 3):

@@ -354,10 +354,10 @@ def drop_bias(model):
     ("name", "spoil", "complaint"),
     [
         ("llama-3.1-70b", None, None),
-        ("qwen2.5-72b", None, None),
+        pytest.param("qwen2.5-72b", None, None, marks=pytest.mark.sweep),
         ("qwen2.5-72b", drop_bias, "wrong answer: relative RMS"),
         ("mistral-7b", None, None),
-        ("qwen3-30b-a3b", None, None),
+        pytest.param("qwen3-30b-a3b", None, None, marks=pytest.mark.sweep),
         ("qwen3-30b-a3b", neighbours_experts, "wrong answer: relative RMS"),
         ("mixtral-8x7b", None, None),
     ],

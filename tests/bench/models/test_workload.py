@@ -455,10 +455,10 @@ def rolled_choice(model):
     ("spoil", "level", "complaint"),
     [
         (swap_gate_and_up, "model", "wrong answer: relative RMS"),
-        (swap_norms, "model", "wrong answer: relative RMS"),
+        pytest.param(swap_norms, "model", "wrong answer: relative RMS", marks=pytest.mark.sweep),
         (other_theta, "model", "wrong answer: relative RMS"),
         (rolled_choice, "model", "is not the likeliest"),
-        (swap_gate_and_up, "mlp", "relative RMS .* of layer 0, more than 0.02"),
+        pytest.param(swap_gate_and_up, "mlp", "relative RMS .* of layer 0, more than 0.02", marks=pytest.mark.sweep),
         (swap_norms, "attn", "relative RMS .* of layer 0, more than 0.02"),
     ],
 )

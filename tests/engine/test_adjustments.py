@@ -63,6 +63,28 @@ def over_ranks(world_size, run):
     return torch.cat(parts, dim=-1)[..., :VOCAB]
 
 
+def test_a_slot_has_nothing_of_the_sequence_before_that_asked_for_nothing():
+    """Its tokens are noted too, where another of the batch has penalties."""
+    asks, plain = PARAMS[1], SamplingParams()
+    logits, position = torch.zeros(1, VOCAB), torch.tensor([len(PROMPT) + len(ANSWER)])
+
+    def run(adjustments, columns):
+        for tokens in ((), ANSWER):
+            adjustments.enter(0, entry(asks, PROMPT, []))
+            adjustments.enter(1, entry(plain, PROMPT, []))
+            for number, token in enumerate(tokens):
+                adjustments.note(slice(2), torch.tensor([token, token]), torch.full((2,), len(PROMPT) + number))
+        adjustments.enter(1, entry(asks, [9], [30]))
+        return adjustments.adjust(logits[:, columns], slice(1, 2), position)
+
+    torch.testing.assert_close(over_ranks(1, run)[0], expected(asks, logits[0], [9], [30]), rtol=0, atol=0)
+
+
+def test_a_bad_word_of_too_many_tokens_is_named_with_their_number():
+    with pytest.raises(ValueError, match=rf"bad_words: .* has {LONGEST_BAD_WORD + 1} tokens; pass words of up to"):
+        Adjusted(params=SamplingParams(bad_words=["a"]), ends=[], bad_words=[[1], [2] * (LONGEST_BAD_WORD + 1)])
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_logits_are_those_of_transformers_processors_at_every_token(world_size):
     """Rows are filled behind 0 to 3 tokens of the answer, as after a preemption; the other tokens are noted one by one."""

@@ -46,6 +46,7 @@ from tests.ops.moe import trained
 from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.case import BF16, Case, Inputs
+from weft.ops.collectives.multimem import Multimem
 from weft.ops.op import Op, find_op, registered
 from weft.runtime.files import put
 
@@ -296,7 +297,8 @@ def of_size(cases: Iterable[Case], team: Any) -> Iterator[Case]:
 
 def can_run(case: Case, team: Any) -> bool:
     """False for a design that needs multicast on a team without."""
-    return team.caps.multicast or not str(case.design).startswith("multimem")
+    design = find_op(case.op).designs.get(case.design) if isinstance(case.design, str) else type(case.design)
+    return team.caps.multicast or design is None or not issubclass(design, Multimem)
 
 
 def first_of_each(cases: Iterable[Case]) -> list[Case]:

@@ -76,6 +76,20 @@ def test_a_tensor_descriptor_of_the_rows():
     weft.simulate(lambda team: gathered(team, plan, 0, body=described_tile), 2)
 
 
+def test_a_tensor_descriptor_where_one_ranks_rows_begin_off_16_bytes():
+    plan = tiles.GatherPlan(rows=16, columns=32, step=16)
+
+    def main(team):
+        xs, b = draw(0, team.size)
+        flat = torch.empty(M * K + 1)
+        shard = flat[team.rank : team.rank + M * K].view(M, K).copy_(xs[team.rank])
+        out = torch.empty((team.size * M, N))
+        tiles.gather(described_tile, shard, out, Matrices(b, b, N, K, STEP), team, plan=plan)
+        assert_close(out, xs.flatten(0, 1).double() @ b.double().T, K, what=f"rank {team.rank}")
+
+    weft.simulate(main, 2)
+
+
 def test_calls_of_different_sizes_share_a_workspace():
     def main(team):
         for call, chunks in enumerate((2, 1, 2)):

@@ -54,8 +54,8 @@ class Adjusted:
             raise ValueError(
                 f"bad_words have {len(self.bad_words)} spellings as tokens; pass fewer, for {MOST_BAD_WORDS}"
             )
-        if longest := max((len(word) for word in self.bad_words), default=0) > LONGEST_BAD_WORD:
-            word = next(word for word in self.bad_words if len(word) > LONGEST_BAD_WORD)
+        if (longest := max((len(word) for word in self.bad_words), default=0)) > LONGEST_BAD_WORD:
+            word = next(word for word in self.bad_words if len(word) == longest)
             raise ValueError(f"bad_words: {quoted(word)} has {longest} tokens; pass words of up to {LONGEST_BAD_WORD}")
 
 
@@ -111,10 +111,11 @@ class Adjustments:
 
     def enter(self, slot: int, entry: Entry | None) -> None:
         """Fill the row of a slot; None: of a sequence that asks for nothing."""
-        if slot in self._filled:
+        # A sequence that asks for nothing has its tokens noted too, where another of the batch asks.
+        if entry is not None or slot in self._filled:
             for tensor in self._tensors:
                 tensor[slot].copy_(tensor[self.neutral])
-            self._filled.remove(slot)
+            self._filled.discard(slot)
         if entry is None:
             return
         self._filled.add(slot)

@@ -125,9 +125,10 @@ def check_lamport(primitive, mask, _semantic=None, **pointers):
 
 @tl.core.builtin
 def check_multimem(primitive, ptr, mask, team, _semantic=None):
-    """TypeError unless ``ptr`` is a block of pointers to numbers and ``mask`` one of booleans.
+    """Check the arguments of a multimem primitive at compile time.
 
-    TypeError unless ``team`` is a view, too; ValueError where the team has no multicast.
+    TypeError unless ``ptr`` is a block of pointers to fp16, bf16 or fp32, ``mask`` a block of booleans and ``team`` a view;
+    ValueError where the team has no multicast.
     """
     primitive, ptr, mask = map(_known, (primitive, ptr, mask))
     if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr() or not _is_block(ptr):

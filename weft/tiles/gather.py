@@ -247,7 +247,13 @@ def gather(
         )
     if world > 1:
         agree("tiles.gather", team, ("shard.shape[0]", "shard.shape[1]", "dtype", "plan"), (m, K, shard.dtype, plan))
-    shard = shard.detach().contiguous()
+    if plan.step and K * shard.itemsize % 16:
+        raise ValueError(
+            f"tiles.gather: step={plan.step} needs rows that begin on 16 bytes, and K={K} of {shard.dtype} do not; pass step=0"
+        )
+    shard, described = shard.detach().contiguous(), bool(plan.step)
+    if described and not can_describe(shard):
+        shard = shard.clone()
     tiles = make_tiles(
         m, N, panels=world, block_m=plan.rows, block_n=plan.columns, group=plan.group, chunks=plan.chunks
     )
@@ -260,11 +266,6 @@ def gather(
     if world > 1 and not stores:
         team.copy_engine.fork()
         _send(team, channel, shard, gathered, tiles.chunk * plan.rows, panel)
-    described = bool(plan.step) and can_describe(shard, gathered)
-    if plan.step and not described:
-        raise ValueError(
-            f"tiles.gather: step={plan.step} needs rows that begin on 16 bytes, and K={K} of {shard.dtype} do not; pass step=0"
-        )
     count = map.tiles if map else tiles.count
 
     def constants() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from weft.ops.collectives import cases
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot, shots_rule
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
-from weft.ops.collectives.multimem import MultimemOneShot, MultimemTwoShot, all_reduce_by_switch
+from weft.ops.collectives.multimem import Multimem, MultimemOneShot, MultimemTwoShot, all_reduce_by_switch
 from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.op import register
@@ -209,7 +209,7 @@ class AllReduce(Collective):
         return 2 * nbytes * (world_size - 1) // world_size
 
     def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
-        if call.design.startswith("multimem") and not machine.caps.multicast:
+        if self._of_the_switch(call.design) and not machine.caps.multicast:
             raise ValueError(
                 f"all_reduce: algorithm={call.design!r} needs NVLink multicast, which this team lacks (team.caps.multicast); "
                 f"pass 'auto'"
@@ -229,7 +229,10 @@ class AllReduce(Collective):
         return self.run_of_partials(x, case.dtype, team) if case.field("partials") else super().call(case, team, x)
 
     def default(self, name: str, call: CollectiveCall, machine: Machine) -> Any:
-        return self.designs[name]() if name.startswith("multimem") else super().default(name, call, machine)
+        return self.designs[name]() if self._of_the_switch(name) else super().default(name, call, machine)
+
+    def _of_the_switch(self, name: str) -> bool:
+        return name != AUTO and issubclass(self.designs[name], Multimem)
 
     def cases(self) -> Iterator[Case]:
         return cases.all_reduce_cases(self.name)
@@ -243,7 +246,7 @@ class AllReduce(Collective):
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """All-reduce of ``x``, checked, any strides: a new contiguous tensor of its shape."""
         self.check_design(design)
-        if isinstance(design, (MultimemOneShot, MultimemTwoShot)) and x.numel() > 0:
+        if isinstance(design, Multimem) and x.numel() > 0:
             return all_reduce_by_switch(x.detach().contiguous(), team, design)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if isinstance(design, Copy):

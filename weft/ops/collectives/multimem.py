@@ -27,34 +27,32 @@ WORD_BYTES = 16  # one multimem access
 WARPS = 4
 
 
-@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MultimemOneShot:
-    """Every rank loads the sums of all elements from the switch.
+class Multimem:
+    """Sums made by the switch.
 
-    words     16-byte words of a tile
+    words     16-byte words whose sums a rank loads for a tile
     programs  most programs of the grid
     """
+
+    words: int
+    programs: int = 64
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultimemOneShot(Multimem):
+    """Every rank loads the sums of all elements from the switch."""
 
     words: int = 256
-    programs: int = 64
-
-    two_shot = False
 
 
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MultimemTwoShot:
-    """Every rank loads the sums of its part of a tile from the switch, and stores them to all ranks.
-
-    words     16-byte words of a part
-    programs  most programs of the grid
-    """
+class MultimemTwoShot(Multimem):
+    """Every rank loads the sums of its part of a tile from the switch, and stores them to all ranks."""
 
     words: int = 128
-    programs: int = 64
-
-    two_shot = True
 
 
 @triton.jit
@@ -116,9 +114,10 @@ def multimem_all_reduce_kernel(
     tl.store(turns + program, turn)
 
 
-def all_reduce_by_switch(x: torch.Tensor, team: Team, design: MultimemOneShot | MultimemTwoShot) -> torch.Tensor:
+def all_reduce_by_switch(x: torch.Tensor, team: Team, design: Multimem) -> torch.Tensor:
     """Sum of all ranks' ``x``, contiguous and not empty: a new tensor of its shape."""
-    tile = design.words * WORD_BYTES * (team.size if design.two_shot else 1)
+    two_shot = isinstance(design, MultimemTwoShot)
+    tile = design.words * WORD_BYTES * (team.size if two_shot else 1)
     each = WORD_BYTES // x.itemsize
     most = min(design.programs, team.max_programs(WARPS))
     programs = min(most, cdiv(x.nbytes, tile))
@@ -131,7 +130,7 @@ def all_reduce_by_switch(x: torch.Tensor, team: Team, design: MultimemOneShot | 
     )
     out = torch.empty(cdiv(x.numel(), each) * each, dtype=x.dtype, device=x.device)
     multimem_all_reduce_kernel[(programs,)](
-        x, out, x.numel(), staging, turns, team.view, WORDS=design.words, TWO_SHOT=design.two_shot,
+        x, out, x.numel(), staging, turns, team.view, WORDS=design.words, TWO_SHOT=two_shot,
         num_warps=WARPS, launch_cooperative_grid=True,
     )  # fmt: skip
     return out[: x.numel()].view(x.shape)

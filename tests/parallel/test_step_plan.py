@@ -23,7 +23,12 @@ def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
     )
     assert medium == "replicated, fused: 1025 tokens < 2048: too few to split over 2 ranks"
     assert prefill == "sequence_parallel, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
-    assert weft.simulate(main, 1)[0][2] == "replicated, fused: one rank: nothing to send"
+    decode, medium, prefill = weft.simulate(main, 1)[0]
+    assert decode == (
+        "replicated, fused, all-reduce with the next norm: one rank: nothing to send; 1 tokens <= 128: the norm adds up a "
+        "GEMM's parts"
+    )
+    assert medium == prefill == "replicated, fused: one rank: nothing to send"
 
 
 @pytest.mark.parametrize("names", [("reference", "sequence_parallel", "replicated"), ("torch", "ag_rs", "gemm_ar")])

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # limits: docs/decisions.md, "Modes".
 SHARDED_TOKENS = 2048
 # Tokens up to which the all-reduce waits for the next norm, by world size: the GEMM before it is too short to hide it. Measured
-# on two.
-FUSED_NORM_TOKENS = {2: 1024, 4: 512}
+# on two. One rank sends nothing: there the norm adds up the GEMM's split-K partials.
+FUSED_NORM_TOKENS = {1: 128, 2: 1024, 4: 512}
 # Rows (heads times tokens) of new prompts of one length from which cuDNN's attention beats weft's prefill kernel on an H200
 # (docs/decisions.md, "Attention").
 CUDNN_ROWS = 65536
@@ -32,7 +32,7 @@ def splits_tokens(tokens: int) -> bool:
 
 def norm_adds_up(tokens: int, row_bytes: int, world_size: int) -> bool:
     """True if a fused all-reduce + norm takes such rows, and is faster than the all-reduce in the GEMM."""
-    return world_size > 1 and takes_rows(row_bytes) and tokens <= of_world(FUSED_NORM_TOKENS, world_size)
+    return takes_rows(row_bytes) and tokens <= of_world(FUSED_NORM_TOKENS, world_size)
 
 
 def defers_scale(dtype: torch.dtype, team: Team) -> bool:

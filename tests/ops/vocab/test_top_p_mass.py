@@ -26,7 +26,7 @@ def built(name, arch, dtype=torch.bfloat16):
         arguments = torch.zeros(16, dtype=dtype), 16, FP32, FP32, INTS, LONGS, 64, 32, 28
         constants = {"COUNT": name.endswith("count"), "THRESHOLDS": 16, "BLOCK": 256}
         return compiled(top_p_mass_kernel, *arguments, arch=arch, **constants, **options)
-    constants = {"FIRST": name.endswith("first"), "THRESHOLDS": 16, "num_warps": 1}
+    constants = {"FIRST": name.endswith("first"), "THRESHOLDS": 16, "AT_ONCE": 64}
     return compiled(narrow_kernel, LONGS, FP32, INTS, LONGS, 8, 28, arch=arch, **constants, **options)
 
 

@@ -29,6 +29,8 @@ from weft.runtime.capabilities import launch_options
 
 BLOCK = 256
 THRESHOLDS = 16
+# Chunks that `narrow` loads together: a load waits for memory once.
+AT_ONCE = 64
 LOWEST = -(1 << 31)
 SHIFTS = tuple(range(28, -1, -4))
 
@@ -75,18 +77,31 @@ def top_p_mass_kernel(
 
 
 @triton.jit(do_not_specialize=["chunks", "shift"])
-def narrow_kernel(above, top_p, low, wanted, chunks, shift, FIRST: tl.constexpr, THRESHOLDS: tl.constexpr):
+def narrow_kernel(
+    above,
+    top_p,
+    low,
+    wanted,
+    chunks,
+    shift,
+    FIRST: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     """low[b] += 2**shift * the greatest i whose sum over chunks of above[c, i, b] >= wanted[b].
 
     grid: (B,)
-    FIRST: wanted[b] = ceil(top_p[b] * all mass), at least 1. Where top_p is 1, low stays: all tokens are kept.
+    FIRST    wanted[b] = ceil(top_p[b] * all mass), at least 1. Where top_p is 1, low stays: all tokens are kept
+    AT_ONCE  chunks that are loaded together
     """
     row, batch = tl.program_id(0), tl.num_programs(0)
     index = tl.arange(0, THRESHOLDS)
     wl.follow_previous_kernel()
     sums = tl.zeros([THRESHOLDS], tl.int64)
-    for chunk in range(0, chunks):
-        sums += tl.load(above + (chunk * THRESHOLDS + index) * batch + row)
+    for first in range(0, chunks, AT_ONCE):
+        chunk = first + tl.arange(0, AT_ONCE)[:, None]
+        parts = above + (chunk * THRESHOLDS + index[None, :]) * batch + row
+        sums += tl.sum(tl.load(parts, mask=chunk < chunks, other=0), axis=0)
     share = tl.load(top_p + row)
     if FIRST:
         total = tl.max(sums, axis=0)
@@ -284,7 +299,7 @@ class Narrow(Op):
         return low, wanted
 
     def cases(self) -> Iterator[Case]:
-        for sizes, shift in (((1, 16, 1), 28), ((3, 16, 5), 28), ((2, 3, 16, 4), 24)):
+        for sizes, shift in (((1, 16, 1), 28), ((3, 16, 5), 28), ((2, 3, 16, 4), 24), ((70, 16, 3), 28)):
             yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=sizes, fields=(("shift", shift),))
 
     def forward(
@@ -295,7 +310,7 @@ class Narrow(Op):
             above, options = above.contiguous(), launch_options(capabilities_of(low.device))
             arguments = above, top_p.contiguous(), low, wanted, above.numel() // (THRESHOLDS * batch), shift
             narrow_kernel[(batch,)](
-                *arguments, FIRST=shift == SHIFTS[0] and not count, THRESHOLDS=THRESHOLDS, num_warps=1, **options
+                *arguments, FIRST=shift == SHIFTS[0] and not count, THRESHOLDS=THRESHOLDS, AT_ONCE=AT_ONCE, **options
             )
 
     def fake(self, above, top_p, low, wanted, shift, count):

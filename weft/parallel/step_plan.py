@@ -57,12 +57,12 @@ def plan_step(
     row_bytes = hidden_size * dtype.itemsize
     if mode == "replicated" and norm_adds_up(tokens, row_bytes, team.size) and _local(team, fused) is FUSED:
         limit = of_world(FUSED_NORM_TOKENS, team.size)
-        why = (
-            "the norm adds up a GEMM's parts"
-            if team.size == 1
-            else ("a GEMM is too short to hide an all-reduce, so the norm takes it along")
-        )
-        reason += f"; {tokens} tokens <= {limit}: {why}"
+        if team.size == 1:
+            reason += f"; {tokens} tokens <= {limit}: the norm adds up a GEMM's parts"
+        else:
+            reason += (
+                f"; {tokens} tokens <= {limit}: a GEMM is too short to hide an all-reduce, so the norm takes it along"
+            )
         return StepPlan(recipe=FusedNorm(team=team, deferred_scale=defers_scale(dtype, team)), reason=reason)
     return replace(plan_layer(tokens, mode=mode, team=team, fused=fused), reason=reason)
 

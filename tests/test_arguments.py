@@ -191,7 +191,11 @@ def test_an_engine_config():
 
 def test_an_llm():
     valid = {"model": None, "world_size": 1, "device": "sim"}
-    check_table(weft.LLM, valid, {**ENGINE, "world_size": WORLD, "device": (*CHOICE, "tpu"), "heap_bytes": HEAP})
+    check_table(
+        weft.LLM,
+        valid,
+        {**ENGINE, "warm_up_progress": CALLABLE, "world_size": WORLD, "device": (*CHOICE, "tpu"), "heap_bytes": HEAP},
+    )
     refused(lambda: weft.LLM(LONG, 1, device="sim"), "no such directory", ())
     with weft.LLM(**valid) as llm:
         check_table(llm.generate, {"prompts": "1"}, {"prompts": (5, None, b"x", [2.5]), "params": (5, "x", {"a": 1})})

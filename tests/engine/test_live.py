@@ -166,7 +166,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(live, "Pipe", lambda: [Shared(end) for end in processes.Pipe()])
     told = []
     found = live.LiveProcesses(
-        3, lambda team, progress: engines[team.rank], None, None, lambda *message: told.append(message)
+        3, lambda team, **watchers: engines[team.rank], None, {}, lambda *message: told.append(message)
     )
     yield SimpleNamespace(live=found, engines=engines, told=told)
     found.close()
@@ -235,7 +235,7 @@ class Alone:
 class LonelyEngine(CountedEngine):
     """Falls at the prompt [13, ...] on rank 1."""
 
-    def __init__(self, team, progress):
+    def __init__(self, team, **watchers):
         super().__init__(SimpleNamespace(wait=lambda timeout: None))
         self.rank = team.rank
 
@@ -254,7 +254,7 @@ def test_real_processes_take_requests_through_their_pipes_and_one_that_falls_end
 
     monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
     told = []
-    ranks = live.LiveProcesses(2, LonelyEngine, None, None, lambda *message: told.append(message))
+    ranks = live.LiveProcesses(2, LonelyEngine, None, {}, lambda *message: told.append(message))
     ranks.put(("submit", 7, [3], ANSWER))
     until(lambda: told and told[-1] == ("load", Load()))
     pieces = [piece for kind, found in told if kind == "pieces" for piece in found]

@@ -351,7 +351,7 @@ def test_the_heap_is_as_large_as_was_asked_for(byte_model, as_processes, monkeyp
 
     monkeypatch.setattr(llm_module, "Engine", engine)
     asks()
-    processes.ProcessWorkers(1, partial(engine, byte_model), 3 << 20, None).close()
+    processes.ProcessWorkers(1, partial(engine, byte_model), 3 << 20, {}).close()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     weft.simulate(lambda team: asks(), 1)
@@ -389,7 +389,9 @@ def as_processes(monkeypatch):
     monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
 
     def start(directory, progress=None, engine=weft.Engine):
-        return processes.ProcessWorkers(1, partial(engine, directory, mode="torch"), None, progress)
+        return processes.ProcessWorkers(
+            1, partial(engine, directory, mode="torch"), None, {"progress": progress} if progress else {}
+        )
 
     return start
 

@@ -13,6 +13,7 @@ import pytest
 
 from weft.engine import SamplingParams, processes
 from weft.engine.outputs import Piece, Stats
+from weft.engine.progress import every_tenth
 from weft.errors import NotExchangeable, PeerFailed, WeftError
 from weft.runtime import launch
 from weft.runtime.codec import encode
@@ -77,11 +78,11 @@ class Ranks:
             if errors:
                 raise errors[0]
 
-        def make(team, progress):
+        def make(team, progress, warm_up_progress):
             return load(team.rank, progress) or self.engines[team.rank]
 
         monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
-        self.workers = processes.ProcessWorkers(3, make, None, progress)
+        self.workers = processes.ProcessWorkers(3, make, None, {"progress": progress} if progress else {})
 
     def ask(self, steps, every, prompt="x", waits=True):
         return self.workers.ask(
@@ -147,7 +148,7 @@ def ends(monkeypatch):
 
 def rank_of_a_process(parent, end):
     parent.close()  # a fork's copy
-    processes.serve(SimpleNamespace(rank=0), end, lambda team, progress: CountedEngine(threading.Barrier(1)))
+    processes.serve(SimpleNamespace(rank=0), end, lambda team, **watchers: CountedEngine(threading.Barrier(1)))
 
 
 def test_an_interrupt_does_not_end_a_rank():
@@ -411,8 +412,10 @@ class Alone:
 class CountingSteps:
     """Keeps the steps of each answer in a file; prompt "fall" ends rank 1, which the others hear of."""
 
-    def __init__(self, folder, team, progress):
+    def __init__(self, folder, team, progress, warm_up_progress):
         progress(1, 2)
+        warm_up_progress(1, 20)
+        warm_up_progress(2, 20)
         self.file, self.rank, self.stats = folder / f"{team.rank}", team.rank, Stats(load_seconds=0.0)
 
     def answer_in_steps(self, prompts, params):
@@ -438,14 +441,15 @@ def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, m
 
     monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
     stats, loaded, params = [], [], [SamplingParams(max_tokens=LONG)]
-    ranks = processes.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, lambda *read: loaded.append(read))
+    watchers = {"progress": lambda *read: loaded.append(read), "warm_up_progress": every_tenth(loaded.append)}
+    ranks = processes.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, watchers)
     assert numbers(ranks.ask((["x"], params), stats.append)) == list(range(1, LONG + 1))
     stream = ranks.ask((["x"], params), stats.append)
     assert next(stream).token_id == 1
     stream.close()
     with pytest.raises(RuntimeError, match="a GPU fell off") as caught:
         list(ranks.ask((["fall"], params), stats.append))
-    assert loaded == [(1, 2)] and len(stats) == 1
+    assert loaded == [(1, 2), "captured 2 of 20 CUDA graphs"] and len(stats) == 1
     ranks.close()
     assert [(tmp_path / f"{rank}").read_text().split()[:2] for rank in range(2)] == [[str(LONG), "64"]] * 2
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on

@@ -26,6 +26,7 @@ from rich.text import Text
 from weft.arguments import shortened
 from weft.console import DTYPES, WORLD_SIZE
 from weft.engine.config import DEFAULTS
+from weft.engine.progress import every_tenth
 
 if TYPE_CHECKING:
     from weft.engine import EngineConfig
@@ -148,10 +149,13 @@ class _Amount(ProgressColumn):
 
 @contextmanager
 def starting(shown: bool) -> Iterator[dict[str, Callable[[int, int], None]]]:
-    """Yield the engine's progress and warm_up_progress, bars on stderr if that is a terminal."""
+    """Yield the engine's progress and warm_up_progress: on a terminal bars, else lines of the warm-up."""
     console = Console(stderr=True)
-    if not shown or not console.is_terminal:
+    if not shown:
         yield {}
+        return
+    if not console.is_terminal:
+        yield {"warm_up_progress": every_tenth(lambda line: typer.echo(f"weft: {line}", err=True))}
         return
     with Progress(TextColumn("{task.description}"), BarColumn(), _Amount(), console=console, transient=True) as bar:
         tasks: dict[str, TaskID] = {}

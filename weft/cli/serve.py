@@ -67,8 +67,8 @@ def serve(flags: ServeFlags) -> None:
                     flags.world_size,
                     device=flags.device,
                     heap_bytes=flags.heap_bytes,
-                    progress=progress.get("progress"),
                     config=config,
+                    **progress,
                 )
             try:
                 where = f"{llm.world_size} {'virtual ranks' if llm.device == 'sim' else 'GPUs'}"

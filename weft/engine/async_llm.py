@@ -21,6 +21,7 @@ from weft.engine.live import LiveProcesses, LiveVirtualRanks
 from weft.engine.outputs import Completion, Load, Piece, join_pieces
 from weft.engine.params import Prompt, SamplingParams, check_prompt, sampling_defaults
 from weft.engine.placement import Placement
+from weft.engine.progress import watchers_of
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import RequestCancelled, WeftError
 from weft.models import DecoderConfig
@@ -101,10 +102,12 @@ class AsyncLLM:
         device: str = "auto",
         heap_bytes: int | None = None,
         progress: Progress | None = None,
+        warm_up_progress: Progress | None = None,
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        check_model(model, progress)
+        check_model(model)
+        watchers = watchers_of(progress, warm_up_progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
         placed = Placement.of(model, world_size, device)
         if placed.torchrun:
@@ -123,7 +126,7 @@ class AsyncLLM:
         self._lock = threading.Lock()  # of `_requests` and `error`
         kind = LiveProcesses if self.device == "cuda" else LiveVirtualRanks
         make = partial(Engine, placed.source, config=config)
-        self._ranks: LiveProcesses | LiveVirtualRanks = kind(self.world_size, make, heap_bytes, progress, self._take)
+        self._ranks: LiveProcesses | LiveVirtualRanks = kind(self.world_size, make, heap_bytes, watchers, self._take)
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None

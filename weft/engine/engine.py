@@ -89,7 +89,8 @@ class Engine:
     ) -> None:
         begin = time.perf_counter()
         # All arguments are checked before the weights are read.
-        check_model(model, progress)
+        check_model(model)
+        check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")
         check_optional(check_callable, "warm_up_progress", warm_up_progress, "warm_up_progress(captured, to capture)")
         check_instance("team", team, Team, "a Team; weft.init() makes one, and main(team) gets one")
         check_bool("warn", warn)
@@ -434,11 +435,10 @@ def _open(model: str | PathLike[str] | None, team: Team) -> Checkpoint:
     return checkpoint
 
 
-def check_model(model: Any, progress: Any) -> None:
-    """ValueError unless `model` names or describes a model, and `progress` is a function or None."""
+def check_model(model: Any) -> None:
+    """ValueError unless `model` names or describes a model."""
     rule = "a checkpoint directory, a configuration of weft.models, or None for the built-in model"
     check_optional(check_instance, "model", model, (str, PathLike, DecoderConfig), rule)
-    check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")
 
 
 def _longest(max_seq_len: int | None, limit: int) -> int:

@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.processes import ParentClosed, RankProcesses, load, receive
+from weft.engine.progress import Watchers
 from weft.engine.workers import Make, Message, VirtualRun, VirtualWorkers, llm_closed
 from weft.errors import PeerFailed
-from weft.models.checkpoint import Progress
 from weft.runtime.codec import decode, encode
 
 if TYPE_CHECKING:
@@ -72,14 +72,12 @@ class LiveProcesses(RankProcesses):
     ranks take the same commands at the same step, and this process, which may be busy, is not asked.
     """
 
-    def __init__(
-        self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None, take: Take
-    ) -> None:
+    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, watchers: Watchers, take: Take) -> None:
         self._take = take
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="weft sender", daemon=True)
         first, others = zip(*(Pipe() for _ in range(1, world_size)), strict=True) if world_size > 1 else ((), ())
-        super().__init__(serve_live, world_size, make, heap_bytes, progress, [first, *((end,) for end in others)])
+        super().__init__(serve_live, world_size, make, heap_bytes, watchers, [first, *((end,) for end in others)])
         self._sender.start()
 
     def put(self, command: Command) -> None:
@@ -157,15 +155,13 @@ def _arrived(pipe: Connection, wait: bool) -> list[bytes]:
 class LiveVirtualRanks:
     """Virtual ranks of this process that answer requests as they come, on a thread of their own."""
 
-    def __init__(
-        self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None, take: Take
-    ) -> None:
+    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, watchers: Watchers, take: Take) -> None:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._drawn: dict[int, tuple[list[Command | None], int]] = {}  # of a step: commands, and ranks that have them
         loaded: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
         def rank(team: Team) -> None:
-            engine = make(team, progress=progress if team.rank == 0 else None)
+            engine = make(team, **(watchers if team.rank == 0 else {}))
             if team.rank == 0:
                 loaded.put(("loaded", None))
             steps = 0

@@ -17,6 +17,7 @@ from weft.engine.outputs import Completion, Piece, Stats, join_pieces
 from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each, sampling_defaults
 from weft.engine.placement import Placement
 from weft.engine.processes import ProcessWorkers
+from weft.engine.progress import watchers_of
 from weft.engine.tokenizer import load_tokenizer
 from weft.engine.workers import GENERATE, STREAM, Pace, RankWorkers, VirtualWorkers
 from weft.errors import WeftError
@@ -40,6 +41,8 @@ class LLM:
     heap_bytes  symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted says how much is needed
                 where `chunk_tokens` of a wide model need more
     progress    called with (bytes read, bytes to read) while rank 0's weights load
+    warm_up_progress  called with (graphs captured, graphs to capture) during `warm_up`; None: the logger "weft.engine" gets a
+                line, level INFO, for each tenth of them
     config      an EngineConfig; the default one if None
     options     fields of EngineConfig by name, in place of those of `config`
 
@@ -60,10 +63,12 @@ class LLM:
         device: str = "auto",
         heap_bytes: int | None = None,
         progress: Progress | None = None,
+        warm_up_progress: Progress | None = None,
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        check_model(model, progress)
+        check_model(model)
+        watchers = watchers_of(progress, warm_up_progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
         placed = Placement.of(model, world_size, device)
         self.world_size, self.device, self.directory = placed.world_size, placed.device, placed.directory
@@ -73,10 +78,10 @@ class LLM:
         self._workers: ProcessWorkers | VirtualWorkers | RankWorkers | None
         make = partial(Engine, placed.source, config=config)
         if placed.torchrun:
-            self._workers = RankWorkers(make, heap_bytes, progress)
+            self._workers = RankWorkers(make, heap_bytes, watchers)
         else:
             kind = ProcessWorkers if self.device == "cuda" else VirtualWorkers
-            self._workers = kind(self.world_size, make, heap_bytes, progress)
+            self._workers = kind(self.world_size, make, heap_bytes, watchers)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

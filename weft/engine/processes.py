@@ -11,15 +11,16 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.outputs import Piece
+from weft.engine.progress import Watchers
 from weft.engine.workers import STREAM, Keep, Make, Message, Pace, Pieces, Requests, llm_closed, pieces_of
 from weft.errors import WeftError
-from weft.models.checkpoint import Progress
 from weft.runtime.codec import decode, encode
 from weft.runtime.launch import launch_on_pipes
 
@@ -64,7 +65,7 @@ class RankProcesses:
         world_size: int,
         make: Make,
         heap_bytes: int | None,
-        progress: Progress | None,
+        watchers: Watchers,
         links: Sequence[tuple[Connection, ...]] = (),
     ) -> None:
         self._error: BaseException | None = None  # of the processes
@@ -84,7 +85,7 @@ class RankProcesses:
         self._talker = threading.Thread(target=self._talk, name="weft talker", daemon=True)
         self._processes.start()
         try:
-            self._wait_until_loaded(progress)
+            self._wait_until_loaded(watchers)
             for end in chain(*links):  # a rank that ends then closes its links for good
                 end.close()
             self._talker.start()
@@ -104,12 +105,13 @@ class RankProcesses:
         """Read what the ranks tell. No interrupt reaches its thread, so a message is read whole."""
         raise NotImplementedError
 
-    def _wait_until_loaded(self, progress: Progress | None) -> None:
+    def _wait_until_loaded(self, watchers: Watchers) -> None:
         try:
             for pipe in self._pipes:  # rank 0 first, which alone reports progress
                 while (message := receive(pipe)) != ("loaded", None):
-                    if progress is not None:
-                        progress(*message[1])
+                    name, counts = message
+                    if name in watchers:
+                        watchers[name](*counts)
         except (EOFError, OSError):
             raise self._reason() from None
 
@@ -128,11 +130,11 @@ class ProcessWorkers(RankProcesses):
     goes to all ranks or to none. Callers only put into queues, as does a garbage collector that drops a stream at any line.
     """
 
-    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
+    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, watchers: Watchers) -> None:
         self._asked: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
         self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes `_goes_on`
         self._failure: BaseException | None = None  # for every further call
-        super().__init__(serve, world_size, make, heap_bytes, progress)
+        super().__init__(serve, world_size, make, heap_bytes, watchers)
 
     def ask(self, requests: Requests, keep: Keep, pace: Pace = STREAM) -> Pieces:
         """Yield the pieces of an answer; `keep` gets its statistics.
@@ -215,7 +217,8 @@ def serve(team: Team, parent: Connection, make: Make) -> None:
 
     to all ranks  ("request", (prompts, params, every)), then verdicts: "go" or "stop"
     from rank 0   for a request ("pieces", columns of Piece) after each step, then ("stats", Stats); or ("refused", why)
-    from each     ("progress", (bytes read, bytes to read)) by rank 0, then ("loaded", None)
+    from each     ("progress", (bytes read, bytes to read)), ("warm_up_progress", (graphs captured, graphs to capture)) by
+                  rank 0, then ("loaded", None)
 
     After 2 * `every` steps, 3 * `every` and so on a rank waits for the next verdict. All ranks read the same messages, or the
     end of the pipe, at the same steps, so they stop at one step without a collective. Verdicts that an answer has left unread
@@ -231,19 +234,19 @@ def serve(team: Team, parent: Connection, make: Make) -> None:
 def load(team: Team, parent: Connection, make: Make) -> Engine:
     """Engine of a rank.
 
-    Tells the parent ("progress", (bytes read, bytes to read)), by rank 0, and then ("loaded", None).
+    Tells the parent its progress, by rank 0, and then ("loaded", None), as `serve` says.
     """
     if multiprocessing.parent_process() is not None:
         # Ctrl-C reaches every process of a terminal, and the parent decides when ranks end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def progress(*read: int) -> None:
+    def tell(name: str, *counts: int) -> None:
         if parent.poll():  # no request comes before "loaded": this is the end of the pipe
             raise ParentClosed
         if team.rank == 0:
-            parent.send_bytes(encode(("progress", read)))
+            parent.send_bytes(encode((name, counts)))
 
-    engine = make(team, progress=progress)
+    engine = make(team, **{name: partial(tell, name) for name in ("progress", "warm_up_progress")})
     parent.send_bytes(encode(("loaded", None)))
     return engine
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weft.engine.engine import Engine
 from weft.engine.outputs import Piece, Stats
 from weft.engine.params import Prompt, SamplingParams
+from weft.engine.progress import Watchers
 from weft.errors import WeftError
-from weft.models.checkpoint import Progress
 from weft.runtime.launch import launch
 from weft.runtime.team.team import init
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Requests = tuple[list[Prompt], list[SamplingParams]]
 Pieces = Generator[Piece, None, None]
 Message = tuple[str, Any]
-# Called as make(team, progress=…, warn=…) on every rank; travels to processes, so a partial of Engine.
+# Called as make(team, progress=…, warm_up_progress=…, warn=…) on every rank; travels to processes, so a partial of Engine.
 Make = Callable[..., Engine]
 # Takes the statistics of an answer that has been drawn to its end.
 Keep = Callable[[Stats], None]
@@ -86,8 +86,8 @@ class VirtualWorkers:
     _turn = threading.Lock()
     _latest: VirtualRun | None = None  # in this process
 
-    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
-        self._world_size, self._make, self._heap_bytes, self._progress = world_size, make, heap_bytes, progress
+    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, watchers: Watchers) -> None:
+        self._world_size, self._make, self._heap_bytes, self._watchers = world_size, make, heap_bytes, watchers
         self._own: VirtualRun | None = None
 
         def build(team: Team) -> None:
@@ -113,7 +113,7 @@ class VirtualWorkers:
             return decisions[done - 1]
 
         def rank(team: Team) -> Stats | None:
-            engine = self._make(team, progress=self._progress if team.rank == 0 else None, warn=False)
+            engine = self._make(team, **(self._watchers if team.rank == 0 else {}), warn=False)
             for done, pieces in enumerate(engine.answer_in_steps(*requests), 1):
                 if team.rank == 0:
                     messages.put(("pieces", pieces))
@@ -181,9 +181,9 @@ atexit.register(VirtualWorkers.end)
 class RankWorkers:
     """This process, one of the ranks that torchrun has started. All of them make the same calls."""
 
-    def __init__(self, make: Make, heap_bytes: int | None, progress: Progress | None) -> None:
+    def __init__(self, make: Make, heap_bytes: int | None, watchers: Watchers) -> None:
         self._team = init(heap_bytes=heap_bytes)
-        self._engine = make(self._team, progress=progress if self._team.rank == 0 else None)
+        self._engine = make(self._team, **(watchers if self._team.rank == 0 else {}))
 
     def ask(self, requests: Requests, keep: Keep, pace: Pace = STREAM) -> Pieces:
         """Yield the pieces of an answer, on every rank; `keep` gets its statistics. `pace` is for processes.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import weft
+from tests.ops.vocab.test_adjust_logits import changes
 from weft import SamplingParams, layers, ops
 from weft.arguments import LONGEST, quoted, shortened
 from weft.engine import EngineConfig, Runner
@@ -253,6 +254,10 @@ def operands(team):
     drawn = {"temperature": f(4), "seed": ids, "position": ids}
     yield ops.sample_argmax, {"logits": x, "first": 0, **drawn}, logits
     yield ops.join_argmax, {}, {"pairs": TENSOR}
+    slots = {"changes": changes(slots=4), "first": 0, "rows": ids, "position": ids}
+    wrong = {"changes": (None, 5, "x", [x]), "first": INT, "rows": TENSOR, "position": TENSOR}
+    yield ops.adjust_logits, {"logits": x, **slots}, {"logits": TENSOR, **wrong, "guided": FLAG}
+    yield ops.note_tokens, {"tokens": ids, **slots}, {"tokens": TENSOR, **wrong}
     places = {"positions": torch.zeros(2, dtype=torch.int64), "pages": pages, "page_size": 16, "tickets": 4}
     yield ops.decode_metadata, places, {"positions": TENSOR, "pages": TENSOR, "page_size": INT, "tickets": INT}
     above = {"logits": x, "best": f(4), "temperature": f(4), "low": torch.zeros(4, dtype=torch.int32), "shift": 24}

@@ -191,6 +191,22 @@ def test_answers_are_as_asked_for_in_slots_chunks_and_after_preemption(byte_mode
     assert answers(byte_model, 2)[0] == plenty
 
 
+def test_kernels_give_the_answers_of_the_torch_operations():
+    asked = [
+        SamplingParams(max_tokens=2, repetition_penalty=1.4, min_tokens=2, bad_words=["5"]),
+        SamplingParams(max_tokens=2, temperature=1.0, seed=3, presence_penalty=1.0),
+    ]
+
+    def main(team):
+        return [Engine(None, team, fused=fused).answer(["1+1=", "20+22="], asked) for fused in (False, True)]
+
+    def tokens(team):
+        return [[(piece.prompt, piece.token_id) for piece in pieces] for pieces in main(team)]
+
+    [(by_torch, by_kernels)] = weft.simulate(tokens, 1)
+    assert by_torch == by_kernels and len(by_torch) == 4
+
+
 def test_every_kind_serves_those_within_it():
     kinds = [one.kind for one in ASKED]
     assert joint_kind(ASKED) == Kind.SAMPLED | Kind.ADJUSTED and kinds[2] == Kind.GREEDY

@@ -68,8 +68,9 @@ def test_fakes_have_the_shapes_and_dtypes_of_results(op):
 
 
 def described(result):
-    """(shape, dtype, strides) of each tensor."""
-    return [(x.shape, x.dtype, x.stride()) for x in (result if isinstance(result, (tuple, list)) else (result,))]
+    """(shape, dtype, strides) of each tensor; of an op that returns nothing none."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [(x.shape, x.dtype, x.stride()) for x in results if x is not None]
 
 
 def calls_of(op, here):

@@ -180,7 +180,8 @@ class Runner:
                 self.logprobs.index_copy_(0, slots, logprobs if rows is None else logprobs[rows])
             if Kind.ADJUSTED in kind:
                 ends = [chunks[index].before + len(chunks[index].tokens) for index in ends]
-                self.adjustments.note(slots, chosen, upload(torch.tensor(ends), self.team.device))
+                positions, fused = upload(torch.tensor(ends), self.team.device), self.model.plan(1).fused
+                self.adjustments.note(slots, chosen, positions, fused=fused)
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
@@ -417,7 +418,7 @@ class Runner:
         if Kind.LOGPROBS in kind:
             self.logprobs[:batch].copy_(token_logprobs(self.model.lm_head, logits, self.tokens[:batch]))
         if Kind.ADJUSTED in kind:
-            self.adjustments.note(choice.rows, self.tokens[:batch], choice.position)
+            self.adjustments.note(choice.rows, self.tokens[:batch], choice.position, fused=fused)
         positions.add_(positions >= 0)
 
     def _without_autograd(self) -> AbstractContextManager:

@@ -61,7 +61,7 @@ def choose_tokens(
     """
     if Kind.ADJUSTED in kind:
         guided = Kind.GUIDED in kind
-        logits = choice.adjustments.adjust(logits, choice.rows, choice.position, guided=guided)
+        logits = choice.adjustments.adjust(logits, choice.rows, choice.position, guided=guided, fused=fused)
     if Kind.SAMPLED not in kind:
         return head.argmax(logits, fused=fused)
     if fused:

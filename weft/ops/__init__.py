@@ -41,18 +41,20 @@ from weft.ops.overlap import all_gather_matmul_backward as _backward  # noqa: F4
 from weft.ops.overlap.all_gather_matmul import all_gather_matmul
 from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce
 from weft.ops.overlap.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.ops.vocab.adjust_logits import LogitChanges, adjust_logits
+from weft.ops.vocab.note_tokens import note_tokens
 from weft.ops.vocab.sample_argmax import join_argmax, sample_argmax
 from weft.ops.vocab.top_p_mass import top_p_mass
 from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
-    "DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges", "ZigzagRanges",
-    "ZigzagShards", "add_rms_norm", "all_gather", "all_gather_grouped_matmul_silu_mul", "all_gather_matmul",
-    "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention", "decode_metadata", "explain",
-    "gathered_prefill_attention", "grouped_matmul", "grouped_matmul_all_reduce_rms_norm",
+    "DeferredNorm", "Dispatched", "Experts", "Explanation", "LogitChanges", "Routing", "Schedule", "SequenceRanges",
+    "ZigzagRanges", "ZigzagShards", "add_rms_norm", "adjust_logits", "all_gather", "all_gather_grouped_matmul_silu_mul",
+    "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention",
+    "decode_metadata", "explain", "gathered_prefill_attention", "grouped_matmul", "grouped_matmul_all_reduce_rms_norm",
     "grouped_matmul_reduce_scatter", "grouped_matmul_silu_mul", "heads_to_sequence", "join_argmax", "matmul",
-    "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "merge_attention",
-    "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "paged_attention", "paged_prefill_attention",
+    "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "merge_attention", "moe_combine",
+    "moe_dispatch", "moe_schedule", "moe_sum", "note_tokens", "paged_attention", "paged_prefill_attention",
     "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention",
     "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip

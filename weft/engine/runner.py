@@ -404,13 +404,14 @@ class Runner:
 
     def _choose(self, batch: int, kind: Kind, logits: torch.Tensor) -> None:
         positions, fused = self.positions[:batch], self.model.plan(batch).fused
+        positions.add_(positions >= 0)
         choice = Choice(
             temperature=self.temperature[:batch],
             top_p=self.top_p[:batch],
             top_k=self.top_k[:batch],
             min_p=self.min_p[:batch],
             seed=self.seed[:batch],
-            position=positions + 1,
+            position=positions,
             adjustments=self.adjustments,
             rows=slice(batch),
         )
@@ -419,7 +420,6 @@ class Runner:
             self.logprobs[:batch].copy_(token_logprobs(self.model.lm_head, logits, self.tokens[:batch]))
         if Kind.ADJUSTED in kind:
             self.adjustments.note(choice.rows, self.tokens[:batch], choice.position, fused=fused)
-        positions.add_(positions >= 0)
 
     def _without_autograd(self) -> AbstractContextManager:
         """Inference mode, to save host time; not on virtual ranks, which share a thread."""

@@ -87,8 +87,9 @@ def _draw_fused(head: VocabParallelHead, logits: torch.Tensor, choice: Choice, k
         if Kind.TRUNCATED in kind:
             all_kept = (choice.top_k == 0).float()
             least = _narrowed(head, logits, best, choice, all_kept, choice.top_k.clone(), count=True)
-            logits = keep(logits, torch.maximum(least, least_of_min_p(best, choice)))
-        floor = _narrowed(head, logits, best, choice, choice.top_p, torch.empty_like(choice.seed), count=False)
+            floor = torch.maximum(least, least_of_min_p(best, choice))
+        least = _narrowed(head, logits, best, choice, choice.top_p, torch.empty_like(choice.seed), floor=floor)
+        floor = least if floor is None else torch.maximum(floor, least)
     pairs = ops.sample_argmax(logits, head.start, choice.temperature, choice.seed, choice.position, floor)
     return ops.join_argmax(_over_ranks(head, pairs))
 
@@ -100,12 +101,16 @@ def _narrowed(
     choice: Choice,
     share: torch.Tensor,
     wanted: torch.Tensor,
-    count: bool,
+    count: bool = False,
+    floor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Key [B] int32 of the least logit to keep by top_p, or if ``count`` by top_k."""
+    """Key [B] int32 of the least logit to keep by top_p, or if ``count`` by top_k.
+
+    floor  least key of the logits that count; None: all do
+    """
     least = torch.full_like(choice.seed, LOWEST, dtype=torch.int32)
     for shift in SHIFTS:
-        above = ops.top_p_mass(logits, best, choice.temperature, least, shift, count)
+        above = ops.top_p_mass(logits, best, choice.temperature, least, shift, count, floor)
         narrow(_over_ranks(head, above), share, least, wanted, shift, count)
     return least
 

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def all_gather(x: Tensor, team: Team, mode: Mode) -> Tensor:
-    """x[n, ...] of every rank, one below another: [W * n, ...]; in mode "reference" by torch.distributed."""
+    """x[n, ...] of every rank, one below another: [W * n, ...]; in mode "reference" by torch.distributed.
+
+    Of one rank x itself, without a copy.
+    """
+    if team.size == 1:
+        return x
     return team.library.all_gather(x) if mode == "reference" else ops.all_gather(x, team)
 
 

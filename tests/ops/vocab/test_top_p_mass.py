@@ -17,14 +17,14 @@ def test_wrong_arguments_are_refused():
         ops.top_p_mass(logits, rows, rows, rows.int(), 3)
 
 
-KERNELS = ("top_p_mass", "top_p_mass count", "narrow", "narrow first")
+KERNELS = ("top_p_mass", "top_p_mass count", "top_p_mass floor", "narrow", "narrow first")
 
 
 def built(name, arch, dtype=torch.bfloat16):
     options = launch_options(caps_of(arch))
     if name.startswith("top_p_mass"):
-        arguments = torch.zeros(16, dtype=dtype), 16, FP32, FP32, INTS, LONGS, 64, 32, 28
-        constants = {"COUNT": name.endswith("count"), "THRESHOLDS": 16, "BLOCK": 256}
+        arguments = torch.zeros(16, dtype=dtype), 16, FP32, FP32, INTS, INTS, LONGS, 64, 32, 28
+        constants = {"COUNT": name.endswith("count"), "FLOORED": name.endswith("floor"), "THRESHOLDS": 16, "BLOCK": 256}
         return compiled(top_p_mass_kernel, *arguments, arch=arch, **constants, **options)
     constants = {"FIRST": name.endswith("first"), "THRESHOLDS": 16, "AT_ONCE": 64}
     return compiled(narrow_kernel, LONGS, FP32, INTS, LONGS, 8, 28, arch=arch, **constants, **options)

@@ -42,17 +42,20 @@ def top_p_mass_kernel(
     best,
     temperature,
     low,
+    floor,
     above,
     N,
     chunk,
     shift,
     COUNT: tl.constexpr,
+    FLOORED: tl.constexpr,
     THRESHOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """above[c, i, b] as in the module's formula, of logits c * chunk .. of row b.        grid: (B, chunks)
 
-    COUNT  the mass of each logit but -inf is 1
+    COUNT    the mass of each logit but -inf is 1
+    FLOORED  that of logits whose keys are below floor[b] is 0
     """
     row = tl.program_id(0)
     begin = tl.program_id(1) * chunk
@@ -61,6 +64,8 @@ def top_p_mass_kernel(
     source = logits + row.to(tl.int64) * stride
     greatest, heat = tl.load(best + row), tl.maximum(tl.load(temperature + row), 1e-20)
     least = tl.load(low + row).to(tl.int64)
+    if FLOORED:
+        lowest = tl.load(floor + row)
     columns = tl.arange(0, BLOCK)
     index = tl.arange(0, THRESHOLDS)
     sums = tl.zeros([THRESHOLDS], tl.int64)
@@ -71,7 +76,10 @@ def top_p_mass_kernel(
             mass = (logit > float("-inf")).to(tl.int64)
         else:
             mass = (tl.exp((logit - greatest) / heat) * 1099511627776.0).to(tl.int64)
-        step = (ordered(logit).to(tl.int64) - least) >> shift
+        key = ordered(logit)
+        if FLOORED:
+            mass = tl.where(key >= lowest, mass, 0)
+        step = (key.to(tl.int64) - least) >> shift
         sums += tl.sum(tl.where(step[:, None] >= index[None, :], mass[:, None], 0), axis=0)
     tl.store(above + (tl.program_id(1) * THRESHOLDS + index) * tl.num_programs(0) + row, sums)
 
@@ -122,6 +130,7 @@ def top_p_mass(
     low: torch.Tensor,
     shift: int,
     count: bool = False,
+    floor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`above` [chunks, 16, B] int64 of this rank's logits [B, N].
 
@@ -130,6 +139,7 @@ def top_p_mass(
     low                [B] int32, LOWEST at first
     shift              one of SHIFTS, in this order
     count              the mass of each logit but -inf is 1, for top-k; best and temperature do not count
+    floor              [B] int32: the mass of logits with lesser keys is 0
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
@@ -139,12 +149,13 @@ def top_p_mass(
         ("best", best, torch.float32),
         ("temperature", temperature, torch.float32),
         ("low", low, torch.int32),
+        *((("floor", floor, torch.int32),) if floor is not None else ()),
     ):
         check_like("top_p_mass", name, x, logits.device, (dtype,))
         check_shape("top_p_mass", name, x, (logits.shape[0],))
     if shift not in SHIFTS:
         raise ValueError(f"top_p_mass: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
-    return TOP_P_MASS.dispatch(logits, best, temperature, low, shift, count)
+    return TOP_P_MASS.dispatch(logits, best, temperature, low, shift, count, floor)
 
 
 def narrow(
@@ -187,6 +198,8 @@ class TopPMass(LogitsOp):
             last = (top_p.clamp(1, logits.shape[1]) - 1)[:, None]
             least = ordered_keys(logits.sort(descending=True).values.gather(1, last)[:, 0])
             return torch.where((top_p == 0) | (top_p > logits.shape[1]), LOWEST, least)
+        if case.field("floor"):
+            logits = logits.float().where(logits >= logits.amax(dim=1, keepdim=True).float() - 4, -torch.inf)
         shares, ids = (logits.double() / temperature.double()[:, None]).softmax(-1).sort(descending=True)
         last = (shares.cumsum(-1) - shares < top_p[:, None]).sum(-1, keepdim=True) - 1
         return torch.where(top_p == 1, LOWEST, ordered_keys(logits.gather(1, ids.gather(1, last))[:, 0]))
@@ -203,8 +216,9 @@ class TopPMass(LogitsOp):
         count = bool(case.field("count"))
         wanted = top_p.clone() if count else torch.zeros(best.shape, dtype=torch.int64, device=logits.device)
         share = (top_p == 0).float() if count else top_p
+        floor = ordered_keys(best - 4) if case.field("floor") else None
         for shift in SHIFTS:
-            arguments = logits, best, temperature, low, shift, count
+            arguments = logits, best, temperature, low, shift, count, floor
             planned = isinstance(case.design, str)
             above = top_p_mass(*arguments) if planned else self.run(case.design, None, *arguments)
             narrow(above, share, low, wanted, shift, count)
@@ -215,6 +229,7 @@ class TopPMass(LogitsOp):
             for sizes in ((1, 5000), (3, 300), (17, 70)):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(5, 300), fields=(("count", True),))
+        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(4, 310), fields=(("floor", True),))
         yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(3, 600), design=Chunks(chunks=4, chunk=190))
 
     def run(
@@ -227,6 +242,7 @@ class TopPMass(LogitsOp):
         low: torch.Tensor,
         shift: int,
         count: bool = False,
+        floor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``top_p_mass`` of checked arguments."""
         self.check_design(design)
@@ -239,11 +255,13 @@ class TopPMass(LogitsOp):
                 best.contiguous(),
                 temperature.contiguous(),
                 low,
+                floor if floor is None else floor.contiguous(),
                 above,
                 vocab,
                 design.chunk,
                 shift,
                 COUNT=count,
+                FLOORED=floor is not None,
                 THRESHOLDS=THRESHOLDS,
                 BLOCK=BLOCK,
                 **launch_options(capabilities_of(logits.device)),
@@ -258,10 +276,11 @@ class TopPMass(LogitsOp):
         low: torch.Tensor,
         shift: int,
         count: bool,
+        floor: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self.run(self.plan_of(logits), None, logits, best, temperature, low, shift, count)
+        return self.run(self.plan_of(logits), None, logits, best, temperature, low, shift, count, floor)
 
-    def fake(self, logits, best, temperature, low, shift, count):
+    def fake(self, logits, best, temperature, low, shift, count, floor):
         return logits.new_empty((self.plan_of(logits).chunks, THRESHOLDS, logits.shape[0]), dtype=torch.int64)
 
 

@@ -44,15 +44,20 @@ def weft_engine(model: str, world_size: int) -> Generate:
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
 
 
-def vllm_engine(model: str, world_size: int) -> Generate:
-    from vllm import LLM, SamplingParams
-
+def folder_of(model: str) -> Path:
+    """New directory with the config.json of a published model alone, for random weights."""
     folder = Path(tempfile.mkdtemp())
     architecture = DecoderConfig.named(model).family.architecture
     config = {"architectures": [architecture], "torch_dtype": "bfloat16", "head_dim": 128, **PUBLISHED[model]}
     put(folder / "config.json", json.dumps(config))
+    return folder
+
+
+def vllm_engine(model: str, world_size: int) -> Generate:
+    from vllm import LLM, SamplingParams
+
     llm = LLM(
-        model=str(folder), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=world_size,
+        model=str(folder_of(model)), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=world_size,
         max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES, enable_prefix_caching=False,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Pieces of text, joined, are the decoded tokens, whatever characters and stop strings they are cut through."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -172,3 +173,16 @@ def test_a_tokenizer_config_that_cannot_be_followed_is_refused(byte_model, tmp_p
     with pytest.raises(CheckpointError, match=message) as caught:
         load_tokenizer(directory)
     assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_character_come_without_decoding_all_of_them_again(tokenizer, monkeypatch):
+    """They would hold up every stream: each token of one would take as long as all before it."""
+    draw, decoded, decode = random.Random(0), [], TextStream._decoded
+    monkeypatch.setattr(TextStream, "_decoded", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    lead, text = tokenizer.encode("é").ids[:1], tokenizer.encode("aé€😀").ids
+    for _ in range(20):
+        ids = [token for _ in range(20) for token in draw.choice([text, text[1:4], lead * draw.randrange(1, 40)])]
+        stream = TextStream(tokenizer)
+        found = [stream.push(token)[0] for token in ids]
+        assert "".join(found) + stream.finish()[0] == tokenizer.decode(ids)
+        assert max(decoded) < 64

@@ -12,6 +12,8 @@ from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models.checkpoint import check_regular, read_object
 
+# Tokens behind which a character that has not ended is none: it has up to 4 bytes.
+MOST_UNDECIDED = 16
 # transformers' named special tokens, in the order in which it adds them.
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -117,7 +119,7 @@ class TextStream:
     keep_special  special tokens have text too
 
     The first stop string that is complete counts. Bytes of an unfinished character, and an ending that may begin a stop string,
-    are held back until they are decided.
+    are held back until they are decided; of bytes that are no character the last alone, or each token would decode all of them.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class TextStream:
         # Tokens before `read` are text already; from `first` on they are decoded again with each new one, because some
         # decoders treat the first token differently (a leading blank).
         self.first = self.read = 0
+        self.ahead = 0  # characters behind `read` that are text already
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """(new text, whether a stop string ended it)."""
@@ -137,20 +140,24 @@ class TextStream:
         new = self._new_text()
         if new and not new.endswith("\ufffd"):
             self.held += new
-            self.first, self.read = self.read, len(self.token_ids)
+            self.first, self.read, self.ahead = self.read, len(self.token_ids), 0
+        elif len(self.token_ids) - self.read > 2 * MOST_UNDECIDED:
+            self.held += new[:-1]
+            self.first = self.read = len(self.token_ids) - MOST_UNDECIDED
+            self.ahead = len(self._decoded(self.token_ids[self.first :])) - 1
         return self._release()
 
     def finish(self) -> tuple[str, bool]:
         """Text that was held back, now that no token follows, as from `push`."""
         self.held += self._new_text()
-        self.first = self.read = len(self.token_ids)
+        self.first, self.read, self.ahead = len(self.token_ids), len(self.token_ids), 0
         text, stopped = self._release()
         rest, self.held = self.held, ""
         return (text, True) if stopped else (text + rest, False)
 
     def _new_text(self) -> str:
         before = self._decoded(self.token_ids[self.first : self.read])
-        return self._decoded(self.token_ids[self.first :])[len(before) :]
+        return self._decoded(self.token_ids[self.first :])[len(before) + self.ahead :]
 
     def _decoded(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=not self.keep_special)

@@ -113,6 +113,9 @@ BODIES = [
     ({"prompt": "1", "response_format": {"type": "xml"}}, 400, "response_format.type='xml' is not text, json_object or"),
     ({"prompt": "1", "structured_outputs": {"xml": "x"}}, 400, "structured_outputs: "),
     ({"prompt": "1", "user": "me"}, 400, "user='me' is not supported; leave it out"),
+    ({"prompt": "1", "bad_words": "\ud800"}, 400, "bad_words is not text that UTF-8 can hold"),
+    ({"prompt": "1", "stop": ["1", "\ud800"]}, 400, "stop is not text that UTF-8 can hold"),
+    ({"prompt": "1", "\ud800": 1}, 400, "\\ud800 is not a field of this request"),
     ({"prompt": "1", "temprature": 1}, 400, "temprature is not a field of this request; leave it out"),
 ]  # fmt: skip
 MESSAGES = [

@@ -276,6 +276,14 @@ def _listed(params: Any) -> str:
     return ", ".join(one.name for one in fields(params))
 
 
+def _check_utf_8(name: str, text: str) -> None:
+    """ValueError for half of a surrogate pair, which JSON can hold and a tokenizer cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     """The value, a string or strings, as a tuple. ValueError for others, and for an empty one."""
     value = (value,) if isinstance(value, str) else () if value is None else value
@@ -284,6 +292,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     value = tuple(value)
     if not all(isinstance(one, str) and one for one in value):
         raise ValueError(f"{name}={quoted(value)} holds something that is not a non-empty string")
+    for one in value:
+        _check_utf_8(name, one)
     return tuple(map(str, value))
 
 
@@ -361,10 +371,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def check_prompt(name: str, prompt: Prompt) -> None:
     """ValueError unless it is text or a sequence of token ids, which bytes and booleans are not."""
     if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair
-            raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
+        _check_utf_8(name, prompt)
         return
     if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"{name}={quoted(prompt)} is not a string or a list of token ids")

@@ -39,6 +39,8 @@ class ApiError(Exception):
     """Answer of OpenAI's shape to a request that is not served."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        # JSON can hold half of a surrogate pair, which a message repeats and UTF-8 cannot hold.
+        message, param = (text and text.encode("utf-8", "backslashreplace").decode() for text in (message, param))
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 

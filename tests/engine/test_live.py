@@ -11,7 +11,7 @@ import pytest
 import weft
 from weft import SamplingParams
 from weft.engine import Load, Piece, live, processes
-from weft.errors import RequestCancelled, WeftError
+from weft.errors import NotExchangeable, RequestCancelled, WeftError
 from weft.runtime import launch
 from weft.runtime.store import Given, private_folder
 
@@ -210,6 +210,13 @@ def test_all_ranks_take_the_same_requests_at_the_same_step(ranks):
     assert sorted(ended) == list(range(20))
     ranks.live.close()
     assert ranks.told[-1][0] == "error" and "this LLM is closed" in str(ranks.told[-1][1])
+
+
+def test_a_command_that_cannot_be_sent_is_its_callers_error_alone(ranks):
+    with pytest.raises(NotExchangeable, match="is of type object"):
+        ranks.live.put(("submit", 1, [object()], ANSWER))
+    ranks.live.put(("submit", 2, [1], ANSWER))
+    until(lambda: ("accepted", [2]) in ranks.told)
 
 
 def test_an_error_of_a_rank_in_a_process_is_told_once_and_last(ranks):

@@ -74,15 +74,15 @@ class LiveProcesses(RankProcesses):
 
     def __init__(self, world_size: int, make: Make, heap_bytes: int | None, watchers: Watchers, take: Take) -> None:
         self._take = take
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="weft sender", daemon=True)
         first, others = zip(*(Pipe() for _ in range(1, world_size)), strict=True) if world_size > 1 else ((), ())
         super().__init__(serve_live, world_size, make, heap_bytes, watchers, [first, *((end,) for end in others)])
         self._sender.start()
 
     def put(self, command: Command) -> None:
-        """Send a command; from any thread, without waiting."""
-        self._commands.put(command)
+        """Send a command; from any thread, without waiting. NotExchangeable for one that cannot be sent."""
+        self._commands.put(encode(command))
 
     def close(self) -> None:
         """End the ranks with the step that runs."""
@@ -94,7 +94,7 @@ class LiveProcesses(RankProcesses):
     def _send(self) -> None:
         with suppress(OSError):  # the ranks have ended, which `_talk` reports
             for command in iter(self._commands.get, None):
-                self._pipes[0].send_bytes(encode(command))
+                self._pipes[0].send_bytes(command)
 
     def _talk(self) -> None:
         with suppress(EOFError, OSError):

@@ -39,7 +39,7 @@ def serving(directory, world_size=2, max_batch=4, **options):
         until(lambda: running.started)
 
         try:
-            yield SimpleNamespace(url=server.url(at), service=service, llm=llm, thread=thread)
+            yield SimpleNamespace(url=server.url(at), service=service, llm=llm, thread=thread, server=running)
         finally:
             running.should_exit = True
             thread.join(timeout=30)

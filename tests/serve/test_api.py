@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 
@@ -144,6 +145,23 @@ def test_bodies_that_are_wrong_are_refused_in_one_line_of_the_apis_shape(served)
         assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 64
         assert http.get("/v1/models/adder").json()["id"] == "adder" and http.get("/v1/models/x").status_code == 404
     assert idle(served)
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error_in_the_log(served, caplog):
+    import socket
+
+    address = served.url.removeprefix("http://").split(":")
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(caplog.handler)
+    try:
+        with socket.create_connection(address) as end:
+            head = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 9"
+            end.sendall("\r\n".join((*head, "", "{")).encode())
+            until(lambda: served.server.server_state.tasks)
+        until(lambda: not served.server.server_state.tasks)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_neutral_values_of_unsupported_fields_are_taken(client):

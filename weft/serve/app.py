@@ -16,6 +16,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weft.arguments import positive, quoted, shortened
@@ -234,6 +235,10 @@ def create_app(service: Service) -> FastAPI:
     @app.exception_handler(BadField)
     async def bad_field(request: Request, error: BadField) -> Response:
         return await refused(request, ApiError(400, shortened(error, 1000), error.param))
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_LEFT)  # none is sent, but the log has no traceback
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

@@ -253,3 +253,15 @@ def test_what_runs_on_gpus_imports_without_the_simulator_s_packages():
     imports = "import weft.check.run, weft.cli, weft.engine, weft.ops, weft.tune.compiling"
     lazy = "assert 'triton.runtime.interpreter' not in sys.modules"
     subprocess.run([sys.executable, "-c", f"import sys; {blocked}{imports}; {lazy}"], check=True, cwd=ROOT)
+
+
+def test_the_help_needs_no_torch_and_neither_ops_nor_models_the_compiler():
+    """torch takes seconds to import, torch._dynamo as long again."""
+    script = """
+import sys
+import weft.cli
+assert not {"torch", "triton", "numpy"} & sys.modules.keys()
+import weft.ops, weft.models, weft.layers, weft.tiles
+assert not {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

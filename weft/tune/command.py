@@ -15,7 +15,6 @@ from rich.text import Text
 
 from weft.bench.command import check_apart
 from weft.bench.ranks import leave, ranks
-from weft.bench.render.table import show_cells
 from weft.console import WORLD_SIZE, check_output, message_of, numbers, one_line_errors, progress, talks
 from weft.errors import SimulatorMissing, WeftError
 
@@ -259,6 +258,8 @@ def algorithms_on_rank(team: Team, plans: tuple[TunePlan, ...], file: Path) -> l
 
 def show_algorithms(run: Run, found: list[Entry]) -> None:
     """Print a line for each GEMM that was searched, and the file."""
+    from weft.bench.render.table import show_cells
+
     if run.device == "sim":
         typer.echo("Simulated ranks run no cuBLAS: nothing was searched.")
         return
@@ -280,6 +281,8 @@ def show_algorithms(run: Run, found: list[Entry]) -> None:
 
 def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:
     """Print a line for each shape, the dropped candidates with reasons, and the file written."""
+    from weft.bench.render.table import show_cells
+
     console = Console(highlight=False)
     console.print(Text(f"{plan.name}, {plan.dtype}, world size {run.world_size}", style="bold"))
     header = ("shape", "chosen", "µs", "default µs", "gain", "tried", "dropped")

@@ -15,7 +15,7 @@ from rich.console import Console
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.names import is_model
 from weft.bench.ranks import leave, ranks
-from weft.console import WORLD_SIZE, check_output, numbers, one_line_errors, progress, talks, words
+from weft.console import WORLD_SIZE, check_output, notices, numbers, one_line_errors, progress, talks, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def bench(
         _check_folder(asked.out, runs)
         if talks():
             for line in asked.hints(sizes, simulated):
-                typer.echo(f"weft: {line}", err=True)
+                notices.info("weft: %s", line)
         how = Options(check_only=check_only, quick=quick, eager=eager, command=shlex.join(["weft", *sys.argv[1:]]))
         reports: list[Report] = []
         lost = _measure(runs, how, simulated, asked, reports)

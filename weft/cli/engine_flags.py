@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from weft.arguments import shortened
-from weft.console import DTYPES, WORLD_SIZE
+from weft.console import DTYPES, WORLD_SIZE, draws
 from weft.engine.config import DEFAULTS
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _Amount(ProgressColumn):
 def starting(shown: bool) -> Iterator[dict[str, Callable[[int, int], None]]]:
     """Yield the engine's progress and warm_up_progress, bars on stderr if that is a terminal."""
     console = Console(stderr=True)
-    if not shown or not console.is_terminal:
+    if not shown or not draws(console):
         yield {}
         return
     with Progress(TextColumn("{task.description}"), BarColumn(), _Amount(), console=console, transient=True) as bar:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from weft.bench.command import check_apart
 from weft.bench.ranks import leave, ranks
-from weft.console import WORLD_SIZE, check_output, message_of, numbers, one_line_errors, progress, talks
+from weft.console import WORLD_SIZE, check_output, message_of, notices, numbers, one_line_errors, progress, talks
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def tune(
         if talks() and any(run.device == "sim" for run in plans):
             for word, named in options.shapes_by_op().items():
                 for line in stand_ins(parse(word)[0], named, plans[0].world_size):
-                    typer.echo(f"weft: {line}", err=True)
+                    notices.info("weft: %s", line)
     lost = _tune(plans, traceback)
     if lost is None:
         return
@@ -232,7 +232,7 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
                 raise
             files = dict.fromkeys(one.out for one in run.plans if one.out is not None and one.out.is_file())
             if talks() and files:
-                typer.echo(f"results so far are in {', '.join(map(str, files))}", err=True)
+                notices.info("results so far are in %s", ", ".join(map(str, files)))
             return error
         if talks():
             for one, found in zip(run.plans, outcomes, strict=True):

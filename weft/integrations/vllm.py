@@ -19,6 +19,7 @@ from weft.runtime.logs import logger_of
 if TYPE_CHECKING:
     from weft.integrations.fallback import Fallback
 
+__all__ = ["register"]
 logger = logger_of(__name__)
 # vLLM's own limit of captured batches, where its config says none.
 _CAPTURED_ROWS = 512

@@ -196,6 +196,11 @@ def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
     return command
 
 
+def complete_device(incomplete: str) -> list[str]:
+    """Completions of --device."""
+    return [word for word in ("auto", "cuda", "sim") if word.startswith(incomplete)]
+
+
 # Spellings of a flag, weft's own first.
 WORLD_SIZE = ("--world-size", "--tensor-parallel-size", "-tp")
 
@@ -271,6 +276,10 @@ class Commands(TyperGroup):
         """Take two words for a command named by two, such as `bench serve`."""
         both = " ".join(args[:2])
         return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Leave out commands named by two words, which a shell would take apart."""
+        return [one for one in super().shell_complete(ctx, incomplete) if " " not in one.value]
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with _short_usage_errors():

@@ -9,7 +9,8 @@ from tests.sampled import sampled
 from weft.bench.command import bench
 from weft.bench.harness import bench as harness_bench
 from weft.bench.harness import report
-from weft.bench.ops.shapes import OPS, VARIED, op_of
+from weft.bench.names import VARIED
+from weft.bench.ops.shapes import OPS, op_of
 from weft.bench.workloads import read
 from weft.console import logged
 from weft.errors import WeftError

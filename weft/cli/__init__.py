@@ -21,7 +21,6 @@ app = typer.Typer(
     help="Overlapped multi-GPU kernels in plain Python, and a simulator for machines without a GPU.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

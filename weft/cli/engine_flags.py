@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from weft.arguments import shortened
-from weft.console import DTYPES, WORLD_SIZE, draws
+from weft.console import DTYPES, WORLD_SIZE, complete_device, draws
 from weft.engine.config import DEFAULTS
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class EngineFlags:
             "[default: whole where the ranks divide the experts, else slices]"
         ),
     ] = DEFAULTS["expert_layout"]
-    device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cuda, sim", autocompletion=complete_device)] = "auto"
     dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto"
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")

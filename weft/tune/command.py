@@ -14,8 +14,19 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.bench.command import check_apart
+from weft.bench.names import complete_tuned_op
 from weft.bench.ranks import leave, ranks
-from weft.console import WORLD_SIZE, check_output, message_of, notices, numbers, one_line_errors, progress, talks
+from weft.console import (
+    WORLD_SIZE,
+    check_output,
+    complete_device,
+    message_of,
+    notices,
+    numbers,
+    one_line_errors,
+    progress,
+    talks,
+)
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
@@ -79,6 +90,7 @@ def tune(
             help="As in weft bench; ag-gemm+local_first: the order of rows in an MLP; gemm+partials, gemm+deferred_norm: small "
             "GEMMs of a decode step; grouped-gemm+gather: rows by token; several are "
             "searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
+            autocompletion=complete_tuned_op,
         ),
     ],
     world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,
@@ -98,7 +110,7 @@ def tune(
             "to this JSON file, which weft bench, weft generate and EngineConfig(algorithm_cache=) read"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
     """Find the fastest tiles, transports and designs of ops here, and write them where ops look them up.

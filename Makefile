@@ -1,6 +1,7 @@
 # make demo   the built-in models answer a sum in every mode (simulated ranks where there are no GPUs)
 # make test   ruff, then the tests on the main environment and on the newest Triton
 # make sweep  every combination of what the tests sample, in about an hour
+# make docs   the API reference of all public names, as HTML in build/reference
 # make clean  remove both environments
 #
 # PYTHON=python3.12 picks the interpreter; otherwise scripts/bootstrap.py takes the newest of 3.10 to 3.13.
@@ -13,10 +14,15 @@ WORKERS ?= 2
 BOOTSTRAP := $(or $(PYTHON),python3) scripts/bootstrap.py $(if $(PYTHON),--python $(PYTHON))
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not sweep"
 
-.PHONY: demo test test-gpu sweep lint format env clean
+.PHONY: demo docs test test-gpu sweep lint format env clean
 
 demo: .venv/.ready
 	.venv/bin/python scripts/demo.py
+
+# weft is installed there; pip adds what the extra names.
+docs: .venv/.ready
+	.venv/bin/python -m pip install --quiet 'weft[docs]'
+	.venv/bin/python scripts/reference.py build/reference
 
 test: lint .venv/.ready .venv-newest/.ready
 	.venv/bin/python $(PYTEST) tests

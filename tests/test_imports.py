@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -248,8 +249,31 @@ def test_only_what_a_parent_and_its_own_ranks_send_by_pipe_is_unpickled():
     assert sorted(set(found)) == ["weft/runtime/launch.py pickle.loads"]
 
 
-def test_what_runs_on_gpus_imports_without_the_simulator_s_packages():
-    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in SIMULATOR_ONLY)
-    imports = "import weft.check.run, weft.cli, weft.engine, weft.ops, weft.tune.compiling"
-    lazy = "assert 'triton.runtime.interpreter' not in sys.modules"
-    subprocess.run([sys.executable, "-c", f"import sys; {blocked}{imports}; {lazy}"], check=True, cwd=ROOT)
+STAGES = (
+    "weft.cli",
+    "weft.ops, weft.models, weft.layers, weft.tiles",
+    "weft.check.run, weft.engine, weft.tune.compiling",
+)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Modules after each of STAGES, in one process without the simulator's packages."""
+    lines = ["import json, sys", *(f"sys.modules[{name!r}] = None" for name in SIMULATOR_ONLY)]
+    for stage in STAGES:
+        lines += [f"import {stage}", "print(json.dumps(list(sys.modules)))"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=ROOT, stdout=subprocess.PIPE)
+    return [set(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_what_runs_on_gpus_imports_without_the_simulator_s_packages(loaded):
+    assert "triton.runtime.interpreter" not in loaded[-1]
+
+
+def test_the_help_needs_no_torch(loaded):
+    assert not {"torch", "triton", "numpy"} & loaded[0]
+
+
+def test_ops_models_and_layers_need_no_compiler_of_torch(loaded):
+    """Importing torch._dynamo takes as long as importing torch."""
+    assert not {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"} & loaded[1]

@@ -1,9 +1,10 @@
-"""Shared parts of the subcommands of `weft`: errors as one line, progress, lists and files in flags."""
+"""Shared parts of the subcommands of `weft`: errors as one line, logging, progress, lists, files."""
 
 from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ from typer.core import TyperGroup
 
 from weft.arguments import quoted, shortened
 from weft.errors import CannotWrite, WeftError
+from weft.runtime import logs
 from weft.runtime.files import check_target
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES |= {name: name for name in DTYPES.values()}
 T = TypeVar("T")
+notices = logs.logger_of(logs.NOTICES)
 
 
 def talks() -> bool:
@@ -47,11 +50,16 @@ def progress(shown: bool) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True, highlight=False)
     if not shown:
         yield lambda line: None
-    elif console.is_terminal:
+    elif draws(console):
         with console.status("starting") as status:
             yield status.update
     else:
-        yield lambda line: console.print(line, soft_wrap=True)
+        yield notices.info
+
+
+def draws(console: Console) -> bool:
+    """True if a command draws its progress on ``console``: a terminal, without -q."""
+    return console.is_terminal and notices.isEnabledFor(logging.INFO)
 
 
 def numbers(flag: str, text: str | None) -> tuple[int, ...]:
@@ -188,6 +196,11 @@ def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
     return command
 
 
+def complete_device(incomplete: str) -> list[str]:
+    """Completions of --device."""
+    return [word for word in ("auto", "cuda", "sim") if word.startswith(incomplete)]
+
+
 # Spellings of a flag, weft's own first.
 WORLD_SIZE = ("--world-size", "--tensor-parallel-size", "-tp")
 
@@ -224,6 +237,38 @@ def single_valued(command: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
+def logged(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with -v and -q, which say what is printed to stderr beside its results and errors."""
+    hints = get_type_hints(command, include_extras=True)
+    flags = {
+        "verbose": Annotated[
+            int,
+            typer.Option("-v", "--verbose", count=True, show_default=False, help="Say more; -vv: plans and memory too"),
+        ],
+        "quiet": Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing but results and errors")],
+    }
+
+    def shown(*, verbose: int, quiet: bool, **given: Any) -> None:
+        with one_line_errors(given.get("traceback", False)):
+            if verbose and quiet:
+                raise ValueError("-v and -q are both given; leave one out")
+            logs.show(-1 if quiet else min(verbose, 2))
+        try:
+            command(**given)
+        finally:
+            logs.hide()
+
+    shown.__name__, shown.__doc__, shown.__annotations__ = command.__name__, command.__doc__, hints | flags
+    shown.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            *(one.replace(annotation=hints[name]) for name, one in signature(command).parameters.items()),
+            Parameter("verbose", Parameter.KEYWORD_ONLY, default=0, annotation=flags["verbose"]),
+            Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=flags["quiet"]),
+        ]
+    )
+    return shown
+
+
 class Commands(TyperGroup):
     """Subcommands of `weft`, which an interrupt, a closed pipe or a full disk ends without a traceback."""
 
@@ -231,6 +276,10 @@ class Commands(TyperGroup):
         """Take two words for a command named by two, such as `bench serve`."""
         both = " ".join(args[:2])
         return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Leave out commands named by two words, which a shell would take apart."""
+        return [one for one in super().shell_complete(ctx, incomplete) if " " not in one.value]
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with _short_usage_errors():

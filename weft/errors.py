@@ -24,6 +24,8 @@ class NoTeam(WeftError):
 
 
 class TeamClosed(WeftError):
+    """A use of a team after its ``close()``."""
+
     def __init__(self, team: str, rank: int, what: str) -> None:
         super().__init__(f"rank {rank}: {what} on team '{team}' after close(); make a new team with weft.init()")
         self.team, self.rank, self.what = team, rank, what
@@ -137,6 +139,8 @@ class PeerFailed(WeftError):
 
 
 class NoPeerAccess(WeftError):
+    """A GPU that cannot read and write the memory of another rank's GPU."""
+
     def __init__(self, rank: int, one: int, device: str, other: int, other_device: str) -> None:
         super().__init__(
             f"rank {rank}: rank {one} on {device} cannot reach rank {other} on {other_device}: no peer-to-peer access between "
@@ -146,6 +150,8 @@ class NoPeerAccess(WeftError):
 
 
 class NotEnoughGPUs(WeftError):
+    """More ranks asked for than this machine has GPUs."""
+
     def __init__(self, world_size: int, available: int) -> None:
         super().__init__(
             f"world_size={world_size} needs {world_size} GPU{'s' if world_size > 1 else ''} and this machine has "
@@ -232,6 +238,8 @@ class Misaligned(WeftError, ValueError):
 
 
 class SimulatorMissing(WeftError):
+    """A package that the simulator needs is not installed. ``module``: its name."""
+
     def __init__(self, module: str) -> None:
         super().__init__(f"the simulator needs {module}, which is not installed: pip install greenlet ml_dtypes")
         self.module = module

@@ -9,13 +9,15 @@ from tests.sampled import sampled
 from weft.bench.command import bench
 from weft.bench.harness import bench as harness_bench
 from weft.bench.harness import report
-from weft.bench.ops.shapes import OPS, VARIED, op_of
+from weft.bench.names import VARIED
+from weft.bench.ops.shapes import OPS, op_of
 from weft.bench.workloads import read
+from weft.console import logged
 from weft.errors import WeftError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 app = typer.Typer(pretty_exceptions_enable=False)
-app.command("bench")(bench)
+app.command("bench")(logged(bench))
 # One of each form of shapes runs in fp32, the other ops in bf16.
 IN_FP32 = ("all-reduce", "all-reduce-rms-norm", "decode-attention", "moe-combine")
 SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}

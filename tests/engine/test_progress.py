@@ -4,14 +4,19 @@ import logging
 
 from weft.cli.engine_flags import starting
 from weft.engine.progress import every_tenth, watchers_of
+from weft.runtime import logs
 
 
 def test_commands_without_a_terminal_say_ten_lines(capsys):
-    with starting(True) as watchers:
-        for captured in range(1, 130):
-            watchers["warm_up_progress"](captured, 129)
+    logs.show(0)
+    try:
+        with starting(True) as watchers:
+            for captured in range(1, 130):
+                watchers["warm_up_progress"](captured, 129)
+    finally:
+        logs.hide()
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 10 and lines[-1] == "weft: captured 129 of 129 CUDA graphs"
+    assert len(lines) == 10 and lines[-1] == "captured 129 of 129 CUDA graphs"
 
 
 def test_few_graphs_have_a_line_each():

@@ -6,11 +6,13 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import _symmetric_memory as symm_mem
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.integrations.virtual_groups import simulate_mesh  # noqa: F401
+from weft import ops
 from weft.integrations import torch as weft_torch
 from weft.integrations.fallback import Fallback
 from weft.integrations.torch import WeftColwiseParallel, WeftRowwiseParallel, install
@@ -39,6 +41,33 @@ GATHERS = [  # shape of A, gather_dim, number of B, return_A
     ((2, 3, 16), 1, 1, True),
 ]
 SCATTERS = [((8, 16), 0, "sum"), ((4, 3, 16), 0, "avg"), ((2, 4, 16), 1, "sum")]
+
+
+def test_a_sum_over_ranks_has_the_gradient_of_torch_s_collective_and_the_style_that_of_a_dtensor(simulate_mesh):  # noqa: F811
+    """Losses that differ by rank, then one loss of all, whose gradients differ by a factor of W."""
+
+    def main(mesh, team):
+        x, weight = randn(6, 8, seed=team.rank), randn(5, 8, seed=10 + team.rank)
+        losses = (lambda y: (y * randn(6, 5, seed=20 + team.rank)).sum(), lambda y: y.square().mean())
+        sharded = [DTensor.from_local(operand, mesh, [Shard(1)]) for operand in (x, weight)]
+        ways = {
+            "op": (lambda a, b: ops.matmul_all_reduce(a, b, team), (x, weight)),
+            "torch": (lambda a, b: functional.all_reduce(a @ b.t(), "sum", mesh), (x, weight)),
+            "style": (lambda a, b: weft_torch._MatmulAllReduce.apply(a, b, team), (x, weight)),
+            "DTensor": (lambda a, b: (a @ b.t()).redistribute(mesh, [Replicate()]).to_local(), sharded),
+        }
+        found = {}
+        for name, (multiply, operands) in ways.items():
+            for number, loss in enumerate(losses):
+                leaves = [operand.detach().clone().requires_grad_() for operand in operands]
+                grads = torch.autograd.grad(loss(multiply(*leaves)), leaves)
+                found[name, number] = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        for number in range(2):
+            torch.testing.assert_close(found["op", number], found["torch", number])
+        torch.testing.assert_close(found["style", 1], found["DTensor", 1])
+        torch.testing.assert_close(found["op", 1], [team.size * grad for grad in found["style", 1]])
+
+    simulate_mesh(main)
 
 
 def assert_near(out, wanted):

@@ -1,6 +1,7 @@
 """Traces of virtual ranks: what is in them, that it fits together, and that tracing changes no result."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -103,7 +104,9 @@ def test_the_same_run_gives_the_same_file(traced, tmp_path):
     assert (tmp_path / "again.json").read_text() == file.read_text()
 
 
-def test_a_trace_ends_with_its_scope_and_another_may_follow(tmp_path, capfd):
+def test_a_trace_ends_with_its_scope_and_another_may_follow(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "weft")
+
     def main(team):
         for name in ("one.json", "two.json"):
             with weft.trace(tmp_path / name, team):
@@ -115,7 +118,8 @@ def test_a_trace_ends_with_its_scope_and_another_may_follow(tmp_path, capfd):
     weft.simulate(main, 2)
     one, two = (read(tmp_path / name) for name in ("one.json", "two.json"))
     assert len(one.events) == len(two.events) > 0
-    assert "virtual time" in capfd.readouterr().err
+    lines = [record.getMessage() for record in caplog.records if record.name == "weft.trace.tracing"]
+    assert len(lines) == 2 and all("virtual time" in line for line in lines)
 
 
 class Checking(Observer):

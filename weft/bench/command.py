@@ -14,8 +14,19 @@ from rich.console import Console
 
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.names import is_model
+from weft.bench.names import OPS, VARIED, complete_op
 from weft.bench.ranks import leave, ranks
-from weft.console import WORLD_SIZE, check_output, numbers, one_line_errors, progress, talks, words
+from weft.console import (
+    WORLD_SIZE,
+    check_output,
+    complete_device,
+    notices,
+    numbers,
+    one_line_errors,
+    progress,
+    talks,
+    words,
+)
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -134,12 +145,10 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="OP[@SHAPES]...",
-            help="all-reduce, all-reduce-rms-norm, all-gather, reduce-scatter, all-to-all, gemm, gemm-silu, ag-gemm, gemm-rs, "
-            "gemm-ar, sequence-to-heads, heads-to-sequence, paged-attention, decode-attention, paged-prefill-attention, "
-            "gathered-prefill-attention, route, moe-schedule, grouped-gemm-silu, grouped-gemm, moe-sum, moe-dispatch, "
-            "moe-dispatch+fp8, moe-combine, moe-ar-rms-norm; a layer: mlp, attn, forward and backward: train; a step of "
-            "a model: model; complete generations: generate. Several are measured in one launch, as in all-reduce "
+            help=f"{', '.join([*OPS, *VARIED])}; a layer: mlp, attn, forward and backward: train; a step of a model: model; "
+            "complete generations: generate. Several are measured in one launch, as in all-reduce "
             "ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
+            autocompletion=complete_op,
         ),
     ] = None,
     world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,
@@ -169,7 +178,7 @@ def bench(
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto",
     algorithm_cache: Annotated[
         Path | None,
         typer.Option(help="Cache of cuBLAS algorithms, by weft tune, for weft and baselines [default: none]"),
@@ -235,7 +244,7 @@ def bench(
         _check_folder(asked.out, runs)
         if talks():
             for line in asked.hints(sizes, simulated):
-                typer.echo(f"weft: {line}", err=True)
+                notices.info("weft: %s", line)
         how = Options(check_only=check_only, quick=quick, eager=eager, command=shlex.join(["weft", *sys.argv[1:]]))
         reports: list[Report] = []
         lost = _measure(runs, how, simulated, asked, reports)

@@ -7,7 +7,8 @@ from pathlib import Path
 from weft.bench.harness.report import SCHEMA, Report, from_json
 from weft.bench.harness.workload import Workload
 from weft.bench.models.names import LEVELS, is_model
-from weft.bench.ops.shapes import FORMS, OPS, VARIED, op_of
+from weft.bench.names import VARIED
+from weft.bench.ops.shapes import FORMS, OPS, op_of
 from weft.bench.ops.workload import OpWorkload
 from weft.bench.training.shapes import TRAIN, LayerShape
 from weft.bench.training.workload import TrainWorkload

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from weft.arguments import shortened
-from weft.console import WORLD_SIZE, check_output, one_line_errors
+from weft.console import WORLD_SIZE, check_output, draws, one_line_errors
 from weft.errors import SimulatorMissing
 from weft.runtime.files import put
 
@@ -94,7 +94,7 @@ def _checked(main: Callable[..., Any], **options: Any) -> Report:
     columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"))
     # Drawn between runs only, without touching standard output, so that a debugger in a kernel can use the terminal.
     with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal,
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not draws(console),
         auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
     ) as bar:  # fmt: skip
         task = bar.add_task("schedules", total=None, found="")

@@ -11,7 +11,7 @@ from weft.bench.command import bench
 from weft.bench.serving.command import command as bench_serve
 from weft.check.command import check
 from weft.cli import doctor, generate, serve
-from weft.console import Commands, single_valued
+from weft.console import Commands, logged, single_valued
 from weft.predict.command import predict
 from weft.trace.command import app as trace
 from weft.tune.command import tune
@@ -21,7 +21,6 @@ app = typer.Typer(
     help="Overlapped multi-GPU kernels in plain Python, and a simulator for machines without a GPU.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -43,9 +42,9 @@ def root(
 
 
 for command in (bench, check, tune, predict):
-    app.command()(single_valued(command))
+    app.command()(logged(single_valued(command)))
 app.add_typer(trace, name="trace")
-app.command()(generate.command)
-app.command()(serve.command)
-app.command("bench serve")(bench_serve)
-app.command()(doctor.doctor)
+app.command()(logged(generate.command))
+app.command()(logged(serve.command))
+app.command("bench serve")(logged(bench_serve))
+app.command()(logged(doctor.doctor))

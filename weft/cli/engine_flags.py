@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from weft.arguments import shortened
-from weft.console import DTYPES, WORLD_SIZE
+from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, notices
 from weft.engine.config import DEFAULTS
 from weft.engine.progress import every_tenth
 
@@ -54,7 +54,7 @@ class EngineFlags:
             "[default: whole where the ranks divide the experts, else slices]"
         ),
     ] = DEFAULTS["expert_layout"]
-    device: Annotated[str, typer.Option(help="auto, cuda, sim")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cuda, sim", autocompletion=complete_device)] = "auto"
     dtype: Annotated[str, typer.Option(help=", ".join(("auto", *DTYPES)))] = "auto"
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
@@ -154,8 +154,8 @@ def starting(shown: bool) -> Iterator[dict[str, Callable[[int, int], None]]]:
     if not shown:
         yield {}
         return
-    if not console.is_terminal:
-        yield {"warm_up_progress": every_tenth(lambda line: typer.echo(f"weft: {line}", err=True))}
+    if not draws(console):
+        yield {"warm_up_progress": every_tenth(notices.info)}
         return
     with Progress(TextColumn("{task.description}"), BarColumn(), _Amount(), console=console, transient=True) as bar:
         tasks: dict[str, TaskID] = {}

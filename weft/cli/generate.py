@@ -18,7 +18,7 @@ from rich.text import Text
 
 from weft.arguments import positive, quoted
 from weft.cli.engine_flags import EngineFlags, one_of, starting
-from weft.console import check_torchrun, from_flags, one_line_errors, single_valued, write_any_text
+from weft.console import check_torchrun, from_flags, notices, one_line_errors, single_valued, write_any_text
 from weft.runtime.environment import coordinates
 
 if TYPE_CHECKING:
@@ -308,9 +308,8 @@ def _print_speed(engine: Engine, team: Team) -> None:
     chunks = f", up to {runner.longest_prefill} at once" if runner.longest_prefill < stats.prompt_tokens else ""
     decode = f"decode: {engine.model.plan(runner.largest_decode)}" if runner.largest_decode else "no decode steps"
     later = f"{stats.tokens_per_second:.1f} tokens/s after it" if stats.tokens_per_second else "none came after it"
-    typer.echo(
+    notices.info(
         f"first token after {stats.time_to_first_token:.3f} s, {later}{note}\n"
         f"mode {engine.config.mode}, {where}; loaded in {stats.load_seconds:.1f} s\n"
         f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.longest_prefill)}\n{decode}",
-        err=True,
     )

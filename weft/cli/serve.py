@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.engine_flags import EngineFlags, one_of, starting
-from weft.console import from_flags, one_line_errors, single_valued
+from weft.console import from_flags, notices, one_line_errors, single_valued
 
 if TYPE_CHECKING:
     from weft.models import DecoderConfig
@@ -72,7 +72,7 @@ def serve(flags: ServeFlags) -> None:
                 )
             try:
                 where = f"{llm.world_size} {'virtual ranks' if llm.device == 'sim' else 'GPUs'}"
-                typer.echo(f"weft: {options.model_name} on {where} at {server.url(at)}/v1", err=True)
+                notices.info("weft: %s on %s at %s/v1", options.model_name, where, server.url(at))
                 server.serve(app.Service(llm, options), at)
             finally:
                 llm.close()

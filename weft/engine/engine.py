@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import secrets
 import time
 from collections.abc import Generator, Sequence, Set
@@ -51,10 +50,11 @@ from weft.models.memory import check_cache
 from weft.ops import warm_up
 from weft.ops.moe.fp8_rows import E4M3
 from weft.runtime.codec import encode
+from weft.runtime.logs import logger_of
 from weft.runtime.team.team import Team
 
 MAX_POSITIONS = 1 << 24
-logger = logging.getLogger("weft")
+logger = logger_of(__name__)
 
 
 class Engine:
@@ -67,7 +67,7 @@ class Engine:
               tokenizer.json prompts are token ids, and answers have no text
     progress  called with (bytes read, bytes to read) while this rank's weights load
     warm_up_progress  called with (graphs captured, graphs to capture) during the configuration's warm_up
-    warn      rank 0 logs a line (logger "weft") for settings of generation_config.json that weft does not follow, for NaN or
+    warn      rank 0 logs a line (docs/logging.md) for settings of generation_config.json that weft does not follow, for NaN or
               infinite weights, and for tensors that the model does not have
     config    an EngineConfig; the default one if None
     options   fields of EngineConfig by name, in place of those of `config`
@@ -135,12 +135,14 @@ class Engine:
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)
         if config.warm_up:
             self.batch.runner.warm_up(warm_up_progress)
+        ready = time.perf_counter() - begin
+        logger.info("engine ready in %.1f s, mode %s, up to %d requests at once", ready, config.mode, config.max_batch)
         self._guides: Guides | None = None  # once a request asks for one
         self._texts: dict[int, TextStream | None] = {}
         self._entered = 0
         self._held: list[Piece] = []  # pieces that have arrived and were not yet given out
         self._streamed: set[int] = set()  # requests whose pieces go to a stream
-        self.stats = Stats(load_seconds=time.perf_counter() - begin)
+        self.stats = Stats(load_seconds=ready)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
         """Generate n Completions for each prompt, in order. Collective. Arguments and errors as in `stream`.

@@ -47,7 +47,7 @@ class LLM:
     options     fields of EngineConfig by name, in place of those of `config`
 
     `defaults` are the SamplingParams of a call that is given none: those of the checkpoint's generation_config.json, else
-    SamplingParams(). Settings that weft does not follow, and NaN weights, are logged once, a line each (logger "weft").
+    SamplingParams(). Settings that weft does not follow, and NaN weights, are logged once, a line each (docs/logging.md).
 
     On GPUs a script must be importable: guard its top level with `if __name__ == "__main__"`, since processes are spawned. An
     error of a rank is raised here once, and ends all. Under torchrun, which has started the ranks already, every rank makes the

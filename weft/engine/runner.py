@@ -26,7 +26,9 @@ from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
 from weft.parallel.thresholds import cudnn_attends
 from weft.runtime.copying import upload
+from weft.runtime.logs import logger_of
 
+logger = logger_of(__name__)
 # Default size of the KV cache on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
 # Eager passes of a shape before it is captured, since a capture takes as long as several passes. There are few shapes of new
@@ -109,11 +111,15 @@ class Runner:
         Without effect where there are no graphs.
         """
         sizes = self._warm_sizes() if self.cuda_graph else []
+        if sizes:
+            logger.info("warm-up: capturing %d CUDA graphs", len(sizes))
         for done, (size, kind) in enumerate(sizes, 1):
             self._warm(size, kind)
             if progress is not None:
                 progress(done, len(sizes))
         self.warm = bool(sizes)
+        if sizes:
+            logger.info("warm-up: captured them in %.1f s", self.capture_seconds)
 
     def _warm_sizes(self) -> list[tuple[int | Shape | RaggedShape, Kind]]:
         """Graphs that `warm_up` captures, the largest first: those behind it fit into its memory."""
@@ -389,7 +395,9 @@ class Runner:
         self._pool = self._pool or graph.pool()  # graphs run one after the other, so they share memory
         self._graphs[key] = graph
         self.team.barrier()
-        self.capture_seconds += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.capture_seconds += seconds
+        logger.debug("captured the CUDA graph of %s in %.2f s", key, seconds)
 
     def _eager_step(self, batch: int, kind: Kind, between: Callable[[], None] | None = None) -> None:
         logits = self._forward(batch)

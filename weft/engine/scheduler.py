@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING
 from weft.engine.adjustments import Adjusted
 from weft.engine.kv_cache import PagePool, digest_of
 from weft.engine.params import SamplingParams
+from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     import torch
+
+logger = logger_of(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +186,11 @@ class Scheduler:
         if sequence.hit_tokens is None:
             sequence.hit_tokens = sequence.cached
             self.hit_tokens += sequence.hit_tokens
+            if self.prefix_caching:
+                logger.debug(
+                    "request %d: %d of %d tokens are in the prefix cache",
+                    sequence.number, sequence.hit_tokens, sequence.to_read,
+                )  # fmt: skip
         self.active.append(sequence)
 
     def _read(self, sequence: Sequence, limit: int, ranges: list[SequenceRange]) -> int:
@@ -241,6 +249,7 @@ class Scheduler:
                 youngest = self.active[-1]
                 if youngest.in_flight:
                     return None
+                logger.info("request %d waits again: no page of the KV cache is free", youngest.number)
                 self._preempt(youngest)
                 if youngest is sequence:
                     break

@@ -7,17 +7,17 @@ refused   the original, with one line in the log: what weft cannot do, and what 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from weft.errors import HeapExhausted, WeftError
+from weft.runtime.logs import logger_of
 from weft.runtime.team.team import Team
 
 T = TypeVar("T")
-logger = logging.getLogger("weft")
+logger = logger_of(__name__)
 
 # An eager call takes the host up to 700 µs, which only a longer GEMM hides (two H200s, benchmarks/results/h200-x2-eager).
 # FLOP of a rank's GEMM, and bytes of an all-reduce, from which on every call measured is at least as fast as all others'.

@@ -274,7 +274,10 @@ def _apply_style(
 
 
 class _MatmulAllReduce(torch.autograd.Function):
-    """matmul_all_reduce of one replicated output, whose whole gradient every rank has."""
+    """matmul_all_reduce of one result, as of a DTensor: every rank has its whole gradient.
+
+    The gradient of ops.matmul_all_reduce is W times this one, the sum over ranks with one loss each.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:

@@ -8,18 +8,19 @@ which calls run on weft: those of CUDA graphs, and long eager ones.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from weft.runtime.environment import vllm_is_asked_for
+from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     from weft.integrations.fallback import Fallback
 
-logger = logging.getLogger("weft")
+__all__ = ["register"]
+logger = logger_of(__name__)
 # vLLM's own limit of captured batches, where its config says none.
 _CAPTURED_ROWS = 512
 # The library of the op that torch.compile sees, once ``replace`` has run.

@@ -7,7 +7,6 @@ angles, mask, cache and attention function; weft computes its projections, and t
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,11 +27,12 @@ from weft.parallel.recipe import StepPlan
 from weft.parallel.sequences import Sequences
 from weft.parallel.step_plan import Mode, mode_named, plan_layer
 from weft.parallel.thresholds import splits_tokens
+from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-logger = logging.getLogger("weft")
+logger = logger_of(__name__)
 
 # Attributes of an attention of Transformers that attention functions read.
 ATTRIBUTES = ("config", "layer_idx", "layer_type", "scaling", "attention_dropout", "is_causal", "sliding_window")

@@ -5,7 +5,6 @@ A recipe of weft.parallel computes it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -28,12 +27,13 @@ from weft.parallel.step import PagedCache, Step
 from weft.parallel.step_plan import Mode, mode_named, plan_step
 from weft.parallel.tensors import LayerWeights, NormWeights
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 DEFAULT_PAGE_SIZE = 64
-logger = logging.getLogger("weft")
+logger = logger_of(__name__)
 
 
 class DecoderLayer(nn.Module):

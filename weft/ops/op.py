@@ -20,7 +20,9 @@ from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.plan import table
 from weft.plan.memo import once
 from weft.plan.planned import AUTO, Machine, Planned
+from weft.runtime.logs import logger_of
 
+logger = logger_of(__name__)
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 # The tags of torch.library.custom_op: known to torch.compile, and called with the strides that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -78,7 +80,12 @@ class Op:
 
         Pure: nothing is timed, allocated or sent. Equal arguments get the same object.
         """
-        return once((self.name, call, machine), lambda: self.choose(call, machine))
+        return once((self.name, call, machine), lambda: self._chosen(call, machine))
+
+    def _chosen(self, call: Any, machine: Machine) -> Planned:
+        planned = self.choose(call, machine)
+        logger.debug("plan of %s %s: %s; %s", self.name, call, planned.name, planned.reason)
+        return planned
 
     def choose(self, call: Any, machine: Machine) -> Planned:
         """``plan`` without memoisation: from the row of the table if one decides, else by the rule."""

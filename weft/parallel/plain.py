@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from weft.ops.moe.routing import Routing
 from weft.parallel.rotary import apply_rotary
@@ -239,6 +238,8 @@ def attend_to_chunk(
         table = pages[sequence : sequence + batch, : -(-whole_length // cache[0].shape[2])]
         parts = zip(cache[:2], cache[2:] or (None, None), strict=True)
         keys, values = (gather_pages(part, table, q.dtype, scale)[:, :, :whole_length] for part, scale in parts)
+        from torch.nn.attention.bias import causal_lower_right  # late: it loads torch._dynamo, for two seconds
+
         # torch's lower-right mask does not support grouped heads.
         keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
         mask = causal_lower_right(length, whole_length)

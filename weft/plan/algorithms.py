@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,12 +30,13 @@ from weft.runtime import cublaslt
 from weft.runtime.codec import exchangeable
 from weft.runtime.cublaslt import Algorithm
 from weft.runtime.files import put
+from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 SCHEMA = 1
-logger = logging.getLogger("weft")
+logger = logger_of(__name__)
 # (gpu, cublas, dtype, (M, N, K))
 Key = tuple[str, str, str, tuple[int, ...]]
 

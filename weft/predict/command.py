@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from weft.predict.costs import Costs
 
 
+def _complete(incomplete: str) -> list[str]:
+    return [word for word in _ops() if word.startswith(incomplete)]
+
+
 class _Predicted(NamedTuple):
     """Sizes of an op as the flag has them, an example, and the time."""
 
@@ -51,7 +55,7 @@ def _ops() -> dict[str, _Predicted]:
 
 
 def predict(
-    op: Annotated[str, typer.Argument(help="ag-gemm, gemm-rs, all-reduce or moe")],
+    op: Annotated[str, typer.Argument(help="ag-gemm, gemm-rs, all-reduce or moe", autocompletion=_complete)],
     world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 8,16,32")] = "2,4,8,16,32,64",
     shape: Annotated[str | None, typer.Option(help="Sizes of all ranks together, as in 8192x51200x5120")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,

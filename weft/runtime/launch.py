@@ -30,6 +30,7 @@ from weft.arguments import (
     positive,
 )
 from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
+from weft.runtime import logs
 from weft.runtime import simulate as simulation
 from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local, stand_for_machine
 from weft.runtime.mains import check_main, checked_result
@@ -162,7 +163,9 @@ def _spawn(
             f"level of a module, or use torchrun"
         ) from error
     with private_folder() as folder:
-        job = _Job(Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug, node_size)
+        job = _Job(
+            Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug, node_size, logs.verbosity()
+        )
         return _run(world_size, (_on_gpu, job, work), pipes)
 
 
@@ -222,7 +225,10 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Description of a run for the processes of its ranks."""
+    """Description of a run for the processes of its ranks.
+
+    verbosity  of the command that runs; None: the program configures logging, in each process
+    """
 
     given: Given
     world_size: int
@@ -230,6 +236,7 @@ class _Job:
     heap_bytes: int | None
     debug: bool | float
     node_size: int | None = None
+    verbosity: int | None = None
 
 
 def _worker(
@@ -239,6 +246,8 @@ def _worker(
     error: BaseException | None = None
     value = team = None
     threading.Thread(target=_end_with_parent, args=(job.given.folder,), name="weft parent watch", daemon=True).start()
+    if job.verbosity is not None:
+        logs.show(job.verbosity)
     try:
         # As under torchrun: one thread for each CPU in every rank would oversubscribe the CPUs.
         torch.set_num_threads(1)

@@ -18,6 +18,11 @@ def on_virtual_rank() -> bool:
     return getattr(_THIS_THREAD, "cluster", None) is not None
 
 
+def rank_of_this_thread() -> int | None:
+    """Virtual rank whose host code this thread runs; None outside a simulation."""
+    return _THIS_THREAD.rank if on_virtual_rank() else None
+
+
 def is_running() -> bool:
     """True while a simulation runs in this process, in whichever thread."""
     # Only here: the simulator's packages need not be installed where there are GPUs.

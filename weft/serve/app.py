@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +22,7 @@ from weft.arguments import positive, quoted, shortened
 from weft.engine.async_llm import AsyncLLM
 from weft.engine.outputs import Piece
 from weft.errors import CheckpointError, RequestCancelled
+from weft.runtime.logs import logger_of
 from weft.serve import logprobs
 from weft.serve.choices import REASONS, Choices
 from weft.serve.fields import Asked, BadField
@@ -33,7 +33,7 @@ MAX_WAITING = 1024
 # Status of a request whose client has left, as in the log of nginx.
 CLIENT_LEFT = 499
 as_json = json.JSONEncoder(separators=(",", ":")).encode
-logger = logging.getLogger("weft")
+logger = logger_of(__name__)
 
 
 class ApiError(Exception):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.console import Commands, one_line_errors
+from weft.console import Commands, logged, one_line_errors
 
 app = typer.Typer(
     cls=Commands, help="Read timelines that weft.trace has written.", no_args_is_help=True, rich_markup_mode=None
@@ -20,6 +20,7 @@ def trace() -> None:
 
 
 @app.command()
+@logged
 def summary(
     file: Annotated[Path, typer.Argument(help="A file that weft.trace has written")],
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,

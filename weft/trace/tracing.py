@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike, fspath
@@ -12,10 +11,13 @@ from typing import Protocol
 from weft.arguments import check_instance
 from weft.errors import Unsupported
 from weft.runtime.files import check_target, put
+from weft.runtime.logs import logger_of
 from weft.runtime.recording import recorder, recording
 from weft.runtime.team.team import Team
 from weft.trace.chrome import to_json
 from weft.trace.timeline import MEASURED, Timeline
+
+logger = logger_of(__name__)
 
 
 class Tracer(Protocol):
@@ -50,7 +52,7 @@ def trace(file: str | PathLike[str], team: Team) -> Iterator[None]:
     timeline = tracer.timeline()
     if timeline is not None:
         put(target, to_json(timeline))
-        print(f"weft.trace: {described(timeline)}: {target}", file=sys.stderr)
+        logger.info("%s: %s", described(timeline), target)
 
 
 def described(timeline: Timeline) -> str:

@@ -14,9 +14,19 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.bench.command import check_apart
+from weft.bench.names import complete_tuned_op
 from weft.bench.ranks import leave, ranks
-from weft.bench.render.table import show_cells
-from weft.console import WORLD_SIZE, check_output, message_of, numbers, one_line_errors, progress, talks
+from weft.console import (
+    WORLD_SIZE,
+    check_output,
+    complete_device,
+    message_of,
+    notices,
+    numbers,
+    one_line_errors,
+    progress,
+    talks,
+)
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
@@ -80,6 +90,7 @@ def tune(
             help="As in weft bench; ag-gemm+local_first: the order of rows in an MLP; gemm+partials, gemm+deferred_norm: small "
             "GEMMs of a decode step; grouped-gemm+gather: rows by token; several are "
             "searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
+            autocompletion=complete_tuned_op,
         ),
     ],
     world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,
@@ -99,7 +110,7 @@ def tune(
             "to this JSON file, which weft bench, weft generate and EngineConfig(algorithm_cache=) read"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or sim")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
     """Find the fastest tiles, transports and designs of ops here, and write them where ops look them up.
@@ -125,7 +136,7 @@ def tune(
         if talks() and any(run.device == "sim" for run in plans):
             for word, named in options.shapes_by_op().items():
                 for line in stand_ins(parse(word)[0], named, plans[0].world_size):
-                    typer.echo(f"weft: {line}", err=True)
+                    notices.info("weft: %s", line)
     lost = _tune(plans, traceback)
     if lost is None:
         return
@@ -233,7 +244,7 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
                 raise
             files = dict.fromkeys(one.out for one in run.plans if one.out is not None and one.out.is_file())
             if talks() and files:
-                typer.echo(f"results so far are in {', '.join(map(str, files))}", err=True)
+                notices.info("results so far are in %s", ", ".join(map(str, files)))
             return error
         if talks():
             for one, found in zip(run.plans, outcomes, strict=True):
@@ -259,6 +270,8 @@ def algorithms_on_rank(team: Team, plans: tuple[TunePlan, ...], file: Path) -> l
 
 def show_algorithms(run: Run, found: list[Entry]) -> None:
     """Print a line for each GEMM that was searched, and the file."""
+    from weft.bench.render.table import show_cells
+
     if run.device == "sim":
         typer.echo("Simulated ranks run no cuBLAS: nothing was searched.")
         return
@@ -280,6 +293,8 @@ def show_algorithms(run: Run, found: list[Entry]) -> None:
 
 def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:
     """Print a line for each shape, the dropped candidates with reasons, and the file written."""
+    from weft.bench.render.table import show_cells
+
     console = Console(highlight=False)
     console.print(Text(f"{plan.name}, {plan.dtype}, world size {run.world_size}", style="bold"))
     header = ("shape", "chosen", "µs", "default µs", "gain", "tried", "dropped")

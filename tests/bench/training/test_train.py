@@ -1,7 +1,6 @@
 """``weft bench train``: the providers' answers, with stand-ins for NCCL and torch's fused ops, and its shapes."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import weft
@@ -47,6 +46,8 @@ def fused_matmul_reduce_scatter(a, b, op, dim, name):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
+    import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
+
     monkeypatch.setattr(providers, "_group", Group)
     for function in (all_gather_into_tensor, reduce_scatter_tensor):
         monkeypatch.setattr(dist, function.__name__, function)
@@ -64,7 +65,8 @@ def test_all_providers_give_the_answer(world_size, stand_ins):
     def main(team):
         problem = workload.problem(workload.shapes[0], team)
         problem.expect()
-        for provider in workload.providers():
+        named = TrainWorkload(name="train", shapes=(), dtype="fp32", words=("weft.by_shards", "weft.under_scatter"))
+        for provider in (*workload.providers(), *named.providers()):
             prepared = provider.make(problem)
             out = prepared.run(0)
             assert problem.verdict(prepared, out).wrong == "", provider.name

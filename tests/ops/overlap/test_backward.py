@@ -16,7 +16,7 @@ from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.overlap import all_gather_matmul_backward
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL
-from weft.ops.overlap.all_gather_matmul_backward import AllGatherMatmulBackward
+from weft.ops.overlap.all_gather_matmul_backward import ALL_GATHER_MATMUL_BACKWARD, AllGatherMatmulBackward
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.plan import table
 from weft.plan.planned import machine
@@ -119,6 +119,55 @@ def test_weights_get_gradients_in_fp32_where_they_ask_for_it(op, own_first):
         assert (b.grad - w.grad).abs().max() <= bound * w.grad.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("design", "world_size", "own_first", "dtype"),
+    [
+        ("by_shards", 3, True, BF16),
+        ("by_shards", 2, False, FP32),
+        *(
+            pytest.param(design, world_size, own_first, dtype, marks=SWEEP)
+            for design in AllGatherMatmulBackward.designs
+            for world_size in (2, 3, 4)
+            for own_first in (False, True)
+            for dtype in (BF16, FP32)
+        ),
+    ],
+)
+def test_every_design_gives_the_gradients(design, world_size, own_first, dtype):
+    """A's in the operands' dtype, B's in fp32, which every design adds up in; twice, in both halves of the workspace."""
+    shapes = (5, 24), (6, 24), (5 * world_size, 6)
+
+    def main(team):
+        for call in range(2):
+            a, b, grad = (x.detach() for x in leaves(team.rank + 10 * call, *shapes, dtype=dtype))
+            found = ALL_GATHER_MATMUL_BACKWARD.run(design, team, grad, a, b, own_first, FP32)
+        return found, (a, b, grad)
+
+    by_rank = weft.simulate(main, world_size)
+    orders = [[(rank * own_first + place) % world_size for place in range(world_size)] for rank in range(world_size)]
+    summands = [(grad.double() @ b.double()).chunk(world_size) for _, (_, b, grad) in by_rank]
+    for rank, ((of_a, of_b), (_, _, grad)) in enumerate(by_rank):
+        whole = torch.cat([by_rank[s][1][0] for s in orders[rank]]).double()
+        of_shard = sum(summands[r][orders[r].index(rank)] for r in range(world_size))
+        assert (of_a.dtype, of_b.dtype) == (dtype, FP32)
+        assert_close(of_a, of_shard, 6, partials=world_size, what=f"rank {rank}: of A")
+        assert_close(of_b, grad.double().T @ whole, 5 * world_size, partials=world_size, what=f"rank {rank}: of B")
+
+
+def test_a_design_of_the_backward_is_taken_by_name_or_refused_in_one_line():
+    call = GemmCall(8192, 5120, 4096, BF16, dense=False)
+    plan = ALL_GATHER_MATMUL_BACKWARD.plan
+    named = plan(call._replace(design="by_shards"), machine(H200, 2))
+    assert (named.name, named.reason) == ("by_shards", "asked for design='by_shards'")
+    assert named.design.scatter == plan(call, machine(H200, 2)).design.scatter
+    for design, ranks, message in (
+        ("by_shards", 1, "design='by_shards' needs several ranks of one node; take in_turn"),
+        ("k_shards", 2, "design='k_shards' is not one of under_scatter, by_shards, in_turn"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan(call._replace(design=design), machine(H200, ranks))
+
+
 @pytest.mark.parametrize("own_first", [False, pytest.param(True, marks=SWEEP)])
 def test_the_gradients_of_all_gather_matmul_have_gradients(own_first):
     """Of <u, dA> + <v, dB> by the result's gradient and both operands, against torch in one process."""
@@ -151,16 +200,35 @@ def test_a_forward_and_its_backward_in_one_program_have_no_findings(world_size, 
     assert report.ok, report
 
 
-def test_the_check_sees_a_backward_that_does_not_wait_for_the_gather(monkeypatch):
-    monkeypatch.setattr(all_gather_matmul_backward, "await_chunk", lambda *arguments: None)
-
+@pytest.mark.parametrize(("design", "reader"), [("auto", "rows_contiguous"), ("by_shards", "widened")])
+def test_the_check_sees_a_backward_that_does_not_wait_for_the_gather(design, reader, monkeypatch):
     def main(team):
         a, b = leaves(team.rank, (16, 16), (16, 16))
         for _ in range(2):  # the first call's allocations are a rendezvous
-            ops.all_gather_matmul(a, b, team).backward(torch.ones(32, 16))
+            y, grad = ops.all_gather_matmul(a, b, team), torch.ones(32, 16)
+            if design == "auto":
+                y.backward(grad)
+            else:
+                ALL_GATHER_MATMUL_BACKWARD.run(design, team, grad, a.detach(), b.detach(), False, FP32)
 
+    monkeypatch.setattr(all_gather_matmul_backward, "await_chunk", lambda *arguments: None)
     report = weft.check.check(main, 2, schedules=1)
-    assert not report.ok and "rows_contiguous" in str(report), report
+    assert not report.ok and reader in str(report), report
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_backward_by_shards_between_forwards_has_no_findings(world_size):
+    """Forward, backward and forward share one channel."""
+
+    def main(team):
+        for own_first in (False, True, False):
+            a, b = (x.detach() for x in leaves(team.rank, (6, 16), (24, 16)))
+            y = ops.all_gather_matmul(a, b, team, own_first=own_first)
+            ALL_GATHER_MATMUL_BACKWARD.run("by_shards", team, y, a, b, own_first, FP32)
+
+    report = weft.check.check(main, world_size, schedules=8)
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

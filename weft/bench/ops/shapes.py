@@ -371,5 +371,3 @@ FORMS = {
     "moe": Form(dimensions=7, sets=tuple(MIXTURES), read=read_moe, check=check_choices, simulable=simulable_moe),
 }
 OPS = tuple(op.alias for form in FORMS for op in registered() if op.form == form)
-# Ops with fields of their calls (``Op.variants``) that are measured as ops of their own.
-VARIED = ("moe-dispatch+fp8",)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.arguments import check_int, positive, shortened
-from weft.console import check_output, from_flags, numbers, one_line_errors, progress, words
+from weft.console import check_output, from_flags, notices, numbers, one_line_errors, progress, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ def _table(title: str, points: list[Point]) -> Table:
 
 def _say_warnings(points: list[Point]) -> None:
     if busy := [point.client_busy for point in points if point.client_busy > 0.8]:
-        typer.echo(
-            f"weft: the client was busy {max(busy):.0%} of the time, so times are too long; pass --clients", err=True
+        notices.warning(
+            "weft: the client was busy %.0f%% of the time, so times are too long; pass --clients", 100 * max(busy)
         )
     for error in dict.fromkeys(point.error for point in points if point.error):
-        typer.echo(f"weft: a request failed: {shortened(error)}", err=True)
+        notices.warning("weft: a request failed: %s", shortened(error))

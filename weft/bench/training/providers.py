@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable, named_by
 from weft.bench.training.problem import TrainProblem
-from weft.bench.training.recipe import ByFunctions
+from weft.bench.training.recipe import DESIGNS, ByDesign, ByFunctions
 from weft.bench.training.shapes import TRAIN
 from weft.parallel import plain
 from weft.parallel.sequence_parallel import SequenceParallel
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
 def weft(problem: TrainProblem) -> Prepared:
     return problem.prepared(SequenceParallel(team=problem.team, local=plain))
+
+
+def by_design(design: str) -> Callable[[TrainProblem], Prepared]:
+    """Provider that is weft with this design of AG-GEMM's backward."""
+
+    def make(problem: TrainProblem) -> Prepared:
+        if problem.team.size == 1 or problem.team.rail is not None:
+            raise Unavailable("needs several ranks of one node")
+        return problem.prepared(ByDesign(team=problem.team, local=plain, design=design))
+
+    return make
 
 
 # --- cuBLAS and NCCL ---------------------------------------------------------------------------------------------------
@@ -146,16 +157,18 @@ class _FusedRow(torch.autograd.Function):
         return of_x, whole.T @ x, None
 
 
-PROVIDERS = {"weft.auto": weft, "cublas+nccl": cublas_and_nccl, "torch.fused": torch_fused}
+# Measured only if they are named.
+BY_DESIGN = {f"weft.{design}": by_design(design) for design in DESIGNS}
+PROVIDERS = {"weft.auto": weft, **BY_DESIGN, "cublas+nccl": cublas_and_nccl, "torch.fused": torch_fused}
 
 
 def choose(words: Sequence[str]) -> tuple[Provider, ...]:
-    """Providers that ``words`` name; all by default. ValueError for an unknown word."""
+    """Providers that ``words`` name; by default all but those of a design. ValueError for an unknown word."""
     for word in words:
         if not any(named_by(word, name) for name in PROVIDERS):
             raise ValueError(f"provider {word!r} is unknown here; {TRAIN} has {', '.join(PROVIDERS)}")
     return tuple(
         Provider(name=name, ops=(TRAIN,), role="weft" if name.startswith("weft") else "other", make=make)
         for name, make in PROVIDERS.items()
-        if not words or any(named_by(word, name) for word in words)
+        if (any(named_by(word, name) for word in words) if words else name not in BY_DESIGN)
     )

@@ -1,4 +1,4 @@
-"""The sequence-parallel recipe with GEMMs that are arguments, and those of the answers."""
+"""The sequence-parallel recipe with GEMMs or backwards that are arguments, and those of the answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from weft import ops
+from weft.ops.overlap.all_gather_matmul_backward import ALL_GATHER_MATMUL_BACKWARD
 from weft.parallel import plain
 from weft.parallel.sequence_parallel import SequenceParallel
 from weft.parallel.tensors import AttentionWeights, MLPWeights, SequenceShard
@@ -16,6 +18,8 @@ from weft.parallel.tensors import AttentionWeights, MLPWeights, SequenceShard
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
+# Designs of AG-GEMM's backward that are measured by name.
+DESIGNS = tuple(ALL_GATHER_MATMUL_BACKWARD.designs)
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -36,6 +40,37 @@ class ByFunctions(SequenceParallel):
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         return SequenceShard(self.row(plain.silu_mul(self.column(x.rows, w.gate_up)), w.down))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByDesign(SequenceParallel):
+    """The recipe with one design of AG-GEMM's backward, by its name, instead of the plan's."""
+
+    design: str
+
+    def attention(self, x: SequenceShard, w: AttentionWeights, step: Any, cache: Any) -> SequenceShard:
+        attended = plain.attend(_Designed.apply(x.rows, w.qkv, self.team, self.design, False), w, step, cache)
+        return SequenceShard(ops.matmul_reduce_scatter(attended, w.o, self.team))
+
+    def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
+        gated = plain.silu_mul(_Designed.apply(x.rows, w.gate_up, self.team, self.design, True))
+        return SequenceShard(ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=True))
+
+
+class _Designed(torch.autograd.Function):
+    """all_gather_matmul, whose gradients are those of a design by name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, team: Team, design: str, own_first: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = design, team, own_first
+        return ops.all_gather_matmul(x, weight, team, own_first=own_first)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        (x, weight), (design, team, own_first) = ctx.saved_tensors, ctx.how
+        found = ALL_GATHER_MATMUL_BACKWARD.run(design, team, grad.contiguous(), x, weight, own_first, weight.dtype)
+        return *found, None, None, None
 
 
 def answering(team: Team) -> ByFunctions:

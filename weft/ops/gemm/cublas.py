@@ -56,12 +56,20 @@ def _run(design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
     return torch.addmm(out, a, b.T, out=out) if add else torch.mm(a, b.T, out=out)
 
 
-def widened(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute a[M, K] @ b[N, K].T in fp32, the ``dtype``, of operands in 16 bits; by torch.mm's choice."""
+def widened(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, total: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute a[M, K] @ b[N, K].T in fp32, the ``dtype``; by torch.mm's choice.
+
+    total  of that dtype: the result is added to it, and it is returned
+    """
     a, b = a.detach(), b.detach()
     if a.device.type == "cpu":
-        return (a.double() @ b.double().T).to(dtype)
-    return torch.mm(a, b.T, out_dtype=dtype)
+        result = (a.double() @ b.double().T).to(dtype)
+        return result if total is None else total.add_(result)
+    if total is None:
+        return torch.mm(a, b.T, out_dtype=dtype)
+    if a.dtype == dtype:
+        return torch.addmm(total, a, b.T, out=total)
+    return torch.ops.aten.addmm.dtype_out(total, a, b.T, dtype, out=total)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, *, add: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Backward of all_gather_matmul: the gather of A runs under the GEMM that gives A's gradient."""
+"""Backward of all_gather_matmul: A is gathered under the GEMM of its gradient, or under that of B's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 
 from weft.kernels.operands import can_describe, has_dense_rows
 from weft.kernels.tile_schedule import place_of
+from weft.ops.gemm import cublas
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import weight_gradient
 from weft.ops.op import Op, define
 from weft.ops.overlap.all_gather_matmul import gather_channel, gathered_rows, push_shard
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.sequential import rows_overlap
-from weft.plan.planned import Machine, Planned, machine_of
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.codec import exchangeable
+from weft.runtime.team.channel import Channel
 from weft.runtime.team.team import find_team
 from weft.transport.copy_channel import await_chunk
 
@@ -28,6 +30,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnderScatter:
     """Copy engines gather A while GEMM-RS computes A's gradient; then the GEMM of B's gradient.
+
+    scatter  GEMM-RS's plan
+    """
+
+    scatter: Planned
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByShards:
+    """A GEMM of B's gradient for each rank's rows of A as they arrive, added up in fp32; then GEMM-RS.
 
     scatter  GEMM-RS's plan
     """
@@ -50,11 +63,16 @@ class AllGatherMatmulBackward(Op):
     """Gradients of all_gather_matmul: a_shard's [M/W, K], b's [N, K] in ``dtype``."""
 
     name = alias = "all_gather_matmul_backward"
-    designs = {"under_scatter": UnderScatter, "in_turn": InTurn}
+    designs = {"under_scatter": UnderScatter, "by_shards": ByShards, "in_turn": InTurn}
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
-        """Design for the call of GEMM-RS that gives a_shard's gradient."""
-        scatter = MATMUL_REDUCE_SCATTER.plan(call, machine)
+        """Design for the call of GEMM-RS that gives a_shard's gradient.
+
+        ValueError for one asked for that does not exist, or that one rank or several nodes do not have.
+        """
+        scatter = MATMUL_REDUCE_SCATTER.plan(call._replace(design=AUTO), machine)
+        if call.design != AUTO:
+            return self._asked(call.design, scatter, machine)
         if machine.world_size == 1 or machine.nodes > 1:
             return Planned(
                 "in_turn", InTurn(scatter=scatter), "one rank, or several nodes: no copy engine reaches all ranks"
@@ -65,6 +83,13 @@ class AllGatherMatmulBackward(Op):
             "under_scatter", UnderScatter(scatter=scatter), "copy engines gather A under the GEMM of its gradient"
         )
 
+    def _asked(self, design: str, scatter: Planned, machine: Machine) -> Planned:
+        if design not in self.designs:
+            raise ValueError(f"{self.name}: design={design!r} is not one of {', '.join(self.designs)}")
+        if design != "in_turn" and (machine.world_size == 1 or machine.nodes > 1):
+            raise ValueError(f"{self.name}: design={design!r} needs several ranks of one node; take in_turn")
+        return Planned(design, self.designs[design](scatter=scatter), f"asked for design={design!r}")
+
     def forward(
         self,
         grad: torch.Tensor,
@@ -74,16 +99,29 @@ class AllGatherMatmulBackward(Op):
         own_first: bool,
         dtype: torch.dtype,
     ) -> list[torch.Tensor]:
-        members, by_columns = find_team(team), b.t()
-        (M, N), K = grad.shape, b.shape[1]
-        call = GemmCall(
-            M, K, N, grad.dtype, can_describe(grad, by_columns), own_first, dense=has_dense_rows(by_columns)
-        )
-        design = self.plan(call, machine_of(members)).design
-        if isinstance(design, UnderScatter):
-            return _run_under_scatter(design, members, grad, a_shard, b, own_first, dtype)
-        of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, members, grad, by_columns, own_first)
-        a = gathered_rows(a_shard, team, own_first)
+        return self.run(AUTO, find_team(team), grad, a_shard, b, own_first, dtype)
+
+    def run(
+        self,
+        design: str,
+        team: Team,
+        grad: torch.Tensor,
+        a_shard: torch.Tensor,
+        b: torch.Tensor,
+        own_first: bool,
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        """Gradients by the design of this name, the same on all ranks."""
+        (M, N), K, by_columns = grad.shape, b.shape[1], b.t()
+        dense = has_dense_rows(by_columns)
+        call = GemmCall(M, K, N, grad.dtype, can_describe(grad, by_columns), own_first, design=design, dense=dense)
+        planned = self.plan(call, machine_of(team)).design
+        if isinstance(planned, UnderScatter):
+            return _run_under_scatter(planned, team, grad, a_shard, b, own_first, dtype)
+        if isinstance(planned, ByShards):
+            return _run_by_shards(planned, team, grad, a_shard, b, own_first, dtype)
+        of_a = MATMUL_REDUCE_SCATTER.run(planned.scatter.design, team, grad, by_columns, own_first)
+        a = gathered_rows(a_shard, team.name, own_first)
         return [of_a, torch.ops.weft.weight_gradient.default(grad, a, dtype)]
 
     def fake(self, grad, a_shard, b, team, own_first, dtype):
@@ -120,18 +158,59 @@ def _run_under_scatter(
     copy  | s1 | s2 | s3 | o1 | o2 | o3 |                  shards that arrive, then GEMM-RS's partial results
     gemm  | o1 | o2 | o3 | own | of b |                    rank 0 of 4: A's gradient by owner, then B's
     """
-    world, me, shard = team.size, team.rank, a_shard.contiguous()
-    rows, K = shard.shape
-    channel, own = gather_channel(team, shard.dtype, world * rows * K), place_of.fn(me, me, world, local_first)
-    gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
-    team.copy_engine.fork()
-    push_shard(team, shard, gathered, [slice(0, rows)], channel, local_first)
-    gathered[own * rows : (own + 1) * rows].copy_(shard.detach())
+    world, shard = team.size, a_shard.contiguous()
+    gathered, landed, own = _begin_gather(team, shard, local_first)
+    gathered.view(world, *shard.shape)[own].copy_(shard.detach())
     of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first)
-    await_chunk(channel.rows_from(world) if local_first else channel.landed, 0, (own + 1) % world, world - 1)
+    await_chunk(landed, 0, (own + 1) % world, world - 1)
     of_b = torch.ops.weft.weight_gradient.default(grad, gathered, dtype)
     team.copy_engine.join()
     return [of_a, of_b]
 
 
-define(AllGatherMatmulBackward())
+def _run_by_shards(
+    design: ByShards,
+    team: Team,
+    grad: torch.Tensor,
+    a_shard: torch.Tensor,
+    b: torch.Tensor,
+    local_first: bool,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Run a GEMM of B's gradient for each rank's rows, as they arrive, then GEMM-RS.
+
+    B's gradient is a sum over the rows of A: each shard gives a summand of all of it, which cuBLAS adds in fp32.
+
+    signals  copy engine of rank s, after its shard: as in all_gather_matmul's pipelined design, whose channel this is
+    waits    wait_kernel, before the GEMM of a peer's shard: this shard
+    reuse    of a half of A_full: CopyChannel; its last GEMM is before GEMM-RS
+
+    copy  | s1 | s2 | s3 |      | o1 | o2 | o3 |           shards that arrive, then GEMM-RS's partial results
+    gemm  | s0 | s1 | s2 | s3 | o1 | o2 | o3 | own |       rank 0 of 4: summands of B's gradient, then A's by owner
+    """
+    world, shard = team.size, a_shard.contiguous()
+    gathered, landed, own = _begin_gather(team, shard, local_first)
+    panels, of_panels = gathered.view(world, *shard.shape), grad.view(world, len(shard), -1)
+    of_b = cublas.widened(of_panels[own].t(), shard.t(), torch.float32)
+    for step in range(1, world):
+        place = (own + step) % world
+        await_chunk(landed, 0, place)
+        cublas.widened(of_panels[place].t(), panels[place].t(), torch.float32, of_b)
+    of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first)
+    team.copy_engine.join()
+    return [of_a, of_b.to(dtype)]
+
+
+def _begin_gather(team: Team, shard: torch.Tensor, local_first: bool) -> tuple[torch.Tensor, Channel, int]:
+    """Have copy engines gather ``shard``. Returns the rows, their flags, and this rank's place."""
+    world, me, (rows, K) = team.size, team.rank, shard.shape
+    channel = gather_channel(team, shard.dtype, world * rows * K)
+    gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
+    team.copy_engine.fork()
+    push_shard(team, shard, gathered, [slice(0, rows)], channel, local_first)
+    landed = channel.rows_from(world) if local_first else channel.landed
+    return gathered, landed, place_of.fn(me, me, world, local_first)
+
+
+ALL_GATHER_MATMUL_BACKWARD = AllGatherMatmulBackward()
+define(ALL_GATHER_MATMUL_BACKWARD)

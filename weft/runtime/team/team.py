@@ -23,6 +23,7 @@ from weft.arguments import (
 )
 from weft.errors import AllocationMismatch, NotSymmetric, SeveralNodes, TeamClosed, Unsupported
 from weft.runtime import virtual_rank
+from weft.runtime.logs import logger_of
 from weft.runtime.platforms.platform import CopyEngine, Library, Platform, at_peer
 from weft.runtime.team.channel import Channel
 from weft.runtime.team.heap import HeapLayout
@@ -31,6 +32,7 @@ from weft.runtime.team.view import MAX_BARRIER_PROGRAMS, TakenByView, TeamView, 
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
 T = TypeVar("T")
+logger = logger_of(__name__)
 
 # Teams by name, for custom ops, which carry the name in their schema.
 _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
@@ -135,6 +137,7 @@ class Team(TakenByView):
         name = name or f"symmetric tensor #{index}"
         self.heap_changes += 1
         offset = self._layout.take(nbytes, name)
+        logger.debug("heap: %s takes %d bytes, %d are free", name, nbytes, self._layout.free_bytes)
         tensor = self._platform.heap[offset : offset + nbytes].view(dtype).view(shape)
         self._platform.carved(tensor, name)
         return tensor

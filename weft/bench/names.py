@@ -1,0 +1,58 @@
+"""Names of ops on the command line, for help and completion, which do not load the ops."""
+
+from __future__ import annotations
+
+from weft.bench.models.names import LEVELS
+
+# Name on the command line: name in weft.ops, which is understood as well.
+OPS = {
+    "all-reduce": "all_reduce",
+    "all-reduce-rms-norm": "all_reduce_rms_norm",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "sequence-to-heads": "sequence_to_heads",
+    "heads-to-sequence": "heads_to_sequence",
+    "gemm": "matmul",
+    "gemm-silu": "matmul_silu_mul",
+    "ag-gemm": "all_gather_matmul",
+    "gemm-rs": "matmul_reduce_scatter",
+    "gemm-ar": "matmul_all_reduce",
+    "decode-attention": "decode_attention",
+    "paged-attention": "paged_attention",
+    "sharded-decode-attention": "sharded_decode_attention",
+    "paged-prefill-attention": "paged_prefill_attention",
+    "gathered-prefill-attention": "gathered_prefill_attention",
+    "route": "route",
+    "moe-schedule": "moe_schedule",
+    "moe-dispatch": "moe_dispatch",
+    "moe-combine": "moe_combine",
+    "grouped-gemm": "grouped_matmul",
+    "grouped-gemm-silu": "grouped_matmul_silu_mul",
+    "moe-sum": "moe_sum",
+    "ag-moe": "all_gather_grouped_matmul_silu_mul",
+    "moe-rs": "grouped_matmul_reduce_scatter",
+    "moe-ar-rms-norm": "grouped_matmul_all_reduce_rms_norm",
+}
+# Ops with fields of their calls (``Op.variants``) that are measured as ops of their own.
+VARIED = ("moe-dispatch+fp8",)
+# Ops with one design, among which there is nothing to search.
+NOT_TUNED = ("route", "moe-schedule", "moe-sum")
+
+
+def complete_op(incomplete: str) -> list[tuple[str, str]]:
+    """Completions of what `weft bench` measures, each with its other name."""
+    return _starting(incomplete, [*_ops(), *((name, "") for name in (*VARIED, *LEVELS, "train", "serve"))])
+
+
+def complete_tuned_op(incomplete: str) -> list[tuple[str, str]]:
+    """Completions of what `weft tune` searches, each with its other name."""
+    return _starting(incomplete, [pair for pair in _ops() if not {*pair} & {*NOT_TUNED}])
+
+
+def _ops() -> list[tuple[str, str]]:
+    return [*OPS.items(), *((name, alias) for alias, name in OPS.items() if name != alias)]
+
+
+def _starting(incomplete: str, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [pair for pair in pairs if pair[0].startswith(incomplete)]

@@ -12,7 +12,7 @@ from tests.ops.layer_cases import mutated
 from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
-from weft.ops.moe import combine_words, exchange, gather_words, moe_combine, moe_dispatch
+from weft.ops.moe import combine_rows, combine_words, dispatch_rows, exchange, gather_words, moe_dispatch
 from weft.ops.moe.routing import Experts, Routing
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
@@ -82,17 +82,18 @@ ENTERED = "        wl.wait(flags.entered + (me + step) % world, last + 1, team)\
 SUMS = "            for begin in range(0, SIZES.width, SIZES.block):\n                column"
 SENT = "            wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)\n"
 ARRIVED = "        await_chunk(flags, chunk, CHUNKS, now, team)\n"
-SENDERS = {dispatched: moe_dispatch, combined: moe_combine}
+# Where the kernel of each is.
+SENDERS = {dispatched: (dispatch_rows, "moe_dispatch_kernel"), combined: (combine_rows, "moe_combine_kernel")}
 # Source that changes, what to, the calls that show it, the finding.
 BUGS = {
-    "flag before rows": (moe_dispatch, SEND + "            if step < world:\n" + FLAG,
+    "flag before rows": (dispatch_rows, SEND + "            if step < world:\n" + FLAG,
                          "            if step < world:\n" + FLAG + SEND, dispatched, "race"),
-    "a rank without tokens sends no flags": (moe_dispatch, "            if step < world:\n" + FLAG,
+    "a rank without tokens sends no flags": (dispatch_rows, "            if step < world:\n" + FLAG,
                                              "            if (step < world) & (T > 0):\n" + FLAG, dispatched, "deadlock"),
-    "rows not awaited": (moe_dispatch, ARRIVED, "        pass\n", dispatched, "race"),
+    "rows not awaited": (dispatch_rows, ARRIVED, "        pass\n", dispatched, "race"),
     "a half written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), dispatched, "race"),
-    "combined before the last arrival": (moe_combine, ARRIVED, "        pass\n", combined, "race"),
-    "flag before the sums": (moe_combine, SUMS, SENT + SUMS, combined, "race"),
+    "combined before the last arrival": (combine_rows, ARRIVED, "        pass\n", combined, "race"),
+    "flag before the sums": (combine_rows, SUMS, SENT + SUMS, combined, "race"),
     "sums written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), combined, "race"),
 }  # fmt: skip
 
@@ -122,8 +123,8 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, request):
         request.getfixturevalue("one_half")
     module, old, new, run, kind = BUGS[name]
     mutant = mutated(module, old, new, f"exchange_mutant_{len(name)}", tmp_path)
-    sender = SENDERS[run]
-    changed = "begin_call" if module is exchange else f"{sender.__name__.rsplit('.', 1)[1]}_kernel"
+    sender, kernel = SENDERS[run]
+    changed = "begin_call" if module is exchange else kernel
     monkeypatch.setattr(sender, changed, getattr(mutant, changed))
     report = weft.check.check(calls_of(run), 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}

@@ -39,7 +39,7 @@ def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team
         for j in tl.static_range(CHOICES):
             pair = token.to(tl.int64)[:, None] * SIZES.choices + j
             id = tl.load(ids + pair, mask=chosen, other=-1)
-            mine = (id >= 0) & (id // SIZES.experts == wl.rank(team))
+            mine = (id >= 0) & (id // SIZES.experts == wl.rank(team) // SIZES.tp)
             weight = tl.load(weights + pair, mask=mine, other=0.0).to(tl.float32)
             row = tl.load(y + pair * SIZES.width + column, mask=mine & (column < SIZES.width), other=0.0).to(tl.float32)
             total += tl.where(mine, row * weight, 0.0)
@@ -111,10 +111,11 @@ def combine_rows(
     weights: torch.Tensor | None,
     experts: int,
     tokens: int,
+    tp: int,
 ) -> torch.Tensor:
-    """[tokens, H] of this rank's tokens. weights: of ``moe_combine_kernel``; experts: of each rank."""
+    """[tokens, H] of this rank's tokens. weights: of ``moe_combine_kernel``; experts: of each rank; tp: of ``Sizes``."""
     (rows, k), H = ids.shape, y.shape[1]
-    out, sizes = y.new_empty((tokens, H)), Sizes.of(design, rows // team.size, H, k, experts)
+    out, sizes = y.new_empty((tokens, H)), Sizes.of(design, rows // team.size, H, k, experts, tp=tp)
     shapes = {"rows": ((team.size, sizes.tokens, H), y.dtype)}
     halves = team.workspace(("moe_combine", design, sizes, y.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
     buffers, flags = halves.next()

@@ -109,13 +109,14 @@ def dispatch_rows(
     most: int,
     fp8: bool,
     kept: bool,
+    tp: int,
 ) -> list[torch.Tensor]:
     """[rows, ids, weights, and scales of fp8 rows] of all ranks: this call's half of the receive buffers.
 
-    kept  rows, ids and weights are new tensors
+    experts  of each rank; kept: rows, ids and weights are new tensors; tp: of ``Sizes``
     """
     (T, H), k, W = x.shape, ids.shape[1], team.size
-    sizes = Sizes.of(design, most, H, k, experts // W, fp8=fp8)
+    sizes = Sizes.of(design, most, H, k, experts, fp8=fp8, tp=tp)
     of_choices = (W, most, k)
     shapes = {"rows": ((W, most, H), E4M3 if fp8 else x.dtype)}
     shapes |= {"ids": (of_choices, torch.int32), "weights": (of_choices, x.dtype)}

@@ -32,8 +32,8 @@ from weft.ops.moe.exchange import (
     padded,
 )
 from weft.ops.moe.exchange_op import ExchangeOp
-from weft.ops.moe.moe_cases import draw_ids, exchange_cases
-from weft.ops.moe.moe_dispatch import Dispatched, check_routing
+from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
+from weft.ops.moe.moe_dispatch import Dispatched, check_routing, sharers_of
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.neighbours import moved, scaled
@@ -61,6 +61,7 @@ class CombineCall(NamedTuple):
     width: int
     dtype: torch.dtype
     design: str = AUTO
+    tp: int = 1
 
 
 def moe_combine(
@@ -70,7 +71,7 @@ def moe_combine(
 
     y           [W * max_tokens * k, H], fp16, bf16 or fp32: row p the result of pair p of ``dispatched``, as ``grouped_matmul``
                 gives it; rows of other ranks' experts are not read
-    dispatched  of ``moe_dispatch``
+    dispatched  of ``moe_dispatch``. Where tp ranks hold slices of its experts, each has a summand of every result
     tokens      T of this rank, as it was dispatched
     algorithm   "auto", "push" (each rank sends what it has), "sum_then_scatter" (moe_sum, then reduce_scatter) or "lamport" (as
                 that, in one kernel and one hop, for few tokens)
@@ -96,7 +97,8 @@ def moe_combine(
         )
     check_int(f"{op}: tokens", tokens, 0, len(ids) // team.size)
     check_choice(op, "algorithm", algorithm, MOE_COMBINE.algorithms)
-    return MOE_COMBINE.dispatch(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm)
+    tp = sharers_of(op, dispatched.experts, team)
+    return MOE_COMBINE.dispatch(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm, tp)
 
 
 class MoeCombine(ExchangeOp):
@@ -142,24 +144,26 @@ class MoeCombine(ExchangeOp):
         weights: torch.Tensor | None,
         experts: int,
         tokens: int,
+        tp: int = 1,
     ) -> torch.Tensor:
         """``moe_combine`` of checked arguments. ids, weights: of all ranks' tokens.
 
         weights  None: y has a row for each token [W * max_tokens, H], added up as it is
+        tp       neighbouring ranks that hold slices of the same experts
         """
         self.check_design(design)
-        mine = Experts.whole(experts, team.rank, team.size)
+        mine = Experts.grouped(experts, team.rank, team.size // tp, tp)
         if isinstance(design, OverNodes):
-            return self._run_over_nodes(design, team, y, ids, weights, experts)[:tokens]
+            return self._run_over_nodes(design, team, y, ids, weights, experts, tp)[:tokens]
         if isinstance(design, CombineWords):
-            return combine_words(design, team, y, ids, weights, mine.count, tokens)
+            return combine_words(design, team, y, ids, weights, mine.count, tokens, tp)
         if isinstance(design, SumThenScatter):
             if weights is None:
                 summand = y.masked_fill(~mine.chosen(ids).any(-1, keepdim=True), 0)
             else:
                 summand = moe_sum(y, Routing(ids, weights), mine)
             return reduce_scatter(summand, team)[:tokens].contiguous()
-        return combine_rows(design, team, y, ids, weights, mine.count, tokens)
+        return combine_rows(design, team, y, ids, weights, mine.count, tokens, tp)
 
     def _run_over_nodes(
         self,
@@ -169,6 +173,7 @@ class MoeCombine(ExchangeOp):
         ids: torch.Tensor,
         weights: torch.Tensor | None,
         experts: int,
+        tp: int,
     ) -> torch.Tensor:
         """Sums of all max_tokens tokens of this rank.
 
@@ -180,7 +185,7 @@ class MoeCombine(ExchangeOp):
 
         def of(node: int) -> torch.Tensor:
             rows, choices = (part[node] for part in parts)
-            return self.run(design.node.design, team.node, rows, choices, factors[node], of_node, most)
+            return self.run(design.node.design, team.node, rows, choices, factors[node], of_node, most, tp)
 
         out = y.new_empty((most, y.shape[1]))
         added_over_nodes(team, of, out, design.node)
@@ -195,16 +200,17 @@ class MoeCombine(ExchangeOp):
         tokens: int,
         team: str,
         algorithm: str,
+        tp: int = 1,
     ) -> torch.Tensor:
         members = find_team(team)
-        call = CombineCall(len(ids) // members.size, ids.shape[1], y.shape[1], y.dtype, algorithm)
-        return self.run(self.plan(call, machine_of(members)).design, members, y, ids, weights, experts, tokens)
+        call = CombineCall(len(ids) // members.size, ids.shape[1], y.shape[1], y.dtype, algorithm, tp)
+        return self.run(self.plan(call, machine_of(members)).design, members, y, ids, weights, experts, tokens, tp)
 
-    def fake(self, y, ids, weights, experts, tokens, team, algorithm):
+    def fake(self, y, ids, weights, experts, tokens, team, algorithm, tp=1):
         return y.new_empty((tokens, y.shape[1]))
 
     def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        y, ids, weights, ctx.experts, ctx.tokens, ctx.team, _ = inputs
+        y, ids, weights, ctx.experts, ctx.tokens, ctx.team, _, ctx.tp = inputs
         ctx.save_for_backward(y, ids, weights)
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
@@ -212,12 +218,12 @@ class MoeCombine(ExchangeOp):
         if weights is None:
             raise RuntimeError("weft.ops.moe_dispatch has no second derivative; ask for one gradient of it")
         team, torch_ops = find_team(ctx.team), torch.ops.weft
-        most, mine = len(ids) // team.size, Experts.whole(ctx.experts, team.rank, team.size)
+        most, mine = len(ids) // team.size, Experts.grouped(ctx.experts, team.rank, team.size // ctx.tp, ctx.tp)
         own = slice(team.rank * most, team.rank * most + ctx.tokens)
         sent = grad.contiguous(), ids[own], weights[own].to(grad.dtype)
-        arrived, *_ = torch_ops.moe_dispatch.default(*sent, ctx.experts, most, False, False, ctx.team, AUTO)
+        arrived, *_ = torch_ops.moe_dispatch.default(*sent, ctx.experts, most, False, False, ctx.team, AUTO, ctx.tp)
         of_y, of_weights = torch_ops.moe_sum_grad.default(y, ids, weights, arrived, mine.first, mine.count)
-        return of_y, None, of_weights, None, None, None, None
+        return of_y, None, of_weights, *[None] * 5
 
     def algorithm_in_rank_order(self, call: CombineCall, machine: Machine) -> str:
         """Name of the plan's design in a node, or of one that adds up ranks in their order if that may not."""
@@ -237,7 +243,7 @@ class MoeCombine(ExchangeOp):
         ids = torch.cat(
             [padded(draw_ids(one, T, k, experts), most, -1) for one, T in zip(of_ranks, tokens, strict=True)]
         )
-        mine = (ids >= 0) & (ids // (experts // case.world_size) == rank)
+        mine = shared_experts(case, rank).chosen(ids)
         mine = mine.any(-1) if case.field("unweighted") else mine.flatten()
         y = draw.own("y", (len(mine), H)).masked_fill(~mine[:, None], torch.nan)
         if case.field("unweighted"):
@@ -262,12 +268,12 @@ class MoeCombine(ExchangeOp):
     def results(
         self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        tokens, experts = case.field("tokens")[team.rank], case.sizes[2]
+        tokens, experts, tp = case.field("tokens")[team.rank], case.sizes[2], case.field("tp") or 1
         if not isinstance(case.design, str):
-            return self.run(case.design, team, y, ids, weights, experts, tokens)
+            return self.run(case.design, team, y, ids, weights, experts, tokens, tp)
         if weights is None:
-            return self.dispatch(y, ids, None, experts, tokens, team.name, case.design)
-        dispatched = Dispatched(y, Routing(ids, weights), Experts.whole(experts, team.rank, team.size))
+            return self.dispatch(y, ids, None, experts, tokens, team.name, case.design, tp)
+        dispatched = Dispatched(y, Routing(ids, weights), shared_experts(case, team.rank))
         return moe_combine(y, dispatched, tokens, team, algorithm=case.design)
 
     def cases(self) -> Iterator[Case]:

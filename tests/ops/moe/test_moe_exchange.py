@@ -9,8 +9,10 @@ from tests.check.sweep import combined, dispatched, routed
 from tests.compiling import a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
+from tests.ops.moe import changing
 from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
+from tests.sampled import sampled
 from weft import ops
 from weft.ops.moe import combine_rows, combine_words, dispatch_rows, exchange, gather_words, moe_dispatch
 from weft.ops.moe.routing import Experts, Routing
@@ -97,6 +99,16 @@ def test_experts_shared_by_ranks_give_the_same_bits_by_every_algorithm_and_sched
         torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-5)
         for other in (*others, *by_run[-1][rank]):
             assert_identical(other, first)
+
+
+@pytest.mark.parametrize("way", sampled(zip(changing.WAYS), lambda way: way == "overlapped"))
+def test_tokens_and_routing_may_change_from_call_to_call(way):
+    """A few calls; the GPU suite's group "experts" makes 2,000 and lets torch raise where the host waits."""
+
+    def main(team):
+        changing.check(team, changing.run(team, way, 2, 3, 16, 8, 6), 16, 8, 6)
+
+    weft.simulate(main, 2)
 
 
 # Of the expression that says whose expert it is, in the kernels of both ways.

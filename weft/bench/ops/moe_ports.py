@@ -87,7 +87,7 @@ def exchange_blocks(
     team: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, counts: torch.Tensor, most: int
 ) -> Mailbox:
     """Blocks of all ranks [W, most, H], and the counts of this rank's experts."""
-    H, held, parts = rows.shape[1], counts.shape[1], min(PARTS, team.max_programs(WARPS) // team.size)
+    H, held, parts = rows.shape[1], counts.shape[1], max(1, min(PARTS, team.max_programs(WARPS) // team.size))
     halves = mailboxes(team, name, rows.dtype, (team.size, most, H), held, parts)
     buffers, flags = halves.next()
     mail = Mailbox(*buffers)
@@ -170,6 +170,7 @@ def slots_kernel(
             slot = ((id % HELD) * world + me) * MOST + tl.atomic_add(taken + id, 1, sem="relaxed")
             wl.put(mail.rows + slot.to(tl.int64) * H, x + (pair // K).to(tl.int64) * H, H, id // HELD, team)
             tl.store(wl.symm_at(mail.pairs, id // HELD, team) + slot, pair)
+    wl.quiet(team)  # of this program's puts, whose arrival another one signals
     wl.grid_barrier(barrier, team)
     for id in range(program, world * HELD, programs):
         count = tl.load(taken + id)
@@ -203,6 +204,7 @@ def back_kernel(
     for number in range(program, n, programs):
         pair, owner = tl.load(arriving + number), tl.load(owners + number)
         wl.put(mail.rows + (pair % (MOST * K)) * H, y + pair * H, H, owner, team)
+    wl.quiet(team)  # of this program's puts, whose arrival another one signals
     wl.grid_barrier(barrier, team)
     for peer in range(program, world, programs):
         wl.notify(flags.arrived + me, peer, now, team)

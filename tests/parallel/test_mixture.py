@@ -12,7 +12,7 @@ from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.parallel import mixture
 from weft.plan.planned import machine
 
-HIDDEN, FEATURES, MOST = 16, 16, 6
+HIDDEN, FEATURES, MOST = 16, 32, 6
 LAYOUTS = [
     (4, (2, 2)), (1, "whole"), (2, "slices"), (3, "whole"), (4, "whole"), (4, (1, 4)), (8, (2, 4)), (8, (4, 2)), (8, "slices")
 ]  # fmt: skip
@@ -71,6 +71,7 @@ def test_rows_go_to_all_ranks_where_most_of_them_need_each(k, tp, alone):
     [
         ("experts='rows' is neither 'whole' nor 'slices' nor (ep, tp) with ep * tp = 2 ranks", {"experts": "rows"}),
         ("experts=(2, 2) is neither", {"experts": (2, 2)}),
+        ("experts=2 is neither", {"experts": 2}),
         ("gate_up has 4 experts; slices gives each of 2 ranks 8", {"experts": "slices"}),
         ("moe: max_tokens=2 is not an integer of at least 3", {"max_tokens": 2}),
     ],

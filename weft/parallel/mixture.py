@@ -1,4 +1,4 @@
-"""A mixture of experts as one function, of tokens that lie on their own ranks, as behind data-parallel attention."""
+"""Mixture of experts as one function, of tokens on their own ranks, as behind data-parallel attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def moe(
     experts: str | tuple[int, int] = "whole",
     **gating: Any,
 ) -> Tensor:
-    """y[t] = sum over t's k experts e of weight[t, e] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t])). Collective.
+    """y[t] = sum over t's k experts e of weight[t, e] * mlp[e](x[t]). Collective.
+
+    with mlp[e](x) = down[e] @ (silu(gate[e] @ x) * (up[e] @ x))
 
     x           [T, H], fp16, bf16 or fp32, this rank's tokens; T may differ by rank and be 0
     router      [E, H], the same on all ranks
@@ -43,13 +45,14 @@ def moe(
     ``grouped_matmul_reduce_scatter``, both under the GEMMs. Nothing is dropped, the host waits for nothing, and the bits are
     the same from run to run. Gradients of x and all weights. ValueError for arguments that do not fit.
     """
-    total = len(router)
-    tp = {"whole": 1, "slices": team.size}.get(experts, 0) if isinstance(experts, str) else experts[-1]
-    if tp < 1 or team.size % tp or not (isinstance(experts, str) or experts == (team.size // tp, tp)):
+    layouts = {"whole": (team.size, 1), "slices": (1, team.size)}
+    groups = layouts.get(experts) if isinstance(experts, str) else experts
+    if groups not in [(team.size // tp, tp) for tp in range(1, team.size + 1) if team.size % tp == 0]:
         raise ValueError(
             f"moe: experts={quoted(experts)} is neither 'whole' nor 'slices' nor (ep, tp) with ep * tp = {team.size} ranks"
         )
-    mine = ops.Experts.grouped(total, team.rank, team.size // tp, tp)
+    ep, tp = groups
+    mine = ops.Experts.grouped(len(router), team.rank, ep, tp)
     if len(gate_up) != mine.count:
         raise ValueError(
             f"moe: gate_up has {len(gate_up)} experts; {experts} gives each of {team.size} ranks {mine.count}"
@@ -71,5 +74,5 @@ def moe(
 
 
 def sends_needed_alone(call: DispatchCall, machine: Machine) -> bool:
-    """True if, in a node, a row goes to the ranks with an expert that it chose, False if all rows go to all."""
+    """True if in a node a row goes to the ranks with its experts; False if all rows go to all."""
     return MOE_DISPATCH.plan(call, machine.node).name == "push"

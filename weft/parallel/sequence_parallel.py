@@ -71,7 +71,9 @@ class SequenceParallel(Recipe):
         return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
-        """Rows travel under the shared expert's first GEMM, which needs all of them, and sums of all experts under the last.
+        """A mixture with a shared expert: rows travel under that one's first GEMM, which needs all of them.
+
+        Sums of all experts travel under the last GEMM.
 
         gemms  | shared gate_up, router | shared down | experts' gate_up | experts' down by slabs |
         copy    | rows of other ranks |                                        | sums to their ranks |

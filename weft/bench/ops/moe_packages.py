@@ -41,7 +41,7 @@ def deep_ep_buffer(problem: OpProblem) -> Any:
 
 
 def deep_ep_sent(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int) -> tuple:
-    """(rows that came, handle) of its dispatch in bf16, with the layout that it takes, made within the call."""
+    """(rows that came, handle) of its dispatch in bf16; makes the layout that it takes."""
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, experts)
     named = {"num_tokens_per_rank": per_rank, "is_token_in_rank": is_in_rank, "num_tokens_per_expert": per_expert}
     rows, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **named)
@@ -65,7 +65,7 @@ def deep_ep_dispatch(problem: OpProblem) -> Prepared:
 
 
 def deep_ep_combine(problem: OpProblem) -> Prepared:
-    """This rank's choices weighted and added up, then its combine of the rows that came in a dispatch before."""
+    """Weighted sums of this rank's choices, then its combine, for the rows of a dispatch before."""
     buffer, (T, _, total, H) = deep_ep_buffer(problem), problem.case.sizes
     team, buffers, experts = problem.team, [y.clone() for y, *_ in problem.sets], mine(problem)
     own = slice(team.rank * T, (team.rank + 1) * T)

@@ -1,11 +1,12 @@
-"""Others' algorithms for dispatch and combine, written anew on weft's primitives: a row for each choice, to its expert's rank.
+"""Others' algorithms for dispatch and combine, written anew on weft's primitives.
 
 seed                rows sorted by expert, then a block of them to each rank, behind it the counts of its experts and a signal
 triton-distributed  each row to a slot of its expert, which an atomic gives out; behind a barrier of the grid counts and signals
 
-Both send k rows a token; weft's own ops send one to each rank that needs it. What they receive is what the grouped GEMMs of
-their projects take. Epochs and halves of buffers are weft's (weft.ops.moe.exchange), so both can be captured in CUDA graphs,
-several programs send a block, and there is room for all rows: they differ from the originals there, in their favour.
+Both send a row for each choice, k rows a token; weft's own ops send one to each rank that needs it. What they receive is what
+the grouped GEMMs of their projects take. Epochs and halves of buffers are weft's (weft.ops.moe.exchange), so that both can be
+captured in CUDA graphs, several programs send a block, and there is room for all rows: they differ from the originals there, in
+their favour.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def mailboxes(team: Any, name: str, dtype: torch.dtype, shape: tuple[int, ...], 
 def blocks_kernel(
     rows, ends, counts, mail, flags, team, H, MOST: tl.constexpr, HELD: tl.constexpr, PARTS: tl.constexpr
 ):
-    """mail.rows[me] = this rank's rows ends[p - 1] .. ends[p] - 1 at each rank p        grid: (W * PARTS,), PARTS a block
+    """mail.rows[me] at each rank p = this rank's rows ends[p - 1] .. ends[p] - 1
+
+    grid: (W * PARTS,), PARTS programs a block
 
     rows [n, H] by rank; ends int32 [W], where each rank's end; counts int32 [W, HELD], rows of each expert; MOST: of a block
 
@@ -150,7 +153,9 @@ def seed_combine(problem: OpProblem) -> Prepared:
 def slots_kernel(
     x, ids, T, taken, barrier, mail, flags, team, H, K: tl.constexpr, HELD: tl.constexpr, MOST: tl.constexpr
 ):
-    """mail.rows[e, me, slot] = x[t] at the rank of each expert e of token t        grid: (programs,), over pairs
+    """mail.rows[e, me, slot] at the rank of each expert e of token t = x[t]
+
+    grid: (programs,), over pairs
 
     taken  int32 [W * HELD], slots taken at each expert, 0 before and after: in the order of the atomics
     MOST   tokens of a rank; barrier: counter of ``wl.grid_barrier``
@@ -187,7 +192,9 @@ def back_kernel(
     y, arriving, owners, n, ids, weights, out, tokens, barrier, mail, flags, team, H,
     K: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over its choices j of weights[t, j] * the row that choice's rank sends    grid: (programs,)
+    """out[t] = sum over choices j of weights[t, j] * the row that the choice's rank sends
+
+    grid: (programs,)
 
     y         rows by pair of all ranks' tokens; arriving, owners: the n pairs that are this rank's to send, and whose they are
     ids, weights [tokens, K] of this rank's tokens; out [tokens, H]; mail.rows [1, MOST * K, H], a row for each own pair

@@ -1,4 +1,4 @@
-"""moe_combine in one kernel that stores weighted sums at each token's rank, with a flag behind each chunk of tokens."""
+"""moe_combine in one kernel: weighted sums to the tokens' ranks, a flag behind each chunk of them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,10 @@ def combine_rows(
     tokens: int,
     tp: int,
 ) -> torch.Tensor:
-    """[tokens, H] of this rank's tokens. weights: of ``moe_combine_kernel``; experts: of each rank; tp: of ``Sizes``."""
+    """[tokens, H] of this rank's tokens.
+
+    weights: of ``moe_combine_kernel``; experts: of each rank; tp: of ``Sizes``
+    """
     (rows, k), H = ids.shape, y.shape[1]
     out, sizes = y.new_empty((tokens, H)), Sizes.of(design, rows // team.size, H, k, experts, tp=tp)
     shapes = {"rows": ((team.size, sizes.tokens, H), y.dtype)}

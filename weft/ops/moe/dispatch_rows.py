@@ -1,4 +1,4 @@
-"""moe_dispatch in one kernel that stores each row at the ranks that need it, with a flag behind each chunk of tokens."""
+"""moe_dispatch in one kernel: rows to the ranks that need them, a flag behind each chunk of tokens."""
 
 from __future__ import annotations
 

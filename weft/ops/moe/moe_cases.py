@@ -22,7 +22,7 @@ def experts_of(case: Case, total: int, rank: int) -> Experts:
 
 
 def shared_experts(case: Case, rank: int) -> Experts:
-    """Experts of ``rank`` in a case of moe_dispatch or moe_combine, whose field ``tp`` ranks share, or one."""
+    """Experts of ``rank`` in a case of an exchange, shared by the ranks of its field ``tp``."""
     tp = case.field("tp") or 1
     return Experts.grouped(case.sizes[2], rank, case.world_size // tp, tp)
 

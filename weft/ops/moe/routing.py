@@ -63,9 +63,9 @@ class Experts:
         return cls(total, 0, total)
 
     def sharers(self, rank: int, world_size: int) -> int:
-        """Ranks that hold slices of each of these experts: 1 for whole ones, W for slices of all, tp for groups.
+        """Number of ranks that hold slices of each of these experts.
 
-        ValueError for experts that no such layout gives to ``rank``.
+        1 for whole ones, W for slices of all, tp for groups. ValueError for experts that no such layout gives to ``rank``.
         """
         tp, rest = divmod(self.count * world_size, self.total)
         if rest or world_size % tp or self != Experts.grouped(self.total, rank, world_size // tp, tp):

@@ -1,5 +1,7 @@
 """A mixture of experts as one function: the whole layer in every layout, both ways of rows, gradients, refusals."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -57,6 +59,32 @@ def test_it_is_the_whole_layer_in_every_layout(world_size, layout, alone, monkey
 
     for rank, found in enumerate(weft.simulate(main, world_size)):
         torch.testing.assert_close(found.double(), by_torch(tokens_of(rank), *weights, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("alone", [False, True])
+def test_gradients_of_tokens_and_experts_are_those_of_the_whole_layer(alone, monkeypatch):
+    monkeypatch.setattr(mixture, "sends_needed_alone", lambda *call: alone)
+    weights, layout, every = whole(8), (2, 2), [tokens_of(rank) for rank in range(4)]
+
+    def main(team):
+        leaves = [
+            one.detach().clone().requires_grad_()
+            for one in (tokens_of(team.rank).float(), *share(weights, layout, team))
+        ]
+        y = mixture.moe(*leaves, team, k=2, max_tokens=MOST, experts=layout)
+        (y * tokens_of(team.rank + 1).float()[:1].sum(0)).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    leaves = [one.requires_grad_() for one in (*every, *weights)]
+    for rank, x in enumerate(leaves[:4]):
+        (by_torch(x, *leaves[4:], 2) * tokens_of(rank + 1)[:1].sum(0)).sum().backward()
+    for rank, (of_x, _, *of_experts) in enumerate(weft.simulate(main, 4)):
+        torch.testing.assert_close(of_x.double(), leaves[rank].grad, rtol=1e-4, atol=1e-5)
+        team = SimpleNamespace(rank=rank, size=4)
+        expected = share([leaf.grad for leaf in leaves[4:]], layout, team)[1:]
+        for one, other in zip(of_experts, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("k", "tp", "alone"), [(8, 1, False), (3, 1, True), (3, 2, False), (1, 2, True)])

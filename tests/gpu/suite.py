@@ -10,6 +10,9 @@ long          large all-reduces in a row, all the same: for errors of one exchan
 back-to-back  200 calls without a host barrier, random delays on random ranks, every result checked
 load          2,000 calls of each op, other data each time, random delays on random ranks, the bits of the first call of
               the same data; and the same in CUDA graphs of 100 calls, delays among them (only with --load)
+experts       200 calls (2,000 with --load) of a layer of experts by each way, with other tokens, numbers of them and routing
+              each time, random delays, no wait of the host (torch's sync debug mode "error"); the bits of the first call of the
+              same tokens
 gradients     two layers of experts over the ranks, forward and backward, against one model in fp64; up to 4 ranks
 compile       torch.compile(fullgraph=True) of a function of several ops
 
@@ -42,7 +45,7 @@ from tests.gpu.attempts import Attempts, Desynchronised, Suite
 from tests.ops import checking
 from tests.ops import nodes as over_nodes
 from tests.ops.checking import assert_close, assert_identical, bits, call_op, everyone_of
-from tests.ops.moe import trained
+from tests.ops.moe import changing, trained
 from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.case import BF16, Case, Inputs
@@ -280,6 +283,18 @@ def gradients(team: Any) -> Attempts:
         yield " and ".join(algorithms), launch, verify
 
 
+def experts(team: Any, count: int) -> Attempts:
+    datasets, *sizes = (DATASETS, 256, 64, 96) if team.device.type == "cuda" else (4, 16, 8, 6)
+
+    for way in changing.WAYS:
+
+        def launch(way=way):
+            delays = random.Random(f"{way} {team.rank}")
+            return changing.run(team, way, count, datasets, *sizes, lambda: delay(team, delays, 0.1))
+
+        yield f"{way}, {count} calls", launch, lambda made: changing.check(team, made, *sizes)
+
+
 # --- what runs -------------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +341,7 @@ def groups_for(team: Any, with_load: bool, chosen: list[Op]) -> dict[str, Callab
         "back-to-back": lambda: back_to_back(team, mixes),
         "compile": lambda: compiled(team),
         "long": lambda: long_runs(team),
+        "experts": lambda: experts(team, LOAD_CALLS if with_load else CALLS if on_gpu else 5),
     }
     if team.size <= 4:
         groups["gradients"] = lambda: gradients(team)

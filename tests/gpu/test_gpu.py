@@ -16,8 +16,27 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [pytest.param(w, marks=pytest.mark.gpu(w), id=f"{w} GPUs") for w in (2, 4, 8)])
 def test_suite(world_size, tmp_path, pytestconfig):
+    run_suite(world_size, tmp_path, pytestconfig)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.gpu(2)
+def test_2000_calls_of_experts_with_changing_tokens_and_routing_never_wait_on_the_host(tmp_path, pytestconfig):
+    run_suite(2, tmp_path, pytestconfig, "--load", "--only", "experts")
+
+
+def run_suite(world_size, tmp_path, pytestconfig, *options):
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.gpu.suite", "--world-size", str(world_size), "--json", str(report)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu.suite",
+        "--world-size",
+        str(world_size),
+        "--json",
+        str(report),
+        *options,
+    ]
     if pytestconfig.getoption("--share-gpus"):
         command.append("--share-gpus")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)

@@ -12,6 +12,9 @@ from tests.layers.test_layers import joined, randomised, share
 from tests.sampled import sampled
 from weft import ops
 from weft.layers import MoE, plan_layer
+from weft.parallel import fused as kernels
+from weft.parallel.recipe import StepPlan
+from weft.parallel.sequence_parallel import SequenceParallel
 from weft.parallel.sharding import fill
 
 transformers = pytest.importorskip("transformers")
@@ -180,6 +183,30 @@ SHARED_SPLITS = [("qwen2", *split) for split in SPLITS] + [("qwen2 renormalized"
 def test_a_shared_expert_over_ranks_is_the_whole_one(kind, world_size, layout):
     module, x = randomised(block(kind)), torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
     check(x, whole(module, x), lambda team, mode: MoE.from_module(module, team, mode, layout), world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, "whole"), *(pytest.param(*one, marks=pytest.mark.sweep) for one in (*SPLITS, *GROUPS))],
+)
+def test_rows_travel_under_gemms_with_a_shared_expert_too(world_size, layout, monkeypatch):
+    """No collective has a launch of its own, and rows are sent once each way."""
+    module, x = randomised(block("qwen2")), torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
+    expected = whole(module, x)
+
+    def refuse(*arguments):
+        raise AssertionError
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_gather_grouped_matmul_silu_mul"):
+        monkeypatch.setattr(ops, name, refuse)
+
+    def main(team):
+        moe = MoE.from_module(module, team, "sequence_parallel", layout)
+        plan = StepPlan(recipe=SequenceParallel(team=team, local=kernels))
+        return moe(share(x, team, "sequence_parallel"), plan)
+
+    found = joined(weft.simulate(main, world_size), "sequence_parallel", len(x))
+    assert ((found - expected).square().mean() / expected.square().mean()).sqrt() < 1e-6
 
 
 ROUTINGS = {

@@ -65,8 +65,10 @@ def plain_ops(monkeypatch):
     def matmul_all_reduce(a, b, team):
         return team.library.all_reduce(a @ b.T)
 
-    def all_gather_matmul(a, b, team, own_first=False):
+    def all_gather_matmul(a, b, team, own_first=False, return_gathered=False):
         gathered = team.library.all_gather(a)
+        if return_gathered:
+            return [gathered @ one.T for one in b], gathered
         return (gathered.roll(-team.rank * a.shape[0], 0) if own_first else gathered) @ b.T
 
     def matmul_reduce_scatter(a, b, team, own_first=False):
@@ -76,23 +78,33 @@ def plain_ops(monkeypatch):
 
     def all_gather_grouped_matmul_silu_mul(x, routing, gate_up, experts, team, max_tokens):
         rows, ids, weights = (team.library.all_gather(tensor) for tensor in (x, *routing))
-        gate, up = torch.einsum("tk,enk->etn", rows, gate_up).chunk(2, dim=-1)  # of all rows, chosen or not
-        return torch.nn.functional.silu(gate) * up, experts, (ids, weights)
+        return grouped_matmul_silu_mul(rows, gate_up, experts), experts, (ids, weights)
 
-    def grouped_matmul_reduce_scatter(h, down, experts, choices, tokens, team):
+    def grouped_matmul_silu_mul(rows, gate_up, experts):
+        gate, up = torch.einsum("tk,enk->etn", rows, gate_up).chunk(2, dim=-1)  # of all rows, chosen or not
+        return torch.nn.functional.silu(gate) * up
+
+    def grouped_matmul_reduce_scatter(h, down, experts, choices, tokens, team, shared=None, gate=None):
         ids, weights = choices
         of_experts = torch.stack([(weights * (ids == experts.first + e)).sum(-1) for e in range(experts.count)])
-        return team.library.reduce_scatter(torch.einsum("etn,ehn,et->th", h, down, of_experts))
+        summand = torch.einsum("etn,ehn,et->th", h, down, of_experts)
+        if shared is not None:
+            summand += shared if gate is None else shared * gate.sigmoid()[:, None]
+        return team.library.reduce_scatter(summand)
 
     plain = SimpleNamespace(
         all_reduce=lambda x, team: team.library.all_reduce(x),
         all_gather=lambda x, team: team.library.all_gather(x),
         reduce_scatter=lambda x, team: team.library.reduce_scatter(x),
+        matmul=lambda a, b: a @ b.T,
         all_gather_matmul=all_gather_matmul,
         matmul_reduce_scatter=matmul_reduce_scatter,
         matmul_all_reduce=matmul_all_reduce,
         all_to_all=lambda x, team: torch.cat([parts[team.rank, None] for parts in team.exchange(x)]),
         all_gather_grouped_matmul_silu_mul=all_gather_grouped_matmul_silu_mul,
+        moe_schedule=lambda ids, experts, tickets: experts,
+        grouped_matmul_silu_mul=grouped_matmul_silu_mul,
+        Dispatched=lambda rows, routing, experts: routing,
         grouped_matmul_reduce_scatter=grouped_matmul_reduce_scatter,
     )
     for module in ("replicated", "sequence_parallel", "vocabulary", "context"):

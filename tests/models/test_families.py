@@ -112,9 +112,9 @@ KERNELS = [
 ]  # fmt: skip
 
 
-def check_kernels(make_checkpoint, name, world_size, mode, fused):
+def check_kernels(make_checkpoint, name, world_size, mode, fused, layout=None):
     made = checkpoint_of(make_checkpoint, name, world_size, **ONE_LAYER.get(name, {"num_hidden_layers": 1}))
-    check(made, mode, world_size, batch=1, steps=3, fused=fused)
+    check(made, mode, world_size, batch=1, steps=3, fused=fused, layout=layout)
 
 
 @pytest.mark.parametrize(("name", "world_size", "mode", "fused"), KERNELS_SAMPLE)
@@ -126,6 +126,14 @@ def test_the_recipes_agree_over_simulated_kernels(make_checkpoint, name, world_s
 @pytest.mark.parametrize(("name", "world_size", "mode", "fused"), KERNELS)
 def test_every_recipe_agrees_over_simulated_kernels(make_checkpoint, name, world_size, mode, fused):
     check_kernels(make_checkpoint, name, world_size, mode, fused)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("world_size", "layout"), [(4, (2, 2)), (8, (4, 2)), (8, (2, 4))])
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral"])
+def test_experts_in_groups_agree_over_simulated_kernels(make_checkpoint, name, mode, world_size, layout):
+    check_kernels(make_checkpoint, name, world_size, mode, True, layout)
 
 
 def test_yarn_goes_beyond_the_positions_in_config(make_checkpoint):
@@ -195,7 +203,8 @@ def not_renormalised(model):
 
 def other_owner(model):
     for layer in model.layers:
-        layer.mlp.experts = type(layer.mlp.experts)(9, 1, 8)
+        experts = layer.mlp.experts
+        layer.mlp.experts = type(experts)(experts.total + 1, experts.first + 1, experts.count)
 
 
 def shared_gate_forgotten(model):
@@ -209,6 +218,7 @@ def shared_expert_not_split(model):
         layer.mlp.shared_expert.down_proj.weight.data *= model.team.size
 
 
+EXPERTS_MISTAKES = (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)
 MUTANTS = [
     ("mistral", wider_window),
     ("qwen2.5-window", wider_window),
@@ -221,20 +231,31 @@ MUTANTS = [
     ("llama-linear", no_scaling),
     ("qwen3-yarn", with_rotary("no_attention_factor", attention_factor=1.0)),
     ("qwen3-yarn", with_rotary("other_ramp", beta_slow=4.0)),
-    *(("qwen3-moe", mistake) for mistake in (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)),
+    *(("qwen3-moe", mistake) for mistake in EXPERTS_MISTAKES),
     *(("qwen2-moe", mistake) for mistake in (shared_gate_forgotten, shared_expert_not_split)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mutate"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
 def test_of_the_test_a_mutant_is_far_beyond_the_tolerance(make_checkpoint, name, mutate):
+    check_mutant(make_checkpoint, name, mutate, 2 if mutate is shared_expert_not_split else 1)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("world_size", "layout"), [(4, (2, 2)), (8, (4, 2)), (8, (2, 4))])
+@pytest.mark.parametrize("mutate", EXPERTS_MISTAKES)
+def test_a_mutant_with_experts_in_groups_is_far_beyond_it_too(make_checkpoint, mutate, world_size, layout):
+    check_mutant(make_checkpoint, "qwen3-moe", mutate, world_size, layout)
+
+
+def check_mutant(make_checkpoint, name, mutate, world_size, layout=None):
     directory, reference = make_checkpoint(**FAMILIES[name])
     tokens = prompt(3, 40)
 
     def main(team):
-        model = Decoder.from_pretrained(directory, team, mode="torch")
+        model = Decoder.from_pretrained(directory, team, mode="torch", expert_layout=layout)
         mutate(model)
         return all_logits(model, tokens)
 
-    logits, *_ = weft.simulate(main, 2 if mutate is shared_expert_not_split else 1)
+    logits, *_ = weft.simulate(main, world_size)
     assert relative_rms(logits, reference_logits(reference, tokens)) > 0.05  # bf16 noise is 0.03: seen on GPUs too

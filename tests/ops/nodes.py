@@ -66,6 +66,10 @@ def experts(nodes: int, world_size: int) -> Iterator[Case]:
     for skew in ("some", "last expert"):
         for op in ("moe_dispatch", "moe_combine"):
             yield Case(op=op, sizes=(5, 1, world_size, 25), fields=(*fields, ("skew", skew)), **common)
+    if world_size // nodes % 2 == 0:
+        shared = (*fields, ("tp", 2))
+        for op, design in (("moe_dispatch", "push"), ("moe_combine", "push"), ("moe_combine", "lamport")):
+            yield Case(op=op, sizes=(5, 2, 3 * world_size, 24), design=design, fields=shared, **common)
     fields += (("unweighted", True),)
     for design in ("push", "sum_then_scatter", "lamport"):
         yield Case(op="moe_combine", sizes=(5, 2, 3 * world_size, 40), design=design, fields=fields, **common)

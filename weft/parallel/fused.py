@@ -106,8 +106,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def route(x: Tensor, w: MoEWeights) -> ops.Routing:
     """Choices of x's rows, in two launches."""
-    logits, _ = w.logits(ops.matmul(x, w.router))
-    return ops.route(logits, bias=w.bias, **w.gating._asdict())
+    return choose(ops.matmul(x, w.router), w)[0]
+
+
+def choose(found: Tensor, w: MoEWeights) -> tuple[ops.Routing, Tensor | None]:
+    """(choices, logits of the shared expert's gate or None) of rows by ``found``, those times the router."""
+    logits, gate = w.logits(found)
+    return ops.route(logits, bias=w.bias, **w.gating._asdict()), gate
 
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
@@ -120,8 +125,7 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
 
 def expert_rows(x: Tensor, w: MoEWeights) -> ExpertRows:
     """``experts`` without the last two launches, the second GEMM and the sum."""
-    logits, gate = w.logits(ops.matmul(x, w.router))
-    routing = ops.route(logits, bias=w.bias, **w.gating._asdict())
+    routing, gate = choose(ops.matmul(x, w.router), w)
     schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
     h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule)
     shared = None if w.shared is None else ops.matmul(_shared_gated(x, w.shared), w.shared.down)

@@ -122,15 +122,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def route(x: Tensor, w: MoEWeights) -> Routing:
     """Choices of x's rows."""
-    logits, _ = w.logits(F.linear(x, w.router))
+    return choose(F.linear(x, w.router), w)[0]
+
+
+def choose(found: Tensor, w: MoEWeights) -> tuple[Routing, Tensor | None]:
+    """(choices, logits of the shared expert's gate or None) of rows by ``found``, those times the router."""
+    logits, gate = w.logits(found)
     ids, weights = routing_of(logits, w.bias, w.gating)
-    return Routing(ids.int(), weights)
+    return Routing(ids.int(), weights), gate
 
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
     """This rank's summand of a mixture of experts: each computes all rows, and counts where it was chosen."""
-    logits, gate = w.logits(F.linear(x, w.router))
-    ids, weights = routing_of(logits, w.bias, w.gating)
+    (ids, weights), gate = choose(F.linear(x, w.router), w)
     total = torch.zeros_like(x)
     for local in range(w.experts.count):
         weight = weights.masked_fill(ids != w.experts.first + local, 0).sum(-1, keepdim=True)

@@ -68,14 +68,32 @@ class SequenceParallel(Recipe):
         )
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
-        if w.shared is None:
-            return self.chosen(x, w)
-        whole = ops.all_gather(x.rows, self.team)  # all_gather
-        summand = self.local.experts(whole, w)  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
-        return SequenceShard(ops.reduce_scatter(summand, self.team))  # reduce_scatter
+        return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
+
+    def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
+        """A mixture with a shared expert: rows travel under that one's first GEMM, which needs all of them.
+
+        Sums of all experts travel under the last GEMM.
+
+        gemms  | shared gate_up, router | shared down | experts' gate_up | experts' down by slabs |
+        copy    | rows of other ranks |                                        | sums to their ranks |
+        """
+        both = [shared.gate_up, w.router]
+        (gate_up, logits), rows = ops.all_gather_matmul(
+            x.rows, both, self.team, return_gathered=True
+        )  # all_gather_matmul
+        beside = ops.matmul(self.local.silu_mul(gate_up), shared.down)  # silu_mul, matmul
+        routing, gate = self.local.choose(logits, w)  # route
+        # In the order of the tokens: all rows are here.
+        schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)  # moe_schedule
+        h = ops.grouped_matmul_silu_mul(rows, w.gate_up, schedule)  # grouped_matmul_silu_mul
+        found, count = ops.Dispatched(rows, routing, w.experts), len(x.rows)
+        return SequenceShard(
+            ops.grouped_matmul_reduce_scatter(h, w.down, schedule, found, count, self.team, shared=beside, gate=gate)
+        )  # grouped_matmul_reduce_scatter
 
     def chosen(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
-        """A mixture without a shared expert, for which all ranks would need all rows anyway."""
+        """A mixture without a shared expert: rows travel under the first of its own GEMMs."""
         routing, count = self.local.route(x.rows, w), len(x.rows)  # matmul, route
         h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(
             x.rows, routing, w.gate_up, w.experts, self.team, max_tokens=count
@@ -129,12 +147,17 @@ class SequenceParallel(Recipe):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredMLP(SequenceParallel):
-    """For tokens too few to overlap: the MLP gathers them first, so that silu needs no launch of its own."""
+    """For tokens too few to overlap: MLPs gather them first, so that silu needs no launch of its own."""
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)  # all_gather
         gated = self.local.gated(whole, w)  # matmul_silu_mul
         return SequenceShard(ops.matmul_reduce_scatter(gated, w.down, self.team))  # matmul_reduce_scatter
+
+    def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
+        whole = ops.all_gather(x.rows, self.team)  # all_gather
+        summand = self.local.experts(whole, w)  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
+        return SequenceShard(ops.reduce_scatter(summand, self.team))  # reduce_scatter
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}, gathered before the MLP"

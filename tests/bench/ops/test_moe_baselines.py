@@ -1,5 +1,6 @@
 """Baselines of ops of a mixture of experts: right answers on simulated ranks, with their own library; wrong ones show."""
 
+import sys
 import types
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import weft
 from weft.bench.harness.provider import Unavailable
 from weft.bench.names import VARIED
-from weft.bench.ops import moe_baselines, problem
+from weft.bench.ops import moe_baselines, moe_packages, problem
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.providers import choose
 from weft.bench.ops.shapes import OPS, op_of, parse_shapes
@@ -16,6 +17,14 @@ from weft.bench.ops.workload import OpWorkload
 from weft.ops.case import error_bound
 
 MOE = [*(op for op in OPS if op_of(op).form == "moe"), *VARIED]
+
+
+# Providers that are not here, with what they say.
+ABSENT = {
+    "torch.all_to_all_vdev_2d": "NVSHMEM",
+    "deep_ep": "deep_ep is not installed; build it from github.com/deepseek-ai/DeepEP",
+    "pplx": "pplx_kernels is not installed; build it from github.com/perplexityai/pplx-kernels",
+}
 
 
 class Library:
@@ -63,8 +72,8 @@ def test_every_baseline_gives_the_answer(op, word, libraries):
         team.group = types.SimpleNamespace(team=team)
         made = problem_of(op, word, team)
         for provider in others:
-            if provider.name == "torch.all_to_all_vdev_2d":
-                with pytest.raises(Unavailable, match="NVSHMEM"):
+            if provider.name in ABSENT:
+                with pytest.raises(Unavailable, match=ABSENT[provider.name]):
                     provider.make(made)
                 continue
             prepared = provider.make(made)
@@ -79,7 +88,69 @@ def test_every_baseline_gives_the_answer(op, word, libraries):
             ran.append(provider.name)
 
     weft.simulate(main, 2)
-    assert ran and len(ran) == 2 * len([one for one in others if one.name != "torch.all_to_all_vdev_2d"])
+    assert ran and len(ran) == 2 * len([one for one in others if one.name not in ABSENT])
+
+
+class DeepEP:
+    """Calls of deep_ep.Buffer that moe_packages.py makes, over simulated ranks."""
+
+    def __init__(self, group, nvl_bytes, rdma_bytes):
+        self.team = group.team
+
+    def get_dispatch_layout(self, ids, experts):
+        assert ids.dtype == torch.int64
+        of_rank = ids // (experts // self.team.size)
+        is_in_rank = torch.stack([(of_rank == rank).any(-1) for rank in range(self.team.size)], 1)
+        return is_in_rank.sum(0).int(), None, torch.bincount(ids.flatten(), minlength=experts).int(), is_in_rank, None
+
+    def dispatch(self, x, topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert):
+        assert topk_weights.dtype == torch.float32
+        given = self.team.exchange((x, is_token_in_rank))
+        return torch.cat([rows[there[:, self.team.rank]] for rows, there in given]), None, None, None, given, None
+
+    def combine(self, x, handle):
+        lengths = [int(there[:, self.team.rank].sum()) for _, there in handle]
+        back = [parts[self.team.rank] for parts in self.team.exchange(list(x.split(lengths)))]
+        total = torch.zeros(handle[self.team.rank][0].shape)
+        for rank, rows in enumerate(back):
+            total[handle[self.team.rank][1][:, rank]] += rows.float()
+        return total.to(x.dtype), None, None
+
+
+class AllToAll:
+    """Calls of pplx_kernels.AllToAll that moe_packages.py makes, over simulated ranks; slots in descending order of tokens."""
+
+    def __init__(self, team):
+        self.team = team
+
+    def dispatch(self, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m):
+        x, ids = (torch.cat(parts) for parts in zip(*self.team.exchange((dp_x, indices.long())), strict=True))
+        held = len(out_expert_x)
+        for local in range(held):
+            chosen = x[(ids == self.team.rank * held + local).any(-1)].flip(0)
+            out_expert_num_tokens[local] = len(chosen)
+            out_expert_x[local, : len(chosen)] = chosen
+
+
+@pytest.mark.parametrize("name", ["deep_ep", "pplx"])
+def test_packages_that_are_installed_are_called_as_they_want(name, libraries, monkeypatch):
+    def main(team):
+        team.group = types.SimpleNamespace(team=team, group_name="0")
+        monkeypatch.setitem(sys.modules, "deep_ep", types.SimpleNamespace(Buffer=DeepEP))
+        made_by = types.SimpleNamespace(intranode=lambda **sizes: AllToAll(team))
+        monkeypatch.setattr(moe_packages, "pplx_module", lambda: types.SimpleNamespace(AllToAll=made_by))
+        for op in ("moe-dispatch", "moe-combine") if name == "deep_ep" else ("moe-dispatch",):
+            [provider] = [one for one in choose(op, []) if one.name == name]
+            made = problem_of(op, "qwen3-30b-a3b", team)
+            prepared = provider.make(made)
+            prepared.prepare(0)
+            out = prepared.run(0)
+            assert made.verdict(prepared, out).wrong == "", op
+            changed = out[0] if isinstance(out, tuple) else out
+            changed += 1
+            assert made.verdict(prepared, out).wrong != "", op
+
+    weft.simulate(main, 2)
 
 
 def test_results_between_kernels_are_allowed_their_roundings():

@@ -13,9 +13,10 @@ from tests.ops.moe.test_moe_exchange import EXPERTS, MOST, K, calls_of, tokens_o
 from tests.ops.moe.test_moe_ops import SCHEDULE, WEIGHT, built_grouped, by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
+from weft.ops.moe.dispatch_rows import Mail, moe_dispatch_kernel
 from weft.ops.moe.exchange import Arrivals, PushRows, Sizes
 from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, quantize_rows_kernel, read_back
-from weft.ops.moe.moe_dispatch import DispatchCall, Mail, moe_dispatch_kernel
+from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.ops.moe.routing import Routing
 from weft.ops.op import find_op
 from weft.plan.planned import machine

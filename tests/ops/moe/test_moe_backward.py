@@ -31,6 +31,18 @@ def test_gradients_over_ranks_are_those_of_one_model(world_size, dispatch, combi
     check(weft.simulate(over_ranks, world_size, args=(False, dispatch, combine)), on_one(world_size))
 
 
+@pytest.mark.parametrize(
+    ("world_size", "algorithms"),
+    [
+        (2, ("push", "push")),
+        *(pytest.param(4, (one, two), marks=SWEEP) for one in ("push", "auto") for two in ("push", "auto")),
+    ],
+)
+def test_gradients_of_experts_whose_slices_two_ranks_hold_are_those_of_one_model(world_size, algorithms):
+    found = weft.simulate(over_ranks, world_size, args=(False, *algorithms, 2))
+    check(found, on_one(world_size), 2)
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=SWEEP), 3])
 def test_experts_without_rows_have_zero_gradients(world_size):
     by_rank = weft.simulate(over_ranks, world_size, args=(True,), slow={0: 20})

@@ -9,15 +9,17 @@ from tests.check.sweep import combined, dispatched, routed
 from tests.compiling import a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
+from tests.ops.moe import changing
 from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
+from tests.sampled import sampled
 from weft import ops
-from weft.ops.moe import combine_words, exchange, gather_words, moe_combine, moe_dispatch
+from weft.ops.moe import combine_rows, combine_words, dispatch_rows, exchange, gather_words, moe_dispatch
 from weft.ops.moe.routing import Experts, Routing
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.team import Team
 
-EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 48, 40, 20
+EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 48, 48, 20
 
 
 def weights(dtype):
@@ -26,11 +28,16 @@ def weights(dtype):
     return [(torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype) for shape in shapes]
 
 
-def layer(team, x, dispatch, combine):
-    """A mixture of experts whose tokens lie on their own ranks."""
+def layer(team, x, dispatch, combine, tp=1):
+    """A mixture of experts whose tokens lie on their own ranks, its experts' features on tp ranks."""
     router, gate_up, down = weights(x.dtype)
-    routing = ops.route(x @ router.T, K)
-    found = ops.moe_dispatch(x, routing, team, experts=EXPERTS, max_tokens=MOST, algorithm=dispatch)
+    routing, experts = ops.route(x @ router.T, K), EXPERTS
+    if tp > 1:
+        experts = Experts.grouped(EXPERTS, team.rank, team.size // tp, tp)
+        of_slice = slice(team.rank % tp * FEATURES // tp, (team.rank % tp + 1) * FEATURES // tp)
+        gate_up = torch.cat([part[:, of_slice] for part in gate_up.chunk(2, dim=1)], dim=1)
+        down = down[:, :, of_slice].contiguous()
+    found = ops.moe_dispatch(x, routing, team, experts=experts, max_tokens=MOST, algorithm=dispatch)
     mine = slice(found.experts.first, found.experts.first + found.experts.count)
     schedule = ops.moe_schedule(found.routing.ids, found.experts, start=team.rank * MOST)
     h = ops.grouped_matmul_silu_mul(found.rows, gate_up[mine], schedule)
@@ -74,6 +81,59 @@ def test_every_algorithm_gives_the_same_bits(world_size):
             assert_identical(other, first)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "tp"), [(4, 2), *(pytest.param(*one, marks=pytest.mark.sweep) for one in ((2, 2), (8, 2), (8, 4)))]
+)
+def test_experts_shared_by_ranks_give_the_same_bits_by_every_algorithm_and_schedule(world_size, tp):
+    """In groups a rank's sum is of slices of features, so only as near to the whole layer's as fp32 lets it be."""
+
+    def main(team):
+        x = tokens_of(team.rank, 1, torch.float32)
+        pairs = ("push", "push"), ("lamport", "lamport")
+        return [layer(team, x, dispatch, combine, tp) for dispatch, combine in pairs]
+
+    of_layer, runs = [w.double() for w in weights(torch.float32)], ({}, {"seed": 1, "slow": {0: 20}})
+    by_run = [weft.simulate(main, world_size, **options) for options in runs[: 1 if world_size == 2 else 2]]
+    for rank, (first, *others) in enumerate(by_run[0]):
+        expected = by_torch(tokens_of(rank, 1, torch.float64), *of_layer, K)
+        torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-5)
+        for other in (*others, *by_run[-1][rank]):
+            assert_identical(other, first)
+
+
+@pytest.mark.parametrize("way", sampled(zip(changing.WAYS), lambda way: way == "overlapped"))
+def test_tokens_and_routing_may_change_from_call_to_call(way):
+    """A few calls; the GPU suite's group "experts" makes 2,000 and lets torch raise where the host waits."""
+
+    def main(team):
+        changing.check(team, changing.run(team, way, 2, 3, 16, 8, 6), 16, 8, 6)
+
+    weft.simulate(main, 2)
+
+
+# Of the expression that says whose expert it is, in the kernels of both ways.
+OWNERS = {
+    "owner off by one": (dispatch_rows, exchange, "rank // SIZES.tp)", "rank // SIZES.tp + 1)", "chosen_of"),
+    "whole experts": (combine_rows, exchange, "rank // SIZES.tp)", "rank)", "chosen_of"),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_a_wrong_owner_is_seen(name, tmp_path, monkeypatch):
+    user, module, old, new, changed = OWNERS[name]
+    mutant = mutated(module, old, new, f"owner_mutant_{len(name)}", tmp_path)
+    monkeypatch.setattr(user, changed, getattr(mutant, changed))
+
+    def main(team):
+        return layer(team, tokens_of(team.rank, 1, torch.float32), "push", "push", 2)
+
+    of_layer, wrong = [w.double() for w in weights(torch.float32)], []
+    for rank, found in enumerate(weft.simulate(main, 4)):
+        expected = by_torch(tokens_of(rank, 1, torch.float64), *of_layer, K)
+        wrong.append(not torch.allclose(found.double(), expected, rtol=1e-3, atol=1e-3))
+    assert any(wrong)
+
+
 # --- planted bugs -------------------------------------------------------------------------------------------------------
 
 FLAG = "                wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)\n"
@@ -82,17 +142,18 @@ ENTERED = "        wl.wait(flags.entered + (me + step) % world, last + 1, team)\
 SUMS = "            for begin in range(0, SIZES.width, SIZES.block):\n                column"
 SENT = "            wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)\n"
 ARRIVED = "        await_chunk(flags, chunk, CHUNKS, now, team)\n"
-SENDERS = {dispatched: moe_dispatch, combined: moe_combine}
+# Where the kernel of each is.
+SENDERS = {dispatched: (dispatch_rows, "moe_dispatch_kernel"), combined: (combine_rows, "moe_combine_kernel")}
 # Source that changes, what to, the calls that show it, the finding.
 BUGS = {
-    "flag before rows": (moe_dispatch, SEND + "            if step < world:\n" + FLAG,
+    "flag before rows": (dispatch_rows, SEND + "            if step < world:\n" + FLAG,
                          "            if step < world:\n" + FLAG + SEND, dispatched, "race"),
-    "a rank without tokens sends no flags": (moe_dispatch, "            if step < world:\n" + FLAG,
+    "a rank without tokens sends no flags": (dispatch_rows, "            if step < world:\n" + FLAG,
                                              "            if (step < world) & (T > 0):\n" + FLAG, dispatched, "deadlock"),
-    "rows not awaited": (moe_dispatch, ARRIVED, "        pass\n", dispatched, "race"),
+    "rows not awaited": (dispatch_rows, ARRIVED, "        pass\n", dispatched, "race"),
     "a half written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), dispatched, "race"),
-    "combined before the last arrival": (moe_combine, ARRIVED, "        pass\n", combined, "race"),
-    "flag before the sums": (moe_combine, SUMS, SENT + SUMS, combined, "race"),
+    "combined before the last arrival": (combine_rows, ARRIVED, "        pass\n", combined, "race"),
+    "flag before the sums": (combine_rows, SUMS, SENT + SUMS, combined, "race"),
     "sums written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), combined, "race"),
 }  # fmt: skip
 
@@ -122,8 +183,8 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, request):
         request.getfixturevalue("one_half")
     module, old, new, run, kind = BUGS[name]
     mutant = mutated(module, old, new, f"exchange_mutant_{len(name)}", tmp_path)
-    sender = SENDERS[run]
-    changed = "begin_call" if module is exchange else f"{sender.__name__.rsplit('.', 1)[1]}_kernel"
+    sender, kernel = SENDERS[run]
+    changed = "begin_call" if module is exchange else kernel
     monkeypatch.setattr(sender, changed, getattr(mutant, changed))
     report = weft.check.check(calls_of(run), 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}
@@ -188,6 +249,8 @@ def test_rows_of_the_call_before_are_gone():
         ("moe_dispatch: max_tokens=2 is not an integer of at least 3", {"max_tokens": 2}),
         ("total=9 experts cannot be shared by world_size=2", {"experts": 9}),
         ("moe_dispatch: algorithm='pull' is not one of", {"algorithm": "pull"}),
+        ("Experts(total=8, first=0, count=3) is no equal share of rank=", {"experts": Experts(8, 0, 3)}),
+        ("Experts(total=8, first=2, count=4) is no equal share of rank=", {"experts": Experts(8, 2, 4)}),
         ("moe_dispatch: x has shape (3, 0); rows have at least one element", {"x": torch.zeros(3, 0).bfloat16()}),
         ("moe_dispatch: ids has shape (3, 17); a token has 1 to 16 choices", {"ids": torch.zeros(3, 17).int()}),
     ],

@@ -105,5 +105,7 @@ def test_what_is_of_one_node_is_refused():
             ValueError, match="is sent within one node, and the team has 2 nodes x 1 ranks; leave it out"
         ):
             ops.moe_dispatch(x, routing, team, experts=4, max_tokens=3, dtype=torch.float8_e4m3fn)
+        with pytest.raises(ValueError, match="shared by 2 ranks, which node_size=1 is no multiple of"):
+            ops.moe_dispatch(x, routing, team, experts=ops.Experts.slices(4), max_tokens=3)
 
     weft.simulate(main, 2, node_size=1)

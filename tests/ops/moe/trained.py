@@ -42,16 +42,21 @@ def tokens_of(rank):
     return x, grad
 
 
-def over_ranks(team, skew=False, dispatch="auto", combine="auto"):
-    """Gradients of this rank's tokens, the router and its experts, through two layers with residuals."""
-    share = EXPERTS // team.size
-    mine = slice(team.rank * share, (team.rank + 1) * share)
+def over_ranks(team, skew=False, dispatch="auto", combine="auto", tp=1):
+    """Gradients of this rank's tokens, the router and its experts, through two layers with residuals.
+
+    tp  ranks that hold slices of the same experts
+    """
+    experts = ops.Experts.grouped(EXPERTS, team.rank, team.size // tp, tp)
+    mine, slices = slice(experts.first, experts.first + experts.count), FEATURES // tp
+    features = slice(team.rank % tp * slices, (team.rank % tp + 1) * slices)
     (x, grad), (router, gate_up, down) = tokens_of(team.rank), model(skew)
-    leaves = [w.float().to(team.device).requires_grad_() for w in (x, router, gate_up[mine], down[mine])]
+    gate_up = gate_up[mine].unflatten(1, (2, FEATURES))[:, :, features].flatten(1, 2)
+    leaves = [w.float().to(team.device).requires_grad_() for w in (x, router, gate_up, down[mine][:, :, features])]
     x, router, gate_up, down = leaves
     for _ in range(2):
         routing = ops.route(x @ router.T, K)
-        found = ops.moe_dispatch(x, routing, team, experts=EXPERTS, max_tokens=MOST, algorithm=dispatch)
+        found = ops.moe_dispatch(x, routing, team, experts=experts, max_tokens=MOST, algorithm=dispatch)
         schedule = ops.moe_schedule(found.routing.ids, found.experts, start=team.rank * MOST)
         h = ops.grouped_matmul_silu_mul(found.rows, gate_up, schedule)
         y = ops.grouped_matmul(h, down, schedule)
@@ -71,12 +76,16 @@ def on_one(world_size, skew=False):
     return [leaf.grad for leaf in leaves]
 
 
-def joined(by_rank):
+def joined(by_rank, tp=1):
     """Tokens and experts of all ranks; the router is the same on all, so its gradient is their sum."""
     x, router, gate_up, down = zip(*by_rank, strict=True)
+    gate_up = [part.unflatten(1, (2, FEATURES // tp)) for part in gate_up]
+    of_groups = range(0, len(by_rank), tp)
+    gate_up = [torch.cat(gate_up[first : first + tp], dim=2).flatten(1, 2) for first in of_groups]
+    down = [torch.cat(down[first : first + tp], dim=2) for first in of_groups]
     return torch.cat(x), sum(router), torch.cat(gate_up), torch.cat(down)
 
 
-def check(by_rank, expected):
-    for name, one, other in zip(NAMES, joined(by_rank), expected, strict=True):
+def check(by_rank, expected, tp=1):
+    for name, one, other in zip(NAMES, joined(by_rank, tp), expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

@@ -10,6 +10,8 @@ from weft.bench.harness.provider import Prepared, Provider, named_by
 from weft.bench.ops.attention_baselines import ATTENTION_BASELINES
 from weft.bench.ops.baselines import BASELINES
 from weft.bench.ops.moe_baselines import MOE_BASELINES
+from weft.bench.ops.moe_packages import MOE_PACKAGES
+from weft.bench.ops.moe_ports import MOE_PORTS
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.prefill_baselines import PREFILL_BASELINES
 from weft.bench.ops.problem import OpProblem
@@ -20,7 +22,15 @@ from weft.plan.planned import AUTO, Planned, machine_of
 
 
 def providers_for(op: str) -> tuple[Provider, ...]:
-    others = *BASELINES, *MOE_BASELINES, *ATTENTION_BASELINES, *PREFILL_BASELINES, *TILE_PROVIDERS
+    others = (
+        *BASELINES,
+        *MOE_BASELINES,
+        *MOE_PORTS,
+        *MOE_PACKAGES,
+        *ATTENTION_BASELINES,
+        *PREFILL_BASELINES,
+        *TILE_PROVIDERS,
+    )
     return (*_of_weft(op_of(op)), *(provider for provider in others if op in provider.ops))
 
 

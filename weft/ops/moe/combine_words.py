@@ -44,12 +44,16 @@ class Pairs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Compile-time sizes: most tokens of a rank, elements of a row, k, and experts of a rank."""
+    """Compile-time sizes: most tokens of a rank, elements of a row, k, experts of a rank.
+
+    tp  neighbouring ranks that hold slices of the same experts
+    """
 
     tokens: int
     width: int
     choices: int
     experts: int
+    tp: int = 1
 
 
 @triton.jit
@@ -66,7 +70,7 @@ def partials_at(pairs, owner, place, LENGTHS: tl.constexpr, mask, team):
     for j in range(LENGTHS.choices):
         pair = token.to(tl.int64) * LENGTHS.choices + j
         id = tl.load(pairs.ids + pair, mask=mask, other=-1)
-        mine = (id >= 0) & (id // LENGTHS.experts == wl.rank(team))
+        mine = (id >= 0) & (id // LENGTHS.experts == wl.rank(team) // LENGTHS.tp)
         if pairs.weights is None:
             chosen = chosen | mine
         else:
@@ -152,9 +156,11 @@ def combine_words(
     weights: torch.Tensor | None,
     experts: int,
     tokens: int,
+    tp: int,
 ) -> torch.Tensor:
-    """[tokens, H] of this rank's tokens. weights: of ``Pairs``; experts: of each rank."""
-    out, lengths = y.new_empty((tokens, y.shape[1])), Lengths(len(ids) // team.size, y.shape[1], ids.shape[1], experts)
+    """[tokens, H] of this rank's tokens. weights: of ``Pairs``; experts: of each rank; tp: of ``Lengths``."""
+    (rows, k), H = ids.shape, y.shape[1]
+    out, lengths = y.new_empty((tokens, H)), Lengths(rows // team.size, H, k, experts, tp)
     tiles = cdiv(lengths.tokens * out.stride(0) * y.itemsize, design.row_bytes)
     pairs = Pairs(y.contiguous(), ids.contiguous(), None if weights is None else weights.contiguous())
     launch(combine_words_kernel, pairs, out, tokens, tiles, team, design.push, LENGTHS=lengths)

@@ -103,6 +103,7 @@ class Sizes(NamedTuple):
     experts  of each rank
     chunk, block  of ``PushRows``
     scales   of a row that is sent in fp8; 0: rows are sent as they are
+    tp       neighbouring ranks that hold slices of the same experts
     """
 
     tokens: int
@@ -113,14 +114,17 @@ class Sizes(NamedTuple):
     chunk: int
     block: int
     scales: int = 0
+    tp: int = 1
 
     @classmethod
-    def of(cls, design: PushRows, tokens: int, width: int, choices: int, experts: int, *, fp8: bool = False) -> Sizes:
+    def of(
+        cls, design: PushRows, tokens: int, width: int, choices: int, experts: int, *, fp8: bool = False, tp: int = 1
+    ) -> Sizes:
         block = min(design.block, max(COLUMNS.value if fp8 else 16, next_power_of_2(width)))
         if fp8 and block < COLUMNS.value:
             raise ValueError(f"block={design.block} is less than the {COLUMNS.value} columns of a scale of fp8 rows")
         scales = scales_of(width) if fp8 else 0
-        return cls(tokens, width, choices, next_power_of_2(choices), experts, design.chunk, block, scales)
+        return cls(tokens, width, choices, next_power_of_2(choices), experts, design.chunk, block, scales, tp)
 
     @property
     def chunks(self) -> int:
@@ -176,7 +180,7 @@ def chosen_of(ids, token, there, rank, SIZES: tl.constexpr):
     choice = tl.arange(0, SIZES.padded)[None, :]
     at = ids + token.to(tl.int64)[:, None] * SIZES.choices + choice
     id = tl.load(at, mask=there[:, None] & (choice < SIZES.choices), other=-1)
-    return tl.max(((id >= 0) & (id // SIZES.experts == rank)).to(tl.int32), axis=1, keep_dims=True) > 0
+    return tl.max(((id >= 0) & (id // SIZES.experts == rank // SIZES.tp)).to(tl.int32), axis=1, keep_dims=True) > 0
 
 
 @triton.jit

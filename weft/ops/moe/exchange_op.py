@@ -29,7 +29,8 @@ class ExchangeOp(MoeOp):
 
     everything  name of the design for all rows
 
-    Calls have ``tokens``, ``choices``, ``width`` and ``dtype``; sizes of a case: max_tokens, k, experts, H.
+    Calls have ``tokens``, ``choices``, ``width``, ``dtype`` and ``tp``, the ranks that hold slices of the same experts; sizes
+    of a case: max_tokens, k, experts, H.
     """
 
     everything: ClassVar[str]
@@ -46,7 +47,8 @@ class ExchangeOp(MoeOp):
 
     def call_of_case(self, case: Case, machine: Machine) -> Any:
         tokens, k, _, H = case.sizes
-        return self.call_of((tokens, k, H), case.dtype, machine, case.design)
+        call = self.call_of((tokens, k, H), case.dtype, machine, case.design)
+        return call._replace(tp=case.field("tp") or 1)
 
     def choose(self, call: Any, machine: Machine) -> Planned:
         if machine.nodes == 1:
@@ -57,7 +59,7 @@ class ExchangeOp(MoeOp):
         )
 
     def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
-        share = share_of_rows(call.choices, machine.world_size)
+        share = share_of_rows(call.choices, machine.world_size // call.tp)
         name = self.everything if machine.world_size > 1 and share > 0.75 else "push"
         return name, f"a rank has an expert for {share:.2f} of another's tokens if all experts are chosen alike"
 
@@ -68,7 +70,8 @@ class ExchangeOp(MoeOp):
         return self.name, (call.tokens, call.choices, call.width), machine.world_size
 
     def tuned(self, call: Any, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
+        # Rows of tables were measured with whole experts.
+        found = super().tuned(call, machine) if call.tp == 1 else None
         # Choices decide how many rows a rank needs, the width which designs can send them.
         return found if found is None or found.row.shape[1:] == (call.choices, call.width) else None
 
@@ -99,6 +102,9 @@ def rows_sent(sizes: Sequence[int], world_size: int) -> float:
     return (world_size - 1) * tokens * (1 - math.comb(others, k) / math.comb(experts, k))
 
 
-def share_of_rows(choices: int, world_size: int) -> float:
-    """Share of a rank's tokens that another rank gets on average, where all experts are chosen alike."""
-    return 1 - (1 - 1 / world_size) ** choices
+def share_of_rows(choices: int, groups: int) -> float:
+    """Share of a rank's tokens that another rank gets on average, where all experts are chosen alike.
+
+    groups  of ranks with the same experts
+    """
+    return 1 - (1 - 1 / groups) ** choices

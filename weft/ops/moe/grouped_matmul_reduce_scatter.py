@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
 from weft.ops.moe.arrival import case_experts, schedule_of
@@ -22,7 +22,7 @@ from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_schedule import block_for
-from weft.ops.moe.moe_sum import moe_sum
+from weft.ops.moe.moe_sum import NO_SUMMAND, Shared, check_shared, moe_sum
 from weft.ops.moe.overlapped_op import OverlappedOp
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.moe.slabs import LEAST_COLUMNS, MOST_SLABS, Slabs, run_slabs
@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """grouped_matmul, then moe_combine. combine: None for slices of experts: moe_sum and reduce_scatter."""
+    """grouped_matmul, then moe_combine.
+
+    combine  None for slices of experts, or beside a shared one: moe_sum and reduce_scatter
+    """
 
     gemm: Planned
     combine: Planned | None
@@ -53,6 +56,7 @@ class GroupedScatterCall(NamedTuple):
     tokens  most of a rank; held: experts of a rank, of ``experts``
     block   pairs of a tile
     H, N    elements of a token's row, features of an expert here
+    shared  True: there is a summand of all tokens beside their choices
     """
 
     tokens: int
@@ -64,6 +68,7 @@ class GroupedScatterCall(NamedTuple):
     N: int
     dtype: torch.dtype
     design: str = AUTO
+    shared: bool = False
 
     def gemm(self, machine: Machine) -> GroupedCall:
         """Call of the grouped GEMM of all ranks' tokens."""
@@ -79,6 +84,8 @@ def grouped_matmul_reduce_scatter(
     tokens: int,
     team: Team,
     *,
+    shared: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
     """out[t] = sum over t's choices of weight * (h[i] @ down[e].T) -> [T, H]. Collective.
@@ -91,15 +98,19 @@ def grouped_matmul_reduce_scatter(
                 as ``all_gather_grouped_matmul_silu_mul`` gives them, or ``moe_schedule`` and ``moe_dispatch``: of all ranks'
                 tokens and this rank's experts, whole ones or slices
     tokens      T of this rank, as it was gathered
+    shared      [W * max_tokens, H] of h's dtype: this rank's summand for all ranks' tokens, as of an expert of all tokens whose
+                features the ranks share; added behind the choices
+    gate        [W * max_tokens] of h's dtype, strided or not: shared[t] is multiplied by sigmoid(gate[t])
     algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied) or "sequential"
-                (``grouped_matmul``, ``moe_combine``; for slices ``moe_sum`` and ``reduce_scatter``), as always over nodes
+                (``grouped_matmul``, ``moe_combine``; for slices, or with ``shared``, ``moe_sum`` and ``reduce_scatter``), as
+                always over nodes
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32 and rounded
     once: the same bits from run to run. "sequential" gives the same if its last step adds up the ranks in their order, as all
     of ``moe_combine``'s algorithms do for two ranks, and all but "sum_then_scatter" for more. The host reads nothing; captured
-    in a CUDA graph it replays correctly, after one call outside with these sizes. Gradients of h, down and the weights of the
-    routing: by ``grouped_matmul``, ``moe_sum`` and ``reduce_scatter``, without overlap. ValueError for arguments that do not
-    fit.
+    in a CUDA graph it replays correctly, after one call outside with these sizes. Gradients of h, down, shared, gate and the
+    weights of the routing: by ``grouped_matmul``, ``moe_sum`` and ``reduce_scatter``, without overlap. ValueError for arguments
+    that do not fit.
     """
     op = "grouped_matmul_reduce_scatter"
     check_team(op, team, over_nodes=True)
@@ -118,12 +129,14 @@ def grouped_matmul_reduce_scatter(
             f"the {experts.count} experts of dispatched"
         )
     check_int(f"{op}: tokens", tokens, 0, rows // team.size)
+    check_shared(op, h, (rows, down.shape[1]), shared, gate)
     check_choice(op, "algorithm", algorithm, MOE_RS.algorithms)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (h, down, weights)):
+    given = [tensor for tensor in (shared, gate) if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (h, down, weights, *given)):
         y = grouped_matmul(h, down, schedule)
-        return reduce_scatter(moe_sum(y, dispatched.routing, experts), team)[:tokens]
+        return reduce_scatter(moe_sum(y, dispatched.routing, experts, shared=shared, gate=gate), team)[:tokens]
     mine = experts.total, experts.first, experts.count
-    return MOE_RS.dispatch(h, down, *schedule, ids, weights, *mine, tokens, team.name, algorithm)
+    return MOE_RS.dispatch(h, down, *schedule, ids, weights, *mine, tokens, team.name, algorithm, shared, gate)
 
 
 class GroupedMatmulReduceScatter(OverlappedOp):
@@ -153,7 +166,8 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         most, k, experts, H, N = case.sizes
         block = block_for(case.world_size * most * k, experts)
         held = case_experts(case, 0).count
-        return GroupedScatterCall(most, k, experts, held, block, H, N, case.dtype, case.design)
+        shared = case.field("shared") is not None
+        return GroupedScatterCall(most, k, experts, held, block, H, N, case.dtype, case.design, shared)
 
     def rule(self, call: GroupedScatterCall, machine: Machine) -> tuple[str, str]:
         """By bytes in all: up to 2 MiB moe_combine takes one hop. That limit was not measured here."""
@@ -167,7 +181,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         if name == "slabs":
             return Slabs(tiles=gemm.design, slabs=max(1, min(MOST_SLABS, call.H // LEAST_COLUMNS)))
         combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
-        whole = call.held * machine.world_size == call.experts
+        whole = call.held * machine.world_size == call.experts and not call.shared
         return Sequential(gemm=gemm, combine=MOE_COMBINE.plan(combine, machine) if whole else None)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
@@ -188,14 +202,16 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         routing: Routing,
         experts: Experts,
         tokens: int,
+        shared: Shared = NO_SUMMAND,
     ) -> torch.Tensor:
         """The op of checked arguments."""
         self.check_design(design)
         if isinstance(design, Slabs):
-            return run_slabs(design, team, h, down, schedule, routing, experts, tokens)
+            return run_slabs(design, team, h, down, schedule, routing, experts, tokens, shared)
         y = GROUPED_MATMUL.run(design.gemm.design, None, h, down, schedule, False)
         if design.combine is None:
-            return reduce_scatter(moe_sum(y, routing, experts), team)[:tokens].contiguous()
+            summand = moe_sum(y, routing, experts, shared=shared.rows, gate=shared.gate)
+            return reduce_scatter(summand, team)[:tokens].contiguous()
         return MOE_COMBINE.run(design.combine.design, team, y, *routing, experts.total, tokens)
 
     def forward(
@@ -216,23 +232,28 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         tokens: int,
         team: str,
         algorithm: str,
+        shared: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         members, schedule = find_team(team), Schedule(pairs, counts, tiles, tile_count, choices, block)
         most, (_, H, N) = len(ids) // members.size, down.shape
-        call = GroupedScatterCall(most, choices, total, count, block, H, N, h.dtype, algorithm)
+        call = GroupedScatterCall(most, choices, total, count, block, H, N, h.dtype, algorithm, shared is not None)
         design = self.plan(call, machine_of(members)).design
-        return self.run(design, members, h, down, schedule, Routing(ids, weights), Experts(total, first, count), tokens)
+        rows = None if shared is None else shared.contiguous()
+        beside = Shared(rows, gate, 0 if gate is None else gate.stride(0))
+        mine = Routing(ids, weights), Experts(total, first, count)
+        return self.run(design, members, h, down, schedule, *mine, tokens, beside)
 
     def fake(
         self, h, down, pairs, counts, tiles, tile_count, choices, block, ids, weights, total, first, count, tokens, team,
-        algorithm,
+        algorithm, shared=None, gate=None,
     ):  # fmt: skip
         return h.new_empty((tokens, down.shape[1]))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """h and down of this rank, ids and weights of all ranks' tokens."""
+        """h and down of this rank, ids and weights of all ranks' tokens; then shared and its gate, if any."""
         most, k, experts, H, N = case.sizes
         of_ranks = [Draw(case, other, draw.call, draw.device) for other in range(case.world_size)]
         drawn = [
@@ -242,13 +263,19 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         ids = torch.cat([padded(found, most, -1) for found, _ in drawn])
         weights = torch.cat([padded(found, most, 0) for _, found in drawn])
         down = draw.own("down", (case_experts(case, rank).count, H, N), N**-0.5)
-        return draw.own("h", (ids.numel(), N)), down, ids, weights
+        found = draw.own("h", (ids.numel(), N)), down, ids, weights
+        if case.field("shared"):
+            # A column of a wider matrix, as a router has it.
+            found += draw.own("shared", (len(ids), H)), draw.own("gate", (len(ids), 3), 2.0)[:, 2]
+        return found
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         most, _, _, H, _ = case.sizes
-        _, _, ids, weights = by_rank[rank]
+        _, _, ids, weights, *_ = by_rank[rank]
         total = torch.zeros((len(ids), H), dtype=torch.float64, device=ids.device)
-        for source, (h, down, _, _) in enumerate(by_rank):
+        for source, (h, down, _, _, *shared) in enumerate(by_rank):
+            if shared:
+                total += shared[0].double() * shared[1].double().sigmoid()[:, None]
             order, place = (torch.arange(len(ids), device=ids.device) + source * most) % len(ids), 0
             experts = case_experts(case, source)
             for local in range(experts.count):
@@ -265,11 +292,11 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size, by_row=True)
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        """h, down, and the schedule, routing and experts of this rank."""
-        h, down, ids, weights = tensors
+        """h, down, and the schedule, routing and experts of this rank; then shared and its gate, if any."""
+        h, down, ids, weights, *shared = tensors
         experts = case_experts(case, team.rank)
         block = self.call_of_case(case, machine_of(team)).block
-        return h, down, schedule_of(team, ids, experts, case.sizes[0], block), Routing(ids, weights), experts
+        return h, down, schedule_of(team, ids, experts, case.sizes[0], block), Routing(ids, weights), experts, *shared
 
     def results(
         self,
@@ -280,17 +307,21 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         schedule: Schedule,
         routing: Routing,
         experts: Experts,
+        *shared: torch.Tensor,
     ) -> torch.Tensor:
         tokens = case.field("tokens")[team.rank]
         if not isinstance(case.design, str):
             return self.run(case.design, team, h, down, schedule, routing, experts, tokens)
         found = Dispatched(h.new_empty((0, down.shape[1])), routing, experts)
-        return grouped_matmul_reduce_scatter(h, down, schedule, found, tokens, team, algorithm=case.design)
+        beside = dict(zip(("shared", "gate"), shared, strict=False))
+        return grouped_matmul_reduce_scatter(h, down, schedule, found, tokens, team, **beside, algorithm=case.design)
 
     def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
         yield self.case(2, BF16, 5, 2, 4, 72, 40, Slabs(tiles=small, slabs=3), tokens=(5, 3))
         design = Slabs(tiles=replace(small, transposed=True), slabs=2)
         yield self.case(3, BF16, 3, 2, 6, 40, 40, design, tokens=(3, 0, 2))
+        yield self.case(2, FP32, 5, 2, 4, 72, 16, "slabs", tokens=(5, 3), shared="gated")
+        yield self.case(2, BF16, 4, 2, 4, 24, 16, "sequential", tokens=(0, 4), shared="gated")
 
 
 MOE_RS = GroupedMatmulReduceScatter()

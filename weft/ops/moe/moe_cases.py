@@ -21,6 +21,12 @@ def experts_of(case: Case, total: int, rank: int) -> Experts:
     return Experts(total, *(case.field("local") or (0, total)))
 
 
+def shared_experts(case: Case, rank: int) -> Experts:
+    """Experts of ``rank`` in a case of an exchange, shared by the ranks of its field ``tp``."""
+    tp = case.field("tp") or 1
+    return Experts.grouped(case.sizes[2], rank, case.world_size // tp, tp)
+
+
 def common(draw: Draw) -> Draw:
     """``draw`` for what ranks with a field ``held`` share: the choices of all tokens."""
     return Draw(draw.case, 0, draw.call, draw.device) if draw.case.field("held") else draw
@@ -97,3 +103,5 @@ def exchange_cases(op: str) -> Iterator[dict[str, Any]]:
             yield case(w, BF16, (17, 2, 12, 40), (17, 16, 2)[:w], skew=skew)
         yield case(w, BF16, (3, 1, 6, 24), (0, 0, 0)[:w])
         yield case(w, BF16, (3, 1, 6, 25), (0, 3, 0)[:w])
+    for w, tp in ((2, 2), (4, 2), (8, 2), (8, 4)):
+        yield case(w, BF16, (4, 2, 8, 24), (4, 0, 3, 1, 2, 4, 1, 0)[:w], tp=tp)

@@ -19,30 +19,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
+from weft.ops.moe.combine_rows import combine_rows
 from weft.ops.moe.combine_words import CombineWords, combine_words
 from weft.ops.moe.exchange import (
-    Halves,
     PushRows,
-    Sizes,
-    await_chunk,
-    begin_call,
-    chosen_of,
-    end_call,
-    launch_rows,
     padded,
 )
 from weft.ops.moe.exchange_op import ExchangeOp
-from weft.ops.moe.moe_cases import draw_ids, exchange_cases
-from weft.ops.moe.moe_dispatch import Dispatched, check_routing
+from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
+from weft.ops.moe.moe_dispatch import Dispatched, check_routing, sharers_of
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.neighbours import moved, scaled
@@ -70,94 +61,7 @@ class CombineCall(NamedTuple):
     width: int
     dtype: torch.dtype
     design: str = AUTO
-
-
-class Partials(NamedTuple):
-    """One half of the receive buffers, symmetric: rows [W, tokens, H], row s written by rank s."""
-
-    rows: torch.Tensor
-
-
-@triton.jit
-def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team):
-    """[chunk, block] fp32: weighted sums of the results that this rank has; without weights its rows.
-
-    token  [chunk], numbers among all ranks' tokens
-    """
-    # Triton takes fields of a tuple neither as a shape nor as a bound of static_range.
-    CHUNK: tl.constexpr = SIZES.chunk
-    BLOCK: tl.constexpr = SIZES.block
-    CHOICES: tl.constexpr = SIZES.choices
-    total = tl.zeros((CHUNK, BLOCK), tl.float32)
-    if weights is None:
-        at = y + token.to(tl.int64)[:, None] * SIZES.width + column
-        total += tl.load(at, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
-    else:
-        for j in tl.static_range(CHOICES):
-            pair = token.to(tl.int64)[:, None] * SIZES.choices + j
-            id = tl.load(ids + pair, mask=chosen, other=-1)
-            mine = (id >= 0) & (id // SIZES.experts == wl.rank(team))
-            weight = tl.load(weights + pair, mask=mine, other=0.0).to(tl.float32)
-            row = tl.load(y + pair * SIZES.width + column, mask=mine & (column < SIZES.width), other=0.0).to(tl.float32)
-            total += tl.where(mine, row * weight, 0.0)
-    return total
-
-
-@triton.jit(do_not_specialize=["T"])
-def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
-    """out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank
-
-    grid: (programs,), each over every programs-th chunk of SIZES.chunk tokens of each rank
-
-    y [W * tokens * k, H]; ids, weights [W * tokens, k] of all ranks; out [T, H]; partials: ``Partials``; SIZES: ``Sizes``
-    Without weights (None) y is [W * tokens, H] and its rows are what is summed. An epoch is one call.
-
-    signals   those of ``begin_call``
-              program p, to every peer s: arrived[me, c] = e, once its partial rows of chunk c of rank s lie there, also if none
-    waits     that of ``begin_call``, before any store: the peer has ended the call that read this half last
-              arrived[r, c] >= e for every peer r, before the rows of this program's chunk c are read
-    reuse     halves alternate by call. This call was begun by a peer only after it had received this rank's flags of the call
-              before, so after this rank had ended the call that read this half last. The wait of ``begin_call`` only takes
-              time where one half is taken twice in a row, in replays of a CUDA graph
-    progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    world: tl.constexpr = wl.num_ranks(team)
-    CHUNK: tl.constexpr = SIZES.chunk
-    BLOCK: tl.constexpr = SIZES.block
-    me = wl.rank(team)
-    wl.follow_previous_kernel()
-    now = begin_call(flags, team)
-    for chunk in range(program, CHUNKS, programs):
-        local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
-        for step in range(1, world + 1):
-            owner = (me + step) % world
-            token = owner * SIZES.tokens + local
-            chosen = chosen_of(ids, token, local < SIZES.tokens, me, SIZES)
-            rows = (
-                wl.symm_at(partials.rows, owner, team) + (me * SIZES.tokens + local).to(tl.int64)[:, None] * SIZES.width
-            )
-            for begin in range(0, SIZES.width, SIZES.block):
-                column = begin + tl.arange(0, SIZES.block)[None, :]
-                total = partial_of(y, ids, weights, token, chosen, column, SIZES, team)
-                tl.store(rows + column, total.to(rows.dtype.element_ty), mask=chosen & (column < SIZES.width))
-            if step < world:
-                wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)
-    # This rank's own rows were stored by the threads that hold them, and are read by others.
-    tl.debug_barrier()
-    for chunk in range(program, CHUNKS, programs):
-        await_chunk(flags, chunk, CHUNKS, now, team)
-        local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
-        for begin in range(0, SIZES.width, SIZES.block):
-            column = begin + tl.arange(0, SIZES.block)[None, :]
-            total = tl.zeros((CHUNK, BLOCK), tl.float32)
-            for source in range(world):
-                chosen = chosen_of(ids, me * SIZES.tokens + local, local < T, source, SIZES)
-                row = partials.rows + (source * SIZES.tokens + local).to(tl.int64)[:, None] * SIZES.width + column
-                total += tl.load(row, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
-            target = out + local.to(tl.int64)[:, None] * SIZES.width + column
-            tl.store(target, total.to(out.dtype.element_ty), mask=(local < T)[:, None] & (column < SIZES.width))
-    end_call(flags, now)
+    tp: int = 1
 
 
 def moe_combine(
@@ -167,7 +71,7 @@ def moe_combine(
 
     y           [W * max_tokens * k, H], fp16, bf16 or fp32: row p the result of pair p of ``dispatched``, as ``grouped_matmul``
                 gives it; rows of other ranks' experts are not read
-    dispatched  of ``moe_dispatch``
+    dispatched  of ``moe_dispatch``. Where tp ranks hold slices of its experts, each has a summand of every result
     tokens      T of this rank, as it was dispatched
     algorithm   "auto", "push" (each rank sends what it has), "sum_then_scatter" (moe_sum, then reduce_scatter) or "lamport" (as
                 that, in one kernel and one hop, for few tokens)
@@ -193,7 +97,8 @@ def moe_combine(
         )
     check_int(f"{op}: tokens", tokens, 0, len(ids) // team.size)
     check_choice(op, "algorithm", algorithm, MOE_COMBINE.algorithms)
-    return MOE_COMBINE.dispatch(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm)
+    tp = sharers_of(op, dispatched.experts, team)
+    return MOE_COMBINE.dispatch(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm, tp)
 
 
 class MoeCombine(ExchangeOp):
@@ -239,32 +144,26 @@ class MoeCombine(ExchangeOp):
         weights: torch.Tensor | None,
         experts: int,
         tokens: int,
+        tp: int = 1,
     ) -> torch.Tensor:
         """``moe_combine`` of checked arguments. ids, weights: of all ranks' tokens.
 
         weights  None: y has a row for each token [W * max_tokens, H], added up as it is
+        tp       neighbouring ranks that hold slices of the same experts
         """
         self.check_design(design)
-        mine = Experts.whole(experts, team.rank, team.size)
+        mine = Experts.grouped(experts, team.rank, team.size // tp, tp)
         if isinstance(design, OverNodes):
-            return self._run_over_nodes(design, team, y, ids, weights, experts)[:tokens]
+            return self._run_over_nodes(design, team, y, ids, weights, experts, tp)[:tokens]
         if isinstance(design, CombineWords):
-            return combine_words(design, team, y, ids, weights, mine.count, tokens)
+            return combine_words(design, team, y, ids, weights, mine.count, tokens, tp)
         if isinstance(design, SumThenScatter):
             if weights is None:
                 summand = y.masked_fill(~mine.chosen(ids).any(-1, keepdim=True), 0)
             else:
                 summand = moe_sum(y, Routing(ids, weights), mine)
             return reduce_scatter(summand, team)[:tokens].contiguous()
-        (rows, k), H = ids.shape, y.shape[1]
-        out, sizes = y.new_empty((tokens, H)), Sizes.of(design, rows // team.size, H, k, mine.count)
-        shapes = {"rows": ((team.size, sizes.tokens, H), y.dtype)}
-        halves = team.workspace(
-            ("moe_combine", design, sizes, y.dtype), lambda: Halves.make(team, sizes.chunks, shapes)
-        )
-        buffers, flags = halves.next()
-        launch_rows(moe_combine_kernel, design, sizes, team, (y, ids, weights, out), tokens, Partials(*buffers), flags)
-        return out
+        return combine_rows(design, team, y, ids, weights, mine.count, tokens, tp)
 
     def _run_over_nodes(
         self,
@@ -274,6 +173,7 @@ class MoeCombine(ExchangeOp):
         ids: torch.Tensor,
         weights: torch.Tensor | None,
         experts: int,
+        tp: int,
     ) -> torch.Tensor:
         """Sums of all max_tokens tokens of this rank.
 
@@ -285,7 +185,7 @@ class MoeCombine(ExchangeOp):
 
         def of(node: int) -> torch.Tensor:
             rows, choices = (part[node] for part in parts)
-            return self.run(design.node.design, team.node, rows, choices, factors[node], of_node, most)
+            return self.run(design.node.design, team.node, rows, choices, factors[node], of_node, most, tp)
 
         out = y.new_empty((most, y.shape[1]))
         added_over_nodes(team, of, out, design.node)
@@ -300,16 +200,17 @@ class MoeCombine(ExchangeOp):
         tokens: int,
         team: str,
         algorithm: str,
+        tp: int = 1,
     ) -> torch.Tensor:
         members = find_team(team)
-        call = CombineCall(len(ids) // members.size, ids.shape[1], y.shape[1], y.dtype, algorithm)
-        return self.run(self.plan(call, machine_of(members)).design, members, y, ids, weights, experts, tokens)
+        call = CombineCall(len(ids) // members.size, ids.shape[1], y.shape[1], y.dtype, algorithm, tp)
+        return self.run(self.plan(call, machine_of(members)).design, members, y, ids, weights, experts, tokens, tp)
 
-    def fake(self, y, ids, weights, experts, tokens, team, algorithm):
+    def fake(self, y, ids, weights, experts, tokens, team, algorithm, tp=1):
         return y.new_empty((tokens, y.shape[1]))
 
     def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        y, ids, weights, ctx.experts, ctx.tokens, ctx.team, _ = inputs
+        y, ids, weights, ctx.experts, ctx.tokens, ctx.team, _, ctx.tp = inputs
         ctx.save_for_backward(y, ids, weights)
 
     def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
@@ -317,12 +218,12 @@ class MoeCombine(ExchangeOp):
         if weights is None:
             raise RuntimeError("weft.ops.moe_dispatch has no second derivative; ask for one gradient of it")
         team, torch_ops = find_team(ctx.team), torch.ops.weft
-        most, mine = len(ids) // team.size, Experts.whole(ctx.experts, team.rank, team.size)
+        most, mine = len(ids) // team.size, Experts.grouped(ctx.experts, team.rank, team.size // ctx.tp, ctx.tp)
         own = slice(team.rank * most, team.rank * most + ctx.tokens)
         sent = grad.contiguous(), ids[own], weights[own].to(grad.dtype)
-        arrived, *_ = torch_ops.moe_dispatch.default(*sent, ctx.experts, most, False, False, ctx.team, AUTO)
+        arrived, *_ = torch_ops.moe_dispatch.default(*sent, ctx.experts, most, False, False, ctx.team, AUTO, ctx.tp)
         of_y, of_weights = torch_ops.moe_sum_grad.default(y, ids, weights, arrived, mine.first, mine.count)
-        return of_y, None, of_weights, None, None, None, None
+        return of_y, None, of_weights, *[None] * 5
 
     def algorithm_in_rank_order(self, call: CombineCall, machine: Machine) -> str:
         """Name of the plan's design in a node, or of one that adds up ranks in their order if that may not."""
@@ -342,7 +243,7 @@ class MoeCombine(ExchangeOp):
         ids = torch.cat(
             [padded(draw_ids(one, T, k, experts), most, -1) for one, T in zip(of_ranks, tokens, strict=True)]
         )
-        mine = (ids >= 0) & (ids // (experts // case.world_size) == rank)
+        mine = shared_experts(case, rank).chosen(ids)
         mine = mine.any(-1) if case.field("unweighted") else mine.flatten()
         y = draw.own("y", (len(mine), H)).masked_fill(~mine[:, None], torch.nan)
         if case.field("unweighted"):
@@ -367,12 +268,12 @@ class MoeCombine(ExchangeOp):
     def results(
         self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        tokens, experts = case.field("tokens")[team.rank], case.sizes[2]
+        tokens, experts, tp = case.field("tokens")[team.rank], case.sizes[2], case.field("tp") or 1
         if not isinstance(case.design, str):
-            return self.run(case.design, team, y, ids, weights, experts, tokens)
+            return self.run(case.design, team, y, ids, weights, experts, tokens, tp)
         if weights is None:
-            return self.dispatch(y, ids, None, experts, tokens, team.name, case.design)
-        dispatched = Dispatched(y, Routing(ids, weights), Experts.whole(experts, team.rank, team.size))
+            return self.dispatch(y, ids, None, experts, tokens, team.name, case.design, tp)
+        dispatched = Dispatched(y, Routing(ids, weights), shared_experts(case, team.rank))
         return moe_combine(y, dispatched, tokens, team, algorithm=case.design)
 
     def cases(self) -> Iterator[Case]:

@@ -4,6 +4,10 @@ Slots are not negotiated: row t of rank s lies at s * max_tokens + t on every ra
 each computes by itself which rows it has and in which order (``moe_schedule``): no counts are exchanged, the host waits for
 nothing, and no token is dropped.
 
+Where tp ranks hold slices of the same experts, each of them gets a row from the token's rank. To send it to one of them, which
+passes it on, would load the links of an NVLink node with as many bytes, since each rank needs each of its rows once, and take
+one hop more. So it is for the sums on the way back.
+
 Over nodes a token's row and choices cross to each other node once, to the rank of equal local rank there, which dispatches them
 within its node. Sizes of transfers are known to the host, so every node gets all max_tokens rows of its rail's ranks: also of
 tokens that chose none of its experts.
@@ -21,31 +25,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.local import check_shape
+from weft.ops.moe.dispatch_rows import dispatch_rows
 from weft.ops.moe.exchange import (
-    Halves,
     PushRows,
-    Sizes,
-    await_chunk,
-    begin_call,
-    chosen_of,
-    copy_chosen,
-    end_call,
-    launch_rows,
     padded,
 )
 from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
-from weft.ops.moe.fp8_rows import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, quantized, scales_of
+from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, quantize_rows, scales_of
 from weft.ops.moe.gather_words import GatherWords, gather_words
-from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case
+from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case, shared_experts
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import find_op, register
@@ -88,79 +82,7 @@ class DispatchCall(NamedTuple):
     dtype: torch.dtype
     design: str = AUTO
     fp8: bool = False
-
-
-class Mail(NamedTuple):
-    """One half of the receive buffers, symmetric.
-
-    rows [W, tokens, H], ids and weights [W, tokens, k], scales [W, tokens, SIZES.scales] of fp8 rows
-    """
-
-    rows: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    scales: torch.Tensor | None = None
-
-
-@triton.jit
-def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team):
-    """Store to ``peer`` the choices of this rank's tokens in ``chunk``, and the rows that it needs."""
-    local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
-    there, choice = local < T, tl.arange(0, SIZES.padded)[None, :]
-    slot = wl.rank(team) * SIZES.tokens + local
-    at, of_token = local.to(tl.int64)[:, None] * SIZES.choices + choice, choice < SIZES.choices
-    target = slot.to(tl.int64)[:, None] * SIZES.choices + choice
-    exists = (local < SIZES.tokens)[:, None] & of_token
-    id = tl.load(ids + at, mask=there[:, None] & of_token, other=-1)
-    weight = tl.load(weights + at, mask=there[:, None] & of_token, other=0.0)
-    tl.store(wl.symm_at(mail.ids, peer, team) + target, id, mask=exists)
-    tl.store(wl.symm_at(mail.weights, peer, team) + target, weight, mask=exists)
-    chosen = chosen_of(ids, local, there, peer, SIZES)
-    rows = wl.symm_at(mail.rows, peer, team)
-    for begin in range(0, SIZES.width, SIZES.block):
-        column = begin + tl.arange(0, SIZES.block)[None, :]
-        mask = chosen & (column < SIZES.width)
-        row = tl.load(x + local.to(tl.int64)[:, None] * SIZES.width + column, mask=mask, other=0.0)
-        if SIZES.scales > 0:
-            row, scale = quantized(row)
-            block = begin // COLUMNS + tl.arange(0, SIZES.block // COLUMNS)[None, :]
-            place = wl.symm_at(mail.scales, peer, team) + slot.to(tl.int64)[:, None] * SIZES.scales + block
-            tl.store(place, scale, mask=chosen & (block < SIZES.scales))
-        tl.store(rows + slot.to(tl.int64)[:, None] * SIZES.width + column, row, mask=mask)
-
-
-@triton.jit(do_not_specialize=["T"])
-def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
-    """Store this rank's T choices at all ranks, and each row at the ranks with an expert it chose.
-
-    grid: (programs,), each over every programs-th chunk of SIZES.chunk tokens
-
-    x [T, H], ids int32 and weights [T, k]; mail: ``Mail``; flags: ``Arrivals``; SIZES: ``Sizes``
-    An epoch is one call.
-
-    signals   those of ``begin_call``
-              program p, to every peer: arrived[me, c] = e, once its part of chunk c lies there; for every chunk, rows or not
-    waits     that of ``begin_call``, before any store: the peer has ended what read this half last
-              arrived[s, c] >= e for every peer s and this program's chunks, at the end: what runs next reads all rows
-    reuse     halves alternate by call, and what a rank has received is read before its next call begins. A rank begins call
-              e once it has received all of call e - 1, which its peers had then begun: the wait for ``entered`` only takes
-              time where one half is taken twice in a row, in replays of a CUDA graph
-    progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    world: tl.constexpr = wl.num_ranks(team)
-    me = wl.rank(team)
-    wl.follow_previous_kernel()
-    now = begin_call(flags, team)
-    for chunk in range(program, CHUNKS, programs):
-        for step in range(1, world + 1):
-            peer = (me + step) % world
-            send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES, team)
-            if step < world:
-                wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)
-    for chunk in range(program, CHUNKS, programs):
-        await_chunk(flags, chunk, CHUNKS, now, team)
-    end_call(flags, now)
+    tp: int = 1
 
 
 def moe_dispatch(
@@ -168,7 +90,7 @@ def moe_dispatch(
     routing: Routing,
     team: Team,
     *,
-    experts: int,
+    experts: int | Experts,
     max_tokens: int,
     dtype: torch.dtype | None = None,
     algorithm: str = "auto",
@@ -177,8 +99,9 @@ def moe_dispatch(
 
     x           [T, H], fp16, bf16 or fp32, this rank's tokens; T may differ by rank and be 0
     routing     ids int32 [T, k] and weights [T, k] of x's dtype, as of ``route``
-    experts     of all ranks together, divided by W: rank r holds experts r * experts / W and on
-    max_tokens  of any rank; the same on all ranks, as H, k, dtypes, ``experts`` and ``algorithm`` must be
+    experts     of all ranks together, divided by W: rank r holds experts r * experts / W and on. Or this rank's ``Experts``:
+                whole ones, slices of all, or those of its group of tp ranks, which each get a row. Groups lie in one node
+    max_tokens  of any rank; the same on all ranks, as H, k, dtypes, the layout of experts and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
                 ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded), in one node
     algorithm   "auto", "push" (rows to the ranks that need them), "gather" (all rows to all ranks) or "lamport" (as "gather",
@@ -200,7 +123,10 @@ def moe_dispatch(
     check_shape(op, "x", x, (routing.ids.shape[0], "H"))
     check_tensor(op, "weights", routing.weights, team, (x.dtype,), over_nodes=True)
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
-    mine = Experts.whole(check_int(f"{op}: experts", experts, 1), team.rank, team.size)
+    if isinstance(experts, Experts):
+        mine, tp = experts, sharers_of(op, experts, team)
+    else:
+        mine, tp = Experts.whole(check_int(f"{op}: experts", experts, 1), team.rank, team.size), 1
     check_choice(op, "algorithm", algorithm, MOE_DISPATCH.algorithms)
     if dtype not in (None, E4M3):
         raise ValueError(
@@ -213,9 +139,20 @@ def moe_dispatch(
     fp8 = dtype is not None
     kept = not fp8 and torch.is_grad_enabled() and (x.requires_grad or routing.weights.requires_grad)
     rows, ids, weights, scales = MOE_DISPATCH.dispatch(
-        x, *routing, experts, max_tokens, fp8, kept, team.name, algorithm
+        x, *routing, mine.total, max_tokens, fp8, kept, team.name, algorithm, tp
     )
     return Dispatched(rows, Routing(ids, weights), mine, scales if fp8 else None)
+
+
+def sharers_of(op: str, experts: Experts, team: Team) -> int:
+    """``Experts.sharers`` of this rank. ValueError for a group that does not lie in one node."""
+    tp = experts.sharers(team.rank, team.size)
+    if team.shape.node_size % tp:
+        raise ValueError(
+            f"{op}: experts={experts} are shared by {tp} ranks, which node_size={team.shape.node_size} is no multiple of; "
+            f"take a tp that divides it"
+        )
+    return tp
 
 
 def check_routing(op: str, routing: Routing, team: Team, over_nodes: bool = False) -> None:
@@ -303,17 +240,19 @@ class MoeDispatch(ExchangeOp):
         most: int,
         fp8: bool = False,
         kept: bool = False,
+        tp: int = 1,
     ) -> tuple[torch.Tensor, ...]:
         """(rows, ids, weights, scales) of all ranks; no scales [0] unless ``fp8``. ``most``: max_tokens.
 
         kept  rows, ids and weights are new tensors, not receive buffers
+        tp    neighbouring ranks that hold slices of the same experts
         """
         self.check_design(design)
         if fp8:
             check_e4m3(self.name, team.caps)
         none = x.new_empty(0, dtype=torch.float32)
         if isinstance(design, OverNodes):
-            return *self._run_over_nodes(design, team, x, ids, weights, experts, most), none
+            return *self._run_over_nodes(design, team, x, ids, weights, experts, most, tp), none
         if isinstance(design, GatherWords):
             rows, scales = quantize_rows(x, len(x), team.caps) if fp8 else (x, None)
             *arrived, scales = gather_words(design, team, rows, ids, weights, scales, most)
@@ -322,21 +261,7 @@ class MoeDispatch(ExchangeOp):
             rows, scales = quantize_rows(x, most, team.caps) if fp8 else (padded(x, most, 0), none)
             gathered = [all_gather(tensor, team) for tensor in (rows, padded(ids, most, -1), padded(weights, most, 0))]
             return *gathered, all_gather(scales, team) if fp8 else none
-        (T, H), k, W = x.shape, ids.shape[1], team.size
-        sizes = Sizes.of(design, most, H, k, experts // W, fp8=fp8)
-        of_choices = (W, most, k)
-        shapes = {"rows": ((W, most, H), E4M3 if fp8 else x.dtype)}
-        shapes |= {"ids": (of_choices, torch.int32), "weights": (of_choices, x.dtype)}
-        if fp8:
-            shapes["scales"] = ((W, most, sizes.scales), torch.float32)
-        halves = team.workspace(
-            ("moe_dispatch", design, sizes, x.dtype), lambda: Halves.make(team, sizes.chunks, shapes)
-        )
-        buffers, flags = halves.next()
-        launch_rows(moe_dispatch_kernel, design, sizes, team, (x, ids, weights), T, Mail(*buffers), flags)
-        arrived = [buffer.flatten(0, 1) for buffer in buffers]
-        if kept:
-            arrived[:3] = copy_chosen(design, sizes, team, *arrived[:2]), arrived[1].clone(), arrived[2].clone()
+        arrived = dispatch_rows(design, team, x, ids, weights, experts * tp // team.size, most, fp8, kept, tp)
         return tuple(arrived if fp8 else [*arrived, none])
 
     def _run_over_nodes(
@@ -348,6 +273,7 @@ class MoeDispatch(ExchangeOp):
         weights: torch.Tensor,
         experts: int,
         most: int,
+        tp: int,
     ) -> tuple[torch.Tensor, ...]:
         """(rows, ids, weights) of all ranks, new tensors.
 
@@ -360,7 +286,7 @@ class MoeDispatch(ExchangeOp):
             rows, choices, factors = unpacked(piece, mine)
             choices = choices - team.rail.index * of_node
             # Rows that no rank has sent are not to be read, so copies of the others.
-            arrived = self.run(design.node.design, team.node, rows, choices, factors, of_node, most, kept=True)
+            arrived = self.run(design.node.design, team.node, rows, choices, factors, of_node, most, kept=True, tp=tp)
             for out, part in zip(whole, arrived, strict=False):
                 out.chunk(nodes)[node].copy_(part)
         whole[1] += team.rail.index * of_node
@@ -377,20 +303,21 @@ class MoeDispatch(ExchangeOp):
         kept: bool,
         team: str,
         algorithm: str,
+        tp: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        call = DispatchCall(max_tokens, ids.shape[1], x.shape[1], x.dtype, algorithm, fp8)
+        call = DispatchCall(max_tokens, ids.shape[1], x.shape[1], x.dtype, algorithm, fp8, tp)
         design = self.plan(call, machine_of(members)).design
-        return self.run(design, members, x, ids, weights, experts, max_tokens, fp8, kept)
+        return self.run(design, members, x, ids, weights, experts, max_tokens, fp8, kept, tp)
 
-    def fake(self, x, ids, weights, experts, max_tokens, fp8, kept, team, algorithm):
+    def fake(self, x, ids, weights, experts, max_tokens, fp8, kept, team, algorithm, tp=1):
         rows, k, H = find_team(team).size * max_tokens, ids.shape[1], x.shape[1]
         scales = x.new_empty((rows, scales_of(H)) if fp8 else 0, dtype=torch.float32)
         received = x.new_empty((rows, H), dtype=E4M3 if fp8 else x.dtype)
         return received, ids.new_empty((rows, k)), weights.new_empty((rows, k)), scales
 
     def setup_context(self, ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
-        x, _, _, ctx.experts, ctx.most, ctx.fp8, _, ctx.team, _ = inputs
+        x, _, _, ctx.experts, ctx.most, ctx.fp8, _, ctx.team, _, ctx.tp = inputs
         _, ids, _, scales = output
         ctx.tokens = len(x)
         ctx.mark_non_differentiable(ids, scales)
@@ -402,13 +329,15 @@ class MoeDispatch(ExchangeOp):
         [ids], of_x, home = ctx.saved_tensors, None, None
         if ctx.needs_input_grad[0]:
             combine, machine = find_op("moe_combine"), machine_of(find_team(ctx.team))
-            call = combine.call_of((ctx.most, ids.shape[1], of_rows.shape[1]), of_rows.dtype, machine)
+            call = combine.call_of((ctx.most, ids.shape[1], of_rows.shape[1]), of_rows.dtype, machine)._replace(
+                tp=ctx.tp
+            )
             algorithm = combine.algorithm_in_rank_order(call, machine)
-            of_x = combine.torch_op(of_rows, ids, None, ctx.experts, ctx.tokens, ctx.team, algorithm)
+            of_x = combine.torch_op(of_rows, ids, None, ctx.experts, ctx.tokens, ctx.team, algorithm, ctx.tp)
         if ctx.needs_input_grad[2]:
-            # moe_combine gives a choice's gradient at one rank, and zeros elsewhere.
+            # moe_combine gives a choice's gradient at the ranks with its expert, a part of it at each, and zeros elsewhere.
             home = torch.ops.weft.reduce_scatter.default(of_weights, ctx.team)[: ctx.tokens]
-        return of_x, None, home, *[None] * 6
+        return of_x, None, home, *[None] * 7
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -423,12 +352,12 @@ class MoeDispatch(ExchangeOp):
 
         Rows and scales are 0 where this rank does not need them.
         """
-        most, _, experts, _ = case.sizes
+        most = case.sizes[0]
         rows, ids, weights = (
             torch.cat([padded(tensors[at], most, fill) for tensors in by_rank])
             for at, fill in ((0, 0), (1, -1), (2, 0))
         )
-        mine = ((ids >= 0) & (ids // (experts // case.world_size) == rank)).any(-1, keepdim=True)
+        mine = shared_experts(case, rank).chosen(ids).any(-1, keepdim=True)
         if not case.field("fp8"):
             return torch.where(mine, rows, 0), ids, weights
         rows, scales = by_torch(rows)
@@ -442,7 +371,8 @@ class MoeDispatch(ExchangeOp):
     ) -> tuple[torch.Tensor, ...]:
         (most, _, experts, _), fp8 = case.sizes, case.field("fp8") is True
         if isinstance(case.design, str):
-            named = {"experts": experts, "max_tokens": most, "dtype": E4M3 if fp8 else None}
+            mine = shared_experts(case, team.rank) if case.field("tp") else experts
+            named = {"experts": mine, "max_tokens": most, "dtype": E4M3 if fp8 else None}
             found = moe_dispatch(x, Routing(ids, weights), team, **named, algorithm=case.design)
             rows, (ids, weights), scales = found.rows, found.routing, found.scales
         else:
@@ -454,7 +384,7 @@ class MoeDispatch(ExchangeOp):
     ) -> tuple[torch.Tensor, ...]:
         """Tensors that arrived, as ``reference`` has them, but no receive buffers."""
         rows, ids, weights, *scales = out
-        mine = Experts.whole(case.sizes[2], team.rank, team.size).chosen(ids).any(-1, keepdim=True)
+        mine = shared_experts(case, team.rank).chosen(ids).any(-1, keepdim=True)
         wanted = (torch.where(mine, x, 0) for x in scales)
         return torch.where(mine, rows, 0), ids.clone(), weights.clone(), *wanted
 

@@ -29,13 +29,18 @@ BLOCK = 1024
 class Shared(NamedTuple):
     """Summand of all tokens beside their choices, also a kernel's argument.
 
-    rows    [T, N], dense; None: there is none
+    rows    [T, N], each dense; None: there is none
     gate    [T], ``stride`` apart: rows[t] is multiplied by sigmoid(gate[t]); None: it is not
+    pitch   from row to row, which ``add_up`` sets: rows may be columns of wider ones
     """
 
     rows: torch.Tensor | None
     gate: torch.Tensor | None
     stride: int
+    pitch: int = 0
+
+
+NO_SUMMAND = Shared(None, None, 0)
 
 
 @triton.jit(do_not_specialize=["first", "count"])
@@ -56,7 +61,9 @@ def moe_sum_kernel(y, ids, weights, shared, out, N, first, count, K: tl.constexp
         weight = tl.load(weights + pair).to(tl.float32)
         total += tl.where(mine, row * weight, 0.0)
     if shared.rows is not None:
-        row = tl.load(shared.rows + token.to(tl.int64) * N + column, mask=column < N, other=0.0).to(tl.float32)
+        row = tl.load(shared.rows + token.to(tl.int64) * shared.pitch + column, mask=column < N, other=0.0).to(
+            tl.float32
+        )
         if shared.gate is not None:
             gate = tl.load(shared.gate + token.to(tl.int64) * shared.stride).to(tl.float32)
             row *= 1.0 / (1.0 + tl.exp(-gate))
@@ -124,6 +131,8 @@ def add_up(
 ) -> None:
     """Launch moe_sum_kernel for checked arguments; experts: (first, count)."""
     (T, k), N = ids.shape, y.shape[1]
+    if shared.rows is not None:
+        shared = shared._replace(pitch=shared.rows.stride(0))
     if out.numel() > 0:
         options = launch_options(capabilities_of(y.device))
         launch = launch_on(y.device, moe_sum_kernel, k, lambda: {"K": k, "BLOCK": BLOCK, **options})

@@ -62,6 +62,18 @@ class Experts:
         """All experts, of each of which a rank holds some of its intermediate features."""
         return cls(total, 0, total)
 
+    def sharers(self, rank: int, world_size: int) -> int:
+        """Number of ranks that hold slices of each of these experts.
+
+        1 for whole ones, W for slices of all, tp for groups. ValueError for experts that no such layout gives to ``rank``.
+        """
+        tp, rest = divmod(self.count * world_size, self.total)
+        if rest or world_size % tp or self != Experts.grouped(self.total, rank, world_size // tp, tp):
+            raise ValueError(
+                f"experts={self} is no equal share of rank={rank} of {world_size}; use Experts.whole, slices or grouped"
+            )
+        return tp
+
     def chosen(self, ids: torch.Tensor) -> torch.Tensor:
         """True for ids of these experts."""
         return (ids >= self.first) & (ids < self.first + self.count)

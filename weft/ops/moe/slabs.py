@@ -99,8 +99,11 @@ def run_slabs(
     routing: Routing,
     experts: Experts,
     tokens: int,
+    shared: Shared,
 ) -> torch.Tensor:
     """The GEMM slab by slab, the sums of each sent to their tokens' ranks, and the ranks' sums added up.
+
+    shared  this rank's summand of all ranks' tokens, [W * most, H]
 
     y holds one slab of the GEMM's result at a time: the stream's order keeps the slabs apart. The sums of all slabs stay until
     the copy engine has been joined.
@@ -124,7 +127,10 @@ def run_slabs(
         of_slab = y[: rows * k * columns].view(rows * k, columns)
         grouped.run(design.tiles, h, down[:, first : first + columns], schedule, gather=0, out=of_slab)
         sums = own[rows * first : rows * (first + columns)]
-        add_up(of_slab, *routing, (experts.first, held), Shared(None, None, 0), sums.view(rows, columns))
+        beside = shared
+        if shared.rows is not None:
+            beside = shared._replace(rows=shared.rows[:, first : first + columns])
+        add_up(of_slab, *routing, (experts.first, held), beside, sums.view(rows, columns))
         team.copy_engine.fork()
         part = most * columns
         for step in range(1, world):

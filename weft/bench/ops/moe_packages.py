@@ -1,0 +1,137 @@
+"""Dispatch and combine of DeepEP and of pplx-kernels, where these packages are installed beside weft.
+
+weft does not depend on them, and they are not in its lists: both are built from source with nvcc (docs/moe.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from weft.bench.harness.provider import Prepared, Provider, Unavailable
+from weft.bench.ops.buffers import group_of
+from weft.bench.ops.moe_baselines import all_ids, mine, sorted_pairs, weighted_sum, written
+from weft.bench.ops.problem import OpProblem
+
+# Of DeepEP's buffer, as in its own tests.
+BUFFER_BYTES = 10**9
+
+
+def package(name: str, built_from: str) -> Any:
+    """The module. Unavailable where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise Unavailable(f"{name} is not installed; build it from {built_from}") from None
+
+
+def not_captured() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise Unavailable("the host waits for the counts")
+
+
+# --- DeepEP, intranode -----------------------------------------------------------------------------------------------------
+
+
+def deep_ep_buffer(problem: OpProblem) -> Any:
+    module = package("deep_ep", "github.com/deepseek-ai/DeepEP")
+    return module.Buffer(group_of(problem), BUFFER_BYTES, 0)
+
+
+def deep_ep_sent(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int) -> tuple:
+    """(rows that came, handle) of its dispatch in bf16; makes the layout that it takes."""
+    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, experts)
+    named = {"num_tokens_per_rank": per_rank, "is_token_in_rank": is_in_rank, "num_tokens_per_expert": per_expert}
+    rows, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **named)
+    return rows, handle
+
+
+def deep_ep_dispatch(problem: OpProblem) -> Prepared:
+    """One row for each rank that needs it, by source rank; int64 ids and fp32 weights are there before."""
+    buffer, experts = deep_ep_buffer(problem), problem.case.sizes[2]
+    buffers = [x.clone() for x, *_ in problem.sets]
+    routings = [(ids.long(), weights.float()) for _, ids, weights in problem.sets]
+
+    def run(number: int) -> torch.Tensor:
+        not_captured()
+        return deep_ep_sent(buffer, buffers[number], *routings[number], experts)[0]
+
+    def compare(out: torch.Tensor) -> tuple[Any, Any]:
+        return out, problem.answer()[0][mine(problem).chosen(all_ids(problem, 0)).any(-1)]
+
+    return Prepared(run=run, prepare=written(problem, buffers), compare=compare)
+
+
+def deep_ep_combine(problem: OpProblem) -> Prepared:
+    """Weighted sums of this rank's choices, then its combine, for the rows of a dispatch before."""
+    buffer, (T, _, total, H) = deep_ep_buffer(problem), problem.case.sizes
+    team, buffers, experts = problem.team, [y.clone() for y, *_ in problem.sets], mine(problem)
+    own = slice(team.rank * T, (team.rank + 1) * T)
+    handles, came = [], []
+    for y, ids, weights in problem.sets:
+        routing = ids[own].long(), weights[own].float()
+        handles.append(deep_ep_sent(buffer, y.new_zeros((T, H)), *routing, total)[1])
+        came.append(experts.chosen(ids).any(-1).nonzero()[:, 0])
+    add = torch.compile(weighted_sum, dynamic=False)
+
+    def run(number: int) -> torch.Tensor:
+        sums = add(buffers[number], *problem.sets[number][1:], experts)
+        return buffer.combine(sums.index_select(0, came[number]), handles[number])[0]
+
+    return Prepared(run=run, prepare=written(problem, buffers))
+
+
+# --- pplx-kernels, intranode -----------------------------------------------------------------------------------------------
+
+
+def pplx_module() -> Any:
+    return package("pplx_kernels", "github.com/perplexityai/pplx-kernels")
+
+
+def pplx_dispatch(problem: OpProblem) -> Prepared:
+    """A row for each choice, in slots of its expert [held, W * T, H]; uint32 ids are there before."""
+    module, (T, k, total, H), team = pplx_module(), problem.case.sizes, problem.team
+    sizes = {"max_num_tokens": T, "num_experts": total, "experts_per_token": k, "hidden_dim": H}
+    ranks = {"rank": team.rank, "world_size": team.size, "dp_size": 1, "group_name": group_of(problem).group_name}
+    row = {"hidden_dim_bytes": H * problem.dtype.itemsize, "hidden_dim_scale_bytes": 0}
+    exchange, held = module.AllToAll.intranode(**sizes, **ranks, **row), mine(problem).count
+    buffers, choices = [x.clone() for x, *_ in problem.sets], [ids.to(torch.uint32) for _, ids, _ in problem.sets]
+
+    def run(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = buffers[number]
+        rows, counts = x.new_empty((held, team.size * T, H)), x.new_empty(held, dtype=torch.int32)
+        into = {"out_expert_num_tokens": counts, "out_expert_x": rows, "out_expert_x_scale": None}
+        exchange.dispatch(**into, dp_x=x, dp_x_scale=None, indices=choices[number], bound_m=None)
+        return rows, counts
+
+    def compare(out: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
+        order = sorted_pairs(all_ids(problem, 0), mine(problem))
+        pairs, counts = order.pairs[: int(order.ends[-1])], order.ends.diff(prepend=order.ends[:1] * 0).tolist()
+        found = [rows[:count] for rows, count in zip(out[0], out[1].tolist(), strict=True)]
+        expected = problem.answer()[0][pairs // k].split(counts)
+        return torch.cat(list(map(in_order, found))), torch.cat(list(map(in_order, expected)))
+
+    return Prepared(run=run, prepare=written(problem, buffers), compare=compare)
+
+
+def in_order(rows: torch.Tensor) -> torch.Tensor:
+    """Rows by what they contain: slots are taken in any order."""
+    return rows[(rows.double() * torch.arange(1, rows.shape[1] + 1, device=rows.device)).sum(1).argsort()]
+
+
+def pplx_combine(problem: OpProblem) -> Prepared:
+    pplx_module()
+    raise Unavailable("continues its last dispatch, so that it cannot be timed alone")
+
+
+MOE_PACKAGES = tuple(
+    Provider(name=name, ops=(op,), role="other", make=make)
+    for name, op, make in (
+        ("deep_ep", "moe-dispatch", deep_ep_dispatch),
+        ("deep_ep", "moe-combine", deep_ep_combine),
+        ("pplx", "moe-dispatch", pplx_dispatch),
+        ("pplx", "moe-combine", pplx_combine),
+    )
+)

@@ -1,0 +1,131 @@
+"""moe_dispatch in one kernel: rows to the ranks that need them, a flag behind each chunk of tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.moe.exchange import (
+    Halves,
+    PushRows,
+    Sizes,
+    await_chunk,
+    begin_call,
+    chosen_of,
+    copy_chosen,
+    end_call,
+    launch_rows,
+)
+from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+class Mail(NamedTuple):
+    """One half of the receive buffers, symmetric.
+
+    rows [W, tokens, H], ids and weights [W, tokens, k], scales [W, tokens, SIZES.scales] of fp8 rows
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+@triton.jit
+def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team):
+    """Store to ``peer`` the choices of this rank's tokens in ``chunk``, and the rows that it needs."""
+    local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
+    there, choice = local < T, tl.arange(0, SIZES.padded)[None, :]
+    slot = wl.rank(team) * SIZES.tokens + local
+    at, of_token = local.to(tl.int64)[:, None] * SIZES.choices + choice, choice < SIZES.choices
+    target = slot.to(tl.int64)[:, None] * SIZES.choices + choice
+    exists = (local < SIZES.tokens)[:, None] & of_token
+    id = tl.load(ids + at, mask=there[:, None] & of_token, other=-1)
+    weight = tl.load(weights + at, mask=there[:, None] & of_token, other=0.0)
+    tl.store(wl.symm_at(mail.ids, peer, team) + target, id, mask=exists)
+    tl.store(wl.symm_at(mail.weights, peer, team) + target, weight, mask=exists)
+    chosen = chosen_of(ids, local, there, peer, SIZES)
+    rows = wl.symm_at(mail.rows, peer, team)
+    for begin in range(0, SIZES.width, SIZES.block):
+        column = begin + tl.arange(0, SIZES.block)[None, :]
+        mask = chosen & (column < SIZES.width)
+        row = tl.load(x + local.to(tl.int64)[:, None] * SIZES.width + column, mask=mask, other=0.0)
+        if SIZES.scales > 0:
+            row, scale = quantized(row)
+            block = begin // COLUMNS + tl.arange(0, SIZES.block // COLUMNS)[None, :]
+            place = wl.symm_at(mail.scales, peer, team) + slot.to(tl.int64)[:, None] * SIZES.scales + block
+            tl.store(place, scale, mask=chosen & (block < SIZES.scales))
+        tl.store(rows + slot.to(tl.int64)[:, None] * SIZES.width + column, row, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
+    """Store this rank's T choices at all ranks, and each row at the ranks with an expert it chose.
+
+    grid: (programs,), each over every programs-th chunk of SIZES.chunk tokens
+
+    x [T, H], ids int32 and weights [T, k]; mail: ``Mail``; flags: ``Arrivals``; SIZES: ``Sizes``
+    An epoch is one call.
+
+    signals   those of ``begin_call``
+              program p, to every peer: arrived[me, c] = e, once its part of chunk c lies there; for every chunk, rows or not
+    waits     that of ``begin_call``, before any store: the peer has ended what read this half last
+              arrived[s, c] >= e for every peer s and this program's chunks, at the end: what runs next reads all rows
+    reuse     halves alternate by call, and what a rank has received is read before its next call begins. A rank begins call
+              e once it has received all of call e - 1, which its peers had then begun: the wait for ``entered`` only takes
+              time where one half is taken twice in a row, in replays of a CUDA graph
+    progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    world: tl.constexpr = wl.num_ranks(team)
+    me = wl.rank(team)
+    wl.follow_previous_kernel()
+    now = begin_call(flags, team)
+    for chunk in range(program, CHUNKS, programs):
+        for step in range(1, world + 1):
+            peer = (me + step) % world
+            send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES, team)
+            if step < world:
+                wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)
+    for chunk in range(program, CHUNKS, programs):
+        await_chunk(flags, chunk, CHUNKS, now, team)
+    end_call(flags, now)
+
+
+def dispatch_rows(
+    design: PushRows,
+    team: Team,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    most: int,
+    fp8: bool,
+    kept: bool,
+    tp: int,
+) -> list[torch.Tensor]:
+    """[rows, ids, weights, and scales of fp8 rows] of all ranks: this call's half of the receive buffers.
+
+    experts  of each rank; kept: rows, ids and weights are new tensors; tp: of ``Sizes``
+    """
+    (T, H), k, W = x.shape, ids.shape[1], team.size
+    sizes = Sizes.of(design, most, H, k, experts, fp8=fp8, tp=tp)
+    of_choices = (W, most, k)
+    shapes = {"rows": ((W, most, H), E4M3 if fp8 else x.dtype)}
+    shapes |= {"ids": (of_choices, torch.int32), "weights": (of_choices, x.dtype)}
+    if fp8:
+        shapes["scales"] = ((W, most, sizes.scales), torch.float32)
+    halves = team.workspace(("moe_dispatch", design, sizes, x.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
+    buffers, flags = halves.next()
+    launch_rows(moe_dispatch_kernel, design, sizes, team, (x, ids, weights), T, Mail(*buffers), flags)
+    arrived = [buffer.flatten(0, 1) for buffer in buffers]
+    if kept:
+        arrived[:3] = copy_chosen(design, sizes, team, *arrived[:2]), arrived[1].clone(), arrived[2].clone()
+    return arrived

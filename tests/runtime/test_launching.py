@@ -128,7 +128,7 @@ def test_a_kind_of_arguments_is_compiled_once(monkeypatch):
         assert len(made) == compiled == len(launch._compiled)
     assert made[0] == ((3,), (X, X, 3, 2.0), {"BLOCK": 4, "num_warps": 1})
     # The kept kernel gets the grid, the stream and all arguments, the constexpr ones at the end.
-    ran = [arguments for kernel in launch._compiled.values() for arguments in kernel.ran]
+    ran = [arguments for kernel, *_ in launch._compiled.values() for arguments in kernel.ran]
     assert [(arguments[0], arguments[3], arguments[-3:]) for arguments in ran] == [
         (5, 7, (5, 2.0, 4)),
         (3, 7, (3, 2.0, 4)),

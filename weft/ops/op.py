@@ -14,6 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch._C import (
+    _autograd,
+    _functorch,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 
 from weft.arguments import quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
@@ -274,23 +281,27 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
 
     Tensors are of torch's own types; no gradient, tracing, mode or profiler is active.
     """
-    with_gradients = torch.is_grad_enabled()
     for x in arguments:
-        if isinstance(x, torch.Tensor):
-            if type(x) not in _PLAIN or (with_gradients and x.requires_grad):
+        kind = type(x)
+        if kind in _PLAIN:
+            if x.requires_grad and torch.is_grad_enabled():
                 return False
-        elif type(x) is list and not _is_plain(x):
+        elif kind is list:
+            if not _is_plain(x):
+                return False
+        elif kind not in _NO_TENSORS and isinstance(x, torch.Tensor):
             return False
     return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state()
-        or torch._C._functorch.peek_interpreter_stack()
-        or torch._C._autograd._profiler_enabled()
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _get_tracing_state()
+        or _functorch.peek_interpreter_stack()
+        or _autograd._profiler_enabled()
     )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NO_TENSORS = (str, bool, int, float, type(None))
 _OPS: dict[str, Op] = {}
 
 

@@ -10,6 +10,7 @@ import triton
 
 import weft.language as wl
 from weft.ops.registration import check_team
+from weft.runtime.launching import launch_of
 from weft.runtime.team.rail import Piece
 from weft.runtime.team.team import Team
 
@@ -38,7 +39,8 @@ def barrier(team: Team) -> None:
 
 
 def _within(team: Team) -> None:
-    barrier_kernel[(1,)](team.view, num_warps=1, launch_cooperative_grid=True)
+    launch = launch_of(team, barrier_kernel, (), lambda: {"num_warps": 1, "launch_cooperative_grid": True})
+    launch(1, team.view)
 
 
 def _over(team: Team) -> None:

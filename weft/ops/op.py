@@ -43,6 +43,7 @@ class Op:
     designs  ways to compute it by name, each a frozen dataclass with that design's own fields, in the order of reports
     sizes    names of the sizes that its plan depends on: ("M", "N", "K"), or ("shape",), the input of each rank; () for an op
              without a plan
+    no_plan  why an op without a plan needs none
     options  names of further fields of ``call_of``
     variants names of fields of its calls whose rows in the tables are under name+variant: matmul+partials
     dtypes   supported dtypes; None: any of 1, 2, 4 or 8 bytes
@@ -64,6 +65,7 @@ class Op:
     alias: ClassVar[str]
     designs: ClassVar[Mapping[str, type]] = {}
     sizes: ClassVar[tuple[str, ...]] = ()
+    no_plan: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = None
@@ -303,6 +305,8 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NO_TENSORS = (str, bool, int, float, type(None))
 _OPS: dict[str, Op] = {}
+# Functions of weft.ops that are no op, and why they need no plan.
+_FUNCTIONS: dict[str, str] = {}
 
 
 def define(op: Op) -> None:
@@ -331,6 +335,16 @@ def register(op: Op) -> None:
     """Define the torch op and enter ``op`` into the registry."""
     define(op)
     _OPS[op.name] = op
+
+
+def without_plan(name: str, why: str) -> None:
+    """State for ``explain`` why a function of weft.ops that is no op needs no plan."""
+    _FUNCTIONS[name] = why
+
+
+def why_no_plan(name: str) -> str:
+    """Why an op or a function needs no plan; "" for an op with one. ValueError, as of ``find_op``, for other names."""
+    return _FUNCTIONS[name] if isinstance(name, str) and name in _FUNCTIONS else find_op(name).no_plan
 
 
 def registered() -> Iterator[Op]:

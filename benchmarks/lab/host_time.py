@@ -3,8 +3,8 @@
     python benchmarks/lab/host_time.py --world-size 2 --out FILE [--only all_reduce,barrier] [--profile all_reduce]
 
 The median over CALLS calls, each timed alone and none waited for, and its 10th and 90th percentile, of the rank where the
-median is highest; "torch add" shows how fast the host is. --share-gpus lets the ranks share one GPU: the host is the same, and a
-GPU that falls behind does not hold up a median. --profile NAME prints in which functions rank 0 spends a row's time.
+median is highest; "torch add" shows how fast the host is. --share-gpus lets the ranks share one GPU: the host is the same, and
+a GPU that falls behind does not hold up a median. --profile NAME prints in which functions rank 0 spends a row's time.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def push_shard(
     """
     if shard.requires_grad:
         shard = shard.detach()  # copies are made outside the op, where autograd would follow it
-    panel = len(gathered) // team.size
+    panel = gathered.shape[0] // team.size
     for step in range(1, team.size):
         peer = (team.rank - step) % team.size
         place = place_of.fn(team.rank, peer, team.size, local_first)

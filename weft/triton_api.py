@@ -40,8 +40,9 @@ combine_sum, combine_max, combine_min = standard._sum_combine, standard._element
 
 
 def launcher_of(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple]:
-    """A function that launches ``compiled`` without hooks, and its arguments between the stream and the kernel's.
+    """Function that launches ``compiled`` without hooks, and its arguments before the kernel's own.
 
+    These come after the grid and the stream.
     Triton's launcher asks at every call whether the kernel needs scratch memory, and then calls a function of C. That one is
     called directly if the kernel needs none and the function takes its arguments as Triton 3.6 gives them.
     """

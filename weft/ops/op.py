@@ -343,7 +343,7 @@ def without_plan(name: str, why: str) -> None:
 
 
 def why_no_plan(name: str) -> str:
-    """Why an op or a function needs no plan; "" for an op with one. ValueError, as of ``find_op``, for other names."""
+    """Reason why an op or a function needs no plan; "" for an op with one. ValueError as of ``find_op``."""
     return _FUNCTIONS[name] if isinstance(name, str) and name in _FUNCTIONS else find_op(name).no_plan
 
 

@@ -303,7 +303,7 @@ def registers_of(plan: PushPlan, world_size: int) -> int:
 def prepare(
     kernel: Any, n: int, tiles: int, dtype: torch.dtype, team: Team, plan: PushPlan, **constants: Any
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """``launch`` of a kernel without further arguments, for tensors of one size: call the result with x and out."""
+    """``launch`` of a kernel without further arguments, as a function of x and out of one size."""
     prepared = _prepared(kernel, team, plan, dtype, constants)
     run, programs = prepared.launch, min(tiles, prepared.programs)
     return lambda x, out: run(programs, x, out, n)

@@ -1,4 +1,4 @@
-"""Fused design of all_gather_matmul, and the transfer of shards by copy engines, which the pipelined design shares."""
+"""Fused design of all_gather_matmul, and the push of shards by copy engines, for all its designs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ import weft
 from weft import ops
 from weft.check.detector.detector import Detector
 from weft.ops.gemm.tile import Tile
-from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Fused
+from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL
+from weft.ops.overlap.fused_gather import Fused
 from weft.runtime.files import put
 
 RUNS = 3

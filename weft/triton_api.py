@@ -3,8 +3,8 @@
 ``tests/simulator/test_triton_contracts.py`` tests the behaviour relied on. The users, besides the simulator's interpreter:
 
 JITFunction     a simulation and ``weft.tune.compiling`` replace its ``run``; ``weft.runtime.launching`` goes past it
-CompiledKernel  ``weft.runtime.launching`` calls ``run`` with ``function`` and ``packed_metadata``, ``weft.tune.compiling``
-                ``_init_handles``
+CompiledKernel  ``launcher_of`` calls ``run`` with ``function`` and ``packed_metadata``, or the function of C below it;
+                ``weft.tune.compiling`` calls ``_init_handles``
 knobs           ``weft.runtime.launching`` asks for a profiler's hooks, ``weft.runtime.triton_interpret`` for TRITON_INTERPRET
 CodeGenerator   ``weft.language.lowering.debug_site`` looks for it on the Python stack
 builder         ``weft.language.lowering.stock`` reads the ``options`` of ``_semantic.builder``
@@ -12,8 +12,10 @@ builder         ``weft.language.lowering.stock`` reads the ``options`` of ``_sem
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import triton
 from triton import knobs
 from triton._C.libtriton import ir
 from triton._utils import canonicalize_dtype
@@ -29,12 +31,27 @@ if TYPE_CHECKING:
 __all__ = [
     "TRITON_BUILTIN", "CompiledKernel", "IncompatibleTypeErrorImpl", "InterpretedFunction", "InterpreterBuilder",
     "InterpreterOptions", "JITFunction", "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "canonicalize_dtype",
-    "combine_max", "combine_min", "combine_sum", "ir", "knobs", "tensor_descriptor_base", "wrap_axis",
+    "combine_max", "combine_min", "combine_sum", "ir", "knobs", "launcher_of", "tensor_descriptor_base", "wrap_axis",
 ]  # fmt: skip
 
 wrap_axis = core._wrap_axis
 # Combine functions of tl.sum, tl.max and tl.min.
 combine_sum, combine_max, combine_min = standard._sum_combine, standard._elementwise_max, standard._elementwise_min
+
+
+def launcher_of(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple]:
+    """Function that launches ``compiled`` without hooks, and its arguments before the kernel's own.
+
+    These come after the grid and the stream.
+    Triton's launcher asks at every call whether the kernel needs scratch memory, and then calls a function of C. That one is
+    called directly if the kernel needs none and the function takes its arguments as Triton 3.6 gives them.
+    """
+    run = compiled.run
+    is_known = triton.__version__.startswith("3.6.") and type(run).__module__ == "triton.backends.nvidia.driver"
+    if is_known and not run.global_scratch_size and not run.profile_scratch_size:
+        how = run.launch_cooperative_grid, run.launch_pdl, None, None  # no scratch memory of either kind
+        return run.launch, (compiled.function, *how, compiled.packed_metadata, None, None, None)
+    return run, (compiled.function, compiled.packed_metadata, None, None, None)
 
 
 def __getattr__(name: str) -> Any:

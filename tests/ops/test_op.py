@@ -97,6 +97,18 @@ def test_a_plan_is_a_function_of_call_and_machine(op, world_size):
             assert planned.reason and type(planned.design) is op.designs[planned.name]
 
 
+@pytest.mark.parametrize("name", [*(op.name for op in OPS if not op.sizes), "barrier"])
+def test_explain_says_in_one_line_why_there_is_no_plan(name):
+    text = str(ops.explain(name))
+    assert text.startswith(f"{name} has no plan: ") and len(text) > len(name) + 30 and "\n" not in text
+    with pytest.raises(ValueError, match=f"{name} has no plan that M=3 could change; leave it out"):
+        ops.explain(name, M=3)
+
+
+def test_an_op_has_a_plan_or_says_why_not():
+    assert [op.name for op in OPS if bool(op.sizes) == bool(op.no_plan)] == []
+
+
 def test_sizes_may_be_left_open_while_compiling():
     """A size that is a symbol is no key of a plan: each call is planned anew, and results are those of eager calls."""
 

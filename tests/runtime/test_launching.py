@@ -1,6 +1,7 @@
 """``Launch``: a compiled kernel for each kind of arguments; simulated ranks go through Triton's own launch."""
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -110,7 +111,9 @@ class Compiled:
         self.ran.append(arguments)
 
 
-def test_a_kind_of_arguments_is_compiled_once(monkeypatch):
+@pytest.fixture
+def made(monkeypatch):
+    """Launches that went through Triton, with (grid, arguments, options) each, as if on a GPU."""
     made = []
 
     def run(self, *arguments, grid, warmup, **options):
@@ -122,15 +125,34 @@ def test_a_kind_of_arguments_is_compiled_once(monkeypatch):
     monkeypatch.setattr(launching, "CompiledKernel", Compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    return made
+
+
+def test_a_kind_of_arguments_is_compiled_once(made):
     launch = Launch(scale_kernel, {"BLOCK": 4, "num_warps": 1}, fixed=(2.0,), before=3)
     for n, compiled in ((3, 1), (5, 1), (16, 2), (3, 2), (32, 2), (1, 3)):
         launch(n, X, X, n)
         assert len(made) == compiled == len(launch._compiled)
     assert made[0] == ((3,), (X, X, 3, 2.0), {"BLOCK": 4, "num_warps": 1})
     # The kept kernel gets the grid, the stream and all arguments, the constexpr ones at the end.
-    ran = [arguments for kernel in launch._compiled.values() for arguments in kernel.ran]
+    ran = [arguments for kernel, *_ in launch._compiled.values() for arguments in kernel.ran]
     assert [(arguments[0], arguments[3], arguments[-3:]) for arguments in ran] == [
         (5, 7, (5, 2.0, 4)),
         (3, 7, (3, 2.0, 4)),
         (32, 7, (32, 2.0, 4)),
     ]
+
+
+def test_fixed_tensors_are_passed_as_addresses(made):
+    class View(NamedTuple):
+        word: torch.Tensor
+        count: int
+
+    view = View(X[1:], 3)
+    launch = Launch(scale_kernel, {"BLOCK": 4}, fixed=(X, view), before=1)
+    for factor in (2.0, 3.0):
+        launch((5, 6), X, factor)
+    assert made == [((5, 6), (X, X, view, 2.0), {"BLOCK": 4})]
+    ((kernel, *_),) = launch._compiled.values()
+    (ran,) = kernel.ran
+    assert (ran[:4], ran[-5:]) == ((5, 6, 1, 7), (X, X.data_ptr(), (X.data_ptr() + 4, 3), 3.0, 4))

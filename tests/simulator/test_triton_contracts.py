@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import BaseBackend
+from triton.backends.nvidia import driver as cuda_driver
 from triton.compiler import code_generator
 from triton.language import semantic
 from triton.runtime import jit
@@ -154,6 +155,14 @@ CONTRACTS = (
              "weft/runtime/launching.py weft/tune/compiling.py",
              lambda _: callable(CompiledKernel._init_handles)
              and "stream=None" in inspect.getsource(CompiledKernel.__getitem__)),
+    contract("CudaLauncher calls launch(x, y, z, stream, function, cooperative, pdl, scratch, profile_scratch, *arguments)",
+             "weft/triton_api.py", lambda _: re.search(
+                 r"self\.launch\(gridX, gridY, gridZ, stream, function, self\.launch_cooperative_grid, self\.launch_pdl,\s+"
+                 r"global_scratch, profile_scratch, \*args\)", inspect.getsource(cuda_driver.CudaLauncher)),
+             "3.6.0"),
+    contract("a pointer argument may be an integer, its address", "weft/runtime/launching.py",
+             lambda _: "PyLong_Check(obj)" in inspect.getsource(cuda_driver)
+             + (Path(cuda_driver.__file__).parent / "driver.c").read_text()),
     contract("knobs.runtime has the profilers' hooks, whose calls are empty without a profiler", "weft/runtime/launching.py",
              lambda _: not (KNOBS.launch_enter_hook.calls or KNOBS.launch_exit_hook.calls)),
     contract("AsyncCompileMode(executor, ignore_errors=) compiles in threads", "weft/tune/compiling.py",

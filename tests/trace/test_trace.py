@@ -9,7 +9,8 @@ import torch
 import weft
 from weft.errors import Unsupported
 from weft.ops.gemm.tile import Tile
-from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Fused, Pipelined
+from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
+from weft.ops.overlap.fused_gather import Fused
 from weft.simulator.observer import Observer
 from weft.trace.chrome import read, to_json
 from weft.trace.summary import summarize, summary

@@ -30,7 +30,8 @@ class ScaledMatrix(NamedTuple):
 
 def has_dense_rows(x: torch.Tensor) -> bool:
     """True if the rows of ``x`` are dense and do not overlap, as in a slice of a matrix."""
-    return (x.shape[1] == 1 or x.stride(1) == 1) and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
+    (rows, columns), (step, within) = x.shape, x.stride()
+    return (columns == 1 or within == 1) and (rows == 1 or step >= columns)
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,8 @@ def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 def row_stride(x: torch.Tensor) -> int:
     """Elements from row to row; for a single row, a stride that any descriptor takes."""
-    return x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // 16) * 16
+    rows, columns = x.shape
+    return x.stride(0) if rows > 1 else -(-columns // 16) * 16
 
 
 def can_describe(*matrices: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft.arguments import check_bool, check_instance, check_optional, is_integer, quoted
-from weft.ops.op import Op, find_op, registered
+from weft.ops.op import Op, find_op, why_no_plan
 from weft.ops.registration import ITEM_SIZES, check_choice
 from weft.plan.planned import Planned, machine
 from weft.plan.table import Row, name_of
@@ -19,11 +19,16 @@ from weft.runtime.capabilities import Capabilities
 from weft.runtime.team.shape import check_node_size
 
 
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    """Design of an op without a plan."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
     """Plan of one call; str() and repr() are its text.
 
-    The text has the call, the design with its fields and the plans within it, and the reason.
+    The text has the call, the design with its fields and the plans within it, and the reason; of an op without a plan one line.
 
     op       the op's name
     call     the call as text
@@ -54,6 +59,8 @@ class Explanation:
         return self.planned.reason
 
     def __repr__(self) -> str:
+        if isinstance(self.plan, NoPlan):
+            return f"{self.call} has no plan: {self.reason}"
         return "\n".join((self.call, *_lines(self.planned, "gets")))
 
 
@@ -88,12 +95,15 @@ def explain(
         print(weft.ops.explain("all_reduce", (16, 5120), world_size=4))
         print(weft.ops.explain("sample_argmax", batch=8, vocab=37984))
 
-    ValueError for an unknown op, or sizes or a dtype that do not fit it.
+    An op without a plan takes no sizes. ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
+    given = {"shape": shape, "M": M, "N": N, "K": K, **sizes}
+    if why := why_no_plan(op):
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"explain: {op} has no plan that {name}={quoted(value)} could change; leave it out")
+        return Explanation(op, op, Planned("kernel", NoPlan(), why))
     found = find_op(op)
-    if not found.sizes:
-        explainable = ", ".join(other.name for other in registered() if other.sizes)
-        raise ValueError(f"explain: {found.name} has one design, and no plan; take one of {explainable}")
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"explain: dtype={quoted(dtype)} is no torch.dtype; pass torch.bfloat16")
     if world_size is None:
@@ -104,7 +114,6 @@ def explain(
     check_bool("explain: own_first", own_first)
     _check_dtype(found, dtype)
     check_choice(found.name, "algorithm", algorithm, found.algorithms)
-    given = {"shape": shape, "M": M, "N": N, "K": K, **sizes}
     if {name for name, value in given.items() if value is not None} != set(found.sizes):
         needed = ", ".join(f"{name}=" for name in found.sizes)
         rest = ", ".join(name for name in given if name not in found.sizes)

@@ -14,6 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch._C import (
+    _autograd,
+    _functorch,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 
 from weft.arguments import quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
@@ -36,6 +43,7 @@ class Op:
     designs  ways to compute it by name, each a frozen dataclass with that design's own fields, in the order of reports
     sizes    names of the sizes that its plan depends on: ("M", "N", "K"), or ("shape",), the input of each rank; () for an op
              without a plan
+    no_plan  why an op without a plan needs none
     options  names of further fields of ``call_of``
     variants names of fields of its calls whose rows in the tables are under name+variant: matmul+partials
     dtypes   supported dtypes; None: any of 1, 2, 4 or 8 bytes
@@ -57,6 +65,7 @@ class Op:
     alias: ClassVar[str]
     designs: ClassVar[Mapping[str, type]] = {}
     sizes: ClassVar[tuple[str, ...]] = ()
+    no_plan: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = None
@@ -274,24 +283,30 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
 
     Tensors are of torch's own types; no gradient, tracing, mode or profiler is active.
     """
-    with_gradients = torch.is_grad_enabled()
     for x in arguments:
-        if isinstance(x, torch.Tensor):
-            if type(x) not in _PLAIN or (with_gradients and x.requires_grad):
+        kind = type(x)
+        if kind in _PLAIN:
+            if x.requires_grad and torch.is_grad_enabled():
                 return False
-        elif type(x) is list and not _is_plain(x):
+        elif kind is list:
+            if not _is_plain(x):
+                return False
+        elif kind not in _NO_TENSORS and isinstance(x, torch.Tensor):
             return False
     return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state()
-        or torch._C._functorch.peek_interpreter_stack()
-        or torch._C._autograd._profiler_enabled()
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _get_tracing_state()
+        or _functorch.peek_interpreter_stack()
+        or _autograd._profiler_enabled()
     )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NO_TENSORS = (str, bool, int, float, type(None))
 _OPS: dict[str, Op] = {}
+# Functions of weft.ops that are no op, and why they need no plan.
+_FUNCTIONS: dict[str, str] = {}
 
 
 def define(op: Op) -> None:
@@ -320,6 +335,16 @@ def register(op: Op) -> None:
     """Define the torch op and enter ``op`` into the registry."""
     define(op)
     _OPS[op.name] = op
+
+
+def without_plan(name: str, why: str) -> None:
+    """State for ``explain`` why a function of weft.ops that is no op needs no plan."""
+    _FUNCTIONS[name] = why
+
+
+def why_no_plan(name: str) -> str:
+    """Reason why an op or a function needs no plan; "" for an op with one. ValueError as of ``find_op``."""
+    return _FUNCTIONS[name] if isinstance(name, str) and name in _FUNCTIONS else find_op(name).no_plan
 
 
 def registered() -> Iterator[Op]:

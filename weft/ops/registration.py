@@ -131,4 +131,4 @@ def as_words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:
     flat = x.contiguous().view(-1)
     if flat.data_ptr() % word.itemsize != 0:
         flat = flat.clone()
-    return flat.view(word)
+    return flat if flat.dtype == word else flat.view(word)

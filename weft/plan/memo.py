@@ -13,6 +13,7 @@ T = TypeVar("T")
 MOST = 4096
 _caches: list[Any] = []
 _results: dict[Hashable, Any] = {}
+_generation = 0
 
 
 def once(key: Hashable, make: Callable[[], T]) -> T:
@@ -47,8 +48,15 @@ def remembered(function: F) -> F:
     return cast(F, ask)
 
 
+def generation() -> int:
+    """Number of calls of ``forget``, for the keys of what follows from choices and is kept elsewhere."""
+    return _generation
+
+
 def forget() -> None:
     """Clear all remembered choices; call after the tables change."""
+    global _generation
+    _generation += 1
     _results.clear()
     for cached in _caches:
         cached.cache_clear()

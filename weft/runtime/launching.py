@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
+from torch import _C
 
 from weft.runtime.team.view import TeamView
-from weft.triton_api import CompiledKernel, JITFunction, knobs
+from weft.triton_api import CompiledKernel, JITFunction, knobs, launcher_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 # Triton's own launch. The simulator, and `weft tune` where it only compiles, replace it.
 _TRITON_RUN = JITFunction.run
+_HOOKS = knobs.runtime
 
 
 class Launch:
@@ -34,54 +36,51 @@ class Launch:
     ``JITFunction.run`` has been replaced (simulated ranks), every call goes through it.
     """
 
-    __slots__ = ("_before", "_compiled", "_constants", "_constexprs", "_fixed", "_kernel")
+    __slots__ = ("_addresses", "_before", "_compiled", "_constants", "_constexprs", "_fixed", "_kernel")
 
     def __init__(
         self, kernel: JITFunction, constants: Mapping[str, Any], fixed: tuple[Any, ...] = (), before: int = 0
     ) -> None:
         self._kernel, self._constants, self._fixed, self._before = kernel, dict(constants), fixed, before
         self._constexprs = tuple(constants[p.name] for p in kernel.params if p.is_constexpr and p.name in constants)
-        self._compiled: dict[tuple, CompiledKernel] = {}
+        # Triton's launcher asks a tensor for its address and the driver about it, but takes an integer as it is.
+        self._addresses = _with_addresses(fixed)
+        self._compiled: dict[tuple, tuple[CompiledKernel, Callable[..., None], tuple]] = {}
 
     def __call__(self, programs: int | tuple[int, int], *varying: Any) -> None:
         """Run ``programs`` programs, or a grid of them, on the current stream.
 
         ``varying``: arguments that are neither constexpr nor fixed.
         """
-        arguments = (*varying[: self._before], *self._fixed, *varying[self._before :])
+        before = self._before
+        if JITFunction.run is _TRITON_RUN:
+            kind: list[Any] = []
+            _describe(varying, kind)
+            ready = self._compiled.get(tuple(kind))
+            if ready is not None:
+                compiled, run, head = ready
+                width, height = (programs, 1) if type(programs) is int else programs
+                stream = _C._cuda_getCurrentRawStream(_C._cuda_getDevice())
+                if _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:  # a profiler's
+                    arguments = (*varying[:before], *self._fixed, *varying[before:], *self._constexprs)
+                    compiled[(width, height, 1)](*arguments, stream=stream)
+                else:
+                    arguments = (*varying[:before], *self._addresses, *varying[before:], *self._constexprs)
+                    run(width, height, 1, stream, *head, *arguments)
+                return
         grid = programs if isinstance(programs, tuple) else (programs,)
-        if JITFunction.run is not _TRITON_RUN:
-            self._kernel[grid](*arguments, **self._constants)
-            return
-        kind: list[Any] = []
-        _describe(varying, kind)
-        compiled = self._compiled.get(key := tuple(kind))
-        if compiled is None:
-            made = self._kernel[grid](*arguments, **self._constants)
-            if isinstance(made, CompiledKernel):
-                self._compiled[key] = made
-            return
-        width, height = programs if isinstance(programs, tuple) else (programs, 1)
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        if _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:  # a profiler's
-            compiled[(width, height, 1)](*arguments, *self._constexprs, stream=stream)
-        else:
-            compiled.run(
-                width,
-                height,
-                1,
-                stream,
-                compiled.function,
-                compiled.packed_metadata,
-                None,
-                None,
-                None,
-                *arguments,
-                *self._constexprs,
-            )
+        arguments = (*varying[:before], *self._fixed, *varying[before:])
+        made = self._kernel[grid](*arguments, **self._constants)
+        if isinstance(made, CompiledKernel) and JITFunction.run is _TRITON_RUN:
+            self._compiled[tuple(kind)] = made, *launcher_of(made)
 
 
-_HOOKS = knobs.runtime
+def _with_addresses(arguments: tuple) -> tuple:
+    """``arguments`` with the address of each tensor in its place."""
+    return tuple(
+        x.data_ptr() if isinstance(x, torch.Tensor) else _with_addresses(x) if isinstance(x, tuple) else x
+        for x in arguments
+    )
 
 
 def _describe(arguments: tuple, kind: list[Any]) -> None:
@@ -91,27 +90,30 @@ def _describe(arguments: tuple, kind: list[Any]) -> None:
     bools. A team's view is the same at every call, but for its rings while it is traced.
     """
     for x in arguments:
-        if isinstance(x, torch.Tensor):
+        of = type(x)
+        if of is torch.Tensor:
             kind.append(x.dtype)
             kind.append(x.data_ptr() & 15)
-        elif x is True or x is False:  # not 1 or 0: a kernel for i1 keeps only the lowest bit of an integer
-            kind += (bool, x)
-        elif isinstance(x, int):
+        elif of is int:
             if -(2**31) <= x < 2**31:
                 kind.append(1 if x == 1 else 16 * (x & 15 == 0))
             else:
                 kind.append((32 if x < 2**63 else 64) + 16 * (x & 15 == 0))
+        elif of is TeamView:
+            kind.append(x.trace is None)
+        elif of is tl.constexpr:
+            kind += (of, type(x.value), x.value)
+        elif of is bool:  # not 1 or 0: a kernel for i1 keeps only the lowest bit of an integer
+            kind += (of, x)
+        elif of is float:
+            kind.append(of)
         elif x is None:
             kind.append(None)
-        elif isinstance(x, TeamView):
-            kind.append(x.trace is None)
         elif isinstance(x, tuple):
             kind.append(~len(x))  # unlike any integer's
             _describe(x, kind)
-        elif isinstance(x, tl.constexpr):
-            kind += (tl.constexpr, type(x.value), x.value)
-        elif isinstance(x, float):
-            kind.append(float)
+        elif isinstance(x, torch.Tensor):  # a parameter
+            kind += (x.dtype, x.data_ptr() & 15)
         else:  # a tensor descriptor, whose base is aligned
             kind += (x.base.dtype, *x.block_shape)
 

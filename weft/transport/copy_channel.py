@@ -81,8 +81,12 @@ class CopyChannel:
     filled: tuple[torch.Tensor, ...]
     ready: torch.Tensor
     calls: int = 0
+    _halves: tuple[torch.Tensor, ...] = ()
     _flags: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _rows: dict[int, Channel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._halves = self.buffers.unbind()
 
     @classmethod
     def make(cls, team: Team, buffers: torch.Tensor, flags: int, programs: int = 0) -> CopyChannel:
@@ -110,7 +114,7 @@ class CopyChannel:
         self.calls += 1
         launch = launch_of(team, begin_kernel, (), lambda: {"num_warps": 1})
         launch(team.size - 1, self.landed.view, self.filled[half], self.entered, team.view)
-        return self.buffers[half]
+        return self._halves[half]
 
     def send(self, team: Team, target: torch.Tensor, source: torch.Tensor, row: int, number: int, peer: int) -> None:
         """``Channel.send``, but ``row`` chooses the flags by place in ``buffers``, not by source.

@@ -55,6 +55,7 @@ ordered by one stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,6 +300,15 @@ def registers_of(plan: PushPlan, world_size: int) -> int:
     return 64 if tile <= 32 else 80 if tile <= 64 else 128
 
 
+def prepare(
+    kernel: Any, n: int, tiles: int, dtype: torch.dtype, team: Team, plan: PushPlan, **constants: Any
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """``launch`` of a kernel without further arguments, as a function of x and out of one size."""
+    prepared = _prepared(kernel, team, plan, dtype, constants)
+    run, programs = prepared.launch, min(tiles, prepared.programs)
+    return lambda x, out: run(programs, x, out, n)
+
+
 def launch(
     kernel: Any,
     x: torch.Tensor | tuple,
@@ -320,12 +330,17 @@ def launch(
     of these run, and kernels beside or before them end by themselves. It is no cooperative launch, by which the driver would
     refuse more: that starts 1 us later (H200).
     """
+    prepared = _prepared(kernel, team, plan, out.dtype, constants)
+    prepared.launch(min(tiles, prepared.programs), x, out, n, *arguments)
+
+
+def _prepared(kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]) -> _Prepared:
     known = team.workspace("pushes", dict)
-    key = kernel.__name__, plan, out.dtype, team.is_traced, *constants.values()
+    key = kernel.__name__, plan, dtype, team.is_traced, *constants.values()
     prepared = known.get(key)
     if prepared is None:
-        prepared = known[key] = _Prepared.make(kernel, team, plan, out.dtype, constants)
-    prepared.launch(min(tiles, prepared.programs), x, out, n, *arguments)
+        prepared = known[key] = _Prepared.make(kernel, team, plan, dtype, constants)
+    return prepared
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from weft.ops.collectives.collective import Collective
 from weft.ops.collectives.heads import ExchangeHeads
 from weft.ops.op import registered
 from weft.plan import table
+from weft.plan.memo import forget
 from weft.plan.planned import machine
 from weft.runtime import capabilities
 from weft.transport.plans import PushPlan
@@ -49,6 +50,25 @@ def interleaved(world_size, dtypes=(BF16, FP32)):
 def test_mixed_sizes_back_to_back(world_size, slow, seed):
     cases = list(interleaved(world_size, (BF16,) if seed else (BF16, FP32)))
     check_replicated(weft.simulate(run_cases, world_size, seed=seed, slow=slow, args=(cases, 2)))
+
+
+def test_what_follows_from_a_plan_is_made_once(monkeypatch):
+    made = []
+    prepared = ALL_REDUCE.prepared
+    monkeypatch.setattr(ALL_REDUCE, "prepared", lambda *given: made.append(given[2:]) or prepared(*given))
+
+    def main(team):
+        def call(*shape, dtype=BF16, algorithm="auto"):
+            ops.all_reduce(torch.ones(shape, dtype=dtype), team, algorithm)
+            return len(made)
+
+        counts = [call(6), call(6), call(2, 3), call(3, dtype=FP32), call(6, algorithm="two_shot")]
+        forget()
+        counts += [call(6), call(6)]
+        team.empty(5)  # the plan depends on how the heap is filled
+        return [*counts, call(6), call(6)]
+
+    assert weft.simulate(main, 1) == [[1, 1, 1, 2, 3, 4, 4, 5, 5]]
 
 
 def test_more_tiles_than_programs():

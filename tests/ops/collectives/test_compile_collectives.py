@@ -14,11 +14,12 @@ from tests.compiling import TARGETS, a_view, compiled
 from tests.sampled import sampled
 from weft.ops.collectives.all_gather import all_gather_kernel
 from weft.ops.collectives.all_reduce import all_reduce_kernel
-from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM, Norm, Summands, all_reduce_rms_norm_kernel
+from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from weft.ops.collectives.all_to_all import all_to_all_kernel
 from weft.ops.collectives.barrier import barrier_kernel
 from weft.ops.collectives.collective import ONE_HOP, TWO_HOPS, of_world
 from weft.ops.collectives.copy_engine import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
+from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel
 from weft.ops.collectives.reduce_scatter import reduce_scatter_kernel
 from weft.ops.gemm.small_m_rule import MAX_PARTIALS_LEFT
 from weft.plan import table

@@ -16,8 +16,8 @@ from weft import ops
 from weft.kernels import pair_sums
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.pair_sums import PairSum
-from weft.ops.collectives import all_reduce_rms_norm
-from weft.ops.collectives.all_reduce_rms_norm import Norm, all_reduce_rms_norm_kernel
+from weft.ops.collectives import norm_kernel
+from weft.ops.collectives.norm_kernel import Norm, all_reduce_rms_norm_kernel
 from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import SumInNorm
 from weft.ops.op import find_op
 from weft.plan.planned import machine
@@ -97,7 +97,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake, tmp_path, monkeypatch):
     mutant = mutated(pair_sums, *MISTAKES[mistake], f"pairs_mutant_{len(mistake)}", tmp_path)
-    monkeypatch.setattr(all_reduce_rms_norm, "sum_of_pairs", mutant.sum_of_pairs)
+    monkeypatch.setattr(norm_kernel, "sum_of_pairs", mutant.sum_of_pairs)
 
     def main(team):
         given, beside = drawn(team, 2, True)

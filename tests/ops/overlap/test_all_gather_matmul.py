@@ -10,7 +10,8 @@ from tests.ops.checking import assert_close, assert_identical
 from weft import ops
 from weft.ops.case import BF16, FP32
 from weft.ops.gemm.tile import Tile
-from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Fused, Pipelined
+from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
+from weft.ops.overlap.fused_gather import Fused
 from weft.plan import table
 from weft.plan.planned import machine
 from weft.runtime import capabilities

@@ -16,7 +16,7 @@ from weft.kernels.operands import descriptor_or_self
 from weft.kernels.tile_schedule import as_argument, make_tiles
 from weft.ops.gemm.matmul import matmul_kernel
 from weft.ops.op import find_op
-from weft.ops.overlap.all_gather_matmul import all_gather_matmul_kernel
+from weft.ops.overlap.fused_gather import all_gather_matmul_kernel
 from weft.ops.overlap.fused_reduce import Buffers, matmul_reduce_kernel
 from weft.ops.overlap.pipelined import SUM_BLOCK, SUM_WARPS, Shares, share_kernel, sum_kernel
 from weft.plan import table

@@ -91,6 +91,7 @@ def decode_metadata(
 
 class DecodeMetadata(Op):
     name, alias = "decode_metadata", "decode-metadata"
+    no_plan = "one kernel of few integers, in blocks of one size"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Positions and four pages of each sequence. sizes: sequences, KV heads, page size."""

@@ -75,6 +75,7 @@ class MergeAttention(Op):
     """sizes of a case: P, B, H, D. Its field ``empty``: (part, sequence) without tokens."""
 
     name, alias = "merge_attention", "merge-attention"
+    no_plan = "one kernel; a program takes as many rows of a head as its registers hold"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         outs, lses = draw.own("outs", case.sizes), draw.own("lses", case.sizes[:3], 3.0, FP32)

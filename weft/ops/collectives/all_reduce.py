@@ -9,7 +9,7 @@ multimem_…  the switch adds (weft.ops.collectives.multimem)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ from weft.transport.push import (
     is_rank,
     is_sent,
     keep_epoch,
-    launch,
     my_slot,
+    prepare,
     receive,
     send,
     send_order,
@@ -260,8 +260,22 @@ class AllReduce(Collective):
                 sources = split(on_lines(x.detach().contiguous().view(-1)), team.size)
                 add_and_share(sources, split(out.view(-1), team.size), team, design)
             else:
-                _launch(x.contiguous(), out, team, design, partials=1)
+                _push(out.numel(), out.dtype, team, design)(x.contiguous(), out)
         return out
+
+    def prepared(
+        self, design: Any, team: Team, nbytes: int, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        if not isinstance(design, (OneShot, TwoShot)) or not nbytes:
+            return super().prepared(design, team, nbytes, dtype)
+        push = _push(nbytes // dtype.itemsize, dtype, team, design)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            push(x.contiguous(), out)
+            return out
+
+        return run
 
     def _scatter_and_gather(self, design: ScatterGather, team: Team, x: torch.Tensor, out: torch.Tensor) -> None:
         n, part = x.numel(), cdiv(x.numel(), team.size)
@@ -292,7 +306,7 @@ class AllReduce(Collective):
         """
         out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
         call = CollectiveCall(out.nbytes, dtype, "one_shot")
-        _launch(x, out, team, self.plan(call, machine_of(team)).design, partials=x.shape[0])
+        _push(out.numel(), dtype, team, self.plan(call, machine_of(team)).design, partials=x.shape[0])(x, out)
         return out
 
     def fake(self, x, team, algorithm="auto"):
@@ -306,10 +320,13 @@ class AllReduce(Collective):
         return torch.ops.weft.all_reduce.default(grad, ctx.team, ctx.algorithm), None, None
 
 
-def _launch(x: torch.Tensor, out: torch.Tensor, team: Team, design: OneShot | TwoShot, partials: int) -> None:
+def _push(
+    n: int, dtype: torch.dtype, team: Team, design: OneShot | TwoShot, partials: int = 1
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Launch for ``n`` elements of ``dtype``, of which x and out are given."""
     two_shot, plan = isinstance(design, TwoShot), design.push
-    tiles = cdiv(out.nbytes, plan.row_bytes * (team.size if two_shot else 1))
-    launch(all_reduce_kernel, x, out, out.numel(), tiles, team, plan, TWO_SHOT=two_shot, SUMMANDS=partials)
+    tiles = cdiv(n * dtype.itemsize, plan.row_bytes * (team.size if two_shot else 1))
+    return prepare(all_reduce_kernel, n, tiles, dtype, team, plan, TWO_SHOT=two_shot, SUMMANDS=partials)
 
 
 def drawn(case: Case, draw: Draw) -> torch.Tensor:

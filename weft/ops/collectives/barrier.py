@@ -1,6 +1,6 @@
 """Barrier on the stream: work behind it comes after all ranks' work before it.
 
-It is no ``Op``: without tensors and with one design there is nothing to plan, explain or tune.
+It is no ``Op``: torch's ops have tensors, and a case has inputs and a result.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import torch
 import triton
 
 import weft.language as wl
+from weft.ops.op import without_plan
 from weft.ops.registration import check_team
+from weft.runtime.launching import launch_of
 from weft.runtime.team.rail import Piece
 from weft.runtime.team.team import Team
 
@@ -37,8 +39,12 @@ def barrier(team: Team) -> None:
         _within(team.node)
 
 
+without_plan("barrier", "one kernel of one program for each node, and a word by rail between nodes")
+
+
 def _within(team: Team) -> None:
-    barrier_kernel[(1,)](team.view, num_warps=1, launch_cooperative_grid=True)
+    launch = launch_of(team, barrier_kernel, (), lambda: {"num_warps": 1, "launch_cooperative_grid": True})
+    launch(1, team.view)
 
 
 def _over(team: Team) -> None:

@@ -6,8 +6,9 @@ The limits are crossovers on H200s linked by NVLink 4 without multicast; figures
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.collectives.space import copy_engines, pushes, pushes_around
 from weft.ops.op import Op
 from weft.ops.registration import check_divides
+from weft.plan.memo import MOST, generation
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
@@ -141,8 +143,22 @@ class Collective(Op):
 
     def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto") -> torch.Tensor:
         members = find_team(team)
-        call = CollectiveCall(x.nbytes, x.dtype, algorithm)
-        return self.run(self.plan(call, machine_of(members)).design, members, x)
+        calls = members.workspace("calls", dict)
+        # With the inputs of the plan that may change: how the heap is filled, and the tables.
+        key = self.name, x.nbytes, x.dtype, algorithm, members.is_traced, members.node.heap_changes, generation()
+        prepared = calls.get(key)
+        if prepared is None:
+            design = self.plan(CollectiveCall(x.nbytes, x.dtype, algorithm), machine_of(members)).design
+            if len(calls) >= MOST:
+                calls.clear()
+            prepared = calls[key] = self.prepared(design, members, x.nbytes, x.dtype)
+        return prepared(x)
+
+    def prepared(
+        self, design: Any, team: Team, nbytes: int, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """``run`` by ``design`` for tensors of one size and dtype."""
+        return partial(self.run, design, team)
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: bool) -> Case:
         elements = shape[0] // dtype.itemsize

@@ -74,6 +74,7 @@ def silu_mul(gate_up: torch.Tensor | DeferredNorm) -> torch.Tensor:
 
 class SiluMul(Op):
     name, alias = "silu_mul", "silu-mul"
+    no_plan = "one kernel; a program takes one number of elements, of as many rows as there are"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         gate_up, parts = draw.own("gate_up", case.sizes, 3.0), case.field("squares")

@@ -36,6 +36,7 @@ from weft.ops.neighbours import moved
 from weft.ops.op import Op, define, register
 from weft.plan.planned import AUTO, Machine, Planned, machine
 from weft.runtime.codec import exchangeable
+from weft.runtime.launching import launch_on
 
 
 @exchangeable
@@ -214,7 +215,9 @@ def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> tor
     programs = min(caps.sms, tiles.count * (MAX_PARTIALS.value if design.split else 1))
     tiles = persistent.with_split(tiles, programs, design.split)
     operands, descriptors = persistent.operands(a, b, tile)
-    matmul_kernel[(programs,)](
+    launch = launch_on(a.device, matmul_kernel, (tile, descriptors), lambda: tile.options(descriptors, caps.arch))
+    launch(
+        programs,
         *operands,
         out,
         _split_scratch(a.device, tiles.count - tiles.whole, programs, tile),
@@ -223,7 +226,6 @@ def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> tor
         as_argument(tiles),
         None,
         tile.block(descriptors),
-        **tile.options(descriptors, caps.arch),
     )
     return out
 

@@ -19,6 +19,7 @@ while that kernel is still running and prefetch the first ``ahead`` columns of t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import launch_on
 
 # Elements that a program of sum_partials_kernel adds up.
 SUM_BLOCK = 1024
@@ -214,7 +216,15 @@ def run(
     else:
         sums = torch.empty((partials, weight.shape[0] // N, M, N), dtype=torch.float32, device=x.device)
     tiles = cdiv(M, design.block_m) * cdiv(N, design.block_n)
-    small_m_kernel[(tiles * partials,)](
+    squares = 0 if scales is None else scales.squares.shape[1]
+    launch = launch_on(
+        x.device,
+        small_m_kernel,
+        (design, gated, squares),
+        lambda: {"SQUARES": squares, **constants(design, gated), **options},
+    )
+    launch(
+        tiles * partials,
         descriptor_or_self(x, design.block_m, design.block_k, True),
         descriptor_or_self(weight, design.block_n, design.block_k, True),
         weight,
@@ -225,20 +235,22 @@ def run(
         design.ahead,
         scales or RowScales(sums, 0.0),
         block_of(design),
-        SQUARES=0 if scales is None else scales.squares.shape[1],
-        **constants(design, gated),
-        **options,
     )
     if partials > 1:
         if not summed:
             return sums.squeeze(1)
         out = torch.empty((M, N), dtype=x.dtype, device=x.device)
-        sum_partials_kernel[(cdiv(M * N, SUM_BLOCK),)](
-            sums, out, M * N, partials, GATED=gated, BLOCK=SUM_BLOCK, num_warps=4, **options
+        launch = launch_on(
+            x.device,
+            sum_partials_kernel,
+            gated,
+            lambda: {"GATED": gated, "BLOCK": SUM_BLOCK, "num_warps": 4, **options},
         )
+        launch(cdiv(M * N, SUM_BLOCK), sums, out, M * N, partials)
     return out
 
 
+@functools.lru_cache
 def block_of(design: SmallM) -> Block:
     """Kernel argument ``block``."""
     rows = (design.block_n, design.block_m) if design.transposed else (design.block_m, design.block_n)

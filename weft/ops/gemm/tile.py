@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +42,7 @@ class Tile:
 
     def block(self, descriptors: bool, piece: int = 1) -> Block:
         """Kernel argument ``block``. piece: elements that are sent in each step along K (``Block``)."""
-        return Block(
-            tl.constexpr(self.block_m),
-            tl.constexpr(self.block_n),
-            tl.constexpr(self.block_k if descriptors else _POINTER_BLOCK_K),
-            tl.constexpr(descriptors),
-            # Few registers for a split tile's partial sums, so that all their loads are in flight.
-            tl.constexpr(min(self.block_m, max(1, 4096 // self.block_n))),
-            tl.constexpr(min(piece, self.block_m * self.block_n)),
-        )
+        return _block(self.block_m, self.block_n, self.block_k if descriptors else _POINTER_BLOCK_K, descriptors, piece)
 
     def options(self, descriptors: bool, arch: str) -> dict[str, Any]:
         """Compiler options of a GEMM kernel on a GPU of ``arch``."""
@@ -64,6 +57,13 @@ class Tile:
 # Without descriptors elements are loaded through registers, which the accumulator fills: so a thin slice, over more
 # threads. The tile itself stays the same: a peer's operands may be aligned otherwise, and both must divide the output alike.
 _POINTER_BLOCK_K = 16
+
+
+@functools.lru_cache
+def _block(m: int, n: int, k: int, descriptors: bool, piece: int) -> Block:
+    # Few registers for a split tile's partial sums, so that all their loads are in flight.
+    join_rows = min(m, max(1, 4096 // n))
+    return Block(*map(tl.constexpr, (m, n, k, descriptors, join_rows, min(piece, m * n))))
 
 
 def default_tile(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, panels: int = 1) -> Tile:

@@ -144,6 +144,7 @@ class MoeSum(MoeOp):
     """sizes of a case: T, k, experts in all, N."""
 
     name, alias = "moe_sum", "moe-sum"
+    no_plan = "one kernel; a program takes a block of a token's columns"
     collective = False
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:

@@ -218,6 +218,7 @@ class Route(MoeOp):
     """sizes of a case: T, E, k."""
 
     name = alias = "route"
+    no_plan = "one kernel; a program takes as many tokens as its registers hold logits of"
     collective = False
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:

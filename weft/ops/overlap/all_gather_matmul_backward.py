@@ -13,7 +13,8 @@ from weft.ops.gemm import cublas
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import weight_gradient
 from weft.ops.op import Op, define
-from weft.ops.overlap.all_gather_matmul import gather_channel, gathered_rows, push_shard
+from weft.ops.overlap.all_gather_matmul import gathered_rows
+from weft.ops.overlap.fused_gather import gather_channel, push_shard
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.sequential import rows_overlap
 from weft.plan.planned import AUTO, Machine, Planned, machine_of

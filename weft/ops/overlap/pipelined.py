@@ -200,7 +200,8 @@ def send_partials(
                 if turn % how.streams:
                     # Start this GEMM after the first one has begun, so that two GEMMs do not share the SMs.
                     streams.after(how.begun)
-                cublas.matmul(a[first:last][piece], b, partial[first:last][piece])
+                at = slice(first + piece.start, first + piece.stop)
+                cublas.matmul(a[at], b, partial[at])
                 team.copy_engine.fork()
                 computed = streams.mark()
             turn += 1
@@ -208,9 +209,10 @@ def send_partials(
             for place in places:
                 owner = (me + place) % world if how.local_first else place
                 # One rank's rows go by pieces, several ranks' as a whole.
-                mine = partial[rows_of(place, M, world)][piece]
-                row, at = buffer_of.fn(me, owner, world), piece.start * N
-                channel.send(team, received[row, at : at + mine.numel()], mine.view(-1), row, flag, owner)
+                rows = rows_of(place, M, world)
+                mine = partial[rows.start + piece.start : min(rows.start + piece.stop, rows.stop)]
+                row, start = buffer_of.fn(me, owner, world), piece.start * N
+                channel.send(team, received[row, start : start + mine.numel()], mine.view(-1), row, flag, owner)
             yield number, piece, computed
 
 

@@ -338,6 +338,7 @@ register(SAMPLE_ARGMAX)
 
 class JoinArgmax(Op):
     name, alias = "join_argmax", "join-argmax"
+    no_plan = "one kernel; the plan of sample_argmax decides how many pairs a sequence has"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Pairs [*sizes, 2] with many equal scores; token ids count up."""

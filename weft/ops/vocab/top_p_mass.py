@@ -290,6 +290,7 @@ register(TOP_P_MASS)
 
 class Narrow(Op):
     name = alias = "narrow"
+    no_plan = "one kernel; the plan of top_p_mass decides how many sums a sequence has"
     mutates = ("low", "wanted")
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

@@ -81,6 +81,18 @@ def test_an_engine_answers_as_one_rank_does(make_checkpoint, plain_ops, world_si
         weft.simulate(answers, 1, args=(directory, prompts, options | few))
 
 
+def test_an_engine_spreads_the_keys_of_few_heads_by_itself(make_checkpoint, plain_ops):
+    directory, _ = make_checkpoint(kv_heads=1, num_hidden_layers=1)
+
+    def main(team, asked):
+        engine = Engine(directory, team, page_size=16, context_parallel=asked, warn=False)
+        [answer] = engine.generate(prompt(1, 40)[0].tolist(), max_tokens=4, ignore_eos=True)
+        return engine.model.context_parallel, answer.token_ids
+
+    (_, expected), _ = weft.simulate(main, 2, args=(False,))
+    assert weft.simulate(main, 2, args=(None,)) == [(True, expected)] * 2
+
+
 def test_an_fp8_cache_gives_the_same_answers_by_heads_and_over_the_ranks(make_checkpoint, plain_ops):
     directory, _ = make_checkpoint(kv_heads=2)
     prompts = [prompt(1, length, seed=length)[0].tolist() for length in (3, 40)]

@@ -51,7 +51,8 @@ class EngineConfig:
     page_size        tokens in a page of the KV cache: 16, 32, 64, 128 or 256
     pages            pages of the KV cache, page 0 included, which is reserved for padding; None: what `memory_fraction` allows,
                      but no more than a full batch can use
-    kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3 with scales of 1, for weights of 16 bits
+    kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3, for weights of 16 bits, with the
+                     checkpoint's scales, or scales of 1 where it has none
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
     mixed_chunk_tokens  fewer of a prompt that arrives while others decode: bounds the time between two of their tokens

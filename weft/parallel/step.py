@@ -29,16 +29,27 @@ class PagedCache:
 
     A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is reserved for padding:
     unfused layers write it there. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
-    scales[layers, 2], fp32, which are 1. ValueError for a page size that is not a power of two from 16 to 256.
+    scales[layers, 2], fp32, which are 1 unless given. ValueError for a page size that is not a power of two from 16 to 256.
     """
 
     def __init__(
-        self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, *, dtype: torch.dtype, device: Any
+        self,
+        layers: int,
+        pages: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: Any,
+        scales: torch.Tensor | None = None,
     ) -> None:
         check_page_size(page_size)
         # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
         self.data = torch.zeros(layers, 2, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
-        self.scales = torch.ones(layers, 2, device=device) if dtype.itemsize == 1 else None
+        self.scales = None
+        if dtype.itemsize == 1:
+            self.scales = torch.ones(layers, 2, device=device) if scales is None else scales
         self.page_size = page_size
 
     @property

@@ -247,6 +247,12 @@ class Decoder(nn.Module):
         return self.layers[0].self_attn.group
 
     @property
+    def window(self) -> int | None:
+        """Most tokens that a token attends to in any layer; None: all before it."""
+        windows = [layer.self_attn.window for layer in self.layers]
+        return None if None in windows else max(windows)
+
+    @property
     def _spread_over(self) -> Team | None:
         return self.team if self.context_parallel else None
 
@@ -265,7 +271,9 @@ class Decoder(nn.Module):
         """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b]."""
         tokens = sum(length for _, length in spans)
         plan = self.plan(tokens)
-        return Step.prefill(spans, pages, page_size, self.angles, plan, self.group, self.dtype, self._spread_over)
+        return Step.prefill(
+            spans, pages, page_size, self.angles, plan, self.group, self.dtype, self._spread_over, self.window
+        )
 
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None

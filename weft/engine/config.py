@@ -59,8 +59,7 @@ class EngineConfig:
     prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
                      KV cache, and only the rest of it is computed
     context_parallel  the KV cache is spread over the ranks by pages and not by heads, so a sequence may fill the caches of all
-                     ranks; None: where that makes it smaller, with fewer KV heads than ranks (weft.engine.cache_plan). Prompts
-                     then run without CUDA graphs
+                     ranks; None: where that makes it smaller, with fewer KV heads than ranks (weft.engine.cache_plan)
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
     warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, a fifth to a
                      third of a second each, and no request waits for a capture. Their memory is reserved before the KV cache's

@@ -138,6 +138,8 @@ class SpreadPages:
         if n > 0:
             received = ops.all_to_all(self._sent(w, cache), self.team)
             found[:, : W * n].unflatten(1, (W, n)).copy_(received.transpose(0, 1))
+        # Padding behind a prompt in its pages: a masked-out NaN times the zero weight of the softmax would still be NaN.
+        found[:, W * n :].zero_()
         page, offset = self.slots // size, self.slots % size
         for part, new in zip(found, (keys, values), strict=True):
             part[page, :, offset] = new

@@ -1,5 +1,7 @@
 """Models whose KV cache is spread over the ranks compute what transformers computes, and their engine answers as one rank's."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from tests.against_transformers import TOLERANCE, prompt, reference_logits, rela
 from tests.teacher_forced import in_three_ways
 from weft.engine import Engine
 from weft.models import Decoder
+from weft.ops.collectives.ahead import InFlight
 
 # 16 tokens a page: rank 0 holds all of the first 16, and chunks begin and end within pages of several ranks.
 LENGTH, CUTS = 53, (15, 34)
@@ -52,6 +55,33 @@ def test_logits_are_those_of_transformers(make_checkpoint, plain_ops, world_size
 @pytest.mark.parametrize(("world_size", "kv_heads", "mode"), CASES)
 def test_all_logits_are_those_of_transformers(make_checkpoint, plain_ops, world_size, kv_heads, mode):
     check(made_for(make_checkpoint, world_size, kv_heads), mode, world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kv_heads", "mode"),
+    [(3, 3, "replicated"), *(pytest.param(*case, marks=pytest.mark.sweep) for case in CASES if case[1] != 8)],
+)
+def test_pages_that_travel_a_layer_ahead_arrive_in_time(
+    make_checkpoint, plain_ops, monkeypatch, world_size, kv_heads, mode
+):
+    """Whatever their size; as many are sent as are received."""
+    flights = []
+    monkeypatch.setattr("weft.ops.collectives.ahead.FEWEST_BYTES", 0)
+    for name in ("send", "receive"):
+        whole = getattr(InFlight, name)
+        monkeypatch.setattr(InFlight, name, counted(whole, name, flights))
+    check(made_for(make_checkpoint, world_size, kv_heads), mode, world_size)
+    layers = 3 * world_size
+    # Two chunks behind cached tokens, and nothing for new prompts.
+    assert Counter(flights) == {"send": 2 * layers, "receive": 2 * layers}
+
+
+def counted(function, name, calls):
+    def call(*args):
+        calls.append(name)
+        return function(*args)
+
+    return call
 
 
 PAGES = 5  # of 16 tokens, one of them for padding

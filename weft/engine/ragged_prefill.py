@@ -25,7 +25,10 @@ MOST_ENTRIES = 64
 
 @dataclass(frozen=True, slots=True)
 class RaggedShape:
-    """Number of tokens and of sequences of a pass; `entries` of page tables that it gathers from a spread cache."""
+    """Number of tokens and of sequences of a pass.
+
+    entries  of page tables that it gathers from a spread cache
+    """
 
     tokens: int
     batch: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -293,6 +294,9 @@ class Decoder(nn.Module):
 
     def _layers(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> tuple[Any, Any]:
         recipe = step.plan.recipe
+        if step.is_prefill and step.spread is not None:
+            caches = [cache.layer(index) for index in range(len(self.layers))]
+            step = replace(step, spread=step.spread.ahead_of(self.layers[0].self_attn.weights, caches))
         x, residual = recipe.embed(tokens, self.embed_tokens.weights), None
         for index, layer in enumerate(self.layers):
             x, residual = recipe.decoder_layer(x, residual, layer.weights, step, cache.layer(index))

@@ -4,12 +4,14 @@ Page p of a sequence is at rank p % W, as entry p // W of the sequence's row of 
 ranks: an entry is a page of each rank's cache, and W * page_size tokens. Query heads stay split as in TPAttention.
 
 Every rank computes the keys and values of all new tokens, so attention of a prompt gathers the pages of cached tokens alone.
+Those of the next layer travel by copy engine during this one's attention, where they are many (weft.ops.collectives.ahead).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from weft import ops
+from weft.ops.collectives.ahead import InFlight, travels_ahead
 from weft.parallel.tensors import AttentionWeights
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
@@ -99,25 +102,29 @@ class GatheredLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadPages:
-    """The spread cache in one pass; the last three are of a prefill, whose page table is that of ``gathered``.
+    """The spread cache in one pass; a prefill has the page table of ``gathered`` and these:
 
     entries  [n] int64: entries of the page table whose pages are gathered
     slots    [T] int64: slots of the new tokens in the gathered pages
     pages    number of gathered pages (GatheredLayout)
+    ahead    the exchange, where it runs ahead of the layers
     """
 
     team: Team
     entries: Tensor | None = None
     slots: Tensor | None = None
     pages: int = 0
+    ahead: LayersAhead | None = None
 
     @classmethod
     def of_prefill(cls, team: Team, table: Tensor, layout: GatheredLayout) -> SpreadPages:
         """Pages of a layout; ``table`` [B, max_pages] on the device is the page table of the cache."""
-        rows, columns, slots = (
-            upload(torch.from_numpy(x), table.device) for x in (layout.rows, layout.columns, layout.slots)
-        )
-        return cls(team=team, entries=table[rows, columns].long(), slots=slots, pages=layout.pages)
+        slots = upload(torch.from_numpy(layout.slots), table.device)
+        entries = slots[:0]
+        if len(layout.rows) > 0:
+            rows, columns = (upload(torch.from_numpy(x), table.device) for x in (layout.rows, layout.columns))
+            entries = table[rows, columns].long()
+        return cls(team=team, entries=entries, slots=slots, pages=layout.pages)
 
     def heads(self, w: AttentionWeights, rank: int | None = None) -> slice:
         """KV heads that the query heads of a rank, this one by default, attend to."""
@@ -132,24 +139,35 @@ class SpreadPages:
         keys, values  of the new tokens, [T, my KV heads, head_dim], as the cache holds them
         """
         W, n = self.team.size, len(self.entries)
-        cache, keys, values = [_as_bits(x) for x in cache[:2]], _as_bits(keys), _as_bits(values)
-        size = cache[0].shape[2]
+        keys, values, size = _as_bits(keys), _as_bits(values), cache[0].shape[2]
         found = keys.new_empty((2, self.pages, keys.shape[1], size, keys.shape[2]))
         if n > 0:
-            received = ops.all_to_all(self._sent(w, cache), self.team)
-            found[:, : W * n].unflatten(1, (W, n)).copy_(received.transpose(0, 1))
+            by_rank = found[:, : W * n].unflatten(1, (W, n)).transpose(0, 1)
+            if self.ahead is None:
+                by_rank.copy_(ops.all_to_all(self.sent(w, cache), self.team))
+            else:
+                self.ahead.receive(by_rank)
         # Padding behind a prompt in its pages: a masked-out NaN times the zero weight of the softmax would still be NaN.
         found[:, W * n :].zero_()
         page, offset = self.slots // size, self.slots % size
         for part, new in zip(found, (keys, values), strict=True):
             part[page, :, offset] = new
+        found = found.view(cache[0].dtype)
         return found[0], found[1]
+
+    def ahead_of(self, w: AttentionWeights, layers: Sequence[Cache]) -> SpreadPages:
+        """The same for a pass through ``layers``, whose attentions have the sizes of ``w``. Collective."""
+        if self.entries is None or len(self.entries) == 0:
+            return self
+        mine, (_, _, *row) = self.heads(w), layers[0][0].shape
+        part = 2 * len(self.entries) * (mine.stop - mine.start) * math.prod(row) * layers[0][0].itemsize
+        return replace(self, ahead=LayersAhead(self, w, layers)) if travels_ahead(part, self.team) else self
 
     def all_pages(self, w: AttentionWeights, cache: Cache, table: Tensor) -> tuple[Cache, Tensor]:
         """(keys and values of all pages of ``table`` [B, n], of my KV heads; their page table)."""
         W, (B, n) = self.team.size, table.shape
-        received = ops.all_to_all(self._sent(w, cache[:2], table.flatten().long()), self.team)
-        keys, values = received.transpose(0, 1).flatten(1, 2)
+        received = ops.all_to_all(replace(self, entries=table.flatten().long()).sent(w, cache), self.team)
+        keys, values = received.view(cache[0].dtype).transpose(0, 1).flatten(1, 2)
         page = torch.arange(n * W, device=table.device)
         row = torch.arange(B, device=table.device)[:, None]
         pages = (page % W * (B * n) + row * n + page // W).to(torch.int32)
@@ -160,11 +178,30 @@ class SpreadPages:
         by_rank = ops.all_gather(q, self.team).view(self.team.size, *q.shape)
         return by_rank.transpose(0, 1).flatten(1, 2)
 
-    def _sent(self, w: AttentionWeights, cache: Sequence[Tensor], entries: Tensor | None = None) -> Tensor:
+    def sent(self, w: AttentionWeights, cache: Cache) -> Tensor:
         """[W, 2, n, heads, page_size, head_dim]: this rank's pages of ``entries``, for each rank its KV heads."""
-        entries = self.entries if entries is None else entries
-        pages = torch.stack([part[entries] for part in cache])
+        pages = torch.stack([_as_bits(part)[self.entries] for part in cache[:2]])
         return torch.stack([pages[:, :, self.heads(w, rank)] for rank in range(self.team.size)])
+
+
+class LayersAhead:
+    """Exchange of cached pages that is a layer ahead: layer l + 1's are sent once layer l's have come.
+
+    A pass writes pages of its new tokens alone, and no attention reads these from the exchange.
+    """
+
+    def __init__(self, spread: SpreadPages, w: AttentionWeights, layers: Sequence[Cache]) -> None:
+        self._spread, self._w, self._layers = spread, w, iter(layers)
+        self._send()
+
+    def receive(self, out: Tensor) -> None:
+        """Write the next layer's pages to ``out``, by sender as ``sent`` has them, and send those behind it."""
+        self._flight.receive(out)
+        self._send()
+
+    def _send(self) -> None:
+        if (layer := next(self._layers, None)) is not None:
+            self._flight = InFlight.send(self._spread.sent(self._w, layer), self._spread.team)
 
 
 def _as_bits(x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def attend(
             attended = attend_to_prompts(q, keys, values, step, cache)
         else:
             new = (as_cached(x, scales.get(name)) for x, name in ((keys, "k_scale"), (values, "v_scale")))
-            cache = [x.view(cache[0].dtype) for x in spread.gathered(w, cache, *new)]
+            cache = spread.gathered(w, cache, *new)
             attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
     else:
         q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias, **scales)

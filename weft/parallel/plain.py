@@ -64,7 +64,6 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
         k, v = (x[:, spread.heads(w)] for x in (k, v))
     if spread is not None and step.is_prefill:
         keys, values = spread.gathered(w, cache, as_cached(k, k_scale), as_cached(v, v_scale))
-        keys, values = keys.view(cache[0].dtype), values.view(cache[0].dtype)
     elif spread is not None:
         (keys, values), pages = spread.all_pages(w, cache, step.pages)
         step = replace(step, pages=pages)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.against_transformers import TOLERANCE, prompt, reference_logits, relative_rms
+from tests.against_transformers import FAMILIES, TOLERANCE, prompt, reference_logits, relative_rms
 from tests.teacher_forced import in_three_ways
 from weft.engine import Engine
 from weft.models import Decoder
@@ -55,6 +55,14 @@ def test_logits_are_those_of_transformers(make_checkpoint, plain_ops, world_size
 @pytest.mark.parametrize(("world_size", "kv_heads", "mode"), CASES)
 def test_all_logits_are_those_of_transformers(make_checkpoint, plain_ops, world_size, kv_heads, mode):
     check(made_for(make_checkpoint, world_size, kv_heads), mode, world_size)
+
+
+@pytest.mark.parametrize("family", ["qwen3-window", pytest.param("mistral", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_windows_reach_over_the_pages_of_all_ranks(make_checkpoint, request, family, fused):
+    if not fused:
+        request.getfixturevalue("plain_ops")
+    check(make_checkpoint(**FAMILIES[family]), "replicated", 2, fused=fused, length=40)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +164,6 @@ def test_prompts_share_pages_of_a_spread_cache(make_checkpoint, plain_ops):
             "kv_cache_dtype='fp8' with dtype=torch.float32: it is for bfloat16",
         ),
         ({}, {"mode": "torch"}, "context_parallel=True: mode='torch' keeps the cache split by heads"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, {}, "a window of 8 tokens"),
         ({}, {"context_parallel": 1}, "context_parallel=1"),
     ],
 )

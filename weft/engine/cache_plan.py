@@ -33,8 +33,6 @@ def plan_cache(config: EngineConfig, model: DecoderConfig, world_size: int) -> C
         return CachePlan(context_parallel=config.context_parallel, reason=f"context_parallel={config.context_parallel}")
     if mode_named(config.mode) == "reference":
         return CachePlan(context_parallel=False, reason=f"mode={config.mode!r} knows no other cache")
-    if any(model.attention.window(layer) is not None for layer in range(model.num_hidden_layers)):
-        return CachePlan(context_parallel=False, reason="layers have windows")
     heads, page = model.num_key_value_heads, config.page_size
     split = max(1, heads // world_size) * cdiv(config.max_seq_len, page) * page
     spread = heads * cdiv(config.max_seq_len, page * world_size) * page

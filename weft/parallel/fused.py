@@ -92,7 +92,8 @@ def attend(
         q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias, **scales)
         if spread is not None:
             places = *cache, step.pages, step.lengths, spread.team
-            return ops.sharded_decode_attention(spread.all_queries(q), *places, **scales).flatten(1)
+            options = {"window": w.window, **scales}
+            return ops.sharded_decode_attention(spread.all_queries(q), *places, **options).flatten(1)
         attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 

@@ -24,14 +24,13 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import quoted
 from weft.kernels.block_cyclic import local_length, local_lengths
 from weft.kernels.merged_parts import kept_of, merged
 from weft.kernels.online_softmax import DecodeTile, attend, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import joined, split_count, store_partial
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, PAGE, AttentionOp, check_heads
+from weft.ops.attention.attention_op import LOG2_E, PAGE, AttentionOp, check_heads, check_window, hiding
 from weft.ops.attention.decoding import (
     DecodingCall,
     SplitKV,
@@ -106,7 +105,7 @@ class ShardedCall(NamedTuple):
     """Sizes that the plan depends on, equal on all ranks.
 
     pairs   of a sequence and a KV head
-    tokens  of a sequence that a row of a rank's page table has room for
+    tokens  of a sequence that a row of a rank's page table has room for, or that lie in the window
     dtype   of the cache
     """
 
@@ -140,6 +139,8 @@ def sharded_attention_kernel(
     ``merge_heads_kernel`` does so, and ``out`` is not touched.
 
     sequences    ``Sequences``: this rank's pages, and lengths of the whole sequences
+    TILE         ``DecodeTile``; its window counts the tokens of all ranks. This rank's come in their order, so those in the
+                 window are its last ones, from ``begin`` on
     words, HEADS ``HeadWords`` and ``HeadSizes``; one rank alone in one kernel: not used
 
     signals   to the owner of each head: its words of this rank (Lamport), an empty part too
@@ -157,20 +158,24 @@ def sharded_attention_kernel(
     queries = q + pair.to(tl.int64) * (TILE.group * SIZES.dim)
     table = sequences.pages + sequence.to(tl.int64) * max_pages
     first = split * TILE.block_n
+    me, ranks = wl.rank(team), wl.num_ranks(team)
     wl.follow_previous_kernel()
     length = tl.load(sequences.lengths + sequence)
+    begin = None
+    if TILE.window is not None:
+        begin = held_of(tl.maximum(length - TILE.window, 0), me, ranks, SIZES, HEADS)
+        first += begin // TILE.block_n * TILE.block_n
     page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
     x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
     scale = scale_of_scores(scale, cache)
-    me, ranks = wl.rank(team), wl.num_ranks(team)
-    if HEADS.nodes > 1:
-        length = local_length(length, HEADS.node * ranks + me, HEADS.nodes * ranks, SIZES.page)
+    length = tl.minimum(held_of(length, me, ranks, SIZES, HEADS), max_pages * SIZES.page)
+    if TILE.window is None:
+        count = split_count(length, splits, TILE)
     else:
-        length = local_length(length, me, ranks, SIZES.page)
-    length = tl.minimum(length, max_pages * SIZES.page)
-    count = split_count(length, splits, TILE)
+        count = split_count(length - begin, splits, TILE)
     if split < count:
-        mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
+        stride = count * TILE.block_n
+        mean, log_sum = attend(x, cache, table, page, head, first, length, stride, scale, SIZES, TILE, begin)
         if TILE.split:
             if store_partial(mean, log_sum, count, partials, TILE):
                 tl.store(partials.arrivals + pair, 0)
@@ -187,6 +192,15 @@ def sharded_attention_kernel(
             half, places = next_places(words, team, TILE.kept, SIZES.dim, HEADS, FUSED)
             whole, of_whole = as_values(mean, cache), kept_of(log_sum, TILE.kept)
             exchange_heads(whole, of_whole, half, places, out, words, team, HEADS, FUSED, TILE.ways)
+
+
+@triton.jit
+def held_of(length, me, ranks, SIZES: tl.constexpr, HEADS: tl.constexpr):
+    """Tokens at this rank of the first ``length`` of a sequence."""
+    if HEADS.nodes > 1:
+        return local_length(length, HEADS.node * ranks + me, HEADS.nodes * ranks, SIZES.page)
+    else:
+        return local_length(length, me, ranks, SIZES.page)
 
 
 @triton.jit
@@ -258,16 +272,17 @@ def sharded_decode_attention(
     lengths       [B] int32: tokens of the whole sequences, the new one included; equal on all ranks, at most local_pages * S on
                   any. 0, a padding row: zeros
     scale         D ** -0.5 where None
-    window        None: windows are not supported
+    window        a token attends to this many tokens of all ranks, itself the last of them, 1 or more; None: to all. Pages
+                  before the window are not read
     algorithm     "auto", "one_kernel" (all programs resident, of one node) or "two_kernels"
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of its own bytes
 
     Rank r gets heads r * Hq / W and on: those whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
     groups have at most 64 heads; D and S are powers of two from 16 to 256. Softmax and sums in fp32, the parts of ranks merged
     in rank order: the same bits from run to run. They are not those of another W. A row whose scores are all -inf gets zeros.
-    ``pages`` and the cache behind a length do not change a result. The host reads no lengths or pages: those out of range, and
-    lengths that differ between ranks, are not refused. Captured in a CUDA graph it follows growing lengths, after one call
-    outside with these sizes. No backward. ValueError for arguments that do not fit.
+    ``pages`` and the cache behind a length, and the cache before a window, do not change a result. The host reads no lengths or
+    pages: those out of range, and lengths that differ between ranks, are not refused. Captured in a CUDA graph it follows
+    growing lengths, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
     """
     op = "sharded_decode_attention"
     check_team(op, team, over_nodes=True)
@@ -281,16 +296,13 @@ def sharded_decode_attention(
     for name, x, shape in (("pages", pages, (len(q), "local_pages")), ("lengths", lengths, (len(q),))):
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
-    if window is not None:
-        raise ValueError(
-            f"{op}: window={quoted(window)} is not supported; a window's tokens fit one rank: use paged_attention"
-        )
+    check_window(op, window)
     if scale is not None:
         check_scalar(op, "scale", scale)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
     places = keys, values, pages, lengths
-    return SHARDED_DECODE_ATTENTION.dispatch(q, *places, scale, team.name, algorithm, k_scale, v_scale)
+    return SHARDED_DECODE_ATTENTION.dispatch(q, *places, scale, team.name, algorithm, k_scale, v_scale, window)
 
 
 def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
@@ -309,10 +321,10 @@ def resident_programs(split: SplitKV, head_dim: int, itemsize: int, caps: Capabi
     return caps.sms * max(1, min(8 // split.num_warps, SHARED_BYTES // (stages + 4096)))
 
 
-def long_tile_of(split: SplitKV, group: int, D: int) -> DecodeTile:
+def long_tile_of(split: SplitKV, group: int, D: int, window: int | None = None) -> DecodeTile:
     """``tile_of`` with more partials joined at a time, since contexts are long here. Not measured."""
     joined = 4096 * split.num_warps // (next_power_of_2(group) * D)  # 128 registers a thread
-    return tile_of(split, group=group, D=D)._replace(joined=max(1, min(16, joined)))
+    return tile_of(split, group=group, D=D, window=window)._replace(joined=max(1, min(16, joined)))
 
 
 class ShardedDecodeAttention(AttentionOp):
@@ -356,7 +368,7 @@ class ShardedDecodeAttention(AttentionOp):
 
     def call_of_case(self, case: Case, machine: Machine) -> ShardedCall:
         _, heads, head_dim, page = case.sizes
-        tokens = room_of(case) * page
+        tokens = attended_tokens(room_of(case), page, case.field("window"), case.world_size)
         return ShardedCall(len(case.field("lengths")) * heads, tokens, head_dim, case.dtype, case.design)
 
     def table_key(self, call: ShardedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
@@ -446,6 +458,7 @@ class ShardedDecodeAttention(AttentionOp):
         cache: PagedCache,
         sequences: Sequences,
         scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         """``sharded_decode_attention`` of checked arguments.
 
@@ -458,8 +471,8 @@ class ShardedDecodeAttention(AttentionOp):
         heads = HeadSizes.of(q_heads, cache.key_pages.shape[1], B, team.size)
         if isinstance(design, OverNodes):
             heads = HeadSizes.of(q_heads, heads.kv_heads, B, team.size, team.shape.nodes, team.rail.index)
-            return self._run_over_nodes(design, team, q, cache, sequences, scale, heads)
-        return self._run_in_node(design, team, q, cache, sequences, scale, heads)[0]
+            return self._run_over_nodes(design, team, q, cache, sequences, scale, heads, window)
+        return self._run_in_node(design, team, q, cache, sequences, scale, heads, window)[0]
 
     def _run_over_nodes(
         self,
@@ -470,9 +483,10 @@ class ShardedDecodeAttention(AttentionOp):
         sequences: Sequences,
         scale: float,
         heads: HeadSizes,
+        window: int | None,
     ) -> torch.Tensor:
         """Merge of the nodes' parts, each of which has crossed once."""
-        found = self._run_in_node(design.node.design, team.node, q, cache, sequences, scale, heads)
+        found = self._run_in_node(design.node.design, team.node, q, cache, sequences, scale, heads, window)
         of_nodes = [[x.unflatten(1, (heads.nodes, heads.own))[:, node] for x in found] for node in range(heads.nodes)]
         mine, parts = of_nodes[heads.node], {}
         for node, piece in swapped(team, [packed(part) for part in of_nodes], design.node):
@@ -488,6 +502,7 @@ class ShardedDecodeAttention(AttentionOp):
         sequences: Sequences,
         scale: float,
         heads: HeadSizes,
+        window: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out [B, held, D], natural log of the sum of weights [B, held], or None in a team of one node)."""
         (B, _, D), sizes, fused = q.shape, CacheSizes.of(cache.key_pages), isinstance(design, OneKernel)
@@ -505,12 +520,12 @@ class ShardedDecodeAttention(AttentionOp):
                     f"are resident; use 'two_kernels'"
                 )
         words, arrivals = words_of(team, heads, D, fused=fused)
-        tile = long_tile_of(split, heads.group, D)
+        tile = long_tile_of(split, heads.group, D, window)
         options = launch_options(team.caps)
         attention = launch_of(
             team,
             sharded_attention_kernel,
-            (split.block_n, split.least, split.splits > 1, split.num_warps, split.num_stages, sizes, heads, fused),
+            (split.block_n, split.least, split.splits > 1, split.num_warps, split.num_stages, sizes, heads, fused, window),
             lambda: {
                 "SIZES": sizes, "TILE": tile, "HEADS": heads, "FUSED": fused, "num_warps": split.num_warps,
                 "num_stages": split.num_stages, **options,
@@ -543,14 +558,17 @@ class ShardedDecodeAttention(AttentionOp):
         algorithm: str,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         members, (_, heads, page, D) = find_team(team), keys.shape
-        call = ShardedCall(len(q) * heads, pages.shape[1] * page, D, keys.dtype, algorithm)
+        window = hiding(window, keys, pages, members.size)
+        tokens = attended_tokens(pages.shape[1], page, window, members.size)
+        call = ShardedCall(len(q) * heads, tokens, D, keys.dtype, algorithm)
         design = self.plan(call, machine_of(members)).design
         cache = cache_of(self.name, keys, values, k_scale, v_scale)
-        return self.run(design, members, q, cache, Sequences(pages, lengths), scale)
+        return self.run(design, members, q, cache, Sequences(pages, lengths), scale, window)
 
-    def fake(self, q, keys, values, pages, lengths, scale, team, algorithm, k_scale=None, v_scale=None):
+    def fake(self, q, keys, values, pages, lengths, scale, team, algorithm, k_scale=None, v_scale=None, window=None):
         return q.new_empty((q.shape[0], q.shape[1] // find_team(team).size, q.shape[2]))
 
     # --- judging -----------------------------------------------------------------------------------------------------
@@ -564,7 +582,9 @@ class ShardedDecodeAttention(AttentionOp):
         page, room = case.sizes[3], room_of(case)
         mine = local_lengths(whole, rank, case.world_size, page).tolist()
         spare = room - max(1, max(cdiv(length, page) for length in mine))
-        keys, values, pages = cases.draw_cache(draw, mine, [(0, length) for length in mine], spare=spare)
+        firsts = torch.tensor([cases.first_seen(case, length) for length in case.field("lengths")], dtype=torch.int32)
+        firsts = local_lengths(firsts, rank, case.world_size, page).tolist()
+        keys, values, pages = cases.draw_cache(draw, mine, [*zip(firsts, mine, strict=True)], spare=spare)
         if (huge := case.field("huge")) is not None and huge // page % case.world_size == rank:
             for table, length in zip(pages.tolist(), case.field("lengths"), strict=True):
                 if huge < length:
@@ -577,7 +597,7 @@ class ShardedDecodeAttention(AttentionOp):
         q, own = by_rank[rank][0], case.sizes[0] // case.world_size
         keys, values = zip(*(read_back(*inputs[1:3], *inputs[5:]) for inputs in by_rank), strict=True)
         tables = [inputs[3] for inputs in by_rank]
-        out = cases.attended_by_head(q, keys, values, tables, case.field("lengths"))
+        out = cases.attended_by_head(q, keys, values, tables, case.field("lengths"), case.field("window"))
         return out[:, rank * own : (rank + 1) * own].contiguous()
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -586,10 +606,11 @@ class ShardedDecodeAttention(AttentionOp):
     def call(self, case: Case, team: Team, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
         if isinstance(case.design, str):
             named = dict(zip(("k_scale", "v_scale"), cache[4:], strict=False))
-            return sharded_decode_attention(q, *cache[:4], team, algorithm=case.design, **named)
+            options = {"window": case.field("window"), "algorithm": case.design, **named}
+            return sharded_decode_attention(q, *cache[:4], team, **options)
         keys, values, pages, lengths, *scales = cache
         places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
-        return self.run(case.design, team, q, *places, q.shape[2] ** -0.5)
+        return self.run(case.design, team, q, *places, q.shape[2] ** -0.5, case.field("window"))
 
     def cases(self) -> Iterator[Case]:
         return cases.sharded_cases(self.name, OneKernel, TwoKernels, SplitKV)
@@ -600,6 +621,11 @@ class ShardedDecodeAttention(AttentionOp):
             for heads in (((32, 4, 128, 64), BF16), ((24, 12, 128, 64), FP16)):
                 for lengths in ((1,), (32769,), (40000, 0, 63, 65, 131, 7000), (3000,) * 64):
                     yield cases.sharded_case(self.name, w, heads, AUTO, lengths)
+
+
+def attended_tokens(pages: int, page: int, window: int | None, world_size: int) -> int:
+    """Most tokens of a sequence that a rank attends to, in ``pages`` columns of its page table."""
+    return page * (pages if window is None else min(pages, cdiv(window, page * world_size) + 1))
 
 
 def room_of(case: Case) -> int:

@@ -20,12 +20,10 @@ from weft.ops.attention.decoding import DecodingCall, SplitKV, split_kv_for
 from weft.ops.attention.head_words import HeadSizes, HeadWords, merge_heads_kernel
 from weft.ops.attention.sharded_decode_attention import (
     SHARDED_DECODE_ATTENTION,
-    OneKernel,
-    ShardedCall,
-    TwoKernels,
     long_tile_of,
     sharded_attention_kernel,
 )
+from weft.ops.attention.sharded_plan import OneKernel, ShardedCall, TwoKernels
 from weft.plan.planned import machine
 from weft.runtime.capabilities import launch_options, simulated
 

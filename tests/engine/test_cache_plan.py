@@ -26,6 +26,7 @@ def test_fewer_kv_heads_than_ranks_spread_the_cache():
         "way 40960; context_parallel=False splits by heads"
     )
     assert not planned(8, page_size=256, mode="torch").context_parallel
+    assert not plan_cache(EngineConfig(max_seq_len=40960), DecoderConfig.named("qwen3-30b-a3b"), 8, 2).context_parallel
 
 
 def test_pages_that_a_sequence_cannot_fill_are_not_spread():

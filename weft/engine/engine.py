@@ -100,7 +100,7 @@ class Engine:
         checkpoint = None if isinstance(model, DecoderConfig) else _open(model, team)
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
-        self.cache_plan = plan_cache(config, sizes, team.size)
+        self.cache_plan = plan_cache(config, sizes, team.size, team.shape.nodes)
         if config.pages is not None:
             check_cache(
                 sizes,

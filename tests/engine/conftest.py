@@ -1,6 +1,7 @@
 """A random Qwen3 that reads and writes bytes: 256 tokens for them, and `<eos>`."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -52,3 +53,12 @@ def byte_model(tmp_path_factory):
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
+
+
+@pytest.fixture(scope="session")
+def one_layer(byte_model, tmp_path_factory):
+    """The byte model without its second layer: the simulator runs every row of every layer."""
+    copied = shutil.copytree(byte_model, tmp_path_factory.mktemp("one_layer") / "copy")
+    config = json.loads((copied / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (copied / "config.json").write_text(json.dumps(config))
+    return copied

@@ -389,15 +389,6 @@ def test_fused_kernels_give_the_tokens_of_the_unfused_forms(byte_model, mode, wo
         assert found == plain
 
 
-@pytest.fixture(scope="session")
-def one_layer(byte_model, tmp_path_factory):
-    """The byte model without its second layer: the simulator runs every row of every layer."""
-    copied = shutil.copytree(byte_model, tmp_path_factory.mktemp("one_layer") / "copy")
-    config = json.loads((copied / "config.json").read_text()) | {"num_hidden_layers": 1}
-    (copied / "config.json").write_text(json.dumps(config))
-    return copied
-
-
 def test_a_fused_step_of_a_large_bucket_gives_the_tokens_of_the_unfused_form(one_layer):
     """More rows than the kernels for few take."""
     prompts = [[31 * index % 251] for index in range(72)]

@@ -13,8 +13,10 @@ from triton.runtime.jit import JITFunction
 import weft
 from weft.engine import Engine, EngineConfig, Runner, SamplingParams
 from weft.engine.params import Kind
+from weft.engine.ragged_prefill import RaggedShape
 from weft.engine.runner import SlotState
 from weft.models import DecoderConfig, Qwen3ForCausalLM
+from weft.ops.collectives import ahead
 from weft.plan import algorithms
 
 PROMPTS = ["a prompt", "x", "another, longer prompt"]
@@ -157,6 +159,29 @@ def test_an_engine_that_captures_at_start_captures_nothing_later_and_answers_ali
         warmed_up_at_start, world_size, "cuda", args=(byte_model,)
     ):
         assert made == expected and seconds == 0 and hits == as_many > 0
+
+
+def spread_over_ranks(team, directory):
+    """[token ids by call] without graphs, with graphs, and with those and pages that copy engines carry; graphs that gather."""
+    options = {"mode": "gemm_ar", "dtype": torch.float32, "chunk_tokens": 16, "page_size": 16, "context_parallel": True}
+    found, fewest = [], ahead.FEWEST_BYTES
+    for graphs, least in ((False, fewest), (True, fewest), (True, 0)):
+        ahead.FEWEST_BYTES = least
+        engine = Engine(directory, team, cuda_graph=graphs, **options)
+        calls = [engine.generate([*PROMPTS, *LONG], max_tokens=12) for _ in range(8)]
+        gathering = {size for size, _ in engine.batch.runner._graphs if isinstance(size, RaggedShape) and size.entries}
+        found.append(([[answer.token_ids for answer in call] for call in calls], len(gathering)))
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.gpu(2)
+def test_prompts_over_a_spread_cache_run_as_graphs_and_give_the_same_tokens(byte_model):
+    """The later calls find the first tokens of the long prompt in the cache."""
+    for (expected, none), *others in weft.launch(spread_over_ranks, 2, "cuda", args=(byte_model,)):
+        assert none == 0
+        for found, gathering in others:
+            assert found == expected and gathering > 0
 
 
 @pytest.mark.timeout(300)

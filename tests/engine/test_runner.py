@@ -211,6 +211,58 @@ def test_ragged_prompts_are_read_as_they_are(byte_model, lengths, befores, shape
     assert (cache[:, :, 0] == 50.0).all()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "befores", "shape"),
+    [
+        ((20, 1, 19), (17, 0, 16), RaggedShape(16, 8, 2)),
+        pytest.param((70, 1, 41), (40, 0, 33), RaggedShape(64, 8, 4), marks=pytest.mark.sweep),
+        pytest.param((90,), (80,), RaggedShape(16, 1, 4), marks=pytest.mark.sweep),
+        ((9,), (0,), Shape(1, 16)),
+    ],
+    ids=str,
+)
+def test_prompts_of_a_spread_cache_are_read_as_they_are(one_layer, monkeypatch, lengths, befores, shape):
+    """Chunks begin and end within pages of both ranks. New tensors are NaN."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(x, *sizes, **options):
+        made = empty(x, *sizes, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    reads = reads_of(*lengths)
+    first = [replace(r, tokens=r.tokens[:n], choose=False) for r, n in zip(reads, befores, strict=True) if n]
+    rest = [continued(r, n) for r, n in zip(reads, befores, strict=True)]
+
+    def main(team):
+        model = Qwen3ForCausalLM.from_pretrained(one_layer, team, mode="replicated", fused=True, context_parallel=True)
+        exact, padded = (new_runner(model) for _ in range(2))
+        assert (shape_of(rest) or ragged_shape_of(rest, 8, exact.entry_tokens)) == shape
+        if first:
+            exact.prefill(first)
+        padded.cache.data.copy_(exact.cache.data)
+        exact.prefill(rest)
+        padded.cache.data[:, :, 0] = 50.0
+        prefill = padded._prompts_of(shape)
+        prefill.load(reads_of(15))  # what was read before leaves nothing behind
+        prefill.load(rest)
+        prefill.run(Kind.NUCLEUS)
+        return exact.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache.data, padded.cache.data
+
+    for expected, found, expected_cache, cache in weft.simulate(main, 2):
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(cache[:, :, 1:], expected_cache[:, :, 1:], rtol=1e-4, atol=1e-4)
+        assert (cache[:, :, 0] == 50.0).all()
+
+
+def test_many_gathered_pages_have_no_graph():
+    [read] = reads_of(4000)
+    reads = [continued(replace(read, tokens=read.tokens * 2), before) for before in (63, 64 * 32, 64 * 32 + 1)]
+    assert [ragged_shape_of([read], 8, 32) for read in reads[1:]] == [RaggedShape(6144, 1, 64), None]
+    assert [ragged_shape_of([read], 8).entries for read in reads] == [0, 0, 0]
+    assert ragged_shape_of(reads[:1], 8, 32).entries == 2
+
+
 def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
     """Here a capture is the pass itself: what is captured gives the tokens of what is not."""
     captured = []

@@ -1,13 +1,16 @@
 """Models whose KV cache is spread over the ranks compute what transformers computes, and their engine answers as one rank's."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 import weft
-from tests.against_transformers import TOLERANCE, prompt, reference_logits, relative_rms
+from tests.against_transformers import FAMILIES, TOLERANCE, prompt, reference_logits, relative_rms
 from tests.teacher_forced import in_three_ways
 from weft.engine import Engine
 from weft.models import Decoder
+from weft.ops.collectives.ahead import InFlight
 
 # 16 tokens a page: rank 0 holds all of the first 16, and chunks begin and end within pages of several ranks.
 LENGTH, CUTS = 53, (15, 34)
@@ -54,6 +57,41 @@ def test_all_logits_are_those_of_transformers(make_checkpoint, plain_ops, world_
     check(made_for(make_checkpoint, world_size, kv_heads), mode, world_size)
 
 
+@pytest.mark.parametrize("family", ["qwen3-window", pytest.param("mistral", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_windows_reach_over_the_pages_of_all_ranks(make_checkpoint, request, family, fused):
+    if not fused:
+        request.getfixturevalue("plain_ops")
+    check(make_checkpoint(**FAMILIES[family]), "replicated", 2, fused=fused, length=40)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kv_heads", "mode"),
+    [(3, 3, "replicated"), *(pytest.param(*case, marks=pytest.mark.sweep) for case in CASES if case[1] != 8)],
+)
+def test_pages_that_travel_a_layer_ahead_arrive_in_time(
+    make_checkpoint, plain_ops, monkeypatch, world_size, kv_heads, mode
+):
+    """Whatever their size; as many are sent as are received."""
+    flights = []
+    monkeypatch.setattr("weft.ops.collectives.ahead.FEWEST_BYTES", 0)
+    for name in ("send", "receive"):
+        whole = getattr(InFlight, name)
+        monkeypatch.setattr(InFlight, name, counted(whole, name, flights))
+    check(made_for(make_checkpoint, world_size, kv_heads), mode, world_size)
+    layers = 3 * world_size
+    # Two chunks behind cached tokens, and nothing for new prompts.
+    assert Counter(flights) == {"send": 2 * layers, "receive": 2 * layers}
+
+
+def counted(function, name, calls):
+    def call(*args):
+        calls.append(name)
+        return function(*args)
+
+    return call
+
+
 PAGES = 5  # of 16 tokens, one of them for padding
 
 
@@ -79,6 +117,18 @@ def test_an_engine_answers_as_one_rank_does(make_checkpoint, plain_ops, world_si
         assert found == alone
     with pytest.raises(ValueError, match="KV pages"):
         weft.simulate(answers, 1, args=(directory, prompts, options | few))
+
+
+def test_an_engine_spreads_the_keys_of_few_heads_by_itself(make_checkpoint, plain_ops):
+    directory, _ = make_checkpoint(kv_heads=1, num_hidden_layers=1)
+
+    def main(team, asked):
+        engine = Engine(directory, team, page_size=16, context_parallel=asked, warn=False)
+        [answer] = engine.generate(prompt(1, 40)[0].tolist(), max_tokens=4, ignore_eos=True)
+        return engine.model.context_parallel, answer.token_ids
+
+    (_, expected), _ = weft.simulate(main, 2, args=(False,))
+    assert weft.simulate(main, 2, args=(None,)) == [(True, expected)] * 2
 
 
 def test_an_fp8_cache_gives_the_same_answers_by_heads_and_over_the_ranks(make_checkpoint, plain_ops):
@@ -114,7 +164,6 @@ def test_prompts_share_pages_of_a_spread_cache(make_checkpoint, plain_ops):
             "kv_cache_dtype='fp8' with dtype=torch.float32: it is for bfloat16",
         ),
         ({}, {"mode": "torch"}, "context_parallel=True: mode='torch' keeps the cache split by heads"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, {}, "a window of 8 tokens"),
         ({}, {"context_parallel": 1}, "context_parallel=1"),
     ],
 )

@@ -79,7 +79,11 @@ class EngineFlags:
         ),
     ] = DEFAULTS["prefix_caching"]
     context_parallel: Annotated[
-        bool, typer.Option("--context-parallel", help="Spread the KV cache over the ranks by pages, not by heads")
+        bool | None,
+        typer.Option(
+            "--context-parallel/--no-context-parallel",
+            help="Spread the KV cache over the ranks by pages, not by heads [default: with fewer KV heads than ranks]",
+        ),
     ] = DEFAULTS["context_parallel"]
     warm_up: Annotated[
         bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")

@@ -311,5 +311,6 @@ def _print_speed(engine: Engine, team: Team) -> None:
     notices.info(
         f"first token after {stats.time_to_first_token:.3f} s, {later}{note}\n"
         f"mode {engine.config.mode}, {where}; loaded in {stats.load_seconds:.1f} s\n"
-        f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.longest_prefill)}\n{decode}",
+        f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.longest_prefill)}\n{decode}\n"
+        f"KV cache {engine.cache_plan}",
     )

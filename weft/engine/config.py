@@ -33,6 +33,7 @@ VLLM_NAMES = {
     "max_num_batched_tokens": "chunk_tokens",
     "block_size": "page_size",
     "enable_prefix_caching": "prefix_caching",
+    "decode_context_parallel_size": "context_parallel, on or off",
 }
 
 
@@ -50,14 +51,15 @@ class EngineConfig:
     page_size        tokens in a page of the KV cache: 16, 32, 64, 128 or 256
     pages            pages of the KV cache, page 0 included, which is reserved for padding; None: what `memory_fraction` allows,
                      but no more than a full batch can use
-    kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3 with scales of 1, for weights of 16 bits
+    kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3, for weights of 16 bits, with the
+                     checkpoint's scales, or scales of 1 where it has none
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
     mixed_chunk_tokens  fewer of a prompt that arrives while others decode: bounds the time between two of their tokens
     prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
                      KV cache, and only the rest of it is computed
-    context_parallel  the KV cache is spread over the ranks by pages and not by heads: a sequence may fill the caches of all
-                     ranks also where there are fewer KV heads than ranks. Prompts then run without CUDA graphs
+    context_parallel  the KV cache is spread over the ranks by pages and not by heads, so a sequence may fill the caches of all
+                     ranks; None: where that makes it smaller, with fewer KV heads than ranks (weft.engine.cache_plan)
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
     warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, a fifth to a
                      third of a second each, and no request waits for a capture. Their memory is reserved before the KV cache's
@@ -78,7 +80,7 @@ class EngineConfig:
     chunk_tokens: int = 4096
     mixed_chunk_tokens: int = 1024
     prefix_caching: bool = True
-    context_parallel: bool = False
+    context_parallel: bool | None = None
     cuda_graph: bool = True
     warm_up: bool = False
     algorithm_cache: str | PathLike[str] | None = None
@@ -96,7 +98,8 @@ class EngineConfig:
         check_optional(check_bool, "fused", self.fused)
         check_optional(check_layout, "expert_layout", self.expert_layout)
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
-        for name in ("prefix_caching", "context_parallel", "cuda_graph", "warm_up"):
+        check_optional(check_bool, "context_parallel", self.context_parallel)
+        for name in ("prefix_caching", "cuda_graph", "warm_up"):
             check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         for name in ("chunk_tokens", "mixed_chunk_tokens", "max_batch"):

@@ -24,6 +24,7 @@ from weft.arguments import (
 )
 from weft.engine.adjustments import Adjusted
 from weft.engine.batch import Arrival, Batch
+from weft.engine.cache_plan import plan_cache
 from weft.engine.config import EngineConfig
 from weft.engine.guided import Guides
 from weft.engine.logprobs import logprobs_of
@@ -72,8 +73,9 @@ class Engine:
     config    an EngineConfig; the default one if None
     options   fields of EngineConfig by name, in place of those of `config`
 
-    `defaults` are the SamplingParams of the checkpoint's generation_config.json. CheckpointError (a ValueError) where the
-    directory cannot be loaded, ValueError where W does not divide the model.
+    `defaults` are the SamplingParams of the checkpoint's generation_config.json, and `cache_plan` says where keys and values
+    lie, and why. CheckpointError (a ValueError) where the directory cannot be loaded, ValueError where W does not divide the
+    model.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Engine:
         checkpoint = None if isinstance(model, DecoderConfig) else _open(model, team)
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
+        self.cache_plan = plan_cache(config, sizes, team.size, team.shape.nodes)
         if config.pages is not None:
             check_cache(
                 sizes,
@@ -105,7 +108,7 @@ class Engine:
                 E4M3 if config.kv_cache_dtype == "fp8" else config.dtype or sizes.dtype,
                 config.pages,
                 config.page_size,
-                context_parallel=config.context_parallel,
+                context_parallel=self.cache_plan.context_parallel,
             )
         self.team, self.config, self.tokenizer, self.eos_token_ids = team, config, None, frozenset()
         self.defaults, warnings = SamplingParams(), []
@@ -119,14 +122,15 @@ class Engine:
             self._no_text = f"{checkpoint.directory} has no tokenizer.json"
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
-        names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype", "context_parallel"
+        names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype"
         options = {name: getattr(config, name) for name in names}
-        self.model: Decoder = Decoder(sizes, team, **options)
+        self.model: Decoder = Decoder(sizes, team, context_parallel=self.cache_plan.context_parallel, **options)
         if checkpoint is None:
             self.model.fill_dummy()
         else:
             warnings += self.model.load(checkpoint, progress)
         if warn and team.rank == 0:
+            logger.info("KV cache %s", self.cache_plan)
             for line in warnings:
                 logger.warning(line)
         self.batch = Batch(Runner(self.model, config), config)

@@ -18,6 +18,7 @@ from weft.engine.params import Kind, SamplingParams
 from weft.engine.sampling import Choice, choose_tokens
 from weft.models import Decoder
 from weft.ops import SequenceRanges
+from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.step import Chunk, PagedCache, Step, cells_of, runs
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
@@ -58,7 +59,8 @@ class Inputs:
     ignored.
 
     tokens, positions, cache_slots        [T] int64
-    table                                 [S, max_pages] int32
+    table                                 [S, max_pages] int32; over a spread cache of the gathered pages
+    entries, gathered_slots               of SpreadPages, [0] without a spread cache
     spans, tiles                          of SequenceRanges
     rows                                  [S] int64: index of each sequence's last token
     lengths                               [S] int64: tokens including cached ones
@@ -70,6 +72,8 @@ class Inputs:
     positions: torch.Tensor
     cache_slots: torch.Tensor
     table: torch.Tensor
+    entries: torch.Tensor
+    gathered_slots: torch.Tensor
     spans: torch.Tensor
     tiles: torch.Tensor
     rows: torch.Tensor
@@ -102,13 +106,16 @@ class StaticPrefill(ABC):
     Call `load`, then `run`, which may be captured; `chosen` and `logprobs` hold the next tokens and theirs.
 
     max_pages  of a sequence
+    entries    of page tables with cached tokens of all sequences, at most; those of a spread cache are gathered
     """
 
     runs: tuple[Chunk, ...] = ()  # of Step.chunks
 
-    def __init__(self, model: Decoder, cache: PagedCache, tokens: int, batch: int, max_pages: int) -> None:
+    def __init__(
+        self, model: Decoder, cache: PagedCache, tokens: int, batch: int, max_pages: int, entries: int = 0
+    ) -> None:
         self.model, self.cache, self.plan = model, cache, model.plan(tokens)
-        self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
+        self._tokens, self._batch, self._max_pages, self._entries = tokens, batch, max_pages, entries
         device = model.team.device
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(batch, WIDTH, dtype=torch.float32, device=device)
@@ -129,7 +136,11 @@ class StaticPrefill(ABC):
 
     def run(self, kind: Kind, adjustments: Adjustments | None = None) -> None:
         """Write keys and values into the cache, and the token after each sequence into `chosen`."""
-        now, fused = self._static, self.plan.fused
+        now, fused, spread = self._static, self.plan.fused, None
+        if self.model.context_parallel:
+            spread = SpreadPages(
+                team=self.model.team, entries=now.entries, slots=now.gathered_slots, pages=self._gathered_pages
+            )
         step = Step(
             positions=now.positions,
             slots=now.cache_slots,
@@ -139,6 +150,7 @@ class StaticPrefill(ABC):
             plan=self.plan,
             chunks=self.runs,
             spans=replace(self._ranges, spans=now.spans, tiles=now.tiles) if fused else None,
+            spread=spread,
         )
         logits = self.model(now.tokens, step, self.cache, now.rows)
         choice = Choice(
@@ -166,6 +178,8 @@ class StaticPrefill(ABC):
     def _inputs(self, chunks: Sequence[PrefillChunk]) -> Inputs:
         """Metadata of these chunks in host memory, by numpy: torch would start its threads for them."""
         size, table = self.cache.page_size, numpy.zeros((self._batch, self._max_pages), numpy.int32)
+        team = self.model.team
+        rank, world_size = (team.rank, team.size) if self.model.context_parallel else (0, 1)
         tokens, positions = numpy.zeros((2, self._tokens), numpy.int64)
         cache_slots, rows = numpy.full(self._tokens, -1, numpy.int64), []
         for row, chunk, start in zip(table, chunks, self._starts(chunks), strict=False):
@@ -173,8 +187,13 @@ class StaticPrefill(ABC):
             row[: len(pages)] = pages
             at = numpy.arange(chunk.before, chunk.before + len(chunk.tokens))
             here = slice(start, start + len(at))
-            tokens[here], positions[here], cache_slots[here] = chunk.tokens, at, pages[at // size] * size + at % size
+            slots = pages[at // (size * world_size)] * size + at % size
+            cache_slots[here] = numpy.where(at // size % world_size == rank, slots, -1)
+            tokens[here], positions[here] = chunk.tokens, at
             rows.append(start + len(at) - 1)
+        entries = gathered_slots = numpy.zeros(0, numpy.int64)
+        if self.model.context_parallel:
+            table, entries, gathered_slots = self._gathered(chunks, table)
         params, ranges = [chunk.params for chunk in chunks], self._ranges_of(chunks)
 
         def padded(values: list[float], value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -185,6 +204,8 @@ class StaticPrefill(ABC):
             positions=torch.from_numpy(positions),
             cache_slots=torch.from_numpy(cache_slots),
             table=torch.from_numpy(table),
+            entries=torch.from_numpy(entries),
+            gathered_slots=torch.from_numpy(gathered_slots),
             spans=ranges.spans,
             tiles=ranges.tiles,
             rows=padded(rows, 0),
@@ -196,6 +217,28 @@ class StaticPrefill(ABC):
             min_p=padded([p.min_p for p in params], 0.0, torch.float32),
             batch_slots=padded([chunk.slot for chunk in chunks], 0),
         )
+
+    def _gathered(
+        self, chunks: Sequence[PrefillChunk], table: numpy.ndarray
+    ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """(page table of the gathered pages, their entries, slots of the tokens in them) of a spread cache."""
+        world_size, size = self.model.team.size, self.cache.page_size
+        layout = GatheredLayout.make(
+            [(chunk.before, len(chunk.tokens)) for chunk in chunks],
+            size,
+            world_size,
+            window=self.model.window,
+            entries=self._entries,
+            tokens=self._tokens,
+            starts=list(self._starts(chunks)),
+            batch=self._batch,
+        )
+        self._gathered_pages = layout.pages
+        pages = numpy.zeros((self._batch, self._max_pages * world_size), numpy.int32)
+        pages[:, : layout.table.shape[1]] = layout.table
+        entries = numpy.zeros(self._entries, numpy.int64)
+        entries[: len(layout.rows)] = table[layout.rows, layout.columns]
+        return pages, entries, layout.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +281,8 @@ class PaddedPrefill(StaticPrefill):
     def __init__(self, model: Decoder, cache: PagedCache, batch: int, length: int) -> None:
         self._length, self._sequences = length, [(0, length)] * batch
         self.runs = runs(self._sequences)
-        super().__init__(model, cache, batch * length, batch, cdiv(length, cache.page_size))
+        ranks = model.team.size if model.context_parallel else 1
+        super().__init__(model, cache, batch * length, batch, cdiv(length, cache.page_size * ranks))
 
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
         return range(0, len(chunks) * self._length, self._length)

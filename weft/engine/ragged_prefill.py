@@ -18,22 +18,40 @@ from weft.runtime.arithmetic import cdiv
 SHORTEST, ROWS, STEPS = 16, 128, 16
 # Sequence counts are powers of this: the head's GEMM takes as long for 8 rows as for one.
 BATCHES = 8
+# Most entries of page tables that a graph gathers from a spread cache. With more of them the kernels take longer than their
+# launches, and padding to a power of two costs more than a graph saves.
+MOST_ENTRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedShape:
-    """Number of tokens and of sequences of a pass."""
+    """Number of tokens and of sequences of a pass.
+
+    entries  of page tables that it gathers from a spread cache
+    """
 
     tokens: int
     batch: int
+    entries: int = 0
 
 
-def ragged_shape_of(chunks: Sequence[PrefillChunk], max_batch: int) -> RaggedShape:
-    """Smallest shape that the chunks fit; `max_batch` bounds the number of sequences."""
+def ragged_shape_of(
+    chunks: Sequence[PrefillChunk], max_batch: int, entry_tokens: int | None = None
+) -> RaggedShape | None:
+    """Smallest shape that the chunks fit; `max_batch` bounds the number of sequences.
+
+    entry_tokens  tokens of an entry of the page table of a spread cache; None: no entries are gathered
+
+    None for more than MOST_ENTRIES of them.
+    """
     batch = 1
     while batch < len(chunks):
         batch *= BATCHES
-    return RaggedShape(padded_tokens(sum(len(chunk.tokens) for chunk in chunks)), min(batch, max_batch))
+    entries = sum(cdiv(chunk.before, entry_tokens) for chunk in chunks) if entry_tokens else 0
+    if entries > MOST_ENTRIES:
+        return None
+    entries = 1 << (entries - 1).bit_length() if entries else 0
+    return RaggedShape(padded_tokens(sum(len(chunk.tokens) for chunk in chunks)), min(batch, max_batch), entries)
 
 
 def padded_tokens(tokens: int) -> int:

@@ -128,7 +128,7 @@ class Runner:
         lengths = single_lengths(min(longest, self.max_seq_len))
         if not self.model.plan(1).fused:
             shapes = [Shape(1, length) for length in reversed(lengths)]
-        elif not self.model.context_parallel:
+        else:
             heads = self.model.layers[0].self_attn.num_heads
             shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if cudnn_attends(n * heads)])
         return [(size, kind) for size in [*shapes, *reversed(self.buckets)] for kind in WARM_KINDS]
@@ -191,16 +191,21 @@ class Runner:
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
-        if self.model.context_parallel:
-            return None  # how many pages are exchanged depends on their lengths
         shape = shape_of(chunks)
         if shape in self._warm_prompts or not self.model.plan(1).fused:
             return shape  # unfused attention takes its sequence lengths from the host
         if self.warm:
+            if self.model.context_parallel and any(chunk.before for chunk in chunks):
+                return None  # shapes with every number of gathered pages would be too many
             tokens = sum(len(chunk.tokens) for chunk in chunks)
             ragged = (shape for shape in reversed(self._warm_prompts) if isinstance(shape, RaggedShape))
             return next((one for one in ragged if one.tokens >= tokens and one.batch >= len(chunks)), None)
-        return shape or ragged_shape_of(chunks, self.max_batch)
+        return shape or ragged_shape_of(chunks, self.max_batch, self._gathered_tokens)
+
+    @property
+    def _gathered_tokens(self) -> int | None:
+        """Tokens of an entry that a prompt gathers from a spread cache; None: the cache is not spread."""
+        return self.entry_tokens if self.model.context_parallel else None
 
     def _prefill_padded(
         self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape
@@ -221,7 +226,8 @@ class Runner:
     def _prompts_of(self, shape: Shape | RaggedShape) -> PaddedPrefill | RaggedPrefill:
         if isinstance(shape, Shape):
             return PaddedPrefill(self.model, self.cache, shape.batch, shape.length)
-        return RaggedPrefill(self.model, self.cache, shape.tokens, shape.batch, max_pages=self.table.shape[1])
+        sizes = {"max_pages": self.table.shape[1], "entries": shape.entries}
+        return RaggedPrefill(self.model, self.cache, shape.tokens, shape.batch, **sizes)
 
     def _evict(self, shape: Shape | RaggedShape) -> None:
         """Free the graphs and tensors of a shape. Its next batches run eagerly until it is captured again."""

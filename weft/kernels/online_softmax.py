@@ -86,7 +86,9 @@ def ways(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
 
 
 @triton.jit
-def attend(x, cache, table, page, head, first, length, stride, scale, SIZES: tl.constexpr, TILE: tl.constexpr):
+def attend(
+    x, cache, table, page, head, first, length, stride, scale, SIZES: tl.constexpr, TILE: tl.constexpr, begin=None
+):
     """(weighted mean of values [kept, D], log2 of the sum of weights [rows]) of rows ``x`` [rows, D].
 
     A token's weight is 2 ** (score * scale), so ``scale`` holds log2(e). The program takes block_n tokens a step, from first,
@@ -94,6 +96,7 @@ def attend(x, cache, table, page, head, first, length, stride, scale, SIZES: tl.
     is 0 and the sum has no meaning.
     table  the sequence's pages; page: those of the first block, already loaded
     SIZES  ``CacheSizes``; TILE: ``DecodeTile``
+    begin  with TILE.window: first token of the window, where it is not TILE.window tokens before ``length``
 
     Each warp takes its own share of the tokens and keeps its own maximum and sums, which are joined at the end: no step
     waits for more than its loads. Shared out by rows or columns, as a plain dot is, a step has 4 CTA barriers.
@@ -112,7 +115,10 @@ def attend(x, cache, table, page, head, first, length, stride, scale, SIZES: tl.
     for start in tl.range(first, length, stride):
         there = local < length - start
         if TILE.window is not None:
-            there &= local >= length - TILE.window - start
+            if begin is None:
+                there &= local >= length - TILE.window - start
+            else:
+                there &= local >= begin - start
         at = cells_at(page, head, start, local, SIZES)[:, :, None] + column
         # A step ahead: a load that waits for another would take a stage of the pipeline for itself.
         page = pages_at(table, start + stride, length, local, SIZES.page)

@@ -68,11 +68,6 @@ class TPAttention(nn.Module):
         self.sharers = 1 if context_parallel else max(team.size // num_key_value_heads, 1)
         first_kv_head = team.rank * num_key_value_heads // team.size
         if context_parallel:
-            if window is not None:
-                raise ValueError(
-                    f"context_parallel=True: this layer attends to a window of {window} tokens, which few pages hold; pass "
-                    f"context_parallel=False"
-                )
             self.num_kv_heads, first_kv_head = num_key_value_heads, 0
         # Query heads that attend to the same KV head here.
         self.group = min(self.num_heads, num_attention_heads // num_key_value_heads)

@@ -142,6 +142,14 @@ class Checkpoint:
         starts = range(0, (parts[0].get_shape() or [0])[0], COMPARED_ROWS)
         return not all(torch.equal(*(part[start : start + COMPARED_ROWS] for part in parts)) for start in starts)
 
+    def has(self, name: str) -> bool:
+        """True if there is a tensor of this name."""
+        return name in self._files()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor of this name, on the host."""
+        return self._files()[name].get_tensor(name)
+
     def unused(self, names: Collection[str]) -> list[str]:
         """Names of tensors in the checkpoint beside `names`, without a table that older checkpoints keep."""
         return [name for name in self._files() if name not in names and not name.endswith("rotary_emb.inv_freq")]

@@ -12,6 +12,7 @@ import torch
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models import generation
+from weft.models.cache_scales import quantizes_cache_alone
 from weft.models.checkpoint import Checkpoint
 from weft.models.family import AttentionOptions, ExpertOptions, Family
 from weft.models.llama import LLAMA
@@ -86,7 +87,7 @@ READ = {
         "rope_scaling",
     ),
     *("max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id"),
-    "architectures",
+    *("architectures", "quantization_config"),
 }
 
 # Keys that may have these values and no others, in families that do not say otherwise.
@@ -187,7 +188,8 @@ class DecoderConfig:
                 f"config.json: model_type={quoted(model_type)} is not supported; weft runs "
                 f"{', '.join(map(repr, FAMILIES))}"
             )
-        if quantization := content.get("quantization_config"):
+        quantization = content.get("quantization_config")
+        if quantization and not quantizes_cache_alone(quantization):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise CheckpointError(
                 f"config.json: quantization_config with quant_method={quoted(method)} is not supported; weft runs weights of "

@@ -6,6 +6,7 @@ A recipe of weft.parallel computes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from weft.arguments import quoted
 from weft.layers import TPMLP, MoE, TPAttention
 from weft.layers.moe import Layout, check_layout
+from weft.models.cache_scales import read_scale, scale_names
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
@@ -98,7 +100,8 @@ class Decoder(nn.Module):
            tokens
     fused  local work between the GEMMs in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
     expert_layout  ``layout`` of weft.layers.MoE; None: "whole" where W divides the number of experts, else "slices"
-    kv_cache_dtype  "auto": the KV cache has the dtype of the weights; "fp8": e4m3 with scales of 1, for weights of 16 bits
+    kv_cache_dtype  "auto": the KV cache has the dtype of the weights; "fp8": e4m3, for weights of 16 bits, with the
+           checkpoint's scales, or scales of 1 where it has none
     context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
            "reference". Page tables of such a model have an entry for a page of each rank
 
@@ -132,6 +135,7 @@ class Decoder(nn.Module):
                 f"context_parallel=True: mode={mode!r} keeps the cache split by heads; choose another mode"
             )
         self.cache_dtype = E4M3 if kv_cache_dtype == "fp8" else dtype
+        self.cache_scales: torch.Tensor | None = None  # [layers, 2] of a checkpoint
         if self.plan(1).fused:
             check_head_dim(config.head_dim, "; pass fused=False")
             if self.cache_dtype == E4M3:
@@ -178,12 +182,19 @@ class Decoder(nn.Module):
         odd = {name for names in self.team.exchange(checkpoint.load(shards, progress)) for name in names}
         # A tied head is in some checkpoints twice, with equal values. Other ranks may hold other experts.
         known = {name for names in self.team.exchange(tuple(shards)) for name in names}
+        scales = scale_names(checkpoint, self.config.family.weights, self.config.num_hidden_layers)
+        if scales and self.cache_dtype == E4M3:
+            values = [read_scale(checkpoint, name) for name in scales]
+            self.cache_scales = torch.tensor(values, device=self.team.device).view(-1, 2)
+        known |= {*scales}
         unused = checkpoint.unused(known | {f"{self.config.family.weights.head}.weight"})
         where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
         lines = []
         if odd:
             found = _listed([name for name in shards if name in odd])
             lines.append(f"{where}: NaN or infinite weights in {dtype}, so answers mean nothing: {found}")
+        if scales and self.cache_scales is None:
+            lines.append(f"{where}: scales of an fp8 KV cache, which only kv_cache_dtype='fp8' uses: {_listed(scales)}")
         if unused:
             lines.append(f"{where}: tensors that this model does not have, and does not use: {_listed(unused)}")
         return lines
@@ -229,12 +240,18 @@ class Decoder(nn.Module):
     def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE) -> PagedCache:
         kv_heads = self.layers[0].self_attn.num_kv_heads
         sizes = (len(self.layers), pages, kv_heads, page_size, self.config.head_dim)
-        return PagedCache(*sizes, dtype=self.cache_dtype, device=self.team.device)
+        return PagedCache(*sizes, dtype=self.cache_dtype, device=self.team.device, scales=self.cache_scales)
 
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.layers[0].self_attn.group
+
+    @property
+    def window(self) -> int | None:
+        """Most tokens that a token attends to in any layer; None: all before it."""
+        windows = [layer.self_attn.window for layer in self.layers]
+        return None if None in windows else max(windows)
 
     @property
     def _spread_over(self) -> Team | None:
@@ -255,7 +272,9 @@ class Decoder(nn.Module):
         """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b]."""
         tokens = sum(length for _, length in spans)
         plan = self.plan(tokens)
-        return Step.prefill(spans, pages, page_size, self.angles, plan, self.group, self.dtype, self._spread_over)
+        return Step.prefill(
+            spans, pages, page_size, self.angles, plan, self.group, self.dtype, self._spread_over, self.window
+        )
 
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None
@@ -275,6 +294,9 @@ class Decoder(nn.Module):
 
     def _layers(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> tuple[Any, Any]:
         recipe = step.plan.recipe
+        if step.is_prefill and step.spread is not None:
+            caches = [cache.layer(index) for index in range(len(self.layers))]
+            step = replace(step, spread=step.spread.ahead_of(self.layers[0].self_attn.weights, caches))
         x, residual = recipe.embed(tokens, self.embed_tokens.weights), None
         for index, layer in enumerate(self.layers):
             x, residual = recipe.decoder_layer(x, residual, layer.weights, step, cache.layer(index))

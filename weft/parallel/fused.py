@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.parallel.plain import attend_to_prompts, attend_to_sequences
+from weft.parallel.plain import as_cached, attend_to_prompts, attend_to_sequences
 from weft.parallel.plain import silu_mul as plain_silu_mul
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
@@ -51,8 +51,9 @@ def matmul_split(x: Tensor | DeferredNorm, weight: Tensor) -> Tensor | SplitK | 
 
 def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor | SplitK | DeferredNorm:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
-    # cuDNN takes the values as they are.
-    return ops.matmul(x, w.qkv) if step.by_cudnn(w) else matmul_split(x, w.qkv)
+    # cuDNN, and a prefill over a spread cache, take the values as they are.
+    whole = step.by_cudnn(w) or (step.spread is not None and step.is_prefill)
+    return ops.matmul(x, w.qkv) if whole else matmul_split(x, w.qkv)
 
 
 def attend(
@@ -60,8 +61,8 @@ def attend(
 ) -> Tensor:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim].
 
-    A prefill is two launches. Where the cache is spread over the ranks, a prefill without cuDNN exchanges the pages in an
-    all_to_all between the two, and a decode step gathers the queries of all heads. cache: as for weft.parallel.plain
+    A prefill is two launches. Where the cache is spread over the ranks, a prefill without cuDNN gathers the pages of cached
+    tokens between the two, and a decode step the queries of all heads. cache: as for weft.parallel.plain
     """
     if isinstance(step, Sequences):
         return attend_to_sequences(qkv, w, step)
@@ -72,7 +73,7 @@ def attend(
     if not step.is_prefill and spread is None:
         places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window, **scales}
         attended = ops.decode_attention(projected, *head, *places, tickets=step.tickets, **options)
-    elif step.by_cudnn(w):
+    elif step.by_cudnn(w) or (step.is_prefill and spread is not None):
         places = step.positions, step.slots, *cache
         heads = ops.qk_norm_rope(projected, *head, *places, with_keys=True, bias=w.bias, **scales)
         q, keys, values = heads.tensor_split((w.heads, w.heads + w.kv_heads), dim=1)
@@ -81,16 +82,19 @@ def attend(
         if spread is not None:
             # Values are [T, kv_heads, head_dim] already where they come with the keys.
             keys, values = (x.reshape(keys.shape)[:, spread.heads(w)] for x in (keys, values))
-        attended = attend_to_prompts(q, keys, values, step, cache)
+        if step.by_cudnn(w):
+            attended = attend_to_prompts(q, keys, values, step, cache)
+        else:
+            new = (as_cached(x, scales.get(name)) for x, name in ((keys, "k_scale"), (values, "v_scale")))
+            cache = spread.gathered(w, cache, *new)
+            attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
     else:
         q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias, **scales)
-        if spread is not None and not step.is_prefill:
-            places = *cache, step.pages, step.lengths, spread.team
-            return ops.sharded_decode_attention(spread.all_queries(q), *places, **scales).flatten(1)
-        pages = step.pages
         if spread is not None:
-            cache, pages = spread.exchange(w, cache)
-        attended = ops.paged_prefill_attention(q, *cache, pages, step.spans, window=w.window, **scales)
+            places = *cache, step.pages, step.lengths, spread.team
+            options = {"window": w.window, **scales}
+            return ops.sharded_decode_attention(spread.all_queries(q), *places, **options).flatten(1)
+        attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 

@@ -60,9 +60,12 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
     keys[page, :, offset], values[page, :, offset] = as_cached(k, k_scale), as_cached(v, v_scale)
     q = apply_rotary(norm_of_heads(q, w.q_norm, w.eps), angles)
     if spread is not None:
-        (keys, values), pages = spread.exchange(w, cache)
-        step = replace(step, pages=pages)
         k, v = (x[:, spread.heads(w)] for x in (k, v))
+    if spread is not None and step.is_prefill:
+        keys, values = spread.gathered(w, cache, as_cached(k, k_scale), as_cached(v, v_scale))
+    elif spread is not None:
+        (keys, values), pages = spread.all_pages(w, cache, step.pages)
+        step = replace(step, pages=pages)
     if step.is_prefill:
         attended = attend_to_prompts(q, k, v.flatten(1), step, (keys, values, *scales), w.window)
     else:

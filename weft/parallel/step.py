@@ -11,11 +11,10 @@ import torch
 
 from weft import ops
 from weft.kernels.block_cyclic import local_slots, slots_in
-from weft.parallel.context import SpreadPages
+from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.recipe import StepPlan
 from weft.parallel.tensors import AttentionWeights
 from weft.parallel.thresholds import cudnn_attends
-from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
@@ -29,16 +28,27 @@ class PagedCache:
 
     A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is reserved for padding:
     unfused layers write it there. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
-    scales[layers, 2], fp32, which are 1. ValueError for a page size that is not a power of two from 16 to 256.
+    scales[layers, 2], fp32, which are 1 unless given. ValueError for a page size that is not a power of two from 16 to 256.
     """
 
     def __init__(
-        self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, *, dtype: torch.dtype, device: Any
+        self,
+        layers: int,
+        pages: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: Any,
+        scales: torch.Tensor | None = None,
     ) -> None:
         check_page_size(page_size)
         # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
         self.data = torch.zeros(layers, 2, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
-        self.scales = torch.ones(layers, 2, device=device) if dtype.itemsize == 1 else None
+        self.scales = None
+        if dtype.itemsize == 1:
+            self.scales = torch.ones(layers, 2, device=device) if scales is None else scales
         self.page_size = page_size
 
     @property
@@ -72,7 +82,8 @@ class Step:
     positions  [T] int64
     slots      [T] int64: page * page_size + offset of a token's key and value; -1: not written (padding)
     cells      page [T] and offset [T] int64 of slots, 0 and 0 for padding; None in a fused pass, which does not read them
-    pages      [B, max_pages] int32: the page table; any existing page may stand for one not in use yet
+    pages      [B, max_pages] int32: the page table, in a prefill over a spread cache that of the gathered pages; any existing
+               page may stand for one not in use yet
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
     tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of attention, shared by all layers
@@ -124,7 +135,7 @@ class Step:
 
         The host reads no values of the device, so a decode step can be captured in a CUDA graph.
         """
-        spread = None if team is None else SpreadPages(team=team, table=pages)
+        spread = None if team is None else SpreadPages(team=team)
         place = (0, 1) if team is None else (team.rank, team.size)
         if plan.fused:
             at, slots, lengths, tickets = ops.decode_metadata(
@@ -158,6 +169,7 @@ class Step:
         group: int,
         dtype: torch.dtype,
         team: Team | None = None,
+        window: int | None = None,
     ) -> Step:
         """`length` new tokens of sequence b after `before` cached ones, (before, length) = spans[b].
 
@@ -165,6 +177,7 @@ class Step:
         group  query heads of a KV head
         dtype  the model's
         team   the one over whose ranks the cache is spread, or None
+        window most tokens that any layer attends to; None: all
 
         The number of copies to the device does not depend on the number of sequences.
         """
@@ -178,7 +191,10 @@ class Step:
         place = (0, 1) if team is None else (team.rank, team.size)
         entry = page_size * place[1]  # tokens
         slots = slots_in(pages[sequence, positions // entry], positions, page_size, *place)
-        used = pages[:, : cdiv(int((befores + lengths).max()), entry)]
+        spread = None
+        if team is not None:
+            layout = GatheredLayout.make(spans, page_size, team.size, window=window)
+            spread, pages = SpreadPages.of_prefill(team, pages, layout), upload(torch.from_numpy(layout.table), device)
         return cls(
             positions=positions,
             slots=slots,
@@ -187,7 +203,7 @@ class Step:
             angles=angles,
             plan=plan,
             chunks=runs(spans),
-            spread=SpreadPages(team=team, table=used) if team else None,
+            spread=spread,
             spans=ops.PrefillSpans.make(spans, group, dtype).to(device) if plan.fused else None,
         )
 

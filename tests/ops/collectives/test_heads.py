@@ -10,7 +10,7 @@ import weft
 from tests.compiling import TARGETS, a_view, compiled
 from tests.sampled import sampled
 from weft import ops
-from weft.ops.collectives.heads import Part, exchange_heads_kernel
+from weft.ops.collectives.head_exchange import Part, exchange_heads_kernel
 from weft.transport.plans import PushPlan
 from weft.transport.push import registers_of
 

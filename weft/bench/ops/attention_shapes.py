@@ -6,7 +6,7 @@ import re
 
 from weft.bench.harness.workload import Shape
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
-from weft.ops.attention.sharded_decode_attention import ShardedShape
+from weft.ops.attention.sharded_plan import ShardedShape
 from weft.ops.op import Op
 
 # Query heads, KV heads, head_dim, and contexts of one sequence. The second is the figure that others publish for 8 GPUs.

@@ -15,7 +15,7 @@ from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.problem import OpProblem
 from weft.kernels.paged_cache import PagedCache
-from weft.ops.attention.gathered_prefill_attention import GatheredCall
+from weft.ops.attention.gathered_plan import GatheredCall
 from weft.ops.attention.stripes import Stripes, attend
 from weft.ops.attention.zigzag import ZigzagRanges
 from weft.plan.planned import machine_of

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from weft.bench.harness.workload import Shape
-from weft.ops.attention.gathered_prefill_attention import check_sharing
+from weft.ops.attention.gathered_plan import check_sharing
 from weft.ops.op import Op
 
 

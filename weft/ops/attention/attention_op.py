@@ -60,9 +60,9 @@ def check_window(op: str, window: int | None) -> None:
         check_int(f"{op}: window", window, 1, remedy="pass 1 or more tokens, or None for no window")
 
 
-def hiding(window: int | None, keys: torch.Tensor, pages: torch.Tensor) -> int | None:
-    """``window``, or None where it holds all that ``pages`` [B, max_pages] have room for."""
-    return None if window is None or window >= pages.shape[1] * keys.shape[2] else window
+def hiding(window: int | None, keys: torch.Tensor, pages: torch.Tensor, ranks: int = 1) -> int | None:
+    """``window``, or None where it holds all that ``pages`` [B, max_pages] of ``ranks`` have room for."""
+    return None if window is None or window >= ranks * pages.shape[1] * keys.shape[2] else window
 
 
 def check_heads(op: str, q_heads: int, keys: torch.Tensor) -> None:

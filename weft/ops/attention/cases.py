@@ -89,10 +89,11 @@ def attended_by_head(
     values: Sequence[torch.Tensor],
     pages: Sequence[torch.Tensor],
     lengths: Sequence[int],
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens q [B, Hq, D] in fp64, a KV head at a time: contexts may be long.
 
-    keys, values, pages  each rank's; lengths: of whole sequences. Zeros for sequences without tokens
+    keys, values, pages  each rank's; lengths: of whole sequences. Zeros for sequences without tokens. window: as of attended
     """
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     heads = keys[0].shape[1]
@@ -103,7 +104,7 @@ def attended_by_head(
             caches = ([cache[:, head : head + 1] for cache in of_ranks] for of_ranks in (keys, values))
             k, v = (tokens_of_ranks(cache, tables, length) for cache in caches)
             mine = slice(head * group, (head + 1) * group)
-            out[b : b + 1, mine] = attended(q[b : b + 1, mine], k, v, length - 1)
+            out[b : b + 1, mine] = attended(q[b : b + 1, mine], k, v, length - 1, window)
     return out
 
 
@@ -258,6 +259,9 @@ def sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> 
     yield sharded_case(op, 2, ((4, 2, 16, 16), FP16), two_kernels(split=wide), (90,), huge=20)
     yield sharded_case(op, 2, ((4, 1, 64, 32), FP32), "auto", (65,))
     yield sharded_case(op, 2, ((4, 1, 32, 16), BF16), "auto", (40,), fp8=True)
+    # A window within a page of one rank, and one from within a block on, over several partials.
+    yield sharded_case(op, 2, ((4, 1, 16, 16), BF16), "one_kernel", (40, 0, 7), window=9)
+    yield sharded_case(op, 3, ((3, 1, 32, 16), BF16), two_kernels(split=wide), (200,), window=150)
 
 
 def more_sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> Iterator[Case]:
@@ -277,6 +281,8 @@ def more_sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any
                 lengths = (0,) if heads[0][1] == 2 else (40 * w + 3, 17)
                 yield sharded_case(op, w, heads, design, lengths, huge=1)
                 yield sharded_case(op, w, heads, design, (50 * w,), spare=1)
+                for window in (1, 16, 16 * w + 1, 30 * w):
+                    yield sharded_case(op, w, heads, design, (40 * w + 3,), window=window)
                 if heads[1] != FP32:
                     yield sharded_case(op, w, heads, design, (16 * w + 1,), fp8=True)
 

@@ -16,28 +16,23 @@ two_kernels  | attend | join partials | push heads |    then    | receive, merge
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import quoted
 from weft.kernels.block_cyclic import local_length, local_lengths
 from weft.kernels.merged_parts import kept_of, merged
 from weft.kernels.online_softmax import DecodeTile, attend, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import joined, split_count, store_partial
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, PAGE, AttentionOp, check_heads
+from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
 from weft.ops.attention.decoding import (
-    DecodingCall,
     SplitKV,
     scratch_of,
-    split_kv_for,
-    splits_of,
     tile_of,
 )
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
@@ -53,68 +48,29 @@ from weft.ops.attention.head_words import (
     words_of,
 )
 from weft.ops.attention.merge_attention import merge_attention
-from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
+from weft.ops.attention.qk_norm_rope import check_cache
+from weft.ops.attention.sharded_plan import (
+    OneKernel,
+    ShardedCall,
+    ShardedPlan,
+    TwoKernels,
+    attended_tokens,
+    resident_programs,
+    room_of,
+)
 from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
-from weft.ops.local import check_like, check_shape, check_sizes
-from weft.ops.neighbours import moved, scaled
+from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_scalar, check_team, check_tensor
-from weft.plan.planned import AUTO, Machine, Planned, machine_of
+from weft.plan.planned import AUTO, machine_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.runtime.team.team import find_team
 
 if TYPE_CHECKING:
-    from weft.runtime.capabilities import Capabilities
     from weft.runtime.team.team import Team
-
-# Shared memory of an SM of sm_90, for programs that wait for each other. Others have as much or less, and hold one an SM.
-SHARED_BYTES = 227 << 10
-
-
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneKernel:
-    """Attention, push and merge in one kernel, all of whose programs are resident."""
-
-    split: SplitKV = field(default_factory=SplitKV)
-
-
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TwoKernels:
-    """Attention and push in one kernel, merge in another: any number of programs."""
-
-    split: SplitKV = field(default_factory=SplitKV)
-
-
-class ShardedShape(NamedTuple):
-    """Shape of form "sharded": sequences of ``context`` tokens over the caches of ``ranks`` ranks."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    context: int
-    ranks: int
-
-
-class ShardedCall(NamedTuple):
-    """Sizes that the plan depends on, equal on all ranks.
-
-    pairs   of a sequence and a KV head
-    tokens  of a sequence that a row of a rank's page table has room for
-    dtype   of the cache
-    """
-
-    pairs: int
-    tokens: int
-    head_dim: int
-    dtype: torch.dtype
-    design: str = AUTO
 
 
 @triton.jit(do_not_specialize=["max_pages"])
@@ -140,6 +96,8 @@ def sharded_attention_kernel(
     ``merge_heads_kernel`` does so, and ``out`` is not touched.
 
     sequences    ``Sequences``: this rank's pages, and lengths of the whole sequences
+    TILE         ``DecodeTile``; its window counts the tokens of all ranks. This rank's come in their order, so those in the
+                 window are its last ones, from ``begin`` on
     words, HEADS ``HeadWords`` and ``HeadSizes``; one rank alone in one kernel: not used
 
     signals   to the owner of each head: its words of this rank (Lamport), an empty part too
@@ -157,20 +115,24 @@ def sharded_attention_kernel(
     queries = q + pair.to(tl.int64) * (TILE.group * SIZES.dim)
     table = sequences.pages + sequence.to(tl.int64) * max_pages
     first = split * TILE.block_n
+    me, ranks = wl.rank(team), wl.num_ranks(team)
     wl.follow_previous_kernel()
     length = tl.load(sequences.lengths + sequence)
+    begin = None
+    if TILE.window is not None:
+        begin = held_of(tl.maximum(length - TILE.window, 0), me, ranks, SIZES, HEADS)
+        first += begin // TILE.block_n * TILE.block_n
     page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
     x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
     scale = scale_of_scores(scale, cache)
-    me, ranks = wl.rank(team), wl.num_ranks(team)
-    if HEADS.nodes > 1:
-        length = local_length(length, HEADS.node * ranks + me, HEADS.nodes * ranks, SIZES.page)
+    length = tl.minimum(held_of(length, me, ranks, SIZES, HEADS), max_pages * SIZES.page)
+    if TILE.window is None:
+        count = split_count(length, splits, TILE)
     else:
-        length = local_length(length, me, ranks, SIZES.page)
-    length = tl.minimum(length, max_pages * SIZES.page)
-    count = split_count(length, splits, TILE)
+        count = split_count(length - begin, splits, TILE)
     if split < count:
-        mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
+        stride = count * TILE.block_n
+        mean, log_sum = attend(x, cache, table, page, head, first, length, stride, scale, SIZES, TILE, begin)
         if TILE.split:
             if store_partial(mean, log_sum, count, partials, TILE):
                 tl.store(partials.arrivals + pair, 0)
@@ -187,6 +149,15 @@ def sharded_attention_kernel(
             half, places = next_places(words, team, TILE.kept, SIZES.dim, HEADS, FUSED)
             whole, of_whole = as_values(mean, cache), kept_of(log_sum, TILE.kept)
             exchange_heads(whole, of_whole, half, places, out, words, team, HEADS, FUSED, TILE.ways)
+
+
+@triton.jit
+def held_of(length, me, ranks, SIZES: tl.constexpr, HEADS: tl.constexpr):
+    """Tokens at this rank of the first ``length`` of a sequence."""
+    if HEADS.nodes > 1:
+        return local_length(length, HEADS.node * ranks + me, HEADS.nodes * ranks, SIZES.page)
+    else:
+        return local_length(length, me, ranks, SIZES.page)
 
 
 @triton.jit
@@ -258,16 +229,17 @@ def sharded_decode_attention(
     lengths       [B] int32: tokens of the whole sequences, the new one included; equal on all ranks, at most local_pages * S on
                   any. 0, a padding row: zeros
     scale         D ** -0.5 where None
-    window        None: windows are not supported
+    window        a token attends to this many tokens of all ranks, itself the last of them, 1 or more; None: to all. Pages
+                  before the window are not read
     algorithm     "auto", "one_kernel" (all programs resident, of one node) or "two_kernels"
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of its own bytes
 
     Rank r gets heads r * Hq / W and on: those whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
     groups have at most 64 heads; D and S are powers of two from 16 to 256. Softmax and sums in fp32, the parts of ranks merged
     in rank order: the same bits from run to run. They are not those of another W. A row whose scores are all -inf gets zeros.
-    ``pages`` and the cache behind a length do not change a result. The host reads no lengths or pages: those out of range, and
-    lengths that differ between ranks, are not refused. Captured in a CUDA graph it follows growing lengths, after one call
-    outside with these sizes. No backward. ValueError for arguments that do not fit.
+    ``pages`` and the cache behind a length, and the cache before a window, do not change a result. The host reads no lengths or
+    pages: those out of range, and lengths that differ between ranks, are not refused. Captured in a CUDA graph it follows
+    growing lengths, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
     """
     op = "sharded_decode_attention"
     check_team(op, team, over_nodes=True)
@@ -281,16 +253,13 @@ def sharded_decode_attention(
     for name, x, shape in (("pages", pages, (len(q), "local_pages")), ("lengths", lengths, (len(q),))):
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
-    if window is not None:
-        raise ValueError(
-            f"{op}: window={quoted(window)} is not supported; a window's tokens fit one rank: use paged_attention"
-        )
+    check_window(op, window)
     if scale is not None:
         check_scalar(op, "scale", scale)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
     places = keys, values, pages, lengths
-    return SHARDED_DECODE_ATTENTION.dispatch(q, *places, scale, team.name, algorithm, k_scale, v_scale)
+    return SHARDED_DECODE_ATTENTION.dispatch(q, *places, scale, team.name, algorithm, k_scale, v_scale, window)
 
 
 def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
@@ -301,140 +270,14 @@ def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
         )
 
 
-def resident_programs(split: SplitKV, head_dim: int, itemsize: int, caps: Capabilities) -> int:
-    """Programs of the fused kernel that the GPU holds at a time, at 255 registers a thread."""
-    if caps.is_simulated or not caps.arch.startswith("sm_"):
-        return caps.sms
-    stages = 2 * split.num_stages * split.block_n * head_dim * itemsize
-    return caps.sms * max(1, min(8 // split.num_warps, SHARED_BYTES // (stages + 4096)))
-
-
-def long_tile_of(split: SplitKV, group: int, D: int) -> DecodeTile:
+def long_tile_of(split: SplitKV, group: int, D: int, window: int | None = None) -> DecodeTile:
     """``tile_of`` with more partials joined at a time, since contexts are long here. Not measured."""
     joined = 4096 * split.num_warps // (next_power_of_2(group) * D)  # 128 registers a thread
-    return tile_of(split, group=group, D=D)._replace(joined=max(1, min(16, joined)))
+    return tile_of(split, group=group, D=D, window=window)._replace(joined=max(1, min(16, joined)))
 
 
-class ShardedDecodeAttention(AttentionOp):
-    """sizes of a call: sequences, tokens that a row of a rank's page table has room for, KV heads, D."""
-
-    name, alias = "sharded_decode_attention", "sharded-decode-attention"
-    designs = {"one_kernel": OneKernel, "two_kernels": TwoKernels, "over_nodes": OverNodes}
-    internal = ("over_nodes",)
-    spans_nodes = True
-    sizes = ("batch", "context", "kv_heads", "head_dim")
-    form = "sharded"
-    collective = True
-
-    # --- shapes ------------------------------------------------------------------------------------------------------
-
-    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
-        whole = ShardedShape(*shape)
-        sizes = whole.q_heads, whole.kv_heads, whole.head_dim, PAGE
-        given = {"lengths": (whole.context,) * whole.batch, **fields}
-        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
-
-    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes of the keys and values of a rank."""
-        shape = ShardedShape(*sizes)
-        tokens = cdiv(shape.batch * shape.context, shape.ranks)
-        return 2 * tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
-
-    def traffic_of(self, case: Case) -> int:
-        """Bytes of a rank's parts of other ranks' heads, in fp32."""
-        q_heads, _, D, _ = case.sizes
-        others = q_heads - q_heads // case.world_size
-        return 4 * len(case.field("lengths")) * others * (D + 1)
-
-    # --- choosing ----------------------------------------------------------------------------------------------------
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> ShardedCall:
-        check_sizes(self.name, self.sizes, sizes)
-        batch, context, kv_heads, head_dim = sizes
-        check_head_dim(head_dim)
-        return ShardedCall(batch * kv_heads, context, head_dim, dtype, design)
-
-    def call_of_case(self, case: Case, machine: Machine) -> ShardedCall:
-        _, heads, head_dim, page = case.sizes
-        tokens = room_of(case) * page
-        return ShardedCall(len(case.field("lengths")) * heads, tokens, head_dim, case.dtype, case.design)
-
-    def table_key(self, call: ShardedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        return self.name, (call.pairs, call.tokens, call.head_dim), machine.world_size
-
-    def tuned(self, call: ShardedCall, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
-        # A row of another batch may have more programs than fit.
-        fits = found is None or not isinstance(found.design, OneKernel) or self.fits(found.design.split, call, machine)
-        return found if fits else None
-
-    def rule(self, call: ShardedCall, machine: Machine) -> tuple[str, str]:
-        split = self.split_of(call, machine)
-        programs = call.pairs * split.splits
-        reason = f"{call.pairs} pairs of a sequence and a KV head, {programs} programs"
-        if machine.world_size == 1 or self.fits(split, call, machine):
-            return "one_kernel", f"{reason}, all resident"
-        return "two_kernels", f"{reason}, more than are resident at a time"
-
-    def default(self, name: str, call: ShardedCall, machine: Machine) -> OneKernel | TwoKernels:
-        split = self.split_of(call, machine)
-        if name == "one_kernel" and machine.world_size > 1:
-            most = resident_programs(split, call.head_dim, call.dtype.itemsize, machine.caps)
-            split = replace(split, splits=max(1, min(split.splits, most // max(1, call.pairs))))
-        return self.designs[name](split=split)
-
-    def choose(self, call: ShardedCall, machine: Machine) -> Planned:
-        if machine.nodes == 1:
-            return super().choose(call, machine)
-        if call.design == "one_kernel":
-            raise ValueError(
-                f"{self.name}: algorithm='one_kernel' is of one node, and the team has {machine.nodes}; pass 'two_kernels'"
-            )
-        node = self.plan(call._replace(design="two_kernels"), machine.node)
-        return Planned(
-            "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a part of each head from each of them"
-        )
-
-    def split_of(self, call: ShardedCall, machine: Machine) -> SplitKV:
-        """Local attention by ``paged_attention``'s rule: it is the same work."""
-        return split_kv_for(DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype), machine.caps)
-
-    def fits(self, split: SplitKV, call: ShardedCall, machine: Machine) -> bool:
-        """True if all programs of a call are resident at once."""
-        most = resident_programs(split, call.head_dim, call.dtype.itemsize, machine.caps)
-        return call.pairs * split.splits <= most
-
-    def space(self, call: ShardedCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        rule, local = self.split_of(call, machine), DecodingCall(call.pairs, call.tokens, call.head_dim, call.dtype)
-        for kind in (OneKernel, TwoKernels):
-            for block_n in (rule.block_n,) if quick else (32, 64, 128):
-                for per_sm in (1, 2) if quick else (1, 2, 4):
-                    least = max(rule.least, block_n)
-                    # More than MAX_SPLITS too: contexts are long here.
-                    wanted = per_sm * machine.caps.sms // max(1, call.pairs)
-                    most = cdiv(call.tokens, least)
-                    for splits in {splits_of(local, per_sm * machine.caps.sms, least), max(1, min(wanted, most))}:
-                        split = replace(
-                            rule, block_n=block_n, least=least, splits=splits, num_warps=min(4, block_n // 16)
-                        )
-                        if kind is TwoKernels or self.fits(split, call, machine):
-                            yield kind(split=split)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        split = design.split
-        for other in (
-            moved(
-                split,
-                block_n=scaled(split.block_n),
-                least=scaled(split.least),
-                splits=scaled(split.splits, high=128),
-                num_warps=scaled(split.num_warps, high=8),
-                num_stages=(max(1, split.num_stages - 1), split.num_stages + 1),
-            )
-            if not quick
-            else ()
-        ):
-            yield type(design)(split=other)
+class ShardedDecodeAttention(ShardedPlan):
+    """Decode attention over a cache that is spread over ranks, by the plan of its base."""
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -446,6 +289,7 @@ class ShardedDecodeAttention(AttentionOp):
         cache: PagedCache,
         sequences: Sequences,
         scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         """``sharded_decode_attention`` of checked arguments.
 
@@ -458,8 +302,8 @@ class ShardedDecodeAttention(AttentionOp):
         heads = HeadSizes.of(q_heads, cache.key_pages.shape[1], B, team.size)
         if isinstance(design, OverNodes):
             heads = HeadSizes.of(q_heads, heads.kv_heads, B, team.size, team.shape.nodes, team.rail.index)
-            return self._run_over_nodes(design, team, q, cache, sequences, scale, heads)
-        return self._run_in_node(design, team, q, cache, sequences, scale, heads)[0]
+            return self._run_over_nodes(design, team, q, cache, sequences, scale, heads, window)
+        return self._run_in_node(design, team, q, cache, sequences, scale, heads, window)[0]
 
     def _run_over_nodes(
         self,
@@ -470,9 +314,10 @@ class ShardedDecodeAttention(AttentionOp):
         sequences: Sequences,
         scale: float,
         heads: HeadSizes,
+        window: int | None,
     ) -> torch.Tensor:
         """Merge of the nodes' parts, each of which has crossed once."""
-        found = self._run_in_node(design.node.design, team.node, q, cache, sequences, scale, heads)
+        found = self._run_in_node(design.node.design, team.node, q, cache, sequences, scale, heads, window)
         of_nodes = [[x.unflatten(1, (heads.nodes, heads.own))[:, node] for x in found] for node in range(heads.nodes)]
         mine, parts = of_nodes[heads.node], {}
         for node, piece in swapped(team, [packed(part) for part in of_nodes], design.node):
@@ -488,6 +333,7 @@ class ShardedDecodeAttention(AttentionOp):
         sequences: Sequences,
         scale: float,
         heads: HeadSizes,
+        window: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out [B, held, D], natural log of the sum of weights [B, held], or None in a team of one node)."""
         (B, _, D), sizes, fused = q.shape, CacheSizes.of(cache.key_pages), isinstance(design, OneKernel)
@@ -505,12 +351,12 @@ class ShardedDecodeAttention(AttentionOp):
                     f"are resident; use 'two_kernels'"
                 )
         words, arrivals = words_of(team, heads, D, fused=fused)
-        tile = long_tile_of(split, heads.group, D)
+        tile = long_tile_of(split, heads.group, D, window)
         options = launch_options(team.caps)
         attention = launch_of(
             team,
             sharded_attention_kernel,
-            (split.block_n, split.least, split.splits > 1, split.num_warps, split.num_stages, sizes, heads, fused),
+            (split.block_n, split.least, split.splits > 1, split.num_warps, split.num_stages, sizes, heads, fused, window),
             lambda: {
                 "SIZES": sizes, "TILE": tile, "HEADS": heads, "FUSED": fused, "num_warps": split.num_warps,
                 "num_stages": split.num_stages, **options,
@@ -543,14 +389,17 @@ class ShardedDecodeAttention(AttentionOp):
         algorithm: str,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        window: int | None = None,
     ) -> torch.Tensor:
         members, (_, heads, page, D) = find_team(team), keys.shape
-        call = ShardedCall(len(q) * heads, pages.shape[1] * page, D, keys.dtype, algorithm)
+        window = hiding(window, keys, pages, members.size)
+        tokens = attended_tokens(pages.shape[1], page, window, members.size)
+        call = ShardedCall(len(q) * heads, tokens, D, keys.dtype, algorithm)
         design = self.plan(call, machine_of(members)).design
         cache = cache_of(self.name, keys, values, k_scale, v_scale)
-        return self.run(design, members, q, cache, Sequences(pages, lengths), scale)
+        return self.run(design, members, q, cache, Sequences(pages, lengths), scale, window)
 
-    def fake(self, q, keys, values, pages, lengths, scale, team, algorithm, k_scale=None, v_scale=None):
+    def fake(self, q, keys, values, pages, lengths, scale, team, algorithm, k_scale=None, v_scale=None, window=None):
         return q.new_empty((q.shape[0], q.shape[1] // find_team(team).size, q.shape[2]))
 
     # --- judging -----------------------------------------------------------------------------------------------------
@@ -564,7 +413,9 @@ class ShardedDecodeAttention(AttentionOp):
         page, room = case.sizes[3], room_of(case)
         mine = local_lengths(whole, rank, case.world_size, page).tolist()
         spare = room - max(1, max(cdiv(length, page) for length in mine))
-        keys, values, pages = cases.draw_cache(draw, mine, [(0, length) for length in mine], spare=spare)
+        firsts = torch.tensor([cases.first_seen(case, length) for length in case.field("lengths")], dtype=torch.int32)
+        firsts = local_lengths(firsts, rank, case.world_size, page).tolist()
+        keys, values, pages = cases.draw_cache(draw, mine, [*zip(firsts, mine, strict=True)], spare=spare)
         if (huge := case.field("huge")) is not None and huge // page % case.world_size == rank:
             for table, length in zip(pages.tolist(), case.field("lengths"), strict=True):
                 if huge < length:
@@ -577,7 +428,7 @@ class ShardedDecodeAttention(AttentionOp):
         q, own = by_rank[rank][0], case.sizes[0] // case.world_size
         keys, values = zip(*(read_back(*inputs[1:3], *inputs[5:]) for inputs in by_rank), strict=True)
         tables = [inputs[3] for inputs in by_rank]
-        out = cases.attended_by_head(q, keys, values, tables, case.field("lengths"))
+        out = cases.attended_by_head(q, keys, values, tables, case.field("lengths"), case.field("window"))
         return out[:, rank * own : (rank + 1) * own].contiguous()
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -586,10 +437,11 @@ class ShardedDecodeAttention(AttentionOp):
     def call(self, case: Case, team: Team, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
         if isinstance(case.design, str):
             named = dict(zip(("k_scale", "v_scale"), cache[4:], strict=False))
-            return sharded_decode_attention(q, *cache[:4], team, algorithm=case.design, **named)
+            options = {"window": case.field("window"), "algorithm": case.design, **named}
+            return sharded_decode_attention(q, *cache[:4], team, **options)
         keys, values, pages, lengths, *scales = cache
         places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
-        return self.run(case.design, team, q, *places, q.shape[2] ** -0.5)
+        return self.run(case.design, team, q, *places, q.shape[2] ** -0.5, case.field("window"))
 
     def cases(self) -> Iterator[Case]:
         return cases.sharded_cases(self.name, OneKernel, TwoKernels, SplitKV)
@@ -600,12 +452,6 @@ class ShardedDecodeAttention(AttentionOp):
             for heads in (((32, 4, 128, 64), BF16), ((24, 12, 128, 64), FP16)):
                 for lengths in ((1,), (32769,), (40000, 0, 63, 65, 131, 7000), (3000,) * 64):
                     yield cases.sharded_case(self.name, w, heads, AUTO, lengths)
-
-
-def room_of(case: Case) -> int:
-    """Columns of each rank's page table: pages of the longest sequence, and the case's ``spare``."""
-    pages = cdiv(cdiv(max(case.field("lengths")), case.sizes[3]), case.world_size)
-    return max(1, pages) + (case.field("spare") or 0)
 
 
 SHARDED_DECODE_ATTENTION = ShardedDecodeAttention()

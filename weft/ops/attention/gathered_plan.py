@@ -1,0 +1,149 @@
+"""Plan of gathered_prefill_attention: its designs, and which of them a call gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.ops.attention.attention_op import MAX_GROUP
+from weft.ops.attention.paged_prefill_attention import KeyBlocks, PrefillCall, key_blocks_for
+from weft.ops.attention.qk_norm_rope import HEAD_DIMS
+from weft.ops.attention.sequence_ranges import default_block_m
+from weft.ops.case import Case
+from weft.ops.local import check_sizes
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import Op
+from weft.ops.registration import FLOATS
+from weft.plan.planned import AUTO, Machine, Planned
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.codec import exchangeable
+from weft.transport.copy_channel import MAX_CHUNKS
+
+# Tokens of a rank up to which the gathered design's copies and flags take as long as they hide; not measured.
+FEW_TOKENS = 2048
+# Bytes of a chunk at least: shorter copies do not fill a link (H200, W=2: 1 MiB 200 GB/s, 4 MiB 308).
+CHUNK_BYTES = 2 << 20
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """Keys and values of all ranks, by copy engines; this rank's queries.
+
+    chunks  flags of a rank's tokens, at most MAX_CHUNKS
+    blocks  of the attention
+    """
+
+    chunks: int = MAX_CHUNKS
+    blocks: KeyBlocks = field(default_factory=KeyBlocks)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunks <= MAX_CHUNKS:
+            raise ValueError(f"chunks={self.chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ulysses:
+    """This rank's heads of all tokens, exchanged before and after. blocks: of the attention."""
+
+    blocks: KeyBlocks = field(default_factory=KeyBlocks)
+
+
+class GatheredCall(NamedTuple):
+    """Sizes that the plan depends on. tokens: of all sequences; heads: of all ranks."""
+
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+
+def check_sharing(op: str, q_heads: int, kv_heads: int, head_dim: int) -> None:
+    """ValueError unless KV heads share the query heads evenly and heads have a supported size."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"{op}: head_dim={head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
+    if kv_heads < 1 or q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
+        raise ValueError(
+            f"{op}: q has {q_heads} heads and k {kv_heads}; each KV head must have the same number of query heads, 1 to "
+            f"{MAX_GROUP}"
+        )
+
+
+class GatheredPlan(Op):
+    """Choice of a design by the tokens of a rank and the KV heads."""
+
+    name, alias = "gathered_prefill_attention", "gathered-prefill-attention"
+    designs = {"gathered": Gathered, "ulysses": Ulysses}
+    sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
+    dtypes = FLOATS
+    form = "prefill"
+    rare = ("ulysses",)
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> GatheredCall:
+        check_sizes(self.name, self.sizes, sizes)
+        check_sharing(self.name, *sizes[1:])
+        return GatheredCall(*sizes, dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> GatheredCall:
+        return GatheredCall(sum(case.field("lengths")), *case.sizes, case.dtype, case.design)
+
+    def rule(self, call: GatheredCall, machine: Machine) -> tuple[str, str]:
+        """By tokens of a rank; the limit was not measured."""
+        tokens = cdiv(call.tokens, machine.world_size)
+        if call.kv_heads % machine.world_size:
+            return "gathered", f"{call.kv_heads} KV heads do not divide into {machine.world_size} shares"
+        if tokens <= FEW_TOKENS:
+            return (
+                "ulysses",
+                f"{tokens} tokens of a rank <= {FEW_TOKENS}: two exchanges take less than a gather's copies",
+            )
+        return "gathered", f"{tokens} tokens of a rank > {FEW_TOKENS}: attention hides the copies"
+
+    def default(self, name: str, call: GatheredCall, machine: Machine) -> Gathered | Ulysses:
+        world, group = machine.world_size, call.q_heads // call.kv_heads
+        heads, tokens = call.kv_heads, cdiv(call.tokens, world)
+        if name == "ulysses":
+            heads, tokens = max(1, call.kv_heads // world), call.tokens
+        programs = cdiv(tokens * group, default_block_m(call.dtype)) * heads
+        blocks = key_blocks_for(PrefillCall(programs, heads, tokens, call.head_dim, call.dtype), machine.caps)
+        if name == "ulysses":
+            return Ulysses(blocks=blocks)
+        shard = tokens * call.kv_heads * call.head_dim * call.dtype.itemsize
+        return Gathered(chunks=max(1, min(MAX_CHUNKS, shard // CHUNK_BYTES)), blocks=blocks)
+
+    def table_key(self, call: GatheredCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.tokens, call.q_heads, call.kv_heads, call.head_dim), machine.world_size
+
+    def tuned(self, call: GatheredCall, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        # The heads decide which designs there are, their size how many fit into shared memory.
+        return found if found is None or found.row.shape[1:] == call[1:4] else None
+
+    def space(self, call: GatheredCall, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
+        for name in self.designs:
+            if name == "ulysses" and call.kv_heads % machine.world_size:
+                continue
+            base = self.default(name, call, machine)
+            for block_n in (base.blocks.block_n,) if quick else (32, 64, 128):
+                for num_warps, num_stages in ((4, 3),) if quick else ((4, 2), (4, 3), (8, 2), (8, 3)):
+                    blocks = KeyBlocks(block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+                    if name == "ulysses":
+                        yield Ulysses(blocks=blocks)
+                    else:
+                        yield from (Gathered(chunks=chunks, blocks=blocks) for chunks in (1, base.chunks))
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
+        if quick:
+            return
+        if isinstance(design, Gathered):
+            yield from moved(design, chunks=scaled(design.chunks, high=MAX_CHUNKS))
+        stages = (max(1, design.blocks.num_stages - 1), design.blocks.num_stages + 1)
+        yield from moved(design, blocks=tuple(moved(design.blocks, num_stages=stages)))

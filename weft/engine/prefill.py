@@ -13,9 +13,10 @@ import numpy
 import torch
 
 from weft.engine.adjustments import Adjustments, Entry
-from weft.engine.logprobs import WIDTH, token_logprobs
+from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams
-from weft.engine.sampling import Choice, choose_tokens
+from weft.engine.pipeline import Pass, Pipeline
+from weft.engine.sampling import Choice
 from weft.models import Decoder
 from weft.ops import SequenceRanges
 from weft.parallel.step import Chunk, PagedCache, Step, cells_of, runs
@@ -106,8 +107,18 @@ class StaticPrefill(ABC):
 
     runs: tuple[Chunk, ...] = ()  # of Step.chunks
 
-    def __init__(self, model: Decoder, cache: PagedCache, tokens: int, batch: int, max_pages: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedCache,
+        tokens: int,
+        batch: int,
+        max_pages: int,
+        *,
+        pipeline: Pipeline | None = None,
+    ) -> None:
         self.model, self.cache, self.plan = model, cache, model.plan(tokens)
+        self.pipeline = pipeline or Pipeline.whole(model)
         self._tokens, self._batch, self._max_pages = tokens, batch, max_pages
         device = model.team.device
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -140,7 +151,7 @@ class StaticPrefill(ABC):
             chunks=self.runs,
             spans=replace(self._ranges, spans=now.spans, tiles=now.tiles) if fused else None,
         )
-        logits = self.model(now.tokens, step, self.cache, now.rows)
+        logits = self.pipeline.run(self.model, [Pass(now.tokens, step, now.rows)], self.cache)
         choice = Choice(
             temperature=now.temperature,
             top_p=now.top_p,
@@ -151,9 +162,10 @@ class StaticPrefill(ABC):
             adjustments=adjustments,
             rows=now.batch_slots,
         )
-        self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
-        if Kind.LOGPROBS in kind:
-            self.logprobs.copy_(token_logprobs(self.model.lm_head, logits, self.chosen))
+        chosen, logprobs = self.pipeline.choose(self.model, logits, choice, kind, fused=fused)
+        self.chosen.copy_(chosen)
+        if logprobs is not None:
+            self.logprobs.copy_(logprobs)
 
     @abstractmethod
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
@@ -235,10 +247,12 @@ class PaddedPrefill(StaticPrefill):
     A prompt's padding follows it, where causal attention does not see it, and is not cached.
     """
 
-    def __init__(self, model: Decoder, cache: PagedCache, batch: int, length: int) -> None:
+    def __init__(
+        self, model: Decoder, cache: PagedCache, batch: int, length: int, *, pipeline: Pipeline | None = None
+    ) -> None:
         self._length, self._sequences = length, [(0, length)] * batch
         self.runs = runs(self._sequences)
-        super().__init__(model, cache, batch * length, batch, cdiv(length, cache.page_size))
+        super().__init__(model, cache, batch * length, batch, cdiv(length, cache.page_size), pipeline=pipeline)
 
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
         return range(0, len(chunks) * self._length, self._length)

@@ -59,14 +59,15 @@ SHAPES = [(2, 1, 2), (4, 2, 2), (4, 1, 2), (4, 4, 2), (3, 1, 3), (4, 1, 4)]
 SAMPLE = [
     ("qwen3", (4, 2, 2), "replicated"),
     ("llama-tied", (2, 1, 2), "auto"),
+    ("qwen3", (4, 1, 4), "replicated"),
     ("experts", (2, 2, 2), "sequence_parallel"),
 ]
 
 
 @pytest.mark.parametrize(("model", "shape", "mode"), SAMPLE)
 def test_stages_answer_as_one_rank(make_checkpoint, plain_ops, model, shape, mode):
-    directory, _ = make_checkpoint(**MODELS[model])
     world_size, node_size, stages = shape
+    directory, _ = make_checkpoint(**MODELS[model], num_hidden_layers=max(stages, 3))
     check(directory, world_size, node_size, {"pipeline_parallel": stages, "mode": mode})
 
 
@@ -85,6 +86,23 @@ def test_a_spread_cache_in_each_stage_answers_as_one_rank(make_checkpoint, plain
     directory, _ = make_checkpoint()
     options = {"pipeline_parallel": 2, "mode": "replicated", "context_parallel": True, "prefix_caching": False}
     check(directory, 4, 2, options)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("shape", [(2, 1, 2), (4, 2, 2)])
+def test_sequences_are_preempted_on_all_stages_alike(make_checkpoint, plain_ops, shape):
+    """Pages for one prompt and little more."""
+    directory, _ = make_checkpoint()
+    options = {"pipeline_parallel": shape[2], "mode": "replicated", "prefix_caching": False}
+    few = options | {"pages": 6}
+    check(directory, *shape[:2], few)
+
+    def preemptions(team):
+        engine = Engine(directory, team, **FEW | few)
+        engine.generate([[1] * 30, [2] * 30], max_tokens=12, ignore_eos=True)
+        return engine.load.preemptions
+
+    assert set(weft.simulate(preemptions, shape[0], node_size=shape[1])) == {1}
 
 
 def added(team, name, options):

@@ -99,6 +99,11 @@ def test_a_page_has_the_keys_and_values_of_a_stage_alone(byte_model, monkeypatch
     assert first == second == 2 * alone
 
 
+def test_an_llm_takes_stages_of_one_machine():
+    with weft.LLM(world_size=2, device="sim", pipeline_parallel=2) as llm:
+        assert [answer.text for answer in llm.generate("12+30=")] == ["42"]
+
+
 def guided(team, directory, options):
     params = SamplingParams(structured_outputs=Structured(choice=["positive", "negative"]), max_tokens=10)
     engine = Engine(directory, team, **{"mode": "replicated"} | options)

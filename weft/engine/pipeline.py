@@ -31,6 +31,7 @@ from weft.engine.params import Kind
 from weft.engine.sampling import Choice, choose_tokens
 from weft.models import Decoder
 from weft.parallel.step import PagedCache, Step
+from weft.runtime.copying import upload
 from weft.runtime.team.rail import Piece, Rail
 
 if TYPE_CHECKING:
@@ -116,6 +117,42 @@ class Pipeline:
         count = max(1, min(self.stages, tokens // self.microbatch_tokens))
         ends = [tokens * index // count for index in range(count + 1)]
         return list(zip(ends, ends[1:], strict=False))
+
+    def prefill(
+        self,
+        model: Decoder,
+        tokens: torch.Tensor,
+        sequences: Sequence[tuple[int, int]],
+        pages: torch.Tensor,
+        cache: PagedCache,
+        rows: Sequence[int],
+    ) -> torch.Tensor | None:
+        """Logits after the tokens `rows` of prompts, where `run` returns them. Collective.
+
+        sequences, pages  as of ``Decoder.prefill_step``
+        """
+        passes, order = [], []
+        for begin, end in self.cuts(len(tokens)):
+            first, parts = ranges_between(sequences, begin, end)
+            step = model.prefill_step(parts, pages[first : first + len(parts)], cache.page_size)
+            here = [index for index, row in enumerate(rows) if begin <= row < end]
+            asked = upload(torch.tensor([rows[index] - begin for index in here]), tokens.device) if here else None
+            passes.append(Pass(tokens[begin:end], step, asked, bool(here)))
+            order += here
+        logits = self.run(model, passes, cache)
+        if logits is None or order == sorted(order):
+            return logits
+        return logits[upload(torch.tensor(order).argsort(), tokens.device)]
+
+    def decode(
+        self, model: Decoder, tokens: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, cache: PagedCache
+    ) -> torch.Tensor | None:
+        """Logits after a token of each sequence, where `run` returns them; arguments as of ``decode_step``."""
+        passes = []
+        for begin, end in self.cuts(len(tokens)):
+            step = model.decode_step(positions[begin:end], pages[begin:end], cache.page_size)
+            passes.append(Pass(tokens[begin:end], step))
+        return self.run(model, passes, cache)
 
     def run(self, model: Decoder, passes: Sequence[Pass], cache: PagedCache) -> torch.Tensor | None:
         """Forward passes of microbatches: on the last stage this rank's logits of their rows.

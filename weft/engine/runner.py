@@ -18,7 +18,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, prompt_shapes
 from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams, joint_kind
-from weft.engine.pipeline import Pass, Pipeline, ranges_between
+from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice
@@ -245,7 +245,7 @@ class Runner:
             end -= chunk.choose
             scored += range(end - len(chunk.targets), end)
         sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
-        logits = self._read_prompts(tokens, sequences, table, last + scored)
+        logits = self.pipeline.prefill(self.model, tokens, sequences, table, self.cache, last + scored)
         if scored:
             self._score([chunk for chunk in chunks if chunk.targets], None if logits is None else logits[len(last) :])
             logits = None if logits is None else logits[: len(last)]
@@ -260,26 +260,6 @@ class Runner:
             rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
         )
         return self.pipeline.choose(self.model, logits, choice, joint_kind(params), fused=self.model.plan(1).fused)
-
-    def _read_prompts(
-        self, tokens: torch.Tensor, sequences: Sequence[tuple[int, int]], table: torch.Tensor, rows: Sequence[int]
-    ) -> torch.Tensor | None:
-        """Logits after the tokens `rows` of a pass, where Pipeline.run returns them.
-
-        sequences, table  as of Decoder.prefill_step
-        """
-        passes, order = [], []
-        for begin, end in self.pipeline.cuts(len(tokens)):
-            first, parts = ranges_between(sequences, begin, end)
-            step = self.model.prefill_step(parts, table[first : first + len(parts)], self.page_size)
-            here = [index for index, row in enumerate(rows) if begin <= row < end]
-            asked = upload(torch.tensor([rows[index] - begin for index in here]), self.team.device) if here else None
-            passes.append(Pass(tokens[begin:end], step, asked, bool(here)))
-            order += here
-        logits = self.pipeline.run(self.model, passes, self.cache)
-        if logits is None or order == sorted(order):
-            return logits
-        return logits[upload(torch.tensor(order).argsort(), self.team.device)]
 
     def _score(self, chunks: Sequence[PrefillChunk], logits: torch.Tensor | None) -> None:
         """Log-probabilities of the chunks' targets under all their logits."""
@@ -298,7 +278,7 @@ class Runner:
                 sequences = [(0, min(self.max_seq_len, tokens - at)) for at in range(0, tokens, self.max_seq_len)]
                 pages = torch.zeros(len(sequences), self.table.shape[1], dtype=torch.int32, device=self.team.device)
                 zeros = torch.zeros(tokens, dtype=torch.int64, device=self.team.device)
-                self._read_prompts(zeros, sequences, pages, [])
+                self.pipeline.prefill(self.model, zeros, sequences, pages, self.cache, [])
 
     def assign_slots(self, states: dict[int, SlotState]) -> None:
         """Assign batch slots for the next decode step; unlisted ones are empty. Sends changes only."""
@@ -423,12 +403,8 @@ class Runner:
 
     def _forward(self, batch: int) -> torch.Tensor | None:
         """This rank's logits after the slots' tokens, where Pipeline.run returns them."""
-        passes = []
-        for begin, end in self.pipeline.cuts(batch):
-            slots = slice(begin, end)
-            step = self.model.decode_step(self.positions[slots], self.table[slots], self.page_size)
-            passes.append(Pass(self.tokens[slots], step))
-        return self.pipeline.run(self.model, passes, self.cache)
+        slots = self.tokens[:batch], self.positions[:batch], self.table[:batch]
+        return self.pipeline.decode(self.model, *slots, self.cache)
 
     def _keep(self, batch: int, logits: torch.Tensor | None) -> None:
         if logits is not None:

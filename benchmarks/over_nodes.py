@@ -1,4 +1,4 @@
-"""Model of GEMMs over nodes: ``python -m benchmarks.over_nodes`` prints the tables of docs/nodes.md.
+"""Model of GEMMs and of stages over nodes: ``python -m benchmarks.over_nodes`` prints the tables of docs/nodes.md.
 
 Nothing of it was measured over nodes. Within a node it has the rates of weft/bench/harness/limits.py.
 """
@@ -38,6 +38,20 @@ SHAPES = (
 )
 
 
+class Decoder(NamedTuple):
+    """Layers of `weights` matrix elements each."""
+
+    name: str
+    layers: int
+    weights: int
+    hidden: int
+
+
+DECODER = Decoder("Llama 3 70B", 80, 8192 * (2 * (64 + 8) * 128 + 3 * 28672), 8192)
+# (tokens of a pass, True if it is cut into a microbatch for each stage)
+PASSES = ((8192, True), (64, False))
+
+
 class Times(NamedTuple):
     """Microseconds of one call. rails: at each of ``RAILS``."""
 
@@ -64,6 +78,45 @@ def modelled(shape: Shape, nodes: int) -> Times:
     )
 
 
+class StageTimes(NamedTuple):
+    """Microseconds of a pass whose stages are nodes. rails, layers: of one microbatch. rails: at each of ``RAILS``."""
+
+    microbatches: int
+    rails: tuple[float, ...]
+    layers: float
+    whole: float
+
+
+def staged(tokens: int, cut: bool, nodes: int) -> StageTimes:
+    """Times of a pass of `tokens` tokens, by the GEMMs of its layers alone; ``whole`` at most, with the slower rails.
+
+    Each rail carries 1 / NODE_SIZE of a microbatch's hidden state, while no layer runs at its ends: a turn is a receive, the
+    layers, a send.
+    """
+    microbatches = nodes if cut else 1
+    each = tokens / microbatches
+    crossing = ITEM * each * DECODER.hidden / NODE_SIZE
+    rails = tuple(1e6 * (LATENCY + crossing / rail) for rail in RAILS)
+    share = DECODER.weights / NODE_SIZE
+    layer = 1e6 * max(2 * each * share / LIMITS.flops, ITEM * share / LIMITS.memory)
+    layers = layer * DECODER.layers / nodes
+    return StageTimes(microbatches, rails, layers, (microbatches + nodes - 1) * (layers + 2 * rails[0]))
+
+
+def stage_tables(rates: str) -> Iterator[str]:
+    """Lines of the tables of stages, one for each pass."""
+    for tokens, cut in PASSES:
+        yield from (f"{DECODER.name}, a node a stage, {tokens} tokens:", "")
+        yield f"| nodes | microbatches | rail at {rates} GB/s a GPU | layers of a stage | all stages | waiting |"
+        yield "|---:|---:|---:|---:|---:|---:|"
+        for nodes in NODES:
+            count, of_rails, layers, whole = staged(tokens, cut, nodes)
+            rails = " / ".join(f"{us:.0f}" for us in of_rails)
+            waiting = (nodes - 1) / (count + nodes - 1)
+            yield f"| {nodes} | {count} | {rails} µs | {layers / 1e3:.2f} ms | {whole / 1e3:.1f} ms | {waiting:.0%} |"
+        yield ""
+
+
 def tables() -> Iterator[str]:
     """Lines of the tables, one for each shape."""
     rates = " / ".join(f"{rail / 1e9:.0f}" for rail in RAILS)
@@ -76,6 +129,7 @@ def tables() -> Iterator[str]:
             rails = " / ".join(f"{us:.0f}" for us in times.rails)
             yield f"| {nodes} | {rails} µs | {times.node:.0f} µs | {times.gemm:.0f} µs |"
         yield ""
+    yield from stage_tables(rates)
 
 
 def section() -> str:

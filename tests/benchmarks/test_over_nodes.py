@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.over_nodes import LATENCY, LIMITS, PAGE, SHAPES, modelled, with_tables
+from benchmarks.over_nodes import LATENCY, LIMITS, PAGE, SHAPES, modelled, staged, with_tables
 
 
 def test_a_shard_crosses_once_and_is_spread_in_the_node():
@@ -16,6 +16,17 @@ def test_a_shard_crosses_once_and_is_spread_in_the_node():
     # There and back; a GEMM of few rows takes the time of its weights.
     assert modelled(reduce, 4).rails[0] == pytest.approx(1e6 * (2 * LATENCY + 2 * 3 * 2 * 64 * 8192 / 32 / 50e9))
     assert modelled(reduce, 4).gemm == pytest.approx(1e6 * 2 * 8192 * 28672 / 32 / LIMITS.memory)
+
+
+def test_a_microbatch_crosses_once_and_stages_follow_each_other():
+    weights = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672)
+    prompt, decode = staged(8192, True, 4), staged(64, False, 2)
+    assert (prompt.microbatches, decode.microbatches) == (4, 1)
+    assert prompt.rails == pytest.approx([1e6 * (LATENCY + 2 * 2048 * 8192 / 8 / rate) for rate in (50e9, 100e9)])
+    assert prompt.layers == pytest.approx(1e6 * 20 * 2 * 2048 * weights / 8 / LIMITS.flops)
+    assert prompt.whole == pytest.approx(7 * (prompt.layers + 2 * prompt.rails[0]))
+    assert decode.layers == pytest.approx(1e6 * 40 * 2 * weights / 8 / LIMITS.memory)
+    assert decode.whole == pytest.approx(2 * (decode.layers + 2 * decode.rails[0]))
 
 
 def test_the_page_has_the_tables_of_today():

@@ -404,8 +404,8 @@ def test_buckets_are_powers_of_two_and_the_whole_batch(byte_model):
 def test_padding_is_read_in_sizes_up_to_a_full_chunk_and_only_page_0_changes(byte_model):
     def main(model):
         runner, sizes = new_runner(model), []
-        runner.model.fill_cache = lambda tokens, *rest: sizes.append(len(tokens)) or fill_cache(tokens, *rest)
-        fill_cache = Qwen3ForCausalLM.fill_cache.__get__(model)
+        runner.model.hidden = lambda tokens, *rest: sizes.append(len(tokens)) or hidden(tokens, *rest)
+        hidden = Qwen3ForCausalLM.hidden.__get__(model)
         before = runner.cache.data.clone()
         runner.run_padding(300)
         return sizes, (runner.cache.data != before).flatten(3).any(3).any(0).any(0)

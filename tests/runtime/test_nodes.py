@@ -7,7 +7,7 @@ import torch
 
 import weft
 from tests.documents import ROOT, blocks
-from weft import ops
+from weft import Piece, ops
 from weft.errors import NoPeerAccess, SeveralNodes
 from weft.runtime import environment
 from weft.runtime.platforms import cuda
@@ -64,6 +64,43 @@ def test_a_subset_has_the_nodes_of_its_ranks():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="this one would have 2 of node 0, 1 of node 1; leave some out"):
         weft.simulate(lambda team: team.subset([0, 1, 2]), 4, node_size=2)
+
+
+@pytest.mark.parametrize(
+    ("node_size", "parts", "shape"), [(4, 2, (1, 2)), (2, 2, (1, 2)), (2, 4, (1, 1)), (1, 2, (2, 1))]
+)
+def test_a_part_of_a_team_has_a_rail_to_the_others(node_size, parts, shape):
+    """Parts of a node, nodes, and two nodes each: what the rank of equal place in the next part sends arrives."""
+
+    def main(team):
+        part, rail = team.split(parts)
+        got, to, source = torch.empty(1), (rail.index + 1) % parts, (rail.index - 1) % parts
+        rail.fork()
+        rail.exchange([Piece(send=torch.full((1,), float(team.rank)), to=to, receive=got, source=source)])
+        rail.join()
+        return part.shape, part.rank, (rail.index, rail.size), got.item()
+
+    size = 4 // parts
+    found = weft.simulate(main, 4, node_size=node_size)
+    assert found == [(shape, r % size, (r // size, parts), (r - size) % 4) for r in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "parts", "message"),
+    [
+        (4, 2, 3, "parts=3 does not divide the 4 ranks of this team; pass a divisor"),
+        (
+            6,
+            2,
+            2,
+            "parts=2 of 3 ranks each are neither whole nodes of 2 ranks nor equal parts of one; pass a divisor",
+        ),
+        (6, 2, 1, "parts=1 is not an integer of at least 2"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(ranks, node_size, parts, message):
+    with pytest.raises(ValueError, match=message):
+        weft.simulate(lambda team: team.split(parts), ranks, node_size=node_size)
 
 
 def test_logical_nodes_lie_within_the_machine_s():

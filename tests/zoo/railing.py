@@ -116,6 +116,31 @@ def pieces_out_of_order(team, bug):
     return got
 
 
+@exhibit("race", "tensor of the rail", "a stage writes a microbatch over one that has not left", swap)
+def microbatch_written_over(team, bug):
+    team, rail, x, received = alone_in_a_node(team)
+    for microbatch in range(2):
+        x.fill_(microbatch + 1.0)  # here
+        rail.fork()
+        marks = swap(rail, x, received)
+        if not bug:
+            rail.after(marks[0])
+    rail.join()
+    return received
+
+
+@exhibit("deadlock", "", "the last stage sends tokens before it has received all microbatches")
+def tokens_before_microbatches(team, bug):
+    team, rail, x, received = alone_in_a_node(team)
+    first, last = Piece(send=x, to=1), Piece(receive=received, source=0)
+    tokens = Piece(receive=received, source=1) if rail.index == 0 else Piece(send=x, to=0)
+    order = [first, first, tokens] if rail.index == 0 else [last, tokens, last] if bug else [last, last, tokens]
+    rail.fork()
+    rail.exchange(order)
+    rail.join()
+    return received
+
+
 @exhibit("deadlock", "", "a node sends nothing that another one waits for", world_size=3)
 def node_left_out(team, bug):
     team = weft.init(node_size=1)

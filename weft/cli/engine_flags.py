@@ -85,6 +85,9 @@ class EngineFlags:
             help="Spread the KV cache over the ranks by pages, not by heads [default: with fewer KV heads than ranks]",
         ),
     ] = DEFAULTS["context_parallel"]
+    pipeline_parallel: Annotated[
+        int, typer.Option("--pipeline-parallel", help="Stages that the layers are split over: nodes, or parts of one")
+    ] = DEFAULTS["pipeline_parallel"]
     warm_up: Annotated[
         bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")
     ] = DEFAULTS["warm_up"]
@@ -123,6 +126,7 @@ PASSED_ON = (
     "kv_cache_dtype",
     "prefix_caching",
     "context_parallel",
+    "pipeline_parallel",
     "warm_up",
     "algorithm_cache",
 )

@@ -91,7 +91,8 @@ class Batch:
 
                 def between() -> None:
                     arrived.extend(self._collect(0))
-                    self.runner.adjustments.allow({slot: guide.mask() for slot, guide in guided.items()})
+                    if self.runner.pipeline.is_last:
+                        self.runner.adjustments.allow({slot: guide.mask() for slot, guide in guided.items()})
 
                 self.runner.decode(between)
             else:

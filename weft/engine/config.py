@@ -28,6 +28,7 @@ MAX_BATCH = 1 << 16
 # vLLM's names of options, for the message that refuses them.
 VLLM_NAMES = {
     "tensor_parallel_size": "world_size, of LLM",
+    "pipeline_parallel_size": "pipeline_parallel",
     "max_model_len": "max_seq_len",
     "max_num_seqs": "max_batch",
     "max_num_batched_tokens": "chunk_tokens",
@@ -60,6 +61,10 @@ class EngineConfig:
                      KV cache, and only the rest of it is computed
     context_parallel  the KV cache is spread over the ranks by pages and not by heads, so a sequence may fill the caches of all
                      ranks; None: where that makes it smaller, with fewer KV heads than ranks (weft.engine.cache_plan)
+    pipeline_parallel  stages that the layers are split over, of world_size / pipeline_parallel ranks each: whole nodes, or
+                     equal parts of one (weft.engine.pipeline)
+    microbatch_tokens  a pass goes through the stages in up to pipeline_parallel microbatches of at least this many tokens,
+                     since a stage reads its weights for each. Prompts that are cut run without CUDA graphs
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
     warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, a fifth to a
                      third of a second each, and no request waits for a capture. Their memory is reserved before the KV cache's
@@ -81,6 +86,8 @@ class EngineConfig:
     mixed_chunk_tokens: int = 1024
     prefix_caching: bool = True
     context_parallel: bool | None = None
+    pipeline_parallel: int = 1
+    microbatch_tokens: int = 256
     cuda_graph: bool = True
     warm_up: bool = False
     algorithm_cache: str | PathLike[str] | None = None
@@ -102,7 +109,7 @@ class EngineConfig:
         for name in ("prefix_caching", "cuda_graph", "warm_up"):
             check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
-        for name in ("chunk_tokens", "mixed_chunk_tokens", "max_batch"):
+        for name in ("chunk_tokens", "mixed_chunk_tokens", "max_batch", "pipeline_parallel", "microbatch_tokens"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
         for name in ("max_seq_len", "pages"):
             object.__setattr__(self, name, check_optional(positive, name, getattr(self, name)))

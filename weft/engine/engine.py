@@ -39,6 +39,7 @@ from weft.engine.params import (
     sampling_defaults,
     unused_defaults,
 )
+from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Sequence as Running
 from weft.engine.tokenizer import TextStream, has_tokenizer, load_tokenizer, spellings
@@ -100,14 +101,16 @@ class Engine:
         checkpoint = None if isinstance(model, DecoderConfig) else _open(model, team)
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
-        self.cache_plan = plan_cache(config, sizes, team.size, team.shape.nodes)
+        pipeline = Pipeline.of(team, config.pipeline_parallel, sizes.num_hidden_layers, config.microbatch_tokens)
+        self.cache_plan = plan_cache(config, sizes, pipeline.stage.size, pipeline.stage.shape.nodes)
         if config.pages is not None:
             check_cache(
                 sizes,
-                team,
+                pipeline.stage,
                 E4M3 if config.kv_cache_dtype == "fp8" else config.dtype or sizes.dtype,
                 config.pages,
                 config.page_size,
+                layers=pipeline.layers,
                 context_parallel=self.cache_plan.context_parallel,
             )
         self.team, self.config, self.tokenizer, self.eos_token_ids = team, config, None, frozenset()
@@ -124,16 +127,19 @@ class Engine:
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
         names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype"
         options = {name: getattr(config, name) for name in names}
-        self.model: Decoder = Decoder(sizes, team, context_parallel=self.cache_plan.context_parallel, **options)
+        context_parallel = self.cache_plan.context_parallel
+        self.model: Decoder = Decoder(
+            sizes, pipeline.stage, layers=pipeline.layers, context_parallel=context_parallel, **options
+        )
         if checkpoint is None:
             self.model.fill_dummy()
         else:
-            warnings += self.model.load(checkpoint, progress)
+            warnings += self.model.load(checkpoint, progress, team)
         if warn and team.rank == 0:
             logger.info("KV cache %s", self.cache_plan)
             for line in warnings:
                 logger.warning(line)
-        self.batch = Batch(Runner(self.model, config), config)
+        self.batch = Batch(Runner(self.model, config, pipeline), config)
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)

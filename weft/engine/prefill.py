@@ -13,9 +13,10 @@ import numpy
 import torch
 
 from weft.engine.adjustments import Adjustments, Entry
-from weft.engine.logprobs import WIDTH, token_logprobs
+from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams
-from weft.engine.sampling import Choice, choose_tokens
+from weft.engine.pipeline import Pass, Pipeline
+from weft.engine.sampling import Choice
 from weft.models import Decoder
 from weft.ops import SequenceRanges
 from weft.parallel.context import GatheredLayout, SpreadPages
@@ -112,9 +113,18 @@ class StaticPrefill(ABC):
     runs: tuple[Chunk, ...] = ()  # of Step.chunks
 
     def __init__(
-        self, model: Decoder, cache: PagedCache, tokens: int, batch: int, max_pages: int, entries: int = 0
+        self,
+        model: Decoder,
+        cache: PagedCache,
+        tokens: int,
+        batch: int,
+        max_pages: int,
+        entries: int = 0,
+        *,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.model, self.cache, self.plan = model, cache, model.plan(tokens)
+        self.pipeline = pipeline or Pipeline.whole(model)
         self._tokens, self._batch, self._max_pages, self._entries = tokens, batch, max_pages, entries
         device = model.team.device
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -152,7 +162,7 @@ class StaticPrefill(ABC):
             spans=replace(self._ranges, spans=now.spans, tiles=now.tiles) if fused else None,
             spread=spread,
         )
-        logits = self.model(now.tokens, step, self.cache, now.rows)
+        logits = self.pipeline.run(self.model, [Pass(now.tokens, step, now.rows)], self.cache)
         choice = Choice(
             temperature=now.temperature,
             top_p=now.top_p,
@@ -163,9 +173,10 @@ class StaticPrefill(ABC):
             adjustments=adjustments,
             rows=now.batch_slots,
         )
-        self.chosen.copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
-        if Kind.LOGPROBS in kind:
-            self.logprobs.copy_(token_logprobs(self.model.lm_head, logits, self.chosen))
+        chosen, logprobs = self.pipeline.choose(self.model, logits, choice, kind, fused=fused)
+        self.chosen.copy_(chosen)
+        if logprobs is not None:
+            self.logprobs.copy_(logprobs)
 
     @abstractmethod
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
@@ -278,11 +289,14 @@ class PaddedPrefill(StaticPrefill):
     A prompt's padding follows it, where causal attention does not see it, and is not cached.
     """
 
-    def __init__(self, model: Decoder, cache: PagedCache, batch: int, length: int) -> None:
+    def __init__(
+        self, model: Decoder, cache: PagedCache, batch: int, length: int, *, pipeline: Pipeline | None = None
+    ) -> None:
         self._length, self._sequences = length, [(0, length)] * batch
         self.runs = runs(self._sequences)
         ranks = model.team.size if model.context_parallel else 1
-        super().__init__(model, cache, batch * length, batch, cdiv(length, cache.page_size * ranks))
+        max_pages = cdiv(length, cache.page_size * ranks)
+        super().__init__(model, cache, batch * length, batch, max_pages, pipeline=pipeline)
 
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
         return range(0, len(chunks) * self._length, self._length)

@@ -16,11 +16,12 @@ from weft.arguments import check_instance
 from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, prompt_shapes
-from weft.engine.logprobs import WIDTH, token_logprobs
+from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams, joint_kind
+from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
-from weft.engine.sampling import Choice, choose_tokens
+from weft.engine.sampling import Choice
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
@@ -65,15 +66,17 @@ class Runner:
     After `warm_up` all graphs are there, and prompts are padded to them. Unused slots have position -1.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+    def __init__(self, model: Decoder, config: EngineConfig, pipeline: Pipeline | None = None) -> None:
+        """`pipeline`: of which the model is a stage; None: it is whole."""
         check_instance("model", model, Decoder, "a decoder of weft.models")
         check_instance("config", config, EngineConfig, "an EngineConfig")
-        self.model, self.team, self.max_batch, self.page_size = model, model.team, config.max_batch, config.page_size
+        self.model, self.pipeline = model, pipeline or Pipeline.whole(model)
+        self.team, self.max_batch, self.page_size = self.pipeline.team, config.max_batch, config.page_size
         self.max_seq_len = config.max_seq_len or model.config.max_position_embeddings
         self.cuda_graph = config.cuda_graph and self.team.device.type == "cuda"
         self.chunk_tokens = config.chunk_tokens
         # Tokens of an entry of the page table: of a page, or of a page of each rank.
-        self.entry_tokens = self.page_size * (self.team.size if model.context_parallel else 1)
+        self.entry_tokens = self.page_size * (model.team.size if model.context_parallel else 1)
         max_batch, max_pages = self.max_batch, -(-self.max_seq_len // self.entry_tokens)
         device = self.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -93,7 +96,7 @@ class Runner:
         self.longest_prefill = self.largest_decode = 0
         self._graphs: dict[tuple[int | Shape | RaggedShape, Kind | None], torch.cuda.CUDAGraph] = {}
         # Of decode steps with grammars, which have a graph for the forward pass and one for the choice.
-        self._logits: dict[int, torch.Tensor] = {}
+        self._logits: dict[int, torch.Tensor | None] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
@@ -124,7 +127,7 @@ class Runner:
     def _warm_sizes(self) -> list[tuple[int | Shape | RaggedShape, Kind]]:
         """Graphs that `warm_up` captures, the largest first: those behind it fit into its memory."""
         shapes: list[Shape | RaggedShape] = []
-        longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len)
+        longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len, self.pipeline.most_uncut)
         lengths = single_lengths(min(longest, self.max_seq_len))
         if not self.model.plan(1).fused:
             shapes = [Shape(1, length) for length in reversed(lengths)]
@@ -156,7 +159,9 @@ class Runner:
             self._prefill(chunks)
 
     def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Fill the adjustments of the slots for which tokens are chosen."""
+        """Fill the adjustments of the slots for which tokens are chosen, on the ranks that choose."""
+        if not self.pipeline.is_last:
+            return
         if self.adjustments is None and any(chunk.entry is not None for chunk in chunks):
             self.adjustments = Adjustments(self.model.lm_head, self.max_batch)
         if self.adjustments is not None:
@@ -184,13 +189,15 @@ class Runner:
             self.tokens.index_copy_(0, slots, chosen)
             if Kind.LOGPROBS in kind:
                 self.logprobs.index_copy_(0, slots, logprobs if rows is None else logprobs[rows])
-            if Kind.ADJUSTED in kind:
+            if Kind.ADJUSTED in kind and self.pipeline.is_last:
                 ends = [chunks[index].before + len(chunks[index].tokens) for index in ends]
                 positions, fused = upload(torch.tensor(ends), self.team.device), self.model.plan(1).fused
                 self.adjustments.note(slots, chosen, positions, fused=fused)
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
+        if sum(len(chunk.tokens) for chunk in chunks) > self.pipeline.most_uncut:
+            return None
         shape = shape_of(chunks)
         if shape in self._warm_prompts or not self.model.plan(1).fused:
             return shape  # unfused attention takes its sequence lengths from the host
@@ -225,9 +232,9 @@ class Runner:
 
     def _prompts_of(self, shape: Shape | RaggedShape) -> PaddedPrefill | RaggedPrefill:
         if isinstance(shape, Shape):
-            return PaddedPrefill(self.model, self.cache, shape.batch, shape.length)
+            return PaddedPrefill(self.model, self.cache, shape.batch, shape.length, pipeline=self.pipeline)
         sizes = {"max_pages": self.table.shape[1], "entries": shape.entries}
-        return RaggedPrefill(self.model, self.cache, shape.tokens, shape.batch, **sizes)
+        return RaggedPrefill(self.model, self.cache, shape.tokens, shape.batch, **sizes, pipeline=self.pipeline)
 
     def _evict(self, shape: Shape | RaggedShape) -> None:
         """Free the graphs and tensors of a shape. Its next batches run eagerly until it is captured again."""
@@ -241,7 +248,6 @@ class Runner:
         width = max(len(chunk.pages) for chunk in chunks)
         table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
         tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
-        step = self.model.prefill_step([(chunk.before, len(chunk.tokens)) for chunk in chunks], table, self.page_size)
         ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
         last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.choose]
         # Token i of a prompt is predicted after token i - 1. No target follows the prompt's last token.
@@ -249,13 +255,11 @@ class Runner:
         for end, chunk in zip(ends, chunks, strict=True):
             end -= chunk.choose
             scored += range(end - len(chunk.targets), end)
-        if not last and not scored:
-            self.model.fill_cache(tokens, step, self.cache)
-            return tokens[:0], None
-        logits = self.model(tokens, step, self.cache, upload(torch.tensor(last + scored), device))
+        sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
+        logits = self.pipeline.prefill(self.model, tokens, sequences, table, self.cache, last + scored)
         if scored:
-            self._score([chunk for chunk in chunks if chunk.targets], logits[len(last) :])
-            logits = logits[: len(last)]
+            self._score([chunk for chunk in chunks if chunk.targets], None if logits is None else logits[len(last) :])
+            logits = None if logits is None else logits[: len(last)]
         chunks = [chunk for chunk in chunks if chunk.choose]
         if not chunks:
             return tokens[:0], None
@@ -266,14 +270,12 @@ class Runner:
             adjustments=self.adjustments,
             rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
         )
-        kind = joint_kind(params)
-        tokens = choose_tokens(self.model.lm_head, logits, choice, kind, fused=step.plan.fused)
-        return tokens, token_logprobs(self.model.lm_head, logits, tokens) if Kind.LOGPROBS in kind else None
+        return self.pipeline.choose(self.model, logits, choice, joint_kind(params), fused=self.model.plan(1).fused)
 
-    def _score(self, chunks: Sequence[PrefillChunk], logits: torch.Tensor) -> None:
+    def _score(self, chunks: Sequence[PrefillChunk], logits: torch.Tensor | None) -> None:
         """Log-probabilities of the chunks' targets under all their logits."""
         targets = upload(torch.tensor([token for chunk in chunks for token in chunk.targets]), self.team.device)
-        rows = token_logprobs(self.model.lm_head, logits, targets)
+        rows = self.pipeline.logprobs(self.model, logits, targets)
         parts = rows.split([len(chunk.targets) for chunk in chunks])
         self.prompt_logprobs = {chunk.slot: part for chunk, part in zip(chunks, parts, strict=True)}
 
@@ -286,8 +288,8 @@ class Runner:
             for tokens in sorted({min(1 << n, most) for n in range(8, max(8, most.bit_length()) + 1)}):
                 sequences = [(0, min(self.max_seq_len, tokens - at)) for at in range(0, tokens, self.max_seq_len)]
                 pages = torch.zeros(len(sequences), self.table.shape[1], dtype=torch.int32, device=self.team.device)
-                step = self.model.prefill_step(sequences, pages, self.page_size)
-                self.model.fill_cache(torch.zeros(tokens, dtype=torch.int64, device=self.team.device), step, self.cache)
+                zeros = torch.zeros(tokens, dtype=torch.int64, device=self.team.device)
+                self.pipeline.prefill(self.model, zeros, sequences, pages, self.cache, [])
 
     def assign_slots(self, states: dict[int, SlotState]) -> None:
         """Assign batch slots for the next decode step; unlisted ones are empty. Sends changes only."""
@@ -372,8 +374,9 @@ class Runner:
             self._capture((batch, kind), lambda: self._eager_step(batch, kind))
         else:
             if (batch, FORWARD) not in self._graphs:
-                logits = self._logits[batch] = torch.empty_like(self._forward(batch))
-                self._capture((batch, FORWARD), lambda: logits.copy_(self._forward(batch)))
+                logits = self._forward(batch)
+                self._logits[batch] = None if logits is None else torch.empty_like(logits)
+                self._capture((batch, FORWARD), lambda: self._keep(batch, self._forward(batch)))
             self._capture((batch, kind), lambda: self._choose(batch, kind, self._logits[batch]))
         self.tokens.copy_(kept[0])
         self.positions.copy_(kept[1])
@@ -411,12 +414,16 @@ class Runner:
             between()
         self._choose(batch, kind, logits)
 
-    def _forward(self, batch: int) -> torch.Tensor:
-        """This rank's logits after the slots' tokens."""
-        step = self.model.decode_step(self.positions[:batch], self.table[:batch], self.page_size)
-        return self.model(self.tokens[:batch], step, self.cache)
+    def _forward(self, batch: int) -> torch.Tensor | None:
+        """This rank's logits after the slots' tokens, where Pipeline.run returns them."""
+        slots = self.tokens[:batch], self.positions[:batch], self.table[:batch]
+        return self.pipeline.decode(self.model, *slots, self.cache)
 
-    def _choose(self, batch: int, kind: Kind, logits: torch.Tensor) -> None:
+    def _keep(self, batch: int, logits: torch.Tensor | None) -> None:
+        if logits is not None:
+            self._logits[batch].copy_(logits)
+
+    def _choose(self, batch: int, kind: Kind, logits: torch.Tensor | None) -> None:
         positions, fused = self.positions[:batch], self.model.plan(batch).fused
         positions.add_(positions >= 0)
         choice = Choice(
@@ -429,10 +436,11 @@ class Runner:
             adjustments=self.adjustments,
             rows=slice(batch),
         )
-        self.tokens[:batch].copy_(choose_tokens(self.model.lm_head, logits, choice, kind, fused=fused))
-        if Kind.LOGPROBS in kind:
-            self.logprobs[:batch].copy_(token_logprobs(self.model.lm_head, logits, self.tokens[:batch]))
-        if Kind.ADJUSTED in kind:
+        tokens, logprobs = self.pipeline.choose(self.model, logits, choice, kind, fused=fused)
+        self.tokens[:batch].copy_(tokens)
+        if logprobs is not None:
+            self.logprobs[:batch].copy_(logprobs)
+        if Kind.ADJUSTED in kind and self.pipeline.is_last:
             self.adjustments.note(choice.rows, self.tokens[:batch], choice.position, fused=fused)
 
     def _without_autograd(self) -> AbstractContextManager:
@@ -447,10 +455,11 @@ class Runner:
             return min(most, self._affordable_pages(config.memory_fraction, reserved))
         check_cache(
             self.model.config,
-            self.team,
+            self.model.team,
             self.model.cache_dtype,
             config.pages,
             self.page_size,
+            layers=self.model.span,
             context_parallel=self.model.context_parallel,
         )
         return config.pages

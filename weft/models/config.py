@@ -140,14 +140,22 @@ class DecoderConfig:
     @property
     def parameters(self) -> int:
         """Number of weights in all matrices."""
+        return self.parameters_of(range(self.num_hidden_layers))
+
+    def parameters_of(self, layers: range) -> int:
+        """Number of weights in the matrices of consecutive layers.
+
+        The embedding counts with the first layer, the head with the last.
+        """
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
-        columns = self.num_hidden_layers * (attention + 3 * self.intermediate_size)
+        columns = len(layers) * (attention + 3 * self.intermediate_size)
         if self.experts is not None:
-            mixtures = sum(self.experts.in_layer(layer) for layer in range(self.num_hidden_layers))
+            mixtures = sum(self.experts.in_layer(layer) for layer in layers)
             of_experts = self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
             of_experts += 3 * (self.experts.shared_intermediate_size or 0) + self.experts.shared_gate
             columns += mixtures * (of_experts - 3 * self.intermediate_size)
-        embeddings = self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        first, last = layers.start == 0, layers.stop == self.num_hidden_layers
+        embeddings = self.vocab_size * (1 if self.tie_word_embeddings and first else first + last)
         return self.hidden_size * (embeddings + columns)
 
     @classmethod

@@ -104,6 +104,8 @@ class Decoder(nn.Module):
            checkpoint's scales, or scales of 1 where it has none
     context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
            "reference". Page tables of such a model have an entry for a page of each rank
+    layers  those of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
+           the last one a norm and a head
 
     Logits are this rank's [n, V'/W], in fp32, or in a fused pass in the model's dtype; `lm_head.argmax` and `lm_head.gather`
     bring them together.
@@ -122,6 +124,7 @@ class Decoder(nn.Module):
         expert_layout: Layout | None = None,
         kv_cache_dtype: str = "auto",
         context_parallel: bool = False,
+        layers: range | None = None,
     ) -> None:
         super().__init__()
         dtype = dtype or config.dtype
@@ -140,16 +143,19 @@ class Decoder(nn.Module):
             check_head_dim(config.head_dim, "; pass fused=False")
             if self.cache_dtype == E4M3:
                 check_cache_dtype(dtype, team)
-        check_memory(config, team, dtype)
+        self.span = range(config.num_hidden_layers) if layers is None else layers
+        self.is_first, self.is_last = self.span.start == 0, self.span.stop == config.num_hidden_layers
+        check_memory(config, team, dtype, self.span)
         sharded = {"team": team, "mode": mode, "dtype": dtype}
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, **sharded, layout=layout, context_parallel=self.context_parallel)
-            for index in range(config.num_hidden_layers)
+            for index in self.span
         )
-        self.norm = _norm(config, team, dtype)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **sharded)
-        self.lm_head = VocabParallelHead(config.vocab_size, config.hidden_size, **sharded)
-        if config.tie_word_embeddings:
+        vocabulary = config.vocab_size, config.hidden_size
+        self.norm = _norm(config, team, dtype) if self.is_last else None
+        self.embed_tokens = VocabParallelEmbedding(*vocabulary, **sharded) if self.is_first else None
+        self.lm_head = VocabParallelHead(*vocabulary, **sharded) if self.is_last else None
+        if config.tie_word_embeddings and self.is_first and self.is_last:
             self.lm_head.weight = self.embed_tokens.weight
         self.angles = rotary_angles(config.max_position_embeddings, config.head_dim, config.rotary, team.device)
 
@@ -176,22 +182,27 @@ class Decoder(nn.Module):
                 logger.warning(line)
         return model
 
-    def load(self, checkpoint: Checkpoint, progress: Progress | None = None) -> list[str]:
-        """Read this rank's slices and return warnings, a line each, of NaN and of unused tensors. Collective."""
-        shards = self.shards()
-        odd = {name for names in self.team.exchange(checkpoint.load(shards, progress)) for name in names}
-        # A tied head is in some checkpoints twice, with equal values. Other ranks may hold other experts.
-        known = {name for names in self.team.exchange(tuple(shards)) for name in names}
+    def load(
+        self, checkpoint: Checkpoint, progress: Progress | None = None, whole_team: Team | None = None
+    ) -> list[str]:
+        """Read this rank's slices and return warnings, a line each, of NaN and of unused tensors. Collective.
+
+        whole_team  ranks that have the model together, where this one is a stage of a pipeline; None: this team's
+        """
+        shards, team = self.shards(), whole_team or self.team
+        odd = {name for names in team.exchange(checkpoint.load(shards, progress)) for name in names}
+        # A tied head is in some checkpoints twice, with equal values. Other ranks may hold other experts or layers.
+        known = dict.fromkeys(name for names in (tuple(shards), *team.exchange(tuple(shards))) for name in names)
         scales = scale_names(checkpoint, self.config.family.weights, self.config.num_hidden_layers)
         if scales and self.cache_dtype == E4M3:
-            values = [read_scale(checkpoint, name) for name in scales]
+            own = scales[2 * self.span.start : 2 * self.span.stop]
+            values = [read_scale(checkpoint, name) for name in own]
             self.cache_scales = torch.tensor(values, device=self.team.device).view(-1, 2)
-        known |= {*scales}
-        unused = checkpoint.unused(known | {f"{self.config.family.weights.head}.weight"})
+        unused = checkpoint.unused(known.keys() | {*scales, f"{self.config.family.weights.head}.weight"})
         where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
         lines = []
         if odd:
-            found = _listed([name for name in shards if name in odd])
+            found = _listed([name for name in known if name in odd])
             lines.append(f"{where}: NaN or infinite weights in {dtype}, so answers mean nothing: {found}")
         if scales and self.cache_scales is None:
             lines.append(f"{where}: scales of an fp8 KV cache, which only kv_cache_dtype='fp8' uses: {_listed(scales)}")
@@ -202,7 +213,8 @@ class Decoder(nn.Module):
     def fill_dummy(self, seed: int = 0) -> Decoder:
         """Fill with random weights: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise; return self.
 
-        A rank has the same weights on every run, and all ranks the same norms and routers. Another world size is another model.
+        A rank has the same weights on every run, and all ranks the same norms and routers. Another world size is another model,
+        and so is another number of stages.
         """
         for index, (name, shard) in enumerate(self.shards().items()):
             generator = torch.Generator(self.team.device)
@@ -217,13 +229,14 @@ class Decoder(nn.Module):
 
     def shards(self) -> dict[str, Shard]:
         """Name of a tensor in a checkpoint → this rank's part of it."""
-        names = self.config.family.weights
-        shards = under(names.embedding, self.embed_tokens.shards())
-        for index, layer in enumerate(self.layers):
+        names, tied = self.config.family.weights, self.config.tie_word_embeddings
+        shards = under(names.embedding, self.embed_tokens.shards()) if self.is_first else {}
+        for index, layer in zip(self.span, self.layers, strict=True):
             shards |= under(f"{names.layers}.{index}", layer.shards())
-        shards |= under(names.norm, _norm_shards(self.norm))
-        if not self.config.tie_word_embeddings:
-            shards |= under(names.head, self.lm_head.shards())
+        if self.is_last:
+            shards |= under(names.norm, _norm_shards(self.norm))
+            if not tied or not self.is_first:
+                shards |= under(names.embedding if tied else names.head, self.lm_head.shards())
         return shards
 
     def plan(self, tokens: int) -> StepPlan:
@@ -284,23 +297,32 @@ class Decoder(nn.Module):
         Keys and values go into `cache`. Shapes depend on the step's alone, and the host reads nothing: it can be captured in a
         CUDA graph, after one call outside.
         """
-        x, residual = self._layers(tokens, step, cache)
+        return self.logits(*self.hidden(tokens, step, cache), step, rows)
+
+    def logits(self, x: Any, residual: Any, step: Step, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [n, V'/W] after the tokens `rows`, from what `hidden` returns."""
         recipe = step.plan.recipe.of_head(step.tokens if rows is None else len(rows))
         return recipe.logits(x, residual, NormWeights.of(self.norm), self.lm_head.weights, step, rows)
 
-    def fill_cache(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> None:
-        """Forward pass without logits, for a part of a prompt behind which no token is chosen."""
-        self._layers(tokens, step, cache)
+    def hidden(self, given: torch.Tensor, step: Step, cache: PagedCache) -> tuple[Any, Any]:
+        """(output, residual) of the last layer here, as the step's recipe has them.
 
-    def _layers(self, tokens: torch.Tensor, step: Step, cache: PagedCache) -> tuple[Any, Any]:
-        recipe = step.plan.recipe
+        given  tokens[T]; to a later stage of a pipeline the rows that the stage before hands over
+
+        Keys and values go into `cache`.
+        """
+        recipe, residual = step.plan.recipe, None
         if step.is_prefill and step.spread is not None:
             caches = [cache.layer(index) for index in range(len(self.layers))]
             step = replace(step, spread=step.spread.ahead_of(self.layers[0].self_attn.weights, caches))
-        x, residual = recipe.embed(tokens, self.embed_tokens.weights), None
+        x = recipe.embed(given, self.embed_tokens.weights) if self.is_first else recipe.take_over(given, step.tokens)
         for index, layer in enumerate(self.layers):
             x, residual = recipe.decoder_layer(x, residual, layer.weights, step, cache.layer(index))
         return x, residual
+
+    def hand_over(self, x: Any, residual: Any, step: Step) -> torch.Tensor:
+        """This rank's rows [ceil(T / W), H] for the next stage, from what `hidden` returns."""
+        return step.plan.recipe.hand_over(x, residual, self.layers[-1].weights)
 
 
 def check_cache_dtype(dtype: torch.dtype, team: Team) -> None:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype) -> None:
-    """ModelTooLarge if a rank's share of the weights alone exceeds its GPU's free memory.
+def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype, layers: range) -> None:
+    """ModelTooLarge if a rank's share of these layers' weights alone exceeds its GPU's free memory.
 
     Virtual ranks share the machine's memory, so there all shares together count.
     """
-    share = config.parameters * dtype.itemsize // team.size
+    share = config.parameters_of(layers) * dtype.itemsize // team.size
     memory: int | None
     virtual = team.device.type != "cuda"
     if not virtual:
@@ -31,11 +31,18 @@ def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype) -> None:
 
 
 def check_cache(
-    config: DecoderConfig, team: Team, dtype: torch.dtype, pages: int, page_size: int, *, context_parallel: bool = False
+    config: DecoderConfig,
+    team: Team,
+    dtype: torch.dtype,
+    pages: int,
+    page_size: int,
+    *,
+    layers: range,
+    context_parallel: bool = False,
 ) -> None:
-    """ValueError if a KV cache of `pages` pages alone exceeds the memory compared by `check_memory`."""
+    """ValueError if these layers' KV cache of `pages` pages alone exceeds the memory of `check_memory`."""
     kv_heads = config.num_key_value_heads if context_parallel else max(config.num_key_value_heads // team.size, 1)
-    page_bytes = 2 * config.num_hidden_layers * kv_heads * page_size * config.head_dim * dtype.itemsize
+    page_bytes = 2 * len(layers) * kv_heads * page_size * config.head_dim * dtype.itemsize
     virtual = team.device.type != "cuda"
     memory = memory_of_this_machine() if virtual else free_bytes(team.device)
     if memory is not None and (most := memory // (page_bytes * (team.size if virtual else 1))) < pages:

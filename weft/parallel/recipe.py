@@ -49,6 +49,17 @@ class Recipe:
     def embed(self, tokens: Tensor, table: VocabWeights) -> Any:
         raise NotImplementedError
 
+    def hand_over(self, x: Any, residual: Any, w: LayerWeights) -> Tensor:
+        """This rank's 1/W of the hidden states' rows, [ceil(T / W), H], for a model that goes on elsewhere.
+
+        w  the last layer's, for recipes whose kernels norm what they add up
+        """
+        raise NotImplementedError
+
+    def take_over(self, rows: Tensor, tokens: int) -> Any:
+        """Input of a layer without a residual, from the rows that ``hand_over`` gave; `tokens`: T."""
+        raise NotImplementedError
+
     def logits(
         self, x: Any, residual: Any, norm: NormWeights, head: VocabWeights, step: Any, rows: Tensor | None
     ) -> Tensor:

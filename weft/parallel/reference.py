@@ -15,7 +15,15 @@ from torch.nn import functional as F
 
 from weft.parallel import plain
 from weft.parallel.recipe import Recipe
-from weft.parallel.tensors import AttentionWeights, LayerWeights, MLPWeights, MoEWeights, NormWeights, VocabWeights
+from weft.parallel.tensors import (
+    AttentionWeights,
+    LayerWeights,
+    MLPWeights,
+    MoEWeights,
+    NormWeights,
+    VocabWeights,
+    own_rows,
+)
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -64,6 +72,12 @@ class Reference(Recipe):
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         return self.sum(plain.embed(tokens, table))
+
+    def hand_over(self, x: Tensor, residual: Tensor, w: LayerWeights) -> Tensor:
+        return own_rows(x + residual, self.team)
+
+    def take_over(self, rows: Tensor, tokens: int) -> Tensor:
+        return self.team.library.all_gather(rows)[:tokens]
 
     def logits(
         self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Any, rows: Tensor | None

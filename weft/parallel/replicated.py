@@ -26,6 +26,7 @@ from weft.parallel.tensors import (
     NormWeights,
     PartialSum,
     VocabWeights,
+    own_rows,
     tensor_of,
 )
 from weft.parallel.thresholds import gemm_divides
@@ -77,6 +78,17 @@ class FusedNorm(Recipe):
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> PartialSum:
         return PartialSum(fused.embed(tokens, table))  # vocab_embedding
+
+    def hand_over(self, x: PartialSum, residual: Tensor, w: LayerWeights) -> Tensor:
+        _, hidden = self.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm; the normed rows are not used
+        return own_rows(hidden, self.team)
+
+    def take_over(self, rows: Tensor, tokens: int) -> PartialSum:
+        # A row comes from one rank and is zero on the others, as one of the embedding: the next norm adds them up.
+        first = self.team.rank * len(rows)
+        whole = rows.new_zeros(len(rows) * self.team.size, rows.shape[1])
+        whole[first : first + len(rows)] = rows
+        return PartialSum(whole[:tokens])
 
     def logits(
         self, x: PartialSum, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
@@ -150,6 +162,12 @@ class Replicated(Recipe):
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         x = self.local.embed(tokens, table)  # vocab_embedding
         return ops.all_reduce(x, self.team)  # all_reduce
+
+    def hand_over(self, x: Tensor, residual: Tensor, w: LayerWeights) -> Tensor:
+        return own_rows(x + residual, self.team)
+
+    def take_over(self, rows: Tensor, tokens: int) -> Tensor:
+        return ops.all_gather(rows, self.team)[:tokens]  # all_gather
 
     def logits(
         self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None

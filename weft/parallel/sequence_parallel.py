@@ -108,6 +108,12 @@ class SequenceParallel(Recipe):
         x = F.pad(x, (0, 0, 0, padding)) if padding else x
         return SequenceShard(ops.reduce_scatter(x, self.team))  # reduce_scatter
 
+    def hand_over(self, x: SequenceShard, residual: SequenceShard, w: LayerWeights) -> Tensor:
+        return x.rows + residual.rows
+
+    def take_over(self, rows: Tensor, tokens: int) -> SequenceShard:
+        return SequenceShard(rows)
+
     def logits(
         self,
         x: SequenceShard,

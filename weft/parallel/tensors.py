@@ -6,11 +6,15 @@ Rows that are still to be divided by their root mean squares are a ``DeferredNor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from weft.ops.moe.routing import Experts, Routing, Schedule
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,13 @@ def tensor_of(x: Tensor | SplitK | PartialSum | SequenceShard) -> Tensor:
     if isinstance(x, SplitK):
         return x.parts
     return x.rows if isinstance(x, SequenceShard) else x
+
+
+def own_rows(x: Tensor, team: Team) -> Tensor:
+    """This rank's [ceil(M / W), N] of rows [M, N] that all ranks hold, padded as in a ``SequenceShard``."""
+    count = -(-len(x) // team.size)
+    mine = x[team.rank * count : (team.rank + 1) * count]
+    return F.pad(mine, (0, 0, 0, count - len(mine))) if len(mine) < count else mine
 
 
 class NormWeights(NamedTuple):

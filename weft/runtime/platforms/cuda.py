@@ -24,6 +24,7 @@ from weft.runtime.platforms.torch_rail import new_group, rail_of
 from weft.runtime.recording import copy_span, signal_span
 from weft.runtime.store import FolderStore, given
 from weft.runtime.streams import current_stream, own_stream
+from weft.runtime.team.rail import Rail
 from weft.runtime.team.rendezvous import Rendezvous
 from weft.runtime.team.shape import check_node_size, shape_of
 from weft.runtime.team.view import RECORD_WORDS
@@ -205,11 +206,7 @@ class CudaPlatform:
         size = self.shape.node_size
         index, local = divmod(self.rank, size)
         ranks = dist.get_process_group_ranks(self.group)
-        if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-            raise Unsupported(
-                f"rank {self.rank}: torch.distributed was initialised with a device_id, and a team of several nodes makes "
-                f"groups of some ranks; leave device_id out"
-            )
+        self._refuse_bound_device()
         mine = ranks[index * size : (index + 1) * size]
         name = f"{self.name}.node{index}"
         self.node = CudaPlatform(new_group(mine), self._store, self._secret, name, heap_bytes, lambda _: [0] * size)
@@ -218,7 +215,14 @@ class CudaPlatform:
         links = tuple(next(within) if here else capabilities.RAIL for here in reached)
         self.caps = replace(self.node.caps, peer_access=reached, links=links)
         self.record, self.signal_name = self.node.record, self.node.signal_name
-        self.rail = rail_of(new_group(ranks[local::size]), self.device)
+        self.rail = self.rail_over(range(local, self.size, size))
+
+    def _refuse_bound_device(self) -> None:
+        if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            raise Unsupported(
+                f"rank {self.rank}: torch.distributed was initialised with a device_id, and a team with rails makes groups of "
+                f"some ranks; leave device_id out"
+            )
 
     @classmethod
     def join(cls, group: Any, heap_bytes: int | None, node_size: int | None = None) -> CudaPlatform:
@@ -301,6 +305,11 @@ class CudaPlatform:
         nodes = [self._nodes[r] for r in ranks]
         name = f"{self.name}.{self._subsets}"
         return CudaPlatform(group, self._store, self._secret, name, heap_bytes, lambda _: nodes)
+
+    def rail_over(self, ranks: Sequence[int]) -> Rail:
+        self._refuse_bound_device()
+        members = dist.get_process_group_ranks(self.group)
+        return rail_of(new_group([members[r] for r in ranks]), self.device)
 
     def fail(self, message: str) -> None:
         self._rendezvous.fail(message)

@@ -108,6 +108,9 @@ class Platform(Protocol):
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> Platform | None:
         """A platform of these ranks, in ascending order; None on the others. All ranks call it."""
 
+    def rail_over(self, ranks: Sequence[int]) -> Rail:
+        """Rail to these ranks, this one among them, by their place in ``ranks``. Collective on them."""
+
     def fail(self, message: str) -> None:
         """Tell the peers that this rank has failed."""
 

@@ -65,7 +65,7 @@ class VirtualPlatform:
         """``members``: ranks of the machine; this is ``members[place]``. ``nodes``: of each."""
         self._cluster, self._machine, self._team, self._members = cluster, cluster.machine, team, members
         self._nodes, self.shape = nodes, shape_of(nodes)
-        self._rendezvous = self._subsets = self._carved = 0
+        self._rendezvous = self._subsets = self._carved = self._rails = 0
         self.rank, self.size = place, len(members)
         # One process holds all ranks, so the name contains the rank.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
@@ -104,8 +104,7 @@ class VirtualPlatform:
         reached = tuple(node == self._nodes[first] for node in self._nodes)
         links = tuple(self._cluster.link if here else capabilities.RAIL for here in reached)
         self.caps = replace(self.caps, peer_access=reached, links=links)
-        rail = self._members[local :: self.shape.node_size]
-        self.rail = Rail(VirtualRail(self._cluster, f"{self._team}.rail{local}", rail, index), index, len(rail))
+        self.rail = self.rail_over(range(local, self.size, self.shape.node_size))
 
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._cluster.heaps[self._team, peer]
@@ -166,6 +165,11 @@ class VirtualPlatform:
             self._cluster, team, [self._members[r] for r in ranks], [self._nodes[r] for r in ranks],
             list(ranks).index(self.rank), heap_bytes,
         )  # fmt: skip
+
+    def rail_over(self, ranks: Sequence[int]) -> Rail:
+        self._rails += 1
+        name, index = f"{self._team}.rail{self._rails}.{ranks[0]}", ranks.index(self.rank)
+        return Rail(VirtualRail(self._cluster, name, [self._members[r] for r in ranks], index), index, len(ranks))
 
     def fail(self, message: str) -> None:
         """Nothing to do: an error of a virtual rank ends the simulation."""

@@ -302,6 +302,30 @@ class Team(TakenByView):
         platform = self._platform.subset(ranks, heap_bytes or self.node._layout.size)
         return Team(platform, self._debug_seconds) if platform is not None else None
 
+    def split(self, parts: int) -> tuple[Team, Rail]:
+        """This rank's part of ``parts`` equal ones as a team, and the rail between the parts. Collective.
+
+        Part p has ranks p * W / parts up to the next part's. The rail goes to the ranks of equal place in the other parts;
+        ``Rail.index`` is the number of the part. Where parts are the nodes, they are ``team.node`` and ``team.rail``; else the
+        part has a heap of its own, as large as this team's.
+
+        ValueError unless ``parts`` divides W, and parts are whole nodes, or nodes hold whole parts.
+        """
+        self._check_open("split()")
+        parts, node_size = check_int("parts", parts, 2), self.shape.node_size
+        if self.size % parts:
+            raise ValueError(f"parts={parts} does not divide the {self.size} ranks of this team; pass a divisor")
+        size = self.size // parts
+        if size % node_size and node_size % size:
+            raise ValueError(
+                f"parts={parts} of {size} ranks each are neither whole nodes of {node_size} ranks nor equal parts of one; "
+                f"pass a divisor or a multiple of {self.shape.nodes}"
+            )
+        if self.rail is not None and size == node_size:
+            return self.node, self.rail
+        made = [self.subset(range(first, first + size)) for first in range(0, self.size, size)]
+        return made[self.rank // size], self._platform.rail_over(range(self.rank % size, self.size, size))
+
     def fail(self, message: str) -> None:
         """Tell the peers that this rank has failed, so that they raise PeerFailed instead of waiting for it."""
         self._platform.fail(message)

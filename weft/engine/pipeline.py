@@ -1,0 +1,249 @@
+"""Pipeline parallelism: layers over stages of a team, hidden states and tokens over rails.
+
+All ranks schedule alike, and run a pass together. It is cut into microbatches, which go through the stages in order:
+
+    stage s, for each microbatch m:   receive m from s - 1   layers of m   send m to s + 1
+    after the last microbatch:        the last stage chooses tokens and sends them to all others
+
+    stage 0 | m0 | m1 |              | tokens         P stages take M + P - 1 turns for M microbatches: a stage waits for
+    stage 1      | m0 | m1 | choose  | tokens         (P - 1) / (M + P - 1) of them
+
+order     a microbatch may hold the rest of a prompt whose first tokens are in the one before: each stage computes them in this
+          order, so their keys and values are in its cache
+progress  the pieces of all rails have one order, by m + s, and of equal ones the higher stage's first. Every rank's are in it,
+          tokens behind them all, so no two ranks wait for each other
+turns     no kernel runs on a rank while it waits for a piece. Two-sided NCCL runs a kernel; a grid of a stage's ranks that wait
+          for each other could start on one and find no room beside that kernel on another
+reuse     what a rank sends may be written, and what it receives be freed, behind ``Rail.after`` and ``Rail.join``
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from weft.engine.logprobs import WIDTH, token_logprobs
+from weft.engine.params import Kind
+from weft.engine.sampling import Choice, choose_tokens
+from weft.models import Decoder
+from weft.parallel.step import PagedCache, Step
+from weft.runtime.copying import upload
+from weft.runtime.team.rail import Piece, Rail
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+class Pass(NamedTuple):
+    """Tokens [T] of a microbatch, and the rows [n] of them whose logits are asked for; None: those of all.
+
+    chooses  False: no logits are asked for
+    """
+
+    tokens: torch.Tensor
+    step: Step
+    rows: torch.Tensor | None = None
+    chooses: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """This rank's place in a pipeline; of one stage, the model as it is.
+
+    team    all ranks
+    stage   ranks of this stage, over which its layers are split as those of a whole model
+    rail    to the ranks of equal place in the other stages, by stage; None: one stage
+    layers  of this stage
+    microbatch_tokens  fewest tokens of a microbatch
+    """
+
+    team: Team
+    stage: Team
+    rail: Rail | None
+    layers: range
+    microbatch_tokens: int = 1
+
+    @classmethod
+    def whole(cls, model: Decoder) -> Pipeline:
+        """Pipeline of one stage, the model."""
+        return cls(team=model.team, stage=model.team, rail=None, layers=model.span)
+
+    @classmethod
+    def of(cls, team: Team, stages: int, layers: int, microbatch_tokens: int) -> Pipeline:
+        """Pipeline of `stages` stages over the ranks of `team`, for a model of `layers` layers. Collective.
+
+        ValueError, on all ranks, for stages that do not divide the ranks, do not fit the nodes, or have no layer.
+        """
+        if stages == 1:
+            return cls(team=team, stage=team, rail=None, layers=range(layers))
+        if team.size % stages:
+            raise ValueError(f"pipeline_parallel={stages} does not divide world_size={team.size}; pass a divisor of it")
+        if stages > layers:
+            raise ValueError(f"pipeline_parallel={stages} is more than the model's {layers} layers; lower it")
+        size, node_size = team.size // stages, team.shape.node_size
+        if size % node_size and node_size % size:
+            raise ValueError(
+                f"pipeline_parallel={stages}: stages of {size} ranks are neither whole nodes of {node_size} ranks nor equal "
+                f"parts of one; pass {team.shape.nodes}, or a divisor or multiple of it"
+            )
+        stage, rail = team.workspace(("pipeline", stages), lambda: team.split(stages))
+        return cls(
+            team=team,
+            stage=stage,
+            rail=rail,
+            layers=layers_of(rail.index, stages, layers),
+            microbatch_tokens=microbatch_tokens,
+        )
+
+    @property
+    def stages(self) -> int:
+        return 1 if self.rail is None else self.rail.size
+
+    @property
+    def is_last(self) -> bool:
+        return self.rail is None or self.rail.index == self.rail.size - 1
+
+    @property
+    def most_uncut(self) -> int:
+        """Tokens of the longest pass of one microbatch."""
+        return sys.maxsize if self.rail is None else 2 * self.microbatch_tokens - 1
+
+    def cuts(self, tokens: int) -> list[tuple[int, int]]:
+        """First token of each microbatch of a pass, and the one behind its last."""
+        count = max(1, min(self.stages, tokens // self.microbatch_tokens))
+        ends = [tokens * index // count for index in range(count + 1)]
+        return list(zip(ends, ends[1:], strict=False))
+
+    def prefill(
+        self,
+        model: Decoder,
+        tokens: torch.Tensor,
+        sequences: Sequence[tuple[int, int]],
+        pages: torch.Tensor,
+        cache: PagedCache,
+        rows: Sequence[int],
+    ) -> torch.Tensor | None:
+        """Logits after the tokens `rows` of prompts, where `run` returns them. Collective.
+
+        sequences, pages  as of ``Decoder.prefill_step``
+        """
+        passes, order = [], []
+        for begin, end in self.cuts(len(tokens)):
+            first, parts = ranges_between(sequences, begin, end)
+            step = model.prefill_step(parts, pages[first : first + len(parts)], cache.page_size)
+            here = [index for index, row in enumerate(rows) if begin <= row < end]
+            asked = upload(torch.tensor([rows[index] - begin for index in here]), tokens.device) if here else None
+            passes.append(Pass(tokens[begin:end], step, asked, bool(here)))
+            order += here
+        logits = self.run(model, passes, cache)
+        if logits is None or order == sorted(order):
+            return logits
+        return logits[upload(torch.tensor(order).argsort(), tokens.device)]
+
+    def decode(
+        self, model: Decoder, tokens: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, cache: PagedCache
+    ) -> torch.Tensor | None:
+        """Logits after a token of each sequence, where `run` returns them; arguments as of ``decode_step``."""
+        passes = []
+        for begin, end in self.cuts(len(tokens)):
+            step = model.decode_step(positions[begin:end], pages[begin:end], cache.page_size)
+            passes.append(Pass(tokens[begin:end], step))
+        return self.run(model, passes, cache)
+
+    def run(self, model: Decoder, passes: Sequence[Pass], cache: PagedCache) -> torch.Tensor | None:
+        """Forward passes of microbatches: on the last stage this rank's logits of their rows.
+
+        One pass below another; None on the other stages, and where none are asked for. Collective; may be captured in a CUDA
+        graph, after one run outside.
+        """
+        found = []
+        for one in passes:
+            given = one.tokens if model.is_first else self._receive(model, one.step.tokens)
+            x, residual = model.hidden(given, one.step, cache)
+            if not model.is_last:
+                self._send(model.hand_over(x, residual, one.step))
+            elif one.chooses:
+                found.append(model.logits(x, residual, one.step, one.rows))
+        if self.rail is not None:
+            self.rail.join()
+        return found[0] if len(found) == 1 else torch.cat(found) if found else None
+
+    def choose(
+        self, model: Decoder, logits: torch.Tensor | None, choice: Choice, kind: Kind, *, fused: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens [n] and their rows of log-probabilities, if `kind` asks for them, on all stages. Collective.
+
+        logits  on the last stage
+        """
+        count, device, rows = len(choice.position), choice.position.device, None
+        if self.is_last:
+            tokens = choose_tokens(model.lm_head, logits, choice, kind, fused=fused)
+        else:
+            tokens = torch.empty(count, dtype=torch.int64, device=device)
+        if Kind.LOGPROBS in kind:
+            rows = self.logprobs(model, logits, tokens)
+        self._share(tokens)
+        return tokens, rows
+
+    def logprobs(self, model: Decoder, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of log-probabilities of tokens under the last stage's logits, on all stages. Collective."""
+        if self.is_last:
+            rows = token_logprobs(model.lm_head, logits, tokens)
+        else:
+            rows = torch.empty(len(tokens), WIDTH, device=tokens.device)
+        self._share(rows)
+        return rows
+
+    def _receive(self, model: Decoder, tokens: int) -> torch.Tensor:
+        """This rank's rows of the hidden states of `tokens` tokens, which the stage before sends."""
+        size = -(-tokens // self.stage.size), model.config.hidden_size
+        rows = torch.empty(size, dtype=model.dtype, device=self.team.device)
+        self.rail.fork()  # its memory may still be read by kernels before
+        [mark] = self.rail.exchange([Piece(receive=rows, source=self.rail.index - 1)])
+        self.rail.after(mark)
+        return rows
+
+    def _send(self, rows: torch.Tensor) -> None:
+        """Send them to the next stage. Kernels launched later run once it has them."""
+        self.rail.fork()
+        [mark] = self.rail.exchange([Piece(send=rows, to=self.rail.index + 1)])
+        self.rail.after(mark)
+
+    def _share(self, x: torch.Tensor) -> None:
+        """Have the last stage's `x` on all stages, in place."""
+        if self.rail is None:
+            return
+        last = self.rail.size - 1
+        self.rail.fork()
+        if self.is_last:
+            self.rail.exchange([Piece(send=x, to=stage) for stage in range(last)])
+        else:
+            self.rail.exchange([Piece(receive=x, source=last)])
+        self.rail.join()
+
+
+def layers_of(stage: int, stages: int, layers: int) -> range:
+    """Layers of a stage. The first ones have the one more that is left over, since the last has the head."""
+    each, more = divmod(layers, stages)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
+
+
+def ranges_between(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[int, list[tuple[int, int]]]:
+    """Index of the first sequence with tokens in begin .. end of a pass, and (before, length) of each.
+
+    sequences  (before, length) of all, as of ``Decoder.prefill_step``
+    """
+    found, at, skipped = [], 0, 0
+    for before, length in sequences:
+        start, stop = max(begin, at), min(end, at + length)
+        if start < stop:
+            found.append((before + start - at, stop - start))
+        elif not found:
+            skipped += 1
+        at += length
+    return skipped, found

@@ -73,6 +73,7 @@ def note(
 
 class NoteTokens(Op):
     name, alias = "note_tokens", "note-tokens"
+    no_plan = "one kernel; a program takes one token"
     mutates = ("seen", "recent")
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

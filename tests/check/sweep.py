@@ -289,7 +289,7 @@ OPS = [
     Call("sharded_decode_attention two_kernels", functools.partial(attended, algorithm="two_kernels"), 1),
     Call("grouped_matmul_all_reduce_rms_norm", normed_pairs, 2),
     Call("all_gather_grouped_matmul_silu_mul", experts_gathered, 2, 4),
-    Call("grouped_matmul_reduce_scatter", experts_scattered, 1, 4),
+    Call("grouped_matmul_reduce_scatter", experts_scattered, 2, 4),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),
@@ -317,7 +317,8 @@ def pipelined_over_nodes(op: Overlapped, team: Any, x: Callable[..., torch.Tenso
     return call_op(case, team, (x(8 if op.gathers else team.size * 8, 32), x(16, 32)))
 
 
-# What works over nodes, with two calls in a row: the second writes where peers may still read the first one's.
+# What works over nodes, with two calls in a row: the second writes where peers may still read the first one's, and makes no
+# workspace, at which the ranks would meet.
 OVER_NODES = [
     Call("all_gather", lambda team, x: ops.all_gather(x(3, 17), team), 2),
     Call("reduce_scatter", lambda team, x: ops.reduce_scatter(x(team.size * 2, 30), team), 2),
@@ -329,7 +330,7 @@ OVER_NODES = [
     Call("all_to_all copy_engine", lambda team, x: ops.all_to_all(x(team.size, 40), team, "copy_engine"), 2),
     Call("barrier", lambda team, x: ops.barrier(team), 2),
     Call("all_reduce_rms_norm", fused_norm, 2),
-    Call("grouped_matmul_all_reduce_rms_norm", functools.partial(case_over_nodes, norms, -2), 1),
+    Call("grouped_matmul_all_reduce_rms_norm", functools.partial(case_over_nodes, norms, -2), 2),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(8, 32), x(16, 32), team), 2),
     Call("matmul_reduce_scatter", lambda team, x: ops.matmul_reduce_scatter(x(team.size * 8, 32), x(16, 32), team), 2),
     Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(9, 32), x(16, 32), team), 2),
@@ -341,8 +342,8 @@ OVER_NODES = [
     Call("moe_dispatch", dispatched, 2),
     Call("moe_combine", combined, 2),
     Call("moe_combine lamport", functools.partial(combined, algorithm="lamport"), 2),
-    Call("all_gather_grouped_matmul_silu_mul", functools.partial(case_over_nodes, experts, -4), 1),
-    Call("grouped_matmul_reduce_scatter", functools.partial(case_over_nodes, experts, -2), 1),
+    Call("all_gather_grouped_matmul_silu_mul", functools.partial(case_over_nodes, experts, -4), 2),
+    Call("grouped_matmul_reduce_scatter", functools.partial(case_over_nodes, experts, -2), 2),
     Call("sharded_decode_attention", functools.partial(attended, algorithm="two_kernels"), 1),
 ]
 

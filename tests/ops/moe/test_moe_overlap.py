@@ -18,7 +18,7 @@ from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
-from weft.ops.moe import arrival, grouped, slabs
+from weft.ops.moe import arrival, by_nodes, grouped, slabs
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.grouped import Arriving, Form, GroupedCall, GroupedTiles, grouped_matmul_kernel, grouped_tiles_for
@@ -322,6 +322,11 @@ def test_the_order_of_tiles_and_the_sum_of_slabs_compile(arch, tmp_path):
     schedule, options = Schedule(INTS, INTS, INTS, INTS, 8, 128), launch_options(caps_of(arch))
     constants = {"CHOICES": 8, "HEAD": arrival.MAX_HEAD}
     kernel = compiled(arrival.order_tiles_kernel, INTS, schedule, 2048, 1, arch=arch, **constants, **options)
+    check_compiles(kernel, arch)
+    assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
+    constants = {"NODES": 2, "SIZE": 8, "CHOICES": 8, "ARRIVING": True}
+    arguments = INTS, INTS, 512, schedule, 2048, 1
+    kernel = compiled(by_nodes.group_tiles_kernel, *arguments, arch=arch, **constants, **options)
     check_compiles(kernel, arch)
     assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
     arguments = FLOATS, FLOATS, FLOATS, LANDED, 100, 128, 2048, 512, a_view()

@@ -10,17 +10,21 @@ import torch
 
 from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
-from weft.ops.collectives.all_gather import all_gather
+from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
+from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.local import check_shape
 from weft.ops.moe import grouped
 from weft.ops.moe.arrival import (
     MAX_HEAD,
     case_experts,
+    case_start,
     channel_of,
+    first_rank,
     order_tiles,
     schedule_of,
     send_rows,
 )  # fmt: skip
+from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
@@ -119,12 +123,14 @@ def all_gather_grouped_matmul_silu_mul(
     experts     this rank's, whole ones or slices of all; of all ranks together each expert, or each slice, once
     max_tokens  of any rank; the same on all ranks, as K, k, dtypes, ``experts.total`` and ``algorithm`` must be
     algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the others) or "sequential"
-                (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``; over several nodes the only one)
+                (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``). Over several nodes "auto" computes this
+                node's rows while others cross, and "fused" is refused
 
     Returns (h, schedule, dispatched). h [W * max_tokens * k, N]: row i is of the schedule's i-th pair, rows behind the last one
     are not written; ``grouped_matmul`` and ``grouped_matmul_reduce_scatter`` take it so. schedule: each expert's pairs begin
-    with this rank's tokens, those of the next ranks follow. dispatched: all ranks' choices, for ``moe_combine`` and
-    ``grouped_matmul_reduce_scatter``; it may be the team's receive buffers, as of ``moe_dispatch``, and has no rows.
+    with this rank's tokens, over several nodes with those of its node; those of the next ranks follow. dispatched: all ranks'
+    choices, for ``moe_combine`` and ``grouped_matmul_reduce_scatter``; it may be the team's receive buffers, as of
+    ``moe_dispatch``, and has no rows.
 
     The same bits from every algorithm and run. The host reads nothing; captured in a CUDA graph, with T as it is then, it
     replays correctly, after one call outside with these sizes. Gradients of x, the weights of ``routing`` and gate_up: by
@@ -172,14 +178,14 @@ def differentiable(
     """The op of checked arguments by ops that have gradients."""
     rows, weights = (all_gather(padded(tensor, most, 0), team) for tensor in (x, routing.weights))
     ids = all_gather(padded(routing.ids, most, -1), team)
-    schedule = moe_schedule(ids, experts, start=team.rank * most)
+    schedule = moe_schedule(ids, experts, start=first_rank(team.rank, team.shape) * most)
     h = grouped_matmul_silu_mul(rows, gate_up, schedule)
     return h, schedule, Dispatched(x.new_empty((0, x.shape[1])), Routing(ids, weights), experts)
 
 
 class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     name, alias = "all_gather_grouped_matmul_silu_mul", "ag-moe"
-    designs = {"fused": Fused, "sequential": Sequential}
+    designs = {"fused": Fused, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "N", "K")
     gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
 
@@ -217,6 +223,10 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             head = head_for(call.gemm(machine), call.tokens, gemm.design, machine)
             # gfx942's compiler cannot choose between two pointers.
             return Fused(tiles=gemm.design, in_place=not machine.caps.arch.startswith("gfx"), head=head)
+        if name == "over_nodes":
+            routing = machine.nodes * call.tokens * call.choices * (4 + call.dtype.itemsize)
+            words = CollectiveCall(routing, torch.uint8, "copy_engine")
+            return ByNodes(tiles=gemm.design, node=ALL_GATHER.plan(words, machine.node))
         dispatch = DispatchCall(call.tokens, call.choices, call.K, call.dtype)
         if call.held * machine.world_size != call.experts:
             # Slices: all ranks need all rows.
@@ -255,6 +265,8 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             schedule = schedule_of(team, ids, experts, most, block)
             h = GROUPED_MATMUL_SILU_MUL.run(design.gemm.design, None, rows, gate_up, schedule, True)
             return h, *schedule[:4], ids, weights
+        if isinstance(design, ByNodes):
+            return gather_by_nodes(design, team, x, ids, weights, gate_up, experts, most, block)
         x = x.contiguous()
         (T, K), W, chunk = x.shape, team.size, cdiv(most, design.chunks)
         channel = channel_of(team, self.name, x.dtype, W * most * K)
@@ -319,7 +331,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         (most, k, _, N, _), experts = case.sizes, case_experts(case, rank)
         rows = torch.cat([padded(one[0], most, 0) for one in by_rank]).double()
         ids = torch.cat([padded(one[1], most, -1) for one in by_rank])
-        order = (torch.arange(len(ids), device=ids.device) + rank * most) % len(ids)
+        order = (torch.arange(len(ids), device=ids.device) + case_start(case, rank)) % len(ids)
         h, counts, place = rows.new_zeros((len(ids) * k, N)), [], 0
         for local in range(experts.count):
             chosen = order[(ids[order] == experts.first + local).any(-1)]

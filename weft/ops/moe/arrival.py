@@ -17,6 +17,7 @@ from weft.ops.moe.routing import Experts, Schedule
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
+from weft.runtime.team.shape import Shape
 from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import CopyChannel
 
@@ -63,10 +64,19 @@ def order_tiles(team: Team, schedule: Schedule, tokens: int, head: int) -> Sched
     return schedule._replace(tiles=ordered)
 
 
+def first_rank(rank: int, shape: Shape) -> int:
+    """Rank whose tokens the experts' lists at ``rank`` begin with.
+
+    Itself; over several nodes the first one of its node.
+    """
+    return rank if shape.nodes == 1 else rank - rank % shape.node_size
+
+
 def schedule_of(team: Team, ids: torch.Tensor, experts: Experts, most: int, block: int) -> Schedule:
-    """Schedule of all ranks' tokens, this rank's first."""
+    """Schedule of all ranks' tokens, those of ``first_rank`` first."""
     tickets = team.workspace("moe_schedule", lambda: team.local(1, torch.int32))
-    found = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, team.rank * most, tickets)
+    start = first_rank(team.rank, team.shape) * most
+    found = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, start, tickets)
     return Schedule(*found, choices=ids.shape[1], block=block)
 
 
@@ -94,6 +104,12 @@ def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChanne
         return CopyChannel.make(team, team.empty((2, capacity), dtype=dtype), team.size)
 
     return grown_workspace(team, (op, dtype), size, make)
+
+
+def case_start(case: Case, rank: int) -> int:
+    """First token of the experts' lists at ``rank`` in a case of AG-MoE or MoE-RS."""
+    nodes = case.field("nodes") or 1
+    return first_rank(rank, Shape(nodes, case.world_size // nodes)) * case.sizes[0]
 
 
 def case_experts(case: Case, rank: int) -> Experts:

@@ -233,6 +233,15 @@ def experts_gathered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     return h[: int(counts.sum())].clone()
 
 
+def experts_gathered_fp8(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """As ``experts_gathered``, but rows are sent in fp8, with their scales."""
+    tokens, total = 5 * ((team.rank + int(x(1).abs().item() * 8)) % 5 > 0), 2 * team.size
+    experts, design = Experts.whole(total, team.rank, team.size), AG_MOE.designs["fused"]
+    given = x(tokens, 144), *chosen(x, tokens, total), x(2, 16, 144), experts, 5, 16, True
+    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2, in_place=False), team, *given)
+    return h[: int(counts.sum())].clone()
+
+
 def experts_scattered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Two slabs of the GEMM of slices of experts, and their sums at the tokens' ranks."""
     experts, routing = Experts.slices(2), chosen(x, 3 * team.size, 2)
@@ -289,6 +298,7 @@ OPS = [
     Call("sharded_decode_attention two_kernels", functools.partial(attended, algorithm="two_kernels"), 1),
     Call("grouped_matmul_all_reduce_rms_norm", normed_pairs, 2),
     Call("all_gather_grouped_matmul_silu_mul", experts_gathered, 2, 4),
+    Call("all_gather_grouped_matmul_silu_mul fp8", experts_gathered_fp8, 2, 4),
     Call("grouped_matmul_reduce_scatter", experts_scattered, 2, 4),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),

@@ -11,12 +11,14 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import Case
+from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, scales_of
 from weft.ops.moe.moe_op import MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
 from weft.ops.moe.routing import Experts, Schedule
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
+from weft.runtime.team.channel import ChannelView
 from weft.runtime.team.shape import Shape
 from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import CopyChannel
@@ -81,20 +83,59 @@ def schedule_of(team: Team, ids: torch.Tensor, experts: Experts, most: int, bloc
 
 
 def send_rows(
-    team: Team, channel: CopyChannel, x: torch.Tensor, gathered: torch.Tensor, chunk: int, chunks: int
+    team: Team,
+    channel: CopyChannel,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    chunk: int,
+    chunks: int,
 ) -> None:
-    """Have the copy engine write ``x`` into every peer's ``gathered``, with a signal behind each chunk.
+    """Have the copy engine write this rank's rows at every peer, with a signal behind each chunk.
+
+    rows, scales  this rank's and all ranks'; a chunk's scales go before its rows, so that one signal is behind both
 
     Also behind chunks without rows: peers do not know how many there are. Rank r serves r - 1, r - 2, …: the peer that needs
     these rows first comes first.
     """
-    first = team.rank * (len(gathered) // team.size)
+
+    def part(number: int, mine: torch.Tensor, of_all: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        source = mine[number * chunk : (number + 1) * chunk]
+        return of_all[team.rank * (len(of_all) // team.size) + number * chunk :][: len(source)], source
+
     for step in range(1, team.size):
         peer = (team.rank - step) % team.size
         for number in range(chunks):
-            rows = x[number * chunk : (number + 1) * chunk]
-            target = gathered[first + number * chunk :][: len(rows)]
-            channel.send(team, target, rows, team.rank, number, peer)
+            target, source = part(number, *rows)
+            if scales is not None and len(source) > 0:
+                team.copy_engine.put(*part(number, *scales), peer)
+            channel.send(team, target, source, team.rank, number, peer)
+
+
+def gather_rows(
+    team: Team, op: str, x: torch.Tensor, most: int, chunk: int, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, ChannelView]:
+    """Begin a call of the op's channel, and have copy engines bring all ranks' rows.
+
+    Returns (rows [W * most, K] of all ranks, their scales if ``fp8``, this rank's rows, the channel). This rank's are not among
+    all rows, but if fp8: they are rounded there.
+    """
+    (T, K), rows = x.shape, team.size * most
+    mine, scales, own = slice(team.rank * most, team.rank * most + T), None, x
+    if fp8:
+        check_e4m3(op, team.caps)
+        nbytes = rows * (K + 4 * scales_of(K))
+        channel = channel_of(team, op, torch.uint8, nbytes)
+        received = channel.begin(team)[:nbytes]
+        gathered = received[: rows * K].view(E4M3).view(rows, K)
+        scales = received[rows * K :].view(torch.float32).view(rows, -1)
+        own, _ = quantize_rows(x, T, team.caps, (gathered[mine], scales[mine]))
+    else:
+        channel = channel_of(team, op, x.dtype, rows * K)
+        gathered = channel.begin(team)[: rows * K].view(rows, K)
+    team.copy_engine.fork()
+    of_scales = None if scales is None else (scales[mine], scales)
+    send_rows(team, channel, (own, gathered), of_scales, chunk, cdiv(most, chunk))
+    return gathered, scales, own, channel.landed.view
 
 
 def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChannel:

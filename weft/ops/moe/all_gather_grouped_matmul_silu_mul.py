@@ -20,6 +20,7 @@ from weft.ops.moe.arrival import (
     case_start,
     first_rank,
     gather_rows,
+    head_for,
     order_tiles,
     schedule_of,
 )  # fmt: skip
@@ -40,7 +41,7 @@ from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
-from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 from weft.transport.copy_channel import MAX_CHUNKS
@@ -432,18 +433,6 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         ):  # fmt: skip
             yield self.case(w, dtype, 9, 2, 6, 272, 16, design, tokens=(9, 4, 0)[:w], fp8=True)
         yield self.case(2, BF16, 5, 2, 4, 144, 16, "fused", tokens=(0, 5), fp8=True, layout="slices")
-
-
-def head_for(call: GroupedCall, tokens: int, tiles: GroupedTiles, machine: Machine) -> int:
-    """``Fused.head`` that keeps all programs busy while the other ranks' rows arrive.
-
-    In the time in which an SM multiplies a tile of block * block_n, a tenth of that many rows arrive, by 380 GB/s and 500
-    TFLOP/s of an H200, whatever K is. This rank's rows are 1/W of all. Not measured for this op.
-    """
-    world, programs = machine.world_size, machine.caps.sms * tiles.per_sm
-    rounds = cdiv(10 * (world - 1) * tokens, call.block * tiles.block_n)
-    wanted = cdiv(world * rounds * programs, cdiv(2 * call.N, tiles.block_n))
-    return min(next_power_of_2(wanted), MAX_HEAD)
 
 
 AG_MOE = AllGatherGroupedMatmulSiluMul()

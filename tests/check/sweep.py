@@ -438,6 +438,15 @@ def sweep(share: Share) -> tuple[float, list[str]]:
     return time.perf_counter() - started, [] if report.ok else [str(report)]
 
 
+def outcomes(todo: list[Share], jobs: int) -> Iterator[tuple[float, list[str]]]:
+    """Results of ``sweep`` for ``todo``, in order. One job runs in this process."""
+    if jobs == 1:
+        yield from map(sweep, todo)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(sweep, todo)
+
+
 def read(file: Path) -> dict[tuple[str, int, int | None], Swept]:
     """Rows that ``write`` has left in ``file``; none if there is no such file."""
     rows = json.loads(file.read_text())["swept"] if file.exists() else []
@@ -483,23 +492,22 @@ def command() -> int:
     todo = list(shares(chosen, done))
     left = Counter((share.world_size, share.index) for share in todo)
     swept: dict[tuple[str, int, int | None], Swept] = {}
-    with ProcessPoolExecutor(chosen.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
-        for share, (seconds, findings) in zip(todo, pool.map(sweep, todo), strict=True):
-            name = calls(share.table, share.world_size, share.node_size)[share.index].name
-            found = Swept(op=name, world_size=share.world_size, node_size=share.node_size, revision=running())
-            found = swept.setdefault(found.key, found)
-            found.add(share.schedules, seconds, findings)
-            left[share.world_size, share.index] -= 1
-            if not left[share.world_size, share.index]:
-                print(
-                    f"{found.op:40} W={found.world_size} {found.schedules} schedules {found.seconds:7.1f} s"
-                    f"  {len(found.findings)} findings",
-                    flush=True,
-                )
-                for report in found.findings:
-                    print(report, flush=True)
-                if chosen.json:
-                    write(chosen.json, {**earlier, **swept}.values())
+    for share, (seconds, findings) in zip(todo, outcomes(todo, chosen.jobs), strict=True):
+        name = calls(share.table, share.world_size, share.node_size)[share.index].name
+        found = Swept(op=name, world_size=share.world_size, node_size=share.node_size, revision=running())
+        found = swept.setdefault(found.key, found)
+        found.add(share.schedules, seconds, findings)
+        left[share.world_size, share.index] -= 1
+        if not left[share.world_size, share.index]:
+            print(
+                f"{found.op:40} W={found.world_size} {found.schedules} schedules {found.seconds:7.1f} s"
+                f"  {len(found.findings)} findings",
+                flush=True,
+            )
+            for report in found.findings:
+                print(report, flush=True)
+            if chosen.json:
+                write(chosen.json, {**earlier, **swept}.values())
     failed = sum(bool(one.findings) for one in swept.values())
     print(f"{len(swept)} calls, {sum(one.schedules for one in swept.values())} schedules, {failed} with findings")
     return 1 if failed or not (swept or done) else 0

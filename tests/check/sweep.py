@@ -1,8 +1,9 @@
-"""Check of all ops: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME]``.
+"""Check of all ops: ``python -m tests.check.sweep --schedules 500 --world-size 2,3,4 [--op NAME,NAME]``.
 
 ``--table`` runs the ops' cases, with each design, instead of the list here; ``--node-size L`` the ops
 over nodes of L ranks. ``--jobs`` spreads the schedules over processes. ``--json FILE`` writes the runs
-and findings.
+and findings, after each call; with ``--resume`` the file's rows stay, and calls that it has clean with as
+many schedules are left out.
 
 Prints findings and times. tests/check/test_ops.py runs a few schedules of the same calls.
 """
@@ -16,9 +17,10 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, registered
 from weft.ops.overlap.sequential import Overlapped
+from weft.runtime.files import put
 
 # Lamport stages are reused in the eighth call.
 CALLS = 10
@@ -230,6 +233,15 @@ def experts_gathered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     return h[: int(counts.sum())].clone()
 
 
+def experts_gathered_fp8(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """As ``experts_gathered``, but rows are sent in fp8, with their scales."""
+    tokens, total = 5 * ((team.rank + int(x(1).abs().item() * 8)) % 5 > 0), 2 * team.size
+    experts, design = Experts.whole(total, team.rank, team.size), AG_MOE.designs["fused"]
+    given = x(tokens, 144), *chosen(x, tokens, total), x(2, 16, 144), experts, 5, 16, True
+    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2, in_place=False), team, *given)
+    return h[: int(counts.sum())].clone()
+
+
 def experts_scattered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Two slabs of the GEMM of slices of experts, and their sums at the tokens' ranks."""
     experts, routing = Experts.slices(2), chosen(x, 3 * team.size, 2)
@@ -286,7 +298,8 @@ OPS = [
     Call("sharded_decode_attention two_kernels", functools.partial(attended, algorithm="two_kernels"), 1),
     Call("grouped_matmul_all_reduce_rms_norm", normed_pairs, 2),
     Call("all_gather_grouped_matmul_silu_mul", experts_gathered, 2, 4),
-    Call("grouped_matmul_reduce_scatter", experts_scattered, 1, 4),
+    Call("all_gather_grouped_matmul_silu_mul fp8", experts_gathered_fp8, 2, 4),
+    Call("grouped_matmul_reduce_scatter", experts_scattered, 2, 4),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),
@@ -307,7 +320,15 @@ def case_over_nodes(cases: Callable[[int, int], Iterator[Case]], index: int, tea
     return call_op(case, team, inputs_of(case, team.rank))
 
 
-# What works over nodes, with two calls in a row: the second writes where peers may still read the first one's.
+def pipelined_over_nodes(op: Overlapped, team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Run the node's pipelined design, under whose GEMMs rails move pieces."""
+    sizes = team.size * 8, 16, 32
+    case = Case(op=op.name, world_size=team.size, dtype=torch.bfloat16, sizes=sizes, design="pipelined")
+    return call_op(case, team, (x(8 if op.gathers else team.size * 8, 32), x(16, 32)))
+
+
+# What works over nodes, with two calls in a row: the second writes where peers may still read the first one's, and makes no
+# workspace, at which the ranks would meet.
 OVER_NODES = [
     Call("all_gather", lambda team, x: ops.all_gather(x(3, 17), team), 2),
     Call("reduce_scatter", lambda team, x: ops.reduce_scatter(x(team.size * 2, 30), team), 2),
@@ -315,16 +336,24 @@ OVER_NODES = [
     Call("all_to_all", lambda team, x: ops.all_to_all(x(team.size * 2, 20), team), 2),
     Call("all_gather copy_engine", lambda team, x: ops.all_gather(x(3, 24), team, "copy_engine"), 2),
     Call("reduce_scatter copy_engine", lambda team, x: ops.reduce_scatter(x(team.size, 64), team, "copy_engine"), 2),
+    Call("all_reduce copy_engine", lambda team, x: ops.all_reduce(x(team.size * 40 + 3), team, "copy_engine"), 2),
+    Call("all_to_all copy_engine", lambda team, x: ops.all_to_all(x(team.size, 40), team, "copy_engine"), 2),
+    Call("barrier", lambda team, x: ops.barrier(team), 2),
     Call("all_reduce_rms_norm", fused_norm, 2),
-    Call("grouped_matmul_all_reduce_rms_norm", functools.partial(case_over_nodes, norms, -2), 1),
+    Call("grouped_matmul_all_reduce_rms_norm", functools.partial(case_over_nodes, norms, -2), 2),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(8, 32), x(16, 32), team), 2),
     Call("matmul_reduce_scatter", lambda team, x: ops.matmul_reduce_scatter(x(team.size * 8, 32), x(16, 32), team), 2),
     Call("matmul_all_reduce", lambda team, x: ops.matmul_all_reduce(x(9, 32), x(16, 32), team), 2),
+    *(
+        Call(f"{op.name} pipelined", functools.partial(pipelined_over_nodes, op), 2)
+        for op in registered()
+        if isinstance(op, Overlapped)
+    ),
     Call("moe_dispatch", dispatched, 2),
     Call("moe_combine", combined, 2),
     Call("moe_combine lamport", functools.partial(combined, algorithm="lamport"), 2),
-    Call("all_gather_grouped_matmul_silu_mul", functools.partial(case_over_nodes, experts, -4), 1),
-    Call("grouped_matmul_reduce_scatter", functools.partial(case_over_nodes, experts, -2), 1),
+    Call("all_gather_grouped_matmul_silu_mul", functools.partial(case_over_nodes, experts, -4), 2),
+    Call("grouped_matmul_reduce_scatter", functools.partial(case_over_nodes, experts, -2), 2),
     Call("sharded_decode_attention", functools.partial(attended, algorithm="two_kernels"), 1),
 ]
 
@@ -364,18 +393,24 @@ class Share:
 
 @dataclass(slots=True)
 class Swept:
-    """Results of one call's schedules. ``seconds``: of one core."""
+    """Results of one call's schedules. ``seconds``: of one core. ``revision``: the checked sources."""
 
     op: str
     world_size: int
+    node_size: int | None
+    revision: str
     schedules: int = 0
     seconds: float = 0.0
-    findings: list[str] | None = None
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int, int | None]:
+        return self.op, self.world_size, self.node_size
 
     def add(self, schedules: int, seconds: float, findings: list[str]) -> None:
         self.schedules += schedules
         self.seconds += seconds
-        self.findings = [*(self.findings or []), *(new for new in findings if new not in (self.findings or []))]
+        self.findings += [new for new in findings if new not in self.findings]
 
 
 @functools.cache
@@ -385,10 +420,12 @@ def calls(from_table: bool, world_size: int, node_size: int | None = None) -> li
     return table(world_size) if from_table else [*OPS, *SLOW]
 
 
-def shares(chosen: argparse.Namespace) -> Iterator[Share]:
+def shares(chosen: argparse.Namespace, done: Collection[tuple[str, int, int | None]]) -> Iterator[Share]:
+    """Shares of the chosen calls but those of ``done``."""
     for size in sorted((int(size) for size in chosen.world_size.split(",")), reverse=True):
         for index, call in enumerate(calls(chosen.table, size, chosen.node_size)):
-            if call.name.startswith(chosen.op):
+            wanted = call.name.startswith(tuple(chosen.op.split(",")))
+            if wanted and (call.name, size, chosen.node_size) not in done:
                 for seed in range(0, chosen.schedules, SHARE):
                     count = min(SHARE, chosen.schedules - seed)
                     yield Share(chosen.table, chosen.node_size, index, size, chosen.seed + seed, count)
@@ -408,17 +445,38 @@ def sweep(share: Share) -> tuple[float, list[str]]:
     return time.perf_counter() - started, [] if report.ok else [str(report)]
 
 
-def write(file: Path, swept: list[Swept]) -> None:
+def outcomes(todo: list[Share], jobs: int) -> Iterator[tuple[float, list[str]]]:
+    """Results of ``sweep`` for ``todo``, in order. One job runs in this process."""
+    if jobs == 1:
+        yield from map(sweep, todo)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(sweep, todo)
+
+
+def read(file: Path) -> dict[tuple[str, int, int | None], Swept]:
+    """Rows that ``write`` has left in ``file``; none if there is no such file."""
+    rows = json.loads(file.read_text())["swept"] if file.exists() else []
+    return {one.key: one for one in (Swept(**row) for row in rows)}
+
+
+def write(file: Path, swept: Iterable[Swept]) -> None:
     """Write the command, the revision and the results, one line per call."""
     head = {
         "command": " ".join(["python -m tests.check.sweep", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
-        "revision": revision(Path(weft.__file__).parent),
+        "revision": running(),
         "versions": {module.__name__: module.__version__ for module in (torch, triton, numpy)},
     }
     rows = [json.dumps(asdict(one) | {"seconds": round(one.seconds, 1)}) for one in swept]
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    file.write_text("\n".join(["{", *lines, ' "swept": [', ",\n".join(f"  {row}" for row in rows), " ]", "}"]) + "\n")
+    put(file, "\n".join(["{", *lines, ' "swept": [', ",\n".join(f"  {row}" for row in rows), " ]", "}"]) + "\n")
+
+
+@functools.cache
+def running() -> str:
+    """Revision of the sources when the sweep began."""
+    return revision(Path(weft.__file__).parent)
 
 
 def command() -> int:
@@ -426,38 +484,40 @@ def command() -> int:
     parser.add_argument("--world-size", default="2,3,4")
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--op", default="", help="run only the ops whose name has this prefix")
+    parser.add_argument("--op", default="", help="run only the ops whose name has one of these prefixes")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--node-size", type=int)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", type=Path)
+    parser.add_argument("--resume", action="store_true", help="go on where the --json FILE ends")
     chosen = parser.parse_args()
-    todo = list(shares(chosen))
-    left = {}
-    for share in todo:
-        left[share.world_size, share.index] = left.get((share.world_size, share.index), 0) + 1
-    swept: dict[tuple[int, int], Swept] = {}
-    with ProcessPoolExecutor(chosen.jobs, mp_context=multiprocessing.get_context("fork")) as pool:
-        for share, (seconds, findings) in zip(todo, pool.map(sweep, todo), strict=True):
-            key = share.world_size, share.index
-            found = swept.setdefault(
-                key, Swept(calls(share.table, share.world_size, share.node_size)[share.index].name, share.world_size)
+    if chosen.resume and not chosen.json:
+        parser.error("--resume goes on where a file ends; name it with --json FILE")
+    earlier = read(chosen.json) if chosen.resume else {}
+    done = {key for key, one in earlier.items() if one.schedules >= chosen.schedules and not one.findings}
+    running()
+    todo = list(shares(chosen, done))
+    left = Counter((share.world_size, share.index) for share in todo)
+    swept: dict[tuple[str, int, int | None], Swept] = {}
+    for share, (seconds, findings) in zip(todo, outcomes(todo, chosen.jobs), strict=True):
+        name = calls(share.table, share.world_size, share.node_size)[share.index].name
+        found = Swept(op=name, world_size=share.world_size, node_size=share.node_size, revision=running())
+        found = swept.setdefault(found.key, found)
+        found.add(share.schedules, seconds, findings)
+        left[share.world_size, share.index] -= 1
+        if not left[share.world_size, share.index]:
+            print(
+                f"{found.op:40} W={found.world_size} {found.schedules} schedules {found.seconds:7.1f} s"
+                f"  {len(found.findings)} findings",
+                flush=True,
             )
-            found.add(share.schedules, seconds, findings)
-            left[key] -= 1
-            if not left[key]:
-                print(
-                    f"{found.op:40} W={found.world_size} {found.schedules} schedules {found.seconds:7.1f} s"
-                    f"  {len(found.findings or [])} findings",
-                    flush=True,
-                )
-                for report in found.findings or []:
-                    print(report, flush=True)
-    if chosen.json:
-        write(Path(chosen.json), list(swept.values()))
+            for report in found.findings:
+                print(report, flush=True)
+            if chosen.json:
+                write(chosen.json, {**earlier, **swept}.values())
     failed = sum(bool(one.findings) for one in swept.values())
     print(f"{len(swept)} calls, {sum(one.schedules for one in swept.values())} schedules, {failed} with findings")
-    return 1 if failed or not swept else 0
+    return 1 if failed or not (swept or done) else 0
 
 
 if __name__ == "__main__":

@@ -33,6 +33,21 @@ def test_findings_exit_with_1_and_are_written(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["findings"][0]["finding"]["kind"] == "missing-barrier"
 
 
+@pytest.mark.parametrize(
+    ("function", "flags", "says"),
+    [
+        ("main", ("--link", "pcie"), ""),
+        ("racy", ("--link", "pcie"), "atomic xchg on landed[0] of rank 1: the link is PCIe, which carries no atomics"),
+        ("main", ("--node-size", "1"), "empty() of a team of 2 nodes x 1 ranks"),
+    ],
+)
+def test_links_and_nodes_are_checked_and_replayed(function, flags, says):
+    result = run(examples.__file__, "--function", function, "--schedules", 2, *flags)
+    assert result.exit_code == (1 if says else 0), result.output
+    assert says in result.output
+    assert not says or f"--schedules 1 --depth 1 {' '.join(flags)}" in result.output
+
+
 def test_findings_are_shown_before_they_are_written(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -51,6 +66,8 @@ def test_findings_are_shown_before_they_are_written(monkeypatch, tmp_path):
         ([examples.__file__, "--function", "absent"], "defines no absent(team)"),
         ([examples.__file__, "--world-size", "two"], "not a list of numbers"),
         ([examples.__file__, "--strategy", "wild"], "is not one of mix"),
+        ([examples.__file__, "--link", "infiniband"], "link='infiniband' is not one of nvlink, pcie"),
+        ([examples.__file__, "--node-size", "2", "--world-size", "2,3"], "node_size=2 does not divide world_size=3"),
         ([examples.__file__, "--schedules", "0"], "schedules=0 is not a positive integer"),
         ([examples.__file__, "--json", "/tmp"], "--json /tmp: no file can be written there (Is a directory)"),
         ([examples.__file__, "--json", "/proc/x/y.json"], "--json /proc/x/y.json: no file can be written there"),

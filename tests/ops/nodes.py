@@ -105,6 +105,13 @@ def large(nodes: int, world_size: int) -> Iterator[Case]:
     fields = (("tokens", (1000, 999, 0, 1000, 1000, 7, 1000, 1000)[:world_size]), ("nodes", nodes))
     for op in ("moe_dispatch", "moe_combine"):
         yield Case(op=op, world_size=world_size, dtype=BF16, sizes=(1000, 8, 64, 2048), fields=fields)
+    for op, sizes in (
+        ("all_gather_grouped_matmul_silu_mul", (768, 2048)), ("grouped_matmul_reduce_scatter", (2048, 768)),
+    ):  # fmt: skip
+        for design in ("auto", "sequential"):
+            yield Case(
+                op=op, world_size=world_size, dtype=BF16, sizes=(1000, 8, 64, *sizes), design=design, fields=fields
+            )
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for design in ("auto", "fused", "pipelined", "sequential"):
             yield Case(op=op, world_size=world_size, dtype=BF16, sizes=(world_size * 512, 1024, 1536), design=design)

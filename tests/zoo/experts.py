@@ -38,6 +38,31 @@ def tile_of_several_ranks(team, bug):
 
 
 @triton.jit
+def multiply_rounded(rows, scales, h, landed, team, N: tl.constexpr):
+    """h = rows[s] * scales[s]: the row of the other rank s, with its scale"""
+    other, at = 1 - wl.rank(team), tl.arange(0, N)
+    wl.chunk_wait(wl.current_call(landed), other, 0, team)
+    tl.store(h + at, tl.load(rows + other * N + at) * tl.load(scales + other))  # here
+
+
+@exhibit("race", "scales", "the scales of fp8 rows are sent behind the flag of their rows", multiply_rounded)
+def scales_behind_the_flag(team, bug):
+    rows, landed = team.zeros((team.size, N), torch.float32, name="rows"), team.channel(1, name="landed")
+    scales = team.zeros((team.size, 1), torch.float32, name="scales")
+    row, scale, other = team.local(N, torch.float32), team.local(1, torch.float32), 1 - team.rank
+    landed.begin()
+    team.copy_engine.fork()
+    if not bug:
+        team.copy_engine.put(scales[team.rank], scale, other)
+    landed.send(rows[team.rank], row, other, 0)
+    if bug:
+        team.copy_engine.put(scales[team.rank], scale, other)  # here
+    multiply_rounded[(1,)](rows, scales, team.local(N, torch.float32), landed.view, team.view, N)
+    team.copy_engine.join()
+    team.barrier()
+
+
+@triton.jit
 def sum_pairs(y, sums, K: tl.constexpr, N: tl.constexpr):
     """sums[t] = sum of the K rows of token t in a slab of columns"""
     at, total = tl.arange(0, N), tl.zeros((N,), tl.float32)

@@ -35,7 +35,7 @@ OPS = {
     "moe-ar-rms-norm": "grouped_matmul_all_reduce_rms_norm",
 }
 # Ops with fields of their calls (``Op.variants``) that are measured as ops of their own.
-VARIED = ("moe-dispatch+fp8",)
+VARIED = ("moe-dispatch+fp8", "ag-moe+fp8")
 # Ops with one design, among which there is nothing to search.
 NOT_TUNED = ("route", "moe-schedule", "moe-sum")
 

@@ -38,6 +38,10 @@ def check(
     sms: Annotated[
         int | None, typer.Option(help="Resident programs of a rank; by default 8, varied for kernels sized by it")
     ] = None,
+    node_size: Annotated[int | None, typer.Option(help="Ranks of each node; by default all are of one")] = None,
+    link: Annotated[
+        str, typer.Option(help="Links within a node: nvlink, or pcie, which carries no atomics")
+    ] = "nvlink",
     function: Annotated[str, typer.Option(help="Function to run instead of main")] = "main",
     json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None,
     any_results: Annotated[
@@ -55,7 +59,7 @@ def check(
         check_output("--json", json)
         report = _checked(
             load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
-            depth=depth, sms=sms, deterministic=not any_results, script=named,
+            depth=depth, sms=sms, node_size=node_size, link=link, deterministic=not any_results, script=named,
         )  # fmt: skip
         _show(report)
         if json is not None:

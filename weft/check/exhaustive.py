@@ -9,7 +9,7 @@ waits for a write to the polled bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from weft.check.gathered import Gathered
@@ -192,14 +192,12 @@ class Walk:
         return not any(conflict(part, looked) for part in writes)
 
 
-def explore(
-    runner: Runner, world_size: int, sms: int, limit: int, gathered: Gathered, tell: Callable[[], None]
-) -> bool:
-    """Run all schedules, at most ``limit``. True if these were all."""
+def explore(runner: Runner, first: Schedule, limit: int, gathered: Gathered, tell: Callable[[], None]) -> bool:
+    """Run all schedules from ``first`` on, at most ``limit``. True if these were all."""
     search = Search()
     for number in range(1, limit + 1):
         walk = Walk(search)
-        schedule = Schedule(world_size=world_size, strategy="exhaustive", seed=0, runs=number, sms=sms)
+        schedule = replace(first, runs=number)
         outcome = runner.run(schedule, walk.on)
         if not walk.redundant:
             gathered.add(schedule, outcome)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.check.detector.findings import Finding, Side
+from weft.runtime.capabilities import NVLINK
 
 DEFAULT_SMS = 8  # resident programs of a rank by default
 
@@ -21,6 +22,8 @@ class Schedule:
     depth: int = 3
     sms: int = DEFAULT_SMS
     runs: int = 1
+    node_size: int | None = None
+    link: str = NVLINK
 
     def command(self, script: str) -> str:
         """Replay command: for the shell, the marker of a pytest node, or Python if ``script`` is empty."""
@@ -29,6 +32,10 @@ class Schedule:
             values["depth"] = self.depth
         if self.sms != DEFAULT_SMS or self.runs > 1:  # several runs would vary it
             values["sms"] = self.sms
+        if self.node_size is not None:
+            values["node_size"] = self.node_size
+        if self.link != NVLINK:
+            values["link"] = self.link
         if script and "::" not in script:
             return " ".join([f"weft check {script}", *(f"--{n.replace('_', '-')} {v}" for n, v in values.items())])
         listed = ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -26,7 +26,9 @@ from weft.check.report import DEFAULT_SMS, Report, Schedule
 from weft.check.runner import Runner
 from weft.check.shrinking import Shrinking
 from weft.check.strategies import STRATEGIES, strategy_of
+from weft.runtime.capabilities import LINKS, NVLINK
 from weft.runtime.mains import check_main
+from weft.runtime.team.shape import check_node_size
 
 DEFAULT_SCHEDULES = 20
 # Resident programs of a rank, for mains that size kernels by them; each for as many runs as "mix" has strategies.
@@ -45,6 +47,8 @@ def check(
     depth: int = 3,
     sms: int | None = None,
     heap_bytes: int | None = 8 << 20,
+    node_size: int | None = None,
+    link: str = NVLINK,
     args: Sequence[Any] = (),
     deterministic: bool = True,
     script: str = "",
@@ -60,6 +64,8 @@ def check(
     depth          number of ordering constraints for pct
     sms            programs of a rank that can be resident at once. None: 8, or for a main that asks (``team.max_programs``)
                    8, 2, 4 and 1 in turn, each for four schedules
+    node_size      ranks of each node, for each world size a divisor of it; None: one node
+    link           kind of the links within a node: "nvlink", or "pcie", on which a peer's memory has no atomics
     deterministic  require bitwise equal results of main under all schedules
     script         name of the checked script in replay commands; these are Python calls if it is empty
     progress       called with (finished runs, total runs, findings so far)
@@ -73,6 +79,9 @@ def check(
     schedules, depth = positive("schedules", schedules), positive("depth", depth)
     sms = check_optional(positive, "sms", sms)
     check_choice("strategy", strategy, STRATEGIES)
+    for size in sizes:
+        node_size = check_node_size(node_size, size)
+    check_choice("link", link, LINKS)
     seed = check_seed(seed)
     check_bool("deterministic", deterministic)
     check_instance("script", script, str, "a string")
@@ -82,21 +91,15 @@ def check(
     gathered = Gathered(strategy, deterministic, on_results)
     total, exhaustive = schedules * len(sizes), ""
     for size in sizes:
+        where = {"world_size": size, "sms": sms or DEFAULT_SMS, "node_size": node_size, "link": link}
         if strategy == "exhaustive":
-            exhausted = explore(
-                runner, size, sms or DEFAULT_SMS, schedules, gathered, lambda: _tell(progress, gathered, total)
-            )
+            first = Schedule(strategy=strategy, seed=0, **where)
+            exhausted = explore(runner, first, schedules, gathered, lambda: _tell(progress, gathered, total))
             exhaustive = "bounded" if not exhausted or exhaustive == "bounded" else "exhausted"
             continue
         varies = False
         for number in range(seed, seed + schedules):
-            schedule = Schedule(
-                world_size=size,
-                strategy=strategy_of(strategy, number),
-                seed=number,
-                depth=depth,
-                sms=sms or DEFAULT_SMS,
-            )
+            schedule = Schedule(strategy=strategy_of(strategy, number), seed=number, depth=depth, **where)
             turn = _SMS_IN_TURN[(number - seed) // _RUNS_OF_ONE % len(_SMS_IN_TURN)]
             chosen = replace(schedule, sms=turn) if varies else schedule
             outcome = runner.run(chosen)

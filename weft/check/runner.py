@@ -91,7 +91,7 @@ class Runner:
         try:
             results = simulate(
                 self._main, schedule.world_size, seed=schedule.seed, sms=schedule.sms, heap_bytes=self._heap_bytes,
-                args=self._args, prepare=prepare,
+                node_size=schedule.node_size, link=schedule.link, args=self._args, prepare=prepare,
             )  # fmt: skip
             digest = digest_of(results)
         except (Exception, SystemExit) as caught:  # a main that exits early has proved nothing

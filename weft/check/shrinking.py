@@ -67,7 +67,7 @@ class Shrinking:
 
 def _simpler(schedule: Schedule) -> Iterator[Schedule]:
     """Candidates, simplest first: two ranks before more, no preemption before one."""
-    sizes = [size for size in (2, 3) if size < schedule.world_size]
+    sizes = [size for size in (2, 3) if size < schedule.world_size and size % (schedule.node_size or 1) == 0]
     for size in [*sizes, schedule.world_size]:
         for depth in (1, 2):
             for seed in range(_SEEDS):

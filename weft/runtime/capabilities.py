@@ -14,6 +14,8 @@ _MULTICAST_SUPPORTED = 132
 _NATIVE_ATOMICS = 3
 # Kinds of links: NVLink (or xGMI, or this rank's own memory), PCIe, a rail to another node.
 NVLINK, PCIE, RAIL = "nvlink", "pcie", "rail"
+# Kinds within a node.
+LINKS = NVLINK, PCIE
 # Bytes that a measurement reads between two uses of the same weights: twice the 60 MB L2 of an H200.
 COLD_BYTES = 120e6
 

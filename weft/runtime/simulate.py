@@ -20,6 +20,7 @@ from weft.arguments import (
     quoted,
 )
 from weft.errors import SimulatorMissing
+from weft.runtime.capabilities import LINKS, NVLINK
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
@@ -36,7 +37,7 @@ def simulate(
     slow: Mapping[int, float] | None = None,
     heap_bytes: int | None = None,
     node_size: int | None = None,
-    link: str = "nvlink",
+    link: str = NVLINK,
     args: Sequence[Any] = (),
     on_event: Callable[[tuple[int, str, str, str]], None] | None = None,
     prepare: Callable[[Any], None] | None = None,
@@ -60,7 +61,7 @@ def simulate(
     world_size, seed, sms = check_virtual_ranks("world_size", world_size), check_seed(seed), positive("sms", sms)
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
     node_size = check_node_size(node_size, world_size)
-    check_choice("link", link, ("nvlink", "pcie"))
+    check_choice("link", link, LINKS)
     check_optional(check_callable, "on_event", on_event, "on_event((step, task, kind, detail))")
     check_optional(check_callable, "prepare", prepare, "prepare(machine)")
     _check_slow(slow, world_size)

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.check
-from tests.check.sweep import experts_gathered, experts_scattered
+from tests.check.sweep import experts_gathered, experts_gathered_fp8, experts_scattered
 from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
@@ -18,7 +18,7 @@ from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
-from weft.ops.moe import arrival, grouped, slabs
+from weft.ops.moe import arrival, by_nodes, fp8_rows, grouped, slabs
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.grouped import Arriving, Form, GroupedCall, GroupedTiles, grouped_matmul_kernel, grouped_tiles_for
@@ -121,6 +121,36 @@ def test_every_design_gives_the_same_bits(world_size, layout):
             assert_identical(other, sums[0])
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, "slices"), *(pytest.param(w, "whole", marks=pytest.mark.sweep) for w in (2, 3))]
+)
+def test_rows_in_fp8_have_the_bits_of_the_ops_one_by_one(world_size, layout):
+    """Those of torch's bytes and scales, of rows that are multiplied by their scales as they are loaded."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn((EXPERTS, 2 * FEATURES, 144), generator=generator).bfloat16() / 12
+
+    def main(team):
+        x = torch.randn((7 - 3 * team.rank, 144), generator=torch.Generator().manual_seed(team.rank)).bfloat16()
+        experts, mine, _ = share(team, layout, gate_up, gate_up)
+        ids = x[:, :EXPERTS].topk(K).indices.int()
+        routing, given = Routing(ids, x[:, :K]), {"max_tokens": MOST, "dtype": torch.float8_e4m3fn}
+        found = []
+        for algorithm in ("sequential", "fused"):
+            h, schedule, gathered = ops.all_gather_grouped_matmul_silu_mul(
+                x, routing, mine, experts, team, **given, algorithm=algorithm
+            )
+            found.append((h[: int(schedule.counts.sum())].clone(), schedule.counts, *gathered.routing))
+        rows = ops.all_gather(torch.nn.functional.pad(x, (0, 0, 0, MOST - len(x))), team)
+        rounded = fp8_rows.read_back(*fp8_rows.by_torch(rows), x.dtype)
+        by_hand = ops.grouped_matmul_silu_mul(rounded, mine, schedule)
+        return found, by_hand[: len(found[0][0])].clone()
+
+    for found, by_hand in weft.simulate(main, world_size):
+        for one, other in zip(*found, strict=True):
+            assert_identical(other, one)
+        assert_identical(found[0][0], by_hand)
+
+
 @pytest.mark.parametrize("head", [4, 64])
 def test_tiles_of_this_rank_s_rows_come_first(head):
     """In the head alone: in both of its parts, and behind it, tiles keep their order."""
@@ -164,7 +194,10 @@ def test_gradients_are_torch_s(layout):
 # --- planted bugs -------------------------------------------------------------------------------------------------------
 
 FORK = "        team.copy_engine.fork()\n        part ="
-SEND = "            channel.send(team, target, rows, team.rank, number, peer)\n"
+SEND = "            channel.send(team, target, source, team.rank, number, peer)\n"
+SCALES = """            if scales is not None and len(source) > 0:
+                team.copy_engine.put(*part(number, *scales), peer)
+"""
 # Source that changes, what to, the function that a mutant replaces in which module, the finding.
 BUGS = {
     "the last rank of a tile not awaited": (
@@ -172,7 +205,8 @@ BUGS = {
     "the chunk before awaited": (
         grouped, "row // arriving.chunk, team)", "0, team)", "grouped_matmul_kernel", grouped, "race"),
     "a rank without rows sends no flags": (
-        arrival, SEND, SEND.replace("channel", "len(rows) and channel"), "send_rows", ag_moe, "deadlock"),
+        arrival, SEND, SEND.replace("channel", "len(source) and channel"), "send_rows", arrival, "deadlock"),
+    "scales behind the flag of their rows": (arrival, SCALES + SEND, SEND + SCALES, "send_rows", arrival, "race"),
     "a slab sent before its sums": (
         slabs, FORK, FORK.replace("team.copy_engine.fork()", "number or team.copy_engine.fork()"), "run_slabs", moe_rs, "race"),
     "a slab not awaited": (
@@ -187,7 +221,7 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
     source, old, new, changed, module, kind = BUGS[name]
     mutant = mutated(source, old, new, f"overlap_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(module, changed, getattr(mutant, changed))
-    run = experts_scattered if source is slabs else experts_gathered
+    run = experts_scattered if source is slabs else experts_gathered_fp8 if "scales" in name else experts_gathered
     report = weft.check.check(calls_of(run), 3 if kind == "deadlock" else 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}
     assert kinds and all(kind in found for found in kinds), report
@@ -209,6 +243,8 @@ SCHEDULE = Schedule(*(torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8)
         ("gate_up has shape (4, 5, 8); pass gate's N rows, then up's N", {"gate_up": torch.zeros(4, 5, 8)}),
         ("K=6 of torch.float32 is 24 bytes, no multiple of 16", {"x": X[:, :6], "gate_up": torch.zeros(4, 6, 6)}),
         ("max_tokens=2 is not an integer of at least 3", {"max_tokens": 2}),
+        ("dtype=torch.float16 is not None or torch.float8_e4m3fn", {"dtype": torch.float16}),
+        ("K=8 of torch.float8_e4m3fn is 8 bytes, no multiple of 16", {"dtype": torch.float8_e4m3fn}),
         ("algorithm='slabs' is not one of 'auto', 'fused', 'sequential'", {"algorithm": "slabs"}),
     ],
 )
@@ -285,21 +321,27 @@ ARCHS = ["sm_90", *(pytest.param(arch, marks=pytest.mark.sweep) for arch in TARG
 
 
 @pytest.mark.triton_internals
-@pytest.mark.parametrize("block", [pytest.param(16, marks=pytest.mark.sweep), 128])
+@pytest.mark.parametrize(
+    ("block", "fp8"),
+    [(128, False), *(pytest.param(*one, marks=pytest.mark.sweep) for one in ((16, False), (128, True)))],
+)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_grouped_gemm_that_waits_compiles(arch, block, tmp_path):
+def test_a_grouped_gemm_that_waits_compiles(arch, block, fp8, tmp_path):
+    if fp8 and arch == "sm_80":
+        pytest.skip("sm_80 has no conversion from e4m3")
     (N, width, experts), caps = (768, 2048, 8), caps_of(arch)
     design = grouped_tiles_for(GroupedCall(block, 4096, N, width, torch.bfloat16, True), caps, gated=True)
     sizes = [experts, 2, N, width], [2 * N * width, N * width, width, 1]
     tile = [1, 2 - design.transposed, design.block_n // 2, design.block_k]
     weight = TensorDescriptor(torch.zeros(experts * 2 * N, width, dtype=torch.bfloat16), *sizes, tile)
     schedule = Schedule(INTS, INTS, INTS, INTS, 8, block)
-    arguments = FLOATS, None, Arriving(FLOATS, 2048, 512), weight, FLOATS, schedule, N, width, 4, LANDED, a_view()
+    x, scales = (FLOATS.to(torch.float8_e4m3fn), torch.zeros(64 * 16)) if fp8 else (FLOATS, None)
+    arguments = x, scales, Arriving(x, 2048, 512), weight, FLOATS, schedule, N, width, 4, LANDED, a_view()
     kernel = compiled(
         grouped_matmul_kernel,
         *arguments,
         arch=arch,
-        FORM=Form(True, 8, block, True, False, False, in_place=not arch.startswith("gfx")),
+        FORM=Form(True, 8, block, True, False, False, in_place=not (fp8 or arch.startswith("gfx"))),
         BLOCK_N=design.block_n,
         BLOCK_K=design.block_k,
         TRANSPOSED=design.transposed,
@@ -309,7 +351,9 @@ def test_a_grouped_gemm_that_waits_compiles(arch, block, tmp_path):
     )
     check_compiles(kernel, arch)
     assert kernel.metadata.shared <= SHARED[arch]
-    if arch == "sm_90":
+    if fp8 and arch == "sm_90":
+        assert "wgmma.mma_async" in kernel.asm["ptx"] and stack_bytes(kernel, tmp_path) == 0
+    elif arch == "sm_90":
         # Rows of both bases by 16-byte copies, and nothing back from shared memory.
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"] and "wgmma.mma_async" in kernel.asm["ptx"]
         assert "ttg.local_load" not in kernel.asm["ttgir"]
@@ -322,6 +366,11 @@ def test_the_order_of_tiles_and_the_sum_of_slabs_compile(arch, tmp_path):
     schedule, options = Schedule(INTS, INTS, INTS, INTS, 8, 128), launch_options(caps_of(arch))
     constants = {"CHOICES": 8, "HEAD": arrival.MAX_HEAD}
     kernel = compiled(arrival.order_tiles_kernel, INTS, schedule, 2048, 1, arch=arch, **constants, **options)
+    check_compiles(kernel, arch)
+    assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
+    constants = {"NODES": 2, "SIZE": 8, "CHOICES": 8, "ARRIVING": True}
+    arguments = INTS, INTS, 512, schedule, 2048, 1
+    kernel = compiled(by_nodes.group_tiles_kernel, *arguments, arch=arch, **constants, **options)
     check_compiles(kernel, arch)
     assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
     arguments = FLOATS, FLOATS, FLOATS, LANDED, 100, 128, 2048, 512, a_view()

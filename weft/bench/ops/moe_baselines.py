@@ -370,14 +370,19 @@ def first_gemm_alone(problem: OpProblem) -> Prepared:
     for number in range(len(problem.sets)):
         rows = torch.cat([problem.inputs(rank, number)[0] for rank in range(W)])
         schedule = moe_schedule(all_ids(problem, number), Experts.whole(total, me, W), start=me * T)
-        operands.append((rows, problem.sets[number][3], schedule))
+        rows, scales = by_torch(rows) if problem.case.field("fp8") else (rows, None)
+        operands.append(((rows, problem.sets[number][3], schedule), scales))
 
     def compare(out: torch.Tensor) -> tuple[Any, Any]:
         expected, counts = problem.answer()
         computed = int(counts.sum())
         return out[:computed], expected[:computed]
 
-    return Prepared(run=lambda number: grouped_matmul_silu_mul(*operands[number]), compare=compare)
+    def run(number: int) -> torch.Tensor:
+        given, scales = operands[number]
+        return grouped_matmul_silu_mul(*given, scales=scales)
+
+    return Prepared(run=run, compare=compare)
 
 
 def scattered_orders(problem: OpProblem) -> list[Order]:
@@ -456,6 +461,7 @@ MOE_BASELINES = (
     _provider("moe-ar-rms-norm", "torch.grouped+nccl", grouped_all_reduce),
     _provider("ag-moe", "nccl+torch.grouped", nccl_gather_grouped),
     _provider("ag-moe", "weft.gemm_alone", first_gemm_alone, role="ceiling"),
+    _provider("ag-moe+fp8", "weft.gemm_alone", first_gemm_alone, role="ceiling"),
     _provider("moe-rs", "torch.grouped+nccl", nccl_grouped_scatter),
     _provider("moe-rs", "weft.gemm_alone", second_gemm_alone, role="ceiling"),
     *(_provider(op, "torch.all_to_all_vdev_2d", vdev_2d) for op in ("moe-dispatch", "moe-combine")),

@@ -9,25 +9,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
-from weft.ops.collectives.all_gather import all_gather
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
+from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.local import check_shape
 from weft.ops.moe import grouped
 from weft.ops.moe.arrival import (
     MAX_HEAD,
     case_experts,
-    channel_of,
+    case_start,
+    first_rank,
+    gather_rows,
+    head_for,
     order_tiles,
     schedule_of,
-    send_rows,
 )  # fmt: skip
+from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import padded
+from weft.ops.moe.exchange_op import rows_sent
+from weft.ops.moe.fp8_rows import E4M3, by_torch, read_back
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul_silu_mul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
 from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
-from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing
+from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
 from weft.ops.moe.overlapped_op import OverlappedOp
 from weft.ops.moe.routing import Experts, Routing, Schedule
@@ -35,7 +41,7 @@ from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
-from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 from weft.transport.copy_channel import MAX_CHUNKS
@@ -51,7 +57,7 @@ class Fused:
 
     words     the kernel that gathers the choices
     chunks    signals for a rank's rows, at most MAX_CHUNKS
-    in_place  this rank's rows are read where they are, else copied beside the others
+    in_place  this rank's rows are read where they are, else copied beside the others; False for fp8 rows, which are made there
     head      of this many tiles of pairs, a power of two, those of this rank's rows alone come first; 0: all in their order
     """
 
@@ -91,6 +97,12 @@ class GatherGroupedCall(NamedTuple):
     K: int
     dtype: torch.dtype
     design: str = AUTO
+    fp8: bool = False
+
+    @property
+    def dispatch(self) -> DispatchCall:
+        """Call of moe_dispatch of the same rows."""
+        return DispatchCall(self.tokens, self.choices, self.K, self.dtype, fp8=self.fp8)
 
     def gemm(self, machine: Machine) -> GroupedCall:
         """Call of the grouped GEMM of all ranks' tokens."""
@@ -107,6 +119,7 @@ def all_gather_grouped_matmul_silu_mul(
     team: Team,
     *,
     max_tokens: int,
+    dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, Schedule, Dispatched]:
     """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [pairs, N], of all ranks' tokens. Collective.
@@ -118,13 +131,17 @@ def all_gather_grouped_matmul_silu_mul(
     gate_up     [experts.count, 2 N, K] of x's dtype: of each expert gate's N rows, then up's
     experts     this rank's, whole ones or slices of all; of all ranks together each expert, or each slice, once
     max_tokens  of any rank; the same on all ranks, as K, k, dtypes, ``experts.total`` and ``algorithm`` must be
+    dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, in one node and
+                without gradients. h is that of the rounded rows, as of ``moe_dispatch`` and ``grouped_matmul_silu_mul``
     algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the others) or "sequential"
-                (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``; over several nodes the only one)
+                (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``). Over several nodes "auto" computes this
+                node's rows while others cross, and "fused" is refused
 
     Returns (h, schedule, dispatched). h [W * max_tokens * k, N]: row i is of the schedule's i-th pair, rows behind the last one
     are not written; ``grouped_matmul`` and ``grouped_matmul_reduce_scatter`` take it so. schedule: each expert's pairs begin
-    with this rank's tokens, those of the next ranks follow. dispatched: all ranks' choices, for ``moe_combine`` and
-    ``grouped_matmul_reduce_scatter``; it may be the team's receive buffers, as of ``moe_dispatch``, and has no rows.
+    with this rank's tokens, over several nodes with those of its node; those of the next ranks follow. dispatched: all ranks'
+    choices, for ``moe_combine`` and ``grouped_matmul_reduce_scatter``; it may be the team's receive buffers, as of
+    ``moe_dispatch``, and has no rows.
 
     The same bits from every algorithm and run. The host reads nothing; captured in a CUDA graph, with T as it is then, it
     replays correctly, after one call outside with these sizes. Gradients of x, the weights of ``routing`` and gate_up: by
@@ -146,21 +163,35 @@ def all_gather_grouped_matmul_silu_mul(
         raise ValueError(
             f"{op}: gate_up has shape {tuple(gate_up.shape)}; pass gate's N rows, then up's N, at least one"
         )
-    if x.shape[1] * x.element_size() % 16:
+    if dtype not in (None, E4M3):
         raise ValueError(
-            f"{op}: K={x.shape[1]} of {x.dtype} is {x.shape[1] * x.element_size()} bytes, no multiple of 16; pad x and gate_up"
+            f"{op}: dtype={quoted(dtype)} is not None or {E4M3}; rows are sent in x's dtype or in that one"
         )
+    fp8, sent = dtype is not None, dtype or x.dtype
+    if fp8 and team.rail is not None:
+        raise ValueError(f"{op}: dtype={dtype} is sent within one node, and the team has {team.shape}; leave it out")
+    if (nbytes := x.shape[1] * sent.itemsize) % 16:
+        raise ValueError(f"{op}: K={x.shape[1]} of {sent} is {nbytes} bytes, no multiple of 16; pad x and gate_up")
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     check_choice(op, "algorithm", algorithm, AG_MOE.algorithms)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, routing.weights, gate_up)):
+        if fp8:
+            raise ValueError(f"{op}: dtype={dtype} has no gradients; leave it out, or call it under torch.no_grad()")
         return differentiable(x, routing, gate_up, experts, team, max_tokens)
     here = machine_of(team)
     call = GatherGroupedCall(
-        max_tokens, routing.ids.shape[1], experts.total, experts.count, gate_up.shape[1] // 2, x.shape[1], x.dtype
+        max_tokens,
+        routing.ids.shape[1],
+        experts.total,
+        experts.count,
+        gate_up.shape[1] // 2,
+        x.shape[1],
+        x.dtype,
+        fp8=fp8,
     )
     block = call.gemm(here).block
     mine = experts.total, experts.first, experts.count
-    h, *found, ids, weights = AG_MOE.dispatch(x, *routing, gate_up, *mine, max_tokens, block, team.name, algorithm)
+    h, *found, ids, weights = AG_MOE.dispatch(x, *routing, gate_up, *mine, max_tokens, block, fp8, team.name, algorithm)
     rows = x.new_empty((0, x.shape[1]))
     schedule = Schedule(*found, choices=call.choices, block=block)
     return h, schedule, Dispatched(rows, Routing(ids, weights), experts)
@@ -172,15 +203,16 @@ def differentiable(
     """The op of checked arguments by ops that have gradients."""
     rows, weights = (all_gather(padded(tensor, most, 0), team) for tensor in (x, routing.weights))
     ids = all_gather(padded(routing.ids, most, -1), team)
-    schedule = moe_schedule(ids, experts, start=team.rank * most)
+    schedule = moe_schedule(ids, experts, start=first_rank(team.rank, team.shape) * most)
     h = grouped_matmul_silu_mul(rows, gate_up, schedule)
     return h, schedule, Dispatched(x.new_empty((0, x.shape[1])), Routing(ids, weights), experts)
 
 
 class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     name, alias = "all_gather_grouped_matmul_silu_mul", "ag-moe"
-    designs = {"fused": Fused, "sequential": Sequential}
+    designs = {"fused": Fused, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "N", "K")
+    variants = ("fp8",)
     gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
 
     @staticmethod
@@ -202,11 +234,12 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     def call_of_case(self, case: Case, machine: Machine) -> GatherGroupedCall:
         most, k, experts, N, K = case.sizes
         held = case_experts(case, 0).count
-        return GatherGroupedCall(most, k, experts, held, N, K, case.dtype, case.design)
+        fp8 = case.field("fp8") is True
+        return GatherGroupedCall(most, k, experts, held, N, K, case.dtype, case.design, fp8)
 
     def rule(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, str]:
         """By bytes in all: up to 2 MiB moe_dispatch sends all in one hop. That limit was not measured here."""
-        whole = machine.world_size * call.tokens * call.K * call.dtype.itemsize
+        whole = machine.world_size * call.tokens * row_bytes(call.dispatch)
         if whole <= 2 << 20 and not machine.caps.is_simulated:
             return "sequential", f"{whole:,} bytes of rows in all arrive in one hop"
         return "fused", "copy engines bring the other ranks' rows while tiles of this rank's are computed"
@@ -216,13 +249,28 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         if name == "fused":
             head = head_for(call.gemm(machine), call.tokens, gemm.design, machine)
             # gfx942's compiler cannot choose between two pointers.
-            return Fused(tiles=gemm.design, in_place=not machine.caps.arch.startswith("gfx"), head=head)
-        dispatch = DispatchCall(call.tokens, call.choices, call.K, call.dtype)
+            in_place = not (call.fp8 or machine.caps.arch.startswith("gfx"))
+            return Fused(tiles=gemm.design, in_place=in_place, head=head)
+        if name == "over_nodes":
+            routing = machine.nodes * call.tokens * call.choices * (4 + call.dtype.itemsize)
+            words = CollectiveCall(routing, torch.uint8, "copy_engine")
+            return ByNodes(tiles=gemm.design, node=ALL_GATHER.plan(words, machine.node))
+        dispatch = call.dispatch
         if call.held * machine.world_size != call.experts:
             # Slices: all ranks need all rows.
             lamport = MOE_DISPATCH.rule(dispatch, machine.node)[0] == "lamport"
             dispatch = dispatch._replace(design="lamport" if lamport else "gather")
         return Sequential(dispatch=MOE_DISPATCH.plan(dispatch, machine), gemm=gemm)
+
+    def table_key(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        name, *key = super().table_key(call, machine)
+        return name + "+fp8" * call.fp8, *key
+
+    def traffic_of(self, case: Case) -> int:
+        """Rows, with their scales in fp8."""
+        tokens, k, experts, _, K = case.sizes
+        row = row_bytes(DispatchCall(tokens, k, K, case.dtype, fp8=case.field("fp8") is True))
+        return int(rows_sent((tokens, k, experts, K), case.world_size) * row)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if isinstance(design, Fused):
@@ -244,6 +292,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         experts: Experts,
         most: int,
         block: int,
+        fp8: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """(h, pairs, counts, tiles, tile_count, ids, weights) of checked arguments.
 
@@ -251,30 +300,35 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         """
         self.check_design(design)
         if isinstance(design, Sequential):
-            rows, ids, weights, _ = MOE_DISPATCH.run(design.dispatch.design, team, x, ids, weights, experts.total, most)
+            rows, ids, weights, scales = MOE_DISPATCH.run(
+                design.dispatch.design, team, x, ids, weights, experts.total, most, fp8
+            )
             schedule = schedule_of(team, ids, experts, most, block)
-            h = GROUPED_MATMUL_SILU_MUL.run(design.gemm.design, None, rows, gate_up, schedule, True)
+            h = GROUPED_MATMUL_SILU_MUL.run(
+                design.gemm.design, None, rows, gate_up, schedule, True, scales if fp8 else None
+            )
             return h, *schedule[:4], ids, weights
-        x = x.contiguous()
-        (T, K), W, chunk = x.shape, team.size, cdiv(most, design.chunks)
-        channel = channel_of(team, self.name, x.dtype, W * most * K)
-        gathered = channel.begin(team)[: W * most * K].view(W * most, K)
-        team.copy_engine.fork()
-        send_rows(team, channel, x, gathered, chunk, cdiv(most, chunk))
+        if isinstance(design, ByNodes):
+            return gather_by_nodes(design, team, x, ids, weights, gate_up, experts, most, block)
+        if fp8 and design.in_place:
+            raise ValueError(f"{self.name}: in_place=True is for rows of x's dtype; pass False for {E4M3}")
+        x, chunk = x.contiguous(), cdiv(most, design.chunks)
+        gathered, scales, own, landed = gather_rows(team, self.name, x, most, chunk, fp8)
         _, ids, weights, _ = gather_words(design.words, team, x[:, :0], ids, weights, None, most)
         schedule = schedule_of(team, ids, experts, most, block)
-        if not design.in_place:
-            gathered[team.rank * most :][:T].copy_(x)
+        if not (design.in_place or fp8):
+            gathered[team.rank * most :][: len(x)].copy_(x)
         h = grouped.run(
             design.tiles,
             gathered,
             gate_up,
             order_tiles(team, schedule, most, design.head) if design.head else schedule,
             gather=schedule.choices,
+            scales=scales,
             gated=True,
             in_place=design.in_place,
-            arriving=Arriving(x, most, chunk),
-            landed=channel.landed.view,
+            arriving=Arriving(own, most, chunk),
+            landed=landed,
             team=team.view,
         )
         team.copy_engine.join()
@@ -291,15 +345,16 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         count: int,
         max_tokens: int,
         block: int,
+        fp8: bool,
         team: str,
         algorithm: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         members, sizes = find_team(team), (max_tokens, ids.shape[1], total, count)
-        call = GatherGroupedCall(*sizes, gate_up.shape[1] // 2, x.shape[1], x.dtype, algorithm)
-        design = self.plan(call, machine_of(members)).design
-        return self.run(design, members, x, ids, weights, gate_up, Experts(total, first, count), max_tokens, block)
+        call = GatherGroupedCall(*sizes, gate_up.shape[1] // 2, x.shape[1], x.dtype, algorithm, fp8)
+        design, mine = self.plan(call, machine_of(members)).design, Experts(total, first, count)
+        return self.run(design, members, x, ids, weights, gate_up, mine, max_tokens, block, fp8)
 
-    def fake(self, x, ids, weights, gate_up, total, first, count, max_tokens, block, team, algorithm):
+    def fake(self, x, ids, weights, gate_up, total, first, count, max_tokens, block, fp8, team, algorithm):
         rows, k = find_team(team).size * max_tokens, ids.shape[1]
         of_all = ids.new_empty((rows, k))
         schedule = MOE_SCHEDULE.fake(of_all, first, count, block, 0, None)
@@ -317,9 +372,12 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
         """(h, number of each expert's pairs): an expert's from this rank's tokens on, 0 behind the last."""
         (most, k, _, N, _), experts = case.sizes, case_experts(case, rank)
-        rows = torch.cat([padded(one[0], most, 0) for one in by_rank]).double()
+        rows = torch.cat([padded(one[0], most, 0) for one in by_rank])
+        if case.field("fp8"):
+            rows = read_back(*by_torch(rows), case.dtype)
+        rows = rows.double()
         ids = torch.cat([padded(one[1], most, -1) for one in by_rank])
-        order = (torch.arange(len(ids), device=ids.device) + rank * most) % len(ids)
+        order = (torch.arange(len(ids), device=ids.device) + case_start(case, rank)) % len(ids)
         h, counts, place = rows.new_zeros((len(ids) * k, N)), [], 0
         for local in range(experts.count):
             chosen = order[(ids[order] == experts.first + local).any(-1)]
@@ -342,15 +400,16 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         gate_up: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h, and the number of each expert's pairs."""
-        most, experts = case.sizes[0], case_experts(case, team.rank)
+        most, experts, fp8 = case.sizes[0], case_experts(case, team.rank), case.field("fp8") is True
         if isinstance(case.design, str):
+            named = {"max_tokens": most, "dtype": E4M3 if fp8 else None, "algorithm": case.design}
             h, schedule, _ = all_gather_grouped_matmul_silu_mul(
-                x, Routing(ids, weights), gate_up, experts, team, max_tokens=most, algorithm=case.design
+                x, Routing(ids, weights), gate_up, experts, team, **named
             )
             return h, schedule.counts
         here = machine_of(team)
         block = self.call_of_case(replace(case, design=AUTO), here).gemm(here).block
-        h, _, counts, *_ = self.run(case.design, team, x, ids, weights, gate_up, experts, most, block)
+        h, _, counts, *_ = self.run(case.design, team, x, ids, weights, gate_up, experts, most, block, fp8)
         return h, counts
 
     def defined(
@@ -368,18 +427,12 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         words = GatherWords(row_bytes=256, num_warps=2)
         design = Fused(tiles=replace(small, transposed=True), words=words, in_place=False)
         yield self.case(2, BF16, 9, 1, 4, 40, 24, design, tokens=(6, 9))
-
-
-def head_for(call: GroupedCall, tokens: int, tiles: GroupedTiles, machine: Machine) -> int:
-    """``Fused.head`` that keeps all programs busy while the other ranks' rows arrive.
-
-    In the time in which an SM multiplies a tile of block * block_n, a tenth of that many rows arrive, by 380 GB/s and 500
-    TFLOP/s of an H200, whatever K is. This rank's rows are 1/W of all. Not measured for this op.
-    """
-    world, programs = machine.world_size, machine.caps.sms * tiles.per_sm
-    rounds = cdiv(10 * (world - 1) * tokens, call.block * tiles.block_n)
-    wanted = cdiv(world * rounds * programs, cdiv(2 * call.N, tiles.block_n))
-    return min(next_power_of_2(wanted), MAX_HEAD)
+        for w, dtype, design in (
+            (2, BF16, "fused"), (3, FP16, "fused"), (2, FP32, "sequential"), (2, BF16, "sequential"),
+            (2, BF16, Fused(tiles=small, chunks=2, head=4, in_place=False)),
+        ):  # fmt: skip
+            yield self.case(w, dtype, 9, 2, 6, 272, 16, design, tokens=(9, 4, 0)[:w], fp8=True)
+        yield self.case(2, BF16, 5, 2, 4, 144, 16, "fused", tokens=(0, 5), fp8=True, layout="slices")
 
 
 AG_MOE = AllGatherGroupedMatmulSiluMul()

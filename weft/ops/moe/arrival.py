@@ -11,16 +11,21 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.case import Case
+from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, scales_of
 from weft.ops.moe.moe_op import MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
 from weft.ops.moe.routing import Experts, Schedule
-from weft.runtime.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
+from weft.runtime.team.channel import ChannelView
+from weft.runtime.team.shape import Shape
 from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import CopyChannel
 
 if TYPE_CHECKING:
+    from weft.ops.moe.grouped import GroupedCall, GroupedTiles
+    from weft.plan.planned import Machine
     from weft.runtime.team.team import Team
 
 # Most tiles that a program orders: 8 a thread of 4 warps.
@@ -63,28 +68,88 @@ def order_tiles(team: Team, schedule: Schedule, tokens: int, head: int) -> Sched
     return schedule._replace(tiles=ordered)
 
 
+def head_for(call: GroupedCall, tokens: int, tiles: GroupedTiles, machine: Machine) -> int:
+    """``Fused.head`` that keeps all programs busy while the other ranks' rows arrive.
+
+    In the time in which an SM multiplies a tile of block * block_n, a tenth of that many rows arrive, by 380 GB/s and 500
+    TFLOP/s of an H200, whatever K is. This rank's rows are 1/W of all. Not measured for this op.
+    """
+    world, programs = machine.world_size, machine.caps.sms * tiles.per_sm
+    rounds = cdiv(10 * (world - 1) * tokens, call.block * tiles.block_n)
+    wanted = cdiv(world * rounds * programs, cdiv(2 * call.N, tiles.block_n))
+    return min(next_power_of_2(wanted), MAX_HEAD)
+
+
+def first_rank(rank: int, shape: Shape) -> int:
+    """Rank whose tokens the experts' lists at ``rank`` begin with.
+
+    Itself; over several nodes the first one of its node.
+    """
+    return rank if shape.nodes == 1 else rank - rank % shape.node_size
+
+
 def schedule_of(team: Team, ids: torch.Tensor, experts: Experts, most: int, block: int) -> Schedule:
-    """Schedule of all ranks' tokens, this rank's first."""
+    """Schedule of all ranks' tokens, those of ``first_rank`` first."""
     tickets = team.workspace("moe_schedule", lambda: team.local(1, torch.int32))
-    found = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, team.rank * most, tickets)
+    start = first_rank(team.rank, team.shape) * most
+    found = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, start, tickets)
     return Schedule(*found, choices=ids.shape[1], block=block)
 
 
 def send_rows(
-    team: Team, channel: CopyChannel, x: torch.Tensor, gathered: torch.Tensor, chunk: int, chunks: int
+    team: Team,
+    channel: CopyChannel,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    chunk: int,
+    chunks: int,
 ) -> None:
-    """Have the copy engine write ``x`` into every peer's ``gathered``, with a signal behind each chunk.
+    """Have the copy engine write this rank's rows at every peer, with a signal behind each chunk.
+
+    rows, scales  this rank's and all ranks'; a chunk's scales go before its rows, so that one signal is behind both
 
     Also behind chunks without rows: peers do not know how many there are. Rank r serves r - 1, r - 2, …: the peer that needs
     these rows first comes first.
     """
-    first = team.rank * (len(gathered) // team.size)
+
+    def part(number: int, mine: torch.Tensor, of_all: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        source = mine[number * chunk : (number + 1) * chunk]
+        return of_all[team.rank * (len(of_all) // team.size) + number * chunk :][: len(source)], source
+
     for step in range(1, team.size):
         peer = (team.rank - step) % team.size
         for number in range(chunks):
-            rows = x[number * chunk : (number + 1) * chunk]
-            target = gathered[first + number * chunk :][: len(rows)]
-            channel.send(team, target, rows, team.rank, number, peer)
+            target, source = part(number, *rows)
+            if scales is not None and len(source) > 0:
+                team.copy_engine.put(*part(number, *scales), peer)
+            channel.send(team, target, source, team.rank, number, peer)
+
+
+def gather_rows(
+    team: Team, op: str, x: torch.Tensor, most: int, chunk: int, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, ChannelView]:
+    """Begin a call of the op's channel, and have copy engines bring all ranks' rows.
+
+    Returns (rows [W * most, K] of all ranks, their scales if ``fp8``, this rank's rows, the channel). This rank's are not among
+    all rows, but if fp8: they are rounded there.
+    """
+    (T, K), rows = x.shape, team.size * most
+    mine, scales, own = slice(team.rank * most, team.rank * most + T), None, x
+    if fp8:
+        check_e4m3(op, team.caps)
+        nbytes = rows * (K + 4 * scales_of(K))
+        channel = channel_of(team, op, torch.uint8, nbytes)
+        received = channel.begin(team)[:nbytes]
+        gathered = received[: rows * K].view(E4M3).view(rows, K)
+        scales = received[rows * K :].view(torch.float32).view(rows, -1)
+        own, _ = quantize_rows(x, T, team.caps, (gathered[mine], scales[mine]))
+    else:
+        channel = channel_of(team, op, x.dtype, rows * K)
+        gathered = channel.begin(team)[: rows * K].view(rows, K)
+    team.copy_engine.fork()
+    of_scales = None if scales is None else (scales[mine], scales)
+    send_rows(team, channel, (own, gathered), of_scales, chunk, cdiv(most, chunk))
+    return gathered, scales, own, channel.landed.view
 
 
 def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChannel:
@@ -94,6 +159,12 @@ def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChanne
         return CopyChannel.make(team, team.empty((2, capacity), dtype=dtype), team.size)
 
     return grown_workspace(team, (op, dtype), size, make)
+
+
+def case_start(case: Case, rank: int) -> int:
+    """First token of the experts' lists at ``rank`` in a case of AG-MoE or MoE-RS."""
+    nodes = case.field("nodes") or 1
+    return first_rank(rank, Shape(nodes, case.world_size // nodes)) * case.sizes[0]
 
 
 def case_experts(case: Case, rank: int) -> Experts:

@@ -77,15 +77,21 @@ def quantize_rows_kernel(x, rows, scales, T, WIDTH: tl.constexpr, SCALES: tl.con
     tl.store(scales + token.to(tl.int64) * SCALES + block, scale, mask=block < SCALES)
 
 
-def quantize_rows(x: torch.Tensor, tokens: int, caps: Capabilities) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows e4m3 [tokens, H], scales fp32) of ``x`` [T, H], with rows of zeros behind its own."""
+def quantize_rows(
+    x: torch.Tensor, tokens: int, caps: Capabilities, into: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows e4m3 [tokens, H], scales fp32) of ``x`` [T, H], with rows of zeros behind its own.
+
+    into  where they go; None: new tensors
+    """
     T, H = x.shape
     count = scales_of(H)
-    rows, scales = x.new_empty((tokens, H), dtype=E4M3), x.new_empty((tokens, count), dtype=torch.float32)
+    if into is None:
+        into = x.new_empty((tokens, H), dtype=E4M3), x.new_empty((tokens, count), dtype=torch.float32)
     constants = {"WIDTH": H, "SCALES": count, "BLOCK": BLOCK, **launch_options(caps)}
     launch = launch_on(x.device, quantize_rows_kernel, H, lambda: constants)
-    launch((tokens, cdiv(H, BLOCK)), x.contiguous(), rows, scales, T)
-    return rows, scales
+    launch((tokens, cdiv(H, BLOCK)), x.contiguous(), *into, T)
+    return into
 
 
 def by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,9 +10,11 @@ import torch
 
 from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.collectives.reduce_scatter import reduce_scatter
+from weft.ops.collectives.collective import CollectiveCall
+from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
 from weft.ops.local import check_shape
-from weft.ops.moe.arrival import case_experts, schedule_of
+from weft.ops.moe.arrival import case_experts, case_start, schedule_of
+from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
@@ -102,15 +104,15 @@ def grouped_matmul_reduce_scatter(
                 features the ranks share; added behind the choices
     gate        [W * max_tokens] of h's dtype, strided or not: shared[t] is multiplied by sigmoid(gate[t])
     algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied) or "sequential"
-                (``grouped_matmul``, ``moe_combine``; for slices, or with ``shared``, ``moe_sum`` and ``reduce_scatter``), as
-                always over nodes
+                (``grouped_matmul``, ``moe_combine``; for slices, or with ``shared``, ``moe_sum`` and ``reduce_scatter``). Over
+                several nodes "auto" sends other nodes' sums while this node's are computed, and "slabs" is refused
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32 and rounded
     once: the same bits from run to run. "sequential" gives the same if its last step adds up the ranks in their order, as all
-    of ``moe_combine``'s algorithms do for two ranks, and all but "sum_then_scatter" for more. The host reads nothing; captured
-    in a CUDA graph it replays correctly, after one call outside with these sizes. Gradients of h, down, shared, gate and the
-    weights of the routing: by ``grouped_matmul``, ``moe_sum`` and ``reduce_scatter``, without overlap. ValueError for arguments
-    that do not fit.
+    of ``moe_combine``'s algorithms do for two ranks, and all but "sum_then_scatter" for more. Over several nodes a node's sum,
+    from the token's local rank on, is rounded before it crosses. The host reads nothing; captured in a CUDA graph it replays
+    correctly, after one call outside with these sizes. Gradients of h, down, shared, gate and the weights of the routing: by
+    ``grouped_matmul``, ``moe_sum`` and ``reduce_scatter``, without overlap. ValueError for arguments that do not fit.
     """
     op = "grouped_matmul_reduce_scatter"
     check_team(op, team, over_nodes=True)
@@ -141,7 +143,7 @@ def grouped_matmul_reduce_scatter(
 
 class GroupedMatmulReduceScatter(OverlappedOp):
     name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
-    designs = {"slabs": Slabs, "sequential": Sequential}
+    designs = {"slabs": Slabs, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "H", "N")
     gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
 
@@ -180,6 +182,10 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         gemm = GROUPED_MATMUL.plan(call.gemm(machine), machine)
         if name == "slabs":
             return Slabs(tiles=gemm.design, slabs=max(1, min(MOST_SLABS, call.H // LEAST_COLUMNS)))
+        if name == "over_nodes":
+            sums = machine.node.world_size * call.tokens * call.H * call.dtype.itemsize
+            scatter = CollectiveCall(sums, call.dtype, "copy_engine")
+            return ByNodes(tiles=gemm.design, node=REDUCE_SCATTER.plan(scatter, machine.node))
         combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
         whole = call.held * machine.world_size == call.experts and not call.shared
         return Sequential(gemm=gemm, combine=MOE_COMBINE.plan(combine, machine) if whole else None)
@@ -208,6 +214,8 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         self.check_design(design)
         if isinstance(design, Slabs):
             return run_slabs(design, team, h, down, schedule, routing, experts, tokens, shared)
+        if isinstance(design, ByNodes):
+            return scatter_by_nodes(design, team, h, down, schedule, routing, experts, tokens, shared)
         y = GROUPED_MATMUL.run(design.gemm.design, None, h, down, schedule, False)
         if design.combine is None:
             summand = moe_sum(y, routing, experts, shared=shared.rows, gate=shared.gate)
@@ -276,7 +284,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         for source, (h, down, _, _, *shared) in enumerate(by_rank):
             if shared:
                 total += shared[0].double() * shared[1].double().sigmoid()[:, None]
-            order, place = (torch.arange(len(ids), device=ids.device) + source * most) % len(ids), 0
+            order, place = (torch.arange(len(ids), device=ids.device) + case_start(case, source)) % len(ids), 0
             experts = case_experts(case, source)
             for local in range(experts.count):
                 chosen = ids[order] == experts.first + local

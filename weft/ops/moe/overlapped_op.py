@@ -23,6 +23,8 @@ from weft.plan.planned import AUTO, Machine, Planned
 class OverlappedOp(MoeOp):
     """Op with a design whose GEMM runs under the exchange, and "sequential", of nested plans.
 
+    Over several nodes ``ByNodes`` takes the place of the first.
+
     sizes of a case: max_tokens, k, experts, and two that ``gemm_sizes`` orders. Its field ``tokens`` has those of each rank;
     ``layout`` is "slices", or else experts are whole.
 
@@ -36,6 +38,7 @@ class OverlappedOp(MoeOp):
     alone: ClassVar[str]
     dtypes = FLOATS
     spans_nodes = True
+    internal = ("over_nodes",)
 
     @staticmethod
     @abstractmethod
@@ -44,16 +47,24 @@ class OverlappedOp(MoeOp):
 
     def choose(self, call: Any, machine: Machine) -> Planned:
         if machine.nodes > 1:
-            if call.design not in (AUTO, "sequential"):
-                raise ValueError(
-                    f"{self.name}: algorithm={call.design!r} is of one node, and the team has {machine.nodes}; "
-                    f"pass 'sequential'"
-                )
-            reason = f"{machine.nodes} nodes: one schedule for all nodes' rows, which it waits for"
-            return Planned("sequential", self.default("sequential", call, machine), reason)
+            return self.over_nodes(call, machine)
         if machine.world_size == 1:
             return Planned("sequential", self.default("sequential", call, machine), f"one rank: {self.alone}")
         return super().choose(call, machine)
+
+    def over_nodes(self, call: Any, machine: Machine) -> Planned:
+        """Plan of a team of several nodes."""
+        if call.design == self.overlapped:
+            raise ValueError(
+                f"{self.name}: algorithm={call.design!r} is of one node, and the team has {machine.nodes}; "
+                f"pass 'auto' or 'sequential'"
+            )
+        name, reason = self.rule(call, machine)
+        if call.design == "sequential":
+            name, reason = call.design, f"asked for design={call.design!r}"
+        elif name == self.overlapped:
+            name, reason = "over_nodes", f"{machine.nodes} nodes: a GEMM for each node's rows while others' cross"
+        return Planned(name, self.default(name, call, machine), reason)
 
     def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         gemm = call.gemm(machine)
@@ -74,7 +85,7 @@ class OverlappedOp(MoeOp):
         return {} if isinstance(design, self.designs["sequential"]) else super().config_of(design)
 
     def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (self.default(name, call, machine) for name in self.designs)
+        yield from (self.default(name, call, machine) for name in self.algorithms[1:])
         base = self.default(self.overlapped, call, machine)
         for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
             yield replace(base, tiles=one)
@@ -136,7 +147,7 @@ class OverlappedOp(MoeOp):
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T in (128, 1000):
-                for design in self.designs:
+                for design in self.algorithms[1:]:
                     for layout in ("whole", "slices"):
                         tokens = (T, T - 1, 0, T)[:w]
                         yield self.case(w, BF16, T, 8, 64, 2048, 768, design, tokens=tokens, layout=layout)

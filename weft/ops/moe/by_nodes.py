@@ -1,0 +1,242 @@
+"""AG-MoE and MoE-RS over nodes: experts' GEMMs go node by node, while rails carry other nodes' rows.
+
+Each rank makes one schedule of all nodes' tokens, as in one node. Its tiles are divided into groups: a tile of AG-MoE goes with
+the node whose rows it needs last, one of MoE-RS with the node whose sums need it first. A group is one GEMM. No kernel spins
+for what moves: streams wait, and copy engines carry it within a node. So rails run under all GEMMs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.collectives.all_gather import ALL_GATHER
+from weft.ops.collectives.over_nodes import added_over_nodes, packed, unpacked
+from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
+from weft.ops.moe import grouped
+from weft.ops.moe.arrival import schedule_of
+from weft.ops.moe.exchange import padded
+from weft.ops.moe.grouped import GroupedTiles
+from weft.ops.moe.moe_sum import Shared, moe_sum
+from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.plan.planned import Planned
+from weft.runtime.capabilities import launch_options
+from weft.runtime.codec import exchangeable
+from weft.runtime.launching import launch_of
+from weft.runtime.side_streams import side_streams
+from weft.runtime.team.rail import Piece
+from weft.runtime.team.workspace import grown_workspace
+from weft.transport.copy_channel import CopyChannel, await_chunk
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+# Tiles that a program of group_tiles_kernel reads at a time.
+STEP = tl.constexpr(1024)
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByNodes:
+    """A GEMM for each node's rows.
+
+    node  plan of the node's collective by copy engine: an all-gather of choices, or a reduce-scatter of sums
+    """
+
+    tiles: GroupedTiles
+    node: Planned
+
+
+@triton.jit(do_not_specialize=["room", "tokens", "me"])
+def group_tiles_kernel(
+    groups, counts, room, schedule, tokens, me, NODES: tl.constexpr, SIZE: tl.constexpr, CHOICES: tl.constexpr,
+    ARRIVING: tl.constexpr,
+):  # fmt: skip
+    """groups[g] = the tiles of group g, in the order of ``schedule``; counts[g] = their number
+
+    grid: (groups,)
+
+    A tile's pairs are of the ranks from its first pair's to its last pair's, in the order of the lists. n: this rank's node
+    ARRIVING  lists begin with node n. 0: tiles of this rank's rows alone; 1 + s: of node n + s, and none that comes later
+              else they begin anywhere. s: tiles of node n + 1 + s, and none that goes earlier; the last group is node n's
+    groups    [groups, room, 4]; tokens: most of a rank; SIZE: ranks of a node
+
+    signals, waits  none
+    """
+    group, found = tl.program_id(0), 0
+    wl.follow_previous_kernel()
+    known, node = tl.load(schedule.tile_count), me // SIZE
+    target = groups + group.to(tl.int64) * room * 4
+    for begin in range(0, known, STEP):
+        tile = begin + tl.arange(0, STEP)
+        there = tile < known
+        entry = schedule.tiles + tile * 4
+        expert, first = tl.load(entry, mask=there), tl.load(entry + 1, mask=there, other=0)
+        row, count = tl.load(entry + 2, mask=there), tl.load(entry + 3, mask=there, other=1)
+        head = tl.load(schedule.pairs + first, mask=there, other=0) // CHOICES
+        tail = tl.load(schedule.pairs + first + count - 1, mask=there, other=0) // CHOICES
+        of_head, of_tail = head // tokens // SIZE, tail // tokens // SIZE
+        if ARRIVING:
+            alone = (head // tokens == me) & (tail // tokens == me)
+            of = tl.where(alone, 0, 1 + (of_tail + NODES - node) % NODES)
+        else:
+            place = (of_head + 2 * NODES - node - 1) % NODES
+            # A list that begins within a node may end in it, behind all others.
+            nodes = tl.where((of_head == of_tail) & (head > tail), NODES, (of_tail + NODES - of_head) % NODES + 1)
+            of = tl.where(place + nodes > NODES, 0, place)
+        mine = there & (of == group)
+        at = target + (found + tl.cumsum(mine.to(tl.int32), 0) - 1) * 4
+        tl.store(at, expert, mask=mine)
+        tl.store(at + 1, first, mask=mine)
+        tl.store(at + 2, row, mask=mine)
+        tl.store(at + 3, count, mask=mine)
+        found += tl.sum(mine.to(tl.int32), axis=0)
+    tl.store(counts + group, found)
+
+
+def group_tiles(team: Team, schedule: Schedule, tokens: int, *, arriving: bool) -> list[Schedule]:
+    """``schedule`` once for each group, with the group's tiles."""
+    (nodes, size), room, node = team.shape, len(schedule.tiles), team.node
+    number = nodes + arriving
+    groups, counts = schedule.tiles.new_empty((number, room, 4)), schedule.counts.new_empty(number)
+    constants = {"NODES": nodes, "SIZE": size, "CHOICES": schedule.choices, "ARRIVING": arriving}
+    constants |= launch_options(node.caps)
+    launch = launch_of(node, group_tiles_kernel, (nodes, schedule.choices, arriving), lambda: constants)
+    launch(number, groups, counts, room, schedule, tokens, team.rank)
+    return [schedule._replace(tiles=groups[group], tile_count=counts[group : group + 1]) for group in range(number)]
+
+
+def gather_by_nodes(
+    design: ByNodes,
+    team: Team,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    experts: Experts,
+    most: int,
+    block: int,
+) -> tuple[torch.Tensor, ...]:
+    """(h, pairs, counts, tiles, tile_count, ids, weights), as ``AllGatherGroupedMatmulSiluMul.run``.
+
+    The choices of all ranks cross before the rows: a schedule needs them.
+
+    signals  copy engine of rank (j, r), behind the rows of rank (i, r): landed[(i, r)] = epoch at the ranks of its node j
+    waits    wait_kernel, before the GEMM of the node's group: those of its ranks
+    reuse    of a half of the rows: CopyChannel. A rail writes this rank's slots only, behind the call before
+
+    rail      | choices | rows to n-1, from n+1 | to n-2, from n+2 |                                    rank of node n of 3
+    copies             | choices | own rows |    | rows of n+1 |     | rows of n+2 |
+    kernels                      | schedule | GEMM own | GEMM n |      | GEMM n+1 |     | GEMM n+2 |
+    """
+    (T, K), k, node, (nodes, size) = x.shape, ids.shape[1], team.node, team.shape
+    rail, here, rows = team.rail, node.rank, team.size * most
+    channel = _channel(team, x.dtype, rows * K)
+    gathered = (channel.begin(node) if size > 1 else channel.buffers[0])[: rows * K].view(nodes, size, most, K)
+    # Node n first, then those that its rail receives from, in that order.
+    order = [(rail.index + step) % nodes for step in range(nodes)]
+    own = gathered[rail.index, here]
+    own[:T].copy_(x)
+    mine = padded(ids, most, -1), padded(weights, most, 0)
+    words = packed(mine)
+    of_rail = words.repeat(nodes, 1)
+    rail.fork()
+    pieces = [
+        Piece(send=send, to=(rail.index - step) % nodes, receive=into[source], source=source)
+        for send, into in ((words, of_rail), (own, gathered[:, here]))
+        for step, source in enumerate(order[1:], 1)
+    ]
+    marks = rail.exchange(pieces)
+    rail.after(marks[nodes - 2])
+    of_all = ALL_GATHER.run(design.node.design, node, of_rail).view(size, nodes, -1)
+    ids, weights = (
+        torch.cat(parts)
+        for parts in zip(*(unpacked(one, mine) for one in of_all.transpose(0, 1).flatten(0, 1)), strict=True)
+    )
+    streams = side_streams(node, 1)
+    streams.fork()
+    _send_slot(node, channel, gathered, rail.index, T)
+    schedule = schedule_of(team, ids, experts, most, block)
+    groups = group_tiles(team, schedule, most, arriving=True)
+    h = gate_up.new_empty((rows * k, gate_up.shape[1] // 2))
+
+    def multiply(group: Schedule) -> None:
+        grouped.run(design.tiles, gathered.view(rows, K), gate_up, group, gather=k, gated=True, out=h)
+
+    multiply(groups[0])
+    for step, (source, group) in enumerate(zip(order, groups[1:], strict=True)):
+        if step > 0:
+            mark = marks[nodes - 2 + step]
+            with streams.urgent():
+                rail.after(mark)
+                _send_slot(node, channel, gathered, source, most)
+            rail.after(mark)
+        if size > 1:
+            await_chunk(channel.rows_from(source * size), 0, (here + 1) % size, size - 1)
+        multiply(group)
+    streams.join()
+    node.copy_engine.join()
+    rail.join()
+    return h, *schedule[:4], ids, weights
+
+
+def _send_slot(node: Team, channel: CopyChannel, gathered: torch.Tensor, of: int, tokens: int) -> None:
+    """Have the copy engine write what this rank has of node ``of`` to all ranks of its own node."""
+    node.copy_engine.fork()
+    rows = gathered[of, node.rank, :tokens]
+    for step in range(1, node.size):
+        channel.send(node, rows, rows, of * node.size + node.rank, 0, (node.rank - step) % node.size)
+
+
+def _channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:
+    node = team.node
+
+    def make(capacity: int) -> CopyChannel:
+        # A row of flags for each rank of all nodes.
+        return CopyChannel.make(node, node.empty((2, capacity), dtype=dtype), team.size)
+
+    return grown_workspace(node, ("all_gather_grouped_matmul_silu_mul over nodes", dtype), size, make)
+
+
+def scatter_by_nodes(
+    design: ByNodes,
+    team: Team,
+    h: torch.Tensor,
+    down: torch.Tensor,
+    schedule: Schedule,
+    routing: Routing,
+    experts: Experts,
+    tokens: int,
+    shared: Shared,
+) -> torch.Tensor:
+    """The op of checked arguments: for each node a GEMM and the sums of its tokens; this node's last.
+
+    shared  this rank's summand of all ranks' tokens
+
+    kernels  | GEMM n+1 | sum | GEMM n+2 | sum | GEMM n | sum | sum of nodes |                      rank of node n of 3
+    copies              | n+1 |          | n+2 |        | n |
+    rail                      | to n+1, from n-1 | to n+2, from n-2 |
+    """
+    nodes, (rows, _), H = team.shape.nodes, routing.ids.shape, down.shape[1]
+    groups = group_tiles(team, schedule, rows // team.size, arriving=False)
+    y = h.new_empty((routing.ids.numel(), H))
+    parts = y.chunk(nodes), *(tensor.detach().chunk(nodes) for tensor in routing)
+
+    def of(node: int) -> torch.Tensor:
+        grouped.run(design.tiles, h, down, groups[(node - team.rail.index - 1) % nodes], gather=0, out=y)
+        results, ids, weights = (part[node] for part in parts)
+        beside = {
+            name: x if x is None else x.detach().chunk(nodes)[node]
+            for name, x in (("shared", shared.rows), ("gate", shared.gate))
+        }
+        summand = moe_sum(results, Routing(ids, weights), experts, **beside)
+        return REDUCE_SCATTER.run(design.node.design, team.node, summand)
+
+    out = h.new_empty((rows // team.size, H))
+    added_over_nodes(team, of, out, design.node)
+    return out[:tokens]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from weft.cli import app
 from weft.runtime.team.trace_rings import KINDS, RECORDS, RING_BYTES, RINGS, Record, records_of
 from weft.trace.chrome import to_json
-from weft.trace.clocks import Offset, aligned, offset_of
+from weft.trace.clocks import Offset, aligned, offset_of, other_clocks
 from weft.trace.device import event_of
 from weft.trace.summary import summarize, summary
 from weft.trace.timeline import MEASURED, Arrow, Event, Signal, arrows_of, make_timeline
@@ -160,3 +160,11 @@ def test_a_record_becomes_an_event():
     words = made(record("words", peer=0))
     assert (words.kind, words.name, words.signal) == ("wait", "wait for landed[0]", Signal(place=(0, 16), value=None))
     assert made(record("tile", address=12 | 3 << 32)).name == "tile 12,3"
+
+
+def test_ranks_that_share_a_gpu_need_no_ping_pong():
+    assert (
+        other_clocks(["a", "b", "c"]) == [1, 2]
+        and other_clocks(["a", "b", "a", "b"]) == [1, 3]
+        and other_clocks("aa") == []
+    )

@@ -1,22 +1,24 @@
-"""Fit of weft.predict's costs to rows of two GPUs, its errors on rows of four, and its figure.
+"""Fit of weft.predict's costs to rows of one and two GPUs, its errors on all rows, and its figure.
 
-``python -m benchmarks.predict`` writes weft/predict/h200.json; ``python -m benchmarks.performance`` the page and the figure.
+``python -m benchmarks.predict`` writes weft/predict/h200.json and errors.json; ``python -m benchmarks.performance`` the page
+and the figure.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import sharded_decode
+from benchmarks.sharded_decode import Shape
 from weft.bench.harness.report import from_json
 from weft.bench.render.plot import COLOURS, PLAIN, STYLE, check_matplotlib
 from weft.predict import ops
-from weft.predict.costs import FILE, FITTED, Costs, read, to_json
+from weft.predict.costs import ERRORS, FILE, FITTED, Costs, read, to_json
 from weft.runtime.files import put
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -28,14 +30,21 @@ SOURCES = {
     "gemm": (("ag-gemm", "cublas"), ("gemm-rs", "cublas")),
     "overlap": (("ag-gemm", "weft.auto"), ("gemm-rs", "weft.auto")),
     "all-reduce": (("all-reduce", "weft.auto"),),
+    "grouped": (("grouped-gemm", "weft.auto"), ("grouped-gemm-silu", "weft.auto")),
+    "decode": (("sharded-decode-attention", "weft.auto"),),
 }
+# Ops of one rank, or at W = 1; rows over ranks of the other ops of experts, where there are any.
+OF_ONE = ("grouped-gemm", "grouped-gemm-silu", "sharded-decode-attention")
+OF_EXPERTS = ("ag-moe", "moe-rs", "moe-dispatch", "moe-combine")
+# World size to whose rows an op's costs are fitted.
+FITTED_TO = {op: 1 if op in OF_ONE else 2 for sources in SOURCES.values() for op, _ in sources}
 # Least number of rows M of a GEMM: below, other designs than the modelled ones run.
 LEAST_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Row of committed results. us: of a single call, of an all-reduce of up to 2 ms of one of several in a row."""
+    """Row of committed results. us: of a call; of an all-reduce of up to 2 ms of one in a row."""
 
     op: str
     provider: str
@@ -47,16 +56,16 @@ class Measured:
 
 
 def measurements(results: Path = RESULTS) -> Iterator[Measured]:
-    """Rows of the modelled ops at W = 2 and 4."""
-    for world_size in (2, 4):
-        for op in ("ag-gemm", "gemm-rs", "all-reduce"):
+    """Rows of the modelled ops."""
+    for world_size in (1, 2, 4):
+        for op in (*OF_ONE, *(("ag-gemm", "gemm-rs", "all-reduce", *OF_EXPERTS) if world_size > 1 else ())):
             for file in sorted(results.glob(f"h200-x{world_size}*/{op}.w{world_size}.json")):
                 folder = file.parent.name
                 if not folder.endswith((f"x{world_size}", "-other-shapes")):
                     continue  # other questions than weft's choice
                 for report in from_json(file.read_text()):
                     for row in report.rows:
-                        is_large = op == "all-reduce" or row.shape[0] >= LEAST_ROWS
+                        is_large = op not in ("ag-gemm", "gemm-rs") or row.shape[0] >= LEAST_ROWS
                         if row.provider in ("cublas", "weft.auto") and row.median_us is not None and is_large:
                             yield Measured(
                                 op=op, provider=row.provider, world_size=world_size, folder=folder, label=row.label,
@@ -69,7 +78,21 @@ def predicted(costs: Costs, row: Measured) -> float:
         return ops.all_reduce(costs, *row.shape, row.world_size)
     if row.provider == "cublas":
         return ops.gemm(costs, *row.shape)
-    return (ops.ag_gemm if row.op == "ag-gemm" else ops.gemm_rs)(costs, *row.shape, row.world_size)
+    if row.op in ("ag-gemm", "gemm-rs"):
+        return (ops.ag_gemm if row.op == "ag-gemm" else ops.gemm_rs)(costs, *row.shape, row.world_size)
+    if row.op == "sharded-decode-attention":
+        return ops.decode_attention(costs, *row.shape[:5], row.world_size)
+    tokens, top, experts, _, hidden, inner, _ = row.shape
+    if row.op == "grouped-gemm":
+        return ops.grouped(costs, tokens, top, experts, 1, hidden, inner)
+    if row.op == "grouped-gemm-silu":
+        return ops.grouped(costs, tokens, top, experts, 1, 2 * inner, hidden)
+    tokens *= row.world_size  # of each rank
+    if row.op in ("ag-moe", "moe-rs"):
+        time = ops.ag_moe if row.op == "ag-moe" else ops.moe_rs
+        return time(costs, tokens, hidden, inner, experts, top, row.world_size)
+    time = ops.moe_dispatch if row.op == "moe-dispatch" else ops.moe_combine
+    return time(costs, tokens, hidden, experts, top, row.world_size)
 
 
 def fit(rows: Sequence[Measured], costs: Costs) -> Costs:
@@ -93,11 +116,28 @@ def _loss(costs: Costs, rows: Sequence[Measured]) -> float:
     return sum(math.log(predicted(costs, row) / row.us) ** 2 for row in rows)
 
 
+def errors(costs: Costs, rows: Sequence[Measured]) -> dict[str, dict[str, tuple[int, float, float]]]:
+    """Errors of weft's rows as ``weft.predict.costs.errors`` has them."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row.provider == "weft.auto":
+            of_op = found.setdefault(row.op, {}).setdefault(str(row.world_size), [])
+            of_op.append(predicted(costs, row) / row.us - 1)
+    return {
+        op: {
+            world: (len(each), round(statistics.mean(map(abs, each)), 4), round(max(each, key=abs), 4))
+            for world, each in worlds.items()
+        }
+        for op, worlds in found.items()
+    }
+
+
 # --- the page ------------------------------------------------------------------------------------------------------------
 
 TEXT = f"""A model, not measurements: [trace.md](../trace.md#predicting-more-gpus) says what it contains and what is assumed.
 Its costs are fitted to the rows of two GPUs in [performance.md](../performance.md) (`python -m benchmarks.predict`), GEMMs of
-{LEAST_ROWS} rows and more. Beyond {ops.NODE} GPUs a node ends, and pieces cross rails.
+{LEAST_ROWS} rows and more; those of grouped GEMMs and decode attention to rows of one. Beyond {ops.NODE} GPUs a node
+ends, and pieces cross rails.
 """
 
 
@@ -108,14 +148,22 @@ def page(results: Path = RESULTS) -> str:
     """
     costs, rows = read(), list(measurements(results))
     lines = [TEXT, *_table("op", "W", "rows", "mean error", "median", "largest", f"within {GOAL:.0%}")]
-    for op, provider in (pair for pairs in SOURCES.values() for pair in pairs):
-        for world_size in (2, 4):
+    for op, provider in (
+        *(pair for pairs in SOURCES.values() for pair in pairs),
+        *((op, "weft.auto") for op in OF_EXPERTS),
+    ):
+        for world_size in (1, 2, 4):
             which = op, provider, world_size
             errors = [
                 predicted(costs, row) / row.us - 1 for row in rows if (row.op, row.provider, row.world_size) == which
             ]
             if errors:
                 lines.append(_errors(op, provider, world_size, errors))
+    missing = [
+        op for op in (*OF_EXPERTS, "sharded-decode-attention") if not any(r.op == op and r.world_size > 1 for r in rows)
+    ]
+    if missing:
+        lines += ["", f"No row over ranks is committed yet of {', '.join(missing)}: their lines have no error to show."]
     lines += ["", "Weft's rows of four GPUs, which the fit has not seen:", ""]
     lines += _table("op", "shape", "measured, µs", "predicted", "error")
     for row in rows:
@@ -126,11 +174,6 @@ def page(results: Path = RESULTS) -> str:
     lines += ["", f"![prediction]({PICTURE})", "", *_table("µs at W =", *map(str, WORLD_SIZES))]
     for name, time in curves(costs).items():
         lines.append(f"| {name} | {' | '.join(_number(time(w)) for w in WORLD_SIZES)} |")
-    lines += [
-        "",
-        "No row of a mixture of experts over ranks is committed yet, so its line has no error to show. Decode attention is the",
-        "model of `benchmarks/sharded_decode.py`, up to 32 GPUs.",
-    ]
     return "\n".join([*lines, ""])
 
 
@@ -142,7 +185,7 @@ def _errors(op: str, provider: str, world_size: int, errors: Sequence[float]) ->
     """Row of the table of errors."""
     sizes = [abs(error) for error in errors]
     name = f"{op}, {'cuBLAS alone' if provider == 'cublas' else 'weft'}"
-    fitted = " (fitted)" if world_size == 2 else ""
+    fitted = " (fitted)" if FITTED_TO.get(op) == world_size else ""
     mean, median, worst = statistics.mean(sizes), statistics.median(sizes), max(errors, key=abs)
     within = sum(size <= GOAL for size in sizes)
     return f"| {name} | {world_size}{fitted} | {len(errors)} | {mean:.1%} | {median:.1%} | {worst:+.0%} | {within} |"
@@ -150,22 +193,18 @@ def _errors(op: str, provider: str, world_size: int, errors: Sequence[float]) ->
 
 def curves(costs: Costs) -> dict[str, Callable[[int], float | None]]:
     """Time by world size of a problem whose size stays."""
-    measured = sharded_decode.exchanges(RESULTS)
-    decode = sharded_decode.Shape(1, 96, 12, 128, 1 << 20)
-
-    def spread(world_size: int) -> float | None:
-        return (
-            sharded_decode.modelled(decode, world_size, measured)
-            if world_size <= max(sharded_decode.WORLD_SIZES)
-            else None
-        )
-
+    experts = 8192, 2048, 768, 128, 8
+    decode = Shape(1, 96, 12, 128, 1 << 20)
     return {
         "AG-GEMM, Qwen3-32B gate-up, M=8192": lambda w: ops.ag_gemm(costs, 8192, 51200 // w, 5120, w),
         "GEMM-RS, Qwen3-32B down, M=8192": lambda w: ops.gemm_rs(costs, 8192, 5120, 25600 // w, w),
         "all-reduce, 1 MiB": lambda w: ops.all_reduce(costs, 1 << 20, w),
-        "MoE, Qwen3-30B-A3B, 8192 tokens": lambda w: ops.moe(costs, 8192, 2048, 768, 128, 8, w),
-        f"decode attention, {decode}": spread,
+        "MoE, Qwen3-30B-A3B, 8192 tokens": lambda w: ops.moe(costs, *experts, w),
+        "its dispatch": lambda w: ops.moe_dispatch(costs, 8192, 2048, 128, 8, w),
+        "its combine": lambda w: ops.moe_combine(costs, 8192, 2048, 128, 8, w),
+        f"decode attention, {decode}": lambda w: (
+            ops.decode_attention(costs, *decode, w) if decode.q_heads % w == 0 else None
+        ),
     }
 
 
@@ -204,8 +243,10 @@ def picture() -> str:
 
 
 def main() -> None:
-    rows = [row for row in measurements() if row.world_size == 2]
-    put(FILE, to_json(fit(rows, Costs())))
+    rows = list(measurements())
+    costs = fit([row for row in rows if FITTED_TO.get(row.op) == row.world_size], Costs())
+    put(FILE, to_json(costs))
+    put(ERRORS, json.dumps(errors(read(), rows), indent=2) + "\n")
     print(page())
 
 

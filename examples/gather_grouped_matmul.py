@@ -81,7 +81,7 @@ def one_after_the_other(x: torch.Tensor, o: Operands, sizes: list[int], team: we
     return torch.cat(outs)
 
 
-def main(team: weft.Team, bench: bool = False) -> str:
+def main(team: weft.Team, bench: bool = False) -> str | dict[str, float]:
     m, count, N, K, plan = (
         (20, 3, 24, 16, tiles.GatherPlan(rows=16, columns=16))
         if team.is_simulated

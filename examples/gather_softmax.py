@@ -42,7 +42,7 @@ def one_after_the_other(x: torch.Tensor, team: weft.Team) -> torch.Tensor:
     return team.library.all_gather(x).softmax(1)
 
 
-def main(team: weft.Team, bench: bool = False) -> str:
+def main(team: weft.Team, bench: bool = False) -> str | dict[str, float]:
     m, N = (10, 40) if team.is_simulated else (4096 // team.size, 8192)
     for call in range(3):
         x = torch.randn(m, N, generator=torch.Generator().manual_seed(10 * call + team.rank)).to(team.device).bfloat16()

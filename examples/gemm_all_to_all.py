@@ -82,7 +82,7 @@ def one_after_the_other(a: torch.Tensor, b: torch.Tensor, team: weft.Team) -> to
     return weft.ops.all_to_all(parts, team).view(team.size * m, n)
 
 
-def main(team: weft.Team, bench: bool = False) -> str:
+def main(team: weft.Team, bench: bool = False) -> str | dict[str, float]:
     m, n, K, tile = (20, 24, 32, (16, 16, 16)) if team.is_simulated else (2048, 2048, 2048, (128, 128, 64))
     for call in range(3):
         seeds = [torch.Generator().manual_seed(10 * call + rank) for rank in range(team.size)]

@@ -77,7 +77,7 @@ def reference(rows: torch.Tensor) -> torch.Tensor:
     return (rows.roll(1, 0) + rows + rows.roll(-1, 0)) / 3
 
 
-def main(team: weft.Team, bench: bool = False) -> str:
+def main(team: weft.Team, bench: bool = False) -> str | dict[str, float]:
     m, N = (6, 20) if team.is_simulated else (4096, 4096)
     step = Stencil(team, N)
     rows = torch.randn(team.size * m, N, generator=torch.Generator().manual_seed(0)).to(team.device)

@@ -1,13 +1,15 @@
 """Command line and measurement that the examples share.
 
-python examples/NAME.py            checks the answer, on all GPUs, or on four virtual ranks if there are none
-python examples/NAME.py --bench    times it in CUDA graphs beside torch and NCCL, one after the other
+python examples/NAME.py                 checks the answer, on all GPUs, or on four virtual ranks if there are none
+python examples/NAME.py --bench [FILE]  times it in CUDA graphs beside torch and NCCL, in turns, and writes the times as JSON
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import weft
@@ -18,11 +20,19 @@ CALLS, ROUNDS = 10, 20
 
 
 def run(main: Callable[..., Any]) -> None:
-    """``main(team, bench)`` on every rank, and what rank 0 says."""
-    print(weft.launch(main, args=("--bench" in sys.argv[1:],))[0])
+    """``main(team, bench)`` on every rank, and what rank 0 says: "right", or times of ``compare``."""
+    parser = argparse.ArgumentParser(description="Check an example on all GPUs, or on virtual ranks.")
+    parser.add_argument(
+        "--bench", nargs="?", const="", metavar="FILE", help="measure too; write the times to FILE as JSON"
+    )
+    file = parser.parse_args().bench
+    found = weft.launch(main, args=(file is not None,))[0]
+    print(found if isinstance(found, str) else ", ".join(f"{name} {us:.1f} µs" for name, us in found.items()))
+    if file:
+        Path(file).write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def compare(team: weft.Team, calls: Mapping[str, Callable[[], Any]]) -> str:
+def compare(team: weft.Team, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     """Microseconds of each call, on the slowest rank; all take turns. Of virtual ranks they mean nothing."""
     meter = HostMeter if team.is_simulated else GraphMeter
     for call in calls.values():
@@ -37,5 +47,4 @@ def compare(team: weft.Team, calls: Mapping[str, Callable[[], Any]]) -> str:
             one.replay()
             finish(team, name)
             samples[name] += one.samples()
-    slowest = {name: max(team.exchange(spread(found).median)) for name, found in samples.items()}
-    return ", ".join(f"{name} {us:.1f} µs" for name, us in slowest.items())
+    return {name: max(team.exchange(spread(found).median)) for name, found in samples.items()}

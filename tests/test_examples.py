@@ -1,5 +1,6 @@
 """The examples: right on virtual ranks and under schedules, on GPUs; their kernels compile for sm_90."""
 
+import json
 import os
 import subprocess
 import sys
@@ -48,9 +49,14 @@ def test_an_example_is_clean(main, world_size, schedules):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("main", ["gather_softmax"], indirect=True)
-def test_an_example_can_be_measured(main):
-    assert all("weft" in said and "torch" in said for said in weft.simulate(lambda team: main(team, True), 2))
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_prints_and_writes_its_times(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr("sys.argv", [name, "--bench", str(tmp_path / "times.json")])
+    import_module("running").run(import_module(name).main)
+    times, said = json.loads((tmp_path / "times.json").read_text()), capsys.readouterr().out
+    assert "weft" in times and any("torch" in other for other in times) and all(f"{one} " in said for one in times)
+    assert all(us > 0 for us in times.values())
 
 
 @pytest.mark.gpu(2)

@@ -290,16 +290,21 @@ def check_hints(team):
 
 @triton.jit
 def spans(x, out, tiles, team, N: tl.constexpr):
-    """out[tiles, N] = 2 * x[tiles, N]; in a traced team a slice for each row"""
+    """out[tiles, N] of the next rank = 2 * x[tiles, N]; in a traced team two slices for each row"""
+    peer = (wl.rank(team) + 1) % wl.num_ranks(team)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         began = wl.begin_tile(team)
         at = tile * N + tl.arange(0, N)
-        tl.store(out + at, 2 * tl.load(x + at))
+        y = 2 * tl.load(x + at)
         wl.end_tile(began, tile, 0, team)
+        began = wl.begin_put(team)
+        tl.store(wl.symm_at(out, peer, team) + at, y)
+        wl.end_put(began, out + tile * N, 4 * N, peer, team)
 
 
 def check_spans(team):
     x = torch.ones(3, N, device=team.device)
-    out = torch.empty_like(x)
+    out = team.zeros(x.shape, x.dtype)
     spans[(2,)](x, out, 3, team.view, N=N)
+    team.barrier()
     assert torch.equal(out, 2 * x)

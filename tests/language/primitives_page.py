@@ -134,6 +134,8 @@ LOWERINGS = {
         NOTHING,
         "a slice of virtual time",
     ),
+    "begin_put": Lowering("`begin_tile`", NOTHING, "the program's virtual time"),
+    "end_put": Lowering("`end_tile`", NOTHING, "a slice of virtual time"),
     "multimem_store": Lowering("`multimem.st.relaxed.sys.v4.f32`; never run", "none: a compile-time error", MULTIMEM),
     "multimem_load_reduce": Lowering(
         "`multimem.ld_reduce.relaxed.sys.add` of `v4.f32`, or of `v4.bf16x2` or `v4.f16x2` with `acc::f32`; never run",

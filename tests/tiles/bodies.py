@@ -22,7 +22,7 @@ class Matrices(NamedTuple):
 def product(a, row, rows, tile, o, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     r, c = tl.arange(0, ROWS), tile.column * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(0, o.K, o.BLOCK_K):
+    for k in range(tile.share * o.BLOCK_K, o.K, tile.shares * o.BLOCK_K):
         ks = k + tl.arange(0, o.BLOCK_K)
         x = tl.load(
             a + (row + r)[:, None] * o.K + ks[None, :], mask=(r < rows)[:, None] & (ks < o.K)[None, :], other=0.0

@@ -13,6 +13,7 @@ import triton.language as tl
 from tests.compiling import SHARED, a_view, compiled, stack_bytes
 from tests.sampled import sampled
 from weft.bench.ops.tile_providers import GemmOperands, gathered_tile, partial_tile
+from weft.kernels.gemm_tile import SplitK
 from weft.kernels.operands import descriptor_or_self
 from weft.kernels.tile_schedule import as_argument, make_tiles
 from weft.ops.gemm.tile import Tile
@@ -22,6 +23,7 @@ from weft.tiles.gather import Rows, gather_kernel
 from weft.tiles.tile import Geometry, table_owner, table_rows
 
 X, WORDS = torch.zeros((512, 512), dtype=torch.bfloat16), torch.zeros((4, 4), dtype=torch.int32)
+FLOATS = torch.zeros(16)
 WIDE = Tile(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 SMALL = Tile(block_m=64, block_n=64, block_k=32)
 
@@ -41,8 +43,8 @@ def built(kernel, arch, tile, described=True, **switches):
         )  # fmt: skip
     cuts = 2 if tile is WIDE else 0
     return compiled(
-        kernel, b, a, X, operands, WORDS, Inbox(X, WORDS), channel, geometry, tiles, a_view(), arch=arch, BODY=partial_tile,
-        MERGE=None, STORE=None, PART=tile.block_m * tile.block_n, CUTS=cuts, **options,
+        kernel, b, a, X, operands, WORDS, Inbox(X, WORDS), SplitK(FLOATS, WORDS), channel, geometry, tiles, a_view(), arch=arch,
+        BODY=partial_tile, MERGE=None, STORE=None, PART=tile.block_m * tile.block_n, CUTS=cuts, **{"SPLIT": 1, **options},
     )  # fmt: skip
 
 
@@ -69,6 +71,12 @@ def test_a_wide_gemm_tile_on_sm_90(kernel, tmp_path):
 )
 def test_other_targets(kernel, arch):
     assert built(kernel, arch, SMALL, described=arch == "sm_100").metadata.shared <= SHARED[arch]
+
+
+def test_a_split_tile_on_sm_90(tmp_path):
+    made = built(exchange_kernel, "sm_90", WIDE, SPLIT=4)
+    assert "atom.global.gpu.acq_rel.add" in made.asm["ptx"] and "wgmma.mma_async" in made.asm["ptx"]
+    assert stack_bytes(made, tmp_path) == 0
 
 
 def test_a_gather_by_stores_and_a_table():

@@ -46,6 +46,30 @@ def test_sums_over_the_ranks(world, dtype, mapped):
     weft.simulate(main, world, seed=world, slow={world - 1: 10.0})
 
 
+@pytest.mark.parametrize(
+    ("world", "split", "mapped", "K"),
+    sampled(
+        [(world, split, mapped, K) for world in (1, 2, 3) for split in (2, 3) for mapped in (False, True) for K in (16, 80)],
+        lambda *at: at in ((2, 3, False, 80), (2, 2, True, 16)),
+    ),
+)  # fmt: skip
+def test_programs_share_a_tile_s_sum(world, split, mapped, K, monkeypatch):
+    """Of 16 or 80 in steps of 16: some shares have nothing to add."""
+    monkeypatch.setattr("tests.tiles.test_exchange.K", K)
+    plan = tiles.ExchangePlan(rows=16, columns=32, split=split)
+
+    def main(team):
+        for call in range(3):
+            out, a, b = scattered(team, call, torch.float32, mapped, plan)
+            wanted = torch.einsum("wmk,wnk->mn", a.double(), b.double())[team.rank * M : (team.rank + 1) * M]
+            assert_close(out, wanted, K, partials=world * split, what=f"call {call} of rank {team.rank}")
+        return out
+
+    once, again = (weft.simulate(main, world, seed=seed, slow={world - 1: 10.0}) for seed in (1, 2))
+    for one, other in zip(once, again, strict=True):
+        assert_identical(one, other, what="another timing")
+
+
 @pytest.mark.parametrize("columns", [32, 512])
 def test_the_order_of_the_sum_is_that_of_the_ranks(columns):
     """1e8 + 1 - 1e8 in fp32 tells the order; 512 columns are summed in pieces."""
@@ -117,6 +141,7 @@ def test_the_same_bits_whatever_the_timing():
         ({"part": 0}, "part=0"),
         ({"dtype": torch.int32}, "dtype=torch.int32 is not one of"),
         ({"plan": tiles.GatherPlan()}, "plan=.*ExchangePlan"),
+        ({"plan": tiles.ExchangePlan(split=2)}, "split=2 is for a scatter"),
         ({"out": torch.zeros(8, 4, 2)}, r"out has shape \(8, 4, 2\)"),
     ],
 )

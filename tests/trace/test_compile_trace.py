@@ -12,19 +12,23 @@ from triton.runtime.jit import KernelInterface
 import weft
 import weft.language as wl
 from tests.compiling import a_view, compiled
-from weft.language import bulk, signals, waits
+from tests.trace import kernels
+from weft.language import bulk, lamport, signals, waits
 from weft.ops.overlap import all_gather_matmul, fused_reduce
 from weft.runtime.launching import _describe
 from weft.runtime.team.trace_rings import RING_BYTES
 from weft.runtime.team.view import TeamView
 from weft.trace import clocks
-from weft.transport import copy_channel
+from weft.transport import copy_channel, push
 from weft.triton_api import JITFunction
 
 RINGS = torch.zeros((2, RING_BYTES), dtype=torch.uint8)
 X = torch.zeros(64, dtype=torch.int32)
 # Names that lead to records, and what only they use.
-OF_RECORDS = re.compile(r"\b(tracing|begin_tile|end_tile|_record_put|polls|rounds|last = tl\.max|team\.trace)\b")
+OF_RECORDS = re.compile(
+    r"\b(tracing|begin_tile|end_tile|begin_put|end_put|end_put_heads|_record_put|_record_wait|words is not None|polls|rounds|"
+    r"last = tl\.max|team\.trace)\b"
+)
 
 
 @triton.jit
@@ -72,10 +76,19 @@ def of_matmul_reduce(view):
     return of_gemm(fused_reduce.matmul_reduce_kernel, view, LOCAL_FIRST=False, REPLICATE=False)
 
 
-# With their spans: wait, put_nbi and its like twice, put, notify, add, wait_all, wait_any; two loops, a split tile, two waits.
-SPANS = {of_primitives: 8, of_all_gather_matmul: 5}
+# With their spans: wait, put_nbi and its like twice, put, notify, add, wait_all, wait_any; two loops, a split tile, two waits;
+# two puts and a wait for words.
+SPANS = {of_primitives: 8, of_all_gather_matmul: 5, kernels.of_lamport: 3}
 # entered and its wait; a GEMM, five notifies and waits.
-MORE_SPANS = {of_begin_kernel: 2, of_matmul_reduce: 6}
+MORE_SPANS = {
+    of_begin_kernel: 2, of_matmul_reduce: 6, kernels.of_keyed: 3, kernels.of_dispatch: 11, kernels.of_combine: 12,
+    kernels.of_grouped: 1, kernels.of_arriving: 2, kernels.of_small_m: 1, kernels.of_persistent: 1, kernels.of_sharded: 3,
+    kernels.of_merge: 1, kernels.of_gathered: 3,
+}  # fmt: skip
+
+
+# A flattened loop begins its first tile before the loop.
+FLATTENED = (kernels.of_grouped,)
 
 
 def forget_compiled():
@@ -92,7 +105,7 @@ def without_records():
     changed = {}
 
     def remove():
-        modules = (signals, waits, bulk, all_gather_matmul, fused_reduce)
+        modules = (signals, waits, bulk, lamport, push, all_gather_matmul, fused_reduce, *kernels.MODULES)
         for found in {f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}:
             if OF_RECORDS.search(found.src):
                 changed[found] = found.src
@@ -114,10 +127,10 @@ def bare(kernel):
     return re.sub(r"(?m)^\s*(\.loc|\.file|//).*\n", "", kernel.asm["ptx"]).partition(".section")[0]
 
 
-def check_without_a_trace(kernels, without_records):
-    given = [kernel(a_view()) for kernel in kernels]
+def check_without_a_trace(builders, without_records):
+    given = [kernel(a_view()) for kernel in builders]
     without_records()
-    for kernel, before in zip(kernels, given, strict=True):
+    for kernel, before in zip(builders, given, strict=True):
         after = kernel(a_view())
         assert bare(after) == bare(before) and "globaltimer" not in bare(before)
         assert after.hash != before.hash  # of its sources: it was compiled anew
@@ -133,10 +146,11 @@ def test_so_it_is_for_other_kernels(without_records):
     check_without_a_trace(MORE_SPANS, without_records)
 
 
-def check_with_a_trace(kernels):
-    for kernel, count in kernels.items():
+def check_with_a_trace(builders):
+    for kernel, count in builders.items():
         ptx, plain = kernel(a_view()._replace(trace=RINGS)).asm["ptx"], kernel(a_view()).asm["ptx"]
-        assert ptx.count("%globaltimer_lo") == ptx.count("%globaltimer;") == ptx.count("%smid") == count
+        begins = count + (kernel in FLATTENED)
+        assert (ptx.count("%globaltimer_lo"), ptx.count("%globaltimer;"), ptx.count("%smid")) == (begins, count, count)
         assert ptx.count("bar.sync") == plain.count("bar.sync")
         assert "atom.global.add.u32 place" in ptx and "atom.global.add.u32 place" not in plain
 

@@ -108,6 +108,8 @@ def ring_of(team):
 
 @pytest.mark.gpu(2)
 def test_records_cost_three_percent_at_most():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("ranks that take turns on one GPU have no times to compare")
     by_rank = weft.launch(time_records, 2, "cuda", args=(8192,))
     without, with_records = (max(times) for times in zip(*by_rank, strict=True))
     print(f"AG-GEMM 8192x6400x5120: {without:.1f} us, with records {with_records:.1f} us")

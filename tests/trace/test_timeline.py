@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from weft.cli import app
 from weft.runtime.team.trace_rings import KINDS, RECORDS, RING_BYTES, RINGS, Record, records_of
 from weft.trace.chrome import to_json
-from weft.trace.clocks import Offset, aligned, offset_of
+from weft.trace.clocks import Offset, aligned, offset_of, other_clocks
 from weft.trace.device import event_of
 from weft.trace.summary import summarize, summary
 from weft.trace.timeline import MEASURED, Arrow, Event, Signal, arrows_of, make_timeline
@@ -47,6 +47,21 @@ def test_of_notifies_that_add_the_last_one_has_released_a_wait():
     ]
     assert arrows_of(events, 0) == [Arrow(notify=1, wait=3)]
     assert arrows_of(events, 4) == [Arrow(notify=2, wait=3)]  # clocks may differ by so much
+
+
+def test_the_last_put_of_another_rank_has_released_a_wait_for_words():
+    def sent(start, rank, place):
+        return event("put", start, start + 1, rank=rank, signal=signal(None, place=place))
+
+    events = [
+        sent(0, 1, (None, 64)), sent(2, 2, (None, 64)), sent(3, 0, (None, 64)), sent(4, 1, (None, 128)), sent(4, 1, (2, 64)),
+        sent(8, 1, (None, 64)), event("wait", 1, 6, signal=signal(None)),
+    ]  # fmt: skip
+    assert arrows_of(events, 0) == [Arrow(notify=1, wait=6)]
+    assert arrows_of([sent(0, 1, (0, 64)), *events[1:]], 0) == [Arrow(notify=1, wait=6)]
+    at_once = [event("wait", 0, 6, rank=rank, signal=signal(None, place=(rank, 64))) for rank in range(3)]
+    arrows = arrows_of([*(sent(0, rank, (None, 64)) for rank in range(3)), *at_once], 0)
+    assert [arrow.notify for arrow in arrows] == [2, 0, 1]
 
 
 def test_exposed_time_is_that_of_idle_sms():
@@ -137,5 +152,19 @@ def test_a_record_becomes_an_event():
     assert made(record("notify")).signal == Signal(place=(1, 16), value=7)
     add = made(record("add", kernel=5))
     assert (add.kind, add.signal.value, add.kernel) == ("notify", None, "kernel 00000005:187")
-    assert made(record("put", value=4096)).nbytes == 4096
+    put = made(record("put", value=4096))
+    assert (put.name, put.nbytes, put.cause) == ("put to rank 1", 4096, "landed")
+    assert put.signal == Signal(place=(1, 16), value=None)
+    to_all = made(record("put", peer=0))
+    assert (to_all.name, to_all.signal.place) == ("put to all others", (None, 16))
+    words = made(record("words", peer=0))
+    assert (words.kind, words.name, words.signal) == ("wait", "wait for landed[0]", Signal(place=(0, 16), value=None))
     assert made(record("tile", address=12 | 3 << 32)).name == "tile 12,3"
+
+
+def test_ranks_that_share_a_gpu_need_no_ping_pong():
+    assert (
+        other_clocks(["a", "b", "c"]) == [1, 2]
+        and other_clocks(["a", "b", "a", "b"]) == [1, 3]
+        and other_clocks("aa") == []
+    )

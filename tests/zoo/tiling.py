@@ -101,6 +101,40 @@ def owners_that_differ_by_rank(team, bug):
     tiles.scatter(part, team.zeros((SHARD, N), torch.float32, name="result"), operands, team, plan=plan, map=map)
 
 
+@triton.jit
+def row_part(tile, o, ROWS: tl.constexpr, N: tl.constexpr):
+    return (tl.full((ROWS, N), 1.0, tl.float32),)
+
+
+@triton.jit
+def sum_of_rows(total, part):
+    return (total[0] + part[0],)
+
+
+@triton.jit
+def store_rows(total, source, out, tile, o, ROWS: tl.constexpr, N: tl.constexpr):
+    """The row of all ranks together, where ``out`` has this rank's rows alone."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, N)[None, :]
+    first = tile.row % 12 if o.bug else tile.owner_row
+    tl.store(out + (first + row) * N + column, total[0], mask=row < tile.rows)  # here
+
+
+@exhibit("tile-store", "result", "the merged rows of an exchange are stored at another tile's place", store_rows)
+def merge_stored_at_another_tile(team, bug):
+    out = team.zeros((3 * ROWS, N), torch.float32, name="result")
+    plan, operands = tiles.ExchangePlan(rows=ROWS, columns=N), Planted(team.rank, tl.constexpr(bug))
+    here = out[: 2 * ROWS]
+    tiles.exchange(row_part, store_rows, here, operands, team, part=ROWS * N, merge=sum_of_rows, plan=plan)
+
+
+@exhibit("tile-map", "", "a map gives rows of a split sum to two tiles", also=("race",))
+def rows_of_two_tiles(team, bug):
+    entries = [(0, 0, 5 if bug else 4, 0), (0, 4, 8, 0), (1, 8, 12, 0), (1, 12, 16, 0)]
+    map = tiles.TileMap.of(torch.tensor(entries, dtype=torch.int32), covers=16)
+    plan, operands = tiles.ExchangePlan(rows=2 * ROWS, columns=N, split=2), Planted(team.rank, tl.constexpr(bug))
+    tiles.scatter(part, team.zeros((SHARD, N), torch.float32, name="result"), operands, team, plan=plan, map=map)
+
+
 @exhibit("tile-map", "", "a table leaves out rows: no tile computes them")
 def table_with_a_hole(team, bug):
     entries = [(0, 0, 4, 0), (0, 4, 8, 0), (1, 8, 11 if bug else 12, 0), (1, 12, 16, 0)]

@@ -31,12 +31,12 @@ from weft.language.ordering import (
     wait_for_previous_kernel,
 )
 from weft.language.signals import barrier, consume_token, notify, wait
-from weft.language.spans import begin_tile, end_tile
+from weft.language.spans import begin_put, begin_tile, end_put, end_tile
 from weft.language.waits import wait_all, wait_any
 
 __all__ = [
-    "advance_call", "advance_epoch", "barrier", "begin_tile", "chunk_notify", "chunk_wait", "consume_token",
-    "current_call", "end_tile", "fence", "follow_previous_kernel", "gather_stores", "get", "get_nbi", "grid_barrier",
+    "advance_call", "advance_epoch", "barrier", "begin_put", "begin_tile", "chunk_notify", "chunk_wait", "consume_token",
+    "current_call", "end_put", "end_tile", "fence", "follow_previous_kernel", "gather_stores", "get", "get_nbi", "grid_barrier",
     "lamport_clear", "lamport_load", "lamport_load_keyed", "lamport_receive", "lamport_receive_keyed", "lamport_store",
     "let_next_kernel_start", "multimem_load_reduce", "multimem_store", "next_call", "next_epoch", "notify", "num_ranks",
     "prefetch", "put", "put_nbi", "put_signal", "put_signal_nbi", "quiet", "rank", "shmem", "symm_at", "wait",

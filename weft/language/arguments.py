@@ -178,6 +178,13 @@ def check_team(primitive, team, _semantic=None):
 
 
 @tl.core.builtin
+def check_team_or_none(primitive, team, _semantic=None):
+    """``check_team``, but None passes."""
+    if _known(team) is not None:
+        check_team_view(_known(primitive), team)
+
+
+@tl.core.builtin
 def check_prefetch(ptr, nbytes, _semantic=None):
     """TypeError or ValueError unless ``ptr`` is a block and ``nbytes`` one int32 or a block of its shape."""
     ptr, nbytes = _known(ptr), _known(nbytes)

@@ -8,13 +8,17 @@ Reuse: rotate stages by epoch. ``lamport_receive`` loads one stage and clears th
 cleared values in memory. Data that the program sends afterwards therefore tell its peers that the stage is free. With strict
 turns (send, receive, send, ...) three stages suffice: a peer sends epoch e + 2 after it has received this rank's data of
 e + 1, which left after e - 1 was cleared.
+
+``words``, a scalar pointer to symmetric memory, names an exchange in the timeline of ``weft.trace``: an arrow joins the put
+that ``end_put`` marked with the same element and the load that waited for it. Without it a GPU's timeline lacks the wait.
 """
 
 import triton
 import triton.language as tl
 
 from weft.language.arguments import check_lamport
-from weft.language.lowering import stock
+from weft.language.coordinates import rank
+from weft.language.lowering import stock, tracing
 
 
 @triton.jit
@@ -29,25 +33,39 @@ def lamport_store(ptr, x, mask):
 
 
 @triton.jit
-def lamport_load(ptr, mask, team):
+def lamport_load(ptr, mask, team, words=None):
     """Load the elements behind ``ptr``, once each of them has been written since it was cleared.
 
     Masked-off elements are 0. Debug builds give up like ``wait``.
     """
     check_lamport("lamport_load", mask, ptr=ptr)
+    began, rounds = tracing.begin(team), 0
     x = stock.load_volatile(ptr, mask, 0.0)
     if team.patience_us > 0:
         started = stock.microseconds()
         missing = stock.count_unwritten(x)
         while missing > 0:
+            if team.trace is not None:
+                rounds += 1
             x = stock.load_volatile(ptr, mask, 0.0)
             missing = stock.count_unwritten(x)
             if stock.microseconds() - started > team.patience_us:
                 stock.give_up(tl.min(ptr.to(tl.int64)), 0, ">=", -missing, team)
     else:
         while stock.count_unwritten(x) > 0:
+            if team.trace is not None:
+                rounds += 1
             x = stock.load_volatile(ptr, mask, 0.0)
-    return _seen_by_all(x, ptr, mask)
+    x = _seen_by_all(x, ptr, mask)
+    _record_wait(words, began, rounds, team)
+    return x
+
+
+@triton.jit
+def _record_wait(words, began, rounds, team):
+    """Record a load that had to poll, ``rounds`` times."""
+    if words is not None:
+        tracing.record("words", began, words, rank(team), 0, rounds > 0, team)
 
 
 @triton.jit
@@ -63,7 +81,7 @@ def _seen_by_all(x, ptr, mask):
 
 
 @triton.jit
-def lamport_receive(ptr, old, mask, team, ordered=True):
+def lamport_receive(ptr, old, mask, team, ordered=True, words=None):
     """``lamport_load`` of ``ptr`` and ``lamport_clear`` of ``old``, which no other program touches.
 
     If ``ordered`` (a bool, at compile time or at run time), all later stores of this program come after the clearing: it polls
@@ -76,11 +94,11 @@ def lamport_receive(ptr, old, mask, team, ordered=True):
     if ordered:
         while stock.count_written(stock.load_volatile(old, mask, 0.0), mask) > 0:
             pass
-    return lamport_load(ptr, mask, team)
+    return lamport_load(ptr, mask, team, words)
 
 
 @triton.jit
-def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=True):
+def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=True, words=None):
     """``lamport_receive`` of a block and of the few elements behind ``key`` that were stored after it.
 
     Both arrive in the same round trips to memory. Returns a pair of blocks.
@@ -96,11 +114,11 @@ def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=
         left = stock.count_written(y, key_mask)
         while left > 0:
             left = stock.count_written(stock.load_volatile(old_key, key_mask, 0.0), key_mask)
-    return lamport_load_keyed(ptr, mask, key, key_mask, team)
+    return lamport_load_keyed(ptr, mask, key, key_mask, team, words)
 
 
 @triton.jit
-def lamport_load_keyed(ptr, mask, key, key_mask, team):
+def lamport_load_keyed(ptr, mask, key, key_mask, team, words=None):
     """``lamport_load`` of a block and of the few elements behind ``key`` that were stored after it.
 
     Both arrive in the same round trips to memory. Returns a pair of blocks.
@@ -108,18 +126,24 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team):
     check_lamport("lamport_load_keyed", mask, ptr=ptr)
     check_lamport("lamport_load_keyed", key_mask, key=key)
     if team.patience_us > 0:
-        x = lamport_load(ptr, mask, team)
+        x = lamport_load(ptr, mask, team, words)
         y = lamport_load(key, key_mask, team)
     else:
+        began, rounds = tracing.begin(team), 0
         x = stock.load_volatile(ptr, mask, 0.0)
         y = stock.load_volatile(key, key_mask, 0.0)
         while stock.count_unwritten(x) > 0:
+            if team.trace is not None:
+                rounds += 1
             x = stock.load_volatile(ptr, mask, 0.0)
             y = stock.load_volatile(key, key_mask, 0.0)
         x = _seen_by_all(x, ptr, mask)
         # Apart from the block: warps load different keys, and each continues after what it has itself seen.
         while stock.count_unwritten(y) > 0:
+            if team.trace is not None:
+                rounds += 1
             y = stock.load_volatile(key, key_mask, 0.0)
+        _record_wait(words, began, rounds, team)
     # A fast warp gets here while a slow one still loads the key, which must not be cleared yet.
     tl.debug_barrier()
     return x, y

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -15,16 +15,26 @@ if TYPE_CHECKING:
     from weft.predict.costs import Costs
 
 
+# Costs of a copy engine, and the memory's bandwidth, measured apart.
+ENGINE = ("copy", "flag", "link", "memory")
+
+
 def _complete(incomplete: str) -> list[str]:
     return [word for word in _ops() if word.startswith(incomplete)]
 
 
 class _Predicted(NamedTuple):
-    """Sizes of an op as the flag has them, an example, and the time."""
+    """Sizes of an op as the flag has them, an example, the time, and the costs that it depends on.
+
+    groups    of costs.FITTED
+    measured  costs that were measured apart
+    """
 
     sizes: tuple[str, ...]
     example: tuple[int, ...]
     time: Callable[[Costs, Sequence[int], int], float]
+    groups: tuple[str, ...]
+    measured: tuple[str, ...]
 
 
 def _ops() -> dict[str, _Predicted]:
@@ -40,27 +50,55 @@ def _ops() -> dict[str, _Predicted]:
     return {
         "ag-gemm": _Predicted(
             ("M", "N", "K"), (8192, 51200, 5120),
-            lambda costs, s, w: ops.ag_gemm(costs, s[0], whole("N", s[1], w), s[2], w),
+            lambda costs, s, w: ops.ag_gemm(costs, s[0], whole("N", s[1], w), s[2], w), ("gemm", "overlap"), ENGINE,
         ),
         "gemm-rs": _Predicted(
             ("M", "N", "K"), (8192, 5120, 25600),
-            lambda costs, s, w: ops.gemm_rs(costs, s[0], s[1], whole("K", s[2], w), w),
+            lambda costs, s, w: ops.gemm_rs(costs, s[0], s[1], whole("K", s[2], w), w), ("gemm", "overlap"), ENGINE,
         ),
-        "all-reduce": _Predicted(("bytes",), (1 << 20,), lambda costs, s, w: ops.all_reduce(costs, s[0], w)),
-        "moe": _Predicted(
-            ("tokens", "hidden", "inner", "experts", "top"), (8192, 2048, 768, 128, 8),
-            lambda costs, s, w: ops.moe(costs, *s, w),
+        "all-reduce": _Predicted(
+            ("bytes",), (1 << 20,), lambda costs, s, w: ops.all_reduce(costs, s[0], w), ("overlap", "all-reduce"),
+            ("hop", *ENGINE[:3]),
+        ),
+        **{
+            name: _Predicted(
+                ("tokens", "hidden", "inner", "experts", "top"), (8192, 2048, 768, 128, 8),
+                lambda costs, s, w, time=time: time(costs, *s, w), ("gemm", "overlap", "grouped"), ENGINE,
+            )
+            for name, time in (("moe", ops.moe), ("ag-moe", ops.ag_moe), ("moe-rs", ops.moe_rs))
+        },
+        **{
+            name: _Predicted(
+                ("tokens", "hidden", "experts", "top"), (8192, 2048, 128, 8),
+                lambda costs, s, w, time=time: time(costs, *s, w), groups, ("hop",),
+            )
+            for name, time, groups in (
+                ("moe-dispatch", ops.moe_dispatch, ("all-reduce",)),
+                ("moe-combine", ops.moe_combine, ("overlap", "all-reduce")),
+            )
+        },
+        "sharded-decode-attention": _Predicted(
+            ("batch", "q_heads", "kv_heads", "head_dim", "context"), (1, 64, 8, 128, 1 << 20),
+            lambda costs, s, w: ops.decode_attention(costs, s[0], w * whole("q_heads", s[1], w), *s[2:], w),
+            ("all-reduce", "decode"), ("hop",),
         ),
     }  # fmt: skip
 
 
 def predict(
-    op: Annotated[str, typer.Argument(help="ag-gemm, gemm-rs, all-reduce or moe", autocompletion=_complete)],
+    op: Annotated[
+        str,
+        typer.Argument(
+            help="ag-gemm, gemm-rs, all-reduce, moe, ag-moe, moe-rs, moe-dispatch, moe-combine or "
+            "sharded-decode-attention",
+            autocompletion=_complete,
+        ),
+    ],
     world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 8,16,32")] = "2,4,8,16,32,64",
     shape: Annotated[str | None, typer.Option(help="Sizes of all ranks together, as in 8192x51200x5120")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,
 ) -> None:
-    """Predict an op's time on H200s by its tile schedule.
+    """Predict an op's time on H200s by its tile schedule, with the costs that it assumes.
 
     docs/performance/prediction.md has the errors of the model.
     """
@@ -79,6 +117,25 @@ def predict(
         for count in numbers("world-size", world_size):
             us = found.time(costs, sizes, count)
             typer.echo(f"W = {count:<4} {us:10.1f} us")
+        for line in _basis(op, found, costs):
+            typer.echo(line)
+
+
+def _basis(op: str, found: _Predicted, costs: Costs) -> Iterator[str]:
+    """Lines on the costs that were fitted, measured apart and assumed, and on the errors."""
+    from weft.predict.costs import ASSUMED, FITTED, errors
+
+    def listed(names: Sequence[str]) -> str:
+        return ", ".join(f"{name} {getattr(costs, name):g}" for name in names)
+
+    yield f"fitted:    {listed([name for group in found.groups for name in FITTED[group]])}"
+    yield f"measured:  {listed(found.measured)}"
+    yield f"assumed:   {listed(ASSUMED)} (beyond 8 GPUs)"
+    known = errors().get(op, {})
+    for world, (rows, mean, largest) in known.items():
+        yield f"error:     {mean:.1%} in the mean of {rows} committed rows at W = {world}, {largest:+.0%} at most"
+    if not set(known) - {"1"}:
+        yield "error:     not known over ranks, for which no row is committed"
 
 
 def _sizes(text: str, names: tuple[str, ...]) -> tuple[int, ...]:

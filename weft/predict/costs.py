@@ -1,4 +1,4 @@
-"""Costs of the parts of an op, fitted by ``python -m benchmarks.predict`` to rows of two GPUs."""
+"""Costs of the parts of an op, fitted by ``python -m benchmarks.predict`` to rows of one and two GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILE = Path(__file__).parent / "h200.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Costs on H200s. Those that no row was fitted to are measured apart (docs/trace.md).
+    """Costs on H200s: FITTED, ASSUMED, or measured apart (docs/trace.md).
 
     mac           femtoseconds of a multiplication and addition of a tile on one SM, in tiles of 128 x 256
     smaller       factor of that in tiles of half the size, and of a quarter its square
@@ -24,6 +24,10 @@ class Costs:
     push          all-reduce by stores: fixed part
     hop           of each further step of it
     push_link     bytes per microsecond that its programs send
+    expert        factor of ``mac`` in a grouped GEMM, whose rows are gathered and whose tiles are ragged
+    weights       bytes per microsecond of the weights that a grouped GEMM reads
+    grouped       of a grouped GEMM besides
+    cache         bytes per microsecond of the keys and values that decode attention reads; attention: of a call besides
     rail, rail_link  of a piece between nodes
     sms           of a GPU
     """
@@ -40,22 +44,38 @@ class Costs:
     push: float = 1.7
     hop: float = 1.2
     push_link: float = 300e3
+    expert: float = 1.3
+    weights: float = 4.0e6
+    grouped: float = 4.0
+    cache: float = 4.3e6
+    attention: float = 8.0
     rail: float = 10.0
     rail_link: float = 50e3
     sms: int = 132
 
 
-# Fitted to rows of W = 2, a group to the rows of an op; the others are given.
+# A group is fitted to the rows of an op: of W = 1 or, overlap and collectives, of 2.
 FITTED = {
     "gemm": ("mac", "smaller", "tile"),
     "overlap": ("call", "add"),
     "all-reduce": ("push", "push_link"),
+    "grouped": ("expert", "weights", "grouped"),
+    "decode": ("cache", "attention"),
 }
+# Measured nowhere.
+ASSUMED = ("rail", "rail_link")
+# Errors on committed rows: op -> world size -> (rows, mean of the absolute error, largest error).
+ERRORS = Path(__file__).parent / "errors.json"
 
 
 def read(file: Path = FILE) -> Costs:
     """The fitted costs that weft ships."""
     return Costs(**json.loads(file.read_text()))
+
+
+def errors(file: Path = ERRORS) -> dict[str, dict[str, tuple[int, float, float]]]:
+    """Errors of the shipped costs on committed rows."""
+    return json.loads(file.read_text())
 
 
 def to_json(costs: Costs) -> str:

@@ -6,12 +6,14 @@ share N or K of the weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
 
 from weft.kernels.tile_schedule import make_tiles, plan
+from weft.ops.moe.moe_schedule import block_for
 from weft.predict.costs import Costs
 from weft.predict.executor import CopyEngine, Slots, arrivals, run_in_order
 from weft.runtime.arithmetic import cdiv
@@ -22,6 +24,8 @@ NODE = 8
 # Tiles that a GEMM may use, by their number of halvings from 128 x 256.
 TILES = ((128, 256, 0), (128, 128, 1), (64, 128, 2))
 CHUNKS = (1, 2, 4)
+# Columns of the weight in a tile of a grouped GEMM; slabs of a sum over ranks.
+GROUPED_COLUMNS, SLABS = 256, 4
 
 
 def tile_time(costs: Costs, tile: tuple[int, int, int], K: int) -> float:
@@ -65,23 +69,91 @@ def all_reduce(costs: Costs, nbytes: int, world_size: int) -> float:
     return inside + (nodes > 1) * 2 * (nodes - 1) * (costs.rail + nbytes / near / nodes / costs.rail_link)
 
 
-def moe(costs: Costs, tokens: int, hidden: int, inner: int, experts: int, top: int, world_size: int) -> float:
-    """Mixture of experts over ranks: rows gathered, two grouped GEMMs, rows summed.
+# --- a mixture of experts, decode attention ------------------------------------------------------------------------------
 
-    A rank holds ``experts`` / W of them, and every expert gets as many tokens. A grouped GEMM takes the tiles of its experts
-    one after the other.
-    """
-    held = max(experts // world_size, 1)
-    rows = cdiv(tokens * top, experts)
-    gathered = _gathered(costs, tokens * hidden * ITEM / world_size, world_size)
-    # A tile has rows of all ranks, so it waits for the last shard.
-    up = _grouped(costs, held, rows, 2 * inner, hidden, gathered[-1])
-    down = _grouped(costs, held, rows, hidden, inner, up)
+
+def moe(costs: Costs, tokens: int, hidden: int, inner: int, experts: int, top: int, world_size: int) -> float:
+    """Mixture of experts over ranks, each with its share of them: ``ag_moe``, then ``moe_rs``."""
+    sizes = costs, tokens, hidden, inner, experts, top, world_size
+    return ag_moe(*sizes) + moe_rs(*sizes)
+
+
+def ag_moe(costs: Costs, tokens: int, hidden: int, inner: int, experts: int, top: int, world_size: int) -> float:
+    """Rows of all ranks, and their grouped GEMM with gate and up, rank by rank as rows arrive."""
+    work = grouped(costs, tokens, top, experts, world_size, 2 * inner, hidden)
+    arrived, clock = _gathered(costs, tokens * hidden * ITEM / world_size, world_size), 0.0
+    for time in arrived:
+        clock = max(clock, time) + work / len(arrived)
+    return clock + (costs.call if world_size > 1 else 0.0)
+
+
+def moe_rs(costs: Costs, tokens: int, hidden: int, inner: int, experts: int, top: int, world_size: int) -> float:
+    """Grouped GEMM with down, summed over choices and ranks; slabs of columns travel meanwhile."""
+    work = grouped(costs, tokens, top, experts, world_size, hidden, inner)
+    chosen = tokens * top / world_size
+    summed = (chosen + tokens) * hidden * ITEM / costs.add
     if world_size == 1:
-        return costs.call + down
-    scattered = _gathered(costs, tokens * hidden * ITEM / world_size, world_size)[-1]
-    # The sums leave in slabs of columns while later slabs are computed: all but the first slab is hidden, or the wire is.
-    return costs.call + max(down, up + scattered) + scattered / 4 + 2 * tokens * hidden * ITEM / costs.add
+        return work + summed
+    near, nodes = min(world_size, NODE), cdiv(world_size, NODE)
+    rows = tokens / world_size * hidden * ITEM
+    clock = arrived = costs.call
+    engine = CopyEngine(costs.copy, costs.link, costs.flag, clock)
+    for _ in range(SLABS):
+        clock += (work + summed) / SLABS
+        for _ in range(near - 1):
+            arrived = engine.send(rows / SLABS, clock)
+    far = (nodes - 1) * (costs.rail + rows / costs.rail_link)
+    return max(clock, arrived) + (near + 1) * rows / costs.add + far
+
+
+def moe_dispatch(costs: Costs, tokens: int, hidden: int, experts: int, top: int, world_size: int) -> float:
+    """Rows of tokens to the ranks that hold an expert they chose, by stores."""
+    return _rows_to_experts(costs, tokens, hidden, top, world_size)
+
+
+def moe_combine(costs: Costs, tokens: int, hidden: int, experts: int, top: int, world_size: int) -> float:
+    """Sums of each rank's experts for a token, back to its rank by stores, and added up there."""
+    held = (tokens * top / world_size + tokens * _share(top, world_size)) * hidden * ITEM / costs.add
+    return held + _rows_to_experts(costs, tokens, hidden, top, world_size)
+
+
+def decode_attention(
+    costs: Costs, batch: int, q_heads: int, kv_heads: int, dim: int, context: int, world_size: int
+) -> float:
+    """Attention of new tokens to ``context`` tokens each, spread over the ranks, and the merge."""
+    local = costs.attention + 2 * batch * context * kv_heads * dim * ITEM / world_size / costs.cache
+    near = min(world_size, NODE)
+    part = 4 * batch * q_heads / world_size * (dim + 1)
+    near_time = costs.hop + (near - 1) * part / costs.push_link if near > 1 else 0.0
+    far = costs.rail + (world_size - near) * part / costs.rail_link if world_size > near else 0.0
+    return local + max(near_time, far)
+
+
+def grouped(costs: Costs, tokens: int, top: int, experts: int, world_size: int, N: int, K: int) -> float:
+    """Grouped GEMM [pairs, K] @ [experts / W, N, K] of a rank, where tokens choose at random."""
+    held = max(experts // world_size, 1)
+    hit = held * (1 - (1 - top / experts) ** tokens)
+    pairs = tokens * top * held / experts
+    block = block_for(cdiv(tokens * top, experts), 1)
+    # Of an expert with more than a block of pairs the last tile is half full in the mean.
+    tiles = math.ceil(max(hit, pairs / block + hit / 2)) * cdiv(N, GROUPED_COLUMNS)
+    tile = block * GROUPED_COLUMNS * K * costs.mac * costs.expert * 1e-9
+    return costs.grouped + max(cdiv(tiles, costs.sms) * tile, hit * N * K * ITEM / costs.weights)
+
+
+def _share(top: int, world_size: int) -> float:
+    """Share of tokens that chose an expert of a rank."""
+    return 1 - (1 - 1 / world_size) ** top
+
+
+def _rows_to_experts(costs: Costs, tokens: int, hidden: int, top: int, world_size: int) -> float:
+    """Exchange of the rows that one rank and another have in common, each way of all pairs of ranks."""
+    if world_size == 1:
+        return 0.0
+    near, nodes = min(world_size, NODE), cdiv(world_size, NODE)
+    part = tokens / world_size * _share(top, world_size) * hidden * ITEM
+    inside = costs.push + costs.hop + (near - 1) * part / costs.push_link
+    return inside + (nodes - 1) * (costs.rail + near * part / costs.rail_link)
 
 
 # --- AG-GEMM ----------------------------------------------------------------------------------------------------------
@@ -163,11 +235,6 @@ def _piece(costs: Costs, slots: Slots, rows: int, N: int, K: int, ready: float) 
     tile = best_tile(costs, rows, N, K)
     each = max(tile_time(costs, tile, K), costs.sms * N * K * ITEM / costs.memory / _count(tile, rows, N))
     return slots.run(_count(tile, rows, N), each, ready)
-
-
-def _grouped(costs: Costs, experts: int, rows: int, N: int, K: int, ready: float) -> float:
-    slots, tile = Slots(costs.sms), best_tile(costs, rows, N, K)
-    return max(slots.run(_count(tile, rows, N), tile_time(costs, tile, K), ready) for _ in range(experts))
 
 
 def _gathered(costs: Costs, nbytes: float, world_size: int) -> list[float]:

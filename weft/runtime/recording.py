@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from weft.runtime.team.view import TeamView
 
 
 class Recorder(Protocol):
     """Recorder of cuBLAS GEMMs and of a copy engine's copies, in the order of their streams."""
+
+    @property
+    def view(self) -> TeamView:
+        """View of the team that is being traced."""
 
     def gemm(self, M: int, N: int, K: int, device: torch.device) -> AbstractContextManager[object]:
         """Scope of a GEMM of the current stream."""
@@ -41,6 +48,12 @@ def recording(into: Recorder) -> Iterator[None]:
         yield
     finally:
         _RECORDER.reset(token)
+
+
+def traced_view() -> TeamView | None:
+    """View of the team that is being traced, into which kernels of ops without a team record their tiles."""
+    into = _RECORDER.get()
+    return None if into is None else into.view
 
 
 def gemm_span(M: int, N: int, K: int, device: torch.device) -> AbstractContextManager[object]:

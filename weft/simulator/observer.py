@@ -126,6 +126,9 @@ class Observer:
     def recorded(self, kind: str, began: int, address: int, peer: int, value: int) -> None:
         """End of a span that began at ``began``: "put" or "tile", as in ``lowering/tracing.py``."""
 
+    def names_words(self, address: int) -> None:
+        """Name of the exchange of the program's next Lamport load: the address of its puts in ``recorded``."""
+
     # --- waits and deadlocks -----------------------------------------------------------------------------------------
 
     def waits(self, addresses: list[int], itemsize: int, wanted: int, comparison: str) -> None:

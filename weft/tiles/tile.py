@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     owner_row  the same row, counted from the owner's first one
     rows       rows of the tile, at most ROWS: mask the others
     column     column tile: columns column * COLUMNS .. of the result
+    share      in 0 .. shares - 1, of the tile's sum: this program's (``ExchangePlan.split``); 0 of 1 unless it is split
     """
 
     number: tl.tensor
@@ -41,6 +42,8 @@ class Tile(NamedTuple):
     owner_row: tl.tensor
     rows: tl.tensor
     column: tl.tensor
+    share: tl.tensor = 0
+    shares: tl.constexpr = 1
 
 
 class Shard(NamedTuple):
@@ -141,39 +144,41 @@ class Geometry(NamedTuple):
 
 
 @triton.jit
-def numbers_for(target, tiles, count, world, MAPPED: tl.constexpr):
-    """This program's first number of a tile of rank ``target``, and the limit.
+def numbers_for(target, tiles, count, world, MAPPED: tl.constexpr, SPLIT: tl.constexpr = 1):
+    """This program's first number of a tile of rank ``target``, and the limit, both times SPLIT.
 
-    Program p of P computes the numbers p, p + P, p + 2 P, … in all. ``tile_of`` skips those of other ranks.
+    SPLIT programs share a tile. Program p of P computes the numbers p, p + P, p + 2 P, … in all. ``tile_of`` skips those of
+    other ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if MAPPED:
-        return program, count
+        return program, count * SPLIT
     else:
-        begin = first_tile(target, tiles, world)
-        return begin + (program + programs - begin % programs) % programs, first_tile(target + 1, tiles, world)
+        begin = first_tile(target, tiles, world) * SPLIT
+        return begin + (program + programs - begin % programs) % programs, first_tile(target + 1, tiles, world) * SPLIT
 
 
 @triton.jit
 def tile_of(
     number, target, about, geometry, tiles, chunk_rows, world,
-    ROWS: tl.constexpr, OWNER_OF: tl.constexpr, ROWS_OF: tl.constexpr, PLACED: tl.constexpr,
+    ROWS: tl.constexpr, OWNER_OF: tl.constexpr, ROWS_OF: tl.constexpr, PLACED: tl.constexpr, share=0, SHARES: tl.constexpr = 1,
 ):  # fmt: skip
     """``Tile`` with this number; it has 0 rows if its owner is not ``target``.
 
-    PLACED: the rows of a map are rows of their owner.
+    PLACED: the rows of a map are rows of their owner. share, SHARES: of the tile's sum
     """
     if OWNER_OF is None:
         panel, chunk, tile_row, column = locate(number, tiles)
         row = tile_row * ROWS
-        return Tile(number, target, target * geometry.rows + row, row, tl.minimum(geometry.rows - row, ROWS), column)
+        rows = tl.minimum(geometry.rows - row, ROWS)
+        return Tile(number, target, target * geometry.rows + row, row, rows, column, share, SHARES)
     else:
         owner = OWNER_OF(number, about)
         row, rows, column = ROWS_OF(number, about)
         rows_of_owner = geometry.rows if PLACED else 0
-        tile = Tile(number, owner, row, row - owner * geometry.rows, rows, column)
+        tile = Tile(number, owner, row, row - owner * geometry.rows, rows, column, share, SHARES)
         marks.maps_tile(tile, rows_of_owner, chunk_rows, geometry.covers, world)
-        return Tile(number, owner, row, tile.owner_row, tl.where(owner == target, rows, 0), column)
+        return Tile(number, owner, row, tile.owner_row, tl.where(owner == target, rows, 0), column, share, SHARES)
 
 
 def check_body(name: str, body: Any) -> None:

@@ -81,19 +81,29 @@ def aligned(time: int, before: Offset, after: Offset) -> int:
     return time - round(before.offset + (after.offset - before.offset) * share)
 
 
+def other_clocks(gpus: Sequence[str]) -> list[int]:
+    """Ranks with another clock than rank 0, by each rank's GPU.
+
+    Ranks that share a GPU read one clock. A ping-pong between them would take two time slices a round.
+    """
+    return [rank for rank, gpu in enumerate(gpus) if gpu != gpus[0]]
+
+
 def measure(team: Team) -> Offset:
     """Offset of this rank's clock to rank 0's. Collective."""
+    of_device = torch.cuda.get_device_properties(team.device)
+    peers = other_clocks(team.workspace("trace GPUs", lambda: team.exchange(str(of_device.uuid))))
     word = team.workspace("trace clock", lambda: team.signals((1,), name="trace clock"))
     counts = team.workspace("trace clock rounds", lambda: {"first": 0})
     stamps = torch.zeros((team.size, ROUNDS, 2), dtype=torch.int64, device=team.device)
-    for peer in range(1, team.size):
+    for peer in peers:
         if team.rank in (0, peer):
             ping_pong_kernel[(1,)](word, stamps[peer], counts["first"], peer, team.view, ROUNDS, num_warps=1)
         counts["first"] += ROUNDS
     team.synchronize()
     by_rank = team.exchange(stamps.tolist())
-    if team.rank == 0:
-        spread = [offset_of(by_rank[0][peer], by_rank[peer][peer]).residual for peer in range(1, team.size)]
+    if team.rank not in peers:
+        spread = [offset_of(by_rank[0][peer], by_rank[peer][peer]).residual for peer in peers]
         stamp = torch.zeros(1, dtype=torch.int64, device=team.device)
         stamp_kernel[(1,)](stamp, num_warps=1)
         return Offset(time=int(stamp), offset=0.0, residual=max(spread, default=0.0))

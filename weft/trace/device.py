@@ -18,6 +18,7 @@ from weft.errors import Unsupported
 from weft.runtime.streams import current_stream
 from weft.runtime.team.team import Team
 from weft.runtime.team.trace_rings import KINDS, RING_BYTES, RINGS, Record, records_of
+from weft.runtime.team.view import TeamView
 from weft.trace.clocks import Offset, aligned, measure, reference
 from weft.trace.timeline import MEASURED, Event, Signal, Timeline, make_timeline
 from weft.triton_api import JITFunction
@@ -67,6 +68,10 @@ class DeviceTracer:
         if kind is None:
             self._team.barrier()
             self._after = measure(self._team)
+
+    @property
+    def view(self) -> TeamView:
+        return self._team.view
 
     def timeline(self) -> Timeline | None:
         team = self._team
@@ -148,15 +153,21 @@ def event_of(
     if kind == "tile":
         name = f"tile {record.address & 0xFFFFFFFF},{record.address >> 32}"
     elif kind == "put":
-        name, details = f"put to rank {record.peer}", {"nbytes": record.value}
+        to_all = record.peer == rank
+        name = "put to all others" if to_all else f"put to rank {record.peer}"
+        place = None if to_all else record.peer, offset(record.address)
+        cause = name_of(record.address).partition("[")[0]
+        details = {"nbytes": record.value, "cause": cause, "signal": Signal(place=place, value=None)}
     else:
         signal = name_of(record.address)
-        value = None if kind == "add" else record.value - ((record.value & 1 << 31) << 1)
+        value = None if kind in ("add", "words") else record.value - ((record.value & 1 << 31) << 1)
         details = {
             "cause": signal.partition("[")[0],
             "signal": Signal(place=(record.peer, offset(record.address)), value=value),
         }
-        name = f"wait for {signal}" if kind == "wait" else f"notify {signal} of rank {record.peer}"
+        name = f"notify {signal} of rank {record.peer}"
+        if kind in ("wait", "words"):
+            kind, name = "wait", f"wait for {signal}"
     kernel = kernels.get(record.kernel, f"kernel {record.kernel:08x}")
     return Event(
         rank=rank, track=f"SM {record.sm}", kind="notify" if kind == "add" else kind, name=name,

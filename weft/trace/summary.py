@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ class OfRank:
     gemm     matrix products: of tiles by SM, of a cuBLAS GEMM by all SMs
     wire     copies of its copy engine, and puts by SM
     exposed  by cause: waits while SMs compute no tile, weighted by the share of such SMs
+    waits    their number by cause, all of them
     awaited  waits of other ranks that its notifies have ended
     """
 
@@ -32,6 +33,7 @@ class OfRank:
     gemm: float
     wire: float
     exposed: dict[Cause, float]
+    waits: Counter[Cause]
     awaited: int
 
     @property
@@ -62,6 +64,7 @@ def summarize(timeline: Timeline) -> list[OfRank]:
                 gemm=_by_sm(events, "tile", sms) + _union(e for e in events if e.kind == "gemm"),
                 wire=_by_sm(events, "put", sms) + _union(e for e in events if e.kind == "copy"),
                 exposed=_exposed(timeline, numbers, released, sms), awaited=awaited[rank],
+                waits=Counter((e.cause, released.get(n)) for n, e in zip(numbers, events, strict=True) if e.kind == "wait"),
             )
         )  # fmt: skip
     return found
@@ -90,18 +93,17 @@ def summary(timeline: Timeline) -> str:
     ]  # fmt: skip
     lines += _table(header, rows)
     lines += ["", "overlap = max(GEMM, wire) / time; 100% hides one behind the other, and nothing else takes time"]
-    causes: defaultdict[Cause, float] = defaultdict(float)
-    for one in ranks:
-        for cause, time in one.exposed.items():
-            causes[cause] += time / len(ranks)
+    causes = {
+        cause: sum(one.exposed.get(cause, 0.0) for one in ranks) / len(ranks) for one in ranks for cause in one.waits
+    }
     if causes:
         listed = sorted(causes.items(), key=lambda entry: -entry[1])
-        lines += ["", "exposed communication by cause, mean of the ranks"]
+        lines += ["", "exposed communication by cause: waits of all ranks, and mean time of a rank"]
         lines += _table(
-            ("signal", "of rank", "us"),
+            ("signal or data", "of rank", "waits", "us"),
             [
-                (name, "?" if rank is None else str(rank), _us(time))
-                for (name, rank), time in listed[:_MOST_CAUSES]
+                (cause[0], "?" if cause[1] is None else str(cause[1]), f"{sum(one.waits[cause] for one in ranks):,}", _us(time))
+                for cause, time in listed[:_MOST_CAUSES]
             ],
         )  # fmt: skip
         if len(listed) > _MOST_CAUSES:

@@ -17,13 +17,14 @@ VIRTUAL, MEASURED = "virtual", "GPU"
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """Change of a signal by a notify, or the value that a wait asks of it.
+    """Change of a signal by a notify, or the value that a wait asks of it; or the place of a put's data.
 
-    place  rank that owns the signal, and its place in that rank's heap
-    value  signed value that was set, or that the wait asked for (``>=``); None for one that was added, or copied by an engine
+    place  rank that owns the signal or the data, None for all ranks but the sender, and the place in that rank's heap
+    value  signed value that was set, or that the wait asked for (``>=``); None for one that was added or copied by an engine,
+           and for data
     """
 
-    place: tuple[int, int]
+    place: tuple[int | None, int]
     value: int | None
     bits: int = 32
 
@@ -37,7 +38,7 @@ class Event:
     kind        one of KINDS
     start, end  nanoseconds
     kernel      of a program's event: the kernel's name, on GPUs with the line
-    cause       of a wait or a notify: the signal's name
+    cause       of a wait, a notify or a put: name of the signal or the data
     nbytes      of a copy or a put
     """
 
@@ -60,7 +61,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrow:
-    """The notify that released a wait, by their numbers among the events."""
+    """The notify, or put of Lamport words, that released a wait, by their numbers among the events."""
 
     notify: int
     wait: int
@@ -106,11 +107,11 @@ def arrows_of(events: Sequence[Event], slack: int) -> list[Arrow]:
     """Arrow to each wait from the first notify of its signal that is enough and ended before it did.
 
     slack  nanoseconds by which a notify may seem to end after the wait that it released. Where the value that a notify led to
-           is not known, as of one that adds, the last one before the end of the wait has released it.
+           is not known, as of one that adds, and of data, the last one before the end of the wait has released it.
     """
-    notifies: dict[tuple[int, int], list[tuple[int, int, Signal]]] = defaultdict(list)
+    notifies: dict[tuple[int | None, int], list[tuple[int, int, Signal]]] = defaultdict(list)
     for number, event in enumerate(events):
-        if event.kind == "notify" and event.signal is not None:
+        if event.kind in ("notify", "put") and event.signal is not None:
             notifies[event.signal.place].append((event.end, number, event.signal))
     for found in notifies.values():
         found.sort(key=lambda entry: entry[:2])
@@ -119,6 +120,11 @@ def arrows_of(events: Sequence[Event], slack: int) -> list[Arrow]:
         if event.kind != "wait" or event.signal is None:
             continue
         sent = notifies.get(event.signal.place, [])
+        if to_all := notifies.get((None, event.signal.place[1])):
+            # Of puts that end at once the next rank's is the first, so that in virtual time no rank seems to be the straggler.
+            after = {number: (events[number].rank - event.rank) % (1 << 16) for _, number, _ in to_all}
+            to_here = [one for one in to_all if after[one[1]] > 0]
+            sent = sorted((*sent, *to_here), key=lambda one: (one[0], after.get(one[1], 0)))
         before = sent[: bisect_right(sent, event.end + slack, key=lambda entry: entry[0])]
         enough = [n for _, n, signal in before if _reaches(signal, event.signal)]
         unknown = [n for _, n, signal in before if signal.value is None]

@@ -9,6 +9,7 @@ import torch
 
 from weft.errors import Unsupported
 from weft.runtime.team.team import Team
+from weft.runtime.team.view import TeamView
 from weft.simulator.machine.machine import Machine
 from weft.simulator.observer import Observer
 from weft.trace.timeline import VIRTUAL, Timeline, make_timeline
@@ -40,6 +41,10 @@ class VirtualTracer:
             self._team.barrier()
         if self._machine.observer is self._observer:
             self._machine.observer, self._machine.scheduler.strategy = Observer(), self._observer.strategy_before
+
+    @property
+    def view(self) -> TeamView:
+        return self._team.view
 
     def timeline(self) -> Timeline | None:
         if self._team.rank != 0:

@@ -17,6 +17,7 @@ import torch
 from weft.simulator.machine.grids import Grid, Program
 from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import is_met, signed
+from weft.simulator.machine.pointers import ADDRESS
 from weft.simulator.machine.strategy import Strategy
 from weft.simulator.machine.tasks import Task, ThreadTask
 from weft.simulator.observer import Observer
@@ -77,6 +78,7 @@ class _Copy:
     rank: int
     stream: str
     label: str
+    source: torch.Tensor
     start: int
     end: int
     nbytes: int = 0
@@ -101,6 +103,7 @@ class VirtualTime(Observer):
         self._words: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._data: dict[int, int] = {}
         self._waiting: dict[Task, int] = {}
+        self._exchange: dict[Task, Signal] = {}  # of the task's next Lamport load
         self._met: dict[str, int] = {}
         self._events: list[Event] = []
         self._copies: dict[Task, _Copy] = {}
@@ -127,7 +130,7 @@ class VirtualTime(Observer):
         if how == "lamport" and mask.any():
             active = addresses[mask]
             visible = max((self._data.get(at, 0) for at in _granules(active)), default=0)
-            self._see(visible, *self._named(int(active[0])))
+            self._see(visible, *self._named(int(active[0])), self._exchange.pop(self._task, None))
         elif how == "volatile" and mask.any():
             self._catch_up(addresses[mask])
 
@@ -179,7 +182,13 @@ class VirtualTime(Observer):
             row, column = address & 0xFFFFFFFF, address >> 32
             self._of_program("tile", f"tile {row},{column}", start)
         elif kind == "put":
-            self._of_program("put", f"put to rank {peer}", start, nbytes=value)
+            to_all = peer == self._task.rank
+            name = "put to all others" if to_all else f"put to rank {peer}"
+            data = self._data_at(address & ADDRESS, None if to_all else peer)
+            self._of_program("put", name, start, nbytes=value, cause=self._named(address & ADDRESS)[0], signal=data)
+
+    def names_words(self, address: int) -> None:
+        self._exchange[self._task] = self._data_at(address & ADDRESS, self._task.rank)
 
     # --- waits -------------------------------------------------------------------------------------------------------
 
@@ -238,7 +247,7 @@ class VirtualTime(Observer):
         def begin() -> None:
             task, start = self._task, max(ready, self._sides[rank, stream])
             self._clocks[task] = self._sides[rank, stream] = start
-            self._copies[task] = _Copy(rank, stream, label, start, start)
+            self._copies[task] = _Copy(rank, stream, label, tensors[-1], start, start)
 
         return begin
 
@@ -249,7 +258,7 @@ class VirtualTime(Observer):
             return  # it had been enqueued before the trace
         if is_signal:
             copy.end += costs.flag
-            word = self._machine.memory.read_word(source, itemsize, lambda: task.label)
+            word = int(copy.source) & (1 << 8 * itemsize) - 1
             self._words[target].append((copy.end, word))
             copy.signal = Signal(place=self._place(target), value=signed(word, itemsize), bits=8 * itemsize)
             copy.cause, name = self._named(target)
@@ -335,6 +344,11 @@ class VirtualTime(Observer):
 
     def _place(self, address: int) -> tuple[int, int]:
         return self._owner(address), self._machine.memory.place(address)
+
+    def _data_at(self, address: int, rank: int | None) -> Signal:
+        """Data of ``rank``, None for all others, at the offset in its heap that ``address`` has in its own."""
+        heap = self._machine.memory.heap_of(address)
+        return Signal(place=(rank, address - (heap[0] if heap else 0)), value=None)
 
     def _named(self, address: int) -> tuple[str, str]:
         """Name of the tensor at ``address``, and that of its element."""

@@ -183,7 +183,9 @@ def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
     OF_SLOT: tl.constexpr = stages_of(row_bytes_of(rows.dtype, WIDTH))
     columns = tl.arange(0, BLOCK)
     inside = is_sent(team, ROWS) & (columns < WIDTH)[None, :]
-    stage = wl.symm_at(slot + (epoch % OF_SLOT) * STAGE, send_order(team, ROWS), team)[:, None]
+    began = wl.begin_put(team)
+    words = slot + (epoch % OF_SLOT) * STAGE
+    stage = wl.symm_at(words, send_order(team, ROWS), team)[:, None]
     row = stage + wl.rank(team) * WIDTH + columns[None, :]
     if TRANSPORT == "keyed":
         key = find_key(rows)
@@ -193,6 +195,7 @@ def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
     else:
         tl.static_assert(TRANSPORT == "lamport", "send: TRANSPORT must be 'lamport' or 'keyed'")
         wl.lamport_store(row, rows, inside)
+    wl.end_put(began, words, (world - 1) * row_bytes_of(rows.dtype, WIDTH), wl.rank(team), team)
 
 
 @triton.jit
@@ -232,11 +235,11 @@ def receive(own, slot, epoch, before, team, ordered, ROWS: tl.constexpr, TRANSPO
     if TRANSPORT == "keyed":
         keys = world * WIDTH + ranks * key_words(own.dtype)
         received, key = wl.lamport_receive_keyed(
-            stage + here, old + here, there, stage + keys, old + keys, from_others, team, ordered
+            stage + here, old + here, there, stage + keys, old + keys, from_others, team, ordered, stage
         )
         received ^= key[:, None]
     else:
-        received = wl.lamport_receive(stage + here, old + here, there, team, ordered)
+        received = wl.lamport_receive(stage + here, old + here, there, team, ordered, stage)
     return tl.where((ranks == me)[:, None], own[None, :], received)
 
 
@@ -279,7 +282,7 @@ def slots_of(team: Team, plan: PushPlan, itemsize: int) -> Slots:
         resident = min(team.max_programs(plan.num_warps, registers), plan.programs_per_sm * team.caps.sms)
         programs = min(team.exchange(resident))
         stage = team.size * plan.row_bytes + key_bytes(plan.transport, team.size)
-        buffer = team.empty((programs * stages_of(plan.row_bytes) * stage,), torch.uint8)
+        buffer = team.empty((programs * stages_of(plan.row_bytes) * stage,), torch.uint8, name="pushed words")
         word, bits = UNWRITTEN[itemsize]
         buffer.view(word).fill_(bits)
         epochs = team.local((programs,), torch.int32)

@@ -189,7 +189,7 @@ BUGS = {
                          "return tl.minimum(head // HEADS.own + 1, world - 1)", "race"),
     "words not cleared": ("head_words", CLEAR, "        pass\n", "uncleared"),
     "one half": ("sharded_decode_attention", "tl.store(words.halves + pair, 1 - half)", "pass", "race|deadlock"),
-    "merged before the words are there": ("head_words", "wl.lamport_load_keyed(cells, of_cells, sums, there, team)",
+    "merged before the words are there": ("head_words", "wl.lamport_load_keyed(cells, of_cells, sums, there, team, exchange)",
                                           "tl.load(cells, of_cells), tl.load(sums, there)", "race"),
 }  # fmt: skip
 

@@ -137,6 +137,7 @@ def test_a_wrong_owner_is_seen(name, tmp_path, monkeypatch):
 # --- planted bugs -------------------------------------------------------------------------------------------------------
 
 FLAG = "                wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)\n"
+PUT = "            if step < world:\n                wl.end_put(began, mail.rows, 0, peer, team)\n"
 SEND = "            send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES, team)\n"
 ENTERED = "        wl.wait(flags.entered + (me + step) % world, last + 1, team)\n"
 SUMS = "            for begin in range(0, SIZES.width, SIZES.block):\n                column"
@@ -146,10 +147,10 @@ ARRIVED = "        await_chunk(flags, chunk, CHUNKS, now, team)\n"
 SENDERS = {dispatched: (dispatch_rows, "moe_dispatch_kernel"), combined: (combine_rows, "moe_combine_kernel")}
 # Source that changes, what to, the calls that show it, the finding.
 BUGS = {
-    "flag before rows": (dispatch_rows, SEND + "            if step < world:\n" + FLAG,
+    "flag before rows": (dispatch_rows, SEND + PUT + FLAG,
                          "            if step < world:\n" + FLAG + SEND, dispatched, "race"),
-    "a rank without tokens sends no flags": (dispatch_rows, "            if step < world:\n" + FLAG,
-                                             "            if (step < world) & (T > 0):\n" + FLAG, dispatched, "deadlock"),
+    "a rank without tokens sends no flags": (dispatch_rows, PUT, PUT.replace("step < world", "(step < world) & (T > 0)"),
+                                             dispatched, "deadlock"),
     "rows not awaited": (dispatch_rows, ARRIVED, "        pass\n", dispatched, "race"),
     "a half written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), dispatched, "race"),
     "combined before the last arrival": (combine_rows, ARRIVED, "        pass\n", combined, "race"),

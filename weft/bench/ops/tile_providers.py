@@ -52,8 +52,9 @@ def gathered_tile(shard, out, tile, o, matrices, ROWS: tl.constexpr, COLUMNS: tl
 def partial_tile(tile, o, matrices, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Tile of a @ b.T over this rank's share of K"""
     a, b = Operand(matrices.second, o.a_stride, tile.row + tile.rows), Operand(matrices.first, o.b_stride, o.N)
-    nothing = Outgoing(0, 0, 0)
-    return gemm_tile(a, b, tile.row, tile.column * COLUMNS, o.K, 0, tl.cdiv(o.K, o.block.k), nothing, o.block, False)
+    depth = tl.cdiv(o.K, o.block.k)
+    first, last = tile.share * depth // tile.shares, (tile.share + 1) * depth // tile.shares
+    return gemm_tile(a, b, tile.row, tile.column * COLUMNS, o.K, first, last, Outgoing(0, 0, 0), o.block, False)
 
 
 def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, team: Any, transport: str, tile: Tile) -> torch.Tensor:
@@ -74,8 +75,11 @@ def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, team: Any, transport: st
 def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Any, tile: Tile) -> torch.Tensor:
     """Rows of this rank of the sum of a[M, K] @ b[N, K].T over the ranks -> [M / W, N]."""
     a, (b, described) = rows_contiguous(a), _rows_of(b, a)
+    count = team.size * triton.cdiv(len(a) // team.size, tile.block_m) * triton.cdiv(len(b), tile.block_n)
+    # With fewer tiles than SMs several programs share one, of 8 steps along K at least.
+    split = max(1, min(team.caps.sms // count, a.shape[1] // (8 * tile.block_k), tiles.MAX_SPLIT))
     plan = tiles.ExchangePlan(
-        rows=tile.block_m, columns=tile.block_n, group=tile.group, num_warps=_warps(tile, described, team),
+        rows=tile.block_m, columns=tile.block_n, group=tile.group, split=split, num_warps=_warps(tile, described, team),
         num_stages=tile.num_stages,
     )  # fmt: skip
     matrices = (

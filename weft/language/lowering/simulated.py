@@ -68,7 +68,7 @@ def _await_any(machine: Any, signals: Any, left: Any, value: Any, comparison: An
 
 
 @simulated(lamport.lamport_load)
-def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
+def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any, words: Any = None) -> Any:
     from weft.simulator import interpreter as interp
 
     check_flagged_block("lamport_load", "ptr", ptr, mask)
@@ -82,6 +82,8 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
     def missing() -> int:
         return int((machine.memory.load(addresses, active, itemsize, machine.who) == unwritten).sum())
 
+    if interp.value_of(words) is not None:
+        machine.observer.names_words(int(interp.addresses_of(words).ravel()[0]))
     if active.any():
         low, high = int(addresses[active].min()), int(addresses[active].max()) + itemsize
         machine.stores.touch(low, high)
@@ -95,10 +97,12 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any) -> Any:
 
 
 @simulated(lamport.lamport_load_keyed)
-def _lamport_load_keyed(machine: Any, ptr: Any, mask: Any, key: Any, key_mask: Any, team: Any) -> tuple[Any, Any]:
+def _lamport_load_keyed(
+    machine: Any, ptr: Any, mask: Any, key: Any, key_mask: Any, team: Any, words: Any = None
+) -> tuple[Any, Any]:
     check_flagged_block("lamport_load_keyed", "ptr", ptr, mask)
     check_flagged_block("lamport_load_keyed", "key", key, key_mask)
-    return _lamport_load(machine, ptr, mask, team), _lamport_load(machine, key, key_mask, team)
+    return _lamport_load(machine, ptr, mask, team, words), _lamport_load(machine, key, key_mask, team, words)
 
 
 @simulated(stock.store_flagged)

@@ -24,10 +24,20 @@ def _format(_semantic=None):
     return tl.tuple([tl.constexpr(RINGS), tl.constexpr(RING_BYTES), tl.constexpr(RECORDS)])
 
 
+@tl.core.builtin
+def _is_traced(team, _semantic=None):
+    """True if ``team`` is a traced team's view; False for None too.
+
+    A test of its own: Triton 3.6 fails to compare a tuple that has a None in it with None.
+    """
+    rings = getattr(team, "trace", None)
+    return tl.constexpr(getattr(rings, "value", rings) is not None)
+
+
 @triton.jit
 def begin(team):
-    """Start of a span: the low half of the clock, for ``record``; 0 in a team that is not traced."""
-    if team.trace is not None:
+    """Start of a span: the low half of the clock, for ``record``; 0 without a traced team."""
+    if _is_traced(team):
         tl.static_assert(target_info.is_cuda(), "weft.trace records on NVIDIA GPUs and virtual ranks")
         return ptx.globaltimer_low()
     else:
@@ -38,10 +48,10 @@ def begin(team):
 def record(kind: tl.constexpr, began, address, peer, value, happened, team):
     """Record the span from ``began`` to now, if ``happened``.
 
-    kind     "wait", "notify" (which sets), "add" (one that adds), "put" or "tile"
+    kind     "wait", "words" (a wait for Lamport words), "notify" (which sets), "add" (one that adds), "put" or "tile"
     address  pointer to the signal or the data in this rank's memory; of a tile its row | column << 32
     """
-    if team.trace is not None:
+    if _is_traced(team):
         program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
         ring = team.trace + (program % _format()[0]).to(tl.int64) * _format()[1]
         what: tl.constexpr = _number_of(kind)

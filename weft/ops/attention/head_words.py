@@ -107,6 +107,24 @@ def send_heads(mean, log_sum, places):
 
 
 @triton.jit
+def exchange_of(pair, half, words, team, HEADS: tl.constexpr):
+    """Pointer that names the exchange of a pair's words in a timeline, the same element at all ranks."""
+    return words.log_sums + half * wl.num_ranks(team) * HEADS.places + pair
+
+
+@triton.jit
+def end_put_heads(began, D: tl.constexpr, half, words, team, HEADS: tl.constexpr):
+    """Mark the end of ``send_heads`` for pair program_id(0), unless this rank owns all its heads."""
+    world: tl.constexpr = wl.num_ranks(team)
+    first, _ = owner_of(0, world, HEADS)
+    last, _ = owner_of(HEADS.group - 1, world, HEADS)
+    me = wl.rank(team)
+    if (first != me) | (last != me):
+        exchange = exchange_of(tl.program_id(0), half, words, team, HEADS)
+        wl.end_put(began, exchange, 4 * HEADS.group * (D + 1), tl.where(first == last, first, me), team)
+
+
+@triton.jit
 def owner_of(row, world, HEADS: tl.constexpr):
     """(owner, place at the owner) of the query heads ``row`` of pair program_id(0)."""
     pair = tl.program_id(0)
@@ -121,13 +139,13 @@ def owner_of(row, world, HEADS: tl.constexpr):
 
 @triton.jit
 def receive_heads(
-    mean, log_sum, place, mine, half, words, team, HEADS: tl.constexpr, LOCAL: tl.constexpr, WARPS: tl.constexpr
+    mean, log_sum, place, mine, half, pair, words, team, HEADS: tl.constexpr, LOCAL: tl.constexpr, WARPS: tl.constexpr
 ):
     """State (``merged_parts.fold``) of the parts of all ranks, in rank order, of the rows ``mine``.
 
     Words are cleared behind the read.
 
-    place      [ROWS], of the rows; mine: mask [ROWS]
+    place      [ROWS], of the rows; mine: mask [ROWS]; pair: that of the first row
     LOCAL      this rank's part is (mean, log_sum), and no words; else all parts are words, and these two are not used
     """
     ROWS: tl.constexpr = mean.shape[0]
@@ -146,7 +164,8 @@ def receive_heads(
         columns = tl.arange(0, D)[None, None, :]
         cells, of_cells = words.means + (at * D)[:, :, None] + columns, there[:, :, None] & (columns >= 0)
         sums = words.log_sums + at
-        means, log_sums = wl.lamport_load_keyed(cells, of_cells, sums, there, team)
+        exchange = exchange_of(pair, half, words, team, HEADS)
+        means, log_sums = wl.lamport_load_keyed(cells, of_cells, sums, there, team, exchange)
         # All threads have loaded them: the load ends with a CTA barrier.
         wl.lamport_clear(cells, of_cells)
         wl.lamport_clear(sums, there)
@@ -182,7 +201,12 @@ def merge_heads_kernel(out, lse, words, team, HEADS: tl.constexpr, ROWS: tl.cons
     held = HEADS.nodes * HEADS.own
     place, mine = sequence * held + head, head < held
     none, nothing = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
-    state = receive_heads(none, nothing, place, mine, half, words, team, HEADS, False, MERGE_WARPS)
+    if HEADS.nodes > 1:
+        of_all = (first // HEADS.own * wl.num_ranks(team) + wl.rank(team)) * HEADS.own + first % HEADS.own
+    else:
+        of_all = wl.rank(team) * HEADS.own + first
+    pair = sequence * HEADS.kv_heads + of_all // HEADS.group
+    state = receive_heads(none, nothing, place, mine, half, pair, words, team, HEADS, False, MERGE_WARPS)
     target = out + (place.to(tl.int64) * D)[:, None] + columns
     tl.store(target, merged(state).to(out.dtype.element_ty), mask=mine[:, None])
     if lse is not None:

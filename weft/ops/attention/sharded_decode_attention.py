@@ -40,6 +40,7 @@ from weft.ops.attention.head_words import (
     MERGE_WARPS,
     MERGED_HEADS,
     HeadSizes,
+    end_put_heads,
     merge_heads_kernel,
     owner_of,
     places_of_words,
@@ -132,7 +133,9 @@ def sharded_attention_kernel(
         count = split_count(length - begin, splits, TILE)
     if split < count:
         stride = count * TILE.block_n
+        began = wl.begin_tile(team)
         mean, log_sum = attend(x, cache, table, page, head, first, length, stride, scale, SIZES, TILE, begin)
+        wl.end_tile(began, pair, split, team)
         if TILE.split:
             if store_partial(mean, log_sum, count, partials, TILE):
                 tl.store(partials.arrivals + pair, 0)
@@ -192,7 +195,9 @@ def exchange_heads(
     pair, row = tl.program_id(0), tl.arange(0, mean.shape[0])
     alone: tl.constexpr = FUSED and world == 1
     if not alone:
+        began = wl.begin_put(team)
         send_heads(mean, log_sum, places)
+        end_put_heads(began, D, half, words, team, HEADS)
         tl.debug_barrier()  # all threads have read the half before it changes
         tl.store(words.halves + pair, 1 - half)
     if FUSED:
@@ -202,7 +207,7 @@ def exchange_heads(
         if (first // HEADS.own <= me) & (me <= (first + HEADS.group - 1) // HEADS.own):
             whole = mean
             if not alone:
-                whole = merged(receive_heads(mean, log_sum, place, mine, half, words, team, HEADS, True, WARPS))
+                whole = merged(receive_heads(mean, log_sum, place, mine, half, pair, words, team, HEADS, True, WARPS))
             target = out + (place.to(tl.int64) * D)[:, None] + tl.arange(0, D)[None, :]
             tl.store(target, whole.to(out.dtype.element_ty), mask=mine[:, None])
 

@@ -129,6 +129,7 @@ def gathered_prefill_attention_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     x = tl.load(q + at, mask=exists[:, None], other=0.0)
+    began = wl.begin_tile(team)
     largest, total, acc = over_stripe(
         x, position, keys.own, first_token, before, end, seen, head, scale, largest, total, acc, SIZES, TILE
     )
@@ -141,6 +142,7 @@ def gathered_prefill_attention_kernel(
             x, position, keys.own, there, tl.load(table + 2), tl.load(table + 3), seen, head, scale, largest, total, acc,
             SIZES, TILE,
         )  # fmt: skip
+    wl.end_tile(began, tl.program_id(0) // SIZES.heads, head, team)
     if GATHERED:
         call = wl.current_call(landed)
         for place in range(2, 2 * world):
@@ -153,11 +155,13 @@ def gathered_prefill_attention_kernel(
             panel = buffer_of(source, me, world).to(tl.int64) * keys.room
             for chunk in range(there // keys.chunk, last_chunk):
                 wl.chunk_wait(call, source, chunk, team)
+                began = wl.begin_tile(team)
                 low, high = tl.maximum(there, chunk * keys.chunk), tl.minimum(behind, (chunk + 1) * keys.chunk)
                 largest, total, acc = over_stripe(
                     x, position, keys.others, panel + low, first + low - there, first + high - there, seen, head, scale,
                     largest, total, acc, SIZES, TILE,
                 )  # fmt: skip
+                wl.end_tile(began, tl.program_id(0) // SIZES.heads, head, team)
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=exists[:, None])
     if WITH_LSE:
         tl.store(lse + of_row, (largest + tl.log2(total)) * LN_2, mask=exists)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
 from weft.kernels.gemm_tile import Operand, Outgoing, SplitK, gemm_tile, join_partials, leave_partial, store_tile
 from weft.kernels.operands import ScaledMatrix, can_describe, has_dense_rows, rows_contiguous
@@ -37,6 +38,7 @@ from weft.ops.op import Op, define, register
 from weft.plan.planned import AUTO, Machine, Planned, machine
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
+from weft.runtime.recording import traced_view
 
 
 @exchangeable
@@ -52,12 +54,13 @@ class Persistent:
 
 
 @triton.jit(do_not_specialize=["M"])
-def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block):
+def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block, team=None):
     """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,)
 
     sizes  ``Sizes``; split: ``SplitK``; tiles: ``Tiles`` as an argument; block: ``Block``
     tiles  those from place ``tiles.whole`` on are split along K
     table  None: the tiles of one panel of M rows; else a ``tile_table``, whose panels may differ in size
+    team   in a trace (``traced_view``), else None
 
     signals, waits  none: the last program to leave a partial of a split tile adds all of them up (join_partials)
     """
@@ -72,6 +75,7 @@ def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block):
         else:
             owner, row, limit, tile_column = look_up(number, table)
         column = tile_column * block.n
+        began = wl.begin_tile(team)
         acc = gemm_tile(a, b, row, column, sizes.K, first, last, Outgoing(out, out, 0), block, False)
         if last - first == depth:
             store_tile(out, acc, row, column, 0, limit, sizes.N)
@@ -79,6 +83,7 @@ def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block):
             for at in range(0, block.m, block.join_rows):
                 x = join_partials(split, number, at, tiles, depth, block)
                 store_tile(out, x, row + at, column, 0, limit, sizes.N)
+        wl.end_tile(began, row // block.m, tile_column, team)
 
 
 def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
@@ -226,6 +231,7 @@ def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> tor
         as_argument(tiles),
         None,
         tile.block(descriptors),
+        traced_view(),
     )
     return out
 

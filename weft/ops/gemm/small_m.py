@@ -34,6 +34,7 @@ from weft.ops.local import capabilities_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
+from weft.runtime.recording import traced_view
 
 # Elements that a program of sum_partials_kernel adds up.
 SUM_BLOCK = 1024
@@ -91,6 +92,7 @@ def small_m_kernel(
     ahead,
     scales,
     block,
+    team,
     TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -103,6 +105,7 @@ def small_m_kernel(
     out             [M, N] if partials is 1; else fp32 [partials, 1 or 2 if GATED, M, N], which sum_partials_kernel adds up
     scales          ``RowScales`` of SQUARES parts, by which row m's results are multiplied. SQUARES 0: none
     block           ``Block``: block.m rows of x and block.n of the weight; if TRANSPOSED the other way round
+    team            in a trace (``traced_view``), else None
 
     signals, waits  none, except the wait for the previous kernel
     """
@@ -125,6 +128,7 @@ def small_m_kernel(
             of_half = weight_rows + half * tl.cast(sizes.N, tl.int64) * sizes.b_stride
             prefetch_columns(of_half, sizes.b_stride, column, sizes.N, start, columns, BLOCK_N)
     wl.wait_for_previous_kernel()
+    began = wl.begin_tile(team)
     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     if SQUARES > 0:
         # Loaded now and added up after the GEMM, so that the loads are in flight during it.
@@ -167,6 +171,7 @@ def small_m_kernel(
             tl.store(out + size + at, up.to(out.dtype.element_ty), mask=mask)
     else:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    wl.end_tile(began, tile % tile_rows, tile // tile_rows, team)
 
 
 @triton.jit(do_not_specialize=["partials"])
@@ -235,6 +240,7 @@ def run(
         design.ahead,
         scales or RowScales(sums, 0.0),
         block_of(design),
+        traced_view(),
     )
     if partials > 1:
         if not summed:

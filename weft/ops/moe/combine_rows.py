@@ -75,6 +75,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
         for step in range(1, world + 1):
             owner = (me + step) % world
+            began = wl.begin_put(team)
             token = owner * SIZES.tokens + local
             chosen = chosen_of(ids, token, local < SIZES.tokens, me, SIZES)
             rows = (
@@ -85,11 +86,13 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
                 total = partial_of(y, ids, weights, token, chosen, column, SIZES, team)
                 tl.store(rows + column, total.to(rows.dtype.element_ty), mask=chosen & (column < SIZES.width))
             if step < world:
+                wl.end_put(began, partials.rows, 0, owner, team)
                 wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)
     # This rank's own rows were stored by the threads that hold them, and are read by others.
     tl.debug_barrier()
     for chunk in range(program, CHUNKS, programs):
         await_chunk(flags, chunk, CHUNKS, now, team)
+        began = wl.begin_tile(team)
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
         for begin in range(0, SIZES.width, SIZES.block):
             column = begin + tl.arange(0, SIZES.block)[None, :]
@@ -100,6 +103,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
                 total += tl.load(row, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
             target = out + local.to(tl.int64)[:, None] * SIZES.width + column
             tl.store(target, total.to(out.dtype.element_ty), mask=(local < T)[:, None] & (column < SIZES.width))
+        wl.end_tile(began, chunk, 0, team)
     end_call(flags, now)
 
 

@@ -91,8 +91,10 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
     for chunk in range(program, CHUNKS, programs):
         for step in range(1, world + 1):
             peer = (me + step) % world
+            began = wl.begin_put(team)
             send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES, team)
             if step < world:
+                wl.end_put(began, mail.rows, 0, peer, team)
                 wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)
     for chunk in range(program, CHUNKS, programs):
         await_chunk(flags, chunk, CHUNKS, now, team)

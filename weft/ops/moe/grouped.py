@@ -33,6 +33,7 @@ from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
+from weft.runtime.recording import traced_view
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -157,7 +158,8 @@ def grouped_matmul_kernel(
               out is pair p's. A descriptor if FORM.described
     scales    [T, ceil(K / 128)] of fp8 rows of x, gathered; or None
     arriving  ``Arriving`` of gathered rows of x, with their channel ``landed``, and each expert's pairs in the order of ranks
-              me, me + 1, … (mod W); or None, where landed and team are None too
+              me, me + 1, … (mod W); or None, where landed is None too
+    team      of arriving rows, or in a trace (``traced_view``); else None
     weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows, or if FORM.turned of [experts, K, N]; if FORM.gated of
               [experts, 2, N, K] in blocks of BLOCK_N // 2 rows of both, or if TRANSPOSED of one
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
@@ -193,6 +195,7 @@ def grouped_matmul_kernel(
         if arriving is not None:
             begin, end = tl.load(schedule.pairs + first), tl.load(schedule.pairs + first + count - 1)
             await_rows(begin // FORM.choices, end // FORM.choices, arriving, landed, team)
+        began = wl.begin_tile(team)
         if FORM.in_place:
             of_mine = source - wl.rank(team) * arriving.tokens
             mine = (of_mine >= 0) & (of_mine < arriving.tokens)
@@ -250,6 +253,7 @@ def grouped_matmul_kernel(
         n = column + tl.arange(0, WIDTH)
         at = out + target.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=(local < count)[:, None] & (n < N)[None, :])
+        wl.end_tile(began, place // width, column // WIDTH, team)
 
 
 def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> GroupedTiles:
@@ -386,7 +390,7 @@ def run(
         K,
         max(1, min(across, design.columns // width)),
         landed,
-        team,
+        team or traced_view(),
         FORM=form,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

@@ -15,7 +15,7 @@ RINGS, RECORDS = 2048, 512
 RECORD_BYTES = 32
 RING_BYTES = (1 + RECORDS) * RECORD_BYTES
 # Values of a record's field ``kind``.
-KINDS = {"wait": 1, "notify": 2, "add": 3, "put": 4, "tile": 5}
+KINDS = {"wait": 1, "notify": 2, "add": 3, "put": 4, "tile": 5, "words": 6}
 
 
 class Record(NamedTuple):
@@ -27,7 +27,7 @@ class Record(NamedTuple):
     kind      bits 44..47: ``KINDS``
     line      bits 48..62: line of the kernel's file
     address   int64, bits 0..47: address of the signal or the data at this rank; of a tile row | column << 32
-    peer      bits 48..63: rank that the signal or the data are for, or this rank
+    peer      bits 48..63: rank that the signal or the data are for, or this rank; of a put this rank: all others
     value     int64, bits 0..31: value of the signal as it was set, added or awaited; bytes of a put, modulo 2**32
     kernel    bits 32..63: ``zlib.crc32`` of the kernel's name
     """

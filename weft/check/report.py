@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.check.detector.findings import Finding, Side
-from weft.runtime.capabilities import NVLINK
 
 DEFAULT_SMS = 8  # resident programs of a rank by default
+# weft.runtime.capabilities.NVLINK, whose module needs torch, which the command's help does without.
+DEFAULT_LINK = "nvlink"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Schedule:
     sms: int = DEFAULT_SMS
     runs: int = 1
     node_size: int | None = None
-    link: str = NVLINK
+    link: str = DEFAULT_LINK
 
     def command(self, script: str) -> str:
         """Replay command: for the shell, the marker of a pytest node, or Python if ``script`` is empty."""
@@ -34,7 +35,7 @@ class Schedule:
             values["sms"] = self.sms
         if self.node_size is not None:
             values["node_size"] = self.node_size
-        if self.link != NVLINK:
+        if self.link != DEFAULT_LINK:
             values["link"] = self.link
         if script and "::" not in script:
             return " ".join([f"weft check {script}", *(f"--{n.replace('_', '-')} {v}" for n, v in values.items())])

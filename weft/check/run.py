@@ -22,11 +22,11 @@ from weft.arguments import (
 )
 from weft.check.exhaustive import explore
 from weft.check.gathered import Gathered
-from weft.check.report import DEFAULT_SMS, Report, Schedule
+from weft.check.report import DEFAULT_LINK, DEFAULT_SMS, Report, Schedule
 from weft.check.runner import Runner
 from weft.check.shrinking import Shrinking
 from weft.check.strategies import STRATEGIES, strategy_of
-from weft.runtime.capabilities import LINKS, NVLINK
+from weft.runtime.capabilities import LINKS
 from weft.runtime.mains import check_main
 from weft.runtime.team.shape import check_node_size
 
@@ -48,7 +48,7 @@ def check(
     sms: int | None = None,
     heap_bytes: int | None = 8 << 20,
     node_size: int | None = None,
-    link: str = NVLINK,
+    link: str = DEFAULT_LINK,
     args: Sequence[Any] = (),
     deterministic: bool = True,
     script: str = "",

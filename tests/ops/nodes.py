@@ -73,6 +73,8 @@ def experts(nodes: int, world_size: int) -> Iterator[Case]:
     fields += (("unweighted", True),)
     for design in ("push", "sum_then_scatter", "lamport"):
         yield Case(op="moe_combine", sizes=(5, 2, 3 * world_size, 40), design=design, fields=fields, **common)
+    named = (("tokens", tokens), ("layout", "slices"), ("nodes", nodes), ("shared", "gated"))
+    yield Case(op="grouped_matmul_reduce_scatter", sizes=(5, 2, 3, 24, 16), fields=named, **common)
     for op, sizes in (("all_gather_grouped_matmul_silu_mul", (16, 24)), ("grouped_matmul_reduce_scatter", (24, 16))):
         for layout, total in (("whole", 2 * world_size), ("slices", 3)):
             named = (("tokens", tokens), ("layout", layout), ("nodes", nodes))

@@ -59,9 +59,8 @@ def check(main, world_size=2, schedules=4, **options):
 def test_a_decoding_step_relies_on_no_kernel_before_it_has_followed_it(overlaps, world_size):
     report = check(decode, world_size)
     assert report.ok, str(report)
-    for kernel in ("decode_attention_kernel", "small_m_kernel", "vocab_embedding_kernel"):
+    for kernel in ("decode_attention_kernel", "small_m_kernel", "vocab_embedding_kernel", "all_reduce_rms_norm_kernel"):
         assert overlaps[kernel] > 0, overlaps
-    assert overlaps["all_reduce_rms_norm_kernel" if world_size > 1 else "add_rms_norm_kernel"] > 0, overlaps
 
 
 def norm_by_what_has_just_been_made(team):
@@ -77,6 +76,17 @@ def test_a_norm_reads_its_weight_behind_the_kernel_before(overlaps):
     report = check(norm_by_what_has_just_been_made)
     assert report.ok, str(report)
     assert overlaps["all_reduce_rms_norm_kernel"] > 0
+
+
+def sum_by_what_has_just_been_made(team):
+    made = ops.silu_mul(torch.ones(2, 2 * N))
+    return ops.add_rms_norm(torch.ones(2, N), made, made[0], 1e-6)
+
+
+def test_a_norm_of_one_rank_reads_its_weight_behind_the_kernel_before(overlaps):
+    report = check(sum_by_what_has_just_been_made, 1)
+    assert report.ok, str(report)
+    assert overlaps["add_rms_norm_kernel"] > 0
 
 
 def test_kernels_that_never_follow_are_found(monkeypatch):

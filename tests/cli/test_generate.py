@@ -91,7 +91,7 @@ def test_the_heap_s_size_is_a_flag():
 def test_the_plan_is_shown():
     result = weft("--world-size", 2, "--max-tokens", 1)
     assert "prompts of 8 tokens: replicated, unfused: 8 tokens < " in result.stderr
-    assert result.stderr.endswith("no decode steps\n")
+    assert "no decode steps\nKV cache split over the ranks by heads: " in result.stderr
     # Three prompts and two seats: a bucket of two. The third is read later.
     prompts = ("--prompt", "20+22=", "--prompt", "123+456=", "--prompt", "1+1=")
     result = weft("--world-size", 2, "--max-batch", 2, "--page-size", 16, *prompts)

@@ -244,7 +244,11 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(monkeypat
         emptied = []
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(unused))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free + sum(emptied), 1 << 40))
-        check_memory(config, SimpleNamespace(device=torch.device("cuda", 1), size=size, rank=1), torch.bfloat16)
+        team, layers = (
+            SimpleNamespace(device=torch.device("cuda", 1), size=size, rank=1),
+            range(config.num_hidden_layers),
+        )
+        check_memory(config, team, torch.bfloat16, layers)
 
     with pytest.raises(ModelTooLarge, match=r"rank 1: 65.5 GB .* the 30 GB of cuda:1 that are free; take more GPUs"):
         on_gpu(1, 30_000_000_000)

@@ -14,7 +14,7 @@ import weft.language as wl
 from tests.compiling import a_view, compiled
 from tests.trace import kernels
 from weft.language import bulk, lamport, signals, waits
-from weft.ops.overlap import all_gather_matmul, fused_reduce
+from weft.ops.overlap import fused_gather, fused_reduce
 from weft.runtime.launching import _describe
 from weft.runtime.team.trace_rings import RING_BYTES
 from weft.runtime.team.view import TeamView
@@ -69,7 +69,7 @@ def of_gemm(kernel, view, **constants):
 
 
 def of_all_gather_matmul(view):
-    return of_gemm(all_gather_matmul.all_gather_matmul_kernel, view, FLATTEN=False, LOCAL_FIRST=False)
+    return of_gemm(fused_gather.all_gather_matmul_kernel, view, FLATTEN=False, LOCAL_FIRST=False)
 
 
 def of_matmul_reduce(view):
@@ -105,7 +105,7 @@ def without_records():
     changed = {}
 
     def remove():
-        modules = (signals, waits, bulk, lamport, push, all_gather_matmul, fused_reduce, *kernels.MODULES)
+        modules = (signals, waits, bulk, lamport, push, fused_gather, fused_reduce, *kernels.MODULES)
         for found in {f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}:
             if OF_RECORDS.search(found.src):
                 changed[found] = found.src

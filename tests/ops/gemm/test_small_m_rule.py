@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.ops.gemm.gemm_op import GemmCall
-from weft.ops.gemm.small_m_rule import SmallM, default_small_m
+from weft.ops.gemm.small_m_rule import LEAST_WEIGHT, SmallM, default_small_m
 from weft.ops.op import find_op
 from weft.plan.planned import machine
 from weft.runtime import capabilities
@@ -41,8 +41,13 @@ def test_the_measured_shapes_get_what_they_got(dtype):
 
 
 def test_the_rule_is_near_the_rows():
-    """On a GPU without rows: the same GEMMs up to 64 rows, by a third of the programs to three times as many."""
+    """On a GPU without rows: the same GEMMs up to 64 rows, by a third of the programs to three times as many.
+
+    Of weights below LEAST_WEIGHT only rows know that the kernel pays.
+    """
     for shape in FROZEN["shapes"]:
+        if shape["op"] == "matmul+partials" and shape["N"] * shape["K"] < LEAST_WEIGHT:
+            continue
         for _, last, fields in shape["runs"]:
             found = planned(shape, last, OTHER)
             assert found.row is None

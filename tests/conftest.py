@@ -15,6 +15,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 TRITON_SENSITIVE = ("tests/simulator/", "tests/language/")
+# On another Triton `make test` compiles the kernels of ops for one GPU of each maker; `make sweep` for these too.
+OTHER_ARCHS = ("sm_80", "sm_100")
 
 
 def pytest_addoption(parser):
@@ -35,6 +37,7 @@ def _share_gpus(request, monkeypatch):
         monkeypatch.setattr(weft, "launch", functools.partial(weft.launch, share_gpus=True))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(config, items):
     gpus = torch.cuda.device_count()
     for item in items:
@@ -46,6 +49,10 @@ def pytest_collection_modifyitems(config, items):
         kept = [item for item in items if is_triton_sensitive(item)]
         config.hook.pytest_deselected(items=[item for item in items if not is_triton_sensitive(item)])
         items[:] = kept
+        for item in items:
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            if params.get("arch") in OTHER_ARCHS and not item.nodeid.startswith(TRITON_SENSITIVE):
+                item.add_marker(pytest.mark.sweep)
 
 
 def is_triton_sensitive(item):

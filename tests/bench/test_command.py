@@ -31,16 +31,15 @@ SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
     ),
 )
 def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
-    pytest.importorskip("matplotlib")
     file, picture = tmp_path / "out" / "x.json", tmp_path / "x.svg"
-    result = CliRunner().invoke(
-        app, [op, "--dtype", dtype, "--json", str(file), "--plot", str(picture), *SMALL.get(op, [])]
-    )
+    plotted = op in ("all-reduce", "gemm-ar")
+    plot = ["--plot", str(picture)] if plotted and pytest.importorskip("matplotlib") else []
+    result = CliRunner().invoke(app, [op, "--dtype", dtype, "--json", str(file), *plot, *SMALL.get(op, [])])
     assert result.exit_code == 0, result.output
     assert "times mean nothing" in result.stdout
     (found,) = read(file)
     assert (found.op, found.dtype, found.world_size, found.is_simulated) == (op, dtype, 2, True)
-    assert picture.read_text().startswith("<svg")
+    assert not plotted or picture.read_text().startswith("<svg")
     for row in found.rows:
         ports = "seed", "triton-distributed"
         if row.role == "weft" or row.provider in ("weft.gemm_alone", *ports) or row.provider.startswith("tiles."):

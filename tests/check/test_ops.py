@@ -45,10 +45,10 @@ def test_promises_of_teams_and_primitives_hold_under_check(behave, world_size):
     ("mode", "world_size", "top_p", "schedules"),
     sampled(
         [
-            *(("gemm_ar", 2, 0.8, 2), ("ag_rs", 2, 1.0, 2), ("gemm_ar", 4, 1.0, 1)),
+            *(("gemm_ar", 2, 0.8, 1), ("ag_rs", 2, 1.0, 1)),
             *(("gemm_ar", 4, 1.0, 8), ("ag_rs", 4, 0.8, 8)),
         ],
-        lambda mode, world_size, top_p, schedules: schedules <= 2,
+        lambda mode, world_size, top_p, schedules: world_size == 2,
     ),
 )
 def test_whole_fused_steps_are_clean(mode, world_size, top_p, schedules):

@@ -150,7 +150,11 @@ def continued(read, before):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("lengths", "shape"), [((5, 16, 9), Shape(4, 16)), ((94,), Shape(1, 128))], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [((5, 16, 9), Shape(4, 16)), pytest.param((94,), Shape(1, 128), marks=pytest.mark.sweep)],
+    ids=str,
+)
 def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
     """The model has 96 positions: the padding of the last shape has none."""
     reads, count = reads_of(*lengths), len(lengths)
@@ -174,11 +178,11 @@ def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
     ("lengths", "befores", "shape"),
     [
         ((5, 16, 9), (0, 0, 0), (32, 8)),
-        ((94,), (0,), (128, 1)),
-        ((94, 1, 70), (40, 0, 69), (64, 8)),
+        pytest.param((94,), (0,), (128, 1), marks=pytest.mark.sweep),
+        pytest.param((94, 1, 70), (40, 0, 69), (64, 8), marks=pytest.mark.sweep),
         ((90,), (80,), (16, 1)),
-        ((16,), (0,), (16, 1)),
-        ((4,) * 8, (0,) * 8, (32, 8)),
+        pytest.param((16,), (0,), (16, 1), marks=pytest.mark.sweep),
+        pytest.param((4,) * 8, (0,) * 8, (32, 8), marks=pytest.mark.sweep),
     ],
     ids=str,
 )

@@ -9,8 +9,10 @@ from tests.ops.checking import check_replicated, run_cases
 from weft.ops.op import registered
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
-# One case in so many is run on each number of ranks; of attention on one rank, which has many shapes of heads, one in four.
-ONE_IN = {1: 1, 2: 1, 3: 2, 4: 2, 8: 3}
+# One case in so many is run on each number of ranks, on two and three ranks not the same ones; of attention on one rank, which
+# has many shapes of heads, one in four.
+ONE_IN = {1: 2, 2: 2, 3: 2, 4: 3, 8: 4}
+FIRST = {1: 0, 2: 0, 3: 1, 4: 0, 8: 1}
 ATTENTION = ("decode_attention", "paged_attention", "paged_prefill_attention")
 
 
@@ -22,9 +24,10 @@ def tables():
     for op in registered():
         for world_size in WORLD_SIZES:
             cases = [case for case in op.cases() if case.world_size == world_size]
-            few = cases[:: 4 if (world_size, op.name in ATTENTION) == (1, True) else ONE_IN[world_size]]
+            one_in = 4 if (world_size, op.name in ATTENTION) == (1, True) else ONE_IN[world_size]
+            few = cases[FIRST[world_size] :: one_in] or cases[:1]
             calls, name = 1 if world_size == 1 and not op.mutates else 2, f"{op.name}-W{world_size}"
-            if cases:
+            if few:
                 yield pytest.param(few, world_size, calls, id=name)
             if (few, calls) != (cases, 3):
                 yield pytest.param(cases, world_size, 3, id=f"{name}-sweep", marks=pytest.mark.sweep)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests.sampled import sampled
 from weft.kernels.online_softmax import PrefillTile
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.projected import Projected, ProjectedSizes
@@ -110,10 +111,14 @@ def test_compiles_and_fits(arch, name):
 
 @pytest.mark.parametrize(
     ("dtype", "D", "group", "page"),
-    [
-        (torch.float16, 64, 1, 16), (torch.float32, 256, 4, 256), (torch.float32, 16, 3, 16), (torch.float16, 128, 40, 32),
-    ],
-)  # fmt: skip
+    sampled(
+        [
+            *((torch.float16, 64, 1, 16), (torch.float32, 256, 4, 256)),
+            *((torch.float32, 16, 3, 16), (torch.float16, 128, 40, 32)),
+        ],
+        lambda dtype, D, group, page: page == 16,
+    ),
+)
 def test_other_heads_compile_and_fit(dtype, D, group, page, tmp_path):
     for arch in ("sm_90", "gfx942"):
         for name in ("qk_norm_rope", "paged_attention", "paged_prefill_attention", "decode_attention"):

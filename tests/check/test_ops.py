@@ -7,7 +7,7 @@ import torch
 
 import weft
 import weft.check
-from tests.check.sweep import OPS
+from tests.check.calls import OPS
 from tests.runtime import behaviour
 from tests.sampled import sampled
 from weft import ops

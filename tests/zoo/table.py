@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.check.goals import GOALS
+from tests.check.sweep import calls
 from tests.zoo.catalogue import EXHIBITS
 from weft.check.detector.findings import REMEDIES
 
@@ -36,23 +38,49 @@ def result(name: str) -> dict[str, Any]:
 
 
 def sweep() -> str:
-    """Table of the schedules of each op by world size, and of its calls with findings."""
-    listed, table = result("sweep"), result("sweep-table")
-    sizes = sorted({row["world_size"] for row in listed["swept"]})
-    rows = [f"| op | {' | '.join(f'W = {size}' for size in sizes)} | findings |", "|---" * (len(sizes) + 2) + "|"]
-    for op in dict.fromkeys(row["op"] for row in listed["swept"]):
-        mine = {row["world_size"]: row for row in listed["swept"] if row["op"] == op}
-        found = sum(len(row["findings"]) for row in mine.values())
-        rows.append(f"| {op} | {' | '.join(str(mine[size]['schedules']) for size in sizes)} | {found} |")
-    return "\n".join([*rows, "", *(_totals(swept) for swept in (listed, table))])
+    """Table of the schedules of each op at each shape, with goals that are not reached, and the totals."""
+    listed = result("sweep")
+    found = {(row["op"], row["world_size"], row["node_size"]): row for row in listed["swept"]}
+    goals = {
+        (call.name, goal.world_size, goal.node_size): goal.schedules
+        for goal in reversed(GOALS)  # the first one counts
+        for call in calls(False, goal.world_size, goal.node_size)
+        if call.name.startswith(goal.prefixes)
+    }
+    revisions = list(dict.fromkeys(row["revision"] for row in listed["swept"]))
+    marks = {one: f" ({chr(97 + at)})" if len(revisions) > 1 else "" for at, one in enumerate(revisions)}
+    parts = []
+    for over_nodes in (False, True):
+        keys = [key for key in {**goals, **found} if (key[2] is not None) is over_nodes]
+        shapes = sorted({key[1:] for key in keys}, key=lambda shape: (shape[0], shape[1] or 0))
+        heads = [f"{size // node_size} x {node_size}" if node_size else f"W = {size}" for size, node_size in shapes]
+        parts += [f"| op | {' | '.join(heads)} | findings |", "|---" * (len(heads) + 2) + "|"]
+        for op in dict.fromkeys(key[0] for key in keys):
+            mine = [(op, *shape) for shape in shapes]
+            cells = [_cell(found.get(key), goals.get(key, 0), marks) for key in mine]
+            findings = sum(len(found[key]["findings"]) for key in mine if key in found)
+            parts.append(f"| {op} | {' | '.join(cells)} | {findings} |")
+        parts.append("")
+    below = [key for key, wanted in goals.items() if key not in found or found[key]["schedules"] < wanted]
+    parts.append(f"{len(goals) - len(below)} of {len(goals)} goals are reached.\n")
+    for revision in revisions:
+        total = _sum([row for row in listed["swept"] if row["revision"] == revision])
+        parts.append(f"-{marks[revision]} {revision}: {total}")
+    table = result("sweep-table")
+    parts.append(f"- `{table['command']}`, {table['date']}, {table['revision']}: {_sum(table['swept'])}")
+    return "\n".join(parts)
 
 
-def _totals(swept: dict[str, Any]) -> str:
-    rows = swept["swept"]
+def _cell(row: dict[str, Any] | None, wanted: int, marks: dict[str, str]) -> str:
+    """Schedules of a call, of how many if the goal asks for more, and its revision's mark; empty without row and goal."""
+    count, mark = (row["schedules"], marks[row["revision"]]) if row else (0, "")
+    return (f"{count} of {wanted}" if count < wanted else str(count or "")) + mark
+
+
+def _sum(rows: list[dict[str, Any]]) -> str:
     schedules, hours = sum(row["schedules"] for row in rows), sum(row["seconds"] for row in rows) / 3600
     wrong = sum(bool(row["findings"]) for row in rows)
-    what = f"{len(rows)} calls, {schedules:,} schedules, {wrong} with findings, {hours:.1f} hours of one core"
-    return f"- `{swept['command']}`, {swept['date']}, {swept['revision']}: {what}"
+    return f"{len(rows)} calls, {schedules:,} schedules, {wrong} with findings, {hours:.1f} hours of one core"
 
 
 def cost() -> str:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 import weft
 import weft.check
-from tests.check.sweep import Call, prefilled
+from tests.check.calls import Call, prefilled
 from tests.compiling import SHARED, TARGETS, a_view, compiled
 from tests.sampled import sampled
 from weft import ops

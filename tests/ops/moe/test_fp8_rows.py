@@ -5,7 +5,7 @@ import torch
 
 import weft
 import weft.check
-from tests.check.sweep import dispatched_fp8
+from tests.check.calls import dispatched_fp8
 from tests.compiling import SHARED, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import check_refused

@@ -5,7 +5,7 @@ import torch
 
 import weft
 import weft.check
-from tests.check.sweep import SLOW
+from tests.check.calls import SLOW
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import DEVICES, everywhere, mutated
 from tests.ops.moe.trained import EXPERTS, check, joined, on_one, over_ranks

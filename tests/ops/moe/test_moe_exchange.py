@@ -5,7 +5,7 @@ import torch
 
 import weft
 import weft.check
-from tests.check.sweep import combined, dispatched, routed
+from tests.check.calls import combined, dispatched, routed
 from tests.compiling import a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.check
-from tests.check.sweep import experts_gathered, experts_gathered_fp8, experts_scattered
+from tests.check.calls import experts_gathered, experts_gathered_fp8, experts_scattered
 from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 import weft.check
-from tests.check.sweep import SLOW
+from tests.check.calls import SLOW
 from tests.ops.checking import assert_close
 from weft import ops
 from weft.ops.case import BF16, FP32

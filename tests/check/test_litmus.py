@@ -1,9 +1,10 @@
 """Litmus tests: the exact set of readable values over all schedules, late stores included.
 
 The model: stores, notifies included, may arrive late. A notify arrives after what it covers, and stores after a fence arrive
-after those before it. Loads and atomics take effect at once, and all ranks see one order of arrivals. PTX allows more: an
-atomic overtaken by a later load of its thread (store buffering), early loads (load buffering), and two orders of independent
-writes (IRIW), unless there is a fence.sc. Each test below says so if its set is smaller than PTX's.
+after those before it; both cover what the program has acquired from others of its GPU, whatever the scope. Loads and atomics
+take effect at once, and all ranks see one order of arrivals. PTX allows more: an atomic overtaken by a later load of its thread
+(store buffering), early loads (load buffering), and two orders of independent writes (IRIW), unless there is a fence.sc. Each
+test below says so if its set is smaller than PTX's.
 """
 
 import torch
@@ -18,7 +19,7 @@ Y: tl.constexpr = tl.constexpr(64)
 FLAG: tl.constexpr = tl.constexpr(128)
 
 
-def outcomes(kernel, world_size=2, *, constants=(), kinds=(), programs=1, limit=3000):
+def outcomes(kernel, world_size=2, *, constants=(), kinds=(), programs=1, counter=False, limit=3000):
     """Set of all tuples that the ranks (or programs of one rank) stored in ``out``.
 
     Asserts the kinds of findings.
@@ -27,7 +28,8 @@ def outcomes(kernel, world_size=2, *, constants=(), kinds=(), programs=1, limit=
 
     def main(team):
         x, out = team.zeros(256, torch.int32, name="x"), torch.zeros(2, dtype=torch.int32)
-        kernel[(programs,)](x, out, team.view, *constants)
+        counts = (torch.zeros(1, dtype=torch.int64),) if counter else ()
+        kernel[(programs,)](x, out, *counts, team.view, *constants)
         return out.tolist()
 
     def collect(results):
@@ -95,6 +97,37 @@ def in_one_gpu(x, out, team, SCOPE: tl.constexpr):
 def test_gpu_scope_is_enough_within_a_gpu():
     for scope in ("gpu", "sys"):
         assert outcomes(in_one_gpu, 1, constants=(scope,), programs=2) == {(0, 0), (0, 2)}
+
+
+@triton.jit
+def passed_on(x, out, counter, team, HOW: tl.constexpr):
+    """Rank 0's program 1 stores to rank 1, and tells program 0, which tells rank 1."""
+    at = tl.arange(0, 2)
+    remote = wl.symm_at(x, 1, team)
+    if wl.rank(team) == 0:
+        if tl.program_id(0) == 1:
+            tl.store(remote + at, 1)
+            if HOW != "barrier":
+                tl.debug_barrier()
+                tl.atomic_xchg(counter, 1, sem=HOW, scope="gpu")
+        if HOW == "barrier":
+            wl.grid_barrier(counter, team)
+        if tl.program_id(0) == 0:
+            if HOW != "barrier":
+                wl.wait(counter, 1, team)
+            wl.notify(x + FLAG, 1, 1, team)
+    elif tl.program_id(0) == 0:
+        if tl.atomic_add(x + FLAG, 0, sem="acquire", scope="sys") == 1:
+            tl.store(out, 1 + tl.min(tl.load(x + at)))
+
+
+def test_a_notify_covers_stores_of_other_programs_that_a_release_at_gpu_scope_has_covered():
+    """PTX's causality order is transitive, whatever the scopes of its steps."""
+    given = {"programs": 2, "counter": True}
+    for how in ("barrier", "release"):
+        assert outcomes(passed_on, constants=(how,), **given) == {(0, 0), (0, 2)}
+    kinds = ["relaxed-order"]
+    assert outcomes(passed_on, constants=("relaxed",), kinds=kinds, **given) == {(0, 0), (0, 1), (0, 2)}
 
 
 @triton.jit

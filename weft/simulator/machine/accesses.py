@@ -338,7 +338,7 @@ class Accesses:
         if self._on_event is not None:
             self.note(op, self._first(addresses, mask))
         self.stores.before_access(addresses, mask, dtype.itemsize)
-        self.stores.before_atomic(sem in ("release", "acq_rel"), scope)
+        self.stores.before_atomic(addresses[mask], sem, scope)
         before = np.zeros(addresses.size, unsigned)
         after = before.copy()
         one, changed = np.ones(1, bool), []

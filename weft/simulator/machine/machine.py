@@ -165,6 +165,7 @@ class Machine(Launches):
         while (index := first()) is None:  # the signal went past the value before this task's turn
             self.scheduler.block(waiting)
         self.note("waited", self.memory.describe(addresses[index]))
+        self.stores.acquired(addresses[index])
         self.observer.waited(addresses, index, itemsize, wanted, comparison)
         return index, read(addresses[index])
 

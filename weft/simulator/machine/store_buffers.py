@@ -4,7 +4,8 @@ PTX allows this wherever nothing orders two accesses: signals overtake data, a s
 loads overtake any store. A notify (a release store) is buffered too. It arrives after what it covers: stores before the last
 CTA barrier, descriptor stores once drained. A fence does not empty the buffer; stores after it arrive later than stores
 before it. An atomic takes effect at once, after the arrival of the stores that its order covers (at GPU scope, those to the
-own GPU). A program sees its own stores at once, and a store that it has read back has arrived.
+own GPU). Those that it leaves out are covered by later releases of the GPU's programs that acquire from it: PTX's causality
+order passes through scopes. A program sees its own stores at once, and a store that it has read back has arrived.
 
 The observer is told of arrivals too: an acquire that finds the old value has not synchronised with the store.
 
@@ -38,11 +39,13 @@ Line = tuple[int, str, int]
 class BufferedStore:
     """One buffered store.
 
+    owner    program that made it
     covered  by later releases
     after    stores that arrive before it
     landed   called just before its bits are in memory
     """
 
+    owner: Task
     addresses: np.ndarray
     bits: np.ndarray
     low: int
@@ -84,6 +87,9 @@ class StoreBuffers(Stores):
         self._code_line, self._random, self._tasks = line, random.Random(seed), tasks
         self._buffers: dict[Task, list[BufferedStore]] = {}
         self._fenced: dict[Task, list[BufferedStore]] = {}  # stores before the last fence
+        # By rank and address of an atomic: stores to peers that releases at GPU scope covered; by program: those it acquired.
+        self._released: dict[tuple[int, int], list[BufferedStore]] = {}
+        self._acquired: dict[Task, list[BufferedStore]] = {}
         self._held: dict[Line, bool] = {}
 
     # --- actions of the running program ------------------------------------------------------------------------------
@@ -103,10 +109,22 @@ class StoreBuffers(Stores):
             self.touch(int(active.min()), int(active.max()) + itemsize)
 
     def touch(self, low: int, high: int) -> None:
-        self._arrive(self._task, [late for late in self._mine() if late.overlaps(low, high)])
+        self._arrive([late for late in self._mine() if late.overlaps(low, high)])
 
-    def before_atomic(self, releases: bool, scope: str) -> None:
-        self._arrive(self._task, [*self._before(), *(self._covered(scope) if releases else ())])
+    def before_atomic(self, addresses: np.ndarray, sem: str, scope: str) -> None:
+        if sem in ("acquire", "acq_rel") and scope != "cta":
+            for address in addresses:
+                self.acquired(int(address))
+        releases = sem in ("release", "acq_rel")
+        self._arrive([*self._before(), *(self._covered(scope) if releases else ())])
+        left = self._covered("sys") if releases and scope == "gpu" else []
+        for address in addresses if left else ():
+            place = self._task.rank, int(address)
+            self._released[place] = [*_under_way(self._released.get(place, ())), *left]
+
+    def acquired(self, address: int) -> None:
+        if found := _under_way(self._released.get((self._task.rank, address), ())):
+            self._acquired[self._task] = [*_under_way(self._acquired.get(self._task, ())), *found]
 
     def barrier(self) -> None:
         for late in self._mine():
@@ -117,11 +135,13 @@ class StoreBuffers(Stores):
             late.drained = True
 
     def fence(self) -> None:
-        self._fenced[self._task] = [late for late in self._mine() if not late.tma or late.drained]
+        mine = [late for late in self._mine() if not late.tma or late.drained]
+        self._fenced[self._task] = mine + self._known()
 
     def end(self, program: Task) -> None:
+        self._acquired.pop(program, None)
         if not self._tasks:
-            self._arrive(program, self._buffers.get(program, ()))
+            self._arrive(self._buffers.get(program, ()))
 
     # --- arrivals over time ------------------------------------------------------------------------------------------
 
@@ -130,21 +150,21 @@ class StoreBuffers(Stores):
         if self._buffers and not self._tasks and self._random.random() < _LEAK:
             free = self._all(held=False)
             if free:
-                task, late = self._random.choice(free)
-                self._arrive(task, [late])
+                self._arrive([self._random.choice(free)])
 
     def time_passes(self) -> bool:
         """Deliver one program's stores of one line, held ones last."""
         left = self._all(held=False) or self._all(held=True)
         if left:
-            task, late = self._random.choice(left)
-            self._arrive(task, [other for other in self._buffers[task] if other.line == late.line])
+            late = self._random.choice(left)
+            self._arrive([other for other in self._buffers[late.owner] if other.line == late.line])
         return bool(left)
 
     # --- for exhaustive search ---------------------------------------------------------------------------------------
 
     def footprint(self, low: int, high: int, releases: bool) -> Footprint:
         late = [late for late in self._mine() if releases or late.overlaps(low, high)]
+        late += self._known() if releases else []
         return tuple({(one.low, one.high, True) for top in late for one in top.chain()})
 
     def under_way(self, programs: Collection[Task]) -> bool:
@@ -171,30 +191,35 @@ class StoreBuffers(Stores):
         low, high = int(addresses.min()), int(addresses.max()) + bits.dtype.itemsize
         self.touch(low, high)
         after = [late for late in after if not late.arrived]
-        late = BufferedStore(addresses, bits, low, high, tma, covered, self._line(), after, landed)
+        late = BufferedStore(self._task, addresses, bits, low, high, tma, covered, self._line(), after, landed)
         self._buffers.setdefault(self._task, []).append(late)
         if self._tasks:
-            self._spawn(self._task, late)
+            self._spawn(late)
 
-    def _spawn(self, task: Task, late: BufferedStore) -> None:
+    def _spawn(self, late: BufferedStore) -> None:
         def arrive() -> None:
             own.next = tuple((one.low, one.high, True) for one in late.chain())
             self._scheduler.step()
-            self._arrive(task, [late])
+            self._arrive([late])
 
-        own = late.task = GreenletTask(task.rank, f"late store of {task.label}", arrive, maker=task)
+        owner = late.owner
+        own = late.task = GreenletTask(owner.rank, f"late store of {owner.label}", arrive, maker=owner)
         own.on_finish = lambda: None
         self._scheduler.spawn(own)
 
     def _before(self) -> list[BufferedStore]:
-        return [late for late in self._fenced.get(self._task, ()) if not late.arrived]
+        return _under_way(self._fenced.get(self._task, ()))
+
+    def _known(self) -> list[BufferedStore]:
+        """Stores of other programs that the running one has acquired."""
+        return _under_way(self._acquired.get(self._task, ()))
 
     def _covered(self, scope: str) -> list[BufferedStore]:
-        late = [late for late in self._mine() if late.covered]
-        return late if scope == "sys" else [one for one in late if self._is_own(self._task, one)]
+        late = [*(late for late in self._mine() if late.covered), *self._known()]
+        return late if scope == "sys" else [one for one in late if self._is_own(one)]
 
-    def _all(self, held: bool) -> list[tuple[Task, BufferedStore]]:
-        return [(t, late) for t, buffer in self._buffers.items() for late in buffer if self._held[late.line] == held]
+    def _all(self, held: bool) -> list[BufferedStore]:
+        return [late for buffer in self._buffers.values() for late in buffer if self._held[late.line] == held]
 
     def _line(self) -> Line:
         """Line of the running store. Its first store decides whether the line's stores are held back."""
@@ -204,24 +229,28 @@ class StoreBuffers(Stores):
             self._held[line] = self._random.random() < _HELD
         return line
 
-    def _is_own(self, task: Task, late: BufferedStore) -> bool:
+    def _is_own(self, late: BufferedStore) -> bool:
         heap = self._memory.heap_of(late.low)
-        return heap is None or self._memory.heap_rank(heap) == task.rank
+        return heap is None or self._memory.heap_rank(heap) == late.owner.rank
 
-    def _arrive(self, task: Task, chosen: Iterable[BufferedStore]) -> None:
+    def _arrive(self, chosen: Iterable[BufferedStore]) -> None:
         for late in list(chosen):
             if late.arrived:
                 continue
             for one in late.chain():
                 one.arrived = True
                 one.after = []
-                self._buffers[task].remove(one)
+                self._buffers[one.owner].remove(one)
+                if not self._buffers[one.owner]:
+                    del self._buffers[one.owner]
                 if one.task is not None:
                     one.task.next = None  # nothing is left of it to order
                 if one.landed is not None:
                     one.landed()
                 everywhere = np.ones(one.addresses.shape, bool)
-                self._memory.store(one.addresses, one.bits, everywhere, lambda: task.label)
+                self._memory.store(one.addresses, one.bits, everywhere, lambda owner=one.owner: owner.label)
                 self._scheduler.written(one.low, one.high)
-        if task in self._buffers and not self._buffers[task]:
-            del self._buffers[task]
+
+
+def _under_way(stores: Iterable[BufferedStore]) -> list[BufferedStore]:
+    return [late for late in stores if not late.arrived]

@@ -44,8 +44,11 @@ class Stores:
     def touch(self, low: int, high: int) -> None:
         """Deliver the program's stores to bytes ``low .. high - 1``, which it is about to access."""
 
-    def before_atomic(self, releases: bool, scope: str) -> None:
-        """Deliver the stores that an atomic, about to take effect, comes after."""
+    def before_atomic(self, addresses: np.ndarray, sem: str, scope: str) -> None:
+        """Deliver the stores that an atomic, about to take effect at ``addresses``, comes after."""
+
+    def acquired(self, address: int) -> None:
+        """Note that the program has acquired at system scope what releases to ``address`` cover."""
 
     def barrier(self) -> None:
         """CTA barrier of the program."""

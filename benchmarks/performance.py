@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks import large_products, predict, sharded_decode, skinny
+from benchmarks import large_products, predict, skinny
 from weft.bench.harness.report import Report, Row, best_other, shapes_of, weft_row
 from weft.bench.render.plot import svg
 from weft.bench.render.sheets import (
@@ -282,7 +282,7 @@ def texts(folders: dict[str, list[Report]], results: Path) -> tuple[str, dict[st
     }
     pages["prediction.md"] = "\n".join(["# Prediction for 8 to 64 GPUs\n", GENERATED, predict.page(results)])
     pages["gemms.md"] = "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])
-    return front_page(folders, notes, "performance", sharded_decode.section(results)), pages
+    return front_page(folders, notes, "performance", predict.decode_section(results)), pages
 
 
 def main(results: Path = RESULTS, front: Path = PAGE) -> int:

@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.sharded_decode import Shape
 from weft.bench.harness.report import from_json
 from weft.bench.render.plot import COLOURS, PLAIN, STYLE, check_matplotlib
 from weft.predict import ops
@@ -25,21 +25,44 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PICTURE = "prediction.svg"
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 GOAL = 0.15
+DECODE = "sharded-decode-attention"
 # Of FITTED: the rows that each group of costs is fitted to, (op, provider).
 SOURCES = {
     "gemm": (("ag-gemm", "cublas"), ("gemm-rs", "cublas")),
     "overlap": (("ag-gemm", "weft.auto"), ("gemm-rs", "weft.auto")),
     "all-reduce": (("all-reduce", "weft.auto"),),
     "grouped": (("grouped-gemm", "weft.auto"), ("grouped-gemm-silu", "weft.auto")),
-    "decode": (("sharded-decode-attention", "weft.auto"),),
+    "decode": ((DECODE, "weft.auto"),),
 }
 # Ops of one rank, or at W = 1; rows over ranks of the other ops of experts, where there are any.
-OF_ONE = ("grouped-gemm", "grouped-gemm-silu", "sharded-decode-attention")
+OF_ONE = ("grouped-gemm", "grouped-gemm-silu", DECODE)
 OF_EXPERTS = ("ag-moe", "moe-rs", "moe-dispatch", "moe-combine")
 # World size to whose rows an op's costs are fitted.
 FITTED_TO = {op: 1 if op in OF_ONE else 2 for sources in SOURCES.values() for op, _ in sources}
 # Least number of rows M of a GEMM: below, other designs than the modelled ones run.
 LEAST_ROWS = 512
+
+
+class Decode(NamedTuple):
+    """One layer's attention of ``batch`` new tokens, each after ``context`` others."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+
+    def __str__(self) -> str:
+        size = f"{self.context >> 20}M" if self.context >> 20 else f"{self.context >> 10}k"
+        return f"{self.kv_heads} KV heads x {self.head_dim}, {size}, batch {self.batch}"
+
+
+LONGEST = Decode(1, 96, 12, 128, 1 << 20)
+DECODES = (
+    *(Decode(1, 32, 4, 128, context) for context in (32 << 10, 128 << 10, 1 << 20)),
+    LONGEST._replace(context=64 << 10),
+    LONGEST,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +103,7 @@ def predicted(costs: Costs, row: Measured) -> float:
         return ops.gemm(costs, *row.shape)
     if row.op in ("ag-gemm", "gemm-rs"):
         return (ops.ag_gemm if row.op == "ag-gemm" else ops.gemm_rs)(costs, *row.shape, row.world_size)
-    if row.op == "sharded-decode-attention":
+    if row.op == DECODE:
         return ops.decode_attention(costs, *row.shape[:5], row.world_size)
     tokens, top, experts, _, hidden, inner, _ = row.shape
     if row.op == "grouped-gemm":
@@ -159,9 +182,7 @@ def page(results: Path = RESULTS) -> str:
             ]
             if errors:
                 lines.append(_errors(op, provider, world_size, errors))
-    missing = [
-        op for op in (*OF_EXPERTS, "sharded-decode-attention") if not any(r.op == op and r.world_size > 1 for r in rows)
-    ]
+    missing = [op for op in (*OF_EXPERTS, DECODE) if not any(r.op == op and r.world_size > 1 for r in rows)]
     if missing:
         lines += ["", f"No row over ranks is committed yet of {', '.join(missing)}: their lines have no error to show."]
     lines += ["", "Weft's rows of four GPUs, which the fit has not seen:", ""]
@@ -194,7 +215,6 @@ def _errors(op: str, provider: str, world_size: int, errors: Sequence[float]) ->
 def curves(costs: Costs) -> dict[str, Callable[[int], float | None]]:
     """Time by world size of a problem whose size stays."""
     experts = 8192, 2048, 768, 128, 8
-    decode = Shape(1, 96, 12, 128, 1 << 20)
     return {
         "AG-GEMM, Qwen3-32B gate-up, M=8192": lambda w: ops.ag_gemm(costs, 8192, 51200 // w, 5120, w),
         "GEMM-RS, Qwen3-32B down, M=8192": lambda w: ops.gemm_rs(costs, 8192, 5120, 25600 // w, w),
@@ -202,14 +222,45 @@ def curves(costs: Costs) -> dict[str, Callable[[int], float | None]]:
         "MoE, Qwen3-30B-A3B, 8192 tokens": lambda w: ops.moe(costs, *experts, w),
         "its dispatch": lambda w: ops.moe_dispatch(costs, 8192, 2048, 128, 8, w),
         "its combine": lambda w: ops.moe_combine(costs, 8192, 2048, 128, 8, w),
-        f"decode attention, {decode}": lambda w: (
-            ops.decode_attention(costs, *decode, w) if decode.q_heads % w == 0 else None
-        ),
+        f"decode attention, {LONGEST}": lambda w: decode_time(costs, LONGEST, w),
     }
+
+
+def decode_time(costs: Costs, shape: Decode, world_size: int) -> float | None:
+    """Microseconds of a layer's decode attention; None where the heads do not divide into equal shares."""
+    return None if shape.q_heads % world_size else ops.decode_attention(costs, *shape, world_size)
 
 
 def _number(us: float | None) -> str:
     return "–" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def decode_section(results: Path = RESULTS) -> str:
+    """Section of docs/performance.md. results: folder of measurements to compare with."""
+    costs, sizes = read(), WORLD_SIZES[:-1]
+    text = f"""## Decode attention on 1 to {sizes[-1]} GPUs, a model
+
+Microseconds of one layer over a cache that is spread over the ranks: `decode_attention` of `weft/predict/ops.py`, the model of
+[prediction](performance/prediction.md), with its costs (`weft/predict/h200.json`).
+
+- *local*: {costs.attention:.1f} µs, and a rank's share of the keys and values, in 16 bits, at
+  {costs.cache / 1e6:.1f} TB/s; both fitted to the rows of one GPU below.
+- *exchange*: outputs and log-sum-exps in fp32, to each rank of a node those of its heads, at
+  {costs.push_link / 1e3:.0f} GB/s (fitted to all-reduces of two GPUs) and {costs.hop:.1f} µs.
+- *rails*: the same to the ranks of other nodes, of {ops.NODE} GPUs each, if that takes longer. Assumed:
+  {costs.rail_link / 1e3:.0f} GB/s, one card of 400 Gbit/s a GPU, and {costs.rail:.0f} µs.
+
+Published for 12 KV heads on 8 H800s by Triton-distributed are 38 at 64k tokens and 300 at 1M.
+"""
+    lines = [text, *_table("W =", *map(str, sizes))]
+    for shape in DECODES:
+        lines.append(f"| {shape} | {' | '.join(f'{decode_time(costs, shape, w):.1f}' for w in sizes)} |")
+    lines += ["", *_table("measured", "W", "µs", "model", "error")]
+    for row in measurements(results):
+        if row.op == DECODE and row.provider == "weft.auto":
+            us, world = predicted(costs, row), row.world_size
+            lines.append(f"| {Decode(*row.shape[:5])} | {world} | {row.us:.1f} | {us:.1f} | {us / row.us - 1:+.0%} |")
+    return "\n".join([*lines, ""])
 
 
 def picture() -> str:

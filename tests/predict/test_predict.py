@@ -2,12 +2,15 @@
 
 import json
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import predict
+from tests.bench import canned
+from weft.bench.harness import report
 from weft.cli import app
 from weft.predict import ops
 from weft.predict.costs import Costs, errors, read, to_json
@@ -129,6 +132,18 @@ def test_decode_attention_reads_its_share_of_the_cache():
         share = (alone - costs.attention) / world_size
         time = ops.decode_attention(costs, *sizes, world_size) - costs.attention - share
         assert costs.hop <= time < 2 * costs.hop + (world_size > 8) * 2 * costs.rail
+
+
+def test_both_pages_show_the_same_decode_attention_and_the_section_each_measured_row(tmp_path):
+    section, longest = predict.decode_section(tmp_path), predict.LONGEST
+    name, *times = next(line for line in section.splitlines() if str(longest) in line).strip("| ").split(" | ")
+    of_page = next(line for line in predict.page().splitlines() if f"decode attention, {name}" in line)
+    assert [f"{float(us):.3g}" for us in times] == [f"{float(us):.3g}" for us in of_page.strip("| ").split(" | ")[1:7]]
+    one = canned.all_reduce()
+    row = replace(one.rows[0], shape=(*longest, 2), provider="weft.auto", role="weft", median_us=2 * float(times[1]))
+    made = replace(one, op=predict.DECODE, world_size=2, rows=[row])
+    report.write(tmp_path / "h200-x2" / f"{predict.DECODE}.w2.json", [made])
+    assert f"| {name} | 2 | {row.median_us:.1f} | {times[1]} | -50% |" in predict.decode_section(tmp_path)
 
 
 def test_the_command_prints_a_time_for_each_world_size_or_one_line():

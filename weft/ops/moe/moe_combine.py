@@ -225,13 +225,21 @@ class MoeCombine(ExchangeOp):
         of_y, of_weights = torch_ops.moe_sum_grad.default(y, ids, weights, arrived, mine.first, mine.count)
         return of_y, None, of_weights, *[None] * 5
 
-    def algorithm_in_rank_order(self, call: CombineCall, machine: Machine) -> str:
-        """Name of the plan's design in a node, or of one that adds up ranks in their order if that may not."""
-        planned = self.plan(call, machine)
-        within, ranks = (
-            (planned.design.node, machine.node.world_size) if machine.nodes > 1 else (planned, machine.world_size)
-        )
-        return "push" if within.name == "sum_then_scatter" and ranks > 2 else within.name
+    def sum_of_rows(
+        self, rows: torch.Tensor, ids: torch.Tensor, experts: int, tokens: int, team: str, tp: int
+    ) -> torch.Tensor:
+        """[tokens, H]: what all ranks have for rows that ``moe_dispatch`` has sent, added up in rank order. Collective.
+
+        rows, ids  [W * max_tokens, H] and [W * max_tokens, k]; experts: of all ranks together; tp: of ``run``
+        """
+        members = find_team(team)
+        call = CombineCall(len(ids) // members.size, ids.shape[1], rows.shape[1], rows.dtype, tp=tp)
+        planned, ranks = self.plan(call, machine_of(members)), members.size
+        if isinstance(planned.design, OverNodes):
+            planned, ranks = planned.design.node, members.shape.node_size
+        # The design's name, or that of one that adds up ranks in their order if this one may not.
+        name = "push" if planned.name == "sum_then_scatter" and ranks > 2 else planned.name
+        return self.torch_op(rows, ids, None, experts, tokens, team, name, tp)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

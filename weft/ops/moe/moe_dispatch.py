@@ -317,7 +317,7 @@ class MoeDispatch(ExchangeOp):
         return received, ids.new_empty((rows, k)), weights.new_empty((rows, k)), scales
 
     def setup_context(self, ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
-        x, _, _, ctx.experts, ctx.most, ctx.fp8, _, ctx.team, _, ctx.tp = inputs
+        x, _, _, ctx.experts, _, ctx.fp8, _, ctx.team, _, ctx.tp = inputs
         _, ids, _, scales = output
         ctx.tokens = len(x)
         ctx.mark_non_differentiable(ids, scales)
@@ -328,12 +328,7 @@ class MoeDispatch(ExchangeOp):
             raise RuntimeError(f"weft.ops.{self.name} has no backward for fp8 rows; send rows of x's dtype")
         [ids], of_x, home = ctx.saved_tensors, None, None
         if ctx.needs_input_grad[0]:
-            combine, machine = find_op("moe_combine"), machine_of(find_team(ctx.team))
-            call = combine.call_of((ctx.most, ids.shape[1], of_rows.shape[1]), of_rows.dtype, machine)._replace(
-                tp=ctx.tp
-            )
-            algorithm = combine.algorithm_in_rank_order(call, machine)
-            of_x = combine.torch_op(of_rows, ids, None, ctx.experts, ctx.tokens, ctx.team, algorithm, ctx.tp)
+            of_x = find_op("moe_combine").sum_of_rows(of_rows, ids, ctx.experts, ctx.tokens, ctx.team, ctx.tp)
         if ctx.needs_input_grad[2]:
             # moe_combine gives a choice's gradient at the ranks with its expert, a part of it at each, and zeros elsewhere.
             home = torch.ops.weft.reduce_scatter.default(of_weights, ctx.team)[: ctx.tokens]

@@ -32,6 +32,24 @@ if TYPE_CHECKING:
 MAX_HEAD = 1024
 
 
+@triton.jit
+def load_tiles(tiles, numbers, there):
+    """(expert, number of its first pair, first row, pairs) of tiles of a schedule, blocks like ``numbers``; there: mask."""
+    entry = tiles + numbers * 4
+    expert, first = tl.load(entry, mask=there), tl.load(entry + 1, mask=there, other=0)
+    return expert, first, tl.load(entry + 2, mask=there), tl.load(entry + 3, mask=there, other=1)
+
+
+@triton.jit
+def store_tiles(target, found, there):
+    """Store what ``load_tiles`` has found at ``target``, a block of pointers to entries."""
+    expert, first, row, count = found
+    tl.store(target, expert, mask=there)
+    tl.store(target + 1, first, mask=there)
+    tl.store(target + 2, row, mask=there)
+    tl.store(target + 3, count, mask=there)
+
+
 @triton.jit(do_not_specialize=["tokens", "me"])
 def order_tiles_kernel(ordered, schedule, tokens, me, CHOICES: tl.constexpr, HEAD: tl.constexpr):
     """ordered = schedule.tiles, of the first HEAD those of rank ``me``'s rows alone before the others
@@ -45,18 +63,13 @@ def order_tiles_kernel(ordered, schedule, tokens, me, CHOICES: tl.constexpr, HEA
     head = tl.program_id(0) * HEAD
     tile = head + tl.arange(0, HEAD)
     there = tile < tl.load(schedule.tile_count)
-    entry = schedule.tiles + tile * 4
-    expert, first = tl.load(entry, mask=there), tl.load(entry + 1, mask=there, other=0)
-    row, count = tl.load(entry + 2, mask=there), tl.load(entry + 3, mask=there, other=1)
+    found = load_tiles(schedule.tiles, tile, there)
+    _, first, _, count = found
     last = tl.load(schedule.pairs + first + count - 1, mask=there, other=0)
     early = there & ((last // CHOICES // tokens == me) | (head > 0))
     before, late = tl.cumsum(early.to(tl.int32), 0), tl.cumsum((there & ~early).to(tl.int32), 0)
     place = head + tl.where(early, before, tl.sum(early.to(tl.int32), axis=0) + late) - 1
-    target = ordered + place * 4
-    tl.store(target, expert, mask=there)
-    tl.store(target + 1, first, mask=there)
-    tl.store(target + 2, row, mask=there)
-    tl.store(target + 3, count, mask=there)
+    store_tiles(ordered + place * 4, found, there)
 
 
 def order_tiles(team: Team, schedule: Schedule, tokens: int, head: int) -> Schedule:

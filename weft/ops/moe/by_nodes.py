@@ -19,7 +19,7 @@ from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.over_nodes import added_over_nodes, packed, unpacked
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.moe import grouped
-from weft.ops.moe.arrival import schedule_of
+from weft.ops.moe.arrival import load_tiles, schedule_of, store_tiles
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.moe.moe_sum import Shared, moe_sum
@@ -68,16 +68,15 @@ def group_tiles_kernel(
 
     signals, waits  none
     """
-    group, found = tl.program_id(0), 0
+    group, begun = tl.program_id(0), 0
     wl.follow_previous_kernel()
     known, node = tl.load(schedule.tile_count), me // SIZE
     target = groups + group.to(tl.int64) * room * 4
     for begin in range(0, known, STEP):
         tile = begin + tl.arange(0, STEP)
         there = tile < known
-        entry = schedule.tiles + tile * 4
-        expert, first = tl.load(entry, mask=there), tl.load(entry + 1, mask=there, other=0)
-        row, count = tl.load(entry + 2, mask=there), tl.load(entry + 3, mask=there, other=1)
+        found = load_tiles(schedule.tiles, tile, there)
+        _, first, _, count = found
         head = tl.load(schedule.pairs + first, mask=there, other=0) // CHOICES
         tail = tl.load(schedule.pairs + first + count - 1, mask=there, other=0) // CHOICES
         of_head, of_tail = head // tokens // SIZE, tail // tokens // SIZE
@@ -90,13 +89,9 @@ def group_tiles_kernel(
             nodes = tl.where((of_head == of_tail) & (head > tail), NODES, (of_tail + NODES - of_head) % NODES + 1)
             of = tl.where(place + nodes > NODES, 0, place)
         mine = there & (of == group)
-        at = target + (found + tl.cumsum(mine.to(tl.int32), 0) - 1) * 4
-        tl.store(at, expert, mask=mine)
-        tl.store(at + 1, first, mask=mine)
-        tl.store(at + 2, row, mask=mine)
-        tl.store(at + 3, count, mask=mine)
-        found += tl.sum(mine.to(tl.int32), axis=0)
-    tl.store(counts + group, found)
+        store_tiles(target + (begun + tl.cumsum(mine.to(tl.int32), 0) - 1) * 4, found, mine)
+        begun += tl.sum(mine.to(tl.int32), axis=0)
+    tl.store(counts + group, begun)
 
 
 def group_tiles(team: Team, schedule: Schedule, tokens: int, *, arriving: bool) -> list[Schedule]:

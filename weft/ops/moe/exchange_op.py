@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from weft.arguments import check_int
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.neighbours import moved, scaled
-from weft.plan.planned import Machine, Planned
+from weft.plan.planned import AUTO, Machine, Planned
 
 # chunk, block, num_warps, from many small programs to few large ones.
 PUSHES = (
@@ -28,12 +29,14 @@ class ExchangeOp(MoeOp):
     """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
 
     everything  name of the design for all rows
+    calls       type of the calls
 
     Calls have ``tokens``, ``choices``, ``width``, ``dtype`` and ``tp``, the ranks that hold slices of the same experts; sizes
     of a case: max_tokens, k, experts, H.
     """
 
     everything: ClassVar[str]
+    calls: ClassVar[type[tuple]]
     internal = ("over_nodes",)
     spans_nodes = True
     sizes = ("max_tokens", "k", "H")
@@ -44,6 +47,10 @@ class ExchangeOp(MoeOp):
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, shape.hidden
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> Any:
+        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
+        return self.calls(*checked, dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> Any:
         tokens, k, _, H = case.sizes
@@ -85,6 +92,8 @@ class ExchangeOp(MoeOp):
         if isinstance(design, PushRows):
             block, num_warps = scaled(design.block, 16), scaled(design.num_warps, 1, 16)
             yield from moved(design, chunk=scaled(design.chunk), block=block, num_warps=num_warps)
+        elif isinstance(design, self.designs["lamport"]):
+            yield from moved(design, row_bytes=scaled(design.row_bytes, 128), num_warps=scaled(design.num_warps, 1, 16))
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return int(rows_sent(sizes, world_size) * sizes[3] * dtype.itemsize)

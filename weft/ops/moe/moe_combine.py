@@ -36,7 +36,6 @@ from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing, sharers_of
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -110,11 +109,8 @@ class MoeCombine(ExchangeOp):
     name, alias = "moe_combine", "moe-combine"
     designs = {"push": PushRows, "sum_then_scatter": SumThenScatter, "lamport": CombineWords, "over_nodes": OverNodes}
     everything = "sum_then_scatter"
+    calls = CombineCall
     dtypes = FLOATS
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> CombineCall:
-        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
-        return CombineCall(*checked, dtype, design)
 
     def rule(self, call: CombineCall, machine: Machine) -> tuple[str, str]:
         """By the limits of ``MoeDispatch.rule``."""
@@ -127,11 +123,6 @@ class MoeCombine(ExchangeOp):
         yield from super().space(call, machine, quick)
         sizes = ((256, 1), (4096, 8)) if quick else ((256, 1), (512, 1), (1024, 2), (4096, 8))
         yield from (CombineWords(row_bytes=size, num_warps=warps) for size, warps in sizes)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from super().around(design, machine, quick)
-        if isinstance(design, CombineWords):
-            yield from moved(design, row_bytes=scaled(design.row_bytes, 128), num_warps=scaled(design.num_warps, 1, 16))
 
     # --- running -----------------------------------------------------------------------------------------------------
 

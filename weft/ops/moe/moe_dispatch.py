@@ -41,7 +41,6 @@ from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, quantize_rows, sca
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case, shared_experts
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.neighbours import moved, scaled
 from weft.ops.op import find_op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -180,12 +179,9 @@ class MoeDispatch(ExchangeOp):
     name, alias = "moe_dispatch", "moe-dispatch"
     designs = {"push": PushRows, "gather": GatherRows, "lamport": GatherWords, "over_nodes": OverNodes}
     everything = "gather"
+    calls = DispatchCall
     variants = ("fp8",)
     dtypes = FLOATS
-
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> DispatchCall:
-        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
-        return DispatchCall(*checked, dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> DispatchCall:
         return super().call_of_case(case, machine)._replace(fp8=case.field("fp8") is True)
@@ -214,11 +210,6 @@ class MoeDispatch(ExchangeOp):
         if row_bytes(call) % 4 == 0:
             sizes = ((512, 1), (4096, 8)) if quick else ((512, 1), (1024, 2), (2048, 4), (4096, 8))
             yield from (GatherWords(row_bytes=size, num_warps=warps) for size, warps in sizes)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from super().around(design, machine, quick)
-        if isinstance(design, GatherWords):
-            yield from moved(design, row_bytes=scaled(design.row_bytes, 128), num_warps=scaled(design.num_warps, 1, 16))
 
     def traffic_of(self, case: Case) -> int:
         """Rows, with their scales in fp8, for those that need them; all ids and weights for all."""

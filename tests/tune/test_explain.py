@@ -175,7 +175,7 @@ def test_explain_needs_nothing_but_the_sizes():
     ("arguments", "options", "message"),
     [
         (("broadcast", (16,)), {}, "op='broadcast' is not one of"),
-        (("gemm",), {"M": -4, "N": 8, "K": 8}, "M=-4 is no positive integer"),
+        (("gemm",), {"M": -4, "N": 8, "K": 8}, "M=-4 is not a positive integer"),
         (
             ("ag_gemm",),
             {"M": 4097, "N": 8, "K": 8, "world_size": 4},
@@ -190,7 +190,7 @@ def test_explain_needs_nothing_but_the_sizes():
         (("ag_gemm",), {"M": 64, "N": 8}, "all_gather_matmul needs M=, N=, K= and no shape"),
         (("gemm", (16, 16)), {}, "matmul needs M=, N=, K= and no shape"),
         (("all_reduce",), {"M": 64}, "all_reduce needs shape="),
-        (("ag_gemm",), {"M": "4", "N": 8, "K": 8, "world_size": 4}, "M='4' is no positive integer"),
+        (("ag_gemm",), {"M": "4", "N": 8, "K": 8, "world_size": 4}, "M='4' is not a positive integer"),
         (
             ("ag_gemm",),
             {"M": 4, "N": 8, "K": 8, "algorithm": "segments"},

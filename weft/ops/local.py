@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from weft.arguments import is_integer, quoted
+from weft.arguments import check_int
 from weft.ops.registration import check_is_tensor
 from weft.plan.planned import Machine, machine
 from weft.runtime import capabilities, virtual_rank
@@ -62,8 +63,8 @@ def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int | str])
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; it must be ({wanted})")
 
 
-def check_sizes(op: str, names: Sequence[str], sizes: Sequence[int]) -> None:
-    """ValueError unless the sizes of a call to be planned are positive integers."""
-    for name, size in zip(names, sizes, strict=True):
-        if not is_integer(size) or size < 1:
-            raise ValueError(f"{op}: {name}={quoted(size)} is no positive integer; pass 1 or more")
+def check_sizes(op: str, names: Sequence[str], sizes: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes of a call to be planned. ValueError unless they are positive integers."""
+    return tuple(
+        check_int(f"{op}: {name}", size, 1, remedy="pass 1 or more") for name, size in zip(names, sizes, strict=True)
+    )

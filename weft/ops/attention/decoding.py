@@ -130,8 +130,7 @@ class DecodingOp(AttentionOp):
     sizes = ("batch", "context", "kv_heads", "head_dim")
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> DecodingCall:
-        check_sizes(self.name, self.sizes, sizes)
-        batch, context, kv_heads, head_dim = sizes
+        batch, context, kv_heads, head_dim = check_sizes(self.name, self.sizes, sizes)
         check_head_dim(head_dim)
         return DecodingCall(batch * kv_heads, context, head_dim, dtype, design)
 

@@ -88,9 +88,9 @@ class GatheredPlan(Op):
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> GatheredCall:
-        check_sizes(self.name, self.sizes, sizes)
-        check_sharing(self.name, *sizes[1:])
-        return GatheredCall(*sizes, dtype, design)
+        tokens, *heads = check_sizes(self.name, self.sizes, sizes)
+        check_sharing(self.name, *heads)
+        return GatheredCall(tokens, *heads, dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> GatheredCall:
         return GatheredCall(sum(case.field("lengths")), *case.sizes, case.dtype, case.design)

@@ -235,8 +235,7 @@ class PagedPrefillAttention(AttentionOp):
     sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> PrefillCall:
-        check_sizes(self.name, self.sizes, sizes)
-        tokens, q_heads, kv_heads, head_dim = sizes
+        tokens, q_heads, kv_heads, head_dim = check_sizes(self.name, self.sizes, sizes)
         check_head_dim(head_dim)
         if q_heads % kv_heads != 0:
             raise ValueError(f"{self.name}: q_heads={q_heads} is no multiple of kv_heads={kv_heads}")

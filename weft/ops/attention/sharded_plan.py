@@ -124,8 +124,7 @@ class ShardedPlan(AttentionOp):
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> ShardedCall:
-        check_sizes(self.name, self.sizes, sizes)
-        batch, context, kv_heads, head_dim = sizes
+        batch, context, kv_heads, head_dim = check_sizes(self.name, self.sizes, sizes)
         check_head_dim(head_dim)
         return ShardedCall(batch * kv_heads, context, head_dim, dtype, design)
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from weft.arguments import quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.local import check_sizes
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS, check_divides, check_is_tensor
 from weft.plan.planned import AUTO, Machine
@@ -67,12 +67,10 @@ class GemmOp(Op):
     def call_of(
         self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
     ) -> GemmCall:
-        for label, size in zip(self.sizes, sizes, strict=True):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{self.name}: {label}={quoted(size)} is no positive integer; pass 1 or more")
+        M, N, K = check_sizes(self.name, self.sizes, sizes)
         if self.rows_sharded:
-            check_divides(self.name, "M", sizes[0], machine.world_size)
-        return GemmCall(*sizes, dtype, sizes[2] * dtype.itemsize % 16 == 0, design=design, **fields)
+            check_divides(self.name, "M", M, machine.world_size)
+        return GemmCall(M, N, K, dtype, K * dtype.itemsize % 16 == 0, design=design, **fields)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         M, N, K = case.sizes

@@ -12,7 +12,7 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
-from weft.ops.local import check_shape
+from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe import grouped
 from weft.ops.moe.arrival import (
     MAX_HEAD,
@@ -225,9 +225,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO
     ) -> GatherGroupedCall:
         """Call for whole experts."""
-        tokens, k, experts, N, K = (
-            check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
-        )
+        tokens, k, experts, N, K = check_sizes(self.name, self.sizes, sizes)
         held = Experts.whole(experts, 0, machine.world_size).count
         return GatherGroupedCall(tokens, k, experts, held, N, K, dtype, design)
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from weft.arguments import check_int
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
+from weft.ops.local import check_sizes
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.neighbours import moved, scaled
@@ -49,8 +49,7 @@ class ExchangeOp(MoeOp):
         return shape.tokens, shape.k, shape.experts, shape.hidden
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> Any:
-        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
-        return self.calls(*checked, dtype, design)
+        return self.calls(*check_sizes(self.name, self.sizes, sizes), dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> Any:
         tokens, k, _, H = case.sizes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import triton.language as tl
 
-from weft.arguments import check_int, quoted
+from weft.arguments import quoted
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
@@ -31,7 +31,7 @@ from weft.ops.collectives.all_reduce_rms_norm import (
     check_factored,
     check_row,
 )
-from weft.ops.local import check_shape
+from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL
 from weft.ops.moe.grouped_op import check_grouped
 from weft.ops.moe.moe_cases import draw_ids, experts_of
@@ -163,8 +163,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> PairsCall:
-        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
-        return PairsCall(*checked, dtype, design)
+        return PairsCall(*check_sizes(self.name, self.sizes, sizes), dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> PairsCall:
         T, k, _, H, _ = case.sizes

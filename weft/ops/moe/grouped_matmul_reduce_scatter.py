@@ -12,7 +12,7 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
-from weft.ops.local import check_shape
+from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.arrival import case_experts, case_start, schedule_of
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.exchange import padded
@@ -157,9 +157,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO
     ) -> GroupedScatterCall:
         """Call for whole experts."""
-        tokens, k, experts, H, N = (
-            check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
-        )
+        tokens, k, experts, H, N = check_sizes(self.name, self.sizes, sizes)
         held = Experts.whole(experts, 0, machine.world_size).count
         block = block_for(machine.world_size * tokens * k, experts)
         return GroupedScatterCall(tokens, k, experts, held, block, H, N, dtype, design)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from weft.arguments import check_int, quoted
+from weft.arguments import quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
+from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
 from weft.ops.moe import grouped
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, read_back, scales_of
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles, grouped_tiles_for
@@ -84,9 +84,7 @@ class GroupedOp(MoeOp):
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, gather: bool | None = None
     ) -> GroupedCall:
         """``gather``: None: as the op does by default."""
-        T, k, experts, N, K = (
-            check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
-        )
+        T, k, experts, N, K = check_sizes(self.name, self.sizes, sizes)
         return GroupedCall(
             block_for(T * k, experts), T * k, N, K, dtype, self.gated if gather is None else gather, design
         )

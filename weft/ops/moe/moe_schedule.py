@@ -17,7 +17,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
+from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
 from weft.ops.moe.moe_cases import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Experts, Schedule
@@ -182,9 +182,7 @@ class MoeSchedule(MoeOp):
     collective = False
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> ScheduleCall:
-        T, k, experts = (
-            check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True)
-        )
+        T, k, experts = check_sizes(self.name, self.sizes, sizes)
         return ScheduleCall(T * k, experts, design)
 
     def choose(self, call: ScheduleCall, machine: Machine) -> Planned:

@@ -64,8 +64,7 @@ class LogitsOp(Op):
     dtypes = FLOATS
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> LogitsCall:
-        check_sizes(self.name, self.sizes, sizes)
-        return LogitsCall(*sizes, dtype, design)
+        return LogitsCall(*check_sizes(self.name, self.sizes, sizes), dtype, design)
 
     def choose(self, call: LogitsCall, machine: Machine) -> Planned:
         batch, vocab = max(1, call.batch), max(1, call.vocab)

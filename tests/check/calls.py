@@ -216,21 +216,15 @@ def chosen(x: Callable[..., torch.Tensor], tokens: int, experts: int) -> Routing
     return Routing(x(tokens, experts).topk(2).indices.int(), x(tokens, 2))
 
 
-def experts_gathered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Whole experts' GEMM of tokens that arrive, sometimes none, while a peer may be in its next call."""
+def experts_gathered(team: Any, x: Callable[..., torch.Tensor], width: int = 32, fp8: bool = False) -> torch.Tensor:
+    """Whole experts' GEMM of tokens that arrive, sometimes none, while a peer may be in its next call.
+
+    fp8  rows are sent in fp8, with their scales
+    """
     tokens, total = 5 * ((team.rank + int(x(1).abs().item() * 8)) % 5 > 0), 2 * team.size
     experts, design = Experts.whole(total, team.rank, team.size), AG_MOE.designs["fused"]
-    given = x(tokens, 32), *chosen(x, tokens, total), x(2, 16, 32), experts, 5, 16
-    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2), team, *given)
-    return h[: int(counts.sum())].clone()
-
-
-def experts_gathered_fp8(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """As ``experts_gathered``, but rows are sent in fp8, with their scales."""
-    tokens, total = 5 * ((team.rank + int(x(1).abs().item() * 8)) % 5 > 0), 2 * team.size
-    experts, design = Experts.whole(total, team.rank, team.size), AG_MOE.designs["fused"]
-    given = x(tokens, 144), *chosen(x, tokens, total), x(2, 16, 144), experts, 5, 16, True
-    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2, in_place=False), team, *given)
+    given = x(tokens, width), *chosen(x, tokens, total), x(2, 16, width), experts, 5, 16, fp8
+    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2, in_place=not fp8), team, *given)
     return h[: int(counts.sum())].clone()
 
 
@@ -294,7 +288,7 @@ OPS = [
     Call("route, moe_schedule, grouped GEMMs, moe_sum", of_one_rank, 2),
     Call("grouped_matmul_all_reduce_rms_norm", normed_pairs, 2),
     Call("all_gather_grouped_matmul_silu_mul", experts_gathered, 2, 4),
-    Call("all_gather_grouped_matmul_silu_mul fp8", experts_gathered_fp8, 2, 4),
+    Call("all_gather_grouped_matmul_silu_mul fp8", functools.partial(experts_gathered, width=144, fp8=True), 2, 4),
     Call("grouped_matmul_reduce_scatter", experts_scattered, 2, 4),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),

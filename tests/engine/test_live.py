@@ -1,7 +1,6 @@
 """Requests that come and go: the same at the same step on every rank, each with its own pieces, and an error ends all."""
 
 import asyncio
-import pickle
 import threading
 import time
 from types import SimpleNamespace
@@ -9,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 import weft
+from tests.spawning import launch_two
 from weft import SamplingParams
 from weft.engine import Load, Piece, live, processes
 from weft.errors import NotExchangeable, RequestCancelled, WeftError
-from weft.runtime import launch
-from weft.runtime.store import Given, private_folder
 
 ANSWER = SamplingParams(max_tokens=8)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -226,19 +224,6 @@ def test_an_error_of_a_rank_in_a_process_is_told_once_and_last(ranks):
     ranks.live.put(("submit", 2, [1], ANSWER))  # to nothing
 
 
-class Alone:
-    """Stand-in for a team, of which `launch._worker` needs little, without a GPU."""
-
-    def __init__(self, slot, rank):
-        self.rank = rank
-
-    def fail(self, message):
-        pass
-
-    def close(self):
-        pass
-
-
 class LonelyEngine(CountedEngine):
     """Falls at the prompt [13, ...] on rank 1."""
 
@@ -254,12 +239,7 @@ class LonelyEngine(CountedEngine):
 
 @pytest.mark.sweep
 def test_real_processes_take_requests_through_their_pipes_and_one_that_falls_ends_all(monkeypatch):
-    def launch_on_pipes(main, pipes, args, heap_bytes):
-        with private_folder() as folder:
-            job = launch._Job(Given(folder, b""), 2, 0, heap_bytes, False)
-            launch._run(2, (Alone, job, pickle.dumps((main, args))), pipes)
-
-    monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
+    monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
     told = []
     ranks = live.LiveProcesses(2, LonelyEngine, None, {}, lambda *message: told.append(message))
     ranks.put(("submit", 7, [3], ANSWER))

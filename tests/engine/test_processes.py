@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -11,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.spawning import launch_two
 from weft.engine import SamplingParams, processes
 from weft.engine.outputs import Piece, Stats
 from weft.engine.progress import every_tenth
 from weft.errors import NotExchangeable, PeerFailed, WeftError
-from weft.runtime import launch
 from weft.runtime.codec import encode
-from weft.runtime.store import Given, private_folder
 
 LONG = 1000
 
@@ -396,19 +394,6 @@ def test_ranks_that_wait_to_go_on_end_without_an_error_when_their_parent_closes(
     stream.close()
 
 
-class Alone:
-    """What `launch._worker` needs of a team, without a GPU."""
-
-    def __init__(self, slot, rank):
-        self.rank = rank
-
-    def fail(self, message):
-        pass
-
-    def close(self):
-        pass
-
-
 class CountingSteps:
     """Keeps the steps of each answer in a file; prompt "fall" ends rank 1, which the others hear of."""
 
@@ -434,12 +419,7 @@ class CountingSteps:
 
 
 def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, monkeypatch):
-    def launch_on_pipes(main, pipes, args, heap_bytes):
-        with private_folder() as folder:
-            job = launch._Job(Given(folder, b""), 2, 0, heap_bytes, False)
-            launch._run(2, (Alone, job, pickle.dumps((main, args))), pipes)
-
-    monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
+    monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
     stats, loaded, params = [], [], [SamplingParams(max_tokens=LONG)]
     watchers = {"progress": lambda *read: loaded.append(read), "warm_up_progress": every_tenth(loaded.append)}
     ranks = processes.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, watchers)

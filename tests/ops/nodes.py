@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from tests.sampled import sampled
 from weft.ops.attention.cases import sharded_case
 from weft.ops.case import BF16, FP16, FP32, Case
+
+
+def teams_of_nodes(seeds: int) -> list[Any]:
+    """Parameters (nodes, node_size, seed) of a test."""
+    shapes = (2, 1), (2, 2), (2, 4), (4, 2), (3, 2)
+    return sampled(((*shape, seed) for shape in shapes for seed in range(seeds)), lambda *one: one == (2, 2, 0))
 
 
 def collectives(nodes: int, world_size: int) -> Iterator[Case]:

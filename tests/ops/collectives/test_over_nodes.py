@@ -6,21 +6,13 @@ import torch
 import weft
 import weft.check
 from tests.ops.checking import assert_close, assert_identical, check_replicated, run_cases
-from tests.ops.nodes import collectives
-from tests.sampled import sampled
+from tests.ops.nodes import collectives, teams_of_nodes
 from weft import ops
 from weft.ops.case import BF16, FP32, Case
 from weft.ops.collectives.over_nodes import leaves_room
 
-SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
 
-
-@pytest.mark.parametrize(
-    ("nodes", "node_size", "seed"),
-    sampled(
-        ((*shape, seed) for shape in SHAPES for seed in range(3)), lambda n, size, seed: (n, size, seed) == (2, 2, 0)
-    ),
-)
+@pytest.mark.parametrize(("nodes", "node_size", "seed"), teams_of_nodes(3))
 def test_every_case(nodes, node_size, seed):
     size = nodes * node_size
     cases = list(collectives(nodes, size))

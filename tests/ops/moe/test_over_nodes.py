@@ -9,22 +9,14 @@ import weft
 import weft.check
 from tests.ops.checking import assert_close, run_cases
 from tests.ops.layer_cases import mutated
-from tests.ops.nodes import experts
-from tests.sampled import sampled
+from tests.ops.nodes import experts, teams_of_nodes
 from weft import ops
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
 from weft.ops.moe import by_nodes
 from weft.runtime.team.rail import Rail
 
-SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
 
-
-@pytest.mark.parametrize(
-    ("nodes", "node_size", "seed"),
-    sampled(
-        ((*shape, seed) for shape in SHAPES for seed in range(2)), lambda n, size, seed: (n, size, seed) == (2, 2, 0)
-    ),
-)
+@pytest.mark.parametrize(("nodes", "node_size", "seed"), teams_of_nodes(2))
 def test_every_case(nodes, node_size, seed):
     """Every second case once, or all of them three times."""
     size = nodes * node_size

@@ -6,20 +6,12 @@ import torch
 import weft
 import weft.check
 from tests.ops.checking import assert_close, check_replicated, run_cases
-from tests.ops.nodes import gemms, norms
-from tests.sampled import sampled
+from tests.ops.nodes import gemms, norms, teams_of_nodes
 from weft import ops
 from weft.ops.case import BF16, Case
 
-SHAPES = ((2, 1), (2, 2), (2, 4), (4, 2), (3, 2))
 
-
-@pytest.mark.parametrize(
-    ("nodes", "node_size", "seed"),
-    sampled(
-        ((*shape, seed) for shape in SHAPES for seed in range(2)), lambda n, size, seed: (n, size, seed) == (2, 2, 0)
-    ),
-)
+@pytest.mark.parametrize(("nodes", "node_size", "seed"), teams_of_nodes(2))
 def test_every_case(nodes, node_size, seed):
     """Every second case once, or all of them twice."""
     size = nodes * node_size

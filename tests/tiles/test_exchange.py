@@ -155,3 +155,12 @@ def test_refusals(change, message):
             tiles.exchange(**arguments, team=team)
 
     weft.simulate(main, 1)
+
+
+@pytest.mark.parametrize("plan", ["auto", tiles.GatherPlan()])
+def test_a_scatter_refuses_other_plans(plan):
+    def main(team):
+        with pytest.raises(ValueError, match="plan=.*ExchangePlan"):
+            tiles.scatter(bodies.partial_tile, torch.zeros(8, 16), None, team, plan=plan)
+
+    weft.simulate(main, 1)

@@ -341,6 +341,7 @@ def scatter(
     arguments that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     plan = plan or ExchangePlan()
+    check_instance("plan", plan, ExchangePlan, "a weft.tiles.ExchangePlan")
     check_tensor("tiles.scatter", "out", out, team, FLOATS)
     # A piece of at most 8192 elements: 64 registers of a thread of four warps.
     cuts = 0
@@ -411,7 +412,6 @@ def _run(
 ) -> None:
     check_team(op, team)
     check_body("body", functions["BODY"])
-    check_instance("plan", plan, ExchangePlan, "a weft.tiles.ExchangePlan")
     given = check_operands(op, operands, matrices)
     if out.dim() != 2 or 0 in out.shape or not out.is_contiguous():
         raise ValueError(

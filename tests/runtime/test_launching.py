@@ -3,6 +3,7 @@
 import itertools
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -66,6 +67,7 @@ def test_arguments_that_triton_compiles_apart_have_other_keys(one, other):
         ((3,), (7,)),
         ((16,), (1 << 20,)),
         ((2.0,), (3.5,)),
+        ((2.0,), (np.float64(2.0),)),
         (((3, 16),), ((5, 32),)),
     ],
 )

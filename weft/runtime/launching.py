@@ -114,6 +114,8 @@ def _describe(arguments: tuple, kind: list[Any]) -> None:
             _describe(x, kind)
         elif isinstance(x, torch.Tensor):  # a parameter
             kind += (x.dtype, x.data_ptr() & 15)
+        elif isinstance(x, float):  # NumPy's float64
+            kind.append(float)
         else:  # a tensor descriptor, whose base is aligned
             kind += (x.base.dtype, *x.block_shape)
 

@@ -12,7 +12,6 @@ SMALL = dict(
     vocab_size=48, max_position_embeddings=64, pad_token_id=0, tie_word_embeddings=False,
 )  # fmt: skip
 FAMILIES = ["Qwen3", "Llama", "Mistral", "Gemma", "Qwen2", "Granite"]
-LEFT = {"lm_head": "style 'colwise_gather_output'", "model.embed_tokens": "style 'embedding_rowwise'"}
 
 
 @pytest.fixture

@@ -34,7 +34,10 @@ MAX_HEAD = 1024
 
 @triton.jit
 def load_tiles(tiles, numbers, there):
-    """(expert, number of its first pair, first row, pairs) of tiles of a schedule, blocks like ``numbers``; there: mask."""
+    """(expert, number of its first pair, first row, pairs) of tiles of a schedule, by their numbers.
+
+    there  mask, a block like ``numbers``
+    """
     entry = tiles + numbers * 4
     expert, first = tl.load(entry, mask=there), tl.load(entry + 1, mask=there, other=0)
     return expert, first, tl.load(entry + 2, mask=there), tl.load(entry + 3, mask=there, other=1)

@@ -219,9 +219,11 @@ class MoeCombine(ExchangeOp):
     def sum_of_rows(
         self, rows: torch.Tensor, ids: torch.Tensor, experts: int, tokens: int, team: str, tp: int
     ) -> torch.Tensor:
-        """[tokens, H]: what all ranks have for rows that ``moe_dispatch`` has sent, added up in rank order. Collective.
+        """Sums [tokens, H], in rank order, of all ranks' ``rows`` for this rank's tokens. Collective.
 
-        rows, ids  [W * max_tokens, H] and [W * max_tokens, k]; experts: of all ranks together; tp: of ``run``
+        rows     [W * max_tokens, H]: as ``moe_dispatch`` has sent them, such as gradients of its rows
+        ids      [W * max_tokens, k]
+        experts  of all ranks together; tp: of ``run``
         """
         members = find_team(team)
         call = CombineCall(len(ids) // members.size, ids.shape[1], rows.shape[1], rows.dtype, tp=tp)

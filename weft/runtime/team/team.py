@@ -53,7 +53,7 @@ class Team(TakenByView):
     library       baseline collectives (NCCL), to compare with
     shape         (nodes, node_size): rank = node * node_size + local rank
     node          team of the ranks of this rank's node; the team itself if there is one node
-    rail          transfers to the ranks of equal local rank in the other nodes (weft.runtime.team.rail); None if there is one node
+    rail          transfers to the ranks of equal local rank in the other nodes (weft.runtime.team.rail); None for one node
 
     A team of several nodes has no heap, view or copy engine, which reach the ranks of one node: ``team.node`` has them, and
     SeveralNodes is raised. All else holds for both.

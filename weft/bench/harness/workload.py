@@ -7,7 +7,8 @@ each rank, for which every ``Provider`` prepares its way to solve it (``Prepared
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -177,6 +178,22 @@ def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     spoken = isinstance(error, (WeftError, ValueError, Unavailable, Failed))
     return (text if spoken else f"{type(error).__name__}: {text}")[:300]
+
+
+def sizes_or_set(
+    word: str, count: int, sets: Collection[str], usage: str
+) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+    """(``count`` sizes, "", ()) that a word lists, or ((), name of a set, numbers behind its colon).
+
+    ValueError for others; usage: what the sizes are.
+    """
+    number = r"[1-9]\d*"
+    if re.fullmatch(rf"{number}(,{number}){{{count - 1}}}", word):
+        return tuple(map(int, word.split(","))), "", ()
+    name, _, listed = word.lower().partition(":")
+    if name not in sets or not re.fullmatch(rf"({number}(,{number})*)?", listed):
+        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(sets)}) nor {usage}")
+    return (), name, tuple(map(int, listed.split(","))) if listed else ()
 
 
 def words_apart(text: str) -> list[str]:

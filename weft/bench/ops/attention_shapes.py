@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from weft.bench.harness.workload import Shape
+from weft.bench.harness.workload import Shape, sizes_or_set
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.attention.sharded_plan import ShardedShape
 from weft.ops.op import Op
@@ -20,20 +18,13 @@ SIMULATED_TOKENS, SIMULATED_HEADS = 256, 8
 
 def read_sharded(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     """See ``Form.read``."""
-    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){4}", word):
-        return [_shape(ShardedShape(*map(int, word.split(",")), world_size))]
-    name, _, contexts = word.lower().partition(":")
-    if name not in LONG or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", contexts):
-        raise ValueError(
-            f"--shapes {word!r} is neither a set ({', '.join(LONG)}; SET:CONTEXT,…) nor BATCH,HEADS,KV_HEADS,HEAD_DIM,CONTEXT"
-        )
+    given, name, contexts = sizes_or_set(word, 5, LONG, "BATCH,HEADS,KV_HEADS,HEAD_DIM,CONTEXT")
+    if given:
+        return [_shape(ShardedShape(*given, world_size))]
     if tiny:
         return [_shape(ShardedShape(1, 2 * world_size, 1, 16, 40, world_size))]
     *heads, usual = LONG[name]
-    return [
-        _shape(ShardedShape(1, *heads, context, world_size))
-        for context in (map(int, contexts.split(",")) if contexts else usual)
-    ]
+    return [_shape(ShardedShape(1, *heads, context, world_size)) for context in contexts or usual]
 
 
 def _shape(shape: ShardedShape) -> Shape:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
-from weft.bench.harness.workload import Shape
+from weft.bench.harness.workload import Shape, sizes_or_set
 from weft.ops.attention.gathered_plan import check_sharing
 from weft.ops.op import Op
 
@@ -28,17 +27,13 @@ SIMULATED = PrefillShape(64, 16, 8, 64)
 
 def read_prefill(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     """See ``Form.read``."""
-    name, _, tokens = word.lower().partition(":")
-    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", word):
-        sizes = [tuple(map(int, word.split(",")))]
-    elif name not in PROMPTED or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", tokens):
-        raise ValueError(
-            f"--shapes {word!r} is neither a set ({', '.join(PROMPTED)}) nor TOKENS,QUERY_HEADS,KV_HEADS,HEAD_DIM"
-        )
+    given, name, tokens = sizes_or_set(word, 4, PROMPTED, "TOKENS,QUERY_HEADS,KV_HEADS,HEAD_DIM")
+    if given:
+        sizes = [given]
     elif tiny:
         sizes = [(4 * world_size, 2 * world_size, world_size, 16)]
     else:
-        sizes = [(count, *PROMPTED[name]) for count in (map(int, tokens.split(",")) if tokens else TOKENS)]
+        sizes = [(count, *PROMPTED[name]) for count in tokens or TOKENS]
     return [Shape(size=tuple(size), label="x".join(map(str, size))) for size in sizes]
 
 

@@ -17,7 +17,7 @@ import torch
 
 import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
-from weft.bench.harness.workload import DTYPES, Shape, words_apart
+from weft.bench.harness.workload import DTYPES, Shape, sizes_or_set, words_apart
 from weft.bench.ops.attention_shapes import LONG, check_sharded, read_sharded, simulable_sharded
 from weft.bench.ops.moe_shapes import MIXTURES, check_choices, read_moe, simulable_moe
 from weft.bench.ops.prefill_shapes import PROMPTED, check_heads_shared, read_prefill, simulable_prefill
@@ -194,15 +194,13 @@ def _simulable_bytes(op: Op, size: tuple[int, ...], world_size: int) -> tuple[st
 
 
 def _read_rows(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
-    name, _, rows = word.lower().partition(":")
-    if re.fullmatch(r"[1-9]\d*,[1-9]\d*", word):
-        sizes = [tuple(map(int, word.split(",")))]
-    elif name not in MODELS or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", rows):
-        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(MODELS)}) nor M,H, rows and columns")
+    given, name, rows = sizes_or_set(word, 2, MODELS, "M,H, rows and columns")
+    if given:
+        sizes = [given]
     elif tiny:
         sizes = [(3, 32)]
     else:
-        sizes = [(m, MODELS[name].hidden) for m in (map(int, rows.split(",")) if rows else DECODE_ROWS)]
+        sizes = [(m, MODELS[name].hidden) for m in rows or DECODE_ROWS]
     return [Shape(size=size, label=f"{size[0]}x{size[1]}") for size in sizes]
 
 
@@ -304,20 +302,16 @@ def _simulable_gemm(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str
 
 
 def _read_attention(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
-    name, _, tokens = word.lower().partition(":")
-    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){2}", word):
-        sizes = [tuple(map(int, word.split(",")))]
-    elif name not in MODELS or not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", tokens):
-        raise ValueError(f"--shapes {word!r} is neither a set ({', '.join(MODELS)}) nor PAIRS,TOKENS,HEAD_DIM")
+    given, name, tokens = sizes_or_set(word, 3, MODELS, "PAIRS,TOKENS,HEAD_DIM")
+    if given:
+        sizes = [given]
     elif tiny:
         sizes = [(2, 20, 32)]
     else:
         heads = MODELS[name].key_value // HEAD_DIM
         if heads % world_size:
             raise ValueError(f"--world-size {world_size}: {name} has {heads} KV heads; take 1, 2, 4 or 8")
-        sizes = [
-            (heads // world_size, count, HEAD_DIM) for count in (map(int, tokens.split(",")) if tokens else CONTEXTS)
-        ]
+        sizes = [(heads // world_size, count, HEAD_DIM) for count in tokens or CONTEXTS]
     return [Shape(size=size, label="x".join(map(str, size))) for size in sizes]
 
 

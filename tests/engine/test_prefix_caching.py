@@ -13,34 +13,47 @@ from weft.engine.scheduler import Scheduler, Sequence
 PAGE = 4
 
 
+class Pool(PagePool):
+    """A pool that says which pages were taken to write to."""
+
+    taken = ()
+
+    def take(self, count):
+        pages = super().take(count)
+        self.taken += tuple(pages)
+        return pages
+
+
 class Device:
     """What the kernels of a batch would write, read and choose: tokens stand for keys."""
 
-    def __init__(self, pages, max_batch, chunk_tokens):
-        self.scheduler = Scheduler(PagePool(1 + pages, PAGE), max_batch, chunk_tokens, prefix_caching=True)
+    def __init__(self, pages, max_batch, chunk_tokens, window=None):
+        self.window = window
+        self.scheduler = Scheduler(Pool(1 + pages, PAGE, window), max_batch, chunk_tokens, prefix_caching=True)
         self.holds = {}  # (page, offset) → the tokens up to there
         self.texts = {}  # prompt and answer, tokens in flight included
         self.open = []
 
     def submit(self, prompt, budget):
         one = Sequence(number=len(self.texts), prompt=prompt, params=SamplingParams(), budget=budget)
-        if self.scheduler.pool.needed(len(prompt) + budget - 1) > self.scheduler.pool.capacity:
+        if self.scheduler.pool.needed_at_once(len(prompt) + budget - 1) > self.scheduler.pool.capacity:
             return
         self.scheduler.submit(one)
         self.texts[one.number] = list(prompt)
         self.open.append(one)
 
     def step(self, collect):
-        before = dict(self.scheduler.pool._digest_of)
+        pool = self.scheduler.pool
+        before, pool.taken = set(pool._digest_of), ()
         ranges = self.scheduler.next_chunk()
-        self.shared = before.items() & self.scheduler.pool._digest_of.items()
+        self.shared = before - {*pool.taken}
         for part in ranges:
             self.run(part.sequence, part.start, part.start + part.length, part.last)
         decoding = self.scheduler.next_decode()
         if decoding is None:
             self.collect()
             decoding = self.scheduler.next_decode()
-        self.shared = self.scheduler.pool._digest_of.items()
+        self.shared = set(pool._digest_of)
         for one in decoding:
             self.run(one, one.cached - 1, one.cached, chooses=True)
         if collect:
@@ -49,10 +62,10 @@ class Device:
 
     def run(self, one, start, end, chooses):
         text, pool = self.texts[one.number], self.scheduler.pool
-        for at in range(end):
+        for at in range(0 if self.window is None else max(0, start + 1 - self.window), end):
             cell = (one.pages[at // PAGE], at % PAGE)
             if at >= start:
-                assert pool._references[cell[0]] == 1 and cell[0] not in dict(self.shared), "a shared page is written"
+                assert pool._references[cell[0]] == 1 and cell[0] not in self.shared, "a shared page is written"
                 self.holds[cell] = text[: at + 1]
             assert self.holds[cell] == text[: at + 1], "a page of other tokens is read"
         if chooses:
@@ -67,7 +80,7 @@ class Device:
 
     def leave(self, one):
         free = self.scheduler.pool.free
-        alone = sum(self.scheduler.pool._references[page] == 1 for page in one.pages)
+        alone = sum(self.scheduler.pool._references[page] == 1 for page in one.pages[one.released :])
         self.scheduler.finish(one)
         assert self.scheduler.pool.free == free + alone, "its pages are free at once"
         self.open.remove(one)
@@ -80,7 +93,8 @@ class Device:
             self.texts[one.number] = one.prompt + one.tokens
 
     def check(self):
-        pool, used = self.scheduler.pool, [page for one in self.open for page in one.pages]
+        pool, used = self.scheduler.pool, [page for one in self.open for page in one.pages[one.released :]]
+        assert 0 not in used
         assert pool._references == [used.count(page) for page in range(pool.pages)]
         assert pool.free + len(set(used)) == pool.capacity
         spare = [*pool._free, *pool._unused]
@@ -107,9 +121,10 @@ events = st.one_of(
     pages=st.integers(7, 14),
     max_batch=st.integers(1, 4),
     chunk_tokens=st.integers(1, 40),
+    window=st.sampled_from([None, 1, 4, 9, 18]),
 )
-def test_no_page_is_lost_or_misread_whatever_comes_and_goes(events, pages, max_batch, chunk_tokens):
-    device = Device(pages, max_batch, chunk_tokens)
+def test_no_page_is_lost_or_misread_whatever_comes_and_goes(events, pages, max_batch, chunk_tokens, window):
+    device = Device(pages, max_batch, chunk_tokens, window)
     for name, *given_ in events:
         if name == "leave":
             if device.open:
@@ -194,6 +209,21 @@ def test_a_request_waits_where_only_the_pages_that_it_shares_are_free():
     assert device.open == [waiting]
     device.step(collect=False)
     assert waiting.hit_tokens == 8
+
+
+def test_a_prompt_is_found_by_the_pages_of_its_window():
+    """Of 32 tokens the last 8 lie in windows of 9 of those behind them: pages before those were freed first."""
+    device, prompt = Device(8, 2, 64, window=9), list(range(32))
+    device.submit(prompt, 2)
+    while device.open:
+        device.step(collect=True)
+    pool = device.scheduler.pool
+    pool.give_back(pool.take(6))
+    assert not pool.find([digest_of(b"", prompt[:PAGE])]), "forgotten"
+    device.submit([*prompt, 40, 41], 1)
+    device.step(collect=False)
+    [one] = device.open
+    assert one.hit_tokens == 32 and one.pages[:6] == [0] * 6 and one.held == 3
 
 
 def test_the_page_that_was_freed_first_is_reused_first():

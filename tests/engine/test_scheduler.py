@@ -35,7 +35,8 @@ def run(scheduler, sequences, late=0):
             assert decoding is not None
         for one in decoding:
             assert len(one.pages) * PAGE >= one.cached  # room for what this step writes
-        taken = [page for one in scheduler.active for page in one.pages]
+        taken = [page for one in scheduler.active for page in one.pages[one.released :]]
+        assert all(not any(one.pages[: one.released]) for one in scheduler.active)
         assert len(taken) == len(set(taken)) and 0 not in taken
         assert scheduler.pool.free + len(taken) == scheduler.pool.capacity
         history.append((ranges, [one.number for one in decoding]))
@@ -138,6 +139,33 @@ def test_a_request_that_could_not_run_even_alone_is_refused_by_the_caller_s_name
         scheduler.check("prompts[7]", sequence(0, 40, 26))
 
 
+def test_a_window_s_pages_are_all_that_a_sequence_keeps():
+    """40 tokens lie in up to 4 pages; a chunk of 32 more beside them in 6."""
+    scheduler = Scheduler(PagePool(1 + 6, PAGE, window=40), max_batch=4, chunk_tokens=32)
+    [one] = submitted(scheduler, (200, 300))
+    held = []
+    while not one.done:
+        scheduler.next_chunk()
+        held.append(one.held)
+        scheduler.next_decode()
+        land(scheduler, [one])
+        assert scheduler.pool.free + one.held == 6
+    # Read in whole chunks; then what lies before the window is given back whenever a page is taken.
+    assert len(held) == 7 + 300 - 2 and max(held) == 6 and set(held[20:]) == {4}
+    scheduler.check("prompt", sequence(1, 10_000, 10_000))
+    small = Scheduler(PagePool(1 + 3, PAGE, window=40), max_batch=4, chunk_tokens=32)
+    with pytest.raises(ValueError, match="need 4 KV pages of 16 tokens, and there are 3"):
+        small.check("prompt", sequence(1, 10_000, 10_000))
+    small.check("prompt", sequence(1, 30, 19))
+
+
+def test_long_sequences_with_windows_run_side_by_side():
+    """Each keeps 3 pages, is read with 4, and would take 10 without a window."""
+    scheduler = Scheduler(PagePool(1 + 7, PAGE, window=30), max_batch=4, chunk_tokens=16)
+    history = run(scheduler, submitted(scheduler, (60, 100), (60, 100)))
+    assert scheduler.preemptions == 0 and sum(decoding == [0, 1] for _, decoding in history) > 80
+
+
 def test_slots_are_filled_up_from_below():
     scheduler = Scheduler(PagePool(100, PAGE), max_batch=8, chunk_tokens=64)
     sequences = submitted(scheduler, *[(4, 9)] * 5)
@@ -157,9 +185,10 @@ def test_slots_are_filled_up_from_below():
     max_batch=st.integers(1, 4),
     chunk_tokens=st.integers(1, 80),
     late=st.integers(0, 1),
+    window=st.sampled_from([None, 1, 16, 40, 97]),
 )
-def test_everyone_comes_to_the_end_whatever_the_sizes(sizes, pages, max_batch, chunk_tokens, late):
-    scheduler = Scheduler(PagePool(1 + pages, PAGE), max_batch, chunk_tokens)
+def test_everyone_comes_to_the_end_whatever_the_sizes(sizes, pages, max_batch, chunk_tokens, late, window):
+    scheduler = Scheduler(PagePool(1 + pages, PAGE, window), max_batch, chunk_tokens)
     sequences = submitted(scheduler, *sizes)
     history = run(scheduler, sequences, late)
     first_reads = [part[0] for ranges, _ in history for part in ranges if part[1] == 0]

@@ -46,7 +46,9 @@ class Batch:
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self.runner, self.team = runner, runner.team
-        pool = PagePool(runner.cache.pages, runner.entry_tokens)
+        # Of the whole model: all stages of a pipeline have the same pages.
+        window = runner.model.config.attention.longest_window
+        pool = PagePool(runner.cache.pages, runner.entry_tokens, window)
         self.scheduler = Scheduler(
             pool,
             runner.max_batch,

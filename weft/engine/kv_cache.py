@@ -13,13 +13,16 @@ class PagePool:
 
     Equal calls give equal pages on every rank.
 
+    window  most tokens that a token attends to in any layer, itself the last; None: all before it. Pages that lie before the
+            windows of all tokens to come are given back while their sequence runs
+
     A full page can be published under the digest of all tokens up to its end. `find` then names it, and sequences that begin
     with these tokens share it; it is not written again. Once no sequence refers to it, it counts as free and can still be
     found, until `take` needs it: the page that was freed first goes first.
     """
 
-    def __init__(self, pages: int, page_size: int) -> None:
-        self.pages, self.page_size = pages, page_size
+    def __init__(self, pages: int, page_size: int, window: int | None = None) -> None:
+        self.pages, self.page_size, self.window = pages, page_size, window
         self._free = list(range(pages - 1, 0, -1))  # taken from the end
         self._references = [0] * pages
         self._page_of: dict[bytes, int] = {}
@@ -40,6 +43,17 @@ class PagePool:
     def needed(self, tokens: int) -> int:
         """Number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
+
+    def first_needed(self, tokens: int) -> int:
+        """Index of the first page that the tokens behind the first `tokens` attend to."""
+        return 0 if self.window is None else max(0, tokens + 1 - self.window) // self.page_size
+
+    def needed_at_once(self, tokens: int, chunk: int = 1) -> int:
+        """Most pages that a sequence of `tokens` tokens needs at a time, by chunks of up to `chunk`."""
+        if self.window is None:
+            return self.needed(tokens)
+        # A run of n tokens lies in at most ceil((n - 1) / page_size) + 1 pages.
+        return min(self.needed(tokens), self.needed(self.window + chunk - 2) + 1)
 
     def free_without(self, pages: Sequence[int]) -> int:
         """Number of free pages once these have been shared."""
@@ -80,13 +94,20 @@ class PagePool:
             self._page_of[digest], self._digest_of[page] = page, digest
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """Published pages of a sequence's first tokens, up to the first that is missing."""
-        pages = []
-        for digest in digests:
-            if (page := self._page_of.get(digest)) is None:
+        """Pages of the longest begin of a sequence of which all that the next token attends to are published.
+
+        0 for those before its window.
+        """
+        pages = [self._page_of.get(digest, 0) for digest in digests]
+        count = run = 0  # `run`: published pages in a row
+        for end, page in enumerate(pages, 1):
+            run = run + 1 if page else 0
+            if run >= end - self.first_needed(end * self.page_size):
+                count = end
+            elif self.window is None:
                 break
-            pages.append(page)
-        return pages
+        first = self.first_needed(count * self.page_size)
+        return [0] * first + pages[first:count]
 
     def unpublish(self) -> None:
         """Let no page be found: after an error their contents are uncertain."""

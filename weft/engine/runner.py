@@ -50,7 +50,10 @@ WARM_KINDS = (Kind.GREEDY, Kind.TRUNCATED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotState:
-    """State of a batch slot; `position`: of the token that the next decode step takes."""
+    """State of a batch slot; `position`: of the token that the next decode step takes.
+
+    pages  the sequence's; page 0 stands for those that it has given back, before the windows of all layers
+    """
 
     position: int
     pages: list[int]

@@ -12,6 +12,10 @@ two tokens of a stream is bounded by such a chunk and a decode step, however lon
 With prefix caching a request starts behind the full pages of its first tokens that are in the cache already, from other
 prompts or answers. At least its last token is read, since only a pass chooses the next one. Pages that a step fills are found
 from the next step on; a request that begins with one of them waits for it.
+
+Where all layers have windows, a sequence gives back the pages that lie before those of all its tokens to come: its entries are
+0 from then on. It is admitted once there is room for its window and a chunk, and finds its first tokens in the cache where the
+pages of its window are there.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ class Sequence:
     hit_tokens  tokens that it found in the cache when it was first admitted; None: not admitted yet
     digests   of its full pages, as far as they were needed
     published  number of its pages that others can find
+    released  number of its first pages that it has given back, or never had; `pages` has zeros for them
     slot      batch slot; None while it waits
     running   all tokens but the last one are cached: decode steps continue it
     late      submitted while others were running
@@ -66,6 +71,7 @@ class Sequence:
     hit_tokens: int | None = None
     digests: list[bytes] = field(default_factory=list)
     published: int = 0
+    released: int = 0
     slot: int | None = None
     running: bool = False
     late: bool = False
@@ -75,6 +81,11 @@ class Sequence:
     def to_read(self) -> int:
         """Number of tokens that must be cached before the next one can be chosen."""
         return len(self.prompt) + self.launched
+
+    @property
+    def held(self) -> int:
+        """Number of pages that it refers to."""
+        return len(self.pages) - self.released
 
     @property
     def in_flight(self) -> int:
@@ -113,16 +124,17 @@ class Scheduler:
 
     def check(self, name: str, sequence: Sequence) -> None:
         """ValueError for a sequence that could not run even alone. `name`: of its prompt, for the message."""
-        if (needed := self._pages_at_the_end(sequence)) > self.pool.capacity:
+        if (needed := self._most_pages(sequence)) > self.pool.capacity:
             raise ValueError(
                 f"{name} of {len(sequence.prompt)} tokens and an answer of up to {sequence.budget} need {needed} KV pages "
                 f"of {self.pool.page_size} tokens, and there are {self.pool.capacity}; lower max_tokens, shorten the prompt, "
                 f"or raise pages= (where it is not given, memory_fraction=)"
             )
 
-    def _pages_at_the_end(self, sequence: Sequence) -> int:
+    def _most_pages(self, sequence: Sequence) -> int:
+        """Pages without which a sequence does not come to its end."""
         # The last token of an answer is never cached.
-        return self.pool.needed(len(sequence.prompt) + sequence.budget - 1)
+        return self.pool.needed_at_once(len(sequence.prompt) + sequence.budget - 1)
 
     def submit(self, sequence: Sequence) -> None:
         sequence.late = any(other.running for other in self.active)
@@ -160,9 +172,9 @@ class Scheduler:
             shared = self.pool.find(digests)
             if len(shared) < len(digests) and digests[len(shared)] in filling:
                 break
-            own = self.pool.needed(sequence.to_read) - len(shared)
+            own = self._own_pages(sequence, shared)
             # One page more for each sequence that may grow: otherwise this one could be preempted as soon as it has been read.
-            growing = sum(len(other.pages) < self._pages_at_the_end(other) for other in self.active)
+            growing = sum(other.held < self._most_pages(other) for other in self.active)
             if own + growing > self.pool.free_without(shared):
                 break
             self.waiting.popleft()
@@ -179,8 +191,18 @@ class Scheduler:
         decoding = any(sequence.running and sequence.launched < sequence.budget for sequence in self.active)
         return self.mixed_chunk_tokens if decoding and unread and unread[0].late else self.chunk_tokens
 
+    def _own_pages(self, sequence: Sequence, shared: list[int]) -> int:
+        """Number of pages that a sequence is admitted with, beside those that it shares.
+
+        With windows those of a chunk, which are taken anew for each. In a pool that has fewer, chunks are shorter.
+        """
+        at_once = self.pool.needed_at_once(sequence.to_read, self.chunk_tokens)
+        held = len(shared) - self.pool.first_needed(len(shared) * self.pool.page_size)
+        return min(self.pool.needed(sequence.to_read) - len(shared), min(at_once, self.pool.capacity) - held)
+
     def _admit(self, sequence: Sequence, shared: list[int], own: int) -> None:
-        self.pool.share(shared)
+        sequence.released = self.pool.first_needed(len(shared) * self.pool.page_size)
+        self.pool.share(shared[sequence.released :])
         sequence.slot, sequence.pages = self._free_slots.pop(), shared + self.pool.take(own)
         sequence.cached, sequence.published = len(shared) * self.pool.page_size, len(shared)
         if sequence.hit_tokens is None:
@@ -194,15 +216,25 @@ class Scheduler:
         self.active.append(sequence)
 
     def _read(self, sequence: Sequence, limit: int, ranges: list[SequenceRange]) -> int:
-        start = sequence.cached
-        length = min(limit, sequence.to_read - start)
+        """Add a range of at most `limit` tokens; returns how many fewer the others may read.
+
+        With windows pages may be missing, which others have shared, or taken meanwhile. Then it reads what it has pages for, if
+        anything, and no other prompt is begun. It is the youngest, so the others end, or preempt it.
+        """
+        start, page_size = sequence.cached, self.pool.page_size
+        self._release(sequence, start)
+        wanted = min(limit, sequence.to_read - start)
+        if (missing := self.pool.needed(start + wanted) - len(sequence.pages)) > 0:
+            sequence.pages = sequence.pages + self.pool.take(min(missing, self.pool.free))
+        length = min(wanted, len(sequence.pages) * page_size - start)
         sequence.cached += length
         last = sequence.cached == sequence.to_read
-        ranges.append(SequenceRange(sequence, start, length, last))
+        if length > 0:
+            ranges.append(SequenceRange(sequence, start, length, last))
         if last:
             sequence.launched += 1
             sequence.running = True
-        return length
+        return length if length == wanted else limit
 
     def _digests(self, sequence: Sequence, pages: int) -> list[bytes]:
         """Digests of a sequence's first `pages` pages, which are full; none without prefix caching."""
@@ -225,11 +257,19 @@ class Scheduler:
         return self._digests(sequence, known // self.pool.page_size)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Let others find the pages that are full."""
+        """Let others find the pages that are full and that it has."""
         digests = self._full(sequence)
-        for index in range(sequence.published, len(digests)):
+        for index in range(max(sequence.published, sequence.released), len(digests)):
             self.pool.publish(sequence.pages[index], digests[index])
         sequence.published = len(digests)
+
+    def _release(self, sequence: Sequence, tokens: int) -> None:
+        """Give back the pages that no token behind the first `tokens` attends to."""
+        if (first := self.pool.first_needed(tokens)) > sequence.released:
+            self._publish(sequence)
+            self.pool.give_back(sequence.pages[sequence.released : first])
+            sequence.pages = [0] * first + sequence.pages[first:]
+            sequence.released = first
 
     def next_decode(self) -> list[Sequence] | None:
         """Choose the sequences that decode one token, oldest first, and allocate their pages.
@@ -242,7 +282,9 @@ class Scheduler:
         for sequence in running:
             if sequence.slot is None:  # preempted by an older one
                 continue
-            while len(sequence.pages) < self.pool.needed(sequence.cached + 1):
+            if len(sequence.pages) < (needed := self.pool.needed(sequence.cached + 1)):
+                self._release(sequence, sequence.cached)
+            while len(sequence.pages) < needed:
                 if self.pool.free:
                     sequence.pages = sequence.pages + self.pool.take(1)  # a new list: the runner compares
                     continue
@@ -288,8 +330,8 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self._publish(sequence)
-        self.pool.give_back(sequence.pages)
-        sequence.pages = []
+        self.pool.give_back(sequence.pages[sequence.released :])
+        sequence.pages, sequence.released = [], 0
         self.active.remove(sequence)
         self._release_slot(sequence.slot)
         sequence.slot = None

@@ -29,6 +29,11 @@ class AttentionOptions:
         """Window of a layer."""
         return self.windows[layer % len(self.windows)]
 
+    @property
+    def longest_window(self) -> int | None:
+        """Most tokens that a token attends to in any layer; None: all before it."""
+        return None if None in self.windows else max(self.windows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOptions:

@@ -83,7 +83,7 @@ class Step:
     slots      [T] int64: page * page_size + offset of a token's key and value; -1: not written (padding)
     cells      page [T] and offset [T] int64 of slots, 0 and 0 for padding; None in a fused pass, which does not read them
     pages      [B, max_pages] int32: the page table, in a prefill over a spread cache that of the gathered pages; any existing
-               page may stand for one not in use yet
+               page may stand for one not in use yet, or before the windows of all layers
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
     tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of attention, shared by all layers

@@ -11,10 +11,10 @@ import weft
 import weft.engine.runner as runner_module
 from weft.cli.engine_flags import _layout
 from weft.engine.config import EngineConfig
-from weft.engine.graph_sizes import decode_buckets, prompt_shapes
+from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
-from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
+from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.runner import Runner, SlotState
 from weft.models import Qwen3ForCausalLM
 
@@ -241,7 +241,7 @@ def test_prompts_of_a_spread_cache_are_read_as_they_are(one_layer, monkeypatch, 
     def main(team):
         model = Qwen3ForCausalLM.from_pretrained(one_layer, team, mode="replicated", fused=True, context_parallel=True)
         exact, padded = (new_runner(model) for _ in range(2))
-        assert (shape_of(rest) or ragged_shape_of(rest, 8, exact.entry_tokens)) == shape
+        assert (shape_of(rest) or ragged_shape_of(rest, 8, exact.gathering)) == shape
         if first:
             exact.prefill(first)
         padded.cache.data.copy_(exact.cache.data)
@@ -262,9 +262,50 @@ def test_prompts_of_a_spread_cache_are_read_as_they_are(one_layer, monkeypatch, 
 def test_many_gathered_pages_have_no_graph():
     [read] = reads_of(4000)
     reads = [continued(replace(read, tokens=read.tokens * 2), before) for before in (63, 64 * 32, 64 * 32 + 1)]
-    assert [ragged_shape_of([read], 8, 32) for read in reads[1:]] == [RaggedShape(6144, 1, 64), None]
+    gathering = Gathering(32, 2 << 20)
+    assert [ragged_shape_of([read], 8, gathering) for read in reads[1:]] == [RaggedShape(6144, 1, 64), None]
     assert [ragged_shape_of([read], 8).entries for read in reads] == [0, 0, 0]
-    assert ragged_shape_of(reads[:1], 8, 32).entries == 2
+    assert ragged_shape_of(reads[:1], 8, gathering).entries == 2
+    assert ragged_shape_of(reads[2:], 8, gathering._replace(window=65)).entries == 4  # from token 1985 on: 3 entries
+
+
+def test_few_shapes_gather_and_hold_every_chunk():
+    gathering = Gathering(512, 512 * 512)  # a KV head of 128 in 16 bits, pages of 64 tokens on 8 ranks
+    shapes = gathering_shapes(4096, 64, gathering, 80)
+    assert shapes == sorted(shapes, key=lambda shape: (shape.tokens, shape.batch, shape.entries), reverse=True)
+    assert sorted({shape.entries for shape in shapes}) == [8, 16, 32, 64, 80] and len(shapes) == 5 * 17
+    assert max(shape.entries for shape in gathering_shapes(4096, 64, gathering, 1000)) == 512  # 128 MiB
+    sizes = sorted({shape.tokens for shape in shapes})
+    assert {128, 1024, 4096} <= set(sizes) and all(b <= (1.25 if a >= 1024 else 2) * a for a, b in pairwise(sizes))
+    assert gathering_shapes(40, 4, Gathering(32, 4096), 3) == [RaggedShape(size, 4, 3) for size in (64, 32, 16)]
+
+
+def test_after_a_warm_up_prompts_behind_cached_tokens_run_in_graphs(one_layer, monkeypatch):
+    """Here a replay is the pass itself. Sampling of the second kind serves greedy requests too."""
+    replayed = []
+
+    def capture(self, key, run):
+        self._graphs[key] = SimpleNamespace(replay=lambda: self.warm and (replayed.append(key), run()))
+
+    monkeypatch.setattr(Runner, "_capture", capture)
+    reads = reads_of(40, 20, params=SamplingParams())
+    parts = [[replace(reads[0], tokens=reads[0].tokens[:30], choose=False)], [continued(reads[0], 30), reads[1]]]
+    config = EngineConfig(max_batch=2, page_size=16, max_seq_len=96, pages=13, chunk_tokens=32)
+
+    def main(team):
+        model = Qwen3ForCausalLM.from_pretrained(one_layer, team, mode="replicated", fused=True, context_parallel=True)
+        exact, warm = Runner(model, config), Runner(model, config)
+        warm.cuda_graph = True
+        warm.warm_up()
+        for runner in (exact, warm):
+            for part in parts:
+                runner.prefill(part)
+        return exact.tokens, warm.tokens
+
+    for expected, found in weft.simulate(main, 2):
+        assert torch.equal(found, expected)
+    assert replayed[-2:] == [(RaggedShape(32, 2, 3), Kind.TRUNCATED)] * 2
+    assert [size.entries for size, _ in replayed] == [0, 0, 3, 3]
 
 
 def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):

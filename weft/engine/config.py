@@ -66,8 +66,9 @@ class EngineConfig:
     microbatch_tokens  a pass goes through the stages in up to pipeline_parallel microbatches of at least this many tokens,
                      since a stage reads its weights for each. Prompts that are cut run without CUDA graphs
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
-    warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, a fifth to a
-                     third of a second each, and no request waits for a capture. Their memory is reserved before the KV cache's
+    warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, about 170 with
+                     context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is
+                     reserved before the KV cache's
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """

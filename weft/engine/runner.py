@@ -15,12 +15,12 @@ import torch
 from weft.arguments import check_instance
 from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
-from weft.engine.graph_sizes import decode_buckets, prompt_shapes
+from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
 from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
-from weft.engine.ragged_prefill import RaggedPrefill, RaggedShape, ragged_shape_of
+from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
@@ -80,6 +80,7 @@ class Runner:
         self.chunk_tokens = config.chunk_tokens
         # Tokens of an entry of the page table: of a page, or of a page of each rank.
         self.entry_tokens = self.page_size * (model.team.size if model.context_parallel else 1)
+        self.gathering = _gathering_of(model, self.entry_tokens) if model.context_parallel else None
         max_batch, max_pages = self.max_batch, -(-self.max_seq_len // self.entry_tokens)
         device = self.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -137,7 +138,12 @@ class Runner:
         else:
             heads = self.model.layers[0].self_attn.num_heads
             shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if cudnn_attends(n * heads)])
-        return [(size, kind) for size in [*shapes, *reversed(self.buckets)] for kind in WARM_KINDS]
+        sizes = [(size, kind) for size in [*shapes, *reversed(self.buckets)] for kind in WARM_KINDS]
+        if self.gathering is None or not self.model.plan(1).fused:
+            return sizes
+        # Of one kind, which serves greedy requests too: there are many of these shapes.
+        gathering = gathering_shapes(longest, self.max_batch, self.gathering, self.table.shape[1])
+        return [*((shape, WARM_KINDS[-1]) for shape in gathering), *sizes]
 
     def _warm(self, size: int | Shape | RaggedShape, kind: Kind) -> None:
         assert not self._states, "a replay would advance occupied slots"
@@ -205,23 +211,19 @@ class Runner:
         if shape in self._warm_prompts or not self.model.plan(1).fused:
             return shape  # unfused attention takes its sequence lengths from the host
         if self.warm:
-            if self.model.context_parallel and any(chunk.before for chunk in chunks):
-                return None  # shapes with every number of gathered pages would be too many
             tokens = sum(len(chunk.tokens) for chunk in chunks)
-            ragged = (shape for shape in reversed(self._warm_prompts) if isinstance(shape, RaggedShape))
-            return next((one for one in ragged if one.tokens >= tokens and one.batch >= len(chunks)), None)
-        return shape or ragged_shape_of(chunks, self.max_batch, self._gathered_tokens)
-
-    @property
-    def _gathered_tokens(self) -> int | None:
-        """Tokens of an entry that a prompt gathers from a spread cache; None: the cache is not spread."""
-        return self.entry_tokens if self.model.context_parallel else None
+            entries = 0 if self.gathering is None else self.gathering.entries(chunks)
+            ragged = (shape for shape in self._warm_prompts if isinstance(shape, RaggedShape))
+            large = (shape for shape in ragged if shape.tokens >= tokens and shape.batch >= len(chunks))
+            fitting = (shape for shape in large if shape.entries >= entries)
+            return min(fitting, key=lambda shape: (shape.entries, shape.tokens, shape.batch), default=None)
+        return shape or ragged_shape_of(chunks, self.max_batch, self.gathering)
 
     def _prefill_padded(
         self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Next token [shape.batch] after each chunk, with or without `choose`; and their logprobs."""
-        kind = self._captured_kind(_kind_of(chunks))
+        kind = self._captured_kind(shape, _kind_of(chunks))
         prompts = self._warm_prompts.get(shape)
         if prompts is None:
             prompts = self._prompts.pop(shape, None) or self._prompts_of(shape)
@@ -353,16 +355,17 @@ class Runner:
             if not self.cuda_graph:
                 self._eager_step(batch, kind, between)
                 return
-            kind = self._captured_kind(kind)
+            kind = self._captured_kind(batch, kind)
             self.capture(batch, kind)
             if between is not None:
                 self._graphs[batch, FORWARD].replay()
                 between()
             self._graphs[batch, kind].replay()
 
-    def _captured_kind(self, kind: Kind) -> Kind:
-        """Kind whose graphs `warm_up` has captured and that serves `kind`, which stays if there is none."""
-        return next((captured for captured in WARM_KINDS if self.warm and kind in captured), kind)
+    def _captured_kind(self, size: int | Shape | RaggedShape, kind: Kind) -> Kind:
+        """Kind that `warm_up` has captured for `size` and that serves `kind`, which stays if there is none."""
+        warm = WARM_KINDS if self.warm else ()
+        return next((captured for captured in warm if kind in captured and (size, captured) in self._graphs), kind)
 
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
         """Capture the graph that `step` replays, unless there is one. Collective; waits for the GPU.
@@ -492,6 +495,14 @@ class Runner:
         else:
             budget = VIRTUAL_CACHE_BYTES
         return max(2, min(self.team.exchange(budget // page_bytes)))
+
+
+def _gathering_of(model: Decoder, entry_tokens: int) -> Gathering:
+    attention = model.layers[0].self_attn
+    kv_heads = attention.num_heads // attention.group  # to which this rank's queries attend
+    token_bytes = 2 * kv_heads * model.config.head_dim * model.cache_dtype.itemsize
+    # All stages of a pipeline take passes of the same shape, so the window is the whole model's.
+    return Gathering(entry_tokens, entry_tokens * token_bytes, model.config.attention.longest_window)
 
 
 def _padded(rows: list[list[int]], width: int) -> torch.Tensor:

@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 Cache = tuple[Tensor, ...]
 
 
+def gathered_entries(before: int, entry: int, window: int | None = None) -> range:
+    """Entries of a sequence's page table that attention of its tokens behind ``before`` others gathers.
+
+    entry   tokens of an entry
+    window  most tokens that any layer attends to: earlier pages are not gathered; None: all
+    """
+    first = 0 if window is None else max(0, before + 1 - window) // entry
+    return range(first, max(first, cdiv(before, entry)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredLayout:
     """Places of the pages that attention of a prefill reads, on the host.
@@ -65,25 +75,25 @@ class GatheredLayout:
     ) -> GatheredLayout:
         """Layout of sequences that go on by ``length`` tokens after ``before`` others, (before, length) each.
 
-        window                  most tokens that any layer attends to: earlier pages are not gathered; None: all
+        window                  as of ``gathered_entries``
         entries, tokens, batch  capacities, on which alone ``pages`` depends; None: as many as given
         starts                  first token of each sequence in the pass; None: one sequence after the other
         """
         entry, lengths = page_size * world_size, [length for _, length in sequences]
-        first = [0 if window is None else max(0, before + 1 - window) // entry for before, _ in sequences]
-        counts = [max(0, cdiv(before, entry) - skip) for skip, (before, _) in zip(first, sequences, strict=True)]
+        columns = [gathered_entries(before, entry, window) for before, _ in sequences]
+        counts = [len(column) for column in columns]
         entries = sum(counts) if entries is None else entries
         tokens = sum(lengths) if tokens is None else tokens
         starts = accumulate(lengths, initial=0) if starts is None else starts
         batch = len(sequences) if batch is None else batch
         assert sum(counts) <= entries
-        columns = [numpy.arange(skip, skip + count) for skip, count in zip(first, counts, strict=True)]
         longest = max((sum(sequence) for sequence in sequences), default=0)
         table = numpy.zeros((batch, cdiv(longest, page_size)), numpy.int32)
         gathered, fresh = world_size * entries, tokens // page_size + batch
         slots = numpy.full(tokens, (gathered + fresh) * page_size, numpy.int64)  # padding
         place, page = 0, gathered
-        for row, skip, count, start, (before, length) in zip(table, first, counts, starts, sequences, strict=False):
+        for row, column, start, (before, length) in zip(table, columns, starts, sequences, strict=False):
+            skip, count = column.start, len(column)
             cached, end = numpy.arange(skip * world_size, cdiv(before, page_size)), cdiv(before + length, page_size)
             row[cached] = cached % world_size * entries + place + cached // world_size - skip
             new = max(0, end - cdiv(before, page_size))
@@ -93,7 +103,7 @@ class GatheredLayout:
             place, page = place + count, page + new
         return cls(
             rows=numpy.arange(len(counts)).repeat(counts),
-            columns=numpy.concatenate([*columns, numpy.zeros(0, numpy.int64)]),
+            columns=numpy.array([at for column in columns for at in column], numpy.int64),
             table=table,
             slots=slots,
             pages=gathered + fresh + 1,

@@ -5,6 +5,7 @@
 #   check   two ranks, which may share one GPU: the ops' cases, repeated calls, graphs with growing lengths; caches in fp8
 #   one     times at W=1: the op is then the local attention and the join, without an exchange
 #   two     times at W=2, on two GPUs, beside torch and NCCL
+#   engine  first tokens of prompts over a spread cache, and decode steps at 32k, 128k and 1M tokens, at W=2, on two GPUs
 #   tune    rows of weft's tables; commit them before the other steps
 set -eu
 cd "$(dirname "$0")/.."
@@ -29,11 +30,16 @@ for step in "$@"; do
         python -m weft bench "sharded-decode-attention@$shapes" --world-size 2 --out "$out" \
             --providers weft,sdpa+nccl,flex+nccl
         ;;
+    engine)
+        python -m benchmarks.lab.spread_prompts --world-size 2 --out benchmarks/lab/h200-x2-spread-prompts.json
+        python -m weft bench model@decode:1x32768,1x131072,1x1048576 --model qwen3-8b --world-size 2 --out "$out" \
+            --providers weft.auto,weft.context_parallel --random-cache
+        ;;
     tune)
         python -m weft tune "sharded-decode-attention@$shapes" --world-size 2
         ;;
     *)
-        echo "$0: step $step is not one of check, one, two, tune" >&2
+        echo "$0: step $step is not one of check, one, two, engine, tune" >&2
         exit 2
         ;;
     esac

@@ -1,0 +1,109 @@
+"""First tokens of prompts over a cache that is spread over ranks, behind cached tokens or not: a laboratory.
+
+    python -m benchmarks.lab.spread_prompts --world-size 2 --model qwen3-8b --out benchmarks/lab/h200-x2-spread-prompts.json
+
+A model with random weights; milliseconds on rank 0, medians. One engine launches prompts kernel by kernel, another one has
+the graphs of a warm-up. With --share-gpus the ranks take turns on fewer GPUs, and only the answers count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import weft
+from weft.bench.harness.machine import revision
+from weft.engine import Engine
+from weft.models import DecoderConfig
+from weft.runtime.files import put
+
+CONTEXTS, MORE, ROUNDS = (1024, 4096, 16384, 32768, 131072), (16, 300, 1000, 4096), 5
+
+
+def first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
+    """(milliseconds, token id) of the first token of an answer."""
+    engine.team.synchronize()
+    begin = time.perf_counter()
+    [answer] = engine.generate([prompt], max_tokens=1, ignore_eos=True)
+    return round((time.perf_counter() - begin) * 1e3, 2), answer.token_ids[0]
+
+
+def measured(engine: Engine, contexts: tuple[int, ...], more: tuple[int, ...]) -> tuple[dict[str, Any], list[int]]:
+    """Times by number of cached tokens and of those behind them; and all tokens."""
+    draw, found, tokens = random.Random(0), {}, []
+
+    def prompt(length: int) -> list[int]:
+        return draw.choices(range(engine.model.config.vocab_size), k=length)
+
+    for context in contexts:
+        cached = prompt(context)
+        times = [first_token(engine, cached)]
+        found[str(context)] = {"all of it": times[0][0]}
+        for length in more:
+            ends = [first_token(engine, cached + prompt(length)) for _ in range(ROUNDS + 1)]
+            hit = engine.stats.hit_tokens
+            found[str(context)][f"{length} behind {hit}"] = statistics.median(taken for taken, _ in ends[1:])
+            times += ends
+        tokens += [token for _, token in times]
+    return found, tokens
+
+
+def main(team: Any, config: DecoderConfig, contexts: tuple[int, ...], more: tuple[int, ...]) -> dict[str, Any]:
+    found, tokens = {}, {}
+    longest = max(contexts) + max(more) + 1
+    config = replace(config, max_position_embeddings=longest)
+    for name, graphs in (("kernel by kernel", False), ("graphs of a warm-up", True)):
+        engine = Engine(
+            config, team, context_parallel=True, max_batch=4, max_seq_len=longest, cuda_graph=graphs, warm_up=graphs
+        )
+        runner = engine.batch.runner
+        found[name], tokens[name] = measured(engine, contexts, more)
+        found[name]["graphs"], found[name]["seconds of capture"] = len(runner._graphs), round(runner.capture_seconds, 1)
+        found[name]["passes without a graph"] = sum(runner._launched.values())
+        if team.rank == 0:
+            print(name, json.dumps(found[name]), flush=True)
+        del engine, runner
+        gc.collect()
+    one, other = tokens.values()
+    # In 16 bits a padded pass may round differently, so that not all need be equal.
+    found["equal tokens"] = f"{sum(a == b for a, b in zip(one, other, strict=True))} of {len(one)}"
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="of the model; all by default")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
+    parser.add_argument("--share-gpus", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    config = DecoderConfig.named(options.model)
+    config = replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
+    given = config, tuple(map(int, options.contexts.split(","))), MORE
+    launched = {"heap_bytes": 4 << 30, "share_gpus": options.share_gpus}
+    found = weft.launch(main, options.world_size, "cuda", args=given, **launched)[0]
+    where = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "revision": revision(Path(weft.__file__).parent),
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "-m", "benchmarks.lab.spread_prompts", *sys.argv[1:]]),
+    }
+    put(options.out, json.dumps({"where": where, "unit": "milliseconds", "found": found}, indent=1) + "\n")
+    sys.exit(0)

@@ -25,6 +25,7 @@ OPS = {
     "gathered-prefill-attention": "gathered_prefill_attention",
     "route": "route",
     "moe-schedule": "moe_schedule",
+    "moe-route": "matmul_route_schedule",
     "moe-dispatch": "moe_dispatch",
     "moe-combine": "moe_combine",
     "grouped-gemm": "grouped_matmul",

@@ -31,12 +31,13 @@ from weft.ops.moe.grouped_matmul import grouped_matmul
 from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import grouped_matmul_all_reduce_rms_norm
 from weft.ops.moe.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
 from weft.ops.moe.grouped_matmul_silu_mul import grouped_matmul_silu_mul
+from weft.ops.moe.matmul_route_schedule import matmul_route_schedule
 from weft.ops.moe.moe_combine import moe_combine
 from weft.ops.moe.moe_dispatch import Dispatched, moe_dispatch
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.route import route
-from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.routing import Experts, Routed, Routing, Schedule
 from weft.ops.overlap import all_gather_matmul_backward as _backward  # noqa: F401  defines the op
 from weft.ops.overlap.all_gather_matmul import all_gather_matmul
 from weft.ops.overlap.matmul_all_reduce import matmul_all_reduce
@@ -48,15 +49,16 @@ from weft.ops.vocab.top_p_mass import top_p_mass
 from weft.ops.vocab.vocab_embedding import vocab_embedding
 
 __all__ = [
-    "DeferredNorm", "Dispatched", "Experts", "Explanation", "LogitChanges", "Routing", "Schedule", "SequenceRanges",
-    "ZigzagRanges", "ZigzagShards", "add_rms_norm", "adjust_logits", "all_gather", "all_gather_grouped_matmul_silu_mul",
-    "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all", "barrier", "decode_attention",
-    "decode_metadata", "explain", "gathered_prefill_attention", "grouped_matmul", "grouped_matmul_all_reduce_rms_norm",
-    "grouped_matmul_reduce_scatter", "grouped_matmul_silu_mul", "heads_to_sequence", "join_argmax", "matmul",
-    "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_silu_mul", "merge_attention", "moe_combine",
-    "moe_dispatch", "moe_schedule", "moe_sum", "note_tokens", "paged_attention", "paged_prefill_attention",
-    "qk_norm_rope", "reduce_scatter", "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention",
-    "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
+    "DeferredNorm", "Dispatched", "Experts", "Explanation", "LogitChanges", "Routed", "Routing", "Schedule",
+    "SequenceRanges", "ZigzagRanges", "ZigzagShards", "add_rms_norm", "adjust_logits", "all_gather",
+    "all_gather_grouped_matmul_silu_mul", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "all_to_all",
+    "barrier", "decode_attention", "decode_metadata", "explain", "gathered_prefill_attention", "grouped_matmul",
+    "grouped_matmul_all_reduce_rms_norm", "grouped_matmul_reduce_scatter", "grouped_matmul_silu_mul",
+    "heads_to_sequence", "join_argmax", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter",
+    "matmul_route_schedule", "matmul_silu_mul", "merge_attention", "moe_combine", "moe_dispatch", "moe_schedule",
+    "moe_sum", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route",
+    "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "silu_mul", "top_p_mass", "vocab_embedding",
+    "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.

@@ -122,15 +122,15 @@ def choose(found: Tensor, w: MoEWeights) -> tuple[ops.Routing, Tensor | None]:
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
     """This rank's summand of a mixture of experts: what its experts, or slices of them, add to x's rows.
 
-    Six launches, and two of a shared expert, three with many rows.
+    Six launches, four with few rows by the plan of matmul_route_schedule, and two of a shared expert, three with many rows.
     """
     return summand_of(expert_rows(x, w))
 
 
 def expert_rows(x: Tensor, w: MoEWeights) -> ExpertRows:
     """``experts`` without the last two launches, the second GEMM and the sum."""
-    routing, gate = choose(ops.matmul(x, w.router), w)
-    schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
+    gating = {"bias": w.bias, **w.gating._asdict()}
+    routing, schedule, gate = ops.matmul_route_schedule(x, w.router, w.experts, tickets=w.tickets, **gating)
     h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule)
     shared = None if w.shared is None else ops.matmul(_shared_gated(x, w.shared), w.shared.down)
     return ExpertRows(h, w.down, schedule, routing, w.experts, shared, gate)

@@ -60,7 +60,7 @@ class FusedNorm(Recipe):
         behind = replace(self, deferred_scale=False) if isinstance(w.mlp, MoEWeights) else self
         normed, residual = behind.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm
         if isinstance(w.mlp, MoEWeights):
-            # matmul, route, moe_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
+            # matmul_route_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
             return PartialSum(fused.expert_rows(normed, w.mlp)), residual
         return self.mlp(normed, w.mlp), residual
 
@@ -74,7 +74,7 @@ class FusedNorm(Recipe):
         return PartialSum(fused.matmul_split(gated, w.down))  # matmul_parts
 
     def moe(self, x: Tensor, w: MoEWeights) -> PartialSum:
-        return PartialSum(fused.experts(x, w))  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
+        return PartialSum(fused.experts(x, w))  # matmul_route_schedule, two grouped GEMMs, moe_sum
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> PartialSum:
         return PartialSum(fused.embed(tokens, table))  # vocab_embedding
@@ -156,7 +156,7 @@ class Replicated(Recipe):
         return ops.matmul_all_reduce(gated, w.down, self.team)  # matmul_all_reduce
 
     def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
-        summand = self.local.experts(x, w)  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
+        summand = self.local.experts(x, w)  # matmul_route_schedule, two grouped GEMMs, moe_sum
         return ops.all_reduce(summand, self.team)  # all_reduce
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:

@@ -162,7 +162,7 @@ class GatheredMLP(SequenceParallel):
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)  # all_gather
-        summand = self.local.experts(whole, w)  # matmul, route, moe_schedule, two grouped GEMMs, moe_sum
+        summand = self.local.experts(whole, w)  # matmul_route_schedule, two grouped GEMMs, moe_sum
         return SequenceShard(ops.reduce_scatter(summand, self.team))  # reduce_scatter
 
     def __str__(self) -> str:

@@ -71,6 +71,25 @@ def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
     return ids.contiguous()
 
 
+def schedule_by_torch(ids: torch.Tensor, experts: Experts, block: int, most: int) -> tuple[torch.Tensor, ...]:
+    """(pairs, counts, tiles [most, 4], tile_count) of ``Schedule`` by torch, on the device; -1 where they are undefined."""
+    (T, k), device = ids.shape, ids.device
+    token, choice = torch.arange(T, device=device)[:, None], torch.arange(k, device=device)
+    known = torch.where((ids >= 0) & (ids < experts.total), ids, experts.total).long()
+    asked = ids.new_full((T, experts.total + 1), -1).scatter(1, known, (token * k + choice).int())
+    asked = asked[:, experts.first : experts.first + experts.count].T
+    counts = (asked >= 0).sum(1)
+    # Pairs of an expert first, in their order.
+    order = (asked < 0).int().argsort(dim=1, stable=True)
+    needed, before = (counts + block - 1) // block, counts.cumsum(0) - counts
+    ends, number = needed.cumsum(0), torch.arange(most, device=device)
+    expert = torch.searchsorted(ends, number, right=True).clamp(max=experts.count - 1)
+    at = (number - (ends - needed)[expert]) * block
+    tiles = (expert, expert * T + at, before[expert] + at, (counts[expert] - at).clamp(max=block))
+    tiles = torch.stack(tiles, 1).int().masked_fill((number >= ends[-1])[:, None], -1)
+    return asked.gather(1, order), counts.int(), tiles, ends[-1:].int()
+
+
 def fp8_case(
     w: int,
     dtype: torch.dtype,

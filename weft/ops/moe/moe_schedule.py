@@ -54,9 +54,12 @@ class ScheduleCall(NamedTuple):
 
 
 @triton.jit
-def write_tiles(count, pairs_before, tiles, T, BLOCK: tl.constexpr):
-    """Write the table of tiles of experts with ``count`` [experts] pairs; their number."""
-    expert = tl.arange(0, count.shape[0])
+def write_tiles(count, pairs_before, tiles, T, BLOCK: tl.constexpr, least=0):
+    """Write the table of tiles of experts least, least + 1, … with ``count`` [experts] pairs; their number.
+
+    Those below 0 have none.
+    """
+    expert = least + tl.arange(0, count.shape[0])
     needed = (count + BLOCK - 1) // BLOCK
     first = tl.cumsum(needed, 0) - needed
     for tile in range(0, tl.max(needed, 0)):
@@ -144,22 +147,29 @@ def moe_schedule(
     T, k = ids.shape
     if not 1 <= k <= MAX_CHOICES:
         raise ValueError(f"{op}: ids has shape {tuple(ids.shape)}; a token has 1 to {MAX_CHOICES} choices")
+    check_schedule(op, experts, block, tickets, ids.device)
+    check_int(f"{op}: start", start, 0, max(T - 1, 0))
+    block = block or MOE_SCHEDULE.plan(ScheduleCall(T * k, experts.total), machine_on(ids.device)).design.block
+    found = MOE_SCHEDULE.dispatch(ids, experts.first, experts.count, block, start, tickets)
+    return Schedule(*found, choices=k, block=block)
+
+
+def check_schedule(
+    op: str, experts: Experts, block: int | None, tickets: torch.Tensor | None, device: torch.device
+) -> None:
+    """ValueError unless a schedule can be made of these arguments of ``moe_schedule``."""
     if not isinstance(experts, Experts):
         raise ValueError(
             f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
         )
-    check_int(f"{op}: start", start, 0, max(T - 1, 0))
     if block is not None and block not in BLOCKS:
         raise ValueError(f"{op}: block={quoted(block)} is not one of {', '.join(map(str, BLOCKS))}")
     if tickets is not None:
-        check_like(op, "tickets", tickets, ids.device, (torch.int32,))
+        check_like(op, "tickets", tickets, device, (torch.int32,))
         if tickets.dim() != 1 or not tickets.is_contiguous() or tickets.shape[0] < 1:
             raise ValueError(
                 f"{op}: tickets has shape {tuple(tickets.shape)}; it must be a contiguous row of 1 or more"
             )
-    block = block or MOE_SCHEDULE.plan(ScheduleCall(T * k, experts.total), machine_on(ids.device)).design.block
-    found = MOE_SCHEDULE.dispatch(ids, experts.first, experts.count, block, start, tickets)
-    return Schedule(*found, choices=k, block=block)
 
 
 def block_for(pairs: int, experts: int) -> int:

@@ -1,7 +1,7 @@
 """route: the k experts of each token and their weights, from the router's logits.
 
-Choices are made by comparing 32-bit keys that order as the scores do, k rounds of the greatest one, the lowest expert first
-among equals. So ties have one answer, and rows with NaN end too.
+Choices are made by comparing 32-bit keys that order as the scores do, with the expert behind them, k rounds of the greatest
+one, the lowest expert first among equals. So ties have one answer, and rows with NaN end too.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ MAX_CHOICES, MAX_EXPERTS = 16, 1024
 SCORINGS = ("softmax", "sigmoid")
 # Scores that a program holds: 16 a thread of 4 warps.
 TILE = 2048
+# Tokens up to which each has a program of one warp: reductions then are shuffles, without barriers between warps.
+LONE_TOKENS = 512
 # Added to a sum of weights before they are divided by it, as DeepSeek-V3 does: it changes no sum that is not almost 0.
 TINY = tl.constexpr(1e-20)
 # Keys below those of all numbers: of NaN, of experts outside the chosen groups, of experts that are taken.
 NAN_KEY, OUTSIDE_KEY, TAKEN_KEY = tl.constexpr(-(2**31) + 2), tl.constexpr(-(2**31) + 1), tl.constexpr(-(2**31))
+# Below all pairs of a key and an expert.
+TAKEN_PAIR = tl.constexpr(-(2**63))
 
 
 class Scoring(NamedTuple):
@@ -95,6 +99,53 @@ def in_chosen_groups(score, key, expert, E, SCORING: tl.constexpr):
     return tl.where(inside, key, tl.minimum(key, OUTSIDE_KEY))
 
 
+@triton.jit
+def turned(expert):
+    """Numbers of 31 bits that order experts the other way round, and the experts of such numbers."""
+    return 2147483647 - expert
+
+
+@triton.jit
+def choices_of(x, bias, E, SCORING: tl.constexpr, K: tl.constexpr):
+    """Choices by logits ``x`` fp32 [rows, n]: (score fp32 [rows, n], place int32 [rows, n], chosen, weight [rows, 16]).
+
+    x       -inf from expert E on; n is a power of two
+    bias    of ``route_kernel``
+    place   1 + j for choice j, 0 for the other experts
+    chosen  the expert of each choice, weight its score; 0 from K on
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    expert = tl.arange(0, x.shape[1])[None, :]
+    exists = expert < E
+    if SCORING.softmax:
+        # A NaN makes its row's sum NaN, and so all its weights, as torch's softmax does.
+        grown = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+        score = grown / tl.sum(grown, axis=1, keep_dims=True)
+    else:
+        score = tl.where(exists, 1.0 / (1.0 + tl.exp(-x)), 0.0)
+    # Without a bias logits order as scores do, and differ where rounded scores do not.
+    rank_by = x
+    if SCORING.biased:
+        rank_by = score + tl.load(bias + expert, mask=exists, other=0.0)
+    key = tl.where(exists, key_of(rank_by), TAKEN_KEY)
+    if SCORING.groups > 1:
+        key = in_chosen_groups(rank_by, key, expert, E, SCORING)
+    # One reduction a round finds the greatest key and the lowest expert with it.
+    pair = key.to(tl.int64) * 4294967296 + turned(expert)
+    choice = tl.arange(0, 16)[None, :]
+    chosen = tl.zeros([ROWS, 16], tl.int32)
+    weight = tl.zeros([ROWS, 16], tl.float32)
+    place = tl.zeros(x.shape, tl.int32)
+    for j in tl.static_range(K):
+        greatest = tl.max(pair, axis=1, keep_dims=True)
+        place = tl.where(pair == greatest, j + 1, place)
+        pair = tl.where(pair == greatest, TAKEN_PAIR, pair)
+        best = turned(greatest.to(tl.int32))
+        chosen = tl.where(choice == j, best, chosen)
+        weight = tl.where(choice == j, tl.sum(tl.where(expert == best, score, 0.0), axis=1, keep_dims=True), weight)
+    return score, place, chosen, weight
+
+
 @triton.jit(do_not_specialize=["T"])
 def route_kernel(
     logits,
@@ -121,34 +172,13 @@ def route_kernel(
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, BLOCK)[None, :]
-    exists = expert < E
     wl.follow_previous_kernel()
-    x = tl.load(logits + row.to(tl.int64) * stride + expert, mask=(row < T) & exists, other=float("-inf")).to(
-        tl.float32
-    )
-    if SCORING.softmax:
-        # A NaN makes its row's sum NaN, and so all its weights, as torch's softmax does.
-        grown = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
-        score = grown / tl.sum(grown, axis=1, keep_dims=True)
-    else:
-        score = tl.where(exists, 1.0 / (1.0 + tl.exp(-x)), 0.0)
-    # Without a bias logits order as scores do, and differ where rounded scores do not.
-    rank_by = x
-    if SCORING.biased:
-        rank_by = score + tl.load(bias + expert, mask=exists, other=0.0)
-    key = tl.where(exists, key_of(rank_by), TAKEN_KEY)
-    if SCORING.groups > 1:
-        key = in_chosen_groups(rank_by, key, expert, E, SCORING)
-    choice = tl.arange(0, 16)[None, :]
-    chosen = tl.zeros([ROWS, 16], tl.int32)
-    weight = tl.zeros([ROWS, 16], tl.float32)
-    for j in tl.static_range(K):
-        best = first_greatest(key, expert)
-        key = tl.where(expert == best, TAKEN_KEY, key)
-        chosen = tl.where(choice == j, best, chosen)
-        weight = tl.where(choice == j, tl.sum(tl.where(expert == best, score, 0.0), axis=1, keep_dims=True), weight)
+    asked = logits + row.to(tl.int64) * stride + expert
+    x = tl.load(asked, mask=(row < T) & (expert < E), other=float("-inf")).to(tl.float32)
+    _, _, chosen, weight = choices_of(x, bias, E, SCORING, K)
     if SCORING.renormalize:
         weight = weight / (tl.sum(weight, axis=1, keep_dims=True) + TINY)
+    choice = tl.arange(0, 16)[None, :]
     at, inside = row.to(tl.int64) * K + choice, (row < T) & (choice < K)
     tl.store(ids + at, chosen, mask=inside)
     tl.store(weights + at, (weight * scale).to(weights.dtype.element_ty), mask=inside)
@@ -218,7 +248,7 @@ class Route(MoeOp):
     """sizes of a case: T, E, k."""
 
     name = alias = "route"
-    no_plan = "one kernel; a program takes as many tokens as its registers hold logits of"
+    no_plan = "one kernel; a program takes one of few tokens, of many as its registers hold logits of"
     collective = False
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
@@ -312,13 +342,14 @@ class Route(MoeOp):
         ids, weights = self.fake(logits, bias, k, scoring, renormalize, groups, group_limit, scale)
         if T > 0:
             caps, block = capabilities_of(logits.device), max(16, next_power_of_2(E))
-            rows = max(1, min(TILE // block, next_power_of_2(T)))
+            rows, warps = (1, cdiv(block, 256)) if T <= LONE_TOKENS else (max(1, TILE // block), 4)
             form = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
+            sizes = {"K": k, "ROWS": rows, "BLOCK": block, "num_warps": warps}
             launch = launch_on(
                 logits.device,
                 route_kernel,
                 (form, k, rows, block),
-                lambda: {"SCORING": form, "K": k, "ROWS": rows, "BLOCK": block, **launch_options(caps)},
+                lambda: {"SCORING": form, **sizes, **launch_options(caps)},
             )
             shift = logits if bias is None else bias.contiguous()
             launch(cdiv(T, rows), logits, logits.stride(0), shift, ids, weights, T, E, scale)

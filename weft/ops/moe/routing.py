@@ -108,3 +108,11 @@ class Schedule(NamedTuple):
     tile_count: torch.Tensor
     choices: int
     block: int
+
+
+class Routed(NamedTuple):
+    """Choices of all tokens, the schedule of this rank's experts, and logits [T] of a shared expert's gate, or None."""
+
+    routing: Routing
+    schedule: Schedule
+    gate: torch.Tensor | None

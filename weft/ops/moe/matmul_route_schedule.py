@@ -1,0 +1,425 @@
+"""matmul_route_schedule: a mixture's choices from rows of hidden state, and the schedule of them.
+
+    logits = x @ router.T;  routing = route(logits[:, :E]);  schedule = moe_schedule(routing.ids, experts)
+
+fused       one kernel, for few tokens: programs multiply parts of H, and the last one to end does the rest
+sequential  matmul | route | moe_schedule
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.arguments import check_int
+from weft.kernels.operands import row_stride, rows_contiguous
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.gemm.matmul import matmul
+from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
+from weft.ops.moe.moe_cases import experts_of, schedule_by_torch
+from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, block_for, check_schedule
+from weft.ops.moe.route import MAX_EXPERTS, ROUTE, Scoring, check_routing
+from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel
+from weft.ops.moe.routing import Experts, Routed, Routing, Schedule
+from weft.ops.neighbours import moved, scaled
+from weft.ops.op import register
+from weft.ops.registration import FLOATS, check_choice
+from weft.plan.planned import AUTO, Machine, Planned
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import launch_options
+from weft.runtime.codec import exchangeable
+from weft.runtime.launching import launch_on
+
+# Logits that the last program can hold, tokens and experts rounded up to powers of two: 16 a thread of 16 warps. The rule takes
+# half of them.
+MOST_LOGITS = 8192
+# Partial sums that the last program reads, at most: 64 KiB, which one SM reads from the L2 in about 0.6 us (by its width).
+MOST_PARTIALS = 16384
+# Bytes of the router that a program reads at least.
+LEAST_BYTES = 4096
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneLaunch:
+    """One kernel.
+
+    parts    programs that share a tile of logits, each with its share of H: 1 .. 32
+    rows_of  rows of the router that a program multiplies, ``step`` columns at a time: powers of two, at least 16
+    num_warps, num_stages  compiler options
+    """
+
+    parts: int = 8
+    rows_of: int = 16
+    step: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("rows_of", "step"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value} is not a power of two of at least 16")
+        if not 1 <= self.parts <= 32:
+            raise ValueError(f"parts={self.parts} is not in 1 .. 32")
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreeLaunches:
+    """matmul, route and moe_schedule, each by its own plan."""
+
+
+class RouterCall(NamedTuple):
+    """Sizes that the plan depends on: T, H, E, and k choices."""
+
+    tokens: int
+    hidden: int
+    experts: int
+    k: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+    @property
+    def logits(self) -> int:
+        """Logits, with tokens and experts rounded up as the kernel does."""
+        return next_power_of_2(max(1, self.tokens)) * max(16, next_power_of_2(self.experts))
+
+
+def matmul_route_schedule(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    experts: Experts,
+    k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    group_limit: int = 1,
+    scale: float = 1.0,
+    block: int | None = None,
+    tickets: torch.Tensor | None = None,
+    algorithm: str = "auto",
+) -> Routed:
+    """The k experts of each row of x by the router, and the pairs of this rank's experts: (routing, schedule, gate).
+
+    x        [T, H], fp16, bf16 or fp32; rows may be strided
+    router   [E, H] of x's dtype, E = experts.total at most 1024; a row more is that of a shared expert's gate, whose logits [T]
+             come back as ``gate``, else None
+    experts  those to schedule
+    k, scoring, renormalize, bias, groups, group_limit, scale   of ``weft.ops.route``
+    block, tickets   of ``weft.ops.moe_schedule``
+    algorithm  "auto", "fused" (one kernel, for few tokens) or "sequential" (``matmul``, ``route``, ``moe_schedule``)
+
+    Logits are fp32 sums, rounded once to x's dtype, before experts are chosen. The same from run to run; the order of a sum
+    depends on the design, so a logit's last bit may, and where two experts are that close the choice. Ranks with equal x and
+    router choose alike. Nothing is read by the host. Gradients flow from weights and gate to x and router, by the sequential
+    design. ValueError for arguments that do not fit.
+    """
+    op = "matmul_route_schedule"
+    check_like(op, "x", x, None, FLOATS)
+    check_shape(op, "x", x, ("T", "H"))
+    check_like(op, "router", router, x.device, (x.dtype,))
+    check_schedule(op, experts, block, tickets, x.device)
+    E = experts.total
+    if router.dim() != 2 or len(router) not in (E, E + 1) or router.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"{op}: router has shape {tuple(router.shape)}; it must be ({E}, {x.shape[1]}), or ({E + 1}, {x.shape[1]}) with "
+            f"the gate of a shared expert"
+        )
+    if E > MAX_EXPERTS:
+        raise ValueError(f"{op}: experts.total={E} is more than {MAX_EXPERTS}")
+    check_routing(op, E, k, scoring, renormalize, groups, group_limit, scale)
+    if bias is not None:
+        check_like(op, "bias", bias, x.device, (torch.float32,))
+        check_shape(op, "bias", bias, (E,))
+    check_choice(op, "algorithm", algorithm, MATMUL_ROUTE_SCHEDULE.algorithms)
+    here = machine_on(x.device)
+    gating = bias, k, scoring, renormalize, groups, group_limit, float(scale)
+    block = block or MOE_SCHEDULE.plan(ScheduleCall(len(x) * k, E), here).design.block
+    trained = torch.is_grad_enabled() and (x.requires_grad or router.requires_grad)
+    if trained and algorithm == "fused":
+        raise ValueError(f"{op}: algorithm='fused' has no backward; take 'auto', or call it under torch.no_grad()")
+    call = RouterCall(*x.shape, E, k, x.dtype, algorithm)
+    if trained or isinstance(MATMUL_ROUTE_SCHEDULE.plan(call, here).design, ThreeLaunches):
+        return in_three(x, router, experts, gating, block, tickets)
+    ids, weights, gate, *lists = MATMUL_ROUTE_SCHEDULE.dispatch(
+        x, router, E, experts.first, experts.count, *gating, block, tickets, algorithm
+    )
+    return Routed(Routing(ids, weights), Schedule(*lists, k, block), gate if len(router) > E else None)
+
+
+def in_three(
+    x: torch.Tensor, router: torch.Tensor, experts: Experts, gating: tuple, block: int, tickets: torch.Tensor | None
+) -> Routed:
+    """``Routed`` by matmul, route and moe_schedule, of checked arguments; gating: of ``route``, as its torch op takes them."""
+    logits = matmul(x, router) if len(x) > 0 else x @ router.T
+    routing = Routing(*ROUTE.dispatch(logits[:, : experts.total], *gating))
+    lists = MOE_SCHEDULE.dispatch(routing.ids, experts.first, experts.count, block, 0, tickets)
+    gate = logits[:, experts.total] if len(router) > experts.total else None
+    return Routed(routing, Schedule(*lists, routing.ids.shape[1], block), gate)
+
+
+class MatmulRouteSchedule(MoeOp):
+    """sizes of a case: T, H, experts in all, k."""
+
+    name, alias = "matmul_route_schedule", "moe-route"
+    designs = {"fused": OneLaunch, "sequential": ThreeLaunches}
+    sizes = ("T", "H", "E", "k")
+    dtypes = FLOATS
+    mutates = ("tickets",)
+    rare = ("fused",)
+    collective = False
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> RouterCall:
+        checked = (check_int(f"{self.name}: {name}", size, 1) for name, size in zip(self.sizes, sizes, strict=True))
+        return RouterCall(*checked, dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> RouterCall:
+        return self.call_of(case.sizes, case.dtype, machine, case.design)
+
+    def rule(self, call: RouterCall, machine: Machine) -> tuple[str, str]:
+        """By the logits that one program must hold; not measured."""
+        rounded = (
+            f"{call.tokens} tokens and {call.experts} experts, rounded up to powers of two, are {call.logits} logits"
+        )
+        if machine.caps.arch.startswith("gfx"):
+            return "sequential", f"{machine.caps.arch}: not measured"
+        if 2 * call.logits <= MOST_LOGITS:
+            return (
+                "fused",
+                f"{rounded} <= {MOST_LOGITS // 2}: one program chooses and schedules them from its registers",
+            )
+        return "sequential", f"{rounded} > {MOST_LOGITS // 2}: too many for one program to choose from and schedule"
+
+    def default(self, name: str, call: RouterCall, machine: Machine) -> OneLaunch | ThreeLaunches:
+        if name == "sequential":
+            return ThreeLaunches()
+        if call.logits > MOST_LOGITS:
+            raise ValueError(
+                f"{self.name}: algorithm='fused' takes up to {MOST_LOGITS} logits, tokens and experts rounded up to powers of "
+                f"two; tokens={call.tokens} and experts={call.experts} are {call.logits}; pass 'sequential' or 'auto'"
+            )
+        if machine.caps.is_simulated:
+            return OneLaunch(parts=3, step=16)
+        # A part is 4 KiB of the router or more, and there are as many as the last program can add up quickly.
+        step = 256 // call.dtype.itemsize
+        bytes_of_tile = 16 * call.hidden * call.dtype.itemsize
+        parts = min(16, MOST_PARTIALS // call.logits, cdiv(bytes_of_tile, LEAST_BYTES), cdiv(call.hidden, step))
+        return OneLaunch(parts=max(1, parts), step=step, num_warps=max(1, min(8, call.logits // 256)))
+
+    def table_key(self, call: RouterCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.tokens, call.hidden, call.experts), 1
+
+    def tuned(self, call: RouterCall, machine: Machine) -> Planned | None:
+        found = super().tuned(call, machine)
+        if found is None or found.row.shape[1:] != (call.hidden, call.experts):
+            return None
+        return None if found.name == "fused" and call.logits > MOST_LOGITS else found
+
+    def space(self, call: RouterCall, machine: Machine, quick: bool = False) -> Iterator[OneLaunch | ThreeLaunches]:
+        yield ThreeLaunches()
+        if call.logits <= MOST_LOGITS:
+            base = self.default("fused", call, machine)
+            yield base
+            for parts in (4, 8, 16) if not quick else ():
+                for rows_of in (16, 32):
+                    yield replace(base, parts=parts, rows_of=rows_of)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, OneLaunch):
+            yield from moved(
+                design,
+                parts=scaled(design.parts, 1, 32),
+                rows_of=scaled(design.rows_of, 16, 64),
+                step=scaled(design.step, 16, 512),
+                num_warps=scaled(design.num_warps, 1, 16),
+                num_stages=(max(1, design.num_stages - 1), design.num_stages + 1),
+            )
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        design: OneLaunch | ThreeLaunches,
+        team: None,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        experts: Experts,
+        gating: tuple,
+        block: int,
+        tickets: torch.Tensor | None,
+    ) -> Found:
+        """Results of checked arguments; gating: as for ``in_three``."""
+        self.check_design(design)
+        bias, k, scoring, renormalize, groups, group_limit, scale = gating
+        (T, H), (E, R) = x.shape, (experts.total, len(router))
+        if isinstance(design, ThreeLaunches) or T == 0:
+            (ids, weights), schedule, gate = in_three(x, router, experts, gating, block, tickets)
+            return Found(ids, weights, x.new_empty(0) if gate is None else gate.contiguous(), *schedule[:4])
+        found = Found(*self.fake(x, router, E, experts.first, experts.count, *gating, block, tickets, AUTO))
+        x, router = rows_contiguous(x), rows_contiguous(router)
+        parts, stride = min(design.parts, cdiv(H, design.step)), row_stride(router)
+        ahead = router.data_ptr() % 16 == 0 and stride * router.itemsize % 16 == 0
+        tokens = next_power_of_2(T)
+        form = RouterForm(E, experts.count, R, k, tokens, block, parts, design.rows_of, design.step, ahead)
+        scored = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
+        options = {"num_warps": design.num_warps, "num_stages": design.num_stages}
+        launch = launch_on(
+            x.device,
+            matmul_route_schedule_kernel,
+            (form, scored, design),
+            lambda: {"SCORING": scored, "FORM": form, **options, **launch_options(capabilities_of(x.device))},
+        )
+        partials = x.new_empty((parts, T, R), dtype=torch.float32)
+        arrivals = torch.zeros(1, dtype=torch.int32, device=x.device) if tickets is None else tickets
+        rows = Rows(x, row_stride(x), router, stride, partials if bias is None else bias.contiguous())
+        launch(cdiv(R, design.rows_of) * parts, rows, found, partials, arrivals, T, H, experts.first, scale)
+        return found
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        total: int,
+        first: int,
+        count: int,
+        bias: torch.Tensor | None,
+        k: int,
+        scoring: str,
+        renormalize: bool,
+        groups: int,
+        group_limit: int,
+        scale: float,
+        block: int,
+        tickets: torch.Tensor | None,
+        algorithm: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        design = self.plan(RouterCall(*x.shape, total, k, x.dtype, algorithm), machine_on(x.device)).design
+        gating = bias, k, scoring, renormalize, groups, group_limit, scale
+        return tuple(self.run(design, None, x, router, Experts(total, first, count), gating, block, tickets))
+
+    def fake(
+        self, x, router, total, first, count, bias, k, scoring, renormalize, groups, group_limit, scale, block,
+        tickets, algorithm,
+    ):  # fmt: skip
+        ids, weights = ROUTE.fake(x, bias, k, scoring, renormalize, groups, group_limit, scale)
+        gate = x.new_empty(len(x) if len(router) > total else 0)
+        return (ids, weights, gate, *MOE_SCHEDULE.fake(ids, first, count, block, 0, tickets))
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.hidden, shape.experts, shape.k
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """x, router, and a bias where the case has one. Integers, and eighths of them: sums are exact, and some are equal."""
+        T, H, E, _ = case.sizes
+        x = draw.own("x", (T, H), 1.5).round()
+        router = draw.own("router", (E + bool(case.field("gated")), H), 0.7).round() / 8
+        return (x, router, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (x, router)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
+        """(weights by expert [T, E], logits of the gate [T] or [0], zeros [4])
+
+        The last are numbers of wrong entries in the schedule of the choices: pairs, counts, tiles, tile_count.
+        """
+        x, router, *bias = by_rank[rank]
+        T, _, E, k = case.sizes
+        logits = (x.double() @ router.double().T).to(case.dtype)
+        weights = ROUTE.reference(replace(case, sizes=(T, E, k)), 0, [(logits[:, :E], *bias)])
+        return weights, logits[:, E:].flatten(), x.new_zeros(4)
+
+    def accuracy(self, case: Case) -> Accuracy:
+        return Accuracy(terms=case.sizes[2])
+
+    def arguments(self, case: Case, team: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        # An arrival counter that calls share, as layers do.
+        shared = case.field("tickets") is not False
+        return (torch.zeros(1, dtype=torch.int32, device=tensors[0].device) if shared else None, *tensors)
+
+    def results(
+        self, case: Case, team: Any, tickets: torch.Tensor | None, x: torch.Tensor, router: torch.Tensor, *bias: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """``Found``."""
+        T, _, E, k = case.sizes
+        experts = experts_of(case, E, 0 if team is None else team.rank)
+        groups, group_limit = case.field("groups") or (1, 1)
+        given = {"renormalize": True, "scale": 1.0, "scoring": "softmax"}
+        given |= {name: case.field(name) for name in given if case.field(name) is not None}
+        if isinstance(case.design, str):
+            named = {"bias": bias[0] if bias else None, "block": case.field("block"), "algorithm": case.design}
+            routed = matmul_route_schedule(
+                x, router, experts, k, groups=groups, group_limit=group_limit, tickets=tickets, **named, **given
+            )
+            gate = x.new_empty(0) if routed.gate is None else routed.gate
+            return Found(*routed.routing, gate, *routed.schedule[:4])
+        gating = (
+            bias[0] if bias else None,
+            k,
+            given["scoring"],
+            given["renormalize"],
+            groups,
+            group_limit,
+            given["scale"],
+        )
+        return self.run(case.design, None, x, router, experts, gating, self._block(case), tickets)
+
+    def _block(self, case: Case) -> int:
+        """Pairs of a tile in ``case``."""
+        T, _, E, k = case.sizes
+        return case.field("block") or block_for(T * k, E)
+
+    def defined(
+        self, case: Case, team: Any, out: Found, x: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """As ``reference`` has them."""
+        experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
+        weights = ROUTE.defined(case, team, Routing(out.ids, out.weights), x.new_empty((len(x), experts.total)))
+        found = MOE_SCHEDULE.defined(case, team, out[3:], out.ids)
+        expected = schedule_by_torch(out.ids, experts, self._block(case), len(out.tiles))
+        wrong = [(one != other).sum() for one, other in zip(found, expected, strict=True)]
+        return weights, out.gate.contiguous(), torch.stack(wrong).to(x.dtype)
+
+    def flops(self, sizes: Sequence[int]) -> int:
+        shape = MoeShape(*sizes)
+        return 2 * shape.tokens * shape.hidden * shape.experts
+
+    def memory_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        shape = MoeShape(*sizes)
+        rows = (shape.tokens + shape.experts) * shape.hidden * dtype.itemsize
+        return int(rows + shape.tokens * shape.k * (4 + dtype.itemsize) + 4 * shape.pairs)
+
+    def cases(self) -> Iterator[Case]:
+        def case(dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
+            named = tuple(fields.items())
+            return Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=named)
+
+        for dtype in (FP16, BF16, FP32):
+            for sizes in ((1, 136, 60, 8), (5, 40, 17, 4), (16, 24, 8, 2)):
+                yield case(dtype, *sizes)
+        for design in ("fused", "sequential"):
+            yield case(BF16, 9, 72, 20, 3, design=design, gated=True, local=(4, 9), block=16)
+            yield case(FP32, 7, 64, 64, 6, design=design, scoring="sigmoid", biased=True, groups=(8, 3), scale=2.5)
+        yield case(BF16, 33, 16, 8, 2, design="fused", renormalize=False, tickets=False)
+        yield case(BF16, 1, 31, 5, 5, gated=True)  # rows that begin anywhere
+        yield case(BF16, 0, 16, 8, 2, gated=True)
+        yield case(BF16, 40, 32, 8, 2, design=OneLaunch(parts=1, rows_of=32, step=32, num_warps=8, num_stages=2))
+        yield case(BF16, 6, 16, 8, 2, design=ThreeLaunches(), gated=True)
+
+    def large_cases(self) -> Iterator[Case]:
+        for E, H, k in ((128, 2048, 8), (256, 7168, 8), (8, 4096, 2)):
+            for T in (1, 2, 8, 32, 4096):
+                fields = (("held", E // 2), ("gated", T == 8))
+                yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(T, H, E, k), fields=fields)
+
+
+MATMUL_ROUTE_SCHEDULE = MatmulRouteSchedule()
+register(MATMUL_ROUTE_SCHEDULE)

@@ -305,6 +305,17 @@ def operands_of_experts(team):
     )
     wrong = {"block": (8, "16", LONG), "start": (*INT, -1, 3), "tickets": TENSOR[1:]}
     yield ops.moe_schedule, {"ids": ids, "experts": experts}, {"ids": TENSOR, "experts": (4, None, LONG), **wrong}
+    whole = {"x": x, "router": torch.ones(4, 8), "experts": experts, "k": 2}
+    wrong = {
+        **wrong,
+        "x": TENSOR,
+        "router": TENSOR,
+        "experts": (4, None, LONG),
+        "k": COUNT,
+        "algorithm": CHOICE,
+        **scoring,
+    }
+    yield ops.matmul_route_schedule, whole, {name: values for name, values in wrong.items() if name != "start"}
     schedule = ops.moe_schedule(ids, experts)
     grouped = {"x": TENSOR, "weight": TENSOR, "schedule": (None, 5, (1, 2), LONG), "scales": TENSOR[1:]}
     yield ops.grouped_matmul_silu_mul, {"x": x, "weight": torch.ones(4, 4, 8), "schedule": schedule}, grouped

@@ -407,13 +407,13 @@ def test_modules_that_compute_something_else_are_refused():
 def test_a_layer_s_schedules_share_an_arrival_counter(monkeypatch):
     """One that each call makes is a launch more."""
     module, x = randomised(block("qwen3")), torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    given, moe_schedule = [], ops.moe_schedule
+    given, matmul_route_schedule = [], ops.matmul_route_schedule
 
-    def schedule(ids, experts, *, tickets):
+    def scheduled(*arguments, tickets, **gating):
         given.append(tickets)
-        return moe_schedule(ids, experts, tickets=tickets)
+        return matmul_route_schedule(*arguments, tickets=tickets, **gating)
 
-    monkeypatch.setattr(ops, "moe_schedule", schedule)
+    monkeypatch.setattr(ops, "matmul_route_schedule", scheduled)
 
     def main(team):
         moe = MoE.from_module(module, team, "replicated")

@@ -133,8 +133,8 @@ class MoEWeights(NamedTuple):
     gate_up  [experts.count, 2 N, H], the gate's rows first; down [experts.count, H, N]
     shared   this rank's features of an MLP of all tokens, its result times the sigmoid of its gate if there is one; None: there
              is no such MLP
-    tickets  int32 [1] zeros: arrival counter of ops.matmul_route_schedule and ops.moe_schedule; None: each call makes its own, by
-             a launch more
+    tickets  int32 [1] zeros: arrival counter of ops.matmul_route_schedule and ops.moe_schedule; None: each call makes its own,
+             by a launch more
     """
 
     router: Tensor

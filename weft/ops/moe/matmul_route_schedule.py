@@ -210,7 +210,7 @@ class MatmulRouteSchedule(MoeOp):
         if machine.caps.is_simulated:
             return OneLaunch(parts=3, step=16)
         # A part is 4 KiB of the router or more, and there are as many as the last program can add up quickly.
-        step = 256 // call.dtype.itemsize
+        step = 128 if call.dtype.itemsize == 2 else 32
         bytes_of_tile = 16 * call.hidden * call.dtype.itemsize
         parts = min(16, MOST_PARTIALS // call.logits, cdiv(bytes_of_tile, LEAST_BYTES), cdiv(call.hidden, step))
         return OneLaunch(parts=max(1, parts), step=step, num_warps=max(1, min(8, call.logits // 256)))

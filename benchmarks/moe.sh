@@ -4,7 +4,7 @@
 # FOLDER is one of benchmarks/results, such as h200-x2-moe. Steps, all of them by default but tune:
 #   exchange   moe_dispatch, moe_combine, and the second GEMM with the all-reduce and norm behind it, beside NCCL
 #   overlap    both GEMMs of the experts with the communication around them, beside torch and NCCL and the GEMM alone
-#   local      route, moe_schedule, the grouped GEMMs and moe_sum beside torch, with cuBLAS's dense GEMMs as ceilings
+#   local      route, moe_schedule, both behind the router's GEMM, the grouped GEMMs and moe_sum beside torch and cuBLAS's dense GEMMs
 #   layer      the whole layer of Qwen3-30B-A3B, in all modes, beside torch's grouped GEMM and NCCL
 #   model      steps of the whole model
 #   tune       rows of weft's tables for the ops above; commit them before the other steps
@@ -33,7 +33,8 @@ for step in "$@"; do
         ;;
     local)
         # The last three are slices of all experts, half of the features each, as decoding may hold them.
-        python -m weft bench "route@$few" "moe-schedule@$few,$qwen/zipf:4096" "moe-sum@$few" \
+        python -m weft bench "route@$few" "moe-schedule@$few,$qwen/zipf:4096" "moe-route@$few" \
+            "moe-sum@$few" \
             "grouped-gemm-silu@$seen" "grouped-gemm@$seen" \
             grouped-gemm-silu@1,8,128,128,2048,384 grouped-gemm-silu@8,8,128,128,2048,384 \
             grouped-gemm-silu@32,8,128,128,2048,384 --world-size 2 --out "$out"

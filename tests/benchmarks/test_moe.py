@@ -33,7 +33,8 @@ def test_every_command_of_the_script_is_valid(tmp_path):
         for workload in BenchOptions(ops=ops, model=ModelFlags(model=model)).workloads(2, simulated=False):
             shapes[workload.name] = [shape.label for shape in workload.shapes]
             assert len(set(shapes[workload.name])) == len(workload.shapes)
-    assert set(shapes) == {*GROUPED, *EXCHANGES, "moe-ar-rms-norm", "route", "moe-schedule", "moe-sum", "mlp", "model"}
+    local = {"route", "moe-schedule", "moe-route", "moe-sum"}
+    assert set(shapes) == {*GROUPED, *EXCHANGES, *local, "moe-ar-rms-norm", "mlp", "model"}
     assert {"deepseek-v3 T=128", "qwen3-30b-a3b T=4096 zipf", "kraken-a2a T=4096"} <= set(shapes["moe-dispatch"])
 
 

@@ -198,6 +198,5 @@ def test_it_compiles_and_fits(arch, sizes, tmp_path):
 @pytest.mark.triton_internals
 @pytest.mark.sweep
 @pytest.mark.parametrize("tokens", [2, 8, 16, 32])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_sizes_compile_without_a_stack(tokens, dtype, tmp_path):
-    assert stack_bytes(built("sm_90", tokens, 2048, 128, 8, dtype), tmp_path) == 0
+def test_other_sizes_compile_without_a_stack(tokens, tmp_path):
+    assert stack_bytes(built("sm_90", tokens, 2048, 128, 8, torch.float16), tmp_path) == 0

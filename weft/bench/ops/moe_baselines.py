@@ -102,6 +102,20 @@ def schedule(problem: OpProblem) -> Prepared:
     return Prepared(run=lambda number: sorted_pairs(problem.sets[number][0], experts), compare=compare)
 
 
+def routed(problem: OpProblem) -> Prepared:
+    """The router's GEMM, softmax of the k largest logits, and order and ends of the pairs."""
+    group_of(problem)
+    experts, k = mine(problem), problem.case.sizes[3]
+
+    def run(number: int) -> tuple[Order, torch.Tensor]:
+        x, router, *_ = problem.sets[number]
+        best, ids = F.linear(x, router).topk(k, dim=-1)
+        return sorted_pairs(ids, experts), best.softmax(-1)
+
+    # Of equal logits any may be chosen, so that pairs differ.
+    return Prepared(run=run, compare=lambda out: (out[1], problem.answer()[0].topk(k, dim=-1).values))
+
+
 def weighted_sum(y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Weighted results of the rank's experts, added up by token."""
     rows = torch.where(experts.chosen(ids)[..., None], y.view(*ids.shape, -1).float(), 0.0)
@@ -444,6 +458,7 @@ GROUPED = ("grouped-gemm-silu", "grouped-gemm")
 MOE_BASELINES = (
     _provider("route", "torch", route),
     _provider("moe-schedule", "torch", schedule),
+    _provider("moe-route", "torch", routed),
     _provider("moe-sum", "torch.compile", summed),
     *(_provider(op, "torch.grouped", grouped) for op in GROUPED),
     _provider("grouped-gemm-silu", "torch.grouped+compile", partial(grouped, compiled=True)),

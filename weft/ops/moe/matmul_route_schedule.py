@@ -9,8 +9,8 @@ sequential  matmul | route | moe_schedule
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, block_for, check_schedule
 from weft.ops.moe.route import MAX_EXPERTS, ROUTE, Scoring, check_routing
 from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel
+from weft.ops.moe.router_plan import MOST_LOGITS, OneLaunch, RouterCall, ThreeLaunches, fused_for
 from weft.ops.moe.routing import Experts, Routed, Routing, Schedule
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
@@ -31,63 +32,7 @@ from weft.ops.registration import FLOATS, check_choice
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
-from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
-
-# Logits that the last program can hold, tokens and experts rounded up to powers of two: 16 a thread of 16 warps. The rule takes
-# half of them.
-MOST_LOGITS = 8192
-# Partial sums that the last program reads, at most: 64 KiB, which one SM reads from the L2 in about 0.6 us (by its width).
-MOST_PARTIALS = 16384
-# Bytes of the router that a program reads at least.
-LEAST_BYTES = 4096
-
-
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneLaunch:
-    """One kernel.
-
-    parts    programs that share a tile of logits, each with its share of H: 1 .. 32
-    rows_of  rows of the router that a program multiplies, ``step`` columns at a time: powers of two, at least 16
-    num_warps, num_stages  compiler options
-    """
-
-    parts: int = 8
-    rows_of: int = 16
-    step: int = 128
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("rows_of", "step"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name}={value} is not a power of two of at least 16")
-        if not 1 <= self.parts <= 32:
-            raise ValueError(f"parts={self.parts} is not in 1 .. 32")
-
-
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThreeLaunches:
-    """matmul, route and moe_schedule, each by its own plan."""
-
-
-class RouterCall(NamedTuple):
-    """Sizes that the plan depends on: T, H, E, and k choices."""
-
-    tokens: int
-    hidden: int
-    experts: int
-    k: int
-    dtype: torch.dtype
-    design: str = AUTO
-
-    @property
-    def logits(self) -> int:
-        """Logits, with tokens and experts rounded up as the kernel does."""
-        return next_power_of_2(max(1, self.tokens)) * max(16, next_power_of_2(self.experts))
 
 
 def matmul_route_schedule(
@@ -106,7 +51,7 @@ def matmul_route_schedule(
     tickets: torch.Tensor | None = None,
     algorithm: str = "auto",
 ) -> Routed:
-    """The k experts of each row of x by the router, and the pairs of this rank's experts: (routing, schedule, gate).
+    """The k experts of each row of x by the router, and the pairs of this rank's experts.
 
     x        [T, H], fp16, bf16 or fp32; rows may be strided
     router   [E, H] of x's dtype, E = experts.total at most 1024; a row more is that of a shared expert's gate, whose logits [T]
@@ -157,7 +102,10 @@ def matmul_route_schedule(
 def in_three(
     x: torch.Tensor, router: torch.Tensor, experts: Experts, gating: tuple, block: int, tickets: torch.Tensor | None
 ) -> Routed:
-    """``Routed`` by matmul, route and moe_schedule, of checked arguments; gating: of ``route``, as its torch op takes them."""
+    """``Routed`` by matmul, route and moe_schedule, of checked arguments.
+
+    gating  of ``route``, in the order of its torch op
+    """
     logits = matmul(x, router) if len(x) > 0 else x @ router.T
     routing = Routing(*ROUTE.dispatch(logits[:, : experts.total], *gating))
     lists = MOE_SCHEDULE.dispatch(routing.ids, experts.first, experts.count, block, 0, tickets)
@@ -207,13 +155,7 @@ class MatmulRouteSchedule(MoeOp):
                 f"{self.name}: algorithm='fused' takes up to {MOST_LOGITS} logits, tokens and experts rounded up to powers of "
                 f"two; tokens={call.tokens} and experts={call.experts} are {call.logits}; pass 'sequential' or 'auto'"
             )
-        if machine.caps.is_simulated:
-            return OneLaunch(parts=3, step=16)
-        # A part is 4 KiB of the router or more, and there are as many as the last program can add up quickly.
-        step = 128 if call.dtype.itemsize == 2 else 32
-        bytes_of_tile = 16 * call.hidden * call.dtype.itemsize
-        parts = min(16, MOST_PARTIALS // call.logits, cdiv(bytes_of_tile, LEAST_BYTES), cdiv(call.hidden, step))
-        return OneLaunch(parts=max(1, parts), step=step, num_warps=max(1, min(8, call.logits // 256)))
+        return fused_for(call, machine.caps)
 
     def table_key(self, call: RouterCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         return self.name, (call.tokens, call.hidden, call.experts), 1
@@ -320,22 +262,25 @@ class MatmulRouteSchedule(MoeOp):
         return shape.tokens, shape.hidden, shape.experts, shape.k
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """x, router, and a bias where the case has one. Integers, and eighths of them: sums are exact, and some are equal."""
+        """x, router, and a bias where the case has one.
+
+        Integers, and eighths of them: sums are exact, and some are equal.
+        """
         T, H, E, _ = case.sizes
         x = draw.own("x", (T, H), 1.5).round()
         router = draw.own("router", (E + bool(case.field("gated")), H), 0.7).round() / 8
         return (x, router, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (x, router)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
-        """(weights by expert [T, E], logits of the gate [T] or [0], zeros [4])
+        """(weights by expert [T, E], zeros [4]), and the logits of the gate [T] where there is one.
 
-        The last are numbers of wrong entries in the schedule of the choices: pairs, counts, tiles, tile_count.
+        The zeros are numbers of wrong entries in the schedule of the choices: of pairs, counts, tiles, tile_count.
         """
         x, router, *bias = by_rank[rank]
         T, _, E, k = case.sizes
         logits = (x.double() @ router.double().T).to(case.dtype)
         weights = ROUTE.reference(replace(case, sizes=(T, E, k)), 0, [(logits[:, :E], *bias)])
-        return weights, logits[:, E:].flatten(), x.new_zeros(4)
+        return (weights, x.new_zeros(4), *logits[:, E:].T)
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[2])
@@ -348,7 +293,7 @@ class MatmulRouteSchedule(MoeOp):
     def results(
         self, case: Case, team: Any, tickets: torch.Tensor | None, x: torch.Tensor, router: torch.Tensor, *bias: Any
     ) -> tuple[torch.Tensor, ...]:
-        """``Found``."""
+        """(ids, weights, pairs, counts, tiles, tile_count), and the gate where there is one."""
         T, _, E, k = case.sizes
         experts = experts_of(case, E, 0 if team is None else team.rank)
         groups, group_limit = case.field("groups") or (1, 1)
@@ -359,8 +304,7 @@ class MatmulRouteSchedule(MoeOp):
             routed = matmul_route_schedule(
                 x, router, experts, k, groups=groups, group_limit=group_limit, tickets=tickets, **named, **given
             )
-            gate = x.new_empty(0) if routed.gate is None else routed.gate
-            return Found(*routed.routing, gate, *routed.schedule[:4])
+            return (*routed.routing, *routed.schedule[:4], *([] if routed.gate is None else [routed.gate]))
         gating = (
             bias[0] if bias else None,
             k,
@@ -370,7 +314,8 @@ class MatmulRouteSchedule(MoeOp):
             group_limit,
             given["scale"],
         )
-        return self.run(case.design, None, x, router, experts, gating, self._block(case), tickets)
+        ids, weights, gate, *lists = self.run(case.design, None, x, router, experts, gating, self._block(case), tickets)
+        return (ids, weights, *lists, *([gate] if len(router) > E else []))
 
     def _block(self, case: Case) -> int:
         """Pairs of a tile in ``case``."""
@@ -378,15 +323,16 @@ class MatmulRouteSchedule(MoeOp):
         return case.field("block") or block_for(T * k, E)
 
     def defined(
-        self, case: Case, team: Any, out: Found, x: torch.Tensor, *tensors: torch.Tensor
+        self, case: Case, team: Any, out: tuple[torch.Tensor, ...], x: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """As ``reference`` has them."""
+        """Results in the form of ``reference``."""
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
-        weights = ROUTE.defined(case, team, Routing(out.ids, out.weights), x.new_empty((len(x), experts.total)))
-        found = MOE_SCHEDULE.defined(case, team, out[3:], out.ids)
-        expected = schedule_by_torch(out.ids, experts, self._block(case), len(out.tiles))
-        wrong = [(one != other).sum() for one, other in zip(found, expected, strict=True)]
-        return weights, out.gate.contiguous(), torch.stack(wrong).to(x.dtype)
+        ids, weights, *lists = out[:6]
+        found = MOE_SCHEDULE.defined(case, team, tuple(lists), ids)
+        expected = schedule_by_torch(ids, experts, self._block(case), len(lists[2]))
+        wrong = torch.stack([(one != other).sum() for one, other in zip(found, expected, strict=True)]).to(x.dtype)
+        by_expert = ROUTE.defined(case, team, Routing(ids, weights), x.new_empty((len(x), experts.total)))
+        return (by_expert, wrong, *(gate.contiguous() for gate in out[6:]))
 
     def flops(self, sizes: Sequence[int]) -> int:
         shape = MoeShape(*sizes)

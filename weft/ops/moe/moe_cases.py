@@ -72,7 +72,10 @@ def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
 
 
 def schedule_by_torch(ids: torch.Tensor, experts: Experts, block: int, most: int) -> tuple[torch.Tensor, ...]:
-    """(pairs, counts, tiles [most, 4], tile_count) of ``Schedule`` by torch, on the device; -1 where they are undefined."""
+    """(pairs, counts, tiles [most, 4], tile_count) of ``Schedule`` by torch; -1 where undefined.
+
+    Nothing is read by the host.
+    """
     (T, k), device = ids.shape, ids.device
     token, choice = torch.arange(T, device=device)[:, None], torch.arange(k, device=device)
     known = torch.where((ids >= 0) & (ids < experts.total), ids, experts.total).long()

@@ -55,9 +55,9 @@ class ScheduleCall(NamedTuple):
 
 @triton.jit
 def write_tiles(count, pairs_before, tiles, T, BLOCK: tl.constexpr, least=0):
-    """Write the table of tiles of experts least, least + 1, … with ``count`` [experts] pairs; their number.
+    """Write the table of tiles of experts with ``count`` [experts] pairs; their number.
 
-    Those below 0 have none.
+    least  number of the first of these experts; those below 0 have no pairs
     """
     expert = least + tl.arange(0, count.shape[0])
     needed = (count + BLOCK - 1) // BLOCK

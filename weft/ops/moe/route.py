@@ -107,12 +107,13 @@ def turned(expert):
 
 @triton.jit
 def choices_of(x, bias, E, SCORING: tl.constexpr, K: tl.constexpr):
-    """Choices by logits ``x`` fp32 [rows, n]: (score fp32 [rows, n], place int32 [rows, n], chosen, weight [rows, 16]).
+    """(score, place, chosen, weight) of the rows of logits ``x`` fp32 [rows, n].
 
     x       -inf from expert E on; n is a power of two
     bias    of ``route_kernel``
-    place   1 + j for choice j, 0 for the other experts
-    chosen  the expert of each choice, weight its score; 0 from K on
+    score   fp32 [rows, n]
+    place   int32 [rows, n]: 1 + j for choice j, 0 for the other experts
+    chosen  int32 [rows, 16]: the expert of each choice; weight fp32 [rows, 16]: its score; 0 from K on
     """
     ROWS: tl.constexpr = x.shape[0]
     expert = tl.arange(0, x.shape[1])[None, :]

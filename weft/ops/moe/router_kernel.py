@@ -1,4 +1,4 @@
-"""Kernel of matmul_route_schedule: the router's GEMM, the choices and the schedule of few tokens in one launch."""
+"""Kernel of matmul_route_schedule: the router's GEMM, the choices and the schedule in one launch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Results, passed to the kernel as the argument ``found``: ``Routing``, the gate's logits [T], ``Schedule``."""
+    """Results, passed to the kernel as ``found``: ``Routing``, the gate's logits [T], ``Schedule``."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -67,8 +67,9 @@ class RouterForm(NamedTuple):
 
 @triton.jit
 def part_of_logits(rows, partials, T, H, program, FORM: tl.constexpr):
-    """Store partials[part, t, r] = x[t, share] @ router[r, share], for a tile of the router's rows and a share of H.
+    """Store partials[part, t, r] = x[t, share] @ router[r, share].
 
+    For a tile of the router's rows and a share of H.
     partials  fp32 [FORM.parts, T, FORM.rows]
     """
     TOKENS: tl.constexpr = max(16, FORM.tokens)

@@ -111,7 +111,10 @@ class Schedule(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Choices of all tokens, the schedule of this rank's experts, and logits [T] of a shared expert's gate, or None."""
+    """Choices of all tokens, with the schedule of this rank's experts.
+
+    gate  [T], logits of a shared expert's gate; None: there is none
+    """
 
     routing: Routing
     schedule: Schedule

@@ -1,0 +1,81 @@
+"""Designs of matmul_route_schedule, and the one launch of a call for which no row decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from weft.plan.planned import AUTO
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+# Logits that the last program can hold, tokens and experts rounded up to powers of two: 16 a thread of 16 warps. The rule takes
+# half of them.
+MOST_LOGITS = 8192
+# Partial sums that the last program reads, at most: 64 KiB, which one SM reads from the L2 in about 0.6 us (by its width).
+MOST_PARTIALS = 16384
+# Bytes of the router that a program reads at least.
+LEAST_BYTES = 4096
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneLaunch:
+    """One kernel.
+
+    parts    programs that share a tile of logits, each with its share of H: 1 .. 32
+    rows_of  rows of the router that a program multiplies, ``step`` columns at a time: powers of two, at least 16
+    num_warps, num_stages  compiler options
+    """
+
+    parts: int = 8
+    rows_of: int = 16
+    step: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("rows_of", "step"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value} is not a power of two of at least 16")
+        if not 1 <= self.parts <= 32:
+            raise ValueError(f"parts={self.parts} is not in 1 .. 32")
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreeLaunches:
+    """matmul, route and moe_schedule, each by its own plan."""
+
+
+class RouterCall(NamedTuple):
+    """Sizes that the plan depends on: T, H, E, and k choices."""
+
+    tokens: int
+    hidden: int
+    experts: int
+    k: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+    @property
+    def logits(self) -> int:
+        """Logits, with tokens and experts rounded up as the kernel does."""
+        return next_power_of_2(max(1, self.tokens)) * max(16, next_power_of_2(self.experts))
+
+
+def fused_for(call: RouterCall, caps: Capabilities) -> OneLaunch:
+    """Design of one launch where no row decides."""
+    if caps.is_simulated:
+        return OneLaunch(parts=3, step=16)
+    # A part is 4 KiB of the router or more, and there are as many as the last program can add up quickly.
+    step = 128 if call.dtype.itemsize == 2 else 32
+    bytes_of_tile = 16 * call.hidden * call.dtype.itemsize
+    parts = min(16, MOST_PARTIALS // call.logits, cdiv(bytes_of_tile, LEAST_BYTES), cdiv(call.hidden, step))
+    return OneLaunch(parts=max(1, parts), step=step, num_warps=max(1, min(8, call.logits // 256)))

@@ -14,7 +14,7 @@ from weft.runtime.codec import exchangeable
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
-# Logits that the last program can hold, tokens and experts rounded up to powers of two: 16 a thread of 16 warps. The rule takes
+# Logits that the last program can hold, tokens and experts rounded up to powers of two: 32 a thread of 8 warps. The rule takes
 # half of them.
 MOST_LOGITS = 8192
 # Partial sums that the last program reads, at most: 64 KiB, which one SM reads from the L2 in about 0.6 us (by its width).

@@ -1,5 +1,6 @@
 """AG-MoE and MoE-RS: the same bits from every design, gradients, planted bugs, refused arguments, compiled kernels."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.check
-from tests.check.calls import experts_gathered, experts_gathered_fp8, experts_scattered
+from tests.check.calls import experts_gathered, experts_scattered
 from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
@@ -221,7 +222,8 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
     source, old, new, changed, module, kind = BUGS[name]
     mutant = mutated(source, old, new, f"overlap_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(module, changed, getattr(mutant, changed))
-    run = experts_scattered if source is slabs else experts_gathered_fp8 if "scales" in name else experts_gathered
+    in_fp8 = functools.partial(experts_gathered, width=144, fp8=True)
+    run = experts_scattered if source is slabs else in_fp8 if "scales" in name else experts_gathered
     report = weft.check.check(calls_of(run), 3 if kind == "deadlock" else 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}
     assert kinds and all(kind in found for found in kinds), report

@@ -24,7 +24,7 @@ from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, block_for, check_schedule
 from weft.ops.moe.route import MAX_EXPERTS, ROUTE, Scoring, check_routing
 from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel
-from weft.ops.moe.router_plan import MOST_LOGITS, OneLaunch, RouterCall, ThreeLaunches, fused_for
+from weft.ops.moe.router_plan import FEW_LOGITS, MOST_LOGITS, OneLaunch, RouterCall, ThreeLaunches, fused_for
 from weft.ops.moe.routing import Experts, Routed, Routing, Schedule
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
@@ -134,18 +134,18 @@ class MatmulRouteSchedule(MoeOp):
         return self.call_of(case.sizes, case.dtype, machine, case.design)
 
     def rule(self, call: RouterCall, machine: Machine) -> tuple[str, str]:
-        """By the logits that one program must hold; not measured."""
+        """By the logits that one program must choose from (benchmarks/lab/h200-route.json)."""
         rounded = (
             f"{call.tokens} tokens and {call.experts} experts, rounded up to powers of two, are {call.logits} logits"
         )
         if machine.caps.arch.startswith("gfx"):
             return "sequential", f"{machine.caps.arch}: not measured"
-        if 2 * call.logits <= MOST_LOGITS:
-            return (
-                "fused",
-                f"{rounded} <= {MOST_LOGITS // 2}: one program chooses and schedules them from its registers",
-            )
-        return "sequential", f"{rounded} > {MOST_LOGITS // 2}: too many for one program to choose from and schedule"
+        if call.logits <= FEW_LOGITS:
+            return "fused", f"{rounded} <= {FEW_LOGITS}: one program chooses and schedules them from its registers"
+        return (
+            "sequential",
+            f"{rounded} > {FEW_LOGITS}: one program would choose and schedule longer than two launches take",
+        )
 
     def default(self, name: str, call: RouterCall, machine: Machine) -> OneLaunch | ThreeLaunches:
         if name == "sequential":

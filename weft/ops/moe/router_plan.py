@@ -14,9 +14,10 @@ from weft.runtime.codec import exchangeable
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
-# Logits that the last program can hold, tokens and experts rounded up to powers of two: 32 a thread of 8 warps. The rule takes
-# half of them.
+# Logits that the last program can hold, tokens and experts rounded up to powers of two: 32 a thread of 8 warps.
 MOST_LOGITS = 8192
+# Up to these one launch is faster than three (one H200, benchmarks/lab/h200-route.json): 8 tokens of 128 experts, 4 of 256.
+FEW_LOGITS = 1024
 # Partial sums that the last program reads, at most: 64 KiB, which one SM reads from the L2 in about 0.6 us (by its width).
 MOST_PARTIALS = 16384
 # Bytes of the router that a program reads at least.

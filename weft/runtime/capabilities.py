@@ -18,6 +18,9 @@ NVLINK, PCIE, RAIL = "nvlink", "pcie", "rail"
 LINKS = NVLINK, PCIE
 # Bytes that a measurement reads between two uses of the same weights: twice the 60 MB L2 of an H200.
 COLD_BYTES = 120e6
+# Multiprocessors that kernels leave free where ranks share a GPU: a copy between two ranks is a kernel there, and one that fills
+# the GPU and waits for the copy would keep it out for ever.
+COPY_SMS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +67,11 @@ def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool =
     """
     index = _index_of(device)
     properties = torch.cuda.get_device_properties(index)
+    shared = list(peers).count(index) > 1
     return Capabilities(
         device_name=properties.name,
         arch=architecture(index),
-        sms=properties.multi_processor_count,
+        sms=properties.multi_processor_count - COPY_SMS * shared,
         memory_bytes=properties.total_memory,
         peer_access=tuple(peer == index or torch.cuda.can_device_access_peer(index, peer) for peer in peers),
         multicast=multicast,

@@ -6,7 +6,7 @@ from tests.teacher_forced import all_logits
 from weft.engine import Runner, SamplingParams
 from weft.engine.config import EngineConfig
 from weft.engine.prefill import PrefillChunk
-from weft.engine.runner import SlotState
+from weft.engine.slots import SlotState
 from weft.models import Decoder
 
 TOLERANCE = 1e-5  # relative RMS of fp32 logits on a CPU
@@ -108,13 +108,13 @@ def greedy(model, prompts, steps):
     )
     tokens = [runner.tokens.clone()]
     for step in range(steps - 1):
-        runner.assign_slots(
+        runner.slots.send(
             {
                 slot: SlotState(position=len(prompt) + step, pages=pages[slot], params=params)
                 for slot, prompt in enumerate(prompts)
             }
         )
-        runner.decode()
+        runner.decode(len(prompts))
         tokens.append(runner.tokens.clone())
     return torch.stack(tokens)
 

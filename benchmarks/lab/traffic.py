@@ -27,7 +27,7 @@ import weft
 from weft.bench.harness.machine import revision
 from weft.engine import Engine, SamplingParams
 from weft.engine.params import Kind
-from weft.engine.runner import SlotState
+from weft.engine.slots import SlotState
 from weft.models import DecoderConfig
 from weft.runtime.files import put
 
@@ -73,8 +73,8 @@ class Traffic:
         times: dict[int, list[float]] = {batch: [] for batch in batches}
         for _ in range(ROUNDS):
             for batch in batches:
-                runner.assign_slots({})
-                runner.assign_slots(
+                runner.slots.forget()
+                runner.slots.send(
                     {
                         slot: SlotState(
                             position=context, pages=list(range(1 + slot * each, 1 + slot * each + each)), params=params
@@ -89,7 +89,8 @@ class Traffic:
                     runner.step(batch, Kind.GREEDY)
                 self.engine.team.synchronize()
                 times[batch].append((time.perf_counter() - begin) / steps)
-        runner.assign_slots({})
+        runner.slots.forget()
+        runner.slots.send({})
         return {str(batch): ms(statistics.median(taken)) for batch, taken in times.items()}
 
     def gaps(self, long: int, streams: int, tokens: int) -> dict[str, float]:
@@ -132,7 +133,8 @@ def main(team: Any, config: DecoderConfig, small: bool = False) -> dict[str, Any
     engine = Engine(config, team, **sizes)
     traffic, runner = Traffic(engine), engine.batch.runner
     report("first token, cold", traffic.first_tokens(lengths))
-    runner.assign_slots({})
+    runner.slots.forget()
+    runner.slots.send({})
     begin = time.perf_counter()
     runner.warm_up()
     team.synchronize()

@@ -14,7 +14,7 @@ import weft
 from weft.engine import Engine, EngineConfig, Runner, SamplingParams
 from weft.engine.params import Kind
 from weft.engine.ragged_prefill import RaggedShape
-from weft.engine.runner import SlotState
+from weft.engine.slots import SlotState
 from weft.models import DecoderConfig, Qwen3ForCausalLM
 from weft.ops.collectives import ahead
 from weft.plan import algorithms
@@ -96,8 +96,8 @@ def replayed(team, directory, replays, dtype):
         states = []
         with nullcontext() if pdl else one_kernel_after_the_other():
             for _ in range(count):
-                runner.assign_slots({})
-                runner.assign_slots(rows)
+                runner.slots.forget()
+                runner.slots.send(rows)
                 runner.cache.data.copy_(context)
                 runner.tokens.copy_(start)
                 runner.step(bucket, Kind.NUCLEUS)

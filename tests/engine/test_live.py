@@ -102,17 +102,16 @@ class CountedEngine:
     def __init__(self, together):
         self.together, self.log, self.steps, self.left = together, [], 0, {}
 
-    def submit(self, prompt, params):
+    def submit(self, prompt, params, number):
         if prompt == [0]:
             raise ValueError("prompt=[0] is refused")
-        number = len(self.log)
         self.log.append((self.steps, prompt))
         self.left[number] = prompt[0]
         return number
 
     def cancel(self, number):
         self.log.append((self.steps, "cancel"))
-        self.left.pop(number)
+        self.left.pop(number, None)
 
     @property
     def has_work(self):
@@ -231,10 +230,10 @@ class LonelyEngine(CountedEngine):
         super().__init__(SimpleNamespace(wait=lambda timeout: None))
         self.rank = team.rank
 
-    def submit(self, prompt, params):
+    def submit(self, prompt, params, number):
         if self.rank == 1 and prompt == [13]:
             raise RuntimeError("a GPU fell off")
-        return super().submit(prompt, params)
+        return super().submit(prompt, params, number)
 
 
 @pytest.mark.sweep

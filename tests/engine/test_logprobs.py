@@ -7,7 +7,7 @@ import weft
 from tests.engine.test_engine import PROMPTS, SMALL
 from weft.engine import Engine, SamplingParams
 from weft.engine.logprobs import WIDTH, logprobs_of, token_logprobs
-from weft.engine.outputs import Logprob, Piece, join_pieces
+from weft.engine.outputs import Logprob, Piece, columns_of, join_pieces, pieces_of_columns
 from weft.engine.params import MOST_LOGPROBS
 from weft.parallel.vocabulary import VocabParallelHead
 from weft.runtime.codec import decode, encode
@@ -47,6 +47,9 @@ def test_a_row_becomes_the_tokens_own_and_the_likeliest_ones():
     assert logprobs_of(row, 5, 3, str) == {5: own, 4: first, 9: second}
     assert logprobs_of(row, 5, 0, str) == {5: own}
     piece = Piece(0, "a", 5, None, {5: own}, [None, {4: first, 9: second}], 2)
+    pieces = [piece, Piece(3, None, 7), Piece(0, "b", 8, "eos")]
+    for some in ([], pieces[:1], pieces[1:2], pieces, [Piece(1, "ä", 2, None, None, None, 1)] * 9):
+        assert pieces_of_columns(decode(encode(columns_of(some)))) == some
     assert decode(encode(piece)) == piece and decode(encode(piece)).logprobs[5].rank == 7
     assert logprobs_of([-0.5, 1.0, *row[2:]], 4, 2, str) == {4: first, 9: second}
 

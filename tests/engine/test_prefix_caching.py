@@ -1,7 +1,7 @@
 """Prefix caching: pages are shared by what they hold, never written while shared, and never lost."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import weft
@@ -54,7 +54,7 @@ class Device:
             self.collect()
             decoding = self.scheduler.next_decode()
         self.shared = set(pool._digest_of)
-        for one in decoding:
+        for one in decoding.sequences:
             self.run(one, one.cached - 1, one.cached, chooses=True)
         if collect:
             self.collect()
@@ -116,6 +116,17 @@ events = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
+@example(
+    events=[
+        ("submit", [0], 1),
+        ("submit", [7] * 11 + [0], 1),
+        ("submit", [7] * 3 + [0] * 4, 10),
+        ("submit", [7] * 11 + [0], 1),
+    ],
+    pages=7,
+    max_batch=1,
+    chunk_tokens=4,
+)
 @given(
     events=st.lists(events, max_size=40),
     pages=st.integers(7, 14),

@@ -15,7 +15,8 @@ from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_sha
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
-from weft.engine.runner import Runner, SlotState
+from weft.engine.runner import Runner
+from weft.engine.slots import SlotState
 from weft.models import Qwen3ForCausalLM
 
 SAMPLE = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
@@ -371,7 +372,7 @@ def test_empty_slots_of_a_bucket_change_nothing(byte_model, fused):
         for bucket in (3, 4, 8):
             runner = new_runner(model)
             runner.prefill(reads)
-            runner.assign_slots(
+            runner.slots.send(
                 {
                     read.slot: SlotState(position=len(read.tokens), pages=read.pages, params=read.params)
                     for read in reads
@@ -381,7 +382,7 @@ def test_empty_slots_of_a_bucket_change_nothing(byte_model, fused):
             for _ in range(4):
                 runner.step(bucket, Kind.NUCLEUS)
                 tokens.append(runner.tokens[:3].clone())
-            found.append((torch.stack(tokens), runner.positions.clone(), runner.cache.data[:, :, 1:]))
+            found.append((torch.stack(tokens), runner.slots.positions.clone(), runner.cache.data[:, :, 1:]))
         return found
 
     exact, *padded = on_one_rank(main, byte_model, fused)
@@ -403,39 +404,15 @@ def test_a_page_table_in_another_order_gives_the_same_tokens(byte_model):
             )
             tokens = []
             for step in range(20):
-                runner.assign_slots({0: SlotState(position=40 + step, pages=pages, params=SAMPLE)})
-                runner.decode()
+                if step == 0:
+                    runner.slots.send({0: SlotState(position=40, pages=pages, params=SAMPLE)})
+                runner.decode(1, SAMPLE.kind)
                 tokens.append(runner.tokens[0].item())
             found.append(tokens)
         return found
 
     first, *others = on_one_rank(main, byte_model)
     assert all(other == first for other in others) and len(set(first)) > 5
-
-
-def test_only_what_the_device_does_not_know_is_sent(byte_model):
-    def main(model):
-        runner = new_runner(model)
-        sent = []
-        send = runner._send
-        runner._send = lambda changed, gone: (sent.append((sorted(changed), gone)), send(changed, gone))
-        rows = {slot: SlotState(position=3, pages=[1 + slot], params=SAMPLE) for slot in range(3)}
-        runner.assign_slots(rows)
-        for step in range(1, 4):
-            runner.decode()
-            runner.assign_slots(
-                {
-                    slot: SlotState(
-                        position=3 + step, pages=[1 + slot] + [9] * (slot == 1 and step == 2), params=SAMPLE
-                    )
-                    for slot in range(3)
-                    if not (slot == 2 and step == 3)
-                }
-            )
-        return sent
-
-    # Slot 1 has another page in step 2 (and not in step 3, which is another change), slot 2 leaves in step 3.
-    assert on_one_rank(main, byte_model) == [([0, 1, 2], []), ([1], []), ([1], [2])]
 
 
 def test_buckets_are_powers_of_two_and_the_whole_batch(byte_model):

@@ -1,5 +1,7 @@
 """The policy: in order, by chunks, the youngest gives way, and everyone comes to the end with the pages that there are."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,9 +25,20 @@ def land(scheduler, sequences):
             scheduler.finish(one)
 
 
+def follow(device, slots, new_pages):
+    """Apply changes to what a device knows: [position, pages] by slot."""
+    for slot, index, page in new_pages:
+        assert slot not in slots and len(device[slot][1]) == index
+        device[slot][1].append(page)
+    for slot, one in slots.items():
+        device.pop(slot, None)
+        if one is not None:
+            device[slot] = [one.cached - 1, list(one.pages)]
+
+
 def run(scheduler, sequences, late=0):
     """Steps until all have ended, the host `late` steps behind; what each step read and who went on."""
-    history = []
+    history, device, draw = [], {}, random.Random(len(sequences))
     while not all(one.done for one in sequences):
         ranges = [(part.sequence.number, part.start, part.length) for part in scheduler.next_chunk()]
         decoding = scheduler.next_decode()
@@ -33,13 +46,23 @@ def run(scheduler, sequences, late=0):
             land(scheduler, sequences)
             decoding = scheduler.next_decode()
             assert decoding is not None
-        for one in decoding:
+        assert decoding.slots == [one.slot for one in decoding.sequences]
+        if decoding.sequences:
+            if draw.random() < 0.2:
+                scheduler.compact()
+                decoding = scheduler.decoding
+            follow(device, *scheduler.changes())
+            # The device counts positions by itself.
+            expected = {one.slot: [one.cached - 1, one.pages] for one in decoding.sequences}
+            assert device == expected and decoding.size == max(expected) + 1
+            device = {slot: [position + 1, pages] for slot, (position, pages) in device.items()}
+        for one in decoding.sequences:
             assert len(one.pages) * PAGE >= one.cached  # room for what this step writes
         taken = [page for one in scheduler.active for page in one.pages[one.released :]]
         assert all(not any(one.pages[: one.released]) for one in scheduler.active)
         assert len(taken) == len(set(taken)) and 0 not in taken
         assert scheduler.pool.free + len(taken) == scheduler.pool.capacity
-        history.append((ranges, [one.number for one in decoding]))
+        history.append((ranges, [one.number for one in decoding.sequences]))
         if late == 0 or len(history) % 2 == 0 or not (ranges or decoding):
             land(scheduler, sequences)
         assert len(history) < 10_000

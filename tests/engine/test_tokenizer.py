@@ -7,9 +7,9 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
-from weft.engine.tokenizer import TextStream, load_tokenizer
+from weft.engine.tokenizer import TextStream, load_tokenizer, token_texts
 from weft.errors import CheckpointError
 
 
@@ -19,8 +19,14 @@ def tokenizer(byte_model) -> Tokenizer:
 
 
 def pieces(tokenizer, text, stop=()):
-    """(piece after each token until a stop string, the rest, whether it stopped)."""
-    stream = TextStream(tokenizer, stop)
+    """(piece after each token until a stop string, the rest, whether it stopped): the same by tokens' own texts."""
+    alone = token_texts(tokenizer, keep_special=False)
+    found = pieces_of(tokenizer, text, TextStream(tokenizer, stop))
+    assert alone is not None and pieces_of(tokenizer, text, TextStream(tokenizer, stop, alone=alone)) == found
+    return found
+
+
+def pieces_of(tokenizer, text, stream):
     found = []
     for token in tokenizer.encode(text).ids:
         piece, stopped = stream.push(token)
@@ -38,8 +44,9 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer):
 def test_a_stop_string_and_special_tokens_are_kept_where_asked_for(tokenizer):
     ids = [*tokenizer.encode("ab").ids, 256, *tokenizer.encode("cSTOPd").ids]
 
-    def text(**options):
-        stream = TextStream(tokenizer, ["STOP"], **options)
+    def text(keep_special=False, **options):
+        alone = token_texts(tokenizer, keep_special=keep_special)
+        stream = TextStream(tokenizer, ["STOP"], keep_special=keep_special, alone=alone, **options)
         found = ""
         for token in ids:
             piece, stopped = stream.push(token)
@@ -51,6 +58,18 @@ def test_a_stop_string_and_special_tokens_are_kept_where_asked_for(tokenizer):
     assert text() == "abc"
     assert text(keep_stop=True) == "abcSTOP"
     assert text(keep_special=True, keep_stop=True) == "ab<eos>cSTOP"
+
+
+def test_texts_of_tokens_are_joined_only_for_decoders_that_do_so(tokenizer):
+    other = Tokenizer.from_str(tokenizer.to_str())
+    for decoder, joins in (
+        (decoders.ByteLevel(), True),
+        (decoders.Fuse(), True),
+        (decoders.Metaspace(), False),
+        (decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]), False),
+    ):
+        other.decoder = decoder
+        assert (token_texts(other, keep_special=False) is not None) == joins
 
 
 def test_an_unfinished_character_comes_at_the_end(tokenizer):
@@ -180,9 +199,9 @@ def test_bytes_that_are_no_character_come_without_decoding_all_of_them_again(tok
     draw, decoded, decode = random.Random(0), [], TextStream._decoded
     monkeypatch.setattr(TextStream, "_decoded", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
     lead, text = tokenizer.encode("é").ids[:1], tokenizer.encode("aé€😀").ids
-    for _ in range(20):
+    for alone in [None, token_texts(tokenizer, keep_special=False)] * 10:
         ids = [token for _ in range(20) for token in draw.choice([text, text[1:4], lead * draw.randrange(1, 40)])]
-        stream = TextStream(tokenizer)
+        stream = TextStream(tokenizer, alone=alone)
         found = [stream.push(token)[0] for token in ids]
         assert "".join(found) + stream.finish()[0] == tokenizer.decode(ids)
         assert max(decoded) < 64

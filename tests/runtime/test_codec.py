@@ -80,6 +80,7 @@ def test_plain_values_come_back_as_they_were(value):
     "value",
     [
         -(1 << 63), 1 << 63, -(1 << 64), 10**400, -0.0, math.nan, math.inf, "\ud800", "\0ä", b"\0", (), [], {},
+        ["ä", "", "\ud83d", "\ude00", "b" * 300, *"cdefg"], ["a"] * 20 + [None], [""] * 9,
         list(range(1000)), [*range(20), 1 << 63], [*range(20), True], {True: 1, "1": 2, (1, (2,)): [3]},
         torch.Size((2, 3)), torch.bfloat16, Pair(1, [Pair(2)]), Colour.RED, Point(x=1.0, more={Colour.RED: Pair(1)}),
         Tile(block_m=64, block_n=128, block_k=32), SamplingParams(temperature=0.5, stop=("a",), stop_token_ids=(3, 1)),
@@ -222,9 +223,11 @@ def word(number):
         (b"o" + word(9) + b"os.system" + word(1) + b"s" + word(4) + b"true", "'os.system', which this rank has not marked"),
         (b"e" + word(9) + b"os.system" + b"N", "which this rank has not marked"),
         (b"a" + word(7) + b"1234567", "ValueError"),
+        (b"c" + word(16) + (5).to_bytes(8, "little") * 2 + word(9) + b"123456789", "its texts are not as long as it says"),
+        (b"c" + word(16) + (9).to_bytes(8, "little") + b"\xff" * 8 + word(8) + b"12345678", "its texts are not as long"),
         (codec.encode(Tile(block_m=64, block_n=64, block_k=64))[5:].replace(b"\x40", b"\x41", 1), "power of two"),
     ],
-    ids=range(14),
+    ids=range(16),
 )  # fmt: skip
 def test_what_is_wrong_with_a_message_is_said(body, said):
     with pytest.raises(codec.Malformed, match=said):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,29 +12,45 @@ from weft.engine.adjustments import Entry
 from weft.engine.config import EngineConfig
 from weft.engine.guided import Guide
 from weft.engine.kv_cache import PagePool
+from weft.engine.params import Kind
 from weft.engine.prefill import PrefillChunk
-from weft.engine.runner import Runner, SlotState
-from weft.engine.scheduler import Scheduler, Sequence, SequenceRange
+from weft.engine.runner import Runner
+from weft.engine.scheduler import Decoding, Scheduler, Sequence, SequenceRange
+from weft.engine.slots import SlotState
 
 
-class PendingTokens(NamedTuple):
-    """Tokens of a step while they are copied to the host, with the (slot, sequence) pairs they belong to.
+@dataclass(slots=True, eq=False)
+class HostBuffer:
+    """Host memory for the tokens of a pass, on GPUs pinned, and the event behind their copy.
 
-    logprobs  rows of weft.engine.logprobs, if a sequence asks for them
+    logprobs  for rows of weft.engine.logprobs, once a sequence asks for them
     """
 
     tokens: torch.Tensor
-    logprobs: torch.Tensor | None
     copied: torch.cuda.Event | None
-    slots: list[tuple[int, Sequence]]
+    logprobs: torch.Tensor | None = None
+
+
+class PendingTokens(NamedTuple):
+    """Tokens of a pass while they are copied to the host: those of `decoding`, in its slots.
+
+    scored  their log-probabilities are copied too
+    """
+
+    buffer: HostBuffer
+    decoding: Decoding
+    scored: bool
 
 
 class Arrival(NamedTuple):
-    """Token of a sequence that the host has, with its row of log-probabilities if its step has them."""
+    """Tokens of a pass that the host has, one of each sequence.
 
-    sequence: Sequence
-    token: int
-    logprobs: list[float] | None
+    logprobs  their rows of log-probabilities, if one of the sequences asks for them
+    """
+
+    sequences: list[Sequence]
+    tokens: list[int]
+    logprobs: list[list[float]] | None
 
 
 class Batch:
@@ -58,6 +75,7 @@ class Batch:
         )
         self._steps_behind = 1 if self.team.device.type == "cuda" else 0
         self._pending: deque[list[PendingTokens]] = deque()
+        self._buffers: list[HostBuffer] = []  # whose tokens have been read
 
     @property
     def has_work(self) -> bool:
@@ -77,16 +95,17 @@ class Batch:
             self.runner.prefill([_chunk(part) for part in ranges])
             for part in ranges:
                 if (rows := self.runner.prompt_logprobs.get(part.sequence.slot)) is not None:
-                    part.sequence.prompt_logprobs.append(self._to_host(rows))
-            first = self._copy_to_host([part.sequence for part in ranges if part.last])
+                    part.sequence.prompt_logprobs.append(_host_memory_like(rows).copy_(rows, non_blocking=True))
+            first = self._copy_to_host(Decoding([part.sequence for part in ranges if part.last]))
         decoding = self.scheduler.next_decode()
         if decoding is None:  # out of pages: the tokens in flight decide what is preempted
             self._pending.append(first)
             return self._collect(0)
         next_ones: list[PendingTokens] = []
-        if decoding:
-            self._assign_slots(decoding)
-            if guided := {s.slot: guide for s in decoding if (guide := _guide_of(s)) is not None}:
+        if decoding.sequences:
+            decoding = self._assign_slots(decoding)
+            between = None
+            if Kind.GUIDED in decoding.kind:
                 # Masks depend on all tokens before. The GPU runs the forward pass while the host waits and computes them.
                 self._pending.append(first)
                 first = []
@@ -94,11 +113,9 @@ class Batch:
                 def between() -> None:
                     arrived.extend(self._collect(0))
                     if self.runner.pipeline.is_last:
-                        self.runner.adjustments.allow({slot: guide.mask() for slot, guide in guided.items()})
+                        self.runner.adjustments.allow({slot: guide.mask() for slot, guide in _guides_of(decoding)})
 
-                self.runner.decode(between)
-            else:
-                self.runner.decode()
+            self.runner.decode(decoding.size, decoding.kind, between)
             next_ones = self._copy_to_host(decoding)
         at_once = first and next_ones and not self.scheduler.has_prompts
         launched = [first, next_ones] if at_once else [first + next_ones]
@@ -114,60 +131,82 @@ class Batch:
                 sequence.prompt_logprobs.clear()
             if (guide := _guide_of(sequence)) is not None:
                 guide.begin_again(sequence.tokens)
-        self.runner.forget_slots()
+        self.runner.slots.forget()
 
-    def _assign_slots(self, sequences: list[Sequence]) -> None:
-        highest = max(sequence.slot for sequence in sequences) + 1
-        if self.runner.bucket(len(self.scheduler.active)) < self.runner.bucket(highest):
+    def _assign_slots(self, decoding: Decoding) -> Decoding:
+        """Tell the device what has changed since the step before. Returns the sequences in their slots."""
+        if self.runner.bucket(len(self.scheduler.active)) < self.runner.bucket(decoding.size):
             self.runner.move(self.scheduler.compact())
-        self.runner.assign_slots(
-            {s.slot: SlotState(position=s.cached - 1, pages=s.pages, params=s.params) for s in sequences}
-        )
+            decoding = self.scheduler.decoding
+        changes = self.scheduler.changes()
+        states = {slot: None if one is None else _state_of(one) for slot, one in changes.slots.items()}
+        self.runner.slots.send(states, changes.new_pages)
+        return decoding
 
-    def _copy_to_host(self, sequences: list[Sequence]) -> list[PendingTokens]:
+    def _copy_to_host(self, decoding: Decoding) -> list[PendingTokens]:
         """Start to copy the newest tokens of these sequences to the host."""
-        if not sequences:
+        if not decoding.sequences:
             return []
-        count, logprobs = max(sequence.slot for sequence in sequences) + 1, None
-        tokens = self._to_host(self.runner.tokens[:count])
-        if any(sequence.params.logprobs is not None for sequence in sequences):
-            logprobs = self._to_host(self.runner.logprobs[:count])
-        copied = None
-        if self.team.device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-        return [PendingTokens(tokens, logprobs, copied, [(sequence.slot, sequence) for sequence in sequences])]
+        runner, scored = self.runner, Kind.LOGPROBS in decoding.kind
+        buffer = self._buffers.pop() if self._buffers else self._new_buffer()
+        buffer.tokens[: decoding.size].copy_(runner.tokens[: decoding.size], non_blocking=True)
+        if scored:
+            if buffer.logprobs is None:
+                buffer.logprobs = _host_memory_like(runner.logprobs)
+            buffer.logprobs[: decoding.size].copy_(runner.logprobs[: decoding.size], non_blocking=True)
+        if buffer.copied is not None:
+            buffer.copied.record()
+        return [PendingTokens(buffer, decoding, scored)]
 
-    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy asynchronously; the tokens that are copied next arrive later."""
-        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
-        return there.copy_(x, non_blocking=True)
+    def _new_buffer(self) -> HostBuffer:
+        on_gpu = self.team.device.type == "cuda"
+        return HostBuffer(_host_memory_like(self.runner.tokens), torch.cuda.Event() if on_gpu else None)
 
     def _collect(self, later: int) -> list[Arrival]:
         """Wait for the tokens of all steps in flight except the last `later`."""
         arrived = []
         while len(self._pending) > later:
-            for pending in self._pending.popleft():
-                arrived += self._wait_for(pending)
+            arrived += map(self._wait_for, self._pending.popleft())
         return arrived
 
-    def _wait_for(self, pending: PendingTokens) -> list[Arrival]:
-        if pending.copied is not None:
+    def _wait_for(self, pending: PendingTokens) -> Arrival:
+        buffer, decoding, rows = pending.buffer, pending.decoding, None
+        if buffer.copied is not None:
             try:
-                pending.copied.synchronize()
+                buffer.copied.synchronize()
             except RuntimeError:
                 self.team.synchronize()  # names the wait that gave up, where that is why
                 raise
-        tokens = pending.tokens.tolist()
-        rows = pending.logprobs.tolist() if pending.logprobs is not None else [None] * len(tokens)
-        for slot, sequence in pending.slots:
-            if (guide := _guide_of(sequence)) is not None:
-                guide.take(tokens[slot])
-        return [Arrival(sequence, tokens[slot], rows[slot]) for slot, sequence in pending.slots]
+        by_slot = buffer.tokens[: decoding.size].tolist()
+        tokens = [by_slot[slot] for slot in decoding.slots]
+        if pending.scored:
+            by_slot = buffer.logprobs[: decoding.size].tolist()
+            rows = [by_slot[slot] for slot in decoding.slots]
+        self._buffers.append(buffer)
+        if Kind.GUIDED in decoding.kind:
+            token_of = dict(zip(decoding.slots, tokens, strict=True))
+            for slot, guide in _guides_of(decoding):
+                guide.take(token_of[slot])
+        return Arrival(decoding.sequences, tokens, rows)
+
+
+def _host_memory_like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for asynchronous copies of `x` to the host."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
+
+
+def _state_of(sequence: Sequence) -> SlotState:
+    return SlotState(position=sequence.cached - 1, pages=sequence.pages, params=sequence.params)
 
 
 def _guide_of(sequence: Sequence) -> Guide | None:
     return None if sequence.adjusted is None else sequence.adjusted.guide
+
+
+def _guides_of(decoding: Decoding) -> list[tuple[int, Guide]]:
+    """(slot, guide) of the sequences that have grammars."""
+    pairs = zip(decoding.slots, map(_guide_of, decoding.sequences), strict=True)
+    return [(slot, guide) for slot, guide in pairs if guide is not None]
 
 
 def _chunk(part: SequenceRange) -> PrefillChunk:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Generator, Sequence, Set
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from os import PathLike
 from typing import Any
 
@@ -23,12 +23,12 @@ from weft.arguments import (
     quoted,
 )
 from weft.engine.adjustments import Adjusted
-from weft.engine.batch import Arrival, Batch
+from weft.engine.answers import Answer
+from weft.engine.batch import Batch
 from weft.engine.cache_plan import plan_cache
 from weft.engine.config import EngineConfig
 from weft.engine.guided import Guides
-from weft.engine.logprobs import logprobs_of
-from weft.engine.outputs import Completion, FinishReason, Load, Piece, Stats, join_pieces
+from weft.engine.outputs import Completion, Load, Piece, Stats, join_pieces
 from weft.engine.params import (
     Prompt,
     SamplingParams,
@@ -41,8 +41,7 @@ from weft.engine.params import (
 )
 from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
-from weft.engine.scheduler import Sequence as Running
-from weft.engine.tokenizer import TextStream, has_tokenizer, load_tokenizer, spellings
+from weft.engine.tokenizer import TextStream, TokenTexts, has_tokenizer, load_tokenizer, spellings, token_texts
 from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
@@ -148,10 +147,10 @@ class Engine:
         ready = time.perf_counter() - begin
         logger.info("engine ready in %.1f s, mode %s, up to %d requests at once", ready, config.mode, config.max_batch)
         self._guides: Guides | None = None  # once a request asks for one
-        self._texts: dict[int, TextStream | None] = {}
+        self._token_texts: dict[bool, TokenTexts | None] = {}  # by skip_special_tokens
         self._entered = 0
-        self._held: list[Piece] = []  # pieces that have arrived and were not yet given out
-        self._streamed: set[int] = set()  # requests whose pieces go to a stream
+        self._submitted: dict[int, Answer] = {}  # by the number of the request
+        self._held: list[Piece] = []  # pieces of submitted requests that were not yet given out
         self.stats = Stats(load_seconds=ready)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
@@ -211,16 +210,17 @@ class Engine:
             raise ValueError("prompts is empty; pass at least one")
         params = self._seeded(params)
         encoded = [self._encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
-        sequences: dict[tuple[int, int], Running] = {}
+        answers: list[Answer] = []
         for prompt, (ids, asked) in enumerate(zip(encoded, params, strict=True)):
-            answers = asked.answers() if isinstance(asked, SamplingParams) else [asked]
-            for index, one in enumerate(answers):
-                sequences[prompt, index] = self._sequence(ids, one)
-            self.batch.scheduler.check(f"prompts[{prompt}]", sequences[prompt, 0])
-        return self._answer(sequences)
+            for index, one in enumerate(asked.answers() if isinstance(asked, SamplingParams) else [asked]):
+                answers.append(self._answer_to(ids, one, prompt, index))
+            self.batch.scheduler.check(f"prompts[{prompt}]", answers[-1])
+        return self._answer(answers)
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> int:
+    def submit(self, prompt: Prompt, params: SamplingParams, number: int | None = None) -> int:
         """Add a request, which joins the batch when there is room. Returns its number: `prompt` of its pieces.
+
+        number  chosen by the caller, other than those of the submitted requests that have not ended; None: by the engine
 
         Collective: all ranks submit the same requests between the same steps. ValueError as in `generate`, and for several
         answers: submit `params.answers()` one by one.
@@ -228,20 +228,23 @@ class Engine:
         [params] = self._seeded([params])
         if isinstance(params, SamplingParams) and params.n > 1:
             raise ValueError(f"n={params.n}: a submitted request has one answer; submit params.answers() one by one")
-        sequence = self._sequence(self._encode("prompt", prompt), params)
-        self.batch.scheduler.check("prompt", sequence)
-        self._enter(sequence)
-        return sequence.number
+        number = self._entered if number is None else number
+        if number in self._submitted:
+            raise ValueError(f"number={number} is that of a request that has not ended; pass another, or None")
+        answer = self._answer_to(self._encode("prompt", prompt), params, number, 0)
+        self.batch.scheduler.check("prompt", answer)
+        answer.pieces, self._submitted[number] = self._held, answer
+        self._enter(answer)
+        return number
 
     def cancel(self, number: int) -> None:
         """Remove a submitted request from the batch; it gives no more pieces.
 
         One that has ended stays as it is. Collective: all ranks cancel the same requests between the same steps.
         """
-        self._take({number})
-        for sequence in (*self.batch.scheduler.active, *self.batch.scheduler.waiting):
-            if sequence.number == number:
-                self._leave(sequence)
+        self._held[:] = [piece for piece in self._held if piece.prompt != number]
+        if (answer := self._submitted.get(number)) is not None:
+            self._leave(answer)
 
     @property
     def load(self) -> Load:
@@ -251,7 +254,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True while some request has not ended, or some piece was not given out."""
+        """True while some request has not ended, or some piece of a submitted one was not given out."""
         return self.batch.has_work or bool(self._held)
 
     def step(self) -> list[Piece]:
@@ -260,56 +263,41 @@ class Engine:
         Returns the pieces of submitted requests that have arrived: on GPUs those of the step before.
         """
         self._step()
-        return self._take({piece.prompt for piece in self._held} - self._streamed)
+        return _drained(self._held)
 
     def _step(self) -> None:
         try:
-            for arrival in self.batch.step():
-                if not arrival.sequence.done:
-                    self._held.append(self._piece(arrival))
+            for answers, tokens, rows in self.batch.step():
+                for answer, token, row in zip(answers, tokens, rows or repeat(None), strict=False):
+                    if not answer.done and answer.take(token, row):
+                        self._leave(answer)
         except BaseException:
             self.batch.restart()
             raise
 
-    def _take(self, numbers: Set[int]) -> list[Piece]:
-        """Remove and return the pieces held for these requests."""
-        taken = [piece for piece in self._held if piece.prompt in numbers]
-        self._held = [piece for piece in self._held if piece.prompt not in numbers]
-        return taken
-
-    def _answer(self, answers: dict[tuple[int, int], Running]) -> Generator[list[Piece], None, None]:
-        """Submit sequences and step until all have ended. They leave when the caller stops drawing, too.
-
-        answers  sequences by (prompt, index among its answers)
-        """
+    def _answer(self, answers: list[Answer]) -> Generator[list[Piece], None, None]:
+        """Submit requests and step until all have ended. They leave when the caller stops drawing, too."""
         runner, scheduler = self.batch.runner, self.batch.scheduler
         begin, captured, preempted = time.perf_counter(), runner.capture_seconds, scheduler.preemptions
-        sequences = list(answers.values())
-        for sequence in sequences:
-            self._enter(sequence)
-        place = {sequence.number: answer for answer, sequence in answers.items()}
-        self._streamed |= place.keys()
+        held: list[Piece] = []
+        for answer in answers:
+            answer.pieces = held
+            self._enter(answer)
         first_at, first_tokens, new_tokens = 0.0, 0, 0
         try:
-            while True:
-                # Pieces may have arrived by another stream's step.
-                pieces = self._take(place.keys())
-                if not pieces and all(sequence.done for sequence in sequences):
-                    break
-                if not pieces:
+            # Pieces may have arrived by another stream's step.
+            while held or not all(answer.done for answer in answers):
+                if not held:
                     self._step()
-                    pieces = self._take(place.keys())
+                pieces = _drained(held)
                 new_tokens += len(pieces)
                 if pieces and not first_at:
                     first_at, first_tokens = time.perf_counter(), len(pieces)
-                placed = [(piece, place[piece.prompt]) for piece in pieces]
-                yield [piece._replace(prompt=prompt, index=index) for piece, (prompt, index) in placed]
+                yield pieces
         finally:
-            for sequence in sequences:
-                if not sequence.done:
-                    self._leave(sequence)
-            self._take(place.keys())
-            self._streamed -= place.keys()
+            for answer in answers:
+                if not answer.done:
+                    self._leave(answer)
         self.team.synchronize()
         seconds = time.perf_counter() - first_at
         later = new_tokens - first_tokens  # the first two of a prompt may arrive together
@@ -318,10 +306,10 @@ class Engine:
             capture_seconds=runner.capture_seconds - captured,
             time_to_first_token=first_at - begin,
             tokens_per_second=later / seconds if later else 0.0,
-            prompt_tokens=sum(len(sequence.prompt) for sequence in sequences),
+            prompt_tokens=sum(len(answer.prompt) for answer in answers),
             new_tokens=new_tokens,
             preemptions=scheduler.preemptions - preempted,
-            hit_tokens=sum(sequence.hit_tokens or 0 for sequence in sequences),
+            hit_tokens=sum(answer.hit_tokens or 0 for answer in answers),
         )
 
     def _encode(self, name: str, prompt: Prompt) -> list[int]:
@@ -345,7 +333,8 @@ class Engine:
             )
         return ids
 
-    def _sequence(self, prompt: list[int], params: SamplingParams) -> Running:
+    def _answer_to(self, ids: list[int], params: SamplingParams, prompt: int, index: int) -> Answer:
+        """Answer to a prompt of these ids, whose pieces say `prompt` and `index`."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={quoted(params)} is not a SamplingParams")
         if params.stop and self.tokenizer is None:
@@ -354,12 +343,29 @@ class Engine:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if (largest := max(getattr(params, name) or (), default=0)) >= vocab_size:
                 raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
-        room = self.config.max_seq_len - len(prompt)
-        budget = room if params.max_tokens is None else min(params.max_tokens, room)
-        reads_all = params.prompt_logprobs is not None
-        return Running(
-            prompt=prompt, params=params, budget=budget, reads_all=reads_all, adjusted=self._adjusted(params)
+        room = self.config.max_seq_len - len(ids)
+        return Answer(
+            prompt=ids,
+            params=params,
+            budget=room if params.max_tokens is None else min(params.max_tokens, room),
+            reads_all=params.prompt_logprobs is not None,
+            adjusted=self._adjusted(params),
+            ends=dict.fromkeys(params.stop_token_ids, "stop")
+            | ({} if params.ignore_eos else dict.fromkeys(self.eos_token_ids, "eos")),
+            text=self._text_stream(params),
+            decode=self._token_text,
+            prompt_index=prompt,
+            index=index,
         )
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        skips = params.skip_special_tokens
+        if skips not in self._token_texts:
+            self._token_texts[skips] = token_texts(self.tokenizer, keep_special=not skips)
+        options = {"keep_stop": params.include_stop_str_in_output, "keep_special": not skips}
+        return TextStream(self.tokenizer, params.stop, **options, alone=self._token_texts[skips])
 
     def _adjusted(self, params: SamplingParams) -> Adjusted | None:
         """Changes of logits that a request asks for."""
@@ -387,51 +393,17 @@ class Engine:
         seeds = self.team.exchange([secrets.randbits(63) for _ in params])[0]
         return [replace(one, seed=seed) if one.seed is None else one for one, seed in zip(params, seeds, strict=True)]
 
-    def _enter(self, sequence: Running) -> None:
-        sequence.number, self._entered = self._entered, self._entered + 1
-        self.batch.scheduler.submit(sequence)
-        params, text = sequence.params, None
-        if self.tokenizer is not None:
-            options = {"keep_stop": params.include_stop_str_in_output, "keep_special": not params.skip_special_tokens}
-            text = TextStream(self.tokenizer, params.stop, **options)
-        self._texts[sequence.number] = text
+    def _enter(self, answer: Answer) -> None:
+        answer.number, self._entered = self._entered, self._entered + 1
+        self.batch.scheduler.submit(answer)
 
-    def _leave(self, sequence: Running) -> None:
-        self.batch.scheduler.finish(sequence)
-        del self._texts[sequence.number]
-
-    def _piece(self, arrival: Arrival) -> Piece:
-        sequence, token_id = arrival.sequence, arrival.token
-        sequence.tokens.append(token_id)
-        params, logprobs, of_prompt = sequence.params, None, None
-        if params.logprobs is not None:
-            logprobs = logprobs_of(arrival.logprobs, token_id, params.logprobs, self._token_text)
-        if params.prompt_logprobs is not None and len(sequence.tokens) == 1:
-            rows = (row for part in sequence.prompt_logprobs for row in part.tolist())
-            pairs = zip(rows, sequence.prompt[1:], strict=True)
-            of_prompt = [None, *(logprobs_of(*pair, params.prompt_logprobs, self._token_text) for pair in pairs)]
-        text, reason = self._text(sequence, token_id)
-        if reason is not None:
-            self._leave(sequence)
-        return Piece(sequence.number, text, token_id, reason, logprobs, of_prompt)
+    def _leave(self, answer: Answer) -> None:
+        self.batch.scheduler.finish(answer)
+        if self._submitted.get(answer.prompt_index) is answer:
+            del self._submitted[answer.prompt_index]
 
     def _token_text(self, token: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
-
-    def _text(self, sequence: Running, token_id: int) -> tuple[str | None, FinishReason | None]:
-        stream = self._texts[sequence.number]
-        last = len(sequence.tokens) == sequence.budget
-        if token_id in self.eos_token_ids and not sequence.params.ignore_eos:
-            return (stream.finish()[0] if stream else None), "eos"
-        if token_id in sequence.params.stop_token_ids:
-            return (stream.finish()[0] if stream else None), "stop"
-        if stream is None:
-            return None, "length" if last else None
-        new, stopped = stream.push(token_id)
-        if last and not stopped:
-            rest, stopped = stream.finish()
-            new += rest
-        return new, "stop" if stopped else "length" if last else None
 
 
 def _open(model: str | PathLike[str] | None, team: Team) -> Checkpoint:
@@ -469,6 +441,13 @@ def _check_tokenizer(tokenizer: Tokenizer, checkpoint: Checkpoint, vocab_size: i
         raise CheckpointError(
             f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
         )
+
+
+def _drained(pieces: list[Piece]) -> list[Piece]:
+    """The pieces, which leave the list."""
+    found = pieces.copy()
+    pieces.clear()
+    return found
 
 
 def _one_by_one(steps: Generator[list[Piece], None, None]) -> Generator[Piece, None, None]:

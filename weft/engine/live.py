@@ -10,6 +10,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from weft.engine.outputs import columns_of
 from weft.engine.processes import ParentClosed, RankProcesses, load, receive
 from weft.engine.progress import Watchers
 from weft.engine.workers import Make, Message, VirtualRun, VirtualWorkers, llm_closed
@@ -33,33 +34,23 @@ def answer_requests(engine: Engine, hear: Callable[[bool], list[Command]], tell:
     tell  ("accepted", [id, ...]) and ("rejected", (id, why)) for submitted requests, ("pieces", [Piece, ...]), with the id as
           `prompt`, after a step, ("load", Load) when it has changed
     """
-    ids: dict[int, int] = {}  # by the engine's number of a request
-    numbers: dict[int, int] = {}  # the inverse
     last = None
     while True:
         accepted = []
         for kind, request, *what in hear(not engine.has_work):
             if kind == "submit":
                 try:
-                    number = engine.submit(*what)
+                    accepted.append(engine.submit(*what, number=request))
                 except ValueError as error:  # the same on every rank
                     tell("rejected", (request, str(error)))
-                else:
-                    ids[number], numbers[request] = request, number
-                    accepted.append(request)
-            elif request in numbers:  # otherwise it has ended meanwhile
-                number = numbers.pop(request)
-                del ids[number]
-                engine.cancel(number)
+            else:
+                engine.cancel(request)
         if accepted:
             tell("accepted", accepted)
         if engine.has_work:
             pieces = engine.step()
             if pieces:
-                tell("pieces", [piece._replace(prompt=ids[piece.prompt]) for piece in pieces])
-            for piece in pieces:
-                if piece.finish_reason is not None:
-                    del numbers[ids.pop(piece.prompt)]
+                tell("pieces", pieces)
         if (load := engine.load) != last:
             last = load
             tell("load", load)
@@ -128,8 +119,7 @@ def serve_live(team: Team, pipes: tuple[Connection, ...], make: Make) -> None:
 
     def tell(kind: str, value: Any) -> None:
         if team.rank == 0:
-            if kind == "pieces":
-                value = [list(column) for column in zip(*value, strict=True)]
+            value = columns_of(value) if kind == "pieces" else value
             with suppress(OSError):  # the parent has closed: `hear` finds out
                 parent.send_bytes(encode((kind, value)))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from weft.runtime.codec import exchangeable
 
@@ -70,6 +70,24 @@ class Piece(NamedTuple):
     logprobs: Logprobs | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     index: int = 0
+
+
+# Fields of Piece with the values of several pieces; None for a field that is None in all of them.
+Columns = list[list[Any] | None]
+
+
+def columns_of(pieces: Sequence[Piece]) -> Columns:
+    """The pieces as columns, which encode much faster."""
+    columns = zip(*pieces, strict=True)
+    return [None if column.count(None) == len(column) else list(column) for column in columns]
+
+
+def pieces_of_columns(columns: Columns) -> list[Piece]:
+    """The inverse of `columns_of`."""
+    if not columns:
+        return []
+    empty = [None] * len(columns[0])
+    return list(map(Piece._make, zip(*(empty if column is None else column for column in columns), strict=True)))
 
 
 @exchangeable

@@ -259,9 +259,9 @@ class SamplingParams:
         return replace(self, **{name: value for name, value in options.items() if value is not None})
 
 
-def joint_kind(params: Iterable[SamplingParams]) -> Kind:
-    """Kind that serves all these requests."""
-    return reduce(or_, (one.kind for one in params), Kind.GREEDY)
+def joint_kind(requests: Iterable[Any]) -> Kind:
+    """Kind that serves all these requests, which have a `kind` each."""
+    return reduce(or_, {one.kind for one in requests}, Kind.GREEDY)
 
 
 def difference(one: Any, other: Any) -> str:

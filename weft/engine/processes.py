@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.outputs import Piece
+from weft.engine.outputs import columns_of, pieces_of_columns
 from weft.engine.progress import Watchers
 from weft.engine.workers import STREAM, Keep, Make, Message, Pace, Pieces, Requests, llm_closed, pieces_of
 from weft.errors import WeftError
@@ -255,7 +255,7 @@ def receive(pipe: Connection) -> Message:
     """Next message of a rank, in the parent. EOFError or OSError where there is none any more."""
     kind, value = decode(pipe.recv_bytes())
     if kind == "pieces":
-        return kind, [Piece(*fields) for fields in zip(*value, strict=True)]
+        return kind, pieces_of_columns(value)
     return ("error", ValueError(value)) if kind == "refused" else (kind, value)
 
 
@@ -281,7 +281,7 @@ def _answer_next(rank: int, engine: Engine, parent: Connection) -> None:
         return
     with closing(steps):
         for done, pieces in enumerate(steps, 1):
-            tell("pieces", [list(column) for column in zip(*pieces, strict=True)])
+            tell("pieces", columns_of(pieces))
             if done > every and done % every == 0 and hear() == STOP:
                 break
     tell("stats", engine.stats)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice
+from weft.engine.slots import DTYPES, SAMPLING, Slots
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
@@ -35,10 +36,6 @@ VIRTUAL_CACHE_BYTES = 256 << 20
 # Eager passes of a shape before it is captured, since a capture takes as long as several passes. There are few shapes of new
 # prompts; ragged shapes are many, and some never recur.
 LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
-# Sampling parameters that the device needs.
-SAMPLING_DTYPES = {
-    "temperature": torch.float32, "top_p": torch.float32, "top_k": torch.int64, "min_p": torch.float32, "seed": torch.int64
-}  # fmt: skip
 # In place of a kind: graph of a decode step's forward pass alone.
 FORWARD = None
 # Most recently used prompt shapes whose graphs are kept: graphs take GPU memory, and there may be hundreds.
@@ -46,18 +43,6 @@ MOST_SHAPES = 64
 # Kinds of sampling that are captured at start. The second serves all but greedy requests: it has a few more kernels than they
 # need, and two further graphs of each size would take twice the time and memory.
 WARM_KINDS = (Kind.GREEDY, Kind.TRUNCATED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotState:
-    """State of a batch slot; `position`: of the token that the next decode step takes.
-
-    pages  the sequence's; page 0 stands for those that it has given back, before the windows of all layers
-    """
-
-    position: int
-    pages: list[int]
-    params: SamplingParams
 
 
 class Runner:
@@ -84,13 +69,7 @@ class Runner:
         max_batch, max_pages = self.max_batch, -(-self.max_seq_len // self.entry_tokens)
         device = self.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.positions = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
-        self.table = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
-        self.temperature = torch.zeros(max_batch, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(max_batch, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.min_p = torch.zeros(max_batch, dtype=torch.float32, device=device)
-        self.seed = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.slots = Slots(max_batch, max_pages, device)
         self.logprobs = torch.zeros(max_batch, WIDTH, dtype=torch.float32, device=device)
         self.prompt_logprobs: dict[int, torch.Tensor] = {}  # by slot, of the prompts of the last `prefill`
         self.adjustments: Adjustments | None = None  # once a request asks for changes of logits
@@ -106,7 +85,6 @@ class Runner:
         self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
         self.warm = False
         self._pool = None
-        self._states: dict[int, SlotState | None] = {}
         self.cache = model.new_cache(self._pages(config), self.page_size)
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -146,7 +124,7 @@ class Runner:
         return [*((shape, WARM_KINDS[-1]) for shape in gathering), *sizes]
 
     def _warm(self, size: int | Shape | RaggedShape, kind: Kind) -> None:
-        assert not self._states, "a replay would advance occupied slots"
+        assert not self.slots.occupied, "a replay would advance them"
         with self._without_autograd():
             if isinstance(size, int):
                 self.capture(size, kind)
@@ -238,7 +216,7 @@ class Runner:
     def _prompts_of(self, shape: Shape | RaggedShape) -> PaddedPrefill | RaggedPrefill:
         if isinstance(shape, Shape):
             return PaddedPrefill(self.model, self.cache, shape.batch, shape.length, pipeline=self.pipeline)
-        sizes = {"max_pages": self.table.shape[1], "entries": shape.entries}
+        sizes = {"max_pages": self.slots.table.shape[1], "entries": shape.entries}
         return RaggedPrefill(self.model, self.cache, shape.tokens, shape.batch, **sizes, pipeline=self.pipeline)
 
     def _evict(self, shape: Shape | RaggedShape) -> None:
@@ -292,55 +270,31 @@ class Runner:
         with self._without_autograd():
             for tokens in sorted({min(1 << n, most) for n in range(8, max(8, most.bit_length()) + 1)}):
                 sequences = [(0, min(self.max_seq_len, tokens - at)) for at in range(0, tokens, self.max_seq_len)]
-                pages = torch.zeros(len(sequences), self.table.shape[1], dtype=torch.int32, device=self.team.device)
+                pages = torch.zeros(
+                    len(sequences), self.slots.table.shape[1], dtype=torch.int32, device=self.team.device
+                )
                 zeros = torch.zeros(tokens, dtype=torch.int64, device=self.team.device)
                 self.pipeline.prefill(self.model, zeros, sequences, pages, self.cache, [])
 
-    def assign_slots(self, states: dict[int, SlotState]) -> None:
-        """Assign batch slots for the next decode step; unlisted ones are empty. Sends changes only."""
-        changed = {slot: state for slot, state in states.items() if self._states.get(slot) != state}
-        gone = [slot for slot in self._states if slot not in states]
-        if changed or gone:
-            self._send(changed, gone)
-        self._states = states
-
-    def forget_slots(self) -> None:
-        """Let the next `assign_slots` send all slots: after an error the device's copy is uncertain."""
-        self._states = dict.fromkeys(range(self.max_batch))
-
     def move(self, moves: list[tuple[int, int]]) -> None:
-        """Move the tokens of slots, (from, to); call `assign_slots` before the next decode step."""
+        """Move the tokens of slots, (from, to); call `slots.send` before the next decode step."""
         sources, targets = (upload(torch.tensor(slots), self.team.device) for slots in zip(*moves, strict=True))
         self.tokens.index_copy_(0, targets, self.tokens[sources])
         if self.adjustments is not None:
             self.adjustments.move(moves)
 
-    def _send(self, changed: dict[int, SlotState], gone: list[int]) -> None:
-        device = self.team.device
-        slots = upload(torch.tensor([*changed, *gone]), device)
-        positions = [state.position for state in changed.values()] + [-1] * len(gone)
-        self.positions.index_copy_(0, slots, upload(torch.tensor(positions), device))
-        if changed:
-            slots = slots[: len(changed)]
-            pages = _padded([state.pages for state in changed.values()], self.table.shape[1]).to(torch.int32)
-            self.table.index_copy_(0, slots, upload(pages, device))
-            for name, values in _sampling_tensors([state.params for state in changed.values()], device).items():
-                getattr(self, name).index_copy_(0, slots, values)
+    def decode(self, slots: int, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
+        """Decode one token for every occupied slot, all of which are below `slots`, and advance the positions.
 
-    def decode(self, between: Callable[[], None] | None = None) -> None:
-        """Decode one token for every occupied slot and advance the positions; `between` as in `step`."""
-        batch = self.bucket(max(self._states) + 1)
+        The other arguments as of `step`.
+        """
+        batch = self.bucket(slots)
         self.largest_decode = max(self.largest_decode, batch)
-        self.step(batch, joint_kind(state.params for state in self._states.values()), between)
-        # The device counts on by itself. (`replace` would take three times as long.)
-        self._states = {
-            slot: SlotState(position=state.position + 1, pages=state.pages, params=state.params)
-            for slot, state in self._states.items()
-        }
+        self.step(batch, kind, between)
 
     def bucket(self, batch: int) -> int:
         """Size of the smallest bucket that holds `batch` slots."""
-        return next(size for size in self.buckets if size >= batch)
+        return self.buckets[bisect_left(self.buckets, batch)]
 
     def step(self, batch: int, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
         """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
@@ -374,8 +328,8 @@ class Runner:
         """
         if (batch, kind) in self._graphs:
             return
-        kept = self.tokens.clone(), self.positions.clone()
-        self.positions.fill_(-1)
+        kept = self.tokens.clone(), self.slots.positions.clone()
+        self.slots.positions.fill_(-1)
         if Kind.GUIDED not in kind:
             self._capture((batch, kind), lambda: self._eager_step(batch, kind))
         else:
@@ -385,7 +339,7 @@ class Runner:
                 self._capture((batch, FORWARD), lambda: self._keep(batch, self._forward(batch)))
             self._capture((batch, kind), lambda: self._choose(batch, kind, self._logits[batch]))
         self.tokens.copy_(kept[0])
-        self.positions.copy_(kept[1])
+        self.slots.positions.copy_(kept[1])
 
     def _replay(self, key: tuple[Shape | RaggedShape, Kind], run: Callable[[], None]) -> None:
         if key not in self._graphs:
@@ -422,22 +376,23 @@ class Runner:
 
     def _forward(self, batch: int) -> torch.Tensor | None:
         """This rank's logits after the slots' tokens, where Pipeline.run returns them."""
-        slots = self.tokens[:batch], self.positions[:batch], self.table[:batch]
-        return self.pipeline.decode(self.model, *slots, self.cache)
+        slots = self.slots.positions[:batch], self.slots.table[:batch]
+        return self.pipeline.decode(self.model, self.tokens[:batch], *slots, self.cache)
 
     def _keep(self, batch: int, logits: torch.Tensor | None) -> None:
         if logits is not None:
             self._logits[batch].copy_(logits)
 
     def _choose(self, batch: int, kind: Kind, logits: torch.Tensor | None) -> None:
-        positions, fused = self.positions[:batch], self.model.plan(batch).fused
+        slots, positions = self.slots, self.slots.positions[:batch]
+        fused = self.model.plan(batch).fused
         positions.add_(positions >= 0)
         choice = Choice(
-            temperature=self.temperature[:batch],
-            top_p=self.top_p[:batch],
-            top_k=self.top_k[:batch],
-            min_p=self.min_p[:batch],
-            seed=self.seed[:batch],
+            temperature=slots.temperature[:batch],
+            top_p=slots.top_p[:batch],
+            top_k=slots.top_k[:batch],
+            min_p=slots.min_p[:batch],
+            seed=slots.seed[:batch],
             position=positions,
             adjustments=self.adjustments,
             rows=slice(batch),
@@ -457,7 +412,7 @@ class Runner:
         """Number of KV pages: as many as asked for, else as a full batch can use and memory allows."""
         if config.pages is None:
             reserved = self._graph_bytes() if config.warm_up and self.cuda_graph else 0
-            most = 1 + self.max_batch * self.table.shape[1]
+            most = 1 + self.max_batch * self.slots.table.shape[1]
             return min(most, self._affordable_pages(config.memory_fraction, reserved))
         check_cache(
             self.model.config,
@@ -515,6 +470,5 @@ def _kind_of(chunks: Sequence[PrefillChunk]) -> Kind:
 
 def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
     return {
-        name: upload(torch.tensor([getattr(p, name) for p in params], dtype=dtype), device)
-        for name, dtype in SAMPLING_DTYPES.items()
+        name: upload(torch.tensor([getattr(p, name) for p in params], dtype=DTYPES[name]), device) for name in SAMPLING
     }

@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.engine.adjustments import Adjusted
 from weft.engine.kv_cache import PagePool, digest_of
-from weft.engine.params import SamplingParams
+from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Sequence:
     slot      batch slot; None while it waits
     running   all tokens but the last one are cached: decode steps continue it
     late      submitted while others were running
+    kind      of the choice of its tokens
     """
 
     prompt: list[int]
@@ -76,6 +77,10 @@ class Sequence:
     running: bool = False
     late: bool = False
     done: bool = False
+    kind: Kind = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = self.params.kind
 
     @property
     def to_read(self) -> int:
@@ -102,6 +107,36 @@ class SequenceRange:
     last: bool
 
 
+class Decoding:
+    """Sequences of a decode step, and what it needs to know of all of them.
+
+    Made anew when one comes, goes or moves to another slot.
+
+    sequences  oldest first
+    slots      of each of them
+    size       highest of these + 1
+    kind       union of the sequences' kinds
+    """
+
+    __slots__ = "kind", "sequences", "size", "slots"
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences, self.slots = sequences, [sequence.slot for sequence in sequences]
+        self.size = max(self.slots, default=-1) + 1
+        self.kind = joint_kind(sequences)
+
+
+class Changes(NamedTuple):
+    """Changes of batch slots between two decode steps.
+
+    slots      the sequence that begins to decode in a slot; None: the one that was in it has stopped
+    new_pages  (slot, index among its pages, page) of sequences that go on; page 0: given back
+    """
+
+    slots: dict[int, Sequence | None]
+    new_pages: list[tuple[int, int, int]]
+
+
 class Scheduler:
     """Queue of waiting requests, and the active ones with their batch slots and pages."""
 
@@ -121,6 +156,10 @@ class Scheduler:
         self.active: list[Sequence] = []  # by age
         self.preemptions = self.hit_tokens = 0
         self._free_slots = list(range(max_batch - 1, -1, -1))
+        self._unread = 0  # active sequences whose prompts have not been read to the end
+        self._running: list[Sequence] = []  # those that decode, by age
+        self._decoding: Decoding | None = None  # of `_running`; None: it has changed
+        self._changes = Changes({}, [])
 
     def check(self, name: str, sequence: Sequence) -> None:
         """ValueError for a sequence that could not run even alone. `name`: of its prompt, for the message."""
@@ -147,7 +186,7 @@ class Scheduler:
     @property
     def has_prompts(self) -> bool:
         """True if some prompt has not been read to its end."""
-        return bool(self.waiting) or not all(sequence.running for sequence in self.active)
+        return bool(self.waiting or self._unread)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended or is cancelled, waiting or not; its pages are free at once."""
@@ -159,6 +198,8 @@ class Scheduler:
 
     def next_chunk(self) -> list[SequenceRange]:
         """Choose the prompt tokens of this step, oldest sequence first."""
+        if not self.has_prompts:
+            return []
         ranges: list[SequenceRange] = []
         left = self._limit()
         for sequence in self.active:
@@ -188,7 +229,7 @@ class Scheduler:
     def _limit(self) -> int:
         """Number of prompt tokens that this step may read, by the first of the prompts."""
         unread = [sequence for sequence in self.active if not sequence.running] or [*islice(self.waiting, 1)]
-        decoding = any(sequence.running and sequence.launched < sequence.budget for sequence in self.active)
+        decoding = any(sequence.launched < sequence.budget for sequence in self._running)
         return self.mixed_chunk_tokens if decoding and unread and unread[0].late else self.chunk_tokens
 
     def _own_pages(self, sequence: Sequence, shared: list[int]) -> int:
@@ -214,6 +255,7 @@ class Scheduler:
                     sequence.number, sequence.hit_tokens, sequence.to_read,
                 )  # fmt: skip
         self.active.append(sequence)
+        self._unread += 1
 
     def _read(self, sequence: Sequence, limit: int, ranges: list[SequenceRange]) -> int:
         """Add a range of at most `limit` tokens; returns how many fewer the others may read.
@@ -234,6 +276,10 @@ class Scheduler:
         if last:
             sequence.launched += 1
             sequence.running = True
+            self._unread -= 1
+            if sequence.launched < sequence.budget:
+                self._running.append(sequence)
+                self._decoding, self._changes.slots[sequence.slot] = None, sequence
         return length if length == wanted else limit
 
     def _digests(self, sequence: Sequence, pages: int) -> list[bytes]:
@@ -269,38 +315,55 @@ class Scheduler:
             self._publish(sequence)
             self.pool.give_back(sequence.pages[sequence.released : first])
             sequence.pages = [0] * first + sequence.pages[first:]
+            if sequence.running:
+                self._changes.new_pages += [(sequence.slot, index, 0) for index in range(sequence.released, first)]
             sequence.released = first
 
-    def next_decode(self) -> list[Sequence] | None:
+    def next_decode(self) -> Decoding | None:
         """Choose the sequences that decode one token, oldest first, and allocate their pages.
 
         Preempts the youngest if needed. None: no page is free, and the youngest sequence has tokens in flight. Collect
         them, then call again.
         """
-        running = [s for s in self.active if s.running and s.launched < s.budget]
-        ready: list[Sequence] = []
-        for sequence in running:
-            if sequence.slot is None:  # preempted by an older one
-                continue
-            if len(sequence.pages) < (needed := self.pool.needed(sequence.cached + 1)):
+        for sequence in [one for one in self._running if one.launched == one.budget]:
+            self._stop(sequence)
+        size = self.pool.page_size
+        for sequence in [one for one in self._running if one.cached >= len(one.pages) * size]:
+            if sequence.slot is not None:  # else preempted by an older one
                 self._release(sequence, sequence.cached)
-            while len(sequence.pages) < needed:
+            while sequence.slot is not None and len(sequence.pages) < self.pool.needed(sequence.cached + 1):
                 if self.pool.free:
-                    sequence.pages = sequence.pages + self.pool.take(1)  # a new list: the runner compares
+                    [page] = self.pool.take(1)
+                    self._changes.new_pages.append((sequence.slot, len(sequence.pages), page))
+                    sequence.pages.append(page)
                     continue
                 youngest = self.active[-1]
                 if youngest.in_flight:
                     return None
                 logger.info("request %d waits again: no page of the KV cache is free", youngest.number)
                 self._preempt(youngest)
-                if youngest is sequence:
-                    break
-            if sequence.slot is not None:
-                ready.append(sequence)
-        for sequence in ready:
+        for sequence in self._running:
             sequence.cached += 1
             sequence.launched += 1
-        return ready
+        return self.decoding
+
+    @property
+    def decoding(self) -> Decoding:
+        """Sequences of the step that `next_decode` has returned, in their slots now."""
+        if self._decoding is None:
+            self._decoding = Decoding(self._running.copy())
+        return self._decoding
+
+    def changes(self) -> Changes:
+        """Changes of batch slots since the last call, for the step that `next_decode` has returned."""
+        (slots, new_pages), self._changes = self._changes, Changes({}, [])
+        return Changes(slots, [one for one in new_pages if one[0] not in slots])
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Let a sequence decode no further."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._decoding, self._changes.slots[sequence.slot] = None, None
 
     def restart(self) -> None:
         """Make all sequences wait again; they continue after the tokens that the host knows."""
@@ -319,7 +382,10 @@ class Scheduler:
             moves.append((sequence.slot, lowest))
             self._free_slots.pop()
             self._release_slot(sequence.slot)
+            if sequence in self._running:
+                self._changes.slots.update({sequence.slot: None, lowest: sequence})
             sequence.slot = lowest
+        self._decoding = None
         return moves
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -330,6 +396,8 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self._publish(sequence)
+        self._stop(sequence)
+        self._unread -= not sequence.running
         self.pool.give_back(sequence.pages[sequence.released :])
         sequence.pages, sequence.released = [], 0
         self.active.remove(sequence)

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models.checkpoint import check_regular, read_object
 
+# Decoders that join tokens' bytes or texts as they are.
+JOINING = (decoders.ByteLevel, decoders.Fuse)
 # Tokens behind which a character that has not ended is none: it has up to 4 bytes.
 MOST_UNDECIDED = 16
 # transformers' named special tokens, in the order in which it adds them.
@@ -112,20 +114,50 @@ def spellings(tokenizer: Tokenizer | None, words: Sequence[str]) -> list[list[in
     return found
 
 
+class TokenTexts(dict[int, str]):
+    """Text of each token by itself, decoded when first asked for.
+
+    "\ufffd" in it stands for bytes that are no character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool) -> None:
+        super().__init__()
+        self._decode, self._skip = tokenizer.decode, not keep_special
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._decode([token_id], skip_special_tokens=self._skip)
+        return text
+
+
+def token_texts(tokenizer: Tokenizer, *, keep_special: bool) -> TokenTexts | None:
+    """Texts of tokens by themselves, if these make up the text of all of them.
+
+    None for a decoder that looks at several tokens at once.
+    """
+    return TokenTexts(tokenizer, keep_special=keep_special) if isinstance(tokenizer.decoder, JOINING) else None
+
+
 class TextStream:
     """Text of a growing sequence of tokens: pieces that, joined, are the text before a stop string.
 
     keep_stop     the text ends behind the stop string
     keep_special  special tokens have text too
+    alone         `token_texts` with this keep_special: one look-up a token in place of decoding two; None: none are known
 
     The first stop string that is complete counts. Bytes of an unfinished character, and an ending that may begin a stop string,
     are held back until they are decided; of bytes that are no character the last alone, or each token would decode all of them.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep_stop: bool = False, keep_special: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        keep_stop: bool = False,
+        keep_special: bool = False,
+        alone: TokenTexts | None = None,
     ) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.tokenizer, self.stop, self.alone = tokenizer, tuple(stop), alone
         self.keep_stop, self.keep_special = keep_stop, keep_special
         self.token_ids: list[int] = []
         self.held = ""
@@ -136,7 +168,14 @@ class TextStream:
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """(new text, whether a stop string ended it)."""
+        decided = self.read == len(self.token_ids)
         self.token_ids.append(token_id)
+        if decided and self.alone is not None and "\ufffd" not in (new := self.alone[token_id]):
+            self.first, self.read = self.read, self.read + 1
+            if not self.stop:
+                return new, False
+            self.held += new
+            return self._release()
         new = self._new_text()
         if new and not new.endswith("\ufffd"):
             self.held += new

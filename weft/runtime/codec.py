@@ -9,6 +9,7 @@ import struct
 from array import array
 from collections.abc import Callable
 from enum import Enum, Flag
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -108,6 +109,9 @@ def _put(out: bytearray, value: Any, place: Place, depth: int) -> None:
         _put_bytes(out, b"y", _name(value).encode())
     elif kind is list and (numbers := _as_array(value)) is not None:
         _put_bytes(out, b"a", numbers)
+    elif kind is list and len(value) > 8 and set(map(type, value)) == {str}:
+        _put_bytes(out, b"c", array("q", map(len, value)).tobytes())
+        _put_bytes(out, b"", "".join(value).encode("utf-8", "surrogatepass"))
     elif kind in (list, tuple, torch.Size):
         out += {list: b"l", tuple: b"t", torch.Size: b"z"}[kind] + struct.pack("<I", len(value))
         for index, one in enumerate(value):
@@ -228,6 +232,13 @@ class _Reader:
             raise Malformed(f"{tag!r} marks no kind of value")
         return read(self, depth + 1)
 
+    def texts(self) -> list[str]:
+        ends = list(accumulate(array("q", self.take(self.count()))))
+        text = self.text()
+        if (ends or [0])[-1] != len(text) or any(end < begin for begin, end in pairwise([0, *ends])):
+            raise Malformed("its texts are not as long as it says")
+        return [text[begin:end] for begin, end in pairwise([0, *ends])]
+
     def values(self, depth: int) -> list[Any]:
         return [self.value(depth) for _ in range(self.count())]
 
@@ -265,6 +276,7 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"b": lambda reader, depth: reader.take(reader.count()),
     b"y": lambda reader, depth: _DTYPES[reader.text()],
     b"a": lambda reader, depth: array("q", reader.take(reader.count())).tolist(),
+    b"c": lambda reader, depth: reader.texts(),
     b"l": lambda reader, depth: reader.values(depth),
     b"t": lambda reader, depth: tuple(reader.values(depth)),
     b"z": lambda reader, depth: torch.Size(reader.values(depth)),

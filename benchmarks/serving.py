@@ -18,6 +18,7 @@ import argparse
 import http.client
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -146,9 +147,16 @@ def drive(server: Server, url: str, load: Sequence[str], out: Path) -> dict[str,
             raise SystemExit(f"{server.name}: its load was not over after {LOAD_SECONDS:.0f} s{tail(log)}") from None
     if status not in (0, 1):  # 1: some requests failed, which the table says
         raise SystemExit(f"{server.name}: weft bench serve ended with status {status}{tail(log)}")
-    report = {**json.loads(target.read_text()), "server": list(server.command), "environment": server.environment}
+    report = json.loads(target.read_text())
+    report["command"] = shlex.join(without_folders(shlex.split(report["command"])))
+    report |= {"server": without_folders(server.command), "environment": server.environment}
     put(target, json.dumps(report, indent=1) + "\n")
     return report
+
+
+def without_folders(command: Sequence[str]) -> list[str]:
+    """A command for a record: of absolute paths, which hold on one machine only, the last names."""
+    return [Path(part).name if Path(part).is_absolute() else part for part in command]
 
 
 def table(reports: dict[str, dict[str, Any]]) -> str:

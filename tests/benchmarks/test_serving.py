@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +85,27 @@ def test_a_load_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
         serving.drive(server("weft"), "http://127.0.0.1:9/v1", [], tmp_path)
 
 
+def test_records_hold_no_folders_of_the_machine(tmp_path, monkeypatch):
+    target = tmp_path / "weft.json"
+
+    def client(command, environment):
+        assert command[-1] == str(target)
+        record = {"command": f"weft bench serve --json {target}", "points": []}
+        return serving_nothing(lambda: target.write_text(json.dumps(record)))
+
+    @contextmanager
+    def serving_nothing(write):
+        yield SimpleNamespace(wait=lambda timeout: write() * 0)
+
+    monkeypatch.setattr(serving, "started", client)
+    one = serving.Server(name="weft", command=["/opt/bin/python", "-m", "weft", "serve", "/tmp/x/model"])
+    report = serving.drive(one, "http://127.0.0.1:9/v1", [], tmp_path)
+    assert report == json.loads(target.read_text()) == {
+        "command": "weft bench serve --json weft.json", "points": [], "environment": {},
+        "server": ["python", "-m", "weft", "serve", "model"],
+    }  # fmt: skip
+
+
 def point(ttft, tpot, throughput, rate=None, failed=0):
     spread = {"p50": ttft, "p99": 2 * ttft}
     return {
@@ -112,7 +134,9 @@ def test_two_servers_of_the_built_in_model(tmp_path):
     load = ["--requests", "4", "--warmup", "1", "--input-tokens", "4", "--output-tokens", "3", "--vocab-size", "12"]
     reports = serving.run(servers, [*load, "--concurrency", "2", "--rates", "inf"], tmp_path)
     assert [one["completed"] for report in reports.values() for one in report["points"]] == [4] * 4
-    assert json.loads((tmp_path / "other.json").read_text())["server"] == servers[1].command
+    record = json.loads((tmp_path / "other.json").read_text())
+    assert record["server"] == [Path(sys.executable).name, *servers[1].command[1:]]
+    assert record["command"].endswith("--rates inf --json other.json")
     command = [sys.executable, "-m", "benchmarks.serving", "--table", "--out", str(tmp_path), "--servers", "weft"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=serving.ROOT, env=dict(os.environ))
     assert "| 2 at a time | throughput, tokens/s |" in found.stdout, found.stderr

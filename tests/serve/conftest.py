@@ -30,7 +30,9 @@ def serving(directory, world_size=2, max_batch=4, **options):
     """A running server: its `url`, `service`, `llm` and `thread`."""
     from weft.serve import app, server
 
-    llm = weft.AsyncLLM(directory, world_size, device="sim", mode="reference", max_batch=max_batch, page_size=16)
+    llm = weft.AsyncLLM(
+        directory, world_size, device="sim", mode="reference", max_batch=max_batch, page_size=16, warm_up=True
+    )
     service = app.Service(llm, app.ServeOptions(model_name="adder", **options))
     with server.bound("127.0.0.1", 0) as at:
         running = server.Server(service)

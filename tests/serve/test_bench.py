@@ -1,11 +1,15 @@
 """`weft bench serve` measures a server, and says what it could not measure."""
 
+import asyncio
 import json
 import statistics
+import time
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
+from weft.bench.serving import client
 from weft.cli import app
 
 
@@ -52,3 +56,25 @@ def test_arrivals_are_a_poisson_process_and_percentiles_are_values():
     found = summed(Load(rate=1), [*answers, Answered(sent=0, error="gone")], 0.5)
     assert (found.completed, found.failed, found.error, found.tokens) == (100, 1, "gone", 300)
     assert found.tpot == {"mean": 50_500, "p50": 51_000, "p99": 100_000} and found.ttft["p99"] == 1000
+
+
+def test_a_client_asks_for_something_else_first_and_sends_no_request_before_the_start(monkeypatch):
+    log = []
+
+    async def get(http, path):
+        log.append(path)
+        raise httpx.ConnectError("no list of models")
+
+    async def answer(http, model, ask):
+        log.append(ask.prompt)
+        return time.monotonic(), time.monotonic(), {"prompt_tokens": 1, "completion_tokens": 1}
+
+    monkeypatch.setattr(httpx.AsyncClient, "get", get)
+    monkeypatch.setattr(client, "_answer", answer)
+    asks, target = [client.Ask(prompt=[one], tokens=1) for one in range(3)], client.Target(url="http://x/v1", model="m")
+    for concurrency in (2, None):
+        start = time.monotonic() + 0.05
+        answers, busy = asyncio.run(client.run(target, asks, concurrency, start))
+        assert log == ["/models", [0], [1], [2]] and 0 <= busy < 1
+        assert [one.error for one in answers] == [None] * 3 and all(one.sent >= 0 for one in answers)
+        log.clear()

@@ -1,9 +1,13 @@
-"""An error of a rank ends running streams and the server."""
+"""The begin and the end of a server: it runs a request before it listens, and an error of a rank ends it."""
+
+import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 import weft
 from tests.serve.conftest import serving, until
+from weft.engine.config import EngineConfig
 
 
 def test_an_error_of_the_engine_ends_streams_and_the_server(directory, monkeypatch):
@@ -25,3 +29,28 @@ def test_an_error_of_the_engine_ends_streams_and_the_server(directory, monkeypat
             list(stream)
         until(lambda: not served.thread.is_alive())
     assert str(served.llm.error) == "a GPU fell off"
+
+
+def test_a_server_that_listens_has_run_a_request_and_counts_none(directory):
+    with serving(directory, world_size=1) as served:
+        assert served.llm._template is not None and next(served.llm._numbers) == 1
+        assert "weft:prompt_tokens_total" in (text := served.service.metrics.text().decode())
+        counts = [line for line in text.splitlines() if "_total{" in line]
+        assert counts and all(line.endswith(" 0.0") for line in counts)
+
+
+def test_a_model_without_a_template_or_room_for_an_answer_is_served_nevertheless():
+    from weft.serve.server import run_once
+
+    async def refused(*given):
+        asked.append(given)
+        raise ValueError("no")
+
+    asked = []
+    for tokenizer, warm_up, calls in ((None, True, 1), ("one", True, 2), ("one", False, 1), (None, False, 0)):
+        llm = SimpleNamespace(
+            tokenizer=tokenizer, config=EngineConfig(warm_up=warm_up), generate=refused, chat_prompt=refused
+        )
+        asyncio.run(run_once(llm))
+        assert len(asked) == calls
+        asked.clear()

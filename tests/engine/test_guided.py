@@ -10,7 +10,7 @@ import torch
 import weft
 from tests.engine.test_adjustments import over_ranks
 from tests.engine.test_engine import PROMPTS
-from weft.engine import Engine, SamplingParams
+from weft.engine import Engine, SamplingParams, guided
 from weft.engine import StructuredOutputsParams as Structured
 from weft.engine.adjustments import Adjusted, Entry
 from weft.engine.guided import Guides
@@ -125,6 +125,26 @@ def test_what_is_no_grammar_is_refused_in_one_line(asked):
     with pytest.raises(ValueError, match="^structured_outputs: .+") as caught:
         guides.start(Structured(**asked))
     assert "\n" not in str(caught.value)
+
+
+def test_equal_grammars_are_compiled_once_and_the_last_used_are_kept(monkeypatch):
+    monkeypatch.setattr(guided, "MOST_GRAMMARS", 2)
+    guides, compiled, compile_one = Guides(load_tokenizer(BUILTIN), 15, [1]), [], Guides._compile
+    monkeypatch.setattr(
+        Guides, "_compile", lambda self, kind, text: compiled.append(text) or compile_one(self, kind, text)
+    )
+    for text in ("12", "1", "12", "2", "12", "1"):
+        guides.start(Structured(regex=text))
+    assert compiled == ["12", "1", "2", "1"]
+    held = guides.prepare(Structured(regex="7"))
+    for text in ("8", "9", "7"):
+        guides.start(Structured(regex=text))
+    assert compiled[4:] == ["7", "8", "9"] and held.done(), "one that is waited for is found"
+    with pytest.raises(ValueError, match="structured_outputs: "):
+        guides.start(Structured(regex="("))
+    one, other = (guides.start(Structured(regex="7")) for _ in range(2))
+    one.take(load_tokenizer(BUILTIN).token_to_id("7"))
+    assert one.mask().tolist() == [1 << 1] != other.mask().tolist()
 
 
 def test_a_missing_library_and_a_model_without_an_end_are_refused(monkeypatch):

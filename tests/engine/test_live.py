@@ -3,6 +3,8 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 import weft
 from tests.spawning import launch_two
 from weft import SamplingParams
-from weft.engine import Load, Piece, live, processes
+from weft.engine import Load, Piece, StructuredOutputsParams, live, processes
 from weft.errors import NotExchangeable, RequestCancelled, WeftError
 
 ANSWER = SamplingParams(max_tokens=8)
@@ -207,6 +209,46 @@ def test_all_ranks_take_the_same_requests_at_the_same_step(ranks):
     assert sorted(ended) == list(range(20))
     ranks.live.close()
     assert ranks.told[-1][0] == "error" and "this LLM is closed" in str(ranks.told[-1][1])
+
+
+def test_requests_wait_for_their_grammars_while_others_run_and_enter_at_one_step(ranks):
+    """Rank 0's are compiled first here, and the others' when the request is submitted."""
+    futures = [{} for _ in ranks.engines]
+
+    def prepare(rank, params):
+        return futures[rank].setdefault(params.seed, Future())
+
+    def submit(rank, prompt, params, number):
+        if params.structured_outputs is not None:
+            assert futures[0][params.seed].done()
+            futures[rank][params.seed].result(timeout=30)
+        return CountedEngine.submit(ranks.engines[rank], prompt, params, number)
+
+    for rank, engine in enumerate(ranks.engines):
+        engine.prepare, engine.submit = partial(prepare, rank), partial(submit, rank)
+
+    def guided(seed):
+        return SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), seed=seed)
+
+    def compiled(seed):
+        until(lambda: all(seed in found for found in futures))
+        for found in futures:
+            found[seed].set_result(None)
+
+    for number, prompt in enumerate(([4], [0], [5])):
+        ranks.live.put(("submit", number, prompt, guided(number)))
+    ranks.live.put(("submit", 3, [3], ANSWER))
+    until(lambda: ("accepted", [3]) in ranks.told and ranks.told[-1] == ("load", Load()))
+    assert ranks.engines[0].log == [(0, [3])], "no other waits for them"
+    ranks.live.put(("cancel", 2))
+    ranks.live.put(("submit", 4, [2], ANSWER))
+    compiled(1)
+    until(lambda: ("rejected", (1, "prompt=[0] is refused")) in ranks.told)
+    compiled(0)
+    compiled(2)
+    until(lambda: ("accepted", [0]) in ranks.told and ranks.told[-1] == ("load", Load()))
+    logs = [engine.log for engine in ranks.engines]
+    assert logs[1:] == logs[:1] * 2 and [what for _, what in logs[0]] == [[3], "cancel", [2], [4]]
 
 
 def test_a_command_that_cannot_be_sent_is_its_callers_error_alone(ranks):

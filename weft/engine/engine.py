@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -236,6 +237,16 @@ class Engine:
         answer.pieces, self._submitted[number] = self._held, answer
         self._enter(answer)
         return number
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Have a request's grammar compiled in a thread; until the future is done, `submit` would wait for it.
+
+        None: the request has none, or `submit` will refuse it.
+        """
+        try:
+            return params.structured_outputs and self._grammars().prepare(params.structured_outputs)
+        except ValueError:
+            return None
 
     def cancel(self, number: int) -> None:
         """Remove a submitted request from the batch; it gives no more pieces.

@@ -2,25 +2,32 @@
 
 A grammar's state depends on the tokens alone, so all ranks compute the same masks and exchange nothing. A mask needs the token
 before it on the host: meanwhile the GPU computes the next logits, and it waits for the mask only to choose.
+
+A large grammar takes a second to compile. A thread does it, without Python's lock for most of the time, so that steps go on;
+compiled ones are kept, and an answer takes a copy, in microseconds.
 """
 
 from __future__ import annotations
 
-import json
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from weft.arguments import shortened
 from weft.engine.params import StructuredOutputsParams
 from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_GRAMMARS = 64
 
 
 class Guide:
@@ -56,9 +63,11 @@ class Guide:
 
 
 class Guides:
-    """Grammars over the tokens of one tokenizer.
+    """Grammars over the tokens of one tokenizer, compiled in a thread.
 
-    ValueError without llguidance, and for a tokenizer that it cannot read.
+    The MOST_GRAMMARS last used are kept.
+
+    ValueError without llguidance, and where no token ends an answer.
 
     vocab_size  of the model
     ends        end-of-sequence tokens
@@ -74,30 +83,64 @@ class Guides:
         ends = sorted(ends)
         if not ends:
             raise ValueError("structured_outputs need an end-of-sequence token, and this model has none")
-        try:
-            text = tokenizer.to_str()
-            if (json.loads(text)["decoder"] or {}).get("type") == "Fuse":  # llguidance does not know it
-                text = llguidance.TokenizerWrapper(_spelled_out(tokenizer, ends[0]))
-            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
-        except Exception as error:  # of the library's own
-            raise ValueError(f"structured_outputs: llguidance cannot read this tokenizer: {shortened(error)}") from None
-        self._library = llguidance
+        self._library, self._source = llguidance, (tokenizer, vocab_size, ends)
+        self._tokenizer: LLTokenizer | None = (
+            None  # once the thread has read it, which takes a second for 150,000 tokens
+        )
+        self._thread = ThreadPoolExecutor(1, "weft grammars")
+        # By kind and text: those that are still referred to, and of these the kept ones, least recently used first.
+        self._found: WeakValueDictionary[tuple[str, str], Future[LLMatcher]] = WeakValueDictionary()
+        self._kept: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
         bits = numpy.zeros(cdiv(vocab_size, 32) * 32, numpy.uint8)
         bits[ends] = 1
         self._ends = torch.from_numpy(numpy.packbits(bits, bitorder="little").view(numpy.int32))
 
+    def prepare(self, asked: StructuredOutputsParams) -> Future[LLMatcher]:
+        """Have a grammar compiled.
+
+        As long as the future is referred to, `start` finds it. Its result raises as `start` does.
+        """
+        key = asked.grammar_text
+        future = self._found.get(key)
+        if future is None:
+            self._found[key] = future = self._thread.submit(self._compile, *key)
+        self._kept[key] = future
+        self._kept.move_to_end(key)
+        if len(self._kept) > MOST_GRAMMARS:
+            self._kept.popitem(last=False)
+        return future
+
     def start(self, asked: StructuredOutputsParams) -> Guide:
-        """Guide of a new answer. ValueError for a grammar that is not one."""
-        kind, text = asked.grammar_text
+        """Guide of a new answer; waits until its grammar is compiled.
+
+        ValueError for a grammar that is none, and for a tokenizer that llguidance cannot read.
+        """
+        return Guide(self.prepare(asked).result().deep_copy(), self._ends)
+
+    def _compile(self, kind: str, text: str) -> LLMatcher:
+        """Matcher at the begin of a grammar, with its first mask, which takes longest."""
+        if self._tokenizer is None:
+            self._tokenizer = self._read_tokenizer()
         try:
             grammar = self._library.grammar_from(kind, text)
             matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
-            wrong = matcher.get_error()
+            if not (wrong := matcher.get_error()):
+                matcher.compute_bitmask()
         except Exception as error:  # of the library's own
             wrong = str(error)
         if wrong:
             raise ValueError(f"structured_outputs: {shortened(wrong)}")
-        return Guide(matcher, self._ends)
+        return matcher
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        tokenizer, vocab_size, ends = self._source
+        try:
+            source = tokenizer.to_str()
+            if isinstance(tokenizer.decoder, decoders.Fuse):  # llguidance does not know it
+                source = self._library.TokenizerWrapper(_spelled_out(tokenizer, ends[0]))
+            return self._library.LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
+        except Exception as error:  # of the library's own
+            raise ValueError(f"structured_outputs: llguidance cannot read this tokenizer: {shortened(error)}") from None
 
 
 def _spelled_out(tokenizer: Tokenizer, end: int) -> _SpelledOut:

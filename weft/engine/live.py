@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,32 +20,49 @@ from weft.runtime.codec import decode, encode
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
+    from weft.engine.params import Prompt, SamplingParams
     from weft.runtime.team.team import Team
 
-# ("submit", id, prompt, SamplingParams), ("cancel", id)
+# ("submit", id, prompt, SamplingParams), ("cancel", id); from a rank to all ("prepared", id)
 Command = tuple[Any, ...]
+# Seconds between two looks at grammars that are compiled while nothing else is done.
+PREPARING_SECONDS = 1e-3
 # Takes what rank 0 tells, on the thread of the ranks; ("error", why) comes last, once.
 Take = Callable[[str, Any], None]
+Hear = Callable[[float | None, list[Command]], list[Command]]
 
 
-def answer_requests(engine: Engine, hear: Callable[[bool], list[Command]], tell: Take) -> None:
+def answer_requests(engine: Engine, hear: Hear, tell: Take) -> None:
     """Answer requests as they come, until `hear` raises ParentClosed. Collective.
 
-    hear  hear(idle): commands before a step, the same on every rank; if idle, waits until there is one
+    A request with a grammar is submitted once this is compiled on the rank whose commands all ranks take; the others wait for
+    theirs then.
+
+    hear  hear(wait, commands): commands before a step, the same on every rank: those that have arrived, and `commands` of one
+          of the ranks. Waits for one up to `wait` seconds; None: until there is one
     tell  ("accepted", [id, ...]) and ("rejected", (id, why)) for submitted requests, ("pieces", [Piece, ...]), with the id as
           `prompt`, after a step, ("load", Load) when it has changed
     """
     last = None
+    # Requests whose grammars are compiled, the same on every rank.
+    preparing: dict[int, tuple[Prompt, SamplingParams, Future[Any] | None]] = {}
     while True:
         accepted = []
-        for kind, request, *what in hear(not engine.has_work):
-            if kind == "submit":
+        done = [request for request, (*_, future) in preparing.items() if future is None or future.done()]
+        prepared = [("prepared", request) for request in done]
+        wait = 0.0 if engine.has_work else PREPARING_SECONDS if preparing else None
+        for kind, request, *what in hear(wait, prepared):
+            if kind == "submit" and what[1].structured_outputs is not None:
+                preparing[request] = (*what, engine.prepare(what[1]))
+            elif kind == "cancel":
+                engine.cancel(request)
+                preparing.pop(request, None)
+            elif kind == "submit" or request in preparing:  # otherwise it was cancelled
+                prompt, params, *_ = what or preparing.pop(request)
                 try:
-                    accepted.append(engine.submit(*what, number=request))
+                    accepted.append(engine.submit(prompt, params, number=request))
                 except ValueError as error:  # the same on every rank
                     tell("rejected", (request, str(error)))
-            else:
-                engine.cancel(request)
         if accepted:
             tell("accepted", accepted)
         if engine.has_work:
@@ -102,9 +120,9 @@ def serve_live(team: Team, pipes: tuple[Connection, ...], make: Make) -> None:
     """
     parent, *links = pipes
 
-    def hear(idle: bool) -> list[Command]:
+    def hear(wait: float | None, commands: list[Command]) -> list[Command]:
         if team.rank == 0:
-            told = _arrived(parent, idle)
+            told = [*_arrived(parent, 0.0 if commands else wait), *map(encode, commands)]
             for peer, link in enumerate(links, 1):
                 try:
                     link.send_bytes(encode(told))
@@ -131,11 +149,11 @@ def serve_live(team: Team, pipes: tuple[Connection, ...], make: Make) -> None:
             answer_requests(engine, hear, tell)
 
 
-def _arrived(pipe: Connection, wait: bool) -> list[bytes]:
-    """Messages that have arrived; with `wait` at least one."""
+def _arrived(pipe: Connection, wait: float | None) -> list[bytes]:
+    """Messages that have arrived, after up to `wait` seconds; None: at least one."""
     found: list[bytes] = []
     try:
-        while pipe.poll(None if wait and not found else 0):
+        while pipe.poll(0.0 if found else wait):
             found.append(pipe.recv_bytes())
     except (EOFError, OSError):
         raise ParentClosed from None
@@ -156,12 +174,12 @@ class LiveVirtualRanks:
                 loaded.put(("loaded", None))
             steps = 0
 
-            def hear(idle: bool) -> list[Command]:
+            def hear(wait: float | None, commands: list[Command]) -> list[Command]:
                 nonlocal steps
-                if idle:
+                if wait != 0.0:
                     team.barrier()  # a rank that waits for a command holds up the others, so it is the last to have work
                 steps += 1
-                return self._commands_of(steps, idle, team.size)
+                return self._commands_of(steps, wait, commands, team.size)
 
             with suppress(ParentClosed):
                 answer_requests(engine, hear, take if team.rank == 0 else lambda kind, value: None)
@@ -198,18 +216,20 @@ class LiveVirtualRanks:
         """End the ranks with the step that runs."""
         self._run.end()
 
-    def _commands_of(self, step: int, wait: bool, ranks: int) -> list[Command]:
-        """Commands before a step, drawn by the first rank that asks. Ranks take turns: no lock."""
-        commands, have = self._drawn.pop(step, None) or (self._draw(wait), 0)
+    def _commands_of(self, step: int, wait: float | None, commands: list[Command], ranks: int) -> list[Command]:
+        """Commands before a step, drawn by the first rank that asks, with its own. Ranks take turns: no lock."""
+        commands, have = self._drawn.pop(step, None) or (self._draw(0.0 if commands else wait) + commands, 0)
         if have + 1 < ranks:
             self._drawn[step] = commands, have + 1
         if None in commands:
             raise ParentClosed
         return commands
 
-    def _draw(self, wait: bool) -> list[Command | None]:
-        found = [self._commands.get()] if wait else []
+    def _draw(self, wait: float | None) -> list[Command | None]:
+        found = []
         with suppress(queue.Empty):
+            if wait != 0.0:
+                found.append(self._commands.get(timeout=wait))
             while True:
                 found.append(self._commands.get_nowait())
         return found

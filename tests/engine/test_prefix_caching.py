@@ -126,6 +126,7 @@ events = st.one_of(
     pages=7,
     max_batch=1,
     chunk_tokens=4,
+    window=None,
 )
 @given(
     events=st.lists(events, max_size=40),

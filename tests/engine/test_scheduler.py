@@ -28,8 +28,9 @@ def land(scheduler, sequences):
 def follow(device, slots, new_pages):
     """Apply changes to what a device knows: [position, pages] by slot."""
     for slot, index, page in new_pages:
-        assert slot not in slots and len(device[slot][1]) == index
-        device[slot][1].append(page)
+        pages = device[slot][1]
+        assert slot not in slots and (len(pages) == index if page else pages[index])
+        pages[index : index + 1] = [page]  # in place of one that was given back, or behind them all
     for slot, one in slots.items():
         device.pop(slot, None)
         if one is not None:

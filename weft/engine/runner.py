@@ -120,7 +120,7 @@ class Runner:
         if self.gathering is None or not self.model.plan(1).fused:
             return sizes
         # Of one kind, which serves greedy requests too: there are many of these shapes.
-        gathering = gathering_shapes(longest, self.max_batch, self.gathering, self.table.shape[1])
+        gathering = gathering_shapes(longest, self.max_batch, self.gathering, self.slots.table.shape[1])
         return [*((shape, WARM_KINDS[-1]) for shape in gathering), *sizes]
 
     def _warm(self, size: int | Shape | RaggedShape, kind: Kind) -> None:

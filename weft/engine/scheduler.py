@@ -316,7 +316,7 @@ class Scheduler:
             self.pool.give_back(sequence.pages[sequence.released : first])
             sequence.pages = [0] * first + sequence.pages[first:]
             if sequence.running:
-                self._changes.new_pages += [(sequence.slot, index, 0) for index in range(sequence.released, first)]
+                self._changes.new_pages.extend((sequence.slot, index, 0) for index in range(sequence.released, first))
             sequence.released = first
 
     def next_decode(self) -> Decoding | None:

@@ -18,8 +18,8 @@ NVLINK, PCIE, RAIL = "nvlink", "pcie", "rail"
 LINKS = NVLINK, PCIE
 # Bytes that a measurement reads between two uses of the same weights: twice the 60 MB L2 of an H200.
 COLD_BYTES = 120e6
-# Multiprocessors that kernels leave free where ranks share a GPU: a copy between two ranks is a kernel there, and one that fills
-# the GPU and waits for the copy would keep it out for ever.
+# Multiprocessors that kernels leave free where ranks share a GPU: a copy between two ranks is a kernel there, and one that
+# fills the GPU and waits for the copy would keep it out for ever.
 COPY_SMS = 8
 
 

@@ -9,7 +9,7 @@ from tests.golden.__main__ import compare, digest
 from weft import ops as weft_ops
 
 # Without a result of their own: a barrier, a printed choice, and types.
-TYPES = {"DeferredNorm", "Dispatched", "Experts", "Explanation", "Routing", "Schedule", "SequenceRanges"}
+TYPES = {"DeferredNorm", "Dispatched", "Experts", "Explanation", "Routed", "Routing", "Schedule", "SequenceRanges"}
 TYPES |= {"LogitChanges", "ZigzagRanges", "ZigzagShards"}
 WITHOUT_RESULT = TYPES | {"barrier", "explain", "join_argmax", "warm_up"}
 

@@ -31,7 +31,8 @@ SMALL = {
     "sharded-decode-attention": "1,4,1,16,40",
     "moe-ar-rms-norm": "6,2,8,4,32,48",
     **dict.fromkeys(
-        ("grouped-gemm", "grouped-gemm-silu", "moe-dispatch", "moe-combine", "ag-moe", "moe-rs"), "6,2,8,4,32,48"
+        ("grouped-gemm", "grouped-gemm-silu", "moe-dispatch", "moe-combine", "ag-moe", "moe-rs", "moe-route"),
+        "6,2,8,4,32,48",
     ),
 }
 

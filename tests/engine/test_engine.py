@@ -293,11 +293,11 @@ def test_after_a_step_that_fails_all_requests_go_on_without_a_gap(byte_model, wh
         runner = engine.batch.runner.slots if where == "send" else engine.batch.runner
         made, done = getattr(runner, where), []
 
-        def step(*arguments):
+        def step(*arguments, **options):
             done.append(where)
             if len(done) in failing:
                 raise MemoryError(where)
-            return made(*arguments)
+            return made(*arguments, **options)
 
         setattr(runner, where, step)
         numbers = [engine.submit(prompt, params) for prompt in PROMPTS[:2]]

@@ -123,6 +123,9 @@ class CountedEngine:
     def load(self):
         return Load(running=len(self.left))
 
+    def settle(self):
+        """No step is in flight."""
+
     def step(self):
         self.together.wait(timeout=30)
         self.steps += 1

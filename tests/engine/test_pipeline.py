@@ -147,8 +147,8 @@ def test_a_step_over_stages_of_two_ranks_has_no_race(byte_model, fused):
 
 
 def test_a_piece_that_a_stage_leaves_out_is_a_deadlock_with_both_ends(byte_model, monkeypatch):
-    send = Pipeline._send
+    send = Pipeline.send
     sent = []
-    monkeypatch.setattr(Pipeline, "_send", lambda self, rows: sent.append(1) or (len(sent) < 2 and send(self, rows)))
+    monkeypatch.setattr(Pipeline, "send", lambda self, rows: sent.append(1) or (len(sent) < 2 and send(self, rows)))
     with pytest.raises(Deadlock, match="waits for piece 2 from rank 0 of node 0, which has sent 1"):
         weft.simulate(step, 2, args=(byte_model, 1, False))

@@ -178,7 +178,7 @@ class Adjustments:
             note(self.state.seen, self.state.recent, self.start, self._indices(rows), tokens, position)
 
     def _indices(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        return self._rows[rows] if isinstance(rows, slice) else rows
+        return self._rows[rows].contiguous() if isinstance(rows, slice) else rows
 
     def _set(self, row: torch.Tensor, tokens: Sequence[int], values: Sequence[float]) -> None:
         row.index_copy_(0, *self._own(row, tokens, values))

@@ -73,13 +73,15 @@ class Batch:
             mixed_chunk_tokens=config.mixed_chunk_tokens,
             prefix_caching=config.prefix_caching,
         )
-        self._steps_behind = 1 if self.team.device.type == "cuda" else 0
+        # Over stages on virtual ranks too: the host has no tokens yet of a step in flight.
+        self._steps_behind = 1 if self.team.device.type == "cuda" or runner.pipeline.stages > 1 else 0
         self._pending: deque[list[PendingTokens]] = deque()
+        self._flying: Decoding | None = None  # decode step in flight
         self._buffers: list[HostBuffer] = []  # whose tokens have been read
 
     @property
     def has_work(self) -> bool:
-        return not self.scheduler.idle or bool(self._pending)
+        return not self.scheduler.idle or bool(self._pending) or self._flying is not None
 
     def step(self) -> list[Arrival]:
         """Launch a chunk of the waiting prompts, then a decode step.
@@ -92,12 +94,15 @@ class Batch:
         arrived: list[Arrival] = []
         ranges = self.scheduler.next_chunk()
         if ranges:
+            self.settle()
             self.runner.prefill([_chunk(part) for part in ranges])
             for part in ranges:
                 if (rows := self.runner.prompt_logprobs.get(part.sequence.slot)) is not None:
                     part.sequence.prompt_logprobs.append(_host_memory_like(rows).copy_(rows, non_blocking=True))
             first = self._copy_to_host(Decoding([part.sequence for part in ranges if part.last]))
         decoding = self.scheduler.next_decode()
+        if decoding is None or not decoding.sequences:
+            self.settle()
         if decoding is None:  # out of pages: the tokens in flight decide what is preempted
             self._pending.append(first)
             return self._collect(0)
@@ -115,16 +120,33 @@ class Batch:
                     if self.runner.pipeline.is_last:
                         self.runner.adjustments.allow({slot: guide.mask() for slot, guide in _guides_of(decoding)})
 
-            self.runner.decode(decoding.size, decoding.kind, between)
-            next_ones = self._copy_to_host(decoding)
+            entries = None
+            if self.runner.pipeline.stages > 1 and not ranges and not self.scheduler.has_prompts:
+                entries = sum(sequence.held for sequence in decoding.sequences)
+            self.runner.decode(decoding.size, decoding.kind, between, entries=entries, arrived=self._arrived)
+            if self.runner.in_flight:
+                self._flying = decoding
+            else:
+                next_ones = self._copy_to_host(decoding)
         at_once = first and next_ones and not self.scheduler.has_prompts
         launched = [first, next_ones] if at_once else [first + next_ones]
         self._pending += [tokens for tokens in launched if tokens]
         return arrived + self._collect(self._steps_behind if first or next_ones else 0)
 
+    def settle(self) -> None:
+        """End a decode step in flight over stages; its tokens arrive with the next `step`. Collective."""
+        self.runner.settle(self._arrived)
+
+    def _arrived(self) -> None:
+        """Start to copy the tokens of the step in flight to the host: all have come to this stage."""
+        self._pending.append(self._copy_to_host(self._flying))
+        self._flying = None
+
     def restart(self) -> None:
         """Recover from a failed step: discard the tokens in flight and schedule them again."""
         self._pending.clear()
+        self._flying = None
+        self.runner.settle()
         self.scheduler.restart()
         for sequence in self.scheduler.waiting:
             if not sequence.tokens:
@@ -136,6 +158,7 @@ class Batch:
     def _assign_slots(self, decoding: Decoding) -> Decoding:
         """Tell the device what has changed since the step before. Returns the sequences in their slots."""
         if self.runner.bucket(len(self.scheduler.active)) < self.runner.bucket(decoding.size):
+            self.settle()
             self.runner.move(self.scheduler.compact())
             decoding = self.scheduler.decoding
         changes = self.scheduler.changes()

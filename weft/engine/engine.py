@@ -276,6 +276,13 @@ class Engine:
         self._step()
         return _drained(self._held)
 
+    def settle(self) -> None:
+        """End a decode step in flight over stages (docs/nodes.md): the GPUs come to an end of what was launched. Collective.
+
+        Call it before other work of the team, if requests have not ended; the last `step` while `has_work` does so too.
+        """
+        self.batch.settle()
+
     def _step(self) -> None:
         try:
             for answers, tokens, rows in self.batch.step():
@@ -309,6 +316,7 @@ class Engine:
             for answer in answers:
                 if not answer.done:
                     self._leave(answer)
+            self.settle()
         self.team.synchronize()
         seconds = time.perf_counter() - first_at
         later = new_tokens - first_tokens  # the first two of a prompt may arrive together

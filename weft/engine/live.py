@@ -51,7 +51,12 @@ def answer_requests(engine: Engine, hear: Hear, tell: Take) -> None:
         done = [request for request, (*_, future) in preparing.items() if future is None or future.done()]
         prepared = [("prepared", request) for request in done]
         wait = 0.0 if engine.has_work else PREPARING_SECONDS if preparing else None
-        for kind, request, *what in hear(wait, prepared):
+        try:
+            commands = hear(wait, prepared)
+        except ParentClosed:
+            engine.settle()
+            raise
+        for kind, request, *what in commands:
             if kind == "submit" and what[1].structured_outputs is not None:
                 preparing[request] = (*what, engine.prepare(what[1]))
             elif kind == "cancel":

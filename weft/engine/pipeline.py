@@ -162,15 +162,22 @@ class Pipeline:
         """
         found = []
         for one in passes:
-            given = one.tokens if model.is_first else self._receive(model, one.step.tokens)
-            x, residual = model.hidden(given, one.step, cache)
+            result = self.compute(model, one, cache)
             if not model.is_last:
-                self._send(model.hand_over(x, residual, one.step))
-            elif one.chooses:
-                found.append(model.logits(x, residual, one.step, one.rows))
+                self.send(result)
+            elif result is not None:
+                found.append(result)
         if self.rail is not None:
             self.rail.join()
         return found[0] if len(found) == 1 else torch.cat(found) if found else None
+
+    def compute(self, model: Decoder, one: Pass, cache: PagedCache) -> torch.Tensor | None:
+        """This rank's logits of a microbatch on the last stage, None if not asked for; else its rows to `send`."""
+        given = one.tokens if model.is_first else self._receive(model, one.step.tokens)
+        x, residual = model.hidden(given, one.step, cache)
+        if not model.is_last:
+            return model.hand_over(x, residual, one.step)
+        return model.logits(x, residual, one.step, one.rows) if one.chooses else None
 
     def choose(
         self, model: Decoder, logits: torch.Tensor | None, choice: Choice, kind: Kind, *, fused: bool
@@ -179,13 +186,20 @@ class Pipeline:
 
         logits  on the last stage
         """
-        count, device, rows = len(choice.position), choice.position.device, None
-        if self.is_last:
-            tokens = choose_tokens(model.lm_head, logits, choice, kind, fused=fused)
-        else:
-            tokens = torch.empty(count, dtype=torch.int64, device=device)
+        if not self.is_last:
+            return self.chosen(len(choice.position), kind)
+        tokens, rows = choose_tokens(model.lm_head, logits, choice, kind, fused=fused), None
         if Kind.LOGPROBS in kind:
             rows = self.logprobs(model, logits, tokens)
+        self._share(tokens)
+        return tokens, rows
+
+    def chosen(self, count: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the last stage's `choose` returns for `count` rows, on another stage."""
+        tokens, rows = torch.empty(count, dtype=torch.int64, device=self.team.device), None
+        if Kind.LOGPROBS in kind:
+            rows = torch.empty(count, WIDTH, device=self.team.device)
+            self._share(rows)
         self._share(tokens)
         return tokens, rows
 
@@ -207,7 +221,7 @@ class Pipeline:
         self.rail.after(mark)
         return rows
 
-    def _send(self, rows: torch.Tensor) -> None:
+    def send(self, rows: torch.Tensor) -> None:
         """Send them to the next stage. Kernels launched later run once it has them."""
         self.rail.fork()
         [mark] = self.rail.exchange([Piece(send=rows, to=self.rail.index + 1)])

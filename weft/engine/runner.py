@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from weft.arguments import check_instance
 from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
+from weft.engine.flight import Turn, pays, slots_of, turns_of
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
 from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams, joint_kind
-from weft.engine.pipeline import Pipeline
+from weft.engine.pipeline import Pass, Pipeline
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice
@@ -77,7 +79,7 @@ class Runner:
         self.capture_seconds = 0.0
         # Most tokens of one forward pass so far, padding included.
         self.longest_prefill = self.largest_decode = 0
-        self._graphs: dict[tuple[int | Shape | RaggedShape, Kind | None], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int | Shape | RaggedShape | Turn, Kind | None], torch.cuda.CUDAGraph] = {}
         # Of decode steps with grammars, which have a graph for the forward pass and one for the choice.
         self._logits: dict[int, torch.Tensor | None] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
@@ -85,7 +87,13 @@ class Runner:
         self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
         self.warm = False
         self._pool = None
+        self._flying: tuple[int, Kind] | None = None  # slots and kind of the decode step in flight
         self.cache = model.new_cache(self._pages(config), self.page_size)
+        if self.pipeline.stages > 1:
+            # Of the largest stage: equal on all ranks, which decide alike.
+            self._weight_bytes = max(self.team.exchange(sum(x.nbytes for x in model.parameters())))
+            layers = -(-model.config.num_hidden_layers // self.pipeline.stages)
+            self._entry_bytes = self.cache.data[0, :, 0].nbytes * layers
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Capture the graphs of all sizes of decode steps and prompts, for WARM_KINDS.
@@ -106,7 +114,7 @@ class Runner:
         if sizes:
             logger.info("warm-up: captured them in %.1f s", self.capture_seconds)
 
-    def _warm_sizes(self) -> list[tuple[int | Shape | RaggedShape, Kind]]:
+    def _warm_sizes(self) -> list[tuple[int | Shape | RaggedShape | Turn, Kind]]:
         """Graphs that `warm_up` captures, the largest first: those behind it fit into its memory."""
         shapes: list[Shape | RaggedShape] = []
         longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len, self.pipeline.most_uncut)
@@ -116,16 +124,28 @@ class Runner:
         else:
             heads = self.model.layers[0].self_attn.num_heads
             shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if cudnn_attends(n * heads)])
-        sizes = [(size, kind) for size in [*shapes, *reversed(self.buckets)] for kind in WARM_KINDS]
+        sizes = [
+            (size, kind) for size in [*shapes, *self._warm_flights(), *reversed(self.buckets)] for kind in WARM_KINDS
+        ]
         if self.gathering is None or not self.model.plan(1).fused:
             return sizes
         # Of one kind, which serves greedy requests too: there are many of these shapes.
         gathering = gathering_shapes(longest, self.max_batch, self.gathering, self.slots.table.shape[1])
         return [*((shape, WARM_KINDS[-1]) for shape in gathering), *sizes]
 
-    def _warm(self, size: int | Shape | RaggedShape, kind: Kind) -> None:
+    def _warm_flights(self) -> list[Turn]:
+        """First turns of the decode steps in flight of all buckets, the largest first; each stands for all turns."""
+        stages = self.pipeline.stages
+        return [Turn(batch, 0, None) for batch in reversed(self.buckets) if 1 < stages <= batch]
+
+    def _warm(self, size: int | Shape | RaggedShape | Turn, kind: Kind) -> None:
         assert not self.slots.occupied, "a replay would advance them"
         with self._without_autograd():
+            if isinstance(size, Turn):
+                for _ in range(2):
+                    self._fly(size.batch, kind)
+                self.settle()
+                return
             if isinstance(size, int):
                 self.capture(size, kind)
             else:
@@ -283,14 +303,121 @@ class Runner:
         if self.adjustments is not None:
             self.adjustments.move(moves)
 
-    def decode(self, slots: int, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
+    @property
+    def in_flight(self) -> bool:
+        """True if tokens of the last decode step are under way to some stages."""
+        return self._flying is not None
+
+    def decode(
+        self,
+        slots: int,
+        kind: Kind = Kind.GREEDY,
+        between: Callable[[], None] | None = None,
+        *,
+        entries: int | None = None,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
         """Decode one token for every occupied slot, all of which are below `slots`, and advance the positions.
+
+        entries  of page tables that are read, where the next step is likely to decode the same slots: stages may then keep
+                 this one in flight (weft.engine.flight); None: it ends with this call
+        arrived  called once `tokens` has all those of a step in flight before, and none of this one
 
         The other arguments as of `step`.
         """
         batch = self.bucket(slots)
         self.largest_decode = max(self.largest_decode, batch)
-        self.step(batch, kind, between)
+        if entries is not None and self._flies(batch, kind, entries):
+            with self._without_autograd():
+                self._fly(batch, self._captured_kind(Turn(batch, 0, None), kind), arrived)
+        else:
+            self.settle(arrived)
+            self.step(batch, kind, between)
+
+    def settle(self, arrived: Callable[[], None] | None = None) -> None:
+        """End the decode step in flight, if there is one: its tokens are on all stages. `arrived` as in `decode`. Collective.
+
+        Before anything that is no decode step of the same slots, and before the host waits for the GPU.
+        """
+        if self._flying is None:
+            return
+        [batch, kind], self._flying = self._flying, None
+        with self._without_autograd():
+            self._receive_rest(batch, kind)
+        if arrived is not None:
+            arrived()
+
+    def _flies(self, batch: int, kind: Kind, entries: int) -> bool:
+        """True if a decode step of these slots goes through the stages in groups."""
+        stages = self.pipeline.stages
+        if stages == 1 or batch < stages or Kind.GUIDED in kind:
+            return False
+        if batch >= stages * self.pipeline.microbatch_tokens:
+            return True
+        return pays(stages, entries * self._entry_bytes, self._weight_bytes)
+
+    def _fly(self, batch: int, kind: Kind, arrived: Callable[[], None] | None = None) -> None:
+        if self._flying != (batch, kind):
+            self.settle(arrived)
+            if self.cuda_graph:
+                self._capture_turns(batch, kind)
+        continued, behind = self.in_flight, self.pipeline.stages - 1 - self.pipeline.rail.index
+        self._flying = None  # after an error between turns nobody knows
+        for turn in self._turns(batch, continued):
+            if continued and arrived is not None and turn.group == behind:
+                arrived()
+            if self.cuda_graph:
+                self._graphs[turn, kind].replay()
+            else:
+                self._turn(turn, kind)
+        self._flying = batch, kind
+
+    def _turns(self, batch: int, continued: bool) -> list[Turn]:
+        return turns_of(self.pipeline.rail.index, self.pipeline.stages, batch, continued=continued)
+
+    def _turn(self, turn: Turn, kind: Kind) -> None:
+        pipeline = self.pipeline
+        slots = slots_of(turn.group, turn.batch, pipeline.stages)
+        tokens, positions, table = (
+            x[slots].contiguous() for x in (self.tokens, self.slots.positions, self.slots.table)
+        )
+        one = Pass(tokens, self.model.decode_step(positions, table, self.page_size))
+        result = pipeline.compute(self.model, one, self.cache)
+        if pipeline.is_last:
+            self._choose(slots, kind, result)
+        else:
+            self._advance(slots)
+            if turn.arriving is not None:
+                self._receive(turn.arriving, turn.batch, kind)
+            pipeline.send(result)
+        pipeline.rail.join()
+
+    def _receive(self, group: int, batch: int, kind: Kind) -> None:
+        """Tokens of a group that the last stage sends."""
+        slots = slots_of(group, batch, self.pipeline.stages)
+        self._put(slots, *self.pipeline.chosen(len(self.tokens[slots]), kind))
+
+    def _receive_rest(self, batch: int, kind: Kind) -> None:
+        """Tokens of the groups that come behind the last turn of a step."""
+        for group in range(self.pipeline.rail.index + 1, self.pipeline.stages):
+            self._receive(group, batch, kind)
+
+    def _capture_turns(self, batch: int, kind: Kind) -> None:
+        """Capture the graphs of the turns of decode steps in flight, unless there are some; as `capture`."""
+        turns = self._turns(batch, False) + self._turns(batch, True)
+        if (turns[0], kind) in self._graphs:
+            return
+
+        def steps() -> None:
+            for turn in turns:
+                self._turn(turn, kind)
+            self._receive_rest(batch, kind)
+
+        with self._on_empty_slots():
+            begin = self._prepare(steps)
+            for turn in dict.fromkeys(turns):
+                self._record((turn, kind), partial(self._turn, turn, kind))
+            self._captured(begin, (turns[0], kind))
 
     def bucket(self, batch: int) -> int:
         """Size of the smallest bucket that holds `batch` slots."""
@@ -316,7 +443,7 @@ class Runner:
                 between()
             self._graphs[batch, kind].replay()
 
-    def _captured_kind(self, size: int | Shape | RaggedShape, kind: Kind) -> Kind:
+    def _captured_kind(self, size: int | Shape | RaggedShape | Turn, kind: Kind) -> Kind:
         """Kind that `warm_up` has captured for `size` and that serves `kind`, which stays if there is none."""
         warm = WARM_KINDS if self.warm else ()
         return next((captured for captured in warm if kind in captured and (size, captured) in self._graphs), kind)
@@ -328,16 +455,22 @@ class Runner:
         """
         if (batch, kind) in self._graphs:
             return
-        kept = self.tokens.clone(), self.slots.positions.clone()
-        self.slots.positions.fill_(-1)
-        if Kind.GUIDED not in kind:
-            self._capture((batch, kind), lambda: self._eager_step(batch, kind))
-        else:
+        with self._on_empty_slots():
+            if Kind.GUIDED not in kind:
+                self._capture((batch, kind), lambda: self._eager_step(batch, kind))
+                return
             if (batch, FORWARD) not in self._graphs:
                 logits = self._forward(batch)
                 self._logits[batch] = None if logits is None else torch.empty_like(logits)
                 self._capture((batch, FORWARD), lambda: self._keep(batch, self._forward(batch)))
-            self._capture((batch, kind), lambda: self._choose(batch, kind, self._logits[batch]))
+            self._capture((batch, kind), lambda: self._choose(slice(batch), kind, self._logits[batch]))
+
+    @contextmanager
+    def _on_empty_slots(self) -> Iterator[None]:
+        """Decode steps within write no cache, and leave `tokens` and positions as they are."""
+        kept = self.tokens.clone(), self.slots.positions.clone()
+        self.slots.positions.fill_(-1)
+        yield
         self.tokens.copy_(kept[0])
         self.slots.positions.copy_(kept[1])
 
@@ -347,8 +480,16 @@ class Runner:
         self._graphs[key].replay()
 
     def _capture(self, key: tuple[int | Shape | RaggedShape, Kind | None], run: Callable[[], Any]) -> None:
+        begin = self._prepare(run)
+        self._record(key, run)
+        self._captured(begin, key)
+
+    def _prepare(self, run: Callable[[], Any]) -> float:
+        """Run eager steps: kernels compile, cuBLAS and the ops allocate workspaces, none of which a capture allows.
+
+        Returns the time at which it began.
+        """
         begin = time.perf_counter()
-        # Eager steps first: kernels compile, cuBLAS and the ops allocate workspaces, none of which a capture allows.
         side = torch.cuda.Stream(self.team.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -357,12 +498,17 @@ class Runner:
         torch.cuda.current_stream().wait_stream(side)
         self.team.synchronize()
         self.team.barrier()
+        return begin
+
+    def _record(self, key: tuple[int | Shape | RaggedShape | Turn, Kind | None], run: Callable[[], Any]) -> None:
         graph = torch.cuda.CUDAGraph()
         # thread_local: CUDA calls of NCCL's watchdog thread must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         self._pool = self._pool or graph.pool()  # graphs run one after the other, so they share memory
         self._graphs[key] = graph
+
+    def _captured(self, begin: float, key: tuple[Any, ...]) -> None:
         self.team.barrier()
         seconds = time.perf_counter() - begin
         self.capture_seconds += seconds
@@ -372,7 +518,7 @@ class Runner:
         logits = self._forward(batch)
         if between is not None:
             between()
-        self._choose(batch, kind, logits)
+        self._choose(slice(batch), kind, logits)
 
     def _forward(self, batch: int) -> torch.Tensor | None:
         """This rank's logits after the slots' tokens, where Pipeline.run returns them."""
@@ -383,26 +529,32 @@ class Runner:
         if logits is not None:
             self._logits[batch].copy_(logits)
 
-    def _choose(self, batch: int, kind: Kind, logits: torch.Tensor | None) -> None:
-        slots, positions = self.slots, self.slots.positions[:batch]
-        fused = self.model.plan(batch).fused
-        positions.add_(positions >= 0)
+    def _advance(self, slots: slice) -> torch.Tensor:
+        """Positions of the tokens that these slots get; -1 stays."""
+        positions = self.slots.positions[slots]
+        return positions.add_(positions >= 0).contiguous()
+
+    def _choose(self, slots: slice, kind: Kind, logits: torch.Tensor | None) -> None:
+        fused = self.model.plan(len(self.tokens[slots])).fused
         choice = Choice(
-            temperature=slots.temperature[:batch],
-            top_p=slots.top_p[:batch],
-            top_k=slots.top_k[:batch],
-            min_p=slots.min_p[:batch],
-            seed=slots.seed[:batch],
-            position=positions,
+            temperature=self.slots.temperature[slots].contiguous(),
+            top_p=self.slots.top_p[slots].contiguous(),
+            top_k=self.slots.top_k[slots].contiguous(),
+            min_p=self.slots.min_p[slots].contiguous(),
+            seed=self.slots.seed[slots].contiguous(),
+            position=self._advance(slots),
             adjustments=self.adjustments,
-            rows=slice(batch),
+            rows=slots,
         )
         tokens, logprobs = self.pipeline.choose(self.model, logits, choice, kind, fused=fused)
-        self.tokens[:batch].copy_(tokens)
-        if logprobs is not None:
-            self.logprobs[:batch].copy_(logprobs)
+        self._put(slots, tokens, logprobs)
         if Kind.ADJUSTED in kind and self.pipeline.is_last:
-            self.adjustments.note(choice.rows, self.tokens[:batch], choice.position, fused=fused)
+            self.adjustments.note(choice.rows, tokens, choice.position, fused=fused)
+
+    def _put(self, slots: slice, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> None:
+        self.tokens[slots].copy_(tokens)
+        if logprobs is not None:
+            self.logprobs[slots].copy_(logprobs)
 
     def _without_autograd(self) -> AbstractContextManager:
         """Inference mode, to save host time; not on virtual ranks, which share a thread."""
@@ -439,7 +591,8 @@ class Runner:
         self._warm_prompts.clear()
         self._pool = None
         first, second = (before - after for before, after in pairwise(free))
-        return max(0, first) + max(0, second) * (len(sizes) - 1)
+        graphs = sum(2 * self.pipeline.stages - 1 if isinstance(size, Turn) else 1 for size, _ in sizes)
+        return max(0, first) + max(0, second) * (graphs - 1)
 
     def _affordable_pages(self, fraction: float, reserved: int = 0) -> int:
         """Number of KV pages that fit on the rank with the least free memory; equal on every rank."""

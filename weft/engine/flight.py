@@ -1,0 +1,60 @@
+"""Decode steps in flight: batch slots dealt out to a group for each stage, and no stage waits for the end of a step.
+
+    groups a, b of steps 1, 2, …       turn t of stage s: group (t - s) mod P, of P stages
+    stage 0 | a1 | b1 | a2 | b2 | a3
+    stage 1      | a1 | b1 | a2 | b2   behind its turn the last stage sends the group's tokens to all others
+
+A group's tokens come to stage s behind its turn with the group P - 1 - s later: to stage 0 just before the group's next turn.
+So P - 1 - s groups of a step are under way to it once its turns are launched. They come in the turns of the next step, if that
+one continues it, or else by ``Runner.settle``.
+
+order  behind the turns t of all stages: tokens from the last stage, then hidden states, those of the higher stages first. It
+       is the order of weft.engine.pipeline's pieces, so no two ranks wait for each other
+slots  slot i is of group i mod P: groups of a batch differ by one sequence at most
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Bytes of memory that an H200 reads in the 20 us until a rail's piece has begun.
+CROSSING_BYTES = 80 << 20
+# Steps in flight that end, since prompts are read, have cost P - 1 turns more, mostly of reading weights. With keys and values
+# of this share of the weights' bytes, some eight steps between two prompts pay for that.
+FEWEST_OF_WEIGHTS = 1 / 8
+
+
+class Turn(NamedTuple):
+    """Turn of a stage in a decode step of `batch` slots: its layers for `group`, and then the tokens of group `arriving`.
+
+    arriving  None: of no group, in a step that follows none; and on the last stage, which has them
+    """
+
+    batch: int
+    group: int
+    arriving: int | None
+
+
+def slots_of(group: int, batch: int, stages: int) -> slice:
+    """Slots of a group, of the first `batch` ones."""
+    return slice(group, batch, stages)
+
+
+def turns_of(stage: int, stages: int, batch: int, *, continued: bool) -> list[Turn]:
+    """Turns of a decode step on a stage; `continued`: tokens of the step before are under way to it."""
+    behind, turns = stages - 1 - stage, []
+    for group in range(stages):
+        arriving = group - behind
+        comes = behind > 0 and (arriving >= 0 or continued)
+        turns.append(Turn(batch, group, arriving % stages if comes else None))
+    return turns
+
+
+def pays(stages: int, read_bytes: int, weight_bytes: int) -> bool:
+    """True if a decode step in groups takes less time than as one pass, by the bytes that a stage reads for it.
+
+    read_bytes  keys and values of all sequences. Weights are read once a pass, or once a group: P turns either way
+
+    As one pass a step takes P turns of w + r, weights and reads; in groups P of w + r / P and 2 (P - 1) crossings.
+    """
+    return read_bytes >= max(2 * (stages - 1) * CROSSING_BYTES, weight_bytes * FEWEST_OF_WEIGHTS)

@@ -48,6 +48,10 @@ class Decoder(NamedTuple):
 
 
 DECODER = Decoder("Llama 3 70B", 80, 8192 * (2 * (64 + 8) * 128 + 3 * 28672), 8192)
+# Bytes of keys and values of a token in a layer: 8 heads of 128, in 16 bits.
+TOKEN_BYTES = 2 * ITEM * 8 * 128
+# (sequences, cached tokens of each) of decode steps.
+BATCHES = ((64, 1024), (64, 8192), (64, 32768))
 # (tokens of a pass, True if it is cut into a microbatch for each stage)
 PASSES = ((8192, True), (64, False))
 
@@ -103,6 +107,49 @@ def staged(tokens: int, cut: bool, nodes: int) -> StageTimes:
     return StageTimes(microbatches, rails, layers, (microbatches + nodes - 1) * (layers + 2 * rails[0]))
 
 
+class FlightTimes(NamedTuple):
+    """Microseconds of a decode step over stages, at the slower rails. weights, reads: of a stage, once for all sequences.
+
+    one_pass  a stage at a time
+    cut       in a microbatch for each stage
+    groups    steps that follow each other without a gap (weft.engine.flight)
+    """
+
+    weights: float
+    reads: float
+    one_pass: float
+    cut: float
+    groups: float
+
+
+def in_flight(sequences: int, cached: int, nodes: int) -> FlightTimes:
+    """Times of a decode step, by what a stage reads. Each hop is a crossing, of tokens or of a hidden state."""
+    layers = DECODER.layers / nodes / NODE_SIZE
+    weights = 1e6 * ITEM * DECODER.weights * layers / LIMITS.memory
+    reads = 1e6 * sequences * cached * TOKEN_BYTES * layers / LIMITS.memory
+    crossing, hops = 1e6 * (LATENCY + ITEM * sequences * DECODER.hidden / NODE_SIZE / RAILS[0]), nodes - 1
+    turn = weights + reads / nodes
+    return FlightTimes(
+        weights=weights,
+        reads=reads,
+        one_pass=nodes * (weights + reads) + 2 * hops * crossing,
+        cut=(2 * nodes - 1) * (turn + 2 * crossing),
+        groups=nodes * (turn + 2 * hops * crossing),
+    )
+
+
+def flight_table() -> Iterator[str]:
+    """Lines of the table of decode steps over stages."""
+    yield from (f"{DECODER.name}, a node a stage, a decode step by what its stages read:", "")
+    yield "| sequences, cached tokens of each | nodes | weights | keys and values | as one pass | cut | groups without a gap |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for sequences, cached in BATCHES:
+        for nodes in NODES:
+            times = " | ".join(f"{us / 1e3:.2f} ms" for us in in_flight(sequences, cached, nodes))
+            yield f"| {sequences}, {cached} | {nodes} | {times} |"
+    yield ""
+
+
 def stage_tables(rates: str) -> Iterator[str]:
     """Lines of the tables of stages, one for each pass."""
     for tokens, cut in PASSES:
@@ -130,6 +177,7 @@ def tables() -> Iterator[str]:
             yield f"| {nodes} | {rails} µs | {times.node:.0f} µs | {times.gemm:.0f} µs |"
         yield ""
     yield from stage_tables(rates)
+    yield from flight_table()
 
 
 def section() -> str:

@@ -2,7 +2,19 @@
 
 import pytest
 
-from benchmarks.over_nodes import LATENCY, LIMITS, PAGE, SHAPES, modelled, staged, with_tables
+from benchmarks.over_nodes import (
+    BATCHES,
+    LATENCY,
+    LIMITS,
+    NODES,
+    PAGE,
+    SHAPES,
+    in_flight,
+    modelled,
+    staged,
+    with_tables,
+)
+from weft.engine.flight import pays
 
 
 def test_a_shard_crosses_once_and_is_spread_in_the_node():
@@ -27,6 +39,25 @@ def test_a_microbatch_crosses_once_and_stages_follow_each_other():
     assert prompt.whole == pytest.approx(7 * (prompt.layers + 2 * prompt.rails[0]))
     assert decode.layers == pytest.approx(1e6 * 40 * 2 * weights / 8 / LIMITS.memory)
     assert decode.whole == pytest.approx(2 * (decode.layers + 2 * decode.rails[0]))
+
+
+def test_groups_without_a_gap_save_reads_and_no_weights():
+    times, few = in_flight(64, 32768, 2), in_flight(64, 1, 2)
+    assert times.weights == pytest.approx(staged(64, False, 2).layers)
+    assert times.reads == pytest.approx(1e6 * 64 * 32768 * 2 * 2 * 128 * 40 / LIMITS.memory)
+    crossing = 1e6 * (LATENCY + 2 * 64 * 1024 / 50e9)
+    assert times.one_pass - times.groups == pytest.approx(times.reads - 2 * crossing)
+    assert times.groups < times.one_pass and few.groups > few.one_pass
+    # Cutting one pass pays once reads take longer than 2 weights, but for its crossings.
+    saved = times.one_pass - times.cut
+    assert saved == pytest.approx(times.reads / 2 - times.weights - 4 * crossing)
+
+    # The engine takes what the table says is less.
+    for sequences, cached in BATCHES:
+        for nodes in NODES:
+            times = in_flight(sequences, cached, nodes)
+            read, weights = (int(us * 1e-6 * LIMITS.memory) for us in (times.reads, times.weights))
+            assert pays(nodes, read, weights) == (times.groups < times.one_pass), (sequences, cached, nodes)
 
 
 def test_the_page_has_the_tables_of_today():

@@ -21,6 +21,7 @@ import torch
 
 from weft import ops
 from weft.arguments import quoted
+from weft.engine.flight import rows_of
 from weft.engine.guided import Guide
 from weft.engine.params import SamplingParams
 from weft.ops.vocab.adjust_logits import ANY_TOKEN, NO_TOKEN, LogitChanges, adjusted
@@ -178,7 +179,7 @@ class Adjustments:
             note(self.state.seen, self.state.recent, self.start, self._indices(rows), tokens, position)
 
     def _indices(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        return self._rows[rows].contiguous() if isinstance(rows, slice) else rows
+        return rows_of(self._rows, rows) if isinstance(rows, slice) else rows
 
     def _set(self, row: torch.Tensor, tokens: Sequence[int], values: Sequence[float]) -> None:
         row.index_copy_(0, *self._own(row, tokens, values))

@@ -58,7 +58,8 @@ class Batch:
 
     Collective: every rank makes the same calls, and gets the same tokens. On GPUs the host runs one step ahead: it launches
     the next step before it waits for the tokens of this one. It waits for the first tokens of an answer at once, unless
-    more prompts are to be read, which takes the host longer; meanwhile the GPU runs the decode step behind them.
+    more prompts are to be read, which takes the host longer; meanwhile the GPU runs the decode step behind them. A step in
+    flight over stages has its tokens on all of them within the next step, or by `settle`.
     """
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:

@@ -277,9 +277,10 @@ class Engine:
         return _drained(self._held)
 
     def settle(self) -> None:
-        """End a decode step in flight over stages (docs/nodes.md): the GPUs come to an end of what was launched. Collective.
+        """End a decode step in flight over stages (docs/nodes.md), so that the GPUs finish what was launched.
 
-        Call it before other work of the team, if requests have not ended; the last `step` while `has_work` does so too.
+        Collective. Call it before other work of the team, if requests have not ended; the last `step` while `has_work` does so
+        too.
         """
         self.batch.settle()
 

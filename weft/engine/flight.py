@@ -1,4 +1,4 @@
-"""Decode steps in flight: batch slots dealt out to a group for each stage, and no stage waits for the end of a step.
+"""Decode steps in flight over stages: a group of batch slots a stage, and no wait for a step's end.
 
     groups a, b of steps 1, 2, …       turn t of stage s: group (t - s) mod P, of P stages
     stage 0 | a1 | b1 | a2 | b2 | a3
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 # Bytes of memory that an H200 reads in the 20 us until a rail's piece has begun.
 CROSSING_BYTES = 80 << 20
 # Steps in flight that end, since prompts are read, have cost P - 1 turns more, mostly of reading weights. With keys and values
@@ -25,9 +27,12 @@ FEWEST_OF_WEIGHTS = 1 / 8
 
 
 class Turn(NamedTuple):
-    """Turn of a stage in a decode step of `batch` slots: its layers for `group`, and then the tokens of group `arriving`.
+    """Turn of a stage in a decode step: its layers for a group, then the tokens of another one.
 
-    arriving  None: of no group, in a step that follows none; and on the last stage, which has them
+    batch     slots of the step
+    group     whose layers are computed
+    arriving  group whose tokens come from the last stage; None: of no group, in a step that follows none, and on the last
+              stage, which has them
     """
 
     batch: int
@@ -38,6 +43,14 @@ class Turn(NamedTuple):
 def slots_of(group: int, batch: int, stages: int) -> slice:
     """Slots of a group, of the first `batch` ones."""
     return slice(group, batch, stages)
+
+
+def rows_of(x: torch.Tensor, slots: slice) -> torch.Tensor:
+    """Rows of these slots, contiguous: `x` itself for the first slots, a copy for a group.
+
+    Also a copy of one row, since kernels are compiled for pointers of 16 bytes.
+    """
+    return x[slots] if slots.step is None else x[slots].clone(memory_format=torch.contiguous_format)
 
 
 def turns_of(stage: int, stages: int, batch: int, *, continued: bool) -> list[Turn]:
@@ -51,7 +64,7 @@ def turns_of(stage: int, stages: int, batch: int, *, continued: bool) -> list[Tu
 
 
 def pays(stages: int, read_bytes: int, weight_bytes: int) -> bool:
-    """True if a decode step in groups takes less time than as one pass, by the bytes that a stage reads for it.
+    """True if a decode step takes less time in groups than as one pass, by the bytes a stage reads.
 
     read_bytes  keys and values of all sequences. Weights are read once a pass, or once a group: P turns either way
 

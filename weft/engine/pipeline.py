@@ -1,6 +1,7 @@
 """Pipeline parallelism: layers over stages of a team, hidden states and tokens over rails.
 
-All ranks schedule alike, and run a pass together. It is cut into microbatches, which go through the stages in order:
+All ranks schedule alike, and run a pass together; decode steps may overlap (weft.engine.flight). A pass is cut into
+microbatches, which go through the stages in order:
 
     stage s, for each microbatch m:   receive m from s - 1   layers of m   send m to s + 1
     after the last microbatch:        the last stage chooses tokens and sends them to all others
@@ -172,7 +173,7 @@ class Pipeline:
         return found[0] if len(found) == 1 else torch.cat(found) if found else None
 
     def compute(self, model: Decoder, one: Pass, cache: PagedCache) -> torch.Tensor | None:
-        """This rank's logits of a microbatch on the last stage, None if not asked for; else its rows to `send`."""
+        """Compute a microbatch: this rank's logits, if asked for, on the last stage; else its rows to `send`."""
         given = one.tokens if model.is_first else self._receive(model, one.step.tokens)
         x, residual = model.hidden(given, one.step, cache)
         if not model.is_last:
@@ -195,7 +196,7 @@ class Pipeline:
         return tokens, rows
 
     def chosen(self, count: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the last stage's `choose` returns for `count` rows, on another stage."""
+        """Receive the result of the last stage's `choose` for `count` rows, on another stage."""
         tokens, rows = torch.empty(count, dtype=torch.int64, device=self.team.device), None
         if Kind.LOGPROBS in kind:
             rows = torch.empty(count, WIDTH, device=self.team.device)

@@ -16,7 +16,7 @@ import torch
 from weft.arguments import check_instance
 from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
-from weft.engine.flight import Turn, pays, slots_of, turns_of
+from weft.engine.flight import Turn, pays, rows_of, slots_of, turns_of
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
 from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams, joint_kind
@@ -134,7 +134,7 @@ class Runner:
         return [*((shape, WARM_KINDS[-1]) for shape in gathering), *sizes]
 
     def _warm_flights(self) -> list[Turn]:
-        """First turns of the decode steps in flight of all buckets, the largest first; each stands for all turns."""
+        """First turn of a decode step in flight for each bucket, which stands for all; the largest first."""
         stages = self.pipeline.stages
         return [Turn(batch, 0, None) for batch in reversed(self.buckets) if 1 < stages <= batch]
 
@@ -335,9 +335,10 @@ class Runner:
             self.step(batch, kind, between)
 
     def settle(self, arrived: Callable[[], None] | None = None) -> None:
-        """End the decode step in flight, if there is one: its tokens are on all stages. `arrived` as in `decode`. Collective.
+        """End the decode step in flight, if there is one: then its tokens are on all stages.
 
-        Before anything that is no decode step of the same slots, and before the host waits for the GPU.
+        Collective; `arrived` as in `decode`. Call it before anything that is no decode step of the same slots, and
+        before the host waits for all of the GPU's work.
         """
         if self._flying is None:
             return
@@ -362,7 +363,7 @@ class Runner:
             if self.cuda_graph:
                 self._capture_turns(batch, kind)
         continued, behind = self.in_flight, self.pipeline.stages - 1 - self.pipeline.rail.index
-        self._flying = None  # after an error between turns nobody knows
+        self._flying = None  # after an error between turns it is unknown what is under way
         for turn in self._turns(batch, continued):
             if continued and arrived is not None and turn.group == behind:
                 arrived()
@@ -378,9 +379,7 @@ class Runner:
     def _turn(self, turn: Turn, kind: Kind) -> None:
         pipeline = self.pipeline
         slots = slots_of(turn.group, turn.batch, pipeline.stages)
-        tokens, positions, table = (
-            x[slots].contiguous() for x in (self.tokens, self.slots.positions, self.slots.table)
-        )
+        tokens, positions, table = (rows_of(x, slots) for x in (self.tokens, self.slots.positions, self.slots.table))
         one = Pass(tokens, self.model.decode_step(positions, table, self.page_size))
         result = pipeline.compute(self.model, one, self.cache)
         if pipeline.is_last:
@@ -485,7 +484,7 @@ class Runner:
         self._captured(begin, key)
 
     def _prepare(self, run: Callable[[], Any]) -> float:
-        """Run eager steps: kernels compile, cuBLAS and the ops allocate workspaces, none of which a capture allows.
+        """Run eager steps before a capture, which allows no compilation and no allocation of workspaces.
 
         Returns the time at which it began.
         """
@@ -532,16 +531,17 @@ class Runner:
     def _advance(self, slots: slice) -> torch.Tensor:
         """Positions of the tokens that these slots get; -1 stays."""
         positions = self.slots.positions[slots]
-        return positions.add_(positions >= 0).contiguous()
+        positions.add_(positions >= 0)
+        return rows_of(self.slots.positions, slots)
 
     def _choose(self, slots: slice, kind: Kind, logits: torch.Tensor | None) -> None:
         fused = self.model.plan(len(self.tokens[slots])).fused
         choice = Choice(
-            temperature=self.slots.temperature[slots].contiguous(),
-            top_p=self.slots.top_p[slots].contiguous(),
-            top_k=self.slots.top_k[slots].contiguous(),
-            min_p=self.slots.min_p[slots].contiguous(),
-            seed=self.slots.seed[slots].contiguous(),
+            temperature=rows_of(self.slots.temperature, slots),
+            top_p=rows_of(self.slots.top_p, slots),
+            top_k=rows_of(self.slots.top_k, slots),
+            min_p=rows_of(self.slots.min_p, slots),
+            seed=rows_of(self.slots.seed, slots),
             position=self._advance(slots),
             adjustments=self.adjustments,
             rows=slots,

@@ -5,6 +5,7 @@ import torch
 
 import weft
 from weft.engine import Engine
+from weft.engine.flight import Turn
 
 PROMPTS = ["a prompt", "x", "another, longer prompt", "one of more tokens than a microbatch has, which is cut"]
 
@@ -18,6 +19,10 @@ def answers(team, directory, options):
             found.append(
                 [one.token_ids for one in engine.generate(PROMPTS, max_tokens=12, ignore_eos=True, **sampling)]
             )
+        turns = {type(size) for size, _ in engine.batch.runner._graphs} & {Turn}
+        assert bool(turns) == (cuda_graph and options.get("microbatch_tokens") == 1), (
+            "steps of four sequences in flight"
+        )
     return found
 
 

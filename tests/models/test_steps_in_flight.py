@@ -35,14 +35,44 @@ def answers(team, directory, options):
         if steps == 10:
             engine.cancel(numbers[-1])
     assert not runner.in_flight
-    # A stream that is closed early, and two answers that need the pages of three.
+    # A stream that is closed early, and beside it two answers that need the pages of three.
     stream = engine.stream([prompt for prompt, _ in ASKED[:2]], **MORE)
     for _ in range(5):
         next(stream)
+    found = [one.token_ids for one in engine.generate([[1] * 30, [2] * 30], max_tokens=12, ignore_eos=True)]
     stream.close()
     assert not runner.in_flight
-    found = [one.token_ids for one in engine.generate([[1] * 30, [2] * 30], max_tokens=12, ignore_eos=True)]
     return [tokens[number] for number in numbers], found, turns, engine.load.preemptions
+
+
+def restarted(team, directory, fails):
+    """Token ids, where no slot can be told its changes in the fifth step."""
+    engine = Engine(directory, team, pipeline_parallel=2, **STAGED)
+    assign, calls, found = engine.batch._assign_slots, [], {}
+
+    def fail(decoding):
+        calls.append(engine.batch.runner.in_flight)
+        if len(calls) == 5 and fails:
+            assert calls[-1]
+            raise MemoryError
+        return assign(decoding)
+
+    engine.batch._assign_slots = fail
+    for one in ASKED[:4]:
+        engine.submit(*one)
+    while engine.has_work:
+        try:
+            for piece in engine.step():
+                found.setdefault(piece.prompt, []).append(piece.token_id)
+        except MemoryError:
+            assert len(calls) == 5 and not engine.batch.runner.in_flight
+    return found
+
+
+def test_after_an_error_no_token_of_the_step_in_flight_is_lost_or_doubled(make_checkpoint, plain_ops):
+    directory, _ = make_checkpoint(num_hidden_layers=3)
+    expected = weft.simulate(restarted, 2, node_size=1, args=(directory, False))
+    assert weft.simulate(restarted, 2, node_size=1, args=(directory, True)) == expected
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,7 @@ class Engine:
     ) -> Generator[list[Piece], None, None]:
         """Yield, once per step, a list of the pieces that have arrived, which may be empty; else as `answer`."""
         prompts, params = list(prompts), list(params)
+        self.settle()  # the next step reads prompts, and would do so
         # Requests themselves take longer to exchange: only where their digests differ.
         digests = self.team.exchange(hashlib.sha256(encode((prompts, params), "prompts and params")).digest())
         asked = self.team.exchange((prompts, params)) if len(set(digests)) > 1 else []
@@ -410,6 +411,7 @@ class Engine:
         """The parameters, those without a seed with one that rank 0 has drawn."""
         if not any(isinstance(one, SamplingParams) and one.seed is None for one in params):
             return list(params)
+        self.settle()
         seeds = self.team.exchange([secrets.randbits(63) for _ in params])[0]
         return [replace(one, seed=seed) if one.seed is None else one for one, seed in zip(params, seeds, strict=True)]
 

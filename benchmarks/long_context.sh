@@ -7,13 +7,16 @@
 #   two     times at W=2, on two GPUs, beside torch and NCCL
 #   engine  first tokens of prompts over a spread cache, and decode steps at 32k, 128k and 1M tokens, at W=2, on two GPUs
 #   tune    rows of weft's tables; commit them before the other steps
+# WORLD_SIZE=4 in the environment: the last three on four GPUs.
 set -eu
 cd "$(dirname "$0")/.."
+world=${WORLD_SIZE:-2}
 out=benchmarks/results/${1:?FOLDER is missing, such as h200-x1-long}
 shift
 [ $# -gt 0 ] || set -- check one
 
-shapes=qwen3-30b-a3b,12-kv-heads,8,32,4,128,32768,32,32,4,128,32768
+op=sharded-decode-attention
+shapes="$op@qwen3-30b-a3b,12-kv-heads $op@8,32,4,128,32768 $op@32,32,4,128,32768"
 for step in "$@"; do
     case $step in
     check)
@@ -23,20 +26,20 @@ for step in "$@"; do
         python -m pytest -q --share-gpus tests/ops/attention/test_sharded_decode_attention.py -k replayed
         ;;
     one)
-        python -m weft bench "sharded-decode-attention@$shapes" --world-size 1 --out "$out" \
+        python -m weft bench $shapes --world-size 1 --out "$out" \
             --providers weft,sdpa+nccl
         ;;
     two)
-        python -m weft bench "sharded-decode-attention@$shapes" --world-size 2 --out "$out" \
+        python -m weft bench $shapes --world-size "$world" --out "$out" \
             --providers weft,sdpa+nccl,flex+nccl
         ;;
     engine)
-        python -m benchmarks.lab.spread_prompts --world-size 2 --out benchmarks/lab/h200-x2-spread-prompts.json
-        python -m weft bench model@decode:1x32768,1x131072,1x1048576 --model qwen3-8b --world-size 2 --out "$out" \
+        python -m benchmarks.lab.spread_prompts --world-size "$world" --out "benchmarks/lab/h200-x$world-spread-prompts.json"
+        python -m weft bench model@decode:1x32768,1x131072,1x1048576 --model qwen3-8b --world-size "$world" --out "$out" \
             --providers weft.auto,weft.context_parallel --random-cache
         ;;
     tune)
-        python -m weft tune "sharded-decode-attention@$shapes" --world-size 2
+        python -m weft tune $shapes --world-size "$world"
         ;;
     *)
         echo "$0: step $step is not one of check, one, two, engine, tune" >&2

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Tables of the mixture of experts on two GPUs, from a clean tree: sh benchmarks/moe.sh FOLDER [STEP…]
 #
+# WORLD_SIZE=4 in the environment: on four.
 # FOLDER is one of benchmarks/results, such as h200-x2-moe. Steps, all of them by default but tune:
 #   exchange   moe_dispatch, moe_combine, and the second GEMM with the all-reduce and norm behind it, beside NCCL
 #   overlap    both GEMMs of the experts with the communication around them, beside torch and NCCL and the GEMM alone
@@ -11,6 +12,7 @@
 # Then python -m benchmarks.performance writes the pages.
 set -eu
 cd "$(dirname "$0")/.."
+world=${WORLD_SIZE:-2}
 out=benchmarks/results/${1:?FOLDER is missing, such as h200-x2-moe}
 shift
 [ $# -gt 0 ] || set -- exchange overlap local layer model
@@ -26,10 +28,10 @@ for step in "$@"; do
     case $step in
     exchange)
         python -m weft bench "moe-dispatch+fp8@$sent" "moe-dispatch@$sent" "moe-combine@$sent" \
-            "moe-ar-rms-norm@$decoded" --world-size 2 --out "$out"
+            "moe-ar-rms-norm@$decoded" --world-size "$world" --out "$out"
         ;;
     overlap)
-        python -m weft bench "ag-moe@$many" "moe-rs@$many" --world-size 2 --out "$out"
+        python -m weft bench "ag-moe@$many" "moe-rs@$many" --world-size "$world" --out "$out"
         ;;
     local)
         # The last three are slices of all experts, half of the features each, as decoding may hold them.
@@ -37,19 +39,19 @@ for step in "$@"; do
             "moe-sum@$few" \
             "grouped-gemm-silu@$seen" "grouped-gemm@$seen" \
             grouped-gemm-silu@1,8,128,128,2048,384 grouped-gemm-silu@8,8,128,128,2048,384 \
-            grouped-gemm-silu@32,8,128,128,2048,384 --world-size 2 --out "$out"
+            grouped-gemm-silu@32,8,128,128,2048,384 --world-size "$world" --out "$out"
         ;;
     layer)
         python -m weft bench mlp@decode:1x1024,8x1024,32x1024,128x1024 mlp@prefill:32x128 --model $qwen --check \
-            --world-size 2 --out "$out"
+            --world-size "$world" --out "$out"
         ;;
     model)
         python -m weft bench model@decode:1x1024,8x1024,32x1024,128x1024,256x1024 model@prefill:32x128,1x128 \
-            --model $qwen --breakdown --world-size 2 --out "$out"
+            --model $qwen --breakdown --world-size "$world" --out "$out"
         ;;
     tune)
         python -m weft tune "grouped-gemm-silu@$seen" "grouped-gemm@$seen" "moe-dispatch@$sent" "moe-combine@$sent" \
-            "moe-dispatch+fp8@$sent" "ag-moe@$many" "moe-rs@$many" --world-size 2
+            "moe-dispatch+fp8@$sent" "ag-moe@$many" "moe-rs@$many" --world-size "$world"
         ;;
     *)
         echo "$0: step $step is not one of exchange, overlap, local, layer, model, tune" >&2

@@ -1,22 +1,16 @@
 """The commands of benchmarks/moe.sh: each is one that weft takes on two GPUs."""
 
 import subprocess
-from pathlib import Path
 
+from tests.benchmarks.scripts import FOLDER, commands_of
 from weft.bench.command import BenchOptions
 from weft.bench.models.flags import ModelFlags
 from weft.tune.command import TuneOptions
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "moe.sh"
-
 
 def commands(tmp_path, *steps):
-    """Arguments of the commands that the script runs."""
-    (tmp_path / "python").write_text('#!/bin/sh\nshift 2\nprintf "%s\\n" "$@" -- >> "$0.txt"\n')
-    (tmp_path / "python").chmod(0o755)
-    found = subprocess.run(["sh", SCRIPT, "h200-x2-moe", *steps], env={"PATH": f"{tmp_path}:/bin:/usr/bin"})
-    lines = (tmp_path / "python.txt").read_text().split("\n--\n")[:-1] if found.returncode == 0 else []
-    return [line.split("\n") for line in lines]
+    """Arguments of weft in the commands that the script runs."""
+    return [words for _, *words in commands_of("moe.sh", tmp_path, "h200-x2-moe", *steps)]
 
 
 def test_every_command_of_the_script_is_valid(tmp_path):
@@ -40,7 +34,7 @@ def test_every_command_of_the_script_is_valid(tmp_path):
 
 def test_an_unknown_step_and_a_missing_folder_are_refused(tmp_path):
     assert commands(tmp_path, "all") == []
-    assert subprocess.run(["sh", SCRIPT], capture_output=True).returncode != 0
+    assert subprocess.run(["sh", FOLDER / "moe.sh"], capture_output=True).returncode != 0
 
 
 EXCHANGES = ("moe-dispatch", "moe-dispatch+fp8", "moe-combine", "ag-moe", "moe-rs")

@@ -1,0 +1,101 @@
+#!/bin/sh
+# All that several GPUs of a machine prove and measure, from a clean tree: sh benchmarks/several_gpus.sh WORLD_SIZE [STEP…]
+#
+# WORLD_SIZE is 2, 4 or 8; tables go to benchmarks/results/h200-xWORLD_SIZE and folders beside it. Each step ends by itself, so that
+# a machine that is lent for minutes takes a few of them. In this order, all by default but tune and vllm:
+#   check        tests of runtime, ops, models, engine, traces and examples; doctor; generate
+#   suite        the suite of ops: every case, graphs, 2,000 calls of each with delays
+#   collectives  beside NCCL and torch's symmetric memory, the models' own sizes too, alone and in a row, eager too
+#   gemms        AG-GEMM, GEMM-RS, GEMM-AR and GEMMs of few rows beside cuBLAS and NCCL, by designs of tiles too
+#   layers       of Qwen3-32B beside eager torch and torch.compile, and by the reference recipe
+#   models       steps of Qwen3-32B, 8B and 0.6B, and whole generations, beside the same
+#   train        forward and backward of a layer of Qwen3-32B
+#   moe          benchmarks/moe.sh
+#   long         benchmarks/long_context.sh
+#   nodes        every pair of ranks as a node, over NCCL's sockets: the suite over nodes, and the links
+#   engines      weft's engine and server; vllm: vLLM's, in an environment that has it
+#   tune         rows of weft's tables; commit them before the other steps
+# Then python -m benchmarks.performance writes the pages.
+set -eu
+cd "$(dirname "$0")/.."
+world=${1:?WORLD_SIZE is missing, such as 4}
+shift
+case $world in 2 | 4 | 8) ;; *) echo "$0: WORLD_SIZE $world is not 2, 4 or 8" >&2 && exit 2 ;; esac
+[ $# -gt 0 ] || set -- check suite collectives gemms layers models train moe long nodes engines
+out=benchmarks/results/h200-x$world
+runs=benchmarks/lab/h200-x$world-engines
+
+rows=64,128,256,512,1024,2048,4096,8192,16384
+steps=model@decode:1x128,1x1024,8x1024,32x1024,128x128,128x1024
+prompts=model@prefill:1x128,1x1024,32x128
+bench() {
+    python -m weft bench "$@" --world-size "$world"
+}
+for step in "$@"; do
+    case $step in
+    check)
+        python -m pytest -q -m gpu tests/runtime tests/language tests/ops tests/simulator tests/trace tests/test_examples.py
+        python -m pytest -q -m gpu tests/models tests/engine tests/bench
+        python -m weft doctor
+        python -m weft generate --world-size "$world" "12+34="
+        ;;
+    suite)
+        python -m tests.gpu.suite --world-size "$world" --load \
+            --json "benchmarks/results/check/gpu-suite-h200-x$world.json"
+        ;;
+    collectives)
+        bench all-reduce@sizes all-reduce@10KiB,320KiB,1280KiB all-gather reduce-scatter all-to-all \
+            all-reduce-rms-norm@qwen3-32b:1,32,128 all-reduce-rms-norm@7,5120 --eager --out "$out"
+        ;;
+    gemms)
+        bench "ag-gemm@qwen3-32b:$rows" "gemm-rs@qwen3-32b:$rows" "gemm-ar@qwen3-32b:1,16,$rows" \
+            gemm@qwen3-32b:1,8,16,32,64,128 --eager --out "$out"
+        bench ag-gemm@qwen3-32b:4096,8192 gemm-rs@qwen3-32b:512,4096,8192 --providers weft.fused,tiles --out "$out-tiles"
+        ;;
+    layers)
+        bench mlp attn --model qwen3-32b --check --providers weft,torch.eager,torch.compile --out "$out"
+        ;;
+    models)
+        for model in qwen3-32b qwen3-8b qwen3-0.6b; do
+            bench "$steps" "$prompts" --model "$model" --check --breakdown --mode auto \
+                --providers weft,torch.eager,torch.compile --out "$out-$model"
+        done
+        bench generate --model qwen3-32b --mode auto --providers weft,torch.eager --out "$out"
+        ;;
+    train)
+        bench train@qwen3-32b:1x4096,1x8192 --out "$out"
+        ;;
+    moe)
+        WORLD_SIZE=$world sh benchmarks/moe.sh "h200-x$world-moe"
+        ;;
+    long)
+        WORLD_SIZE=$world sh benchmarks/long_context.sh "h200-x$world-long" two engine
+        ;;
+    nodes)
+        python -m tests.gpu.suite --world-size "$world" --node-size $((world / 2)) \
+            --json "benchmarks/results/check/gpu-suite-h200-x$world-over-nodes.json"
+        bench --nodes --node-size $((world / 2)) --out "$out-nodes"
+        ;;
+    engines | vllm)
+        engine=weft
+        [ "$step" = engines ] || engine=vllm
+        mkdir -p "$runs"
+        for model in qwen3-32b qwen3-8b qwen3-0.6b; do
+            python -m benchmarks.engines run $engine --model "$model" --world-size "$world" --json "$runs/$engine-$model.json"
+        done
+        python -m benchmarks.serving --model qwen3-8b --world-size "$world" --servers $engine \
+            --out "benchmarks/lab/h200-x$world-serving"
+        ;;
+    tune)
+        python -m weft tune all-reduce all-gather reduce-scatter all-to-all "ag-gemm@qwen3-32b:$rows" "gemm-rs@qwen3-32b:$rows" \
+            "gemm-ar@qwen3-32b:1,16,$rows" gemm@qwen3-32b:1,8,16,32,64,128 --world-size "$world"
+        WORLD_SIZE=$world sh benchmarks/moe.sh "h200-x$world-moe" tune
+        WORLD_SIZE=$world sh benchmarks/long_context.sh "h200-x$world-long" tune
+        ;;
+    *)
+        echo "$0: step $step is not one of check, suite, collectives, gemms, layers, models, train, moe, long, nodes," \
+            "engines, vllm, tune" >&2
+        exit 2
+        ;;
+    esac
+done

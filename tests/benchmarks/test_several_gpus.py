@@ -1,0 +1,79 @@
+"""The commands of benchmarks/several_gpus.sh: each is one that weft, or the module that it names, takes."""
+
+import importlib.util
+
+import pytest
+
+from tests.benchmarks.scripts import FOLDER, commands_of
+from weft.bench.command import BenchOptions
+from weft.bench.models.flags import ModelFlags
+from weft.tune.command import TuneOptions
+
+STEPS = (
+    "check",
+    "suite",
+    "collectives",
+    "gemms",
+    "layers",
+    "models",
+    "train",
+    "moe",
+    "long",
+    "nodes",
+    "engines",
+    "vllm",
+    "tune",
+)
+SWITCHES = "--eager", "--check", "--breakdown", "--nodes", "--random-cache"
+
+
+def split(words):
+    """(ops, values of flags) of the words of `weft bench`."""
+    at = next(index for index, word in enumerate(words) if word.startswith("--"))
+    rest, flags = [word for word in words[at:] if word not in SWITCHES], {}
+    while rest:
+        flag, flags[flag] = rest[0], rest[1]
+        assert flag.startswith("--"), words
+        rest = rest[2:]
+    return tuple(words[:at]), flags
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.sweep), 4])
+def test_every_command_is_valid(tmp_path, world_size):
+    measured, modules = {}, set()
+    for module, *words in commands_of("several_gpus.sh", tmp_path, str(world_size), *STEPS):
+        modules.add(module)
+        assert importlib.util.find_spec(module) is not None
+        if module != "weft":
+            continue
+        command, *words = words
+        if command == "bench" and "--nodes" not in words:
+            ops, flags = split(words)
+            assert flags["--world-size"] == str(world_size)
+            options = BenchOptions(
+                ops=ops,
+                providers=tuple(flags.get("--providers", "").split(",")) if "--providers" in flags else (),
+                model=ModelFlags(model=flags.get("--model"), random_cache="--random-cache" in words),
+            )
+            for workload in options.workloads(world_size, simulated=False):
+                # One file an op in a folder: a later command would replace an earlier one's.
+                key = flags["--out"], workload.name
+                assert workload.shapes and key not in measured
+                measured[key] = workload
+        elif command == "tune":
+            assert TuneOptions(words=split(words)[0]).shapes_by_op()
+    assert modules == {
+        "weft",
+        "pytest",
+        "tests.gpu.suite",
+        "benchmarks.engines",
+        "benchmarks.serving",
+        "benchmarks.lab.spread_prompts",
+    }
+    main = {name for folder, name in measured if folder == f"benchmarks/results/h200-x{world_size}"}
+    before = {file.name.split(".")[0] for file in (FOLDER / "results" / f"h200-x{world_size}").glob("*.json")}
+    assert before - {"model"} <= main  # whole models have folders of their own
+
+
+def test_other_numbers_and_steps_are_refused(tmp_path):
+    assert commands_of("several_gpus.sh", tmp_path, "3") == [] == commands_of("several_gpus.sh", tmp_path, "4", "all")

@@ -37,7 +37,7 @@ for step in "$@"; do
         python -m pytest -q -m gpu tests/runtime tests/language tests/ops tests/simulator tests/trace tests/test_examples.py
         python -m pytest -q -m gpu tests/models tests/engine tests/bench
         python -m weft doctor
-        python -m weft generate --world-size "$world" "12+34="
+        python -m weft generate --prompt 12+34= --world-size "$world"
         ;;
     suite)
         python -m tests.gpu.suite --world-size "$world" --load \

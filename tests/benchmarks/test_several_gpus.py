@@ -3,10 +3,12 @@
 import importlib.util
 
 import pytest
+from typer.main import get_command
 
 from tests.benchmarks.scripts import FOLDER, commands_of
 from weft.bench.command import BenchOptions
 from weft.bench.models.flags import ModelFlags
+from weft.cli import app
 from weft.tune.command import TuneOptions
 
 STEPS = (
@@ -47,6 +49,7 @@ def test_every_command_is_valid(tmp_path, world_size):
         if module != "weft":
             continue
         command, *words = words
+        get_command(app).commands[command].make_context(command, [*words])  # a UsageError for flags that there are not
         if command == "bench" and "--nodes" not in words:
             ops, flags = split(words)
             assert flags["--world-size"] == str(world_size)

@@ -39,11 +39,13 @@ ASKED = [
 ]
 
 
-def answers(directory, world_size=1, late=0, mode="reference", **engine):
+def answers(directory, world_size=1, late=0, mode="reference", prompts=(*PROMPTS, "y", "z"), **engine):
+    """Answers to `prompts` by the first of ASKED, and the number of preemptions."""
+
     def main(team):
         made = Engine(directory, team, mode=mode, **engine)
         made.batch._steps_behind = late
-        return join_pieces(made.answer([*PROMPTS, "y", "z"], ASKED), 5), made.stats.preemptions
+        return join_pieces(made.answer(prompts, ASKED[: len(prompts)]), len(prompts)), made.stats.preemptions
 
     results = weft.simulate(main, world_size)
     assert all(result == results[0] for result in results)
@@ -69,9 +71,23 @@ def test_answers_follow_their_grammars_in_slots_chunks_and_after_preemption(byte
 @pytest.mark.parametrize("mode", ["reference", "replicated", "sequence_parallel"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_mode_and_world_size_answers_alike(byte_model, mode, world_size):
+    """The cache is split by heads: each of the five pages holds 16 tokens in every world size."""
     expected, _ = answers(byte_model)
-    found, preemptions = answers(byte_model, world_size, 1, mode, page_size=16, pages=1 + 5, max_batch=4)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected] and preemptions > 0
+    pool = {"page_size": 16, "pages": 1 + 5, "max_batch": 4, "context_parallel": False}
+    found, preemptions = answers(byte_model, world_size, 1, mode, **pool)
+    assert preemptions > 0 and [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["replicated", "sequence_parallel"])
+@pytest.mark.parametrize(("world_size", "pages"), [(2, 1 + 4), (4, 1 + 3)])
+def test_a_spread_cache_answers_alike(one_layer, mode, world_size, pages):
+    """A page holds 16 tokens of each rank. Both prompts fit, and one page more; both requests grow beyond 64 tokens."""
+    prompts = ["." * 45 + prompt for prompt in PROMPTS[:2]]
+    expected, _ = answers(one_layer, prompts=prompts)
+    pool = {"page_size": 16, "pages": pages, "max_batch": 4, "context_parallel": True}
+    found, preemptions = answers(one_layer, world_size, 1, mode, prompts, **pool)
+    assert preemptions > 0 and [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
 def test_the_built_in_model_is_guided_too():

@@ -71,7 +71,7 @@ def main(team: Any, config: DecoderConfig, contexts: tuple[int, ...], more: tupl
         )
         runner = engine.batch.runner
         found[name], tokens[name] = measured(engine, contexts, more)
-        found[name]["graphs"], found[name]["seconds of capture"] = len(runner._graphs), round(runner.capture_seconds, 1)
+        found[name]["graphs"], found[name]["seconds of capture"] = len(runner.graphs), round(runner.capture_seconds, 1)
         found[name]["passes without a graph"] = sum(runner._launched.values())
         if team.rank == 0:
             print(name, json.dumps(found[name]), flush=True)

@@ -138,7 +138,7 @@ def main(team: Any, config: DecoderConfig, small: bool = False) -> dict[str, Any
     begin = time.perf_counter()
     runner.warm_up()
     team.synchronize()
-    report("warm-up", {"seconds": round(time.perf_counter() - begin, 1), "graphs": len(runner._graphs)})
+    report("warm-up", {"seconds": round(time.perf_counter() - begin, 1), "graphs": len(runner.graphs)})
     report("first token, warm", traffic.first_tokens(lengths))
     report("first token, prefix", {str(length): traffic.prefix_hit(length) for length in prefixes})
     report("decode step by batch", traffic.decode_steps(batches, context, steps))

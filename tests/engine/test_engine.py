@@ -11,11 +11,11 @@ import torch
 
 import weft
 from weft.engine import Engine, SamplingParams
+from weft.engine.graphs import Graphs
 from weft.engine.outputs import join_pieces
 from weft.engine.params import Kind, as_prompts
 from weft.engine.prefill import Shape
 from weft.engine.ragged_prefill import RaggedShape
-from weft.engine.runner import Runner
 from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config
@@ -629,11 +629,11 @@ def test_padded_passes_give_the_tokens_of_those_as_they_are(one_layer, monkeypat
     """As on GPUs, but that a graph's replay is the pass itself: new prompts, parts of some with the begin of others."""
     keys = set()
 
-    def capture(runner, key, run):
+    def capture(graphs, key, run):
         keys.add(type(key[0]))
-        runner._graphs[key] = SimpleNamespace(replay=run)
+        graphs._graphs[key] = SimpleNamespace(replay=run)
 
-    monkeypatch.setattr(Runner, "_capture", capture)
+    monkeypatch.setattr(Graphs, "capture", capture)
     monkeypatch.setattr("weft.engine.runner.LAUNCHED_FIRST", {Shape: 1, RaggedShape: 1})
     prompts = ["a prompt of more tokens than are read at once", "x", "another, longer prompt", "one more, of 25 tokens"]
 
@@ -653,11 +653,11 @@ def test_after_a_warm_up_nothing_is_captured_or_launched_kernel_by_kernel(one_la
     """A graph's replay is the pass itself, as above, or nothing. Prompts are new, continued, many, and greedy or not."""
     keys, replayed, progress = [], [], []
 
-    def capture(runner, key, run):
+    def capture(graphs, key, run):
         keys.append(key)
-        runner._graphs[key] = SimpleNamespace(replay=lambda: (replayed.append(key), run() if whole else None))
+        graphs._graphs[key] = SimpleNamespace(replay=lambda: (replayed.append(key), run() if whole else None))
 
-    monkeypatch.setattr(Runner, "_capture", capture)
+    monkeypatch.setattr(Graphs, "capture", capture)
     prompts = ["a prompt of more tokens than are read at once", "x", "another one", "a prompt of more tokens than that"]
     sampling = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 2}}
     options = {"mode": "gemm_ar", "dtype": torch.float32, "fused": True, "chunk_tokens": 24, "max_batch": 3}

@@ -169,7 +169,7 @@ def spread_over_ranks(team, directory):
         ahead.FEWEST_BYTES = least
         engine = Engine(directory, team, cuda_graph=graphs, **options)
         calls = [engine.generate([*PROMPTS, *LONG], max_tokens=12) for _ in range(8)]
-        gathering = {size for size, _ in engine.batch.runner._graphs if isinstance(size, RaggedShape) and size.entries}
+        gathering = {size for size, _ in engine.batch.runner.graphs if isinstance(size, RaggedShape) and size.entries}
         found.append(([[answer.token_ids for answer in call] for call in calls], len(gathering)))
     return found
 

@@ -8,6 +8,7 @@ import weft
 import weft.check
 from weft.engine import Engine, SamplingParams
 from weft.engine.flight import CROSSING_BYTES, Turn, pays, slots_of, turns_of
+from weft.engine.graphs import Graphs
 from weft.engine.params import Kind
 from weft.engine.runner import Runner
 from weft.errors import Deadlock
@@ -44,9 +45,8 @@ def graphs_without_gpu(monkeypatch):
         def __init__(self, run):
             self.replay = run
 
-    monkeypatch.setattr(Runner, "_prepare", lambda self, run: 0.0)
-    monkeypatch.setattr(Runner, "_captured", lambda self, begin, key: None)
-    monkeypatch.setattr(Runner, "_record", lambda self, key, run: self._graphs.update({key: Graph(run)}))
+    monkeypatch.setattr(Graphs, "_prepare", lambda self, run: None)
+    monkeypatch.setattr(Graphs, "_record", lambda self, key, run: self._graphs.update({key: Graph(run)}))
 
 
 def test_turns_are_captured_at_start_and_replayed(byte_model, monkeypatch):
@@ -58,10 +58,10 @@ def test_turns_are_captured_at_start_and_replayed(byte_model, monkeypatch):
             runner._shape_of = lambda chunks: None
             monkeypatch.setattr(runner, "_warm_sizes", lambda: [(turn, Kind.GREEDY) for turn in runner._warm_flights()])
             runner.warm_up()
-            known = set(runner._graphs)
+            known = set(runner.graphs)
         found = [one.token_ids for one in engine.generate([[1], [2, 3], [4]], max_tokens=6, ignore_eos=True)]
         if team.size > 1:
-            turns = {key for key in runner._graphs if isinstance(key[0], Turn)}
+            turns = {key for key in runner.graphs if isinstance(key[0], Turn)}
             assert turns == known and len(known) == (6 if runner.pipeline.is_last else 9)
         return found
 

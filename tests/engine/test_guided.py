@@ -13,12 +13,12 @@ from tests.engine.test_engine import PROMPTS
 from weft.engine import Engine, SamplingParams, guided
 from weft.engine import StructuredOutputsParams as Structured
 from weft.engine.adjustments import Adjusted, Entry
+from weft.engine.graphs import FORWARD, Graphs
 from weft.engine.guided import Guides
 from weft.engine.outputs import join_pieces
 from weft.engine.params import joint_kind
 from weft.engine.prefill import Shape
 from weft.engine.ragged_prefill import RaggedShape
-from weft.engine.runner import FORWARD, Runner
 from weft.engine.tokenizer import load_tokenizer
 from weft.models.builtin import PATH as BUILTIN
 
@@ -192,14 +192,14 @@ def test_graphs_give_the_same_answers_as_steps_that_are_launched(byte_model, mon
     """As on GPUs, but that a graph's replay is the pass itself, after the two passes before a capture."""
     keys = set()
 
-    def capture(runner, key, run):
+    def capture(graphs, key, run):
         keys.add((type(key[0]), key[1]))
         for _ in range(2):
             run()
-        runner._graphs[key] = SimpleNamespace(replay=run)
+        graphs._graphs[key] = SimpleNamespace(replay=run)
 
     expected, _ = answers(byte_model)
-    monkeypatch.setattr(Runner, "_capture", capture)
+    monkeypatch.setattr(Graphs, "capture", capture)
     monkeypatch.setattr("weft.engine.runner.LAUNCHED_FIRST", {Shape: 0, RaggedShape: 0})
 
     def main(team):

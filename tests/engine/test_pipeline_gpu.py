@@ -19,7 +19,7 @@ def answers(team, directory, options):
             found.append(
                 [one.token_ids for one in engine.generate(PROMPTS, max_tokens=12, ignore_eos=True, **sampling)]
             )
-        turns = {type(size) for size, _ in engine.batch.runner._graphs} & {Turn}
+        turns = {type(size) for size, _ in engine.batch.runner.graphs} & {Turn}
         assert bool(turns) == (cuda_graph and options.get("microbatch_tokens") == 1), (
             "steps of four sequences in flight"
         )

@@ -12,6 +12,7 @@ import weft.engine.runner as runner_module
 from weft.cli.engine_flags import _layout
 from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
+from weft.engine.graphs import Graphs
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
@@ -116,14 +117,14 @@ def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
     """The first of 2 x 9 graphs takes 700 bytes, each other 10; the trial's are given back."""
     free = [100_000, 99_300, 99_290, 100_000]
     monkeypatch.setattr(runner_module, "free_bytes", lambda device: free.pop(0))
-    monkeypatch.setattr(Runner, "_warm", lambda self, size, kind: self._graphs.update({(size, kind): "trial"}))
+    monkeypatch.setattr(Runner, "_warm", lambda self, size, kind: self.graphs._graphs.update({(size, kind): "trial"}))
 
     def main(model):
         runner = new_runner(model, max_batch=2)
         runner.chunk_tokens = 64
         sizes = runner._warm_sizes()
         reserved = runner._graph_bytes()
-        assert not runner._graphs and runner.cache.pages == 2
+        assert not len(runner.graphs) and runner.cache.pages == 2
         device = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages])
         of = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
         on_gpu = SimpleNamespace(model=of, page_size=16, team=device)
@@ -283,12 +284,12 @@ def test_few_shapes_gather_and_hold_every_chunk():
 
 def test_after_a_warm_up_prompts_behind_cached_tokens_run_in_graphs(one_layer, monkeypatch):
     """Here a replay is the pass itself. Sampling of the second kind serves greedy requests too."""
-    replayed = []
+    replayed, warmed = [], []
 
     def capture(self, key, run):
-        self._graphs[key] = SimpleNamespace(replay=lambda: self.warm and (replayed.append(key), run()))
+        self._graphs[key] = SimpleNamespace(replay=lambda: self in warmed and (replayed.append(key), run()))
 
-    monkeypatch.setattr(Runner, "_capture", capture)
+    monkeypatch.setattr(Graphs, "capture", capture)
     reads = reads_of(40, 20, params=SamplingParams())
     parts = [[replace(reads[0], tokens=reads[0].tokens[:30], choose=False)], [continued(reads[0], 30), reads[1]]]
     config = EngineConfig(max_batch=2, page_size=16, max_seq_len=96, pages=13, chunk_tokens=32)
@@ -298,6 +299,7 @@ def test_after_a_warm_up_prompts_behind_cached_tokens_run_in_graphs(one_layer, m
         exact, warm = Runner(model, config), Runner(model, config)
         warm.cuda_graph = True
         warm.warm_up()
+        warmed.append(warm.graphs)
         for runner in (exact, warm):
             for part in parts:
                 runner.prefill(part)
@@ -312,7 +314,7 @@ def test_after_a_warm_up_prompts_behind_cached_tokens_run_in_graphs(one_layer, m
 def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
     """Here a capture is the pass itself: what is captured gives the tokens of what is not."""
     captured = []
-    monkeypatch.setattr(Runner, "_replay", lambda self, key, run: (captured.append(key), run()))
+    monkeypatch.setattr(Graphs, "run", lambda self, key, run: (captured.append(key), run()))
     monkeypatch.setattr(runner_module, "LAUNCHED_FIRST", {Shape: 1, RaggedShape: 2})
 
     def main(model):
@@ -345,18 +347,18 @@ def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
 
 
 def test_graphs_of_prompts_are_kept_for_the_shapes_that_came_last(byte_model, monkeypatch):
-    monkeypatch.setattr(Runner, "_replay", lambda self, key, run: (self._graphs.setdefault(key, len(key)), run()))
+    monkeypatch.setattr(Graphs, "run", lambda self, key, run: (self._graphs.setdefault(key, len(key)), run()))
     monkeypatch.setattr(runner_module, "MOST_SHAPES", 2)
 
     def main(model):
         runner, kept = new_runner(model), []
         runner.cuda_graph = True
-        runner._graphs[4, Kind.GREEDY] = "of a decode step"
+        runner.graphs._graphs[4, Kind.GREEDY] = "of a decode step"
         for tokens in (16, 16, 32, 32, 16, 64, 64, 32, 32):
             runner.prefill(reads_of(tokens))
-            assert len(runner._prompts) == len(runner._graphs) - 1
+            assert len(runner._prompts) == len(runner.graphs) - 1
             kept.append([shape.length for shape in runner._prompts])
-        return kept, (4, Kind.GREEDY) in runner._graphs
+        return kept, (4, Kind.GREEDY) in runner.graphs
 
     kept, still = on_one_rank(main, byte_model)
     # 32 went when 64 came, since 16 had come again; and is launched as it is before it is captured again.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 
@@ -18,6 +16,7 @@ from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
 from weft.engine.flight import Turn, pays, rows_of, slots_of, turns_of
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
+from weft.engine.graphs import FORWARD, Graphs
 from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.pipeline import Pass, Pipeline
@@ -38,8 +37,6 @@ VIRTUAL_CACHE_BYTES = 256 << 20
 # Eager passes of a shape before it is captured, since a capture takes as long as several passes. There are few shapes of new
 # prompts; ragged shapes are many, and some never recur.
 LAUNCHED_FIRST = {Shape: 1, RaggedShape: 4}
-# In place of a kind: graph of a decode step's forward pass alone.
-FORWARD = None
 # Most recently used prompt shapes whose graphs are kept: graphs take GPU memory, and there may be hundreds.
 MOST_SHAPES = 64
 # Kinds of sampling that are captured at start. The second serves all but greedy requests: it has a few more kernels than they
@@ -76,17 +73,15 @@ class Runner:
         self.prompt_logprobs: dict[int, torch.Tensor] = {}  # by slot, of the prompts of the last `prefill`
         self.adjustments: Adjustments | None = None  # once a request asks for changes of logits
         self.buckets = decode_buckets(max_batch)
-        self.capture_seconds = 0.0
         # Most tokens of one forward pass so far, padding included.
         self.longest_prefill = self.largest_decode = 0
-        self._graphs: dict[tuple[int | Shape | RaggedShape | Turn, Kind | None], torch.cuda.CUDAGraph] = {}
+        self.graphs = Graphs(self.team)
         # Of decode steps with grammars, which have a graph for the forward pass and one for the choice.
         self._logits: dict[int, torch.Tensor | None] = {}
         self._prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
         self.warm = False
-        self._pool = None
         self._flying: tuple[int, Kind] | None = None  # slots and kind of the decode step in flight
         self.cache = model.new_cache(self._pages(config), self.page_size)
         if self.pipeline.stages > 1:
@@ -152,8 +147,8 @@ class Runner:
                 prompts = self._warm_prompts.get(size) or self._prompts_of(size)
                 self._warm_prompts[size] = prompts
                 prompts.load([])
-                self._capture((size, kind), lambda: prompts.run(kind))
-            self._graphs[size, kind].replay()  # the first one uploads it
+                self.graphs.capture((size, kind), lambda: prompts.run(kind))
+            self.graphs.replay((size, kind))  # the first one uploads it
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`.
@@ -230,7 +225,7 @@ class Runner:
                 self._evict(next(iter(self._prompts)))
         self.longest_prefill = max(self.longest_prefill, shape.tokens)
         prompts.load(chunks)
-        self._replay((shape, kind), lambda: prompts.run(kind, self.adjustments))
+        self.graphs.run((shape, kind), lambda: prompts.run(kind, self.adjustments))
         return prompts.chosen, prompts.logprobs
 
     def _prompts_of(self, shape: Shape | RaggedShape) -> PaddedPrefill | RaggedPrefill:
@@ -243,7 +238,7 @@ class Runner:
         """Free the graphs and tensors of a shape. Its next batches run eagerly until it is captured again."""
         self.team.synchronize()
         del self._prompts[shape], self._launched[shape]
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != shape}
+        self.graphs.drop(shape)
 
     def _prefill_eagerly(self, chunks: Sequence[PrefillChunk]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Next token after each chunk with `choose`, and their logprobs; None: none is asked for."""
@@ -302,6 +297,11 @@ class Runner:
         self.tokens.index_copy_(0, targets, self.tokens[sources])
         if self.adjustments is not None:
             self.adjustments.move(moves)
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that captures of CUDA graphs have taken."""
+        return self.graphs.capture_seconds
 
     @property
     def in_flight(self) -> bool:
@@ -368,7 +368,7 @@ class Runner:
             if continued and arrived is not None and turn.group == behind:
                 arrived()
             if self.cuda_graph:
-                self._graphs[turn, kind].replay()
+                self.graphs.replay((turn, kind))
             else:
                 self._turn(turn, kind)
         self._flying = batch, kind
@@ -404,7 +404,7 @@ class Runner:
     def _capture_turns(self, batch: int, kind: Kind) -> None:
         """Capture the graphs of the turns of decode steps in flight, unless there are some; as `capture`."""
         turns = self._turns(batch, False) + self._turns(batch, True)
-        if (turns[0], kind) in self._graphs:
+        if (turns[0], kind) in self.graphs:
             return
 
         def steps() -> None:
@@ -413,10 +413,7 @@ class Runner:
             self._receive_rest(batch, kind)
 
         with self._on_empty_slots():
-            begin = self._prepare(steps)
-            for turn in dict.fromkeys(turns):
-                self._record((turn, kind), partial(self._turn, turn, kind))
-            self._captured(begin, (turns[0], kind))
+            self.graphs.capture_all({(turn, kind): partial(self._turn, turn, kind) for turn in turns}, steps)
 
     def bucket(self, batch: int) -> int:
         """Size of the smallest bucket that holds `batch` slots."""
@@ -438,31 +435,31 @@ class Runner:
             kind = self._captured_kind(batch, kind)
             self.capture(batch, kind)
             if between is not None:
-                self._graphs[batch, FORWARD].replay()
+                self.graphs.replay((batch, FORWARD))
                 between()
-            self._graphs[batch, kind].replay()
+            self.graphs.replay((batch, kind))
 
     def _captured_kind(self, size: int | Shape | RaggedShape | Turn, kind: Kind) -> Kind:
         """Kind that `warm_up` has captured for `size` and that serves `kind`, which stays if there is none."""
         warm = WARM_KINDS if self.warm else ()
-        return next((captured for captured in warm if kind in captured and (size, captured) in self._graphs), kind)
+        return next((captured for captured in warm if kind in captured and (size, captured) in self.graphs), kind)
 
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
         """Capture the graph that `step` replays, unless there is one. Collective; waits for the GPU.
 
         `tokens`, `positions` and the cache keep their values: all slots are empty during warm-up.
         """
-        if (batch, kind) in self._graphs:
+        if (batch, kind) in self.graphs:
             return
         with self._on_empty_slots():
             if Kind.GUIDED not in kind:
-                self._capture((batch, kind), lambda: self._eager_step(batch, kind))
+                self.graphs.capture((batch, kind), lambda: self._eager_step(batch, kind))
                 return
-            if (batch, FORWARD) not in self._graphs:
+            if (batch, FORWARD) not in self.graphs:
                 logits = self._forward(batch)
                 self._logits[batch] = None if logits is None else torch.empty_like(logits)
-                self._capture((batch, FORWARD), lambda: self._keep(batch, self._forward(batch)))
-            self._capture((batch, kind), lambda: self._choose(slice(batch), kind, self._logits[batch]))
+                self.graphs.capture((batch, FORWARD), lambda: self._keep(batch, self._forward(batch)))
+            self.graphs.capture((batch, kind), lambda: self._choose(slice(batch), kind, self._logits[batch]))
 
     @contextmanager
     def _on_empty_slots(self) -> Iterator[None]:
@@ -472,46 +469,6 @@ class Runner:
         yield
         self.tokens.copy_(kept[0])
         self.slots.positions.copy_(kept[1])
-
-    def _replay(self, key: tuple[Shape | RaggedShape, Kind], run: Callable[[], None]) -> None:
-        if key not in self._graphs:
-            self._capture(key, run)
-        self._graphs[key].replay()
-
-    def _capture(self, key: tuple[int | Shape | RaggedShape, Kind | None], run: Callable[[], Any]) -> None:
-        begin = self._prepare(run)
-        self._record(key, run)
-        self._captured(begin, key)
-
-    def _prepare(self, run: Callable[[], Any]) -> float:
-        """Run eager steps before a capture, which allows no compilation and no allocation of workspaces.
-
-        Returns the time at which it began.
-        """
-        begin = time.perf_counter()
-        side = torch.cuda.Stream(self.team.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        self.team.synchronize()
-        self.team.barrier()
-        return begin
-
-    def _record(self, key: tuple[int | Shape | RaggedShape | Turn, Kind | None], run: Callable[[], Any]) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: CUDA calls of NCCL's watchdog thread must not invalidate the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        self._pool = self._pool or graph.pool()  # graphs run one after the other, so they share memory
-        self._graphs[key] = graph
-
-    def _captured(self, begin: float, key: tuple[Any, ...]) -> None:
-        self.team.barrier()
-        seconds = time.perf_counter() - begin
-        self.capture_seconds += seconds
-        logger.debug("captured the CUDA graph of %s in %.2f s", key, seconds)
 
     def _eager_step(self, batch: int, kind: Kind, between: Callable[[], None] | None = None) -> None:
         logits = self._forward(batch)
@@ -587,9 +544,8 @@ class Runner:
         for size, kind in sizes[:2]:
             self._warm(size, kind)
             free.append(free_bytes(self.team.device))
-        self._graphs.clear()
+        self.graphs.clear()
         self._warm_prompts.clear()
-        self._pool = None
         first, second = (before - after for before, after in pairwise(free))
         graphs = sum(2 * self.pipeline.stages - 1 if isinstance(size, Turn) else 1 for size, _ in sizes)
         return max(0, first) + max(0, second) * (graphs - 1)

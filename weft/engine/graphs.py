@@ -1,0 +1,96 @@
+"""CUDA graphs of passes: captured behind eager runs, replayed by key, in memory that all share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from weft.engine.params import Kind
+from weft.runtime.logs import logger_of
+from weft.runtime.team.team import Team
+
+logger = logger_of(__name__)
+
+# In place of a kind: graph of a decode step's forward pass alone.
+FORWARD = None
+# Size of a pass, such as a bucket, a shape of prompts or a turn, and its kind of sampling.
+Key = tuple[Hashable, Kind | None]
+
+
+class Graphs:
+    """CUDA graphs of a rank by key. They run one after the other, so they share memory.
+
+    capture_seconds  that all captures have taken
+
+    Iteration gives the keys.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team, self.capture_seconds = team, 0.0
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._pool = None
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._graphs)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def replay(self, key: Key) -> None:
+        """Launch the graph of `key`, which has been captured."""
+        self._graphs[key].replay()
+
+    def run(self, key: Key, run: Callable[[], Any]) -> None:
+        """Replay the graph of `key`, captured from `run` if there is none."""
+        if key not in self:
+            self.capture(key, run)
+        self.replay(key)
+
+    def capture(self, key: Key, run: Callable[[], Any]) -> None:
+        """Capture the launches of `run`, after two eager runs. Collective; waits for the GPU."""
+        self.capture_all({key: run}, run)
+
+    def capture_all(self, runs: Mapping[Key, Callable[[], Any]], eager: Callable[[], Any]) -> None:
+        """Capture a graph for each of `runs`, after two eager runs of `eager`, which includes them all."""
+        begin = time.perf_counter()
+        self._prepare(eager)
+        for key, run in runs.items():
+            self._record(key, run)
+        self.team.barrier()
+        seconds = time.perf_counter() - begin
+        self.capture_seconds += seconds
+        logger.debug("captured the CUDA graph of %s in %.2f s", next(iter(runs)), seconds)
+
+    def drop(self, size: Hashable) -> None:
+        """Free the graphs of a size, of all kinds; the GPU has finished them."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != size}
+
+    def clear(self) -> None:
+        """Free all graphs and their memory."""
+        self._graphs.clear()
+        self._pool = None
+
+    def _prepare(self, run: Callable[[], Any]) -> None:
+        """Run eager steps before a capture, which allows no compilation and no allocation of workspaces."""
+        side = torch.cuda.Stream(self.team.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        self.team.synchronize()
+        self.team.barrier()
+
+    def _record(self, key: Key, run: Callable[[], Any]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: CUDA calls of NCCL's watchdog thread must not invalidate the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph

@@ -7,10 +7,9 @@ import pytest
 import weft
 import weft.check
 from weft.engine import Engine, SamplingParams
-from weft.engine.flight import CROSSING_BYTES, Turn, pays, slots_of, turns_of
+from weft.engine.flight import CROSSING_BYTES, Flight, Turn, pays, slots_of, turns_of
 from weft.engine.graphs import Graphs
 from weft.engine.params import Kind
-from weft.engine.runner import Runner
 from weft.errors import Deadlock
 from weft.runtime.team.rail import Rail
 
@@ -101,11 +100,11 @@ def test_a_stage_that_reads_tokens_before_they_have_come_is_a_race(byte_model, m
 
 
 def test_a_step_that_is_never_settled_is_a_deadlock_with_both_ends(byte_model, monkeypatch):
-    def settle(runner, arrived=None):
-        if runner.in_flight:
-            runner._flying = None
+    def settle(flight, arrived=None):
+        if flight.in_flight:
+            flight._flying = None
             arrived()
 
-    monkeypatch.setattr(Runner, "settle", settle)
+    monkeypatch.setattr(Flight, "settle", settle)
     with pytest.raises(Deadlock, match="waits for piece|has sent piece"):
         weft.simulate(steps, 2, args=(byte_model, 1, False))

@@ -22,8 +22,8 @@ def answers(team, directory, options):
     """Token ids of ASKED, turns of this rank, and sequences preempted."""
     engine = Engine(directory, team, **STAGED | options)
     runner, turns = engine.batch.runner, []
-    turn = runner._turn
-    runner._turn = lambda one, kind: (turns.append(one), turn(one, kind))
+    flight, turn = runner._flight, runner._flight._turn
+    flight._turn = lambda one, kind: (turns.append(one), turn(one, kind))
     numbers = [engine.submit(*one) for one in ASKED[:4]]
     tokens, steps = {}, 0
     while engine.has_work:

@@ -21,9 +21,9 @@ import torch
 
 from weft import ops
 from weft.arguments import quoted
-from weft.engine.flight import rows_of
 from weft.engine.guided import Guide
 from weft.engine.params import SamplingParams
+from weft.engine.slots import rows_of
 from weft.ops.vocab.adjust_logits import ANY_TOKEN, NO_TOKEN, LogitChanges, adjusted
 from weft.ops.vocab.note_tokens import note
 from weft.parallel.vocabulary import VocabParallelHead

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,12 +12,12 @@ import torch
 from weft.arguments import check_instance
 from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
-from weft.engine.flight import Turn, pays, rows_of, slots_of, turns_of
+from weft.engine.decode_step import DecodeStep, without_autograd
+from weft.engine.flight import Flight, Turn
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
 from weft.engine.graphs import FORWARD, Graphs
-from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams, joint_kind
-from weft.engine.pipeline import Pass, Pipeline
+from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.sampling import Choice
@@ -27,6 +25,7 @@ from weft.engine.slots import DTYPES, SAMPLING, Slots
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
+from weft.parallel.step import PagedCache
 from weft.parallel.thresholds import cudnn_attends
 from weft.runtime.copying import upload
 from weft.runtime.logs import logger_of
@@ -66,12 +65,10 @@ class Runner:
         self.entry_tokens = self.page_size * (model.team.size if model.context_parallel else 1)
         self.gathering = _gathering_of(model, self.entry_tokens) if model.context_parallel else None
         max_batch, max_pages = self.max_batch, -(-self.max_seq_len // self.entry_tokens)
-        device = self.team.device
-        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.slots = Slots(max_batch, max_pages, device)
-        self.logprobs = torch.zeros(max_batch, WIDTH, dtype=torch.float32, device=device)
+        self.slots = Slots(max_batch, max_pages, self.team.device)
+        self._decode_step = DecodeStep(model, self.pipeline, self.slots, self.page_size)
+        self.tokens, self.logprobs = self._decode_step.tokens, self._decode_step.logprobs
         self.prompt_logprobs: dict[int, torch.Tensor] = {}  # by slot, of the prompts of the last `prefill`
-        self.adjustments: Adjustments | None = None  # once a request asks for changes of logits
         self.buckets = decode_buckets(max_batch)
         # Most tokens of one forward pass so far, padding included.
         self.longest_prefill = self.largest_decode = 0
@@ -82,13 +79,8 @@ class Runner:
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
         self.warm = False
-        self._flying: tuple[int, Kind] | None = None  # slots and kind of the decode step in flight
-        self.cache = model.new_cache(self._pages(config), self.page_size)
-        if self.pipeline.stages > 1:
-            # Of the largest stage: equal on all ranks, which decide alike.
-            self._weight_bytes = max(self.team.exchange(sum(x.nbytes for x in model.parameters())))
-            layers = -(-model.config.num_hidden_layers // self.pipeline.stages)
-            self._entry_bytes = self.cache.data[0, :, 0].nbytes * layers
+        self._decode_step.cache = model.new_cache(self._pages(config), self.page_size)
+        self._flight = Flight(self._decode_step, self.graphs)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Capture the graphs of all sizes of decode steps and prompts, for WARM_KINDS.
@@ -135,10 +127,10 @@ class Runner:
 
     def _warm(self, size: int | Shape | RaggedShape | Turn, kind: Kind) -> None:
         assert not self.slots.occupied, "a replay would advance them"
-        with self._without_autograd():
+        with without_autograd(self.team.device):
             if isinstance(size, Turn):
                 for _ in range(2):
-                    self._fly(size.batch, kind)
+                    self._flight.run(size.batch, kind, cuda_graph=self.cuda_graph)
                 self.settle()
                 return
             if isinstance(size, int):
@@ -157,7 +149,7 @@ class Runner:
         """
         self.prompt_logprobs = {}
         self._enter([chunk for chunk in chunks if chunk.choose])
-        with self._without_autograd():
+        with without_autograd(self.team.device):
             self._prefill(chunks)
 
     def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -165,7 +157,7 @@ class Runner:
         if not self.pipeline.is_last:
             return
         if self.adjustments is None and any(chunk.entry is not None for chunk in chunks):
-            self.adjustments = Adjustments(self.model.lm_head, self.max_batch)
+            self._decode_step.adjustments = Adjustments(self.model.lm_head, self.max_batch)
         if self.adjustments is not None:
             for chunk in chunks:
                 self.adjustments.enter(chunk.slot, chunk.entry)
@@ -282,7 +274,7 @@ class Runner:
 
         They write to page 0 of the cache, and choose no tokens.
         """
-        with self._without_autograd():
+        with without_autograd(self.team.device):
             for tokens in sorted({min(1 << n, most) for n in range(8, max(8, most.bit_length()) + 1)}):
                 sequences = [(0, min(self.max_seq_len, tokens - at)) for at in range(0, tokens, self.max_seq_len)]
                 pages = torch.zeros(
@@ -299,6 +291,16 @@ class Runner:
             self.adjustments.move(moves)
 
     @property
+    def cache(self) -> PagedCache:
+        """Keys and values of this stage."""
+        return self._decode_step.cache
+
+    @property
+    def adjustments(self) -> Adjustments | None:
+        """Changes of logits by slot; None until a request asks for some."""
+        return self._decode_step.adjustments
+
+    @property
     def capture_seconds(self) -> float:
         """Seconds that captures of CUDA graphs have taken."""
         return self.graphs.capture_seconds
@@ -306,7 +308,7 @@ class Runner:
     @property
     def in_flight(self) -> bool:
         """True if tokens of the last decode step are under way to some stages."""
-        return self._flying is not None
+        return self._flight.in_flight
 
     def decode(
         self,
@@ -327,9 +329,10 @@ class Runner:
         """
         batch = self.bucket(slots)
         self.largest_decode = max(self.largest_decode, batch)
-        if entries is not None and self._flies(batch, kind, entries):
-            with self._without_autograd():
-                self._fly(batch, self._captured_kind(Turn(batch, 0, None), kind), arrived)
+        if entries is not None and self._flight.takes(batch, kind, entries):
+            kind = self._captured_kind(Turn(batch, 0, None), kind)
+            with without_autograd(self.team.device):
+                self._flight.run(batch, kind, arrived, cuda_graph=self.cuda_graph)
         else:
             self.settle(arrived)
             self.step(batch, kind, between)
@@ -340,80 +343,7 @@ class Runner:
         Collective; `arrived` as in `decode`. Call it before anything that is no decode step of the same slots, and
         before the host waits for all of the GPU's work.
         """
-        if self._flying is None:
-            return
-        [batch, kind], self._flying = self._flying, None
-        with self._without_autograd():
-            self._receive_rest(batch, kind)
-        if arrived is not None:
-            arrived()
-
-    def _flies(self, batch: int, kind: Kind, entries: int) -> bool:
-        """True if a decode step of these slots goes through the stages in groups."""
-        stages = self.pipeline.stages
-        if stages == 1 or batch < stages or Kind.GUIDED in kind:
-            return False
-        if batch >= stages * self.pipeline.microbatch_tokens:
-            return True
-        return pays(stages, entries * self._entry_bytes, self._weight_bytes)
-
-    def _fly(self, batch: int, kind: Kind, arrived: Callable[[], None] | None = None) -> None:
-        if self._flying != (batch, kind):
-            self.settle(arrived)
-            if self.cuda_graph:
-                self._capture_turns(batch, kind)
-        continued, behind = self.in_flight, self.pipeline.stages - 1 - self.pipeline.rail.index
-        self._flying = None  # after an error between turns it is unknown what is under way
-        for turn in self._turns(batch, continued):
-            if continued and arrived is not None and turn.group == behind:
-                arrived()
-            if self.cuda_graph:
-                self.graphs.replay((turn, kind))
-            else:
-                self._turn(turn, kind)
-        self._flying = batch, kind
-
-    def _turns(self, batch: int, continued: bool) -> list[Turn]:
-        return turns_of(self.pipeline.rail.index, self.pipeline.stages, batch, continued=continued)
-
-    def _turn(self, turn: Turn, kind: Kind) -> None:
-        pipeline = self.pipeline
-        slots = slots_of(turn.group, turn.batch, pipeline.stages)
-        tokens, positions, table = (rows_of(x, slots) for x in (self.tokens, self.slots.positions, self.slots.table))
-        one = Pass(tokens, self.model.decode_step(positions, table, self.page_size))
-        result = pipeline.compute(self.model, one, self.cache)
-        if pipeline.is_last:
-            self._choose(slots, kind, result)
-        else:
-            self._advance(slots)
-            if turn.arriving is not None:
-                self._receive(turn.arriving, turn.batch, kind)
-            pipeline.send(result)
-        pipeline.rail.join()
-
-    def _receive(self, group: int, batch: int, kind: Kind) -> None:
-        """Tokens of a group that the last stage sends."""
-        slots = slots_of(group, batch, self.pipeline.stages)
-        self._put(slots, *self.pipeline.chosen(len(self.tokens[slots]), kind))
-
-    def _receive_rest(self, batch: int, kind: Kind) -> None:
-        """Tokens of the groups that come behind the last turn of a step."""
-        for group in range(self.pipeline.rail.index + 1, self.pipeline.stages):
-            self._receive(group, batch, kind)
-
-    def _capture_turns(self, batch: int, kind: Kind) -> None:
-        """Capture the graphs of the turns of decode steps in flight, unless there are some; as `capture`."""
-        turns = self._turns(batch, False) + self._turns(batch, True)
-        if (turns[0], kind) in self.graphs:
-            return
-
-        def steps() -> None:
-            for turn in turns:
-                self._turn(turn, kind)
-            self._receive_rest(batch, kind)
-
-        with self._on_empty_slots():
-            self.graphs.capture_all({(turn, kind): partial(self._turn, turn, kind) for turn in turns}, steps)
+        self._flight.settle(arrived)
 
     def bucket(self, batch: int) -> int:
         """Size of the smallest bucket that holds `batch` slots."""
@@ -428,9 +358,9 @@ class Runner:
 
         Captures the bucket's graph if there is none. Returns before the GPU has finished.
         """
-        with self._without_autograd():
+        with without_autograd(self.team.device):
             if not self.cuda_graph:
-                self._eager_step(batch, kind, between)
+                self._decode_step.run(batch, kind, between)
                 return
             kind = self._captured_kind(batch, kind)
             self.capture(batch, kind)
@@ -451,71 +381,21 @@ class Runner:
         """
         if (batch, kind) in self.graphs:
             return
-        with self._on_empty_slots():
+        with self._decode_step.on_empty_slots():
             if Kind.GUIDED not in kind:
-                self.graphs.capture((batch, kind), lambda: self._eager_step(batch, kind))
+                self.graphs.capture((batch, kind), lambda: self._decode_step.run(batch, kind))
                 return
             if (batch, FORWARD) not in self.graphs:
-                logits = self._forward(batch)
+                logits = self._decode_step.forward(batch)
                 self._logits[batch] = None if logits is None else torch.empty_like(logits)
-                self.graphs.capture((batch, FORWARD), lambda: self._keep(batch, self._forward(batch)))
-            self.graphs.capture((batch, kind), lambda: self._choose(slice(batch), kind, self._logits[batch]))
-
-    @contextmanager
-    def _on_empty_slots(self) -> Iterator[None]:
-        """Decode steps within write no cache, and leave `tokens` and positions as they are."""
-        kept = self.tokens.clone(), self.slots.positions.clone()
-        self.slots.positions.fill_(-1)
-        yield
-        self.tokens.copy_(kept[0])
-        self.slots.positions.copy_(kept[1])
-
-    def _eager_step(self, batch: int, kind: Kind, between: Callable[[], None] | None = None) -> None:
-        logits = self._forward(batch)
-        if between is not None:
-            between()
-        self._choose(slice(batch), kind, logits)
-
-    def _forward(self, batch: int) -> torch.Tensor | None:
-        """This rank's logits after the slots' tokens, where Pipeline.run returns them."""
-        slots = self.slots.positions[:batch], self.slots.table[:batch]
-        return self.pipeline.decode(self.model, self.tokens[:batch], *slots, self.cache)
+                self.graphs.capture((batch, FORWARD), lambda: self._keep(batch, self._decode_step.forward(batch)))
+            self.graphs.capture(
+                (batch, kind), lambda: self._decode_step.choose(slice(batch), kind, self._logits[batch])
+            )
 
     def _keep(self, batch: int, logits: torch.Tensor | None) -> None:
         if logits is not None:
             self._logits[batch].copy_(logits)
-
-    def _advance(self, slots: slice) -> torch.Tensor:
-        """Positions of the tokens that these slots get; -1 stays."""
-        positions = self.slots.positions[slots]
-        positions.add_(positions >= 0)
-        return rows_of(self.slots.positions, slots)
-
-    def _choose(self, slots: slice, kind: Kind, logits: torch.Tensor | None) -> None:
-        fused = self.model.plan(len(self.tokens[slots])).fused
-        choice = Choice(
-            temperature=rows_of(self.slots.temperature, slots),
-            top_p=rows_of(self.slots.top_p, slots),
-            top_k=rows_of(self.slots.top_k, slots),
-            min_p=rows_of(self.slots.min_p, slots),
-            seed=rows_of(self.slots.seed, slots),
-            position=self._advance(slots),
-            adjustments=self.adjustments,
-            rows=slots,
-        )
-        tokens, logprobs = self.pipeline.choose(self.model, logits, choice, kind, fused=fused)
-        self._put(slots, tokens, logprobs)
-        if Kind.ADJUSTED in kind and self.pipeline.is_last:
-            self.adjustments.note(choice.rows, tokens, choice.position, fused=fused)
-
-    def _put(self, slots: slice, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> None:
-        self.tokens[slots].copy_(tokens)
-        if logprobs is not None:
-            self.logprobs[slots].copy_(logprobs)
-
-    def _without_autograd(self) -> AbstractContextManager:
-        """Inference mode, to save host time; not on virtual ranks, which share a thread."""
-        return torch.inference_mode() if self.team.device.type == "cuda" else nullcontext()
 
     def _pages(self, config: EngineConfig) -> int:
         """Number of KV pages: as many as asked for, else as a full batch can use and memory allows."""
@@ -539,7 +419,7 @@ class Runner:
 
         The first one's includes what all share: activations of the largest chunk, and workspaces.
         """
-        self.cache = self.model.new_cache(2, self.page_size)
+        self._decode_step.cache = self.model.new_cache(2, self.page_size)
         sizes, free = self._warm_sizes(), [free_bytes(self.team.device)]
         for size, kind in sizes[:2]:
             self._warm(size, kind)

@@ -129,3 +129,11 @@ class Slots:
         packed[len(at) * 8 :].view(torch.int32).numpy()[...] = self._words.numpy()[at]
         packed = upload(packed, self._there.device)
         self._there.index_copy_(0, packed[: len(at) * 8].view(torch.int64), packed[len(at) * 8 :].view(torch.int32))
+
+
+def rows_of(x: torch.Tensor, slots: slice) -> torch.Tensor:
+    """Rows of these slots, contiguous: `x` itself for the first slots, a copy for a group.
+
+    Also a copy of one row, since kernels are compiled for pointers of 16 bytes.
+    """
+    return x[slots] if slots.step is None else x[slots].clone(memory_format=torch.contiguous_format)

@@ -669,8 +669,10 @@ def test_after_a_warm_up_nothing_is_captured_or_launched_kernel_by_kernel(one_la
             runner.cuda_graph = True
             runner.warm_up(lambda *counts: progress.append(counts))
             assert replayed == keys
-            runner._prefill_eagerly = lambda chunks: pytest.fail("kernel by kernel")
-        return [engine.generate(prompts, max_tokens=3, **params) for params in sampling.values()]
+        with monkeypatch.context() as patch:
+            if warm:
+                patch.setattr("weft.engine.runner.prefill_eagerly", lambda *given: pytest.fail("kernel by kernel"))
+            return [engine.generate(prompts, max_tokens=3, **params) for params in sampling.values()]
 
     found = weft.simulate(main, 1, args=(True,))
     assert not whole or found == weft.simulate(main, 1, args=(False,))

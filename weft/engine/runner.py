@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
@@ -13,15 +13,15 @@ from weft.arguments import check_instance
 from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
 from weft.engine.decode_step import DecodeStep, without_autograd
+from weft.engine.eager_prefill import prefill_eagerly
 from weft.engine.flight import Flight, Turn
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
 from weft.engine.graphs import FORWARD, Graphs
-from weft.engine.params import Kind, SamplingParams, joint_kind
+from weft.engine.params import Kind, joint_kind
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
 from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
-from weft.engine.sampling import Choice
-from weft.engine.slots import DTYPES, SAMPLING, Slots
+from weft.engine.slots import Slots
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
@@ -172,7 +172,8 @@ class Runner:
             self.longest_prefill = max(self.longest_prefill, sum(len(chunk.tokens) for chunk in chunks))
             # Sequences of equal length share an attention call.
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
-            chosen, logprobs = self._prefill_eagerly(chunks)
+            given = self.model, self.pipeline, self.cache
+            chosen, logprobs, self.prompt_logprobs = prefill_eagerly(*given, chunks, self.adjustments)
         ends = [index for index, chunk in enumerate(chunks) if chunk.choose]
         if ends:
             slots = upload(torch.tensor([chunks[index].slot for index in ends]), self.team.device)
@@ -231,43 +232,6 @@ class Runner:
         self.team.synchronize()
         del self._prompts[shape], self._launched[shape]
         self.graphs.drop(shape)
-
-    def _prefill_eagerly(self, chunks: Sequence[PrefillChunk]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Next token after each chunk with `choose`, and their logprobs; None: none is asked for."""
-        device = self.team.device
-        width = max(len(chunk.pages) for chunk in chunks)
-        table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
-        tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
-        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
-        last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.choose]
-        # Token i of a prompt is predicted after token i - 1. No target follows the prompt's last token.
-        scored = []
-        for end, chunk in zip(ends, chunks, strict=True):
-            end -= chunk.choose
-            scored += range(end - len(chunk.targets), end)
-        sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
-        logits = self.pipeline.prefill(self.model, tokens, sequences, table, self.cache, last + scored)
-        if scored:
-            self._score([chunk for chunk in chunks if chunk.targets], None if logits is None else logits[len(last) :])
-            logits = None if logits is None else logits[: len(last)]
-        chunks = [chunk for chunk in chunks if chunk.choose]
-        if not chunks:
-            return tokens[:0], None
-        params = [chunk.params for chunk in chunks]
-        choice = Choice(
-            **_sampling_tensors(params, device),
-            position=upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device),
-            adjustments=self.adjustments,
-            rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
-        )
-        return self.pipeline.choose(self.model, logits, choice, joint_kind(params), fused=self.model.plan(1).fused)
-
-    def _score(self, chunks: Sequence[PrefillChunk], logits: torch.Tensor | None) -> None:
-        """Log-probabilities of the chunks' targets under all their logits."""
-        targets = upload(torch.tensor([token for chunk in chunks for token in chunk.targets]), self.team.device)
-        rows = self.pipeline.logprobs(self.model, logits, targets)
-        parts = rows.split([len(chunk.targets) for chunk in chunks])
-        self.prompt_logprobs = {chunk.slot: part for chunk, part in zip(chunks, parts, strict=True)}
 
     def run_padding(self, most: int) -> None:
         """Run prompts of padding, of 256, 512, … ``most`` tokens: the GEMMs of prompts that fill the batch.
@@ -449,15 +413,5 @@ def _gathering_of(model: Decoder, entry_tokens: int) -> Gathering:
     return Gathering(entry_tokens, entry_tokens * token_bytes, model.config.attention.longest_window)
 
 
-def _padded(rows: list[list[int]], width: int) -> torch.Tensor:
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
-
-
 def _kind_of(chunks: Sequence[PrefillChunk]) -> Kind:
     return joint_kind(chunk.params for chunk in chunks if chunk.choose)
-
-
-def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
-    return {
-        name: upload(torch.tensor([getattr(p, name) for p in params], dtype=DTYPES[name]), device) for name in SAMPLING
-    }

@@ -212,3 +212,29 @@ def test_a_copy_engine_s_signal_releases_by_each_of_its_words_and_a_copy_by_none
     assert report.ok, str(report)
     kinds = {found.finding.kind for found in weft.check(flagged_copy, 2, schedules=4, args=(False,)).findings}
     assert kinds & {"race", "relaxed-order"}
+
+
+@triton.jit
+def copy_nothing(data, got, n):
+    at = tl.arange(0, 32)
+    tl.store(got + at, tl.load(data + at, mask=at < n), mask=at < n)
+
+
+def copies_beside_an_empty_view(team):
+    """A kernel takes a view of the heap without elements, and is forgotten while the peer's signals may have come."""
+    source, data = (team.zeros(32, torch.float32, name=name) for name in ("source", "data"))
+    landed, ones, got = team.signals(3, name="landed"), team.local(3, torch.int32), team.local(32, torch.float32)
+    ones.fill_(1)
+    team.barrier()
+    team.copy_engine.fork()
+    team.copy_engine.put(data, source, 1 - team.rank)
+    team.copy_engine.signal(landed, ones, 1 - team.rank)
+    copy_nothing[(1,)](data[:0], got, 0)
+    team.copy_engine.join()
+    take_behind[(1,)](data, landed[2:], got, team.view, 32)
+    team.barrier()
+
+
+def test_an_empty_view_of_the_heap_hides_no_signal():
+    report = weft.check(copies_beside_an_empty_view, 2, schedules=16)
+    assert report.ok, str(report)

@@ -114,12 +114,13 @@ class Memory:
     def add_tensor(self, tensor: torch.Tensor, rank: int, name: str) -> int | None:
         """Add the whole storage of a tensor passed to a kernel, since a view's neighbours are the owner's own.
 
-        Returns the base to ``remove`` later; None for a tensor in a heap (carved tensors are added one by one).
+        Returns the base to ``remove`` later; None for a tensor in a heap (carved tensors are added one by one), and for one
+        without elements: its pointer is null, so it would not be known to lie in a heap.
         """
+        if tensor.numel() == 0 or self.in_heap(tensor.data_ptr()):
+            return None
         storage = tensor.untyped_storage()
         base, size = storage.data_ptr(), storage.nbytes()
-        if size == 0 or self.in_heap(tensor.data_ptr()):
-            return None
         self.add(Extent(base, size, rank, name, tensor.element_size()))
         return base
 

@@ -184,7 +184,10 @@ class _Attention(nn.Module):
             if hasattr(module, name):
                 setattr(self, name, getattr(module, name))
         self.num_key_value_groups = self.layer.group
-        known = inspect.unwrap(type(module).forward).__globals__
+        theirs = inspect.unwrap(type(module).forward)
+        # Since transformers 5.24, where past_key_values is called so, a cache also takes the options of the attention.
+        self._shares_options = "cache" in inspect.signature(theirs).parameters
+        known = theirs.__globals__
         self._functions, self._eager = known.get("ALL_ATTENTION_FUNCTIONS"), known.get("eager_attention_forward")
         if not hasattr(self._functions, "get_interface"):
             raise ValueError(
@@ -196,9 +199,11 @@ class _Attention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: Any = None,
+        cache: Any = None,
         past_key_values: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
+        cache = past_key_values if cache is None else cache
         (cos, sin), current, half = position_embeddings, self.current, self.layer.head_dim // 2
         batch, length = len(hidden_states), cos.shape[1]
         # Here, not in a hook alone: a checkpointed layer runs again after other passes.
@@ -207,8 +212,8 @@ class _Attention(nn.Module):
 
         def attend(*parts: torch.Tensor) -> torch.Tensor:
             q, k, v = (part[:, :, :length] for part in parts)
-            if past_key_values is not None:
-                k, v = past_key_values.update(k, v, self.layer_idx)
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer_idx, **({"kwargs": options} if self._shares_options else {}))
             attention = self._functions.get_interface(self.config._attn_implementation, self._eager)
             dropout = self.attention_dropout if self.training else 0.0
             how = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.layer.window}

@@ -7,11 +7,12 @@
 #   two     times at W=2, on two GPUs, beside torch and NCCL
 #   engine  first tokens of prompts over a spread cache, and decode steps at 32k, 128k and 1M tokens, at W=2, on two GPUs
 #   tune    rows of weft's tables; commit them before the other steps
-# WORLD_SIZE=4 in the environment: the last three on four GPUs.
+# In the environment: WORLD_SIZE=4 for the last three on four GPUs; QUICK=1 for fewer rounds.
 set -eu
 cd "$(dirname "$0")/.."
 world=${WORLD_SIZE:-2}
-out=benchmarks/results/${1:?FOLDER is missing, such as h200-x1-long}
+folder=${1:?FOLDER is missing, such as h200-x1-long}
+out=benchmarks/results/$folder
 shift
 [ $# -gt 0 ] || set -- check one
 
@@ -26,17 +27,16 @@ for step in "$@"; do
         python -m pytest -q --share-gpus tests/ops/attention/test_sharded_decode_attention.py -k replayed
         ;;
     one)
-        python -m weft bench $shapes --world-size 1 --out "$out" \
-            --providers weft,sdpa+nccl
+        python -m weft bench ${QUICK:+--quick} $shapes --world-size 1 --out "$out" --providers weft,sdpa+nccl
         ;;
     two)
-        python -m weft bench $shapes --world-size "$world" --out "$out" \
+        python -m weft bench ${QUICK:+--quick} $shapes --world-size "$world" --out "$out" \
             --providers weft,sdpa+nccl,flex+nccl
         ;;
     engine)
-        python -m benchmarks.lab.spread_prompts --world-size "$world" --out "benchmarks/lab/h200-x$world-spread-prompts.json"
-        python -m weft bench model@decode:1x32768,1x131072,1x1048576 --model qwen3-8b --world-size "$world" --out "$out" \
-            --providers weft.auto,weft.context_parallel --random-cache
+        python -m benchmarks.lab.spread_prompts --world-size "$world" --out "benchmarks/lab/$folder-prompts.json"
+        python -m weft bench ${QUICK:+--quick} model@decode:1x32768,1x131072,1x1048576 --model qwen3-8b --world-size "$world" \
+            --out "$out" --providers weft.auto,weft.context_parallel --random-cache
         ;;
     tune)
         python -m weft tune $shapes --world-size "$world"

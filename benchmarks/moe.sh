@@ -1,7 +1,7 @@
 #!/bin/sh
 # Tables of the mixture of experts on two GPUs, from a clean tree: sh benchmarks/moe.sh FOLDER [STEP…]
 #
-# WORLD_SIZE=4 in the environment: on four.
+# In the environment: WORLD_SIZE=4 for four; QUICK=1 for fewer rounds.
 # FOLDER is one of benchmarks/results, such as h200-x2-moe. Steps, all of them by default but tune:
 #   exchange   moe_dispatch, moe_combine, and the second GEMM with the all-reduce and norm behind it, beside NCCL
 #   overlap    both GEMMs of the experts with the communication around them, beside torch and NCCL and the GEMM alone
@@ -24,30 +24,30 @@ decoded=$qwen:1,8,32,128,256,$qwen/zipf:32
 many=$qwen:128,512,2048,4096,$qwen/zipf:2048,qwen3-235b-a22b:2048,mixtral-8x7b:2048
 few=$qwen:1,32,128,4096,8192
 
+bench() {
+    python -m weft bench "$@" ${QUICK:+--quick} --world-size "$world" --out "$out"
+}
 for step in "$@"; do
     case $step in
     exchange)
-        python -m weft bench "moe-dispatch+fp8@$sent" "moe-dispatch@$sent" "moe-combine@$sent" \
-            "moe-ar-rms-norm@$decoded" --world-size "$world" --out "$out"
+        bench "moe-dispatch+fp8@$sent" "moe-dispatch@$sent" "moe-combine@$sent" "moe-ar-rms-norm@$decoded"
         ;;
     overlap)
-        python -m weft bench "ag-moe@$many" "moe-rs@$many" --world-size "$world" --out "$out"
+        bench "ag-moe@$many" "moe-rs@$many"
         ;;
     local)
         # The last three are slices of all experts, half of the features each, as decoding may hold them.
-        python -m weft bench "route@$few" "moe-schedule@$few,$qwen/zipf:4096" "moe-route@$few" \
-            "moe-sum@$few" \
+        bench "route@$few" "moe-schedule@$few,$qwen/zipf:4096" "moe-route@$few" "moe-sum@$few" \
             "grouped-gemm-silu@$seen" "grouped-gemm@$seen" \
             grouped-gemm-silu@1,8,128,128,2048,384 grouped-gemm-silu@8,8,128,128,2048,384 \
-            grouped-gemm-silu@32,8,128,128,2048,384 --world-size "$world" --out "$out"
+            grouped-gemm-silu@32,8,128,128,2048,384
         ;;
     layer)
-        python -m weft bench mlp@decode:1x1024,8x1024,32x1024,128x1024 mlp@prefill:32x128 --model $qwen --check \
-            --world-size "$world" --out "$out"
+        bench mlp@decode:1x1024,8x1024,32x1024,128x1024 mlp@prefill:32x128 --model $qwen --check
         ;;
     model)
-        python -m weft bench model@decode:1x1024,8x1024,32x1024,128x1024,256x1024 model@prefill:32x128,1x128 \
-            --model $qwen --breakdown --world-size "$world" --out "$out"
+        bench model@decode:1x1024,8x1024,32x1024,128x1024,256x1024 model@prefill:32x128,1x128 \
+            --model $qwen --breakdown
         ;;
     tune)
         python -m weft tune "grouped-gemm-silu@$seen" "grouped-gemm@$seen" "moe-dispatch@$sent" "moe-combine@$sent" \

@@ -1,8 +1,9 @@
 #!/bin/sh
 # All that several GPUs of a machine prove and measure, from a clean tree: sh benchmarks/several_gpus.sh WORLD_SIZE [STEP…]
 #
-# WORLD_SIZE is 2, 4 or 8; tables go to benchmarks/results/h200-xWORLD_SIZE and folders beside it. Each step ends by itself, so that
-# a machine that is lent for minutes takes a few of them. In this order, all by default but tune and vllm:
+# WORLD_SIZE is 2, 4 or 8; tables go to benchmarks/results/GPU-xWORLD_SIZE and folders beside it. In the environment: GPU=h100 for
+# those of H100s, h200 by default; QUICK=1 for fewer rounds. Each step ends by itself, so that a machine that is lent for minutes
+# takes a few of them. In this order, all by default but tune and vllm:
 #   check        tests of runtime, ops, models, engine, traces and examples; doctor; generate
 #   suite        the suite of ops: every case, graphs, 2,000 calls of each with delays
 #   collectives  beside NCCL and torch's symmetric memory, the models' own sizes too, alone and in a row, eager too
@@ -22,14 +23,15 @@ world=${1:?WORLD_SIZE is missing, such as 4}
 shift
 case $world in 2 | 4 | 8) ;; *) echo "$0: WORLD_SIZE $world is not 2, 4 or 8" >&2 && exit 2 ;; esac
 [ $# -gt 0 ] || set -- check suite collectives gemms layers models train moe long nodes engines
-out=benchmarks/results/h200-x$world
-runs=benchmarks/lab/h200-x$world-engines
+machine=${GPU:-h200}-x$world
+out=benchmarks/results/$machine
+runs=benchmarks/lab/$machine-engines
 
 rows=64,128,256,512,1024,2048,4096,8192,16384
 steps=model@decode:1x128,1x1024,8x1024,32x1024,128x128,128x1024
 prompts=model@prefill:1x128,1x1024,32x128
 bench() {
-    python -m weft bench "$@" --world-size "$world"
+    python -m weft bench "$@" ${QUICK:+--quick} --world-size "$world"
 }
 for step in "$@"; do
     case $step in
@@ -41,7 +43,7 @@ for step in "$@"; do
         ;;
     suite)
         python -m tests.gpu.suite --world-size "$world" --load \
-            --json "benchmarks/results/check/gpu-suite-h200-x$world.json"
+            --json "benchmarks/results/check/gpu-suite-$machine.json"
         ;;
     collectives)
         bench all-reduce@sizes all-reduce@10KiB,320KiB,1280KiB all-gather reduce-scatter all-to-all \
@@ -66,31 +68,31 @@ for step in "$@"; do
         bench train@qwen3-32b:1x4096,1x8192 --out "$out"
         ;;
     moe)
-        WORLD_SIZE=$world sh benchmarks/moe.sh "h200-x$world-moe"
+        WORLD_SIZE=$world sh benchmarks/moe.sh "$machine-moe"
         ;;
     long)
-        WORLD_SIZE=$world sh benchmarks/long_context.sh "h200-x$world-long" two engine
+        WORLD_SIZE=$world sh benchmarks/long_context.sh "$machine-long" two engine
         ;;
     nodes)
         python -m tests.gpu.suite --world-size "$world" --node-size $((world / 2)) \
-            --json "benchmarks/results/check/gpu-suite-h200-x$world-over-nodes.json"
+            --json "benchmarks/results/check/gpu-suite-$machine-over-nodes.json"
         bench --nodes --node-size $((world / 2)) --out "$out-nodes"
         ;;
     engines | vllm)
         engine=weft
         [ "$step" = engines ] || engine=vllm
         mkdir -p "$runs"
-        for model in qwen3-32b qwen3-8b qwen3-0.6b; do
+        for model in qwen3-32b qwen3-30b-a3b qwen3-8b qwen3-0.6b; do
             python -m benchmarks.engines run $engine --model "$model" --world-size "$world" --json "$runs/$engine-$model.json"
         done
         python -m benchmarks.serving --model qwen3-8b --world-size "$world" --servers $engine \
-            --out "benchmarks/lab/h200-x$world-serving"
+            --out "benchmarks/lab/$machine-serving"
         ;;
     tune)
         python -m weft tune all-reduce all-gather reduce-scatter all-to-all "ag-gemm@qwen3-32b:$rows" "gemm-rs@qwen3-32b:$rows" \
             "gemm-ar@qwen3-32b:1,16,$rows" gemm@qwen3-32b:1,8,16,32,64,128 --world-size "$world"
-        WORLD_SIZE=$world sh benchmarks/moe.sh "h200-x$world-moe" tune
-        WORLD_SIZE=$world sh benchmarks/long_context.sh "h200-x$world-long" tune
+        WORLD_SIZE=$world sh benchmarks/moe.sh "$machine-moe" tune
+        WORLD_SIZE=$world sh benchmarks/long_context.sh "$machine-long" tune
         ;;
     *)
         echo "$0: step $step is not one of check, suite, collectives, gemms, layers, models, train, moe, long, nodes," \

@@ -115,6 +115,31 @@ def test_unknown_and_simulated_gpus_have_no_row(tmp_path):
     assert tuned.file_for("Some GPU (2 TiB)", 3, tmp_path) == tmp_path / "some-gpu-2-tib.w3.json"
 
 
+def test_a_gpu_with_the_same_processor_takes_rows_where_it_has_none(monkeypatch, tmp_path):
+    file_for = tuned.file_for
+    monkeypatch.setattr(tuned, "file_for", lambda gpu, world_size: file_for(gpu, world_size, tmp_path))
+    monkeypatch.setattr(tuned, "SAME_PROCESSOR", {"Some GPU": "Some GPU with faster memory"})
+    own, other = row("matmul", 1024, 64, 32, block_m=64), row("matmul", 1024, 64, 32, block_m=128)
+    far = row("matmul", 4096, 64, 32, block_m=256)
+    caps = dataclasses.replace(H200, device_name="Some GPU")
+
+    def found(M):
+        one = tuned.find("matmul", (M, 64, 32), torch.bfloat16, 4, caps)
+        return one and (one.file.name, one.row.config["block_m"])
+
+    assert found(1024) is None
+    assert tuned.why_none("matmul", (1024, 64, 32), torch.bfloat16, 4, caps) == " (no some-gpu.w4.json: run weft tune)"
+    for gpu, rows in (("Some GPU with faster memory", (other, far)), ("Some GPU", (own,))):
+        tuned.write(tuned.file_for(gpu, 4), tuned.Table(gpu=gpu, world_size=4).with_rows(rows))
+    assert found(1024) == ("some-gpu.w4.json", 64)
+    assert found(4096) == ("some-gpu-with-faster-memory.w4.json", 256)
+    assert found(64) is None
+    why = tuned.why_none("matmul", (64, 64, 32), torch.bfloat16, 4, caps)
+    assert why == (
+        " (some-gpu.w4.json and some-gpu-with-faster-memory.w4.json have no row of bfloat16 near this shape)"
+    )
+
+
 def test_found_says_file_key_and_microseconds():
     found = tuned.nearest([row("matmul", 1000, 64, 32)], "matmul", "bfloat16", (1500, 64, 32), Path("a/h200.w1.json"))
     assert found.reason == (

@@ -7,8 +7,9 @@
 
 A row was measured at ``shape`` and stands for its bucket: the same N and K, and M, or the bytes of a collective, rounded to
 the nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
-each of them. Plans without a row, as on unknown GPUs, follow rules. A row of design "cublas" names an algorithm of
-cuBLAS and stands for its own shape only. Rows come from ``weft tune``, except those whose ``versions`` name a file in
+each of them. Where the GPU's own table has none, the table of a GPU with the same processor decides (``SAME_PROCESSOR``). Plans
+without a row, as on unknown GPUs, follow rules. A row of design "cublas" names an algorithm of cuBLAS and stands for its own
+shape only. Rows come from ``weft tune``, except those whose ``versions`` name a file in
 benchmarks/lab.
 """
 
@@ -40,6 +41,9 @@ LEAST_GAIN = 0.02
 REACH = 1.0
 # A wrong N or K costs more than a wrong M: they decide the number of tiles and the time of one.
 COLUMN_WEIGHT = 2.0
+# GPUs without tables of every op, and the one with the same processor and links whose rows they take: an H200 is an H100 with
+# faster memory.
+SAME_PROCESSOR = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 # Designs whose rows stand for their shape alone; those of SMALL_M for their N and K.
 EXACT, SMALL_M = "cublas", "small_m"
 # The rows for which a row of SMALL_M stands, by its M: those that fill its tile, of 128 at least three quarters of it. The
@@ -161,20 +165,20 @@ def find(
 def lookup(
     gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...], ranks_differ_in_k: bool = False
 ) -> Found | None:
-    """Nearest row measured on ``gpu`` at ``world_size`` for ``op`` and ``dtype``; None beyond REACH.
+    """Nearest row for ``op`` and ``dtype`` of the tables of ``gpu`` at ``world_size``, its own first; None beyond REACH.
 
     Where no row of ``dtype`` is near, a bf16 row of as many bytes is taken: for collectives, and for fp16 GEMMs unless the row
     names an algorithm of cuBLAS.
     """
-    file = file_for(gpu, world_size)
-    if not file.is_file():
-        return None
-    rows = _shipped(file).rows
-    found = nearest(rows, op, dtype, shape, file, ranks_differ_in_k)
-    if found is None and (len(shape) == 1 or dtype == "float16"):
-        others = (row for row in rows if row.design != EXACT)
-        return nearest(others, op, "bfloat16", shape, file, ranks_differ_in_k)
-    return found
+    for file in files_for(gpu, world_size):
+        rows = _shipped(file).rows
+        found = nearest(rows, op, dtype, shape, file, ranks_differ_in_k)
+        if found is None and (len(shape) == 1 or dtype == "float16"):
+            others = (row for row in rows if row.design != EXACT)
+            found = nearest(others, op, "bfloat16", shape, file, ranks_differ_in_k)
+        if found is not None:
+            return found
+    return None
 
 
 def nearest(
@@ -247,6 +251,12 @@ def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.w{world_size}.json"
 
 
+def files_for(gpu: str, world_size: int) -> list[Path]:
+    """Tables with rows for ``gpu``: its own, then that of the GPU with the same processor; those that there are."""
+    names = (gpu, SAME_PROCESSOR[gpu]) if gpu in SAME_PROCESSOR else (gpu,)
+    return [file for name in names if (file := file_for(name, world_size)).is_file()]
+
+
 def why_none(
     op: str,
     shape: Sequence[int],
@@ -258,12 +268,15 @@ def why_none(
     """Reason why no row decided a call, as the end of a sentence."""
     if caps.is_simulated:
         return ""
-    file = file_for(caps.device_name, world_size)
-    if not file.is_file():
-        return f" (no {file.name}: run weft tune)"
-    if find(op, shape, dtype, world_size, caps, ranks_differ_in_k) is None:
-        return f" ({file.name} has no row of {name_of(dtype)} near this shape)"
-    return f" (the row of {file.name} is for another design, alignment or size)"
+    files = files_for(caps.device_name, world_size)
+    if not files:
+        return f" (no {file_for(caps.device_name, world_size).name}: run weft tune)"
+    found = find(op, shape, dtype, world_size, caps, ranks_differ_in_k)
+    if found is None:
+        verb = "has" if len(files) == 1 else "have"
+        names = " and ".join(file.name for file in files)
+        return f" ({names} {verb} no row of {name_of(dtype)} near this shape)"
+    return f" (the row of {found.file.name} is for another design, alignment or size)"
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -79,7 +79,7 @@ def test_an_unknown_gpu_has_no_limit():
     other = canned.all_reduce()
     other.machine["gpu"] = "some GPU"
     assert {row[-1] for row in sheet(other).rows} == {"–"}
-    unknown = "No limits: rates are known for NVIDIA H200, not for some GPU."
+    unknown = "No limits: rates are known for NVIDIA H200, NVIDIA H100 80GB HBM3, not for some GPU."
     assert sheet(other).notes[1] == unknown
     assert unknown not in sheet(canned.all_reduce()).notes
 

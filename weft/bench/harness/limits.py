@@ -20,5 +20,8 @@ class Limits:
 
 # By the driver's GPU name. H200: NVLink 4 through NVSwitch without multicast, over which a copy engine pushes 389 GB/s; bf16
 # GEMMs on random data 770-803 TFLOP/s, weights streamed at 4.3 TB/s, a round trip of one flag 2.43 µs: a floor has one hop,
-# half of that.
-GPUS = {"NVIDIA H200": Limits(link=389e9, flops=790e12, memory=4.3e12, latency=1.2e-6)}
+# half of that. H100 (SXM5): the same processor and links; weights at 3.0 TB/s.
+GPUS = {
+    "NVIDIA H200": Limits(link=389e9, flops=790e12, memory=4.3e12, latency=1.2e-6),
+    "NVIDIA H100 80GB HBM3": Limits(link=389e9, flops=790e12, memory=3.0e12, latency=1.2e-6),
+}

@@ -99,6 +99,15 @@ def tolerance(dtype: torch.dtype, terms: int, partials: int = 0) -> tuple[float,
     return eps, 6 * FP32_EPS * math.sqrt(max(terms, 1)) + (3 * eps if partials else 0.0)
 
 
+def gated_terms(terms: int) -> int:
+    """``terms`` of an ``Accuracy`` of silu(gate) * up, which are sums of ``terms`` terms each.
+
+    One of the two multiplies the other's error, by up to four times its RMS in normal draws, and the error grows with the root
+    of the terms.
+    """
+    return 16 * terms
+
+
 def error_bound(
     expected: torch.Tensor, dtype: torch.dtype, terms: int, partials: int = 0, by_row: bool = False, roundings: int = 1
 ) -> torch.Tensor:

@@ -216,11 +216,11 @@ def test_the_check_finds_a_planted_bug(name, algorithm, tmp_path, monkeypatch):
 FLOATS, INTS = torch.zeros(16), torch.zeros(16, dtype=torch.int32)
 
 
-def built(arch, *, dtype=torch.bfloat16, D=128, group=8, kv_heads=4, page=64, fused=True, world_size=2):
+def built(arch, *, dtype=torch.bfloat16, D=128, group=8, kv_heads=4, page=64, fused=True, world_size=2, window=None):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     split = split_kv_for(DecodingCall(kv_heads, 1 << 20, D, dtype), caps)
     heads = HeadSizes.of(group * kv_heads, kv_heads, 1, world_size)
-    constants = {"SIZES": CacheSizes(kv_heads, page, D), "TILE": long_tile_of(split, group, D), "HEADS": heads}
+    constants = {"SIZES": CacheSizes(kv_heads, page, D), "TILE": long_tile_of(split, group, D, window), "HEADS": heads}
     constants |= {"FUSED": fused, "num_warps": split.num_warps, "num_stages": split.num_stages, **launch_options(caps)}
     places = PagedCache(x, x), Sequences(INTS, INTS), x, Partials(FLOATS, FLOATS, INTS), 40, 0.1
     words = HeadWords(FLOATS, FLOATS, INTS), a_view(world_size=world_size)
@@ -238,7 +238,15 @@ def merge(arch, world_size=2):
 @pytest.mark.sweep
 @pytest.mark.parametrize("arch", TARGETS)
 def test_kernels_compile_and_fit(arch, tmp_path):
-    for fields in ({}, {"fused": False}, {"world_size": 8}, {"group": 16}, {"group": 1, "kv_heads": 12, "D": 64}):
+    windows = {"window": 1000}, {"window": 1000, "fused": False}
+    for fields in (
+        {},
+        {"fused": False},
+        {"world_size": 8},
+        {"group": 16},
+        {"group": 1, "kv_heads": 12, "D": 64},
+        *windows,
+    ):
         for dtype in (torch.bfloat16, torch.float16):
             kernel = built(arch, dtype=dtype, **fields)
             assert kernel.metadata.shared <= SHARED[arch]
@@ -250,7 +258,7 @@ def test_kernels_compile_and_fit(arch, tmp_path):
 
 @pytest.mark.triton_internals
 def test_machine_code_on_sm_90(tmp_path):
-    for kernel in (built("sm_90", D=64, group=4), merge("sm_90")):
+    for kernel in (built("sm_90", D=64, group=4), built("sm_90", D=64, group=4, window=1000), merge("sm_90")):
         check_machine_code(kernel, tmp_path)
         # Two programs of four warps an SM, which the plan counts on.
         assert kernel.metadata.shared + 1024 <= (228 << 10) // 2 and stack_bytes(kernel, tmp_path) == 0

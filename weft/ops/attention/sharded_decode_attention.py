@@ -139,8 +139,8 @@ def sharded_attention_kernel(
         if TILE.split:
             if store_partial(mean, log_sum, count, partials, TILE):
                 tl.store(partials.arrivals + pair, 0)
-                begin = pair.to(tl.int64) * splits * TILE.group
-                means, log_sums = partials.means + begin * SIZES.dim, partials.log_sums + begin
+                place = pair.to(tl.int64) * splits * TILE.group
+                means, log_sums = partials.means + place * SIZES.dim, partials.log_sums + place
                 JOINED: tl.constexpr = triton.next_power_of_2(TILE.group)
                 # Loaded before the partials, and not in line behind them.
                 half, places = next_places(words, team, JOINED, SIZES.dim, HEADS, FUSED)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.local import check_shape, check_sizes
@@ -386,7 +386,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         return h, torch.tensor(counts, dtype=torch.float64, device=ids.device)
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=case.sizes[4])
+        return Accuracy(terms=gated_terms(case.sizes[4]))
 
     def results(
         self,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from weft.arguments import quoted
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
 from weft.ops.moe import grouped
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, read_back, scales_of
@@ -228,7 +228,8 @@ class GroupedOp(MoeOp):
         return out
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=case.sizes[4])
+        terms = case.sizes[4]
+        return Accuracy(terms=gated_terms(terms) if self.gated else terms)
 
     def arguments(self, case: Case, team: Any, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """x, the weights, the schedule, and scales of fp8 rows."""

@@ -29,7 +29,7 @@ from weft.plan.planned import Planned, machine_of
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.channel import ChannelView
 
-EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 24, 32, 9
+EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 24, 48, 9
 LAYOUTS = ("whole", "slices", (2, 2))
 
 

@@ -13,6 +13,8 @@ from weft.ops.case import BF16, FP16, FP32, Case, Draw
 from weft.runtime.arithmetic import cdiv
 
 EPS = 1e-6
+# Most elements of a sequence's keys that a reference has in fp64 at once, as far as one KV head has fewer: 256 MiB.
+AT_ONCE = 1 << 25
 # (query heads, KV heads, head dim, page size) and dtype.
 QWEN = ((16, 2, 128, 64), BF16)
 SMALL = ((4, 1, 64, 16), FP32)
@@ -91,7 +93,7 @@ def attended_by_head(
     lengths: Sequence[int],
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of new tokens q [B, Hq, D] in fp64, a KV head at a time: contexts may be long.
+    """Attention of new tokens q [B, Hq, D] in fp64; of long contexts a KV head at a time.
 
     keys, values, pages  each rank's; lengths: of whole sequences. Zeros for sequences without tokens. window: as of attended
     """
@@ -100,10 +102,11 @@ def attended_by_head(
     group = q.shape[1] // heads
     for b, length in enumerate(lengths):
         tables = [table[b] for table in pages]
-        for head in range(heads if length > 0 else 0):
-            caches = ([cache[:, head : head + 1] for cache in of_ranks] for of_ranks in (keys, values))
+        step = heads if length * heads * q.shape[2] <= AT_ONCE else 1
+        for head in range(0, heads if length > 0 else 0, step):
+            caches = ([cache[:, head : head + step] for cache in of_ranks] for of_ranks in (keys, values))
             k, v = (tokens_of_ranks(cache, tables, length) for cache in caches)
-            mine = slice(head * group, (head + 1) * group)
+            mine = slice(head * group, (head + step) * group)
             out[b : b + 1, mine] = attended(q[b : b + 1, mine], k, v, length - 1, window)
     return out
 
@@ -116,13 +119,15 @@ def attended(
     keys, values  [tokens, kv_heads, D]
     window        tokens that each attends to, itself the last; None: all up to itself
     """
-    group, last = q.shape[1] // keys.shape[1], before + torch.arange(q.shape[0], device=q.device)[:, None]
+    last = before + torch.arange(q.shape[0], device=q.device)[:, None]
     at = torch.arange(keys.shape[0], device=q.device)
     seen = at <= last if window is None else (at <= last) & (at > last - window)
-    used = seen.any(0)  # the others may be NaN
-    k, v = (x[used].double().transpose(0, 1).repeat_interleave(group, 0) for x in (keys, values))
-    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / q.shape[2] ** 0.5
-    return (scores.masked_fill(~seen[:, used], -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    used = seen.any(0)[:, None, None]  # the others may be NaN
+    k, v = (torch.where(used, x.double(), 0.0).transpose(0, 1) for x in (keys, values))
+    rows = q.double().unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, D]
+    scores = (rows.flatten(1, 2) @ k.transpose(1, 2)).view(*rows.shape[:3], len(at)) / q.shape[2] ** 0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weights.flatten(1, 2) @ v).view(rows.shape).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def draw_projection(draw: Draw, tokens: int) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,9 @@
 Each engine runs in a process, and an environment, of its own. A row is a number of prompts of so many random tokens, greedy, on
 random weights: `first_ms` is the time of generate() for one new token, `per_token_ms` the further time of 64 more, divided by
 64. Medians of `--repeats` calls with new prompts each, after two calls that are not counted. Engines run with their defaults,
-but without prefix caching, for which random prompts have no use. The table prints every row, those that weft loses too.
+but without prefix caching, for which random prompts have no use, and with what `--options` adds, which the file records. Where
+other processes use the GPU too, {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 20000000000} gives vLLM such a
+cache. The table prints every row, those that weft loses too.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ MAX_SEQUENCES, MAX_LENGTH = 128, 8192
 Generate = Callable[[list[list[int]], int], Any]
 
 
-def weft_engine(model: str, world_size: int) -> Generate:
+def weft_engine(model: str, world_size: int, **options: Any) -> Generate:
     llm = weft.LLM(
         DecoderConfig.named(model), world_size=world_size, max_seq_len=MAX_LENGTH, max_batch=MAX_SEQUENCES,
-        prefix_caching=False,
+        prefix_caching=False, **options,
     )  # fmt: skip
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
 
@@ -53,12 +55,13 @@ def folder_of(model: str) -> Path:
     return folder
 
 
-def vllm_engine(model: str, world_size: int) -> Generate:
+def vllm_engine(model: str, world_size: int, **options: Any) -> Generate:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=str(folder_of(model)), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=world_size,
         max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES, enable_prefix_caching=False,
+        **options,
     )  # fmt: skip
 
     def generate(prompts: list[list[int]], new: int) -> Any:
@@ -89,15 +92,18 @@ def measured(generate: Generate, prompts: int, tokens: int, repeats: int, vocab_
     }  # fmt: skip
 
 
-def run(engine: str, model: str, world_size: int, cases: str, repeats: int, target: Path) -> None:
+def run(
+    engine: str, model: str, world_size: int, cases: str, repeats: int, target: Path, options: dict[str, Any]
+) -> None:
     check_clean("--json", target)
     shapes = [tuple(map(int, case.split("x"))) for case in cases.split(",")]
     begin = time.perf_counter()
-    generate = ENGINES[engine](model, world_size)
+    generate = ENGINES[engine](model, world_size, **options)
     report = {
         "engine": engine, "version": importlib.import_module(engine).__version__, "model": model, "world_size": world_size,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "revision": revision(Path(weft.__file__).parent),
-        "ready_seconds": time.perf_counter() - begin, "repeats": repeats, "rows": [],
+        "ready_seconds": time.perf_counter() - begin, "repeats": repeats, "options": options,
+        "rows": [],
     }  # fmt: skip
     print(f"{engine} {report['version']}: ready after {report['ready_seconds']:.1f} s", flush=True)
     vocab_size = DecoderConfig.named(model).vocab_size
@@ -148,13 +154,14 @@ def main() -> None:
     one.add_argument("--cases", default=CASES, help="prompts x tokens, with commas between")
     one.add_argument("--repeats", type=int, default=5)
     one.add_argument("--json", type=Path, required=True, metavar="FILE")
+    one.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="further arguments of the engine")
     both = commands.add_parser("table", help="compare runs")
     both.add_argument("files", type=Path, nargs="+")
     chosen = parser.parse_args()
     if chosen.command == "table":
         print(table(chosen.files))
     else:
-        run(chosen.engine, chosen.model, chosen.world_size, chosen.cases, chosen.repeats, chosen.json)
+        run(chosen.engine, chosen.model, chosen.world_size, chosen.cases, chosen.repeats, chosen.json, chosen.options)
 
 
 if __name__ == "__main__":

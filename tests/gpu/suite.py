@@ -59,7 +59,8 @@ LOAD_CALLS = 2000
 GRAPH_CALLS = 100
 # Different inputs of the back-to-back calls: stale data of a buffer's last use always differ.
 DATASETS = 10
-HEAP_BYTES = {"cuda": 8 << 30, "sim": None}  # workspaces of all cases stay until the end
+# For all ranks of a GPU, and for one; workspaces of all cases stay until the end.
+GPU_HEAP_BYTES, HEAP_BYTES = 16 << 30, 8 << 30
 LONGEST_DELAY = 400_000  # cycles, about 0.2 ms
 
 
@@ -413,12 +414,13 @@ def command(arguments: list[str] | None = None) -> int:
             find_op(name)
         except ValueError as unknown:
             parser.error(f"--ops: {unknown}")
+    ranks_of_a_gpu = -(-chosen.world_size // max(1, torch.cuda.device_count()))
     groups = weft.launch(
         main,
         chosen.world_size,
         device=chosen.device,
         args=(chosen.load, only, of_ops),
-        heap_bytes=HEAP_BYTES[chosen.device],
+        heap_bytes=min(HEAP_BYTES, GPU_HEAP_BYTES // ranks_of_a_gpu) if chosen.device == "cuda" else None,
         share_gpus=chosen.share_gpus,
         node_size=chosen.node_size,
     )[0]

@@ -42,15 +42,15 @@ def lamport_load(ptr, mask, team, words=None):
     began, rounds = tracing.begin(team), 0
     x = stock.load_volatile(ptr, mask, 0.0)
     if team.patience_us > 0:
-        started = stock.microseconds()
+        started, least = stock.microseconds(), tl.min(ptr.to(tl.int64))
         missing = stock.count_unwritten(x)
         while missing > 0:
             if team.trace is not None:
                 rounds += 1
             x = stock.load_volatile(ptr, mask, 0.0)
             missing = stock.count_unwritten(x)
-            if stock.microseconds() - started > team.patience_us:
-                stock.give_up(tl.min(ptr.to(tl.int64)), 0, ">=", -missing, team)
+            if (missing > 0) & (stock.microseconds() - started > team.patience_us):
+                stock.give_up(least, 0, ">=", -missing, team)
     else:
         while stock.count_unwritten(x) > 0:
             if team.trace is not None:

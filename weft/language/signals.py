@@ -90,7 +90,8 @@ def wait_until(signal, value, comparison: tl.constexpr, team):
         started = stock.microseconds()
         while is_unmet(tl.cast(seen, signed), wanted, comparison):
             seen = stock.load_acquire(signal)
-            if stock.microseconds() - started > team.patience_us:
+            late = stock.microseconds() - started > team.patience_us
+            if late & is_unmet(tl.cast(seen, signed), wanted, comparison):
                 stock.give_up(signal, value, comparison, tl.cast(seen, signed), team)
     else:
         while is_unmet(tl.cast(seen, signed), wanted, comparison):

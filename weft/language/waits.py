@@ -107,6 +107,6 @@ def _give_up_after(started, signals, left, wanted, comparison: tl.constexpr, see
     """Give up once the team's patience is over, naming the first signal that ``left`` selects, if any."""
     at = tl.arange(0, left.shape[0])
     first = tl.min(tl.where(left, at, left.shape[0]))
-    if first < left.shape[0]:
-        if stock.microseconds() - started > team.patience_us:
-            stock.give_up(signals + first, wanted, comparison, tl.sum(tl.where(at == first, seen, 0)), team)
+    seen_first = tl.sum(tl.where(at == first, seen, 0))
+    if (first < left.shape[0]) & (stock.microseconds() - started > team.patience_us):
+        stock.give_up(signals + first, wanted, comparison, seen_first, team)

@@ -145,7 +145,31 @@ def record(ring, records: tl.constexpr, began, of_code, where, seen, happened):
     )  # fmt: skip
 
 
+# 64-bit words of a record of ``give_up`` behind its state.
+RECORDED = tl.constexpr(15)
+
+
+@triton.constexpr_function
+def give_up_assembly():
+    stores = "".join(f"@first st.global.b64 [$1 + {8 * word}], ${2 + word}; " for word in range(1, RECORDED.value + 1))
+    return (
+        "{ .reg .pred first, early; .reg .b64 state; "
+        "atom.acq_rel.sys.global.cas.b64 state, [$1], 0, 1; setp.eq.b64 first, state, 0; "
+        f"{stores}@first atom.release.sys.global.exch.b64 state, [$1], $2; "
+        "ended: ld.acquire.sys.global.b64 state, [$1]; setp.lt.s64 early, state, 2; @early bra ended; "
+        "trap; mov.u32 $0, 0; }"
+    )
+
+
 @triton.jit
-def trap():
-    """End the kernel with an error that the host sees at its next call."""
-    tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+def give_up(record, state, w):
+    """Write ``w``, RECORDED int64, behind the int64 at ``record``, set that to ``state`` and end the kernel.
+
+    By the first thread that finds 0 there; others that come wait for it. Each thread acts alone, without a barrier: threads read
+    their clocks at different times, so not all of a program need give up.
+    """
+    tl.inline_asm_elementwise(
+        give_up_assembly(), "=r,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l",
+        [record, state, w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13], w[14]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

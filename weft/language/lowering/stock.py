@@ -197,7 +197,7 @@ def is_loaded_by_several_warps(x, _semantic=None):
 
 @triton.jit
 def microseconds():
-    """Clock of debug-mode waits; 0 where the target has none here, so that such waits never give up."""
+    """Clock of debug-mode waits, of each thread; 0 where the target has none here, so that such waits never give up."""
     if target_info.is_cuda():
         return ptx.globaltimer_us()
     else:
@@ -206,26 +206,31 @@ def microseconds():
 
 @triton.jit
 def give_up(signal, wanted, comparison: tl.constexpr, seen, team):
-    """Leave a record for the host and trap. The first program to give up writes it.
+    """Leave a record for the host and trap. The first thread to give up writes it.
+
+    Threads of a program that give up need not be all: nothing here may wait for the others, such as a reduction.
 
     record  int64: 0 state (1 claimed; written by a wait for 2 >=, 3 ==, 4 !=; 5 by symm_at, for a peer outside of the team:
             wanted is the peer, seen the team's size), 1 rank, 2 program, 3 line, 4 signal's
             address, 5 wanted, 6 seen, 7 patience in microseconds, 8..15 the kernel's name, 8 bytes each
     """
-    record = team.record
-    if tl.atomic_cas(record, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="sys") == 0:
-        tl.store(record + 1, tl.cast((team.coords >> 1) - 1, tl.int64))
-        tl.store(record + 2, tl.program_id(0).to(tl.int64))
-        tl.store(record + 3, tl.full((), kernel_line(), tl.int64))
-        tl.store(record + 4, signal.to(tl.int64))
-        tl.store(record + 5, tl.cast(wanted, tl.int64))
-        tl.store(record + 6, tl.cast(seen, tl.int64))
-        tl.store(record + 7, tl.full((), team.patience_us, tl.int64))
-        for word in tl.static_range(8):
-            tl.store(record + 8 + word, tl.full((), kernel_name_int64(word), tl.int64))
-        tl.debug_barrier()
+    if target_info.is_cuda():
         state: tl.constexpr = 3 if comparison == "==" else 4 if comparison == "!=" else 5 if comparison == "peer" else 2
-        tl.atomic_xchg(record, tl.full((), state, tl.int64), sem="release", scope="sys")
-        tl.debug_barrier()
-        if target_info.is_cuda():
-            ptx.trap()
+        words = (
+            tl.cast((team.coords >> 1) - 1, tl.int64),
+            tl.program_id(0).to(tl.int64),
+            tl.full((), kernel_line(), tl.int64),
+            signal.to(tl.int64),
+            tl.cast(wanted, tl.int64),
+            tl.cast(seen, tl.int64),
+            tl.full((), team.patience_us, tl.int64),
+            tl.full((), kernel_name_int64(0), tl.int64),
+            tl.full((), kernel_name_int64(1), tl.int64),
+            tl.full((), kernel_name_int64(2), tl.int64),
+            tl.full((), kernel_name_int64(3), tl.int64),
+            tl.full((), kernel_name_int64(4), tl.int64),
+            tl.full((), kernel_name_int64(5), tl.int64),
+            tl.full((), kernel_name_int64(6), tl.int64),
+            tl.full((), kernel_name_int64(7), tl.int64),
+        )
+        ptx.give_up(team.record, tl.full((), state, tl.int64), words)

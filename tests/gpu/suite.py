@@ -318,12 +318,12 @@ def can_run(case: Case, team: Any) -> bool:
 
 
 def first_of_each(cases: Iterable[Case]) -> list[Case]:
-    """The first case of each op, design, dtype and further fields: for graphs, back-to-back calls and loads."""
+    """The first case of each op, design, dtype and names of further fields: for graphs, back-to-back calls and loads."""
     found: dict[Any, Case] = {}
     for case in cases:
         if (case.data, case.layout) == ("random", "contiguous"):
             design = case.design if isinstance(case.design, str) else type(case.design)
-            found.setdefault((case.op, design, case.dtype, case.fields), case)
+            found.setdefault((case.op, design, case.dtype, *sorted(name for name, _ in case.fields)), case)
     return list(found.values())
 
 

@@ -59,7 +59,7 @@ def problem_of(op, word, team):
 @pytest.fixture
 def libraries(monkeypatch):
     monkeypatch.setattr(moe_baselines, "dist", Library)
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options=None: function)
 
 
 @pytest.mark.parametrize("word", ["qwen3-30b-a3b", "qwen3-30b-a3b/zipf"])

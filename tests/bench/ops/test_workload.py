@@ -3,6 +3,8 @@
 import pytest
 
 from weft.bench.harness.limits import GPUS
+from weft.bench.names import OPS, VARIED
+from weft.bench.ops.shapes import parse_shapes
 from weft.bench.ops.workload import OpWorkload
 
 NORMED = "all-reduce-rms-norm"
@@ -42,3 +44,12 @@ def test_the_floor_is_the_larger_of_both():
     assert of(NORMED).floor_us(2, (389, 500), h200) == pytest.approx(1.0 + 1.2)
     assert of("gemm").rate(1, (1000, 1000, 1000), 2.0) == pytest.approx(1000)
     assert of("all-reduce").rate(2, (1_000_000,), 10.0) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("op", [*OPS, *VARIED])
+def test_every_op_has_a_floor_and_a_rate_at_its_own_shapes(op):
+    """On GPUs with known limits; simulated ranks have none, so no other test computes them."""
+    for world_size in (1, 2):
+        for shape in parse_shapes(op, (), world_size, dtype="bf16", tiny=False):
+            assert of(op).floor_us(world_size, shape.size, GPUS["NVIDIA H200"]) >= 0
+            assert of(op).rate(world_size, shape.size, 10.0) >= 0

@@ -393,8 +393,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return int((shape.active * shape.hidden * shape.features + rows) * dtype.itemsize)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
-        shape = MoeShape(*sizes)
-        return 2 * shape.tokens * shape.hidden * dtype.itemsize * (world_size - 1) // world_size
+        tokens, _, _, hidden, _ = sizes
+        return 2 * tokens * hidden * dtype.itemsize * (world_size - 1) // world_size
 
     def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
         shape = MoeShape(*sizes)

@@ -264,7 +264,8 @@ class MoeCombine(ExchangeOp):
         return total[rank * most :][: case.field("tokens")[rank]]
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=case.sizes[1], partials=case.world_size)
+        # Tokens have weights of different sizes.
+        return Accuracy(terms=case.sizes[1], partials=case.world_size, by_row=True)
 
     def results(
         self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None = None

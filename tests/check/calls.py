@@ -273,6 +273,7 @@ OPS = [
     Call("sequence_to_heads", heads_there, 2, 2),
     Call("heads_to_sequence", heads_back, 2, 2),
     Call("gathered_prefill_attention", prefilled, 2),
+    Call("gathered_prefill_attention pipelined", functools.partial(prefilled, algorithm="pipelined"), 2),
     Call("gathered_prefill_attention ulysses", functools.partial(prefilled, algorithm="ulysses"), 2),
     Call("moe_dispatch", dispatched, 4),
     Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),

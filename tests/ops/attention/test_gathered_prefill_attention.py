@@ -10,13 +10,17 @@ import weft
 import weft.check
 from tests.check.calls import Call, prefilled
 from tests.compiling import SHARED, TARGETS, a_view, compiled
+from tests.ops.layer_cases import mutated
 from tests.sampled import sampled
 from weft import ops
 from weft.kernels.online_softmax import PrefillTile
 from weft.kernels.paged_cache import CacheSizes, PagedCache
+from weft.ops.attention import gathered_prefill_attention as module
+from weft.ops.attention import pipelined_prefill
 from weft.ops.attention.gathered_prefill_attention import (
     GATHERED_PREFILL_ATTENTION,
     Gathered,
+    Pipelined,
     Ulysses,
 )
 from weft.ops.attention.stripes import Stripes, gathered_prefill_attention_kernel
@@ -77,11 +81,60 @@ def test_calls_of_any_lengths_in_a_row_and_their_log_sum_exp(algorithm):
             torch.testing.assert_close(lse.double(), of_wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_cudnn_between_copies_in_calls_of_any_length():
+    """Also of fewer tokens than stripes; parts of a row are rounded before they are merged."""
+
+    def main(team):
+        calls = enumerate((9, 30, 1, 2, 17))
+        return [attended(team, (length,), "pipelined", seed, torch.float16) for seed, length in calls]
+
+    for world_size in (2, 3):
+        first, again = (weft.simulate(main, world_size, seed=seed, slow={0: 30}) for seed in (3, 4))
+        for results, others in zip(first, again, strict=True):
+            for ((out, lse), (wanted, of_wanted)), ((other, _), _) in zip(results, others, strict=True):
+                assert out.is_contiguous() and out.shape == wanted.shape and lse.dtype == torch.float32
+                torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=2e-3)
+                torch.testing.assert_close(lse.double(), of_wanted, rtol=1e-3, atol=1e-3)
+                assert torch.equal(out, other)
+
+
+MUTANTS = {
+    "a rank's keys are not awaited": ("await_chunk(channel.landed, 0, source)", "pass", "race"),
+    "another rank's keys are awaited": ("landed, 0, source)", "landed, 0, (source + 1) % W)", "deadlock"),
+    "the first stripe sees later keys": ("0 if source < me else first, len(q))", "0, len(q))", "wrong"),
+    "the second stripe of a rank before is read": (
+        "(0 if source < me else rows",
+        "(0 if source == me else rows",
+        "uninitialised",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_between_copies_is_found(name, tmp_path, monkeypatch):
+    old, new, kind = MUTANTS[name]
+    mutant = mutated(pipelined_prefill, old, new, f"pipelined_mutant_{list(MUTANTS).index(name)}", tmp_path)
+    monkeypatch.setattr(module, "attend_between_copies", mutant.attend_between_copies)
+    call = Call("pipelined", functools.partial(prefilled, algorithm="pipelined"), 2)
+    report = weft.check.check(call, 3, schedules=8)
+    found = {finding.kind for one in report.wrong for finding in (one.finding, *one.also)}
+
+    if kind != "wrong":
+        assert kind in found, found
+        return
+
+    def main(team):
+        (out, _), (wanted, _) = attended(team, (31,), "pipelined", dtype=torch.float16)
+        return bool((out.double() - wanted).abs().nan_to_num(9.0).max() < 2e-3)
+
+    assert not all(weft.simulate(main, 3))
+
+
 def test_wrong_arguments_are_refused_in_one_line():
-    def refuse(match, q=(3, 4, 16), k=(3, 2, 16), shards=(6,), W=2, **options):
+    def refuse(match, q=(3, 4, 16), k=(3, 2, 16), shards=(6,), W=2, dtype=torch.float32, **options):
         def main(team):
-            x = torch.ones(k)
-            return ops.gathered_prefill_attention(torch.ones(q), x, x, list(shards), team, **options)
+            x = torch.ones(k, dtype=dtype)
+            return ops.gathered_prefill_attention(torch.ones(q, dtype=dtype), x, x, list(shards), team, **options)
 
         with pytest.raises(ValueError, match=match) as caught:
             weft.simulate(main, W)
@@ -96,7 +149,12 @@ def test_wrong_arguments_are_refused_in_one_line():
     refuse(
         "k has 1 heads, which world_size=2 does not divide, and algorithm='ulysses'", k=(3, 1, 16), algorithm="ulysses"
     )
-    refuse("algorithm='ring' is not one of 'auto', 'gathered', 'ulysses'", algorithm="ring")
+    refuse("algorithm='ring' is not one of 'auto', 'gathered', 'ulysses', 'pipelined'", algorithm="ring")
+    refuse("algorithm='pipelined' does not take this call: cuDNN's attention is for fp16", algorithm="pipelined")
+    half = {"dtype": torch.float16, "algorithm": "pipelined"}
+    refuse("there are 2 sequences, and cuDNN is called for one; take 'gathered' or 'auto'", shards=(4, 2), **half)
+    refuse("takes heads of up to 128 elements, not 256", q=(3, 4, 256), k=(3, 2, 256), **half)
+    refuse("algorithm='pipelined' does not take this call: one rank has all keys", shards=(3,), W=1, **half)
     refuse("scale=0 is not positive", scale=0)
 
     def of_another_rank(team):
@@ -121,13 +179,15 @@ def test_plans():
         Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 4),
     )
 
-    def planned(tokens, kv_heads, W):
-        return op.plan(
-            op.call_of((tokens, 32, kv_heads, 128), torch.bfloat16, machine(caps, W)), machine(caps, W)
-        ).design
+    def planned(tokens, kv_heads, W, q_heads=32, **fields):
+        call = op.call_of((tokens, q_heads, kv_heads, 128), torch.bfloat16, machine(caps, W))
+        return op.plan(call._replace(**fields), machine(caps, W)).design
 
     assert isinstance(planned(2048, 4, 2), Ulysses) and isinstance(planned(2048, 2, 4), Gathered)
-    assert planned(1 << 17, 4, 2).chunks == 8 and planned(16384, 4, 4).chunks == 2
+    assert isinstance(planned(1 << 17, 4, 2), Pipelined) and isinstance(planned(8192, 4, 2), Pipelined)
+    for other in ({"sequences": 3}, {"dtype": torch.float32}, {"head_dim": 256}):
+        assert planned(1 << 17, 4, 2, **other).chunks == 8
+    assert planned(16384, 4, 4, q_heads=16).chunks == 2
 
 
 @pytest.mark.triton_internals

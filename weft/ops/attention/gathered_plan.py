@@ -22,6 +22,12 @@ from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.transport.copy_channel import MAX_CHUNKS
 
+# Rows of a stripe (query heads times tokens) from which cuDNN's attention beats weft's kernel, as for prompts of one rank
+# (CUDNN_ROWS of weft/parallel/thresholds.py). Two H100s, 32 query and 4 KV heads of 128: NCCL and cuDNN take 7.4 ms for 32,768
+# tokens, the gathered design 9.8.
+LIBRARY_ROWS = 65536
+# Largest head that cuDNN's attention takes.
+LIBRARY_DIM = 128
 # Tokens of a rank up to which the gathered design's copies and flags take as long as they hide; not measured.
 FEW_TOKENS = 2048
 # Bytes of a chunk at least: shorter copies do not fill a link (H200, W=2: 1 MiB 200 GB/s, 4 MiB 308).
@@ -53,6 +59,12 @@ class Ulysses:
     blocks: KeyBlocks = field(default_factory=KeyBlocks)
 
 
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """cuDNN's attention to this rank's keys, then to those of each other rank, while copy engines bring the next ones."""
+
+
 class GatheredCall(NamedTuple):
     """Sizes that the plan depends on. tokens: of all sequences; heads: of all ranks."""
 
@@ -62,6 +74,19 @@ class GatheredCall(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     design: str = AUTO
+    sequences: int = 1
+
+    def without_library(self, world_size: int) -> str | None:
+        """Reason why the pipelined design does not take this call, or None."""
+        if world_size == 1:
+            return "one rank has all keys"
+        if self.sequences != 1:
+            return f"there are {self.sequences} sequences, and cuDNN is called for one"
+        if self.dtype == torch.float32:
+            return "cuDNN's attention is for fp16 and bf16"
+        if self.head_dim > LIBRARY_DIM:
+            return f"cuDNN's attention takes heads of up to {LIBRARY_DIM} elements, not {self.head_dim}"
+        return None
 
 
 def check_sharing(op: str, q_heads: int, kv_heads: int, head_dim: int) -> None:
@@ -79,7 +104,7 @@ class GatheredPlan(Op):
     """Choice of a design by the tokens of a rank and the KV heads."""
 
     name, alias = "gathered_prefill_attention", "gathered-prefill-attention"
-    designs = {"gathered": Gathered, "ulysses": Ulysses}
+    designs = {"gathered": Gathered, "ulysses": Ulysses, "pipelined": Pipelined}
     sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
     dtypes = FLOATS
     form = "prefill"
@@ -93,11 +118,19 @@ class GatheredPlan(Op):
         return GatheredCall(tokens, *heads, dtype, design)
 
     def call_of_case(self, case: Case, machine: Machine) -> GatheredCall:
-        return GatheredCall(sum(case.field("lengths")), *case.sizes, case.dtype, case.design)
+        lengths = case.field("lengths")
+        return GatheredCall(sum(lengths), *case.sizes, case.dtype, case.design, len(lengths))
 
     def rule(self, call: GatheredCall, machine: Machine) -> tuple[str, str]:
-        """By tokens of a rank; the limit was not measured."""
+        """By tokens of a rank; the limit of ulysses was not measured."""
         tokens = cdiv(call.tokens, machine.world_size)
+        rows = call.q_heads * (tokens // 2)
+        if (
+            machine.caps.arch.startswith("sm_")
+            and rows >= LIBRARY_ROWS
+            and not call.without_library(machine.world_size)
+        ):
+            return "pipelined", f"{rows:,} rows of a stripe >= {LIBRARY_ROWS:,}: cuDNN's attention is faster"
         if call.kv_heads % machine.world_size:
             return "gathered", f"{call.kv_heads} KV heads do not divide into {machine.world_size} shares"
         if tokens <= FEW_TOKENS:
@@ -107,7 +140,9 @@ class GatheredPlan(Op):
             )
         return "gathered", f"{tokens} tokens of a rank > {FEW_TOKENS}: attention hides the copies"
 
-    def default(self, name: str, call: GatheredCall, machine: Machine) -> Gathered | Ulysses:
+    def default(self, name: str, call: GatheredCall, machine: Machine) -> Gathered | Ulysses | Pipelined:
+        if name == "pipelined":
+            return Pipelined()
         world, group = machine.world_size, call.q_heads // call.kv_heads
         heads, tokens = call.kv_heads, cdiv(call.tokens, world)
         if name == "ulysses":
@@ -127,8 +162,12 @@ class GatheredPlan(Op):
         # The heads decide which designs there are, their size how many fit into shared memory.
         return found if found is None or found.row.shape[1:] == call[1:4] else None
 
-    def space(self, call: GatheredCall, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
-        for name in self.designs:
+    def space(
+        self, call: GatheredCall, machine: Machine, quick: bool = False
+    ) -> Iterator[Gathered | Ulysses | Pipelined]:
+        if not call.without_library(machine.world_size) and not machine.caps.arch.startswith("gfx"):
+            yield Pipelined()
+        for name in ("gathered", "ulysses"):
             if name == "ulysses" and call.kv_heads % machine.world_size:
                 continue
             base = self.default(name, call, machine)
@@ -141,7 +180,7 @@ class GatheredPlan(Op):
                         yield from (Gathered(chunks=chunks, blocks=blocks) for chunks in (1, base.chunks))
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
-        if quick:
+        if quick or isinstance(design, Pipelined):
             return
         if isinstance(design, Gathered):
             yield from moved(design, chunks=scaled(design.chunks, high=MAX_CHUNKS))

@@ -1,8 +1,9 @@
 """gathered_prefill_attention: causal attention of prompts whose tokens are sharded over ranks zig-zag.
 
-Two designs. "gathered": copy engines bring the other ranks' keys and values while attention, all heads of this rank's queries,
-begins with its own and waits for each chunk. "ulysses": every rank computes its own heads of all tokens, between a
-sequence_to_heads and a heads_to_sequence, which nothing hides.
+Three designs. "gathered": copy engines bring the other ranks' keys and values while attention, of this rank's queries with all
+heads, begins with its own and waits for each chunk. "pipelined": the same with cuDNN's attention, a call for each rank's keys
+(``pipelined_prefill``). "ulysses": every rank computes its own heads of all tokens, between a sequence_to_heads and a
+heads_to_sequence, which nothing hides.
 
 Causal attention needs no key behind the query: the second stripe of rank s never goes to ranks above s, which saves a quarter
 of the traffic.
@@ -18,8 +19,9 @@ import torch
 from weft.kernels.paged_cache import PagedCache
 from weft.kernels.tile_schedule import buffer_of
 from weft.ops.attention import cases
-from weft.ops.attention.gathered_plan import Gathered, GatheredCall, GatheredPlan, Ulysses, check_sharing
+from weft.ops.attention.gathered_plan import Gathered, GatheredCall, GatheredPlan, Pipelined, Ulysses, check_sharing
 from weft.ops.attention.paged_prefill_attention import KeyBlocks
+from weft.ops.attention.pipelined_prefill import attend_between_copies
 from weft.ops.attention.stripes import Stripes, attend
 from weft.ops.attention.zigzag import ZigzagRanges, ZigzagShards
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
@@ -56,11 +58,12 @@ def gathered_prefill_attention(
     shards      tokens of each sequence, equal on all ranks; or ZigzagRanges of them, which many calls share
     scale       positive; D ** -0.5 where None
     return_lse  return (out, lse): lse fp32 [T, Hq], the log of the sum of exp(score * scale) of each row
-    algorithm   "auto", "gathered", or "ulysses", which needs W to divide Hkv
+    algorithm   "auto", "gathered", "ulysses", which needs W to divide Hkv, or "pipelined", which is cuDNN's attention of one
+                sequence in fp16 or bf16, D at most 128, on two or more ranks
 
     Hkv divides Hq; D is a power of two from 16 to 256. Softmax and sums in fp32; results are the same bits from run to run,
-    but not in both algorithms. Captured in a CUDA graph it replays correctly with these ZigzagRanges, after one call outside.
-    The gathered design keeps two receive buffers of the other ranks' keys and values in the heap. No backward. ValueError for
+    but not in all algorithms. Captured in a CUDA graph it replays correctly with these ZigzagRanges, after one call outside.
+    All but "ulysses" keep two receive buffers of the other ranks' keys and values in the heap. No backward. ValueError for
     arguments that do not fit; HeapExhausted.
     """
     op = "gathered_prefill_attention"
@@ -99,6 +102,9 @@ def gathered_prefill_attention(
             f"{op}: k has {kv_heads} heads, which world_size={team.size} does not divide, and algorithm='ulysses' gives each "
             f"rank whole ones; take 'gathered'"
         )
+    call = GatheredCall(sum(of.rows), q_heads, kv_heads, D, q.dtype, sequences=len(of.lengths))
+    if algorithm == "pipelined" and (reason := call.without_library(team.size)) is not None:
+        raise ValueError(f"{op}: algorithm='pipelined' does not take this call: {reason}; take 'gathered' or 'auto'")
     tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
     scale = D**-0.5 if scale is None else scale
     out, lse = GATHERED_PREFILL_ATTENTION.dispatch(
@@ -117,7 +123,7 @@ class GatheredPrefillAttention(GatheredPlan):
 
     def run(
         self,
-        design: Gathered | Ulysses,
+        design: Gathered | Ulysses | Pipelined,
         team: Team,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -134,9 +140,15 @@ class GatheredPrefillAttention(GatheredPlan):
         q, k, v = (x.detach().contiguous() for x in (q, k, v))
         W = team.size
         tokens = [rows[rank] + rows[2 * W - 1 - rank] for rank in range(W)]
-        if W > 1 and isinstance(design, Gathered):
-            channel, keys = self._gather(design, team, k, v, tokens, rows, stripes)
-            out, lse = attend(design.blocks, team, q, keys, tables[:2], block_m, scale, return_lse, channel)
+        if W > 1 and not isinstance(design, Ulysses):
+            chunk = cdiv(max(1, *tokens), design.chunks if isinstance(design, Gathered) else 1)
+            channel, received = self._gather(chunk, team, k, v, tokens, rows)
+            if isinstance(design, Gathered):
+                others = PagedCache(received[0], received[1])
+                keys = Stripes(PagedCache(k, v), others, stripes, stripes.shape[1], max(1, *tokens), chunk)
+                out, lse = attend(design.blocks, team, q, keys, tables[:2], block_m, scale, return_lse, channel)
+            else:
+                out, lse = attend_between_copies(team, q, k, v, received, channel, rows, scale, return_lse)
             team.copy_engine.join()
             return out, lse
         if W > 1:
@@ -153,21 +165,14 @@ class GatheredPrefillAttention(GatheredPlan):
         return out, lse
 
     def _gather(
-        self,
-        design: Gathered,
-        team: Team,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[int],
-        stripes: torch.Tensor,
-    ) -> tuple[CopyChannel, Stripes]:
-        """Begin a call: have copy engines push k and v to the ranks that need them, by chunks.
+        self, chunk: int, team: Team, k: torch.Tensor, v: torch.Tensor, tokens: Sequence[int], rows: Sequence[int]
+    ) -> tuple[CopyChannel, torch.Tensor]:
+        """Begin a call: have copy engines push k and v to the ranks that need them, ``chunk`` tokens at a time.
 
-        Rank r serves r - 1, r - 2, … (mod W): the peer that needs its keys next is first.
+        Rank r serves r - 1, r - 2, … (mod W): the peer that needs its keys next is first. Returns the channel and the receive
+        buffers [2, W - 1, most tokens of a rank, Hkv, D], keys and values.
         """
         W, me, room = team.size, team.rank, max(1, *tokens)
-        chunk = cdiv(room, design.chunks)
         row = k.shape[1] * k.shape[2]
         size = 2 * (W - 1) * room * row
 
@@ -185,8 +190,7 @@ class GatheredPrefillAttention(GatheredPlan):
                 piece = slice(first, min(first + chunk, sent))
                 team.copy_engine.put(panels[0, piece], k[piece], peer)
                 channel.send(team, panels[1, piece], v[piece], me, number, peer)
-        others = PagedCache(received[0], received[1])
-        return channel, Stripes(PagedCache(k, v), others, stripes, stripes.shape[1], room, chunk)
+        return channel, received
 
     def forward(
         self,
@@ -202,7 +206,7 @@ class GatheredPrefillAttention(GatheredPlan):
         algorithm: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         members = find_team(team)
-        call = GatheredCall(sum(rows), q.shape[1], k.shape[1], q.shape[2], q.dtype, algorithm)
+        call = GatheredCall(sum(rows), q.shape[1], k.shape[1], q.shape[2], q.dtype, algorithm, tables[4].shape[1])
         design = self.plan(call, machine_of(members)).design
         return self.run(design, members, q, k, v, tables, rows, block_m, scale, return_lse)
 
@@ -302,12 +306,15 @@ class GatheredPrefillAttention(GatheredPlan):
         yield case(2, (2, 1, 16), BF16, Gathered(chunks=8, blocks=few), 40, block_m=16, huge=1)
         yield case(2, (2, 2, 64), FP16, "ulysses", 0, 20)
         yield case(2, (2, 1, 128), BF16, AUTO, 20, 9)
+        for w, length in ((2, 21), (2, 1), (3, 40), (4, 5), (8, 19)):
+            yield case(w, (4, 2, 16), FP16 if w == 3 else BF16, "pipelined", length)
+        yield case(2, (2, 1, 64), BF16, Pipelined(), 40, huge=1)
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for sizes in ((16, 4, 128), (8, 8, 64)):
-                for design in ("gathered", "ulysses"):
-                    for lengths in ((4096,), (3000, 1, 777, 128)):
+                for design in ("gathered", "ulysses", "pipelined"):
+                    for lengths in ((4096,), (3001,) if design == "pipelined" else (3000, 1, 777, 128)):
                         fields = (("lengths", lengths),)
                         yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
 

@@ -37,12 +37,13 @@ class ExchangeHeads(Collective):
 
     Fields of a case: ``heads`` of further tensors, ``tokens`` of each rank.
 
-    The limits of the plan are all_to_all's, which sends as many bytes between the same programs.
+    The limits of the push are all_to_all's, which sends as many bytes between the same programs. Copy engines are never chosen:
+    they need a permutation of their own before or after (two H100s, 256 MiB: 745 us, the push 398).
     """
 
     moves_bits = True
     designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy}
-    copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
+    copy_engine_from = {2: ENDLESS, 4: ENDLESS, 8: ENDLESS}
     copies = {2: CopyEngine(pieces=(3, 1))}
     to_heads: ClassVar[bool]
 

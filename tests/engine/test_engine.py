@@ -672,7 +672,8 @@ def test_after_a_warm_up_nothing_is_captured_or_launched_kernel_by_kernel(one_la
         with monkeypatch.context() as patch:
             if warm:
                 patch.setattr("weft.engine.runner.prefill_eagerly", lambda *given: pytest.fail("kernel by kernel"))
-            return [engine.generate(prompts, max_tokens=3, **params) for params in sampling.values()]
+            calls = [(asked, params) for params in sampling.values() for asked in (prompts, prompts[:2], prompts[:1])]
+            return [engine.generate(asked, max_tokens=3, **params) for asked, params in calls]
 
     found = weft.simulate(main, 1, args=(True,))
     assert not whole or found == weft.simulate(main, 1, args=(False,))

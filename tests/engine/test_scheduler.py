@@ -71,9 +71,11 @@ def run(scheduler, sequences, late=0):
     return history
 
 
-def submitted(scheduler, *sizes):
+def submitted(scheduler, *sizes, together=()):
+    """Sequences of these sizes, those whose numbers are in ``together`` by one call."""
     sequences = [sequence(number, *size) for number, size in enumerate(sizes)]
     for one in sequences:
+        one.together = one.number in together
         scheduler.check("prompt", one)
         scheduler.submit(one)
     return sequences
@@ -86,6 +88,38 @@ def test_prompts_are_read_in_order_and_all_go_on_together():
         ([(0, 0, 20), (1, 0, 30), (2, 0, 14)], [0, 1]),
         ([(2, 14, 16)], [0, 2]),
     ]
+
+
+def test_prompts_of_one_call_are_read_before_they_decode():
+    scheduler = Scheduler(PagePool(100, PAGE), max_batch=8, chunk_tokens=40)
+    sequences = submitted(scheduler, (20, 3), (30, 2), (30, 2), together=range(3))
+    assert run(scheduler, sequences) == [
+        ([(0, 0, 20), (1, 0, 20)], []),
+        ([(1, 20, 10), (2, 0, 30)], [0, 1, 2]),
+        ([], [0]),
+    ]
+
+
+def test_prompts_of_one_call_decode_where_others_have_no_room():
+    scheduler = Scheduler(PagePool(100, PAGE), max_batch=2, chunk_tokens=64)
+    history = run(scheduler, submitted(scheduler, (4, 2), (4, 3), (4, 2), together=range(3)))
+    assert history[:3] == [([(0, 0, 4), (1, 0, 4)], []), ([], [0, 1]), ([(2, 0, 4)], [1, 2])]
+
+
+def test_a_request_of_another_call_holds_up_no_decode_step():
+    """Whether it came with them or later."""
+    for late in (True, False):
+        scheduler = Scheduler(PagePool(100, PAGE), max_batch=8, chunk_tokens=16, mixed_chunk_tokens=16)
+        first = submitted(scheduler, (12, 30), together=range(1))
+        if late:
+            scheduler.next_chunk()
+            assert scheduler.next_decode().sequences == first
+        other = sequence(1, 60, 3)
+        other.together = late
+        scheduler.submit(other)
+        for _ in range(3):
+            scheduler.next_chunk()
+            assert scheduler.next_decode().sequences == first and not other.running
 
 
 def test_a_prompt_longer_than_a_chunk_does_not_hold_up_the_others():
@@ -210,10 +244,11 @@ def test_slots_are_filled_up_from_below():
     chunk_tokens=st.integers(1, 80),
     late=st.integers(0, 1),
     window=st.sampled_from([None, 1, 16, 40, 97]),
+    together=st.sampled_from([(), range(8), range(3), range(2, 8)]),
 )
-def test_everyone_comes_to_the_end_whatever_the_sizes(sizes, pages, max_batch, chunk_tokens, late, window):
+def test_everyone_comes_to_the_end_whatever_the_sizes(sizes, pages, max_batch, chunk_tokens, late, window, together):
     scheduler = Scheduler(PagePool(1 + pages, PAGE, window), max_batch, chunk_tokens)
-    sequences = submitted(scheduler, *sizes)
+    sequences = submitted(scheduler, *sizes, together=together)
     history = run(scheduler, sequences, late)
     first_reads = [part[0] for ranges, _ in history for part in ranges if part[1] == 0]
     assert list(dict.fromkeys(first_reads)) == list(range(len(sizes)))  # admitted in order

@@ -301,7 +301,7 @@ class Engine:
         begin, captured, preempted = time.perf_counter(), runner.capture_seconds, scheduler.preemptions
         held: list[Piece] = []
         for answer in answers:
-            answer.pieces = held
+            answer.pieces, answer.together = held, True
             self._enter(answer)
         first_at, first_tokens, new_tokens = 0.0, 0, 0
         try:

@@ -9,6 +9,9 @@ has been refused.
 A prompt that arrives while others decode is read beside them, at most `mixed_chunk_tokens` tokens a step: so the time between
 two tokens of a stream is bounded by such a chunk and a decode step, however long the prompt.
 
+Prompts of one call, which gives them all at once, are read one chunk after the other before any of them decodes, as far as
+slots and pages allow: a decode step between two chunks would serve few sequences, and the call waits for the last one's end.
+
 With prefix caching a request starts behind the full pages of its first tokens that are in the cache already, from other
 prompts or answers. At least its last token is read, since only a pass chooses the next one. Pages that a step fills are found
 from the next step on; a request that begins with one of them waits for it.
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.engine.adjustments import Adjusted
@@ -55,6 +58,7 @@ class Sequence:
     slot      batch slot; None while it waits
     running   all tokens but the last one are cached: decode steps continue it
     late      submitted while others were running
+    together  submitted by a call of several prompts, which may be read before they decode
     kind      of the choice of its tokens
     """
 
@@ -76,6 +80,7 @@ class Sequence:
     slot: int | None = None
     running: bool = False
     late: bool = False
+    together: bool = False
     done: bool = False
     kind: Kind = field(init=False)
 
@@ -157,6 +162,7 @@ class Scheduler:
         self.preemptions = self.hit_tokens = 0
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self._unread = 0  # active sequences whose prompts have not been read to the end
+        self._has_read = False  # this step reads a chunk of prompts
         self._running: list[Sequence] = []  # those that decode, by age
         self._decoding: Decoding | None = None  # of `_running`; None: it has changed
         self._changes = Changes({}, [])
@@ -198,6 +204,7 @@ class Scheduler:
 
     def next_chunk(self) -> list[SequenceRange]:
         """Choose the prompt tokens of this step, oldest sequence first."""
+        self._has_read = False
         if not self.has_prompts:
             return []
         ranges: list[SequenceRange] = []
@@ -224,13 +231,28 @@ class Scheduler:
             filling |= self._being_filled(ranges[-1:])
         for part in ranges:
             self._publish(part.sequence)
+        self._has_read = bool(ranges)
         return ranges
 
     def _limit(self) -> int:
         """Number of prompt tokens that this step may read, by the first of the prompts."""
-        unread = [sequence for sequence in self.active if not sequence.running] or [*islice(self.waiting, 1)]
+        unread = self._first_unread
         decoding = any(sequence.launched < sequence.budget for sequence in self._running)
-        return self.mixed_chunk_tokens if decoding and unread and unread[0].late else self.chunk_tokens
+        return self.mixed_chunk_tokens if decoding and unread is not None and unread.late else self.chunk_tokens
+
+    @property
+    def _first_unread(self) -> Sequence | None:
+        """The first sequence whose prompt has not been read to its end, active or waiting."""
+        return next((sequence for sequence in chain(self.active, self.waiting) if not sequence.running), None)
+
+    @property
+    def _reads_on(self) -> bool:
+        """True if decoding waits: more prompts of the call that all sequences come from follow the chunk of this step.
+
+        Prompts for which there is no room are not read in the next step, which then decodes.
+        """
+        unread = self._first_unread if self._has_read else None
+        return unread is not None and not unread.late and all(one.together for one in (unread, *self._running))
 
     def _own_pages(self, sequence: Sequence, shared: list[int]) -> int:
         """Number of pages that a sequence is admitted with, beside those that it shares.
@@ -325,6 +347,8 @@ class Scheduler:
         Preempts the youngest if needed. None: no page is free, and the youngest sequence has tokens in flight. Collect
         them, then call again.
         """
+        if self._reads_on:
+            return Decoding([])
         for sequence in [one for one in self._running if one.launched == one.budget]:
             self._stop(sequence)
         size = self.pool.page_size

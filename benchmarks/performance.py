@@ -52,8 +52,8 @@ How to read the tables:
 - *Fastest baseline* is the fastest of NCCL, torch's symmetric-memory ops, and cuBLAS with each of them; for layers and models
   the faster of eager torch and torch.compile. *Speed-up* is its time over weft's.
 - *of limit* is the least time that the hardware allows, over weft's time: bytes on the wire at 389 GB/s, which a copy engine
-  reaches over NVLink, and one hop of 1.2 µs; operations at 790 TFLOP/s; weights at 4.3 TB/s (`weft/bench/harness/limits.py`).
-  For layers and models the least time is the *roofline*.
+  reaches over NVLink, and one hop of 1.2 µs; operations at 790 TFLOP/s; weights at 4.3 TB/s, of an H100 at 3.0
+  (`weft/bench/harness/limits.py`). For layers and models the least time is the *roofline*.
 - NVLink multicast (NVLS) is off on these machines, for weft, NCCL and torch alike.
 - Machines differ by a few percent, and long GEMMs run at the power limit: compare within a row.
 - Each table names the commit of weft that ran, whether that commit holds all its sources, the date and the machine. For tables
@@ -61,8 +61,9 @@ How to read the tables:
 """
 MISSING = """## Not measured yet
 
-- `sh benchmarks/moe.sh h200-x2-moe`: the ops of a [mixture of experts](moe.md), its layer and Qwen3-30B-A3B, on two GPUs.
-- The ops of [prompts over ranks](prefill-over-ranks.md), which names their commands.
+- `sh benchmarks/moe.sh h200-x2-moe`: the ops of a [mixture of experts](moe.md), its layer and Qwen3-30B-A3B, on two H200s.
+- The pipelined design of [prompts over ranks](prefill-over-ranks.md), and its tables on H200s; that page names the commands.
+- `sh benchmarks/several_gpus.sh 2 models`: prompts of Qwen3-32B on two H100s, and its smaller sisters.
 """
 KEYS = (
     ("gpu", "GPU"),

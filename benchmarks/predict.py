@@ -255,12 +255,40 @@ Published for 12 KV heads on 8 H800s by Triton-distributed are 38 at 64k tokens 
     lines = [text, *_table("W =", *map(str, sizes))]
     for shape in DECODES:
         lines.append(f"| {shape} | {' | '.join(f'{decode_time(costs, shape, w):.1f}' for w in sizes)} |")
-    lines += ["", *_table("measured", "W", "µs", "model", "error")]
-    for row in measurements(results):
-        if row.op == DECODE and row.provider == "weft.auto":
-            us, world = predicted(costs, row), row.world_size
-            lines.append(f"| {Decode(*row.shape[:5])} | {world} | {row.us:.1f} | {us:.1f} | {us / row.us - 1:+.0%} |")
+    lines += ["", *_table("measured on H200s", "W", "µs", "model", "error")]
+    lines += [_beside(costs, row) for row in measurements(results) if (row.op, row.provider) == (DECODE, "weft.auto")]
+    rows = list(on_two_h100s(results))
+    if rows:
+        alone = [row for row in rows if row.world_size == 1]
+        costs = fit(alone, costs)
+        lines += [
+            "",
+            f"The same on two H100s: {costs.attention:.1f} µs and {costs.cache / 1e6:.1f} TB/s are fitted to the rows of one\n"
+            "(`paged_attention` of the whole cache), the rows of two are not.",
+            "",
+            *_table("measured on H100s", "W", "µs", "model", "error"),
+            *(_beside(costs, row) for row in rows),
+        ]
     return "\n".join([*lines, ""])
+
+
+def _beside(costs: Costs, row: Measured) -> str:
+    """Line of a table: a row of decode attention and the model's time."""
+    us = predicted(costs, row)
+    return f"| {Decode(*row.shape[:5])} | {row.world_size} | {row.us:.1f} | {us:.1f} | {us / row.us - 1:+.0%} |"
+
+
+def on_two_h100s(results: Path) -> Iterator[Measured]:
+    """Rows of decode attention on one and two H100s, of one run."""
+    file = results / "h100-x2-long" / f"{DECODE}.w2.json"
+    for report in from_json(file.read_text()) if file.is_file() else ():
+        for provider, world_size in (("weft.one_gpu", 1), ("weft.auto", 2)):
+            for row in report.rows:
+                if row.provider == provider and row.median_us is not None:
+                    yield Measured(
+                        op=DECODE, provider="weft.auto", world_size=world_size, folder=file.parent.name, label=row.label,
+                        shape=row.shape, us=row.median_us,
+                    )  # fmt: skip
 
 
 def picture() -> str:

@@ -247,7 +247,7 @@ class Scheduler:
 
     @property
     def _reads_on(self) -> bool:
-        """True if decoding waits: more prompts of the call that all sequences come from follow the chunk of this step.
+        """True if decoding waits for more prompts of the call that all sequences come from.
 
         Prompts for which there is no room are not read in the next step, which then decodes.
         """

@@ -165,7 +165,7 @@ def find(
 def lookup(
     gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...], ranks_differ_in_k: bool = False
 ) -> Found | None:
-    """Nearest row for ``op`` and ``dtype`` of the tables of ``gpu`` at ``world_size``, its own first; None beyond REACH.
+    """Nearest row for ``op`` and ``dtype`` in the tables for ``gpu`` at ``world_size``; None beyond REACH.
 
     Where no row of ``dtype`` is near, a bf16 row of as many bytes is taken: for collectives, and for fp16 GEMMs unless the row
     names an algorithm of cuBLAS.
@@ -252,7 +252,7 @@ def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "
 
 
 def files_for(gpu: str, world_size: int) -> list[Path]:
-    """Tables with rows for ``gpu``: its own, then that of the GPU with the same processor; those that there are."""
+    """Existing tables for ``gpu``: its own, then that of the GPU with the same processor."""
     names = (gpu, SAME_PROCESSOR[gpu]) if gpu in SAME_PROCESSOR else (gpu,)
     return [file for name in names if (file := file_for(name, world_size)).is_file()]
 

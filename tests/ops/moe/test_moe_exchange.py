@@ -15,8 +15,11 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from tests.sampled import sampled
 from weft import ops
 from weft.ops.moe import combine_rows, combine_words, dispatch_rows, exchange, gather_words, moe_dispatch
+from weft.ops.moe.moe_combine import MOE_COMBINE
+from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.routing import Experts, Routing
-from weft.runtime.capabilities import launch_options
+from weft.plan.planned import machine
+from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.team import Team
 
 EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 48, 48, 20
@@ -62,6 +65,20 @@ def test_a_layer_over_ranks_is_the_whole_one_in_every_call(world_size):
         for call, found in enumerate(results):
             expected = by_torch(tokens_of(rank, call, torch.float64), *of_layer, K)
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_plans_of_few_tokens():
+    """Sums of two ranks first; one kernel of words for more ranks, which no one has timed, and where few rows are needed."""
+    caps = Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 4)
+
+    def names(tokens, choices, world_size):
+        here = machine(caps, world_size)
+        calls = ((op, op.call_of((tokens, choices, 2048), torch.bfloat16, here)) for op in (MOE_DISPATCH, MOE_COMBINE))
+        return [op.plan(call, here).name for op, call in calls]
+
+    assert names(1, 8, 2) == names(128, 8, 2) == ["lamport", "sum_then_scatter"]
+    assert names(64, 8, 4) == names(64, 1, 2) == ["lamport", "lamport"]
+    assert names(4096, 8, 2) == ["gather", "sum_then_scatter"] and names(4096, 1, 2) == ["push", "push"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

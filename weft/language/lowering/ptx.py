@@ -163,7 +163,7 @@ def give_up_assembly():
 
 @triton.jit
 def give_up(record, state, w):
-    """Write ``w``, RECORDED int64, behind the int64 at ``record``, set that to ``state`` and end the kernel.
+    """Write ``w``, RECORDED int64, behind the one at ``record``, set that to ``state``, end the kernel.
 
     By the first thread that finds 0 there; others that come wait for it. A thread acts alone, without a barrier: threads read
     their clocks at different times, so not all of a program need give up.

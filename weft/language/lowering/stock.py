@@ -197,7 +197,7 @@ def is_loaded_by_several_warps(x, _semantic=None):
 
 @triton.jit
 def microseconds():
-    """Clock of debug-mode waits, of each thread; 0 where the target has none here, so that such waits never give up."""
+    """Each thread's clock for debug-mode waits; 0 where the target has none: they never give up."""
     if target_info.is_cuda():
         return ptx.globaltimer_us()
     else:

@@ -62,7 +62,7 @@ class Ulysses:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
-    """cuDNN's attention to this rank's keys, then to those of each other rank, while copy engines bring the next ones."""
+    """cuDNN's attention to the keys of one rank after the other, while copy engines bring the next ones."""
 
 
 class GatheredCall(NamedTuple):

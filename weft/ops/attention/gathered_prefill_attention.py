@@ -167,7 +167,7 @@ class GatheredPrefillAttention(GatheredPlan):
     def _gather(
         self, chunk: int, team: Team, k: torch.Tensor, v: torch.Tensor, tokens: Sequence[int], rows: Sequence[int]
     ) -> tuple[CopyChannel, torch.Tensor]:
-        """Begin a call: have copy engines push k and v to the ranks that need them, ``chunk`` tokens at a time.
+        """Begin a call: have copy engines push k and v to the ranks that need them, by chunks of tokens.
 
         Rank r serves r - 1, r - 2, … (mod W): the peer that needs its keys next is first. Returns the channel and the receive
         buffers [2, W - 1, most tokens of a rank, Hkv, D], keys and values.

@@ -375,23 +375,51 @@ def groups_over_nodes(team: Any) -> dict[str, Callable[[], Attempts]]:
 
 
 def main(
-    team: Any, with_load: bool = False, only: tuple[str, ...] = (), named: tuple[str, ...] = ()
+    team: Any,
+    with_load: bool = False,
+    only: tuple[str, ...] = (),
+    named: tuple[str, ...] = (),
+    target: str | None = None,
+    head: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """named: the ops whose cases are taken; none: all."""
+    """Run the groups and return them as rank 0 writes them to ``target``.
+
+    named  the ops whose cases are taken; none: all
+    head   of the file, which is written after every group, so that a run that is ended leaves its results
+    """
     suite = Suite(team)
     suite.say(f"{team.size} ranks on {team.device.type}, torch {torch.__version__}, Triton {triton.__version__}")
     ops_of = [find_op(name) for name in named] or list(registered())
     groups = groups_for(team, with_load, ops_of) if team.rail is None else groups_over_nodes(team)
     if unknown := [name for name in only if name not in groups]:
         raise ValueError(f"--only {';'.join(unknown)}: not among {', '.join(groups)}")
+
+    def save() -> None:
+        if target is not None and team.rank == 0:
+            write(target, {**head, "gpu": team.caps.device_name}, team.size, suite.groups)
+
     try:
         for name, attempts in groups.items():
             if not only or name in only:
                 suite.group(name, attempts())
+                save()
     except Desynchronised as failure:
         suite.groups[-1].failures.append(f"given up: {failure}")
         suite.say(f"  GIVEN UP, later groups did not run: {failure}")
+        save()
     return [vars(group) for group in suite.groups]
+
+
+def counted(groups: list[dict[str, Any]]) -> tuple[int, int]:
+    """Numbers of attempts that passed and that failed."""
+    return sum(group["passed"] for group in groups), sum(len(group["failures"]) for group in groups)
+
+
+def write(target: str, head: dict[str, Any], world_size: int, made: list[Any]) -> None:
+    groups = [vars(group) for group in made]
+    passed, failed = counted(groups)
+    counts = {"world_size": world_size, "passed": passed, "failed": failed, "groups": groups}
+    put(Path(target), json.dumps(head | counts, indent=1) + "\n")
 
 
 def command(arguments: list[str] | None = None) -> int:
@@ -414,31 +442,25 @@ def command(arguments: list[str] | None = None) -> int:
             find_op(name)
         except ValueError as unknown:
             parser.error(f"--ops: {unknown}")
+    head = {
+        "command": shlex.join(["python", "-m", "tests.gpu.suite", *(sys.argv[1:] if arguments is None else arguments)]),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "gpus": min(torch.cuda.device_count(), chosen.world_size),
+        "revision": revision(Path(weft.__file__).parent),
+        "versions": {module.__name__: module.__version__ for module in (torch, triton)},
+    }
     ranks_of_a_gpu = -(-chosen.world_size // max(1, torch.cuda.device_count()))
     groups = weft.launch(
         main,
         chosen.world_size,
         device=chosen.device,
-        args=(chosen.load, only, of_ops),
+        args=(chosen.load, only, of_ops, chosen.json, head),
         heap_bytes=min(HEAP_BYTES, GPU_HEAP_BYTES // ranks_of_a_gpu) if chosen.device == "cuda" else None,
         share_gpus=chosen.share_gpus,
         node_size=chosen.node_size,
     )[0]
-    passed, failed = sum(g["passed"] for g in groups), sum(len(g["failures"]) for g in groups)
+    passed, failed = counted(groups)
     print(f"{passed} passed, {failed} failed in {time.perf_counter() - started:.0f} s, world size {chosen.world_size}")
-    if chosen.json:
-        head = {
-            "command": shlex.join(
-                ["python", "-m", "tests.gpu.suite", *(sys.argv[1:] if arguments is None else arguments)]
-            ),
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
-            "gpu": torch.cuda.get_device_name() if chosen.device == "cuda" else "simulated",
-            "gpus": min(torch.cuda.device_count(), chosen.world_size),
-            "revision": revision(Path(weft.__file__).parent),
-            "versions": {module.__name__: module.__version__ for module in (torch, triton)},
-        }
-        counts = {"world_size": chosen.world_size, "passed": passed, "failed": failed, "groups": groups}
-        put(Path(chosen.json), json.dumps(head | counts, indent=1) + "\n")
     return 1 if failed or not passed else 0
 
 

@@ -76,10 +76,9 @@ class GatheredCall(NamedTuple):
     design: str = AUTO
     sequences: int = 1
 
-    def without_library(self, world_size: int) -> str | None:
+    @property
+    def without_library(self) -> str | None:
         """Reason why the pipelined design does not take this call, or None."""
-        if world_size == 1:
-            return "one rank has all keys"
         if self.sequences != 1:
             return f"there are {self.sequences} sequences, and cuDNN is called for one"
         if self.dtype == torch.float32:
@@ -125,11 +124,8 @@ class GatheredPlan(Op):
         """By tokens of a rank; the limit of ulysses was not measured."""
         tokens = cdiv(call.tokens, machine.world_size)
         rows = call.q_heads * (tokens // 2)
-        if (
-            machine.caps.arch.startswith("sm_")
-            and rows >= LIBRARY_ROWS
-            and not call.without_library(machine.world_size)
-        ):
+        many = machine.world_size > 1 and rows >= LIBRARY_ROWS
+        if many and machine.caps.arch.startswith("sm_") and not call.without_library:
             return "pipelined", f"{rows:,} rows of a stripe >= {LIBRARY_ROWS:,}: cuDNN's attention is faster"
         if call.kv_heads % machine.world_size:
             return "gathered", f"{call.kv_heads} KV heads do not divide into {machine.world_size} shares"
@@ -165,7 +161,7 @@ class GatheredPlan(Op):
     def space(
         self, call: GatheredCall, machine: Machine, quick: bool = False
     ) -> Iterator[Gathered | Ulysses | Pipelined]:
-        if not call.without_library(machine.world_size) and not machine.caps.arch.startswith("gfx"):
+        if not call.without_library and not machine.caps.arch.startswith("gfx"):
             yield Pipelined()
         for name in ("gathered", "ulysses"):
             if name == "ulysses" and call.kv_heads % machine.world_size:

@@ -59,7 +59,7 @@ def gathered_prefill_attention(
     scale       positive; D ** -0.5 where None
     return_lse  return (out, lse): lse fp32 [T, Hq], the log of the sum of exp(score * scale) of each row
     algorithm   "auto", "gathered", "ulysses", which needs W to divide Hkv, or "pipelined", which is cuDNN's attention of one
-                sequence in fp16 or bf16, D at most 128, on two or more ranks
+                sequence in fp16 or bf16, D at most 128
 
     Hkv divides Hq; D is a power of two from 16 to 256. Softmax and sums in fp32; results are the same bits from run to run,
     but not in all algorithms. Captured in a CUDA graph it replays correctly with these ZigzagRanges, after one call outside.
@@ -103,7 +103,7 @@ def gathered_prefill_attention(
             f"rank whole ones; take 'gathered'"
         )
     call = GatheredCall(sum(of.rows), q_heads, kv_heads, D, q.dtype, sequences=len(of.lengths))
-    if algorithm == "pipelined" and (reason := call.without_library(team.size)) is not None:
+    if algorithm == "pipelined" and (reason := call.without_library) is not None:
         raise ValueError(f"{op}: algorithm='pipelined' does not take this call: {reason}; take 'gathered' or 'auto'")
     tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
     scale = D**-0.5 if scale is None else scale
@@ -140,6 +140,8 @@ class GatheredPrefillAttention(GatheredPlan):
         q, k, v = (x.detach().contiguous() for x in (q, k, v))
         W = team.size
         tokens = [rows[rank] + rows[2 * W - 1 - rank] for rank in range(W)]
+        if W == 1 and isinstance(design, Pipelined):
+            return attend_between_copies(team, q, k, v, None, None, rows, scale, return_lse)
         if W > 1 and not isinstance(design, Ulysses):
             chunk = cdiv(max(1, *tokens), design.chunks if isinstance(design, Gathered) else 1)
             channel, received = self._gather(chunk, team, k, v, tokens, rows)
@@ -306,7 +308,7 @@ class GatheredPrefillAttention(GatheredPlan):
         yield case(2, (2, 1, 16), BF16, Gathered(chunks=8, blocks=few), 40, block_m=16, huge=1)
         yield case(2, (2, 2, 64), FP16, "ulysses", 0, 20)
         yield case(2, (2, 1, 128), BF16, AUTO, 20, 9)
-        for w, length in ((2, 21), (2, 1), (3, 40), (4, 5), (8, 19)):
+        for w, length in ((1, 11), (2, 21), (2, 1), (3, 40), (4, 5), (8, 19)):
             yield case(w, (4, 2, 16), FP16 if w == 3 else BF16, "pipelined", length)
         yield case(2, (2, 1, 64), BF16, Pipelined(), 40, huge=1)
 

@@ -62,15 +62,16 @@ def attend_between_copies(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    received: torch.Tensor,
-    channel: CopyChannel,
+    received: torch.Tensor | None,
+    channel: CopyChannel | None,
     rows: Sequence[int],
     scale: float,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's queries of one sequence; lse is [0] unless ``return_lse``.
 
-    received  [2, W - 1, room, Hkv, D]: keys and values; panel d is of rank me + 1 + d (mod W)
+    received  [2, W - 1, room, Hkv, D]: keys and values; panel d is of rank me + 1 + d (mod W). None for one rank, as
+              ``channel``
     rows      tokens of each of the 2 W stripes
     """
     W, me = team.size, team.rank

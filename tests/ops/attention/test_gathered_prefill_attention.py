@@ -1,6 +1,7 @@
 """gathered_prefill_attention: shards, log-sum-exp, arguments, calls in a row, and the code for GPUs."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,7 +179,7 @@ def test_plans():
         Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 4),
     )
 
-    def planned(tokens, kv_heads, W, q_heads=32, **fields):
+    def planned(tokens, kv_heads, W, q_heads=32, caps=caps, **fields):
         call = op.call_of((tokens, q_heads, kv_heads, 128), torch.bfloat16, machine(caps, W))
         return op.plan(call._replace(**fields), machine(caps, W)).design
 
@@ -187,6 +188,8 @@ def test_plans():
     for other in ({"sequences": 3}, {"dtype": torch.float32}, {"head_dim": 256}):
         assert planned(1 << 17, 4, 2, **other).chunks == 8
     assert planned(16384, 4, 4, q_heads=16).chunks == 2
+    for arch in ("gfx942", "sim"):
+        assert isinstance(planned(1 << 17, 4, 2, caps=replace(caps, arch=arch)), Gathered)
 
 
 @pytest.mark.triton_internals

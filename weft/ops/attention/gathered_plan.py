@@ -76,9 +76,10 @@ class GatheredCall(NamedTuple):
     design: str = AUTO
     sequences: int = 1
 
-    @property
-    def without_library(self) -> str | None:
-        """Reason why the pipelined design does not take this call, or None."""
+    def without_library(self, arch: str) -> str | None:
+        """Reason why the pipelined design does not take this call on ``arch``, or None."""
+        if arch.startswith("gfx"):
+            return f"there is no cuDNN for {arch}"
         if self.sequences != 1:
             return f"there are {self.sequences} sequences, and cuDNN is called for one"
         if self.dtype == torch.float32:
@@ -124,8 +125,8 @@ class GatheredPlan(Op):
         """By tokens of a rank; the limit of ulysses was not measured."""
         tokens = cdiv(call.tokens, machine.world_size)
         rows = call.q_heads * (tokens // 2)
-        many = machine.world_size > 1 and rows >= LIBRARY_ROWS
-        if many and machine.caps.arch.startswith("sm_") and not call.without_library:
+        many = machine.world_size > 1 and rows >= LIBRARY_ROWS and not machine.caps.is_simulated
+        if many and not call.without_library(machine.caps.arch):
             return "pipelined", f"{rows:,} rows of a stripe >= {LIBRARY_ROWS:,}: cuDNN's attention is faster"
         if call.kv_heads % machine.world_size:
             return "gathered", f"{call.kv_heads} KV heads do not divide into {machine.world_size} shares"
@@ -161,7 +162,7 @@ class GatheredPlan(Op):
     def space(
         self, call: GatheredCall, machine: Machine, quick: bool = False
     ) -> Iterator[Gathered | Ulysses | Pipelined]:
-        if not call.without_library and not machine.caps.arch.startswith("gfx"):
+        if not call.without_library(machine.caps.arch):
             yield Pipelined()
         for name in ("gathered", "ulysses"):
             if name == "ulysses" and call.kv_heads % machine.world_size:

@@ -103,7 +103,7 @@ def gathered_prefill_attention(
             f"rank whole ones; take 'gathered'"
         )
     call = GatheredCall(sum(of.rows), q_heads, kv_heads, D, q.dtype, sequences=len(of.lengths))
-    if algorithm == "pipelined" and (reason := call.without_library) is not None:
+    if algorithm == "pipelined" and (reason := call.without_library(team.caps.arch)) is not None:
         raise ValueError(f"{op}: algorithm='pipelined' does not take this call: {reason}; take 'gathered' or 'auto'")
     tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
     scale = D**-0.5 if scale is None else scale

@@ -195,13 +195,19 @@ def take_behind(data, flag, got, team, N: tl.constexpr):
     tl.store(got + tl.arange(0, N), tl.load(data + tl.arange(0, N)))
 
 
-def flagged_copy(team, as_signal):
+def put_to_the_other(team):
+    """(data that the other rank's copy engine writes, its signals, ones to send, room for a result)"""
     source, data = (team.zeros(32, torch.float32, name=name) for name in ("source", "data"))
     landed, ones, got = team.signals(3, name="landed"), team.local(3, torch.int32), team.local(32, torch.float32)
     ones.fill_(1)
     team.barrier()
     team.copy_engine.fork()
     team.copy_engine.put(data, source, 1 - team.rank)
+    return data, landed, ones, got
+
+
+def flagged_copy(team, as_signal):
+    data, landed, ones, got = put_to_the_other(team)
     (team.copy_engine.signal if as_signal else team.copy_engine.put)(landed, ones, 1 - team.rank)
     take_behind[(1,)](data, landed[2:], got, team.view, 32)
     team.barrier()
@@ -222,12 +228,7 @@ def copy_nothing(data, got, n):
 
 def copies_beside_an_empty_view(team):
     """A kernel takes a view of the heap without elements, and is forgotten while the peer's signals may have come."""
-    source, data = (team.zeros(32, torch.float32, name=name) for name in ("source", "data"))
-    landed, ones, got = team.signals(3, name="landed"), team.local(3, torch.int32), team.local(32, torch.float32)
-    ones.fill_(1)
-    team.barrier()
-    team.copy_engine.fork()
-    team.copy_engine.put(data, source, 1 - team.rank)
+    data, landed, ones, got = put_to_the_other(team)
     team.copy_engine.signal(landed, ones, 1 - team.rank)
     copy_nothing[(1,)](data[:0], got, 0)
     team.copy_engine.join()

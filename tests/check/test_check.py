@@ -14,6 +14,7 @@ import weft.language as wl
 from tests.check import examples
 from tests.zoo import staging
 from weft.check.detector.detector import Detector
+from weft.kernels.deferred_norm import DeferredNorm
 from weft.simulator.observer import Observer
 
 
@@ -107,6 +108,21 @@ def test_results_that_differ_are_a_finding_unless_they_may():
     order = {}
     assert [f.finding.kind for f in weft.check(main, 1, schedules=2).findings] == ["divergence"]
     assert weft.check(main, 1, schedules=2, deterministic=False).ok
+
+
+def test_dataclasses_are_compared_by_their_members():
+    """The pickle of a view differs with the memory that it lies in."""
+
+    def main(team, value=1.0):
+        rows = torch.full((len(made) % 2 + 1, 3), value)
+        made.append(rows)
+        return [DeferredNorm(rows[0], torch.full((1,), len(made) // differ, dtype=torch.float32), 1e-6)]
+
+    made, differ = [], 1000
+    assert weft.check(main, 1, schedules=4).ok
+    differ = 1
+    (found,) = weft.check(main, 1, schedules=2).findings
+    assert found.finding.kind == "divergence" and "result[0].squares differs" in found.finding.message
 
 
 def test_what_main_raises_is_a_finding():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pickle
 from typing import Any
@@ -15,7 +16,7 @@ Digest = dict[str, bytes]
 def digest_of(results: list[Any]) -> Digest:
     """Digest of all ranks' results.
 
-    Tensors by dtype, shape and bits, containers by members, anything else by its pickle.
+    Tensors by dtype, shape and bits, containers and dataclasses by members, anything else by its pickle.
     """
     found: Digest = {}
     for rank, result in enumerate(results):
@@ -41,6 +42,11 @@ def _take(place: str, value: Any, found: Digest) -> None:
         found[place] = _hash(pickle.dumps([repr(key) for key in value]))
         for key, member in value.items():
             _take(f"{place}[{key!r}]", member, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Its pickle would depend on how its tensors lie in memory.
+        found[place] = _hash(type(value).__name__.encode())
+        for field in dataclasses.fields(value):
+            _take(f"{place}.{field.name}", getattr(value, field.name), found)
     else:
         try:
             found[place] = _hash(pickle.dumps(value))

@@ -39,7 +39,10 @@ def check(case: Case, rank: int, everyone: Sequence[Inputs], result: Any, *, wha
             assert_identical(actual, wanted, what=what)
         else:
             assert actual.dtype == case.dtype, f"{what}: dtype {actual.dtype}"
-            assert_close(actual, wanted, accuracy.terms, partials=accuracy.partials, by_row=accuracy.by_row, what=what)
+            assert_close(
+                actual, wanted, accuracy.terms, partials=accuracy.partials, levels=accuracy.levels, by_row=accuracy.by_row,
+                what=what,
+            )  # fmt: skip
 
 
 def run_cases(team: Any, cases: Iterable[Case], calls: int = 3) -> Results:
@@ -67,11 +70,12 @@ def assert_close(
     terms: int,
     *,
     partials: int = 0,
+    levels: int = 3,
     by_row: bool = False,
     what: str = "result",
 ) -> None:
     """``actual`` is the sum that ``expected`` holds in fp32 or wider, rounded. NaN and infinities must stand where
-    they do there. ``by_row``: the tolerance is relative to the RMS of each row, not of the whole.
+    they do there. ``by_row``: the tolerance is relative to the RMS of each row, not of the whole. ``levels``: of ``Accuracy``.
 
     AssertionError with the largest error, the RMS of the errors and the first coordinates that are wrong.
     """
@@ -86,7 +90,7 @@ def assert_close(
     special = ~expected.isfinite()
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     error = torch.where(same, 0.0, (actual - expected).abs())
-    bound = error_bound(torch.where(special, torch.nan, expected), dtype, terms, partials, by_row)
+    bound = error_bound(torch.where(special, torch.nan, expected), dtype, terms, partials, by_row, levels=levels)
     bad = torch.where(special, ~same, ~(error <= bound))
     if bad.any():
         raise AssertionError(f"{what}: {describe(actual, expected, error, bad)} of {dtype}, sum of {terms}")

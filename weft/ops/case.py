@@ -74,6 +74,7 @@ class Accuracy:
 
     terms       terms of each sum, in fp32
     partials    partial sums that are rounded to the dtype before they are added up
+    levels      times that a summand is rounded so, one behind the other, if there are partials
     exact       bits arrive as they were sent; no arithmetic
     replicated  all ranks get the same bits
     by_row      rows are sums of different lengths: each is judged by its own RMS, not by that of the whole result
@@ -81,22 +82,23 @@ class Accuracy:
 
     terms: int = 1
     partials: int = 0
+    levels: int = 3
     by_row: bool = False
     exact: bool = False
     replicated: bool = False
 
 
-def tolerance(dtype: torch.dtype, terms: int, partials: int = 0) -> tuple[float, float]:
+def tolerance(dtype: torch.dtype, terms: int, partials: int = 0, levels: int = 3) -> tuple[float, float]:
     """Tolerance of a sum of ``terms`` fp32 terms, relative to (the element, the reference's RMS).
 
     The rounding to ``dtype`` errs by half a unit in the last place; twice that is allowed. The error of the fp32 sum grows like
     a random walk; six standard deviations are allowed. ``partials``: partial sums that are rounded to ``dtype`` before they are
     added up, each as large as the whole over the root of their number. NCCL's ring rounds W - 1 times, and cuBLAS may add
-    split-K partials in 16 bits, so three roundings are allowed for any number of partials. A missing term still shows: 64 of
-    K = 5120 are 0.11 of the RMS, three roundings in bf16 0.02.
+    split-K partials in 16 bits, so ``levels`` roundings are allowed for any number of partials. A missing term still shows: 64
+    of K = 5120 are 0.11 of the RMS, three roundings in bf16 0.02.
     """
     eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-    return eps, 6 * FP32_EPS * math.sqrt(max(terms, 1)) + (3 * eps if partials else 0.0)
+    return eps, 6 * FP32_EPS * math.sqrt(max(terms, 1)) + (levels * eps if partials else 0.0)
 
 
 def gated_terms(terms: int) -> int:
@@ -109,17 +111,24 @@ def gated_terms(terms: int) -> int:
 
 
 def error_bound(
-    expected: torch.Tensor, dtype: torch.dtype, terms: int, partials: int = 0, by_row: bool = False, roundings: int = 1
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    terms: int,
+    partials: int = 0,
+    by_row: bool = False,
+    roundings: int = 1,
+    levels: int = 3,
 ) -> torch.Tensor:
     """Largest error of each element of a result in ``dtype``, by ``tolerance``.
 
     expected  the reference, in fp32 or wider; where it is NaN the bound is NaN, and its RMS is that of the others
     by_row    the RMS is that of the element's row, not of the whole
     roundings  to ``dtype``, one behind the other, the result's included; ``tolerance`` allows two
+    levels     of roundings of partial sums, as of ``Accuracy``
     """
     squares = expected.square()
     rms = (squares.nanmean(-1, keepdim=True) if by_row else squares.nanmean()).sqrt().nan_to_num(0.0)
-    relative, absolute = tolerance(dtype, terms, partials)
+    relative, absolute = tolerance(dtype, terms, partials, levels)
     # The type's smallest step, where rounding is no longer relative.
     return max(1, roundings / 2) * relative * expected.abs() + (
         absolute * rms + relative * torch.finfo(dtype).smallest_normal

@@ -168,7 +168,9 @@ class OpProblem(Problem):
             terms = self.shape.size[2] if local else accuracy.terms
             # A node's sums are rounded before they cross.
             partials = 1 + (self.case.field("nodes") or 0)
-            bound = error_bound(expected, self.dtype, terms, partials, by_row=accuracy.by_row, roundings=roundings)
+            bound = error_bound(
+                expected, self.dtype, terms, partials, accuracy.by_row, roundings=roundings, levels=accuracy.levels
+            )
             bad = ~(error <= bound)
         count = int(bad.sum())
         wrong = f"{count} of {bad.numel()} elements, max error {worst:.3g}" if count else ""

@@ -293,9 +293,11 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         return total[rank * most :][: case.field("tokens")[rank]]
 
     def accuracy(self, case: Case) -> Accuracy:
-        # Each row of the GEMM is rounded, and so are the ranks' sums.
+        # Each row of the GEMM is rounded, and so are the ranks' sums and, over nodes, theirs. Exact arithmetic with these
+        # roundings errs by up to 3.5 of those that are allowed in 61 million elements, in one node by 2.2.
         # Tokens have weights of different sizes.
-        return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size, by_row=True)
+        levels = 4 if (case.field("nodes") or 1) > 1 else 3
+        return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size, levels=levels, by_row=True)
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """h, down, and the schedule, routing and experts of this rank; then shared and its gate, if any."""

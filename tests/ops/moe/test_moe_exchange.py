@@ -14,7 +14,15 @@ from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from tests.sampled import sampled
 from weft import ops
-from weft.ops.moe import combine_rows, combine_words, dispatch_rows, exchange, gather_words, moe_dispatch
+from weft.ops.moe import (
+    combine_rows,
+    combine_words,
+    dispatch_rows,
+    exchange,
+    gather_fp8_words,
+    gather_words,
+    moe_dispatch,
+)
 from weft.ops.moe.moe_combine import MOE_COMBINE
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.routing import Experts, Routing
@@ -314,6 +322,20 @@ def test_wrong_arguments_of_combine_are_refused(message, fields):
 
 INTS, SHORTS, FLOATS = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int16, torch.bfloat16))
 TILE = {"ROWS": 4, "num_warps": 1}
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, tmp_path):
+    options = {"ROWS": 2, "num_warps": 2, "BLOCK": 256, "TRANSPORT": "keyed", **launch_options(caps_of(arch))}
+    mine, blocks = gather_fp8_words.Rows(FLOATS, INTS, SHORTS), gather_fp8_words.Blocks(128 * 56, 56, 128 * 8)
+    arguments = mine, INTS, 100, INTS, INTS, a_view(), INTS, SHORTS, INTS
+    kernel = compiled(
+        gather_fp8_words.gather_fp8_words_kernel, *arguments, arch=arch, BLOCKS=blocks, TOKENS=128, **options
+    )
+    check_compiles(kernel, arch)
+    if arch == "sm_90":
+        assert stack_bytes(kernel, tmp_path) == 0
 
 
 @pytest.mark.triton_internals

@@ -38,6 +38,7 @@ from weft.ops.moe.exchange import (
 )
 from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, quantize_rows, scales_of
+from weft.ops.moe.gather_fp8_words import fits, gather_fp8_words
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case, shared_experts
 from weft.ops.moe.routing import Experts, Routing
@@ -198,6 +199,9 @@ class MoeDispatch(ExchangeOp):
         return super().rule(call, machine)
 
     def default(self, name: str, call: DispatchCall, machine: Machine) -> Any:
+        if name == "lamport" and call.fp8:
+            # Of eight blocks of words one has scales; of four it would be one too.
+            return GatherWords(row_bytes=1024, num_warps=2)
         # With 1024 columns a thread that converts them has a stack on sm_90.
         return PushRows(block=512) if name == "push" and call.fp8 else super().default(name, call, machine)
 
@@ -245,6 +249,8 @@ class MoeDispatch(ExchangeOp):
         if isinstance(design, OverNodes):
             return *self._run_over_nodes(design, team, x, ids, weights, experts, most, tp), none
         if isinstance(design, GatherWords):
+            if fp8 and fits(design, x.shape[1]):
+                return gather_fp8_words(design, team, x, ids, weights, most)
             rows, scales = quantize_rows(x, len(x), team.caps) if fp8 else (x, None)
             *arrived, scales = gather_words(design, team, rows, ids, weights, scales, most)
             return *arrived, scales if fp8 else none
@@ -402,7 +408,13 @@ class MoeDispatch(ExchangeOp):
             for w in (1, 3, 4):
                 yield fp8_case(w, BF16, (5, 3, 12, 16), (5, 0, 3, 5)[:w], design)
             yield fp8_case(2, BF16, (3, 1, 6, 2200), (3, 2), design)
+            yield fp8_case(2, FP16, (7, 3, 6, 384), (7, 0), design, "special")
         yield fp8_case(2, BF16, (30, 2, 12, 300), (30, 7), PushRows(chunk=4, block=128, num_warps=4))
+        # Rows of whole blocks are rounded by the kernel that sends them.
+        for w, row_bytes in ((1, 1024), (2, 256), (2, 4096), (3, 512), (4, 1024)):
+            design = GatherWords(row_bytes=row_bytes, num_warps=2)
+            yield fp8_case(w, BF16, (11, 3, 12, 256), (11, 0, 5, 1)[:w], design)
+        yield fp8_case(2, FP32, (9, 2, 8, 128), (9, 4), "lamport", "subnormal")
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):

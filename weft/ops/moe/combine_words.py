@@ -13,7 +13,7 @@ import weft.language as wl
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.transport.plans import PushPlan
-from weft.transport.push import clears_in_order, is_sent, keep_epoch, launch, my_slot, receive, send, send_order
+from weft.transport.push import clears_in_order, keep_epoch, launch, my_slot, receive, send, send_order
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -57,29 +57,56 @@ class Lengths(NamedTuple):
 
 
 @triton.jit
-def partials_at(pairs, owner, place, LENGTHS: tl.constexpr, mask, team):
-    """Weighted sums in fp32 of the results that this rank has for tokens of ``owner``.
+def add_choice(total, chosen, pairs, token, column, j, LENGTHS: tl.constexpr, there, team):
+    """(total + weight * result of choice j, chosen or j's expert is here); without weights only the latter.
 
-    place  in the owner's [tokens, width]; all three broadcast against each other
+    token, there  [owners, BLOCK], or [owners] of tiles that lie in one token: an id and a weight are then loaded once
     """
-    token, column = owner * LENGTHS.tokens + place // LENGTHS.width, place % LENGTHS.width
-    mask = mask & (place < LENGTHS.tokens * LENGTHS.width)
-    total = tl.zeros(mask.shape, tl.float32)
-    chosen = mask & (place < 0)
-    # Not unrolled: the loads of all choices at once would not fit the registers.
-    for j in range(LENGTHS.choices):
-        pair = token.to(tl.int64) * LENGTHS.choices + j
-        id = tl.load(pairs.ids + pair, mask=mask, other=-1)
-        mine = (id >= 0) & (id // LENGTHS.experts == wl.rank(team) // LENGTHS.tp)
-        if pairs.weights is None:
-            chosen = chosen | mine
-        else:
-            weight = tl.load(pairs.weights + pair, mask=mine, other=0.0).to(tl.float32)
-            row = tl.load(pairs.y + pair * LENGTHS.width + column, mask=mine, other=0.0).to(tl.float32)
-            total += tl.where(mine, row * weight, 0.0)
+    pair = token.to(tl.int64) * LENGTHS.choices + j
+    id = tl.load(pairs.ids + pair, mask=there, other=-1)
+    mine = (id >= 0) & (id // LENGTHS.experts == wl.rank(team) // LENGTHS.tp)
+    chosen = chosen | mine
+    if pairs.weights is not None:
+        weight = tl.load(pairs.weights + pair, mask=mine, other=0.0).to(tl.float32)
+        if len(token.shape) == 1:
+            pair, mine, weight = pair[:, None], mine[:, None], weight[:, None]
+        row = tl.load(pairs.y + pair * LENGTHS.width + column, mask=mine, other=0.0).to(tl.float32)
+        total += tl.where(mine, row * weight, 0.0)
+    return total, chosen
+
+
+@triton.jit
+def partials_of(pairs, owner, tile, there, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, team):
+    """[owners, BLOCK] weighted sums in fp32 of the results that this rank has for tile ``tile`` of their tokens' elements
+
+    owner, there  [owners]: a rank, and whether its sums are wanted
+
+    In a tile that lies in one token all choices are loaded at once: one behind the other takes k times the memory's latency.
+    """
+    first, columns = tile * BLOCK, tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((owner.shape[0], BLOCK), tl.float32)
+    if LENGTHS.width % BLOCK == 0:
+        # Not a remainder, of which the compiler forgets that 16 bytes are together.
+        local = first // LENGTHS.width
+        token, column = owner * LENGTHS.tokens + local, first - local * LENGTHS.width + columns
+        there = there & (first < LENGTHS.tokens * LENGTHS.width)
+    else:
+        place = first + columns
+        token, column = owner[:, None] * LENGTHS.tokens + place // LENGTHS.width, place % LENGTHS.width
+        there = there[:, None] & (place < LENGTHS.tokens * LENGTHS.width)
+    chosen = there & (token < 0)
+    if len(token.shape) == 1:
+        CHOICES: tl.constexpr = LENGTHS.choices
+        for j in tl.static_range(CHOICES):
+            total, chosen = add_choice(total, chosen, pairs, token, column, j, LENGTHS, there, team)
+    else:
+        # Not unrolled: ids and weights of each element and choice would not fit the registers.
+        for j in range(LENGTHS.choices):
+            total, chosen = add_choice(total, chosen, pairs, token, column, j, LENGTHS, there, team)
     if pairs.weights is None:
-        at = pairs.y + token.to(tl.int64) * LENGTHS.width + column
-        total = tl.load(at, mask=chosen, other=0.0).to(tl.float32)
+        if len(token.shape) == 1:
+            token, chosen = token[:, None], chosen[:, None]
+        total = tl.load(pairs.y + token.to(tl.int64) * LENGTHS.width + column, mask=chosen, other=0.0).to(tl.float32)
     return total
 
 
@@ -96,8 +123,8 @@ def send_partials(
     TRANSPORT: tl.constexpr,
 ):
     """Send to each peer the sums for its tile ``tile`` of BLOCK elements."""
-    place = (tile * BLOCK + tl.arange(0, BLOCK))[None, :]
-    rows = partials_at(pairs, send_order(team, ROWS)[:, None], place, LENGTHS, is_sent(team, ROWS) & (place >= 0), team)
+    owners, sent = send_order(team, ROWS), tl.arange(0, ROWS) < wl.num_ranks(team) - 1
+    rows = partials_of(pairs, owners, tile, sent, LENGTHS, BLOCK, team)
     send(rows.to(slot.dtype.element_ty), slot, epoch, team, TRANSPORT, BLOCK)
 
 
@@ -137,7 +164,8 @@ def combine_words_kernel(
         if tile + programs < TILES:
             send_partials(pairs, tile + programs, slot, epoch + 1, team, LENGTHS, BLOCK, ROWS, TRANSPORT)
         place = tile * BLOCK + columns
-        own = partials_at(pairs, wl.rank(team), place, LENGTHS, place >= 0, team).to(buffer.dtype.element_ty)
+        me = tl.full((1,), wl.rank(team), tl.int32)
+        own = partials_of(pairs, me, tile, me >= 0, LENGTHS, BLOCK, team).reshape(BLOCK).to(buffer.dtype.element_ty)
         received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK).to(tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for source in tl.static_range(world):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
@@ -291,6 +291,13 @@ class MoeCombine(ExchangeOp):
             for design in (PushRows(chunk=4, block=32, num_warps=4), CombineWords(row_bytes=1024, num_warps=2)):
                 fields = (("tokens", (30, 7, 30)[:w]),)
                 yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
+        # Tiles that lie in one token.
+        for w, dtype in ((1, BF16), (2, FP16), (2, FP32), (3, BF16), (4, BF16), (8, BF16)):
+            for more in ((), (("unweighted", True),)):
+                fields = (("tokens", (7, 0, 6, 1, 7, 3, 0, 2)[:w]), *more)
+                yield Case(
+                    op=self.name, world_size=w, dtype=dtype, sizes=(7, 3, 24, 256), design="lamport", fields=fields
+                )
         for w in (1, 2, 3, 4):
             fields = (("tokens", (5, 0, 9, 3)[:w]), ("unweighted", True))
             for design in ("push", "sum_then_scatter", "lamport"):

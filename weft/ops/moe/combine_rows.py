@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Partials(NamedTuple):
-    """One half of the receive buffers, symmetric: rows [W, tokens, H], row s written by rank s."""
+    """One half of the receive buffers, symmetric: rows [W, tokens, H], [s] written by rank s.
+
+    This rank's own part is not used.
+    """
 
     rows: torch.Tensor
 
@@ -59,6 +62,8 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
               program p, to every peer s: arrived[me, c] = e, once its partial rows of chunk c of rank s lie there, also if none
     waits     that of ``begin_call``, before any store: the peer has ended the call that read this half last
               arrived[r, c] >= e for every peer r, before the rows of this program's chunk c are read
+    order     ranks ascending, in fp32, each rank's sum rounded to y's dtype. This rank's is not stored: it is computed where it
+              is added, and rounded as the others are
     reuse     halves alternate by call. This call was begun by a peer only after it had received this rank's flags of the call
               before, so after this rank had ended the call that read this half last. The wait of ``begin_call`` only takes
               time where one half is taken twice in a row, in replays of a CUDA graph
@@ -73,7 +78,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
     now = begin_call(flags, team)
     for chunk in range(program, CHUNKS, programs):
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
-        for step in range(1, world + 1):
+        for step in range(1, world):
             owner = (me + step) % world
             began = wl.begin_put(team)
             token = owner * SIZES.tokens + local
@@ -85,22 +90,24 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
                 column = begin + tl.arange(0, SIZES.block)[None, :]
                 total = partial_of(y, ids, weights, token, chosen, column, SIZES, team)
                 tl.store(rows + column, total.to(rows.dtype.element_ty), mask=chosen & (column < SIZES.width))
-            if step < world:
-                wl.end_put(began, partials.rows, 0, owner, team)
-                wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)
-    # This rank's own rows were stored by the threads that hold them, and are read by others.
-    tl.debug_barrier()
+            wl.end_put(began, partials.rows, 0, owner, team)
+            wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)
     for chunk in range(program, CHUNKS, programs):
         await_chunk(flags, chunk, CHUNKS, now, team)
         began = wl.begin_tile(team)
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
+        token = me * SIZES.tokens + local
         for begin in range(0, SIZES.width, SIZES.block):
             column = begin + tl.arange(0, SIZES.block)[None, :]
+            chosen = chosen_of(ids, token, local < T, me, SIZES)
+            own = partial_of(y, ids, weights, token, chosen, column, SIZES, team)
+            own = own.to(out.dtype.element_ty).to(tl.float32)
             total = tl.zeros((CHUNK, BLOCK), tl.float32)
             for source in range(world):
-                chosen = chosen_of(ids, me * SIZES.tokens + local, local < T, source, SIZES)
+                sent = chosen_of(ids, token, local < T, source, SIZES) & (me != source)
                 row = partials.rows + (source * SIZES.tokens + local).to(tl.int64)[:, None] * SIZES.width + column
-                total += tl.load(row, mask=chosen & (column < SIZES.width), other=0.0).to(tl.float32)
+                row = tl.load(row, mask=sent & (column < SIZES.width), other=0.0).to(tl.float32)
+                total += tl.where(me == source, own, row)
             target = out + local.to(tl.int64)[:, None] * SIZES.width + column
             tl.store(target, total.to(out.dtype.element_ty), mask=(local < T)[:, None] & (column < SIZES.width))
         wl.end_tile(began, chunk, 0, team)

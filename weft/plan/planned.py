@@ -45,23 +45,27 @@ class Machine:
     nodes          of the team; its ranks are divided evenly
     staging_bytes  largest staging buffer that copy-engine collectives may use: a power of two; equal on all ranks, since the
                    heaps are filled alike
+    heap_bytes     size of the symmetric heap, however it is filled
     """
 
     caps: Capabilities
     world_size: int
     staging_bytes: int = UNLIMITED
     nodes: int = 1
+    heap_bytes: int = UNLIMITED
 
     @property
     def node(self) -> Machine:
         """Machine of a node's team."""
-        return machine(self.caps, self.world_size // self.nodes, self.staging_bytes)
+        return machine(self.caps, self.world_size // self.nodes, self.staging_bytes, heap_bytes=self.heap_bytes)
 
 
 @remembered
-def machine(caps: Capabilities, world_size: int, staging_bytes: int = UNLIMITED, nodes: int = 1) -> Machine:
+def machine(
+    caps: Capabilities, world_size: int, staging_bytes: int = UNLIMITED, nodes: int = 1, heap_bytes: int = UNLIMITED
+) -> Machine:
     """Machine with these values."""
-    return Machine(caps=caps, world_size=world_size, staging_bytes=staging_bytes, nodes=nodes)
+    return Machine(caps=caps, world_size=world_size, staging_bytes=staging_bytes, nodes=nodes, heap_bytes=heap_bytes)
 
 
 def machine_of(team: Team) -> Machine:
@@ -69,7 +73,7 @@ def machine_of(team: Team) -> Machine:
     known, node = team.workspace("machines", dict), team.node
     found = known.get(node.heap_changes)
     if found is None:
-        made = machine(node.caps, team.size, staging_bytes_of(node), team.shape.nodes)
+        made = machine(node.caps, team.size, staging_bytes_of(node), team.shape.nodes, node.heap_bytes)
         found = known[node.heap_changes] = made
     return found
 

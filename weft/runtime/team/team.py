@@ -185,6 +185,12 @@ class Team(TakenByView):
         self.heap_changes += 1
         self._layout.give_back(offset)
 
+    @property
+    def heap_bytes(self) -> int:
+        """Size of the symmetric heap, equal on all ranks."""
+        self._check_heap("heap_bytes")
+        return self._layout.size
+
     def largest_free_bytes(self) -> int:
         """Size of the heap's largest free block, so of the largest tensor that fits; equal on all ranks."""
         self._check_heap("largest_free_bytes()")

@@ -39,9 +39,8 @@ class Mail(NamedTuple):
 
 
 @triton.jit
-def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team):
-    """Store to ``peer`` the choices of this rank's tokens in ``chunk``, and the rows that it needs."""
-    local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
+def send_choices(ids, weights, T, local, peer, mail, SIZES: tl.constexpr, team):
+    """Store to ``peer`` the choices of this rank's tokens ``local`` [chunk]; ids of -1 from token T on."""
     there, choice = local < T, tl.arange(0, SIZES.padded)[None, :]
     slot = wl.rank(team) * SIZES.tokens + local
     at, of_token = local.to(tl.int64)[:, None] * SIZES.choices + choice, choice < SIZES.choices
@@ -51,6 +50,14 @@ def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team)
     weight = tl.load(weights + at, mask=there[:, None] & of_token, other=0.0)
     tl.store(wl.symm_at(mail.ids, peer, team) + target, id, mask=exists)
     tl.store(wl.symm_at(mail.weights, peer, team) + target, weight, mask=exists)
+
+
+@triton.jit
+def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team):
+    """Store to ``peer`` the choices of this rank's tokens in ``chunk``, and the rows that it needs."""
+    local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
+    there, slot = local < T, wl.rank(team) * SIZES.tokens + local
+    send_choices(ids, weights, T, local, peer, mail, SIZES, team)
     chosen = chosen_of(ids, local, there, peer, SIZES)
     rows = wl.symm_at(mail.rows, peer, team)
     for begin in range(0, SIZES.width, SIZES.block):

@@ -7,6 +7,7 @@ row for it, so no rank needs to know how many rows will come.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,12 +20,15 @@ from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
+from weft.transport.copy_channel import MAX_CHUNKS
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 # Most programs of a kernel that pushes rows.
 MAX_PROGRAMS = 256
+# Tokens whose rows of 16 bits begin at a multiple of 16 bytes, whatever their width.
+ALIGNED_TOKENS = 8
 
 
 @exchangeable
@@ -40,10 +44,31 @@ class PushRows:
     num_warps: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("chunk", "block", "num_warps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name}={value} is not a power of two")
+        check_powers(self, "chunk", "block", "num_warps")
+
+
+def check_powers(design: Any, *names: str) -> None:
+    """ValueError unless these fields of ``design`` are powers of two."""
+    for name in names:
+        value = getattr(design, name)
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"{name}={value} is not a power of two")
+
+
+def check_pieces(pieces: tuple[int, ...]) -> None:
+    """ValueError unless ``pieces`` are relative sizes of 1 to MAX_CHUNKS pieces."""
+    if not 1 <= len(pieces) <= MAX_CHUNKS or min(pieces) < 1:
+        raise ValueError(f"pieces={pieces} are not 1 to {MAX_CHUNKS} relative sizes of at least 1")
+
+
+def piece_ends(pieces: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Number of ``tokens`` up to the end of each piece of these relative sizes; none is empty.
+
+    All but the last are multiples of ALIGNED_TOKENS.
+    """
+    shares = accumulate(pieces)
+    ends = (cdiv(tokens * share, sum(pieces) * ALIGNED_TOKENS) * ALIGNED_TOKENS for share in shares)
+    return tuple(sorted({min(end, tokens) for end in ends} - {0}))
 
 
 class Arrivals(NamedTuple):
@@ -101,7 +126,7 @@ class Sizes(NamedTuple):
     width    elements of a row
     choices  k; padded: k or the next power of two
     experts  of each rank
-    chunk, block  of ``PushRows``
+    chunk, block  of the design
     scales   of a row that is sent in fp8; 0: rows are sent as they are
     tp       neighbouring ranks that hold slices of the same experts
     """
@@ -118,7 +143,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(
-        cls, design: PushRows, tokens: int, width: int, choices: int, experts: int, *, fp8: bool = False, tp: int = 1
+        cls, design: Any, tokens: int, width: int, choices: int, experts: int, *, fp8: bool = False, tp: int = 1
     ) -> Sizes:
         block = min(design.block, max(COLUMNS.value if fp8 else 16, next_power_of_2(width)))
         if fp8 and block < COLUMNS.value:

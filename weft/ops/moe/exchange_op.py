@@ -15,12 +15,17 @@ from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.neighbours import moved, scaled
 from weft.plan.planned import AUTO, Machine, Planned
+from weft.runtime.team.workspace import capacity_for
 
 # chunk, block, num_warps, from many small programs to few large ones.
 PUSHES = (
     (1, 1024, 4), (1, 2048, 4), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 1024, 8), (8, 1024, 8), (8, 512, 8), (8, 2048, 16),
     (16, 512, 8), (16, 1024, 16), (32, 512, 16),
 )  # fmt: skip
+# Relative sizes of pieces, from few large ones to many small ones.
+PIECES = (1,), (1, 1), (1, 3), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 4, 4, 4, 1), (1, 1, 1, 1, 1, 1, 1, 1)
+# Least bytes for each peer by copy engine: 12 us of a link, beside some 4 for each flag. Not measured.
+PIPELINED_BYTES = 4 << 20
 QUICK_PUSHES = ((1, 1024, 4), (4, 1024, 8), (16, 512, 8))
 SIMULATED_PUSHES = ((4, 128, 4),)
 
@@ -28,7 +33,7 @@ SIMULATED_PUSHES = ((4, 128, 4),)
 class ExchangeOp(MoeOp):
     """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
 
-    everything  name of the design for all rows
+    everything  name of the design for all rows; of many tokens it is "pipelined"
     calls       type of the calls
 
     Calls have ``tokens``, ``choices``, ``width``, ``dtype`` and ``tp``, the ranks that hold slices of the same experts; sizes
@@ -66,8 +71,17 @@ class ExchangeOp(MoeOp):
 
     def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
         share = share_of_rows(call.choices, machine.world_size // call.tp)
-        name = self.everything if machine.world_size > 1 and share > 0.75 else "push"
-        return name, f"a rank has an expert for {share:.2f} of another's tokens if all experts are chosen alike"
+        reason = f"a rank has an expert for {share:.2f} of another's tokens if all experts are chosen alike"
+        if machine.world_size == 1 or share <= 0.75:
+            return "push", reason
+        part = call.tokens * self.token_bytes(call)
+        if part < PIPELINED_BYTES or 2 * capacity_for(machine.world_size * part) > machine.heap_bytes // 4:
+            return self.everything, reason
+        return "pipelined", f"{reason}; {part:,} bytes for each"
+
+    def token_bytes(self, call: Any) -> int:
+        """Bytes of a token's row as it is sent, and what goes with it."""
+        return call.width * call.dtype.itemsize
 
     def default(self, name: str, call: Any, machine: Machine) -> Any:
         return self.designs[name]()
@@ -83,6 +97,7 @@ class ExchangeOp(MoeOp):
 
     def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield self.designs[self.everything]()
+        yield self.default("pipelined", call, machine)
         pushes = SIMULATED_PUSHES if machine.caps.is_simulated else QUICK_PUSHES if quick else PUSHES
         for chunk, block, num_warps in pushes:
             yield PushRows(chunk=chunk, block=block, num_warps=num_warps)
@@ -93,6 +108,9 @@ class ExchangeOp(MoeOp):
             yield from moved(design, chunk=scaled(design.chunk), block=block, num_warps=num_warps)
         elif isinstance(design, self.designs["lamport"]):
             yield from moved(design, row_bytes=scaled(design.row_bytes, 128), num_warps=scaled(design.num_warps, 1, 16))
+        elif isinstance(design, self.designs["pipelined"]):
+            block, num_warps = scaled(design.block, 16), scaled(design.num_warps, 1, 16)
+            yield from moved(design, pieces=PIECES, chunk=scaled(design.chunk), block=block, num_warps=num_warps)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return int(rows_sent(sizes, world_size) * sizes[3] * dtype.itemsize)

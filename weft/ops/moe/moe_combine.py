@@ -25,6 +25,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.local import check_shape
+from weft.ops.moe.combine_pieces import CombinePieces, combine_pieces
 from weft.ops.moe.combine_rows import combine_rows
 from weft.ops.moe.combine_words import CombineWords, combine_words
 from weft.ops.moe.exchange import (
@@ -36,6 +37,7 @@ from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing, sharers_of
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
+from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -72,13 +74,14 @@ def moe_combine(
                 gives it; rows of other ranks' experts are not read
     dispatched  of ``moe_dispatch``. Where tp ranks hold slices of its experts, each has a summand of every result
     tokens      T of this rank, as it was dispatched
-    algorithm   "auto", "push" (each rank sends what it has), "sum_then_scatter" (moe_sum, then reduce_scatter) or "lamport" (as
-                that, in one kernel and one hop, for few tokens)
+    algorithm   "auto", "push" (each rank sends what it has), "sum_then_scatter" (moe_sum, then reduce_scatter), "pipelined" (as
+                that, with copy engines under the sums, for many tokens) or "lamport" (as that, in one kernel and one hop, for
+                few tokens)
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once:
-    the same bits from run to run. "push" and "lamport" add up the ranks in their order; "sum_then_scatter" has the order of
-    ``reduce_scatter``, which for more than two ranks depends on the sizes. Over nodes each node does so for its ranks by
-    ``algorithm``. The host reads nothing; captured in a CUDA graph it replays correctly, after one call outside with these
+    the same bits from run to run. "push", "pipelined" and "lamport" add up the ranks in their order; "sum_then_scatter" has the
+    order of ``reduce_scatter``, which for more than two ranks depends on the sizes. Over nodes each node does so for its ranks
+    by ``algorithm``. The host reads nothing; captured in a CUDA graph it replays correctly, after one call outside with these
     sizes. Gradients of y, 0 for other ranks' experts, and of ``dispatched.routing.weights``; its backward is collective too.
     ValueError for arguments that do not fit.
     """
@@ -107,7 +110,10 @@ class MoeCombine(ExchangeOp):
     """
 
     name, alias = "moe_combine", "moe-combine"
-    designs = {"push": PushRows, "sum_then_scatter": SumThenScatter, "lamport": CombineWords, "over_nodes": OverNodes}
+    designs = {
+        "push": PushRows, "sum_then_scatter": SumThenScatter, "pipelined": CombinePieces, "lamport": CombineWords,
+        "over_nodes": OverNodes,
+    }  # fmt: skip
     everything = "sum_then_scatter"
     calls = CombineCall
     dtypes = FLOATS
@@ -124,10 +130,20 @@ class MoeCombine(ExchangeOp):
             return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
         return name, why
 
+    def default(self, name: str, call: CombineCall, machine: Machine) -> Any:
+        # For two ranks the last kernel takes 32 registers on sm_90, so 16 programs are resident; for eight 56.
+        two = name == "pipelined" and machine.world_size == 2
+        return CombinePieces(per_sm=16) if two else super().default(name, call, machine)
+
     def space(self, call: CombineCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from super().space(call, machine, quick)
         sizes = ((256, 1), (4096, 8)) if quick else ((256, 1), (512, 1), (1024, 2), (4096, 8))
         yield from (CombineWords(row_bytes=size, num_warps=warps) for size, warps in sizes)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from super().around(design, machine, quick)
+        if isinstance(design, CombinePieces):
+            yield from moved(design, per_sm=scaled(design.per_sm, 1, 16))
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +169,8 @@ class MoeCombine(ExchangeOp):
             return self._run_over_nodes(design, team, y, ids, weights, experts, tp)[:tokens]
         if isinstance(design, CombineWords):
             return combine_words(design, team, y, ids, weights, mine.count, tokens, tp)
+        if isinstance(design, CombinePieces):
+            return combine_pieces(design, team, y, ids, weights, mine, tokens, tp)
         if isinstance(design, SumThenScatter):
             if weights is None:
                 summand = y.masked_fill(~mine.chosen(ids).any(-1, keepdim=True), 0)
@@ -285,10 +303,11 @@ class MoeCombine(ExchangeOp):
 
     def cases(self) -> Iterator[Case]:
         for case in exchange_cases(self.name):
-            for design in ("push", "sum_then_scatter", "lamport"):
+            for design in ("push", "sum_then_scatter", "pipelined", "lamport"):
                 yield Case(**{**case, "design": design})
         for w in (2, 3):
-            for design in (PushRows(chunk=4, block=32, num_warps=4), CombineWords(row_bytes=1024, num_warps=2)):
+            pieces = CombinePieces(pieces=(1, 2, 1), chunk=4, block=32, num_warps=2, per_sm=1)
+            for design in (PushRows(chunk=4, block=32, num_warps=4), CombineWords(row_bytes=1024, num_warps=2), pieces):
                 fields = (("tokens", (30, 7, 30)[:w]),)
                 yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
         # Tiles that lie in one token.
@@ -300,13 +319,19 @@ class MoeCombine(ExchangeOp):
                 )
         for w in (1, 2, 3, 4):
             fields = (("tokens", (5, 0, 9, 3)[:w]), ("unweighted", True))
-            for design in ("push", "sum_then_scatter", "lamport"):
+            for design in ("push", "sum_then_scatter", "pipelined", "lamport"):
                 yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(9, 2, 12, 40), design=design, fields=fields)
+        for w, dtype, tokens in ((2, BF16, (70, 41)), (3, FP16, (0, 70, 8)), (4, FP32, (70, 9, 0, 64))):
+            for fields in ((), (("unweighted", True),), (("skew", "some"),)):
+                fields = ("tokens", tokens), *fields
+                yield Case(
+                    op=self.name, world_size=w, dtype=dtype, sizes=(70, 2, 12, 25), design="pipelined", fields=fields
+                )
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
-                for design in ("push", "sum_then_scatter", "lamport"):
+                for design in ("push", "sum_then_scatter", "pipelined", "lamport"):
                     for more in ((), (("unweighted", True),)):
                         fields = (("tokens", (T, T - 1, 0, T)[:w]), *more)
                         sizes = T, 8, 64, H

@@ -31,6 +31,7 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.local import check_shape
+from weft.ops.moe.dispatch_pieces import DispatchPieces, dispatch_pieces
 from weft.ops.moe.dispatch_rows import dispatch_rows
 from weft.ops.moe.exchange import (
     PushRows,
@@ -104,8 +105,8 @@ def moe_dispatch(
     max_tokens  of any rank; the same on all ranks, as H, k, dtypes, the layout of experts and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
                 ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded), in one node
-    algorithm   "auto", "push" (rows to the ranks that need them), "gather" (all rows to all ranks) or "lamport" (as "gather",
-                in one kernel and one hop, for few tokens)
+    algorithm   "auto", "push" (rows to the ranks that need them), "gather" (all rows to all ranks), "pipelined" (as "gather",
+                by copy engines, for many tokens) or "lamport" (as "gather", in one kernel and one hop, for few tokens)
 
     The tensors of the result may be the team's receive buffers: they hold until this rank's next call with these sizes. So
     ranks compute and combine one layer's rows before they dispatch the next one's. Bits arrive as they were sent, or rounded to
@@ -178,7 +179,9 @@ class MoeDispatch(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
 
     name, alias = "moe_dispatch", "moe-dispatch"
-    designs = {"push": PushRows, "gather": GatherRows, "lamport": GatherWords, "over_nodes": OverNodes}
+    designs = {
+        "push": PushRows, "gather": GatherRows, "pipelined": DispatchPieces, "lamport": GatherWords, "over_nodes": OverNodes,
+    }  # fmt: skip
     everything = "gather"
     calls = DispatchCall
     variants = ("fp8",)
@@ -202,8 +205,16 @@ class MoeDispatch(ExchangeOp):
         if name == "lamport" and call.fp8:
             # Of eight blocks of words one has scales; of four it would be one too.
             return GatherWords(row_bytes=1024, num_warps=2)
-        # With 1024 columns a thread that converts them has a stack on sm_90.
-        return PushRows(block=512) if name == "push" and call.fp8 else super().default(name, call, machine)
+        if name == "push" and call.fp8:
+            # With 1024 columns a thread that converts them has a stack on sm_90.
+            return PushRows(block=512)
+        if name == "pipelined" and not call.fp8:
+            # Only choices pass the kernel.
+            return DispatchPieces(chunk=32)
+        return super().default(name, call, machine)
+
+    def token_bytes(self, call: DispatchCall) -> int:
+        return row_bytes(call) + call.choices * (4 + call.dtype.itemsize)
 
     def table_key(self, call: DispatchCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         name, *key = super().table_key(call, machine)
@@ -258,7 +269,8 @@ class MoeDispatch(ExchangeOp):
             rows, scales = quantize_rows(x, most, team.caps) if fp8 else (padded(x, most, 0), none)
             gathered = [all_gather(tensor, team) for tensor in (rows, padded(ids, most, -1), padded(weights, most, 0))]
             return *gathered, all_gather(scales, team) if fp8 else none
-        arrived = dispatch_rows(design, team, x, ids, weights, experts * tp // team.size, most, fp8, kept, tp)
+        send = dispatch_pieces if isinstance(design, DispatchPieces) else dispatch_rows
+        arrived = send(design, team, x, ids, weights, experts * tp // team.size, most, fp8, kept, tp)
         return tuple(arrived if fp8 else [*arrived, none])
 
     def _run_over_nodes(
@@ -383,14 +395,13 @@ class MoeDispatch(ExchangeOp):
     def cases(self) -> Iterator[Case]:
         for case in exchange_cases(self.name):
             whole_words = case["sizes"][3] * case["dtype"].itemsize % 4 == 0
-            for design in ("push", "gather", *(["lamport"] if whole_words else [])):
+            for design in ("push", "gather", "pipelined", *(["lamport"] if whole_words else [])):
                 yield Case(**{**case, "design": design})
         for w in (2, 3):
             fields = (("tokens", (30, 7, 30)[:w]),)
-            design = PushRows(chunk=4, block=32, num_warps=4)
-            yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
-            design = GatherWords(row_bytes=1024, num_warps=2)
-            yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
+            pieces = DispatchPieces(chunk=4, block=32, num_warps=2)
+            for design in (PushRows(chunk=4, block=32, num_warps=4), GatherWords(row_bytes=1024, num_warps=2), pieces):
+                yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
         fields = (("tokens", (5, 4)),)
         yield Case(
             op=self.name,
@@ -401,7 +412,7 @@ class MoeDispatch(ExchangeOp):
             layout="offset",
             fields=fields,
         )
-        for design in ("push", "gather", "lamport"):
+        for design in ("push", "gather", "pipelined", "lamport"):
             for dtype in (BF16, FP16, FP32):
                 for data in ("random", "special", "subnormal"):
                     yield fp8_case(2, dtype, (9, 2, 8, 200), (9, 4), design, data)
@@ -409,17 +420,21 @@ class MoeDispatch(ExchangeOp):
                 yield fp8_case(w, BF16, (5, 3, 12, 16), (5, 0, 3, 5)[:w], design)
             yield fp8_case(2, BF16, (3, 1, 6, 2200), (3, 2), design)
             yield fp8_case(2, FP16, (7, 3, 6, 384), (7, 0), design, "special")
-        yield fp8_case(2, BF16, (30, 2, 12, 300), (30, 7), PushRows(chunk=4, block=128, num_warps=4))
         # Rows of whole blocks are rounded by the kernel that sends them.
         for w, row_bytes in ((1, 1024), (2, 256), (2, 4096), (3, 512), (4, 1024)):
             design = GatherWords(row_bytes=row_bytes, num_warps=2)
             yield fp8_case(w, BF16, (11, 3, 12, 256), (11, 0, 5, 1)[:w], design)
         yield fp8_case(2, FP32, (9, 2, 8, 128), (9, 4), "lamport", "subnormal")
+        pieces = DispatchPieces(pieces=(1, 2, 1), chunk=4, block=128, num_warps=2)
+        for design in (PushRows(chunk=4, block=128, num_warps=4), pieces):
+            yield fp8_case(2, BF16, (30, 2, 12, 300), (30, 7), design)
+        for w, tokens in ((2, (33, 16)), (3, (0, 33, 1)), (4, (32, 8, 0, 33))):
+            yield fp8_case(w, BF16, (33, 2, 12, 200), tokens, "pipelined")
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
-                for design in ("push", "gather", "lamport"):
+                for design in ("push", "gather", "pipelined", "lamport"):
                     fields = (("tokens", (T, T - 1, 0, T)[:w]),)
                     for more in ((), (("fp8", True),)):
                         yield Case(

@@ -4,6 +4,7 @@ from tests.zoo import (  # noqa: F401  (importing fills it)
     answering,
     attending,
     channels,
+    combining,
     copying,
     experts,
     gathering,

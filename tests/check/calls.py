@@ -15,8 +15,10 @@ from weft import ops
 from weft.ops.case import Case
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
+from weft.ops.moe.combine_pieces import CombinePieces
 from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
+from weft.ops.moe.moe_combine import MOE_COMBINE
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, registered
 from weft.ops.overlap.sequential import Overlapped
@@ -98,12 +100,17 @@ def pipelined(op: Overlapped, team: Any, x: Callable[..., torch.Tensor]) -> torc
 
 
 def routed(
-    team: Any, x: Callable[..., torch.Tensor], algorithm: str, width: int = 40, dtype: torch.dtype | None = None
+    team: Any,
+    x: Callable[..., torch.Tensor],
+    algorithm: str,
+    width: int = 40,
+    dtype: torch.dtype | None = None,
+    most: int = 5,
 ) -> tuple[ops.Dispatched, int]:
     """Tokens of a rank, another number in each call, at the ranks of their experts."""
-    tokens = (team.rank + int(x(1).abs().item() * 8)) % 5
+    tokens = (team.rank + int(x(1).abs().item() * 8)) % 5 * most // 5
     routing = ops.route(x(tokens, 2 * team.size), 2)
-    size = {"experts": 2 * team.size, "max_tokens": 5}
+    size = {"experts": 2 * team.size, "max_tokens": most}
     return ops.moe_dispatch(x(tokens, width), routing, team, dtype=dtype, algorithm=algorithm, **size), tokens
 
 
@@ -115,8 +122,8 @@ def dispatched(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push
     return result[: int(schedule.counts.sum())].clone()
 
 
-def dispatched_fp8(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push") -> torch.Tensor:
-    found, _ = routed(team, x, algorithm, 144, torch.float8_e4m3fn)
+def dispatched_fp8(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push", most: int = 5) -> torch.Tensor:
+    found, _ = routed(team, x, algorithm, 144, torch.float8_e4m3fn, most)
     schedule, weight = ops.moe_schedule(found.routing.ids, found.experts), torch.ones(2, 16, 144).bfloat16()
     result = ops.grouped_matmul(found.rows, weight, schedule, gather=True, scales=found.scales)
     return result[: int(schedule.counts.sum())].clone()
@@ -125,6 +132,12 @@ def dispatched_fp8(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "
 def combined(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push") -> torch.Tensor:
     found, tokens = routed(team, x, "gather")
     return ops.moe_combine(x(len(found.rows) * 2, 40), found, tokens, team, algorithm=algorithm)
+
+
+def combined_in_pieces(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Three pieces, of which a program of the last kernel adds up tokens of several."""
+    (found, tokens), design = routed(team, x, "gather", most=20), CombinePieces(pieces=(1, 1, 1), per_sm=1)
+    return MOE_COMBINE.run(design, team, x(len(found.rows) * 2, 40), *found.routing, 2 * team.size, tokens)
 
 
 def heads_there(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
@@ -279,9 +292,12 @@ OPS = [
     Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),
     Call("moe_dispatch lamport", functools.partial(dispatched, algorithm="lamport"), 2),
     Call("moe_dispatch fp8", dispatched_fp8, 2),
+    Call("moe_dispatch pipelined", functools.partial(dispatched, algorithm="pipelined"), 3),
+    Call("moe_dispatch pipelined fp8", functools.partial(dispatched_fp8, algorithm="pipelined", most=20), 3),
     Call("moe_combine", combined, 4),
     Call("moe_combine lamport", functools.partial(combined, algorithm="lamport"), 2),
     Call("moe_combine sum_then_scatter", functools.partial(combined, algorithm="sum_then_scatter"), 2),
+    Call("moe_combine pipelined", combined_in_pieces, 3, 4),
     Call("sharded_decode_attention one_kernel", functools.partial(attended, algorithm="one_kernel"), 1),
     Call("sharded_decode_attention two_kernels", functools.partial(attended, algorithm="two_kernels"), 1),
     Call("sharded_decode_attention fp8", functools.partial(attended, algorithm="one_kernel", fp8=True), 1),

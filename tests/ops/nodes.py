@@ -68,7 +68,8 @@ def experts(nodes: int, world_size: int) -> Iterator[Case]:
     tokens = (5, 0, 3, 1, 5, 5, 0, 2)[:world_size]
     common = {"world_size": world_size, "dtype": BF16}
     fields = (("tokens", tokens), ("nodes", nodes))
-    for op, designs in (("moe_dispatch", ("gather", "lamport", "push")), ("moe_combine", ("lamport", "push"))):
+    both = "pipelined", "lamport", "push"
+    for op, designs in (("moe_dispatch", ("gather", *both)), ("moe_combine", both)):
         for design in ("auto", *designs):
             yield Case(op=op, sizes=(5, 3, 3 * world_size, 24), design=design, fields=fields, **common)
     for skew in ("some", "last expert"):
@@ -79,7 +80,7 @@ def experts(nodes: int, world_size: int) -> Iterator[Case]:
         for op, design in (("moe_dispatch", "push"), ("moe_combine", "push"), ("moe_combine", "lamport")):
             yield Case(op=op, sizes=(5, 2, 3 * world_size, 24), design=design, fields=shared, **common)
     fields += (("unweighted", True),)
-    for design in ("push", "sum_then_scatter", "lamport"):
+    for design in ("push", "sum_then_scatter", "pipelined", "lamport"):
         yield Case(op="moe_combine", sizes=(5, 2, 3 * world_size, 40), design=design, fields=fields, **common)
     named = (("tokens", tokens), ("layout", "slices"), ("nodes", nodes), ("shared", "gated"))
     yield Case(op="grouped_matmul_reduce_scatter", sizes=(5, 2, 3, 24, 16), fields=named, **common)

@@ -19,6 +19,8 @@ KINDS = {
     ("moe_dispatch", "lamport"): {"put", "wait"},
     ("moe_combine", "push"): {"put", "notify", "wait", "tile"},
     ("moe_combine", "lamport"): {"put", "wait"},
+    ("moe_dispatch", "pipelined"): {"copy", "notify", "wait"},
+    ("moe_combine", "pipelined"): {"copy", "notify", "wait"},
     ("all_gather_grouped_matmul_silu_mul", "fused"): {"copy", "notify", "wait", "tile"},
     ("grouped_matmul_reduce_scatter", "slabs"): {"copy", "notify", "wait", "tile"},
     ("sharded_decode_attention", "one_kernel"): {"put", "wait", "tile"},

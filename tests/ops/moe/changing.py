@@ -60,6 +60,7 @@ WAYS = {
     "push": exchanged("push", "push"),
     "lamport": exchanged("lamport", "lamport"),
     "gather and sum_then_scatter": exchanged("gather", "sum_then_scatter"),
+    "pipelined": exchanged("pipelined", "pipelined"),
     "push, slices of experts": exchanged("push", "push", shared=True),
     "overlapped": overlapped,
 }

@@ -82,7 +82,7 @@ def test_a_layer_in_fp8_is_the_whole_one_in_every_algorithm(world_size):
 
     def main(team):
         x = tokens_of(team.rank, 1, torch.float32)
-        return [layer(team, x, algorithm, of_layer) for algorithm in ("push", "gather", "lamport")]
+        return [layer(team, x, algorithm, of_layer) for algorithm in ("push", "gather", "pipelined", "lamport")]
 
     for rank, (first, *others) in enumerate(weft.simulate(main, world_size)):
         expected = by_torch(tokens_of(rank, 1, torch.float64), *(w.double() for w in of_layer), K)

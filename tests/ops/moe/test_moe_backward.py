@@ -20,10 +20,16 @@ SWEEP = pytest.mark.sweep
     ("world_size", "dispatch", "combine"),
     [
         (2, "push", "push"),
+        (2, "pipelined", "pipelined"),
         *(
             pytest.param(w, *algorithms, marks=SWEEP)
             for w in (1, 2, 3, 4)
-            for algorithms in (("push", "push"), ("auto", "auto"), ("gather", "sum_then_scatter"))
+            for algorithms in (
+                ("push", "push"),
+                ("auto", "auto"),
+                ("gather", "sum_then_scatter"),
+                ("pipelined", "pipelined"),
+            )
         ),
     ],
 )
@@ -64,10 +70,11 @@ def test_rows_come_back_with_the_same_bits_by_every_algorithm():
     """In rank order: three summands of which fp32 loses another one in each order."""
 
     def main(team):
-        return [returned(team, algorithm) for algorithm in ("push", "lamport")]
+        return [returned(team, algorithm) for algorithm in ("push", "pipelined", "lamport")]
 
-    for push, lamport in weft.simulate(main, 3):
-        assert_identical(push, lamport)
+    for push, *others in weft.simulate(main, 3):
+        for other in others:
+            assert_identical(push, other)
         assert not push[2].any() and push[[0, 1, 3]].any(-1).all()
 
 
@@ -126,13 +133,14 @@ def test_fp8_rows_have_no_gradient():
     weft.simulate(main, 1)
 
 
-def test_a_backward_of_receive_buffers_that_were_written_again_is_refused():
+@pytest.mark.parametrize("algorithm", ["push", "pipelined"])
+def test_a_backward_of_receive_buffers_that_were_written_again_is_refused(algorithm):
     """Only experts have gradients here: nothing tells moe_dispatch to keep its rows."""
 
     def main(team, late):
         x, weight = torch.ones(3, 16), torch.ones(1, 8, 16, requires_grad=True)
         routing = Routing(torch.zeros(3, 1, dtype=torch.int32) + team.rank, torch.ones(3, 1))
-        named = {"experts": team.size, "max_tokens": 3, "algorithm": "push"}
+        named = {"experts": team.size, "max_tokens": 3, "algorithm": algorithm}
         found = ops.moe_dispatch(x, routing, team, **named)
         schedule = ops.moe_schedule(found.routing.ids, found.experts)
         y = ops.grouped_matmul(found.rows, weight, schedule, gather=True)[:3].sum()

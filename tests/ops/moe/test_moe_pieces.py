@@ -1,6 +1,7 @@
 """moe_dispatch and moe_combine by copy engines: bits of several pieces, plans, planted bugs, bad designs, compiled kernels."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from weft.ops.moe.routing import Experts, Routing
 from weft.plan.planned import UNLIMITED, machine
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.channel import ChannelView
+from weft.transport import copy_channel
 
 MOST, K, HIDDEN = 70, 3, 40
 TOKENS = (70, 33, 0, 8)
@@ -152,6 +154,33 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
     report = weft.check.check(calls_of(run), 3 if kind == "deadlock" else 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}
     assert kinds and all(kind in found for found in kinds), report
+
+
+@pytest.fixture
+def one_half(monkeypatch):
+    """The same half in every call, as a CUDA graph with one call uses it."""
+    begin = copy_channel.CopyChannel.begin
+
+    def begin_first(self, team):
+        half, self.calls = begin(self, team), 0
+        return half
+
+    monkeypatch.setattr(copy_channel.CopyChannel, "begin", begin_first)
+
+
+@pytest.mark.parametrize(
+    ("run", "waits"),
+    sampled(itertools.product((FP8, combined_in_pieces), (True, False)), lambda run, waits: (run is FP8) is waits),
+)
+def test_one_half_is_written_again_only_after_it_was_read(run, waits, one_half, tmp_path, monkeypatch):
+    """By the wait of begin_kernel: without it the check finds a race."""
+    if not waits:
+        mutant = mutated(
+            copy_channel, "entered + peer, last + 1, team)", "entered + peer, 1, team)", "begin_mutant", tmp_path
+        )
+        monkeypatch.setattr(copy_channel, "begin_kernel", mutant.begin_kernel)
+    report = weft.check.check(calls_of(run), 2, schedules=8)
+    assert report.ok if waits else {found.finding.kind for found in report.wrong} == {"race"}, report
 
 
 # --- refused designs ----------------------------------------------------------------------------------------------------

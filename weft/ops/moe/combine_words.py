@@ -57,22 +57,59 @@ class Lengths(NamedTuple):
 
 
 @triton.jit
-def add_choice(total, chosen, pairs, token, column, j, LENGTHS: tl.constexpr, there, team):
-    """(total + weight * result of choice j, chosen or j's expert is here); without weights only the latter.
-
-    token, there  [owners, BLOCK], or [owners] of tiles that lie in one token: an id and a weight are then loaded once
-    """
+def choice_of(pairs, token, j, LENGTHS: tl.constexpr, there, team):
+    """(pair, whether its expert is here, its weight or 0) of choice j of tokens."""
     pair = token.to(tl.int64) * LENGTHS.choices + j
     id = tl.load(pairs.ids + pair, mask=there, other=-1)
     mine = (id >= 0) & (id // LENGTHS.experts == wl.rank(team) // LENGTHS.tp)
-    chosen = chosen | mine
+    weight = 0.0
     if pairs.weights is not None:
-        weight = tl.load(pairs.weights + pair, mask=mine, other=0.0).to(tl.float32)
-        if len(token.shape) == 1:
-            pair, mine, weight = pair[:, None], mine[:, None], weight[:, None]
-        row = tl.load(pairs.y + pair * LENGTHS.width + column, mask=mine, other=0.0).to(tl.float32)
-        total += tl.where(mine, row * weight, 0.0)
-    return total, chosen
+        weight = tl.load(pairs.weights + pair, mask=there, other=0.0).to(tl.float32)
+    return pair, mine, weight
+
+
+@triton.jit
+def sums_of_token(pairs, token, column, LENGTHS: tl.constexpr, there, team):
+    """[owners, BLOCK] weighted sums in fp32 of a tile's columns, which lie in one token of each owner
+
+    token, there  [owners]
+
+    All ids are loaded, then all rows, then they are added up: one behind the other takes k times the memory's latency.
+    """
+    CHOICES: tl.constexpr = LENGTHS.choices
+    choices, rows, chosen = (), (), there & (token < 0)
+    for j in tl.static_range(CHOICES):
+        choices += (choice_of(pairs, token, j, LENGTHS, there, team),)
+    if pairs.weights is None:
+        for j in tl.static_range(CHOICES):
+            chosen = chosen | choices[j][1]
+        at = pairs.y + token.to(tl.int64)[:, None] * LENGTHS.width + column
+        total = tl.load(at, mask=chosen[:, None], other=0.0).to(tl.float32)
+    else:
+        for j in tl.static_range(CHOICES):
+            at = pairs.y + choices[j][0][:, None] * LENGTHS.width + column
+            rows += (tl.load(at, mask=choices[j][1][:, None], other=0.0),)
+        total = tl.zeros((token.shape[0], column.shape[1]), tl.float32)
+        for j in tl.static_range(CHOICES):
+            weighted = rows[j].to(tl.float32) * choices[j][2][:, None]
+            total += tl.where(choices[j][1][:, None], weighted, 0.0)
+    return total
+
+
+@triton.jit
+def sums_of_elements(pairs, token, column, LENGTHS: tl.constexpr, there, team):
+    """As ``sums_of_token``, of tiles that go across tokens: token, column, there [owners, BLOCK]."""
+    total, chosen = tl.zeros(there.shape, tl.float32), there & (token < 0)
+    # Not unrolled: ids and weights of each element and choice would not fit the registers.
+    for j in range(LENGTHS.choices):
+        pair, mine, weight = choice_of(pairs, token, j, LENGTHS, there, team)
+        chosen = chosen | mine
+        if pairs.weights is not None:
+            row = tl.load(pairs.y + pair * LENGTHS.width + column, mask=mine, other=0.0).to(tl.float32)
+            total += tl.where(mine, row * weight, 0.0)
+    if pairs.weights is None:
+        total = tl.load(pairs.y + token.to(tl.int64) * LENGTHS.width + column, mask=chosen, other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -80,33 +117,19 @@ def partials_of(pairs, owner, tile, there, LENGTHS: tl.constexpr, BLOCK: tl.cons
     """[owners, BLOCK] weighted sums in fp32 of the results that this rank has for tile ``tile`` of their tokens' elements
 
     owner, there  [owners]: a rank, and whether its sums are wanted
-
-    In a tile that lies in one token all choices are loaded at once: one behind the other takes k times the memory's latency.
     """
     first, columns = tile * BLOCK, tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros((owner.shape[0], BLOCK), tl.float32)
     if LENGTHS.width % BLOCK == 0:
         # Not a remainder, of which the compiler forgets that 16 bytes are together.
         local = first // LENGTHS.width
         token, column = owner * LENGTHS.tokens + local, first - local * LENGTHS.width + columns
         there = there & (first < LENGTHS.tokens * LENGTHS.width)
+        total = sums_of_token(pairs, token, column, LENGTHS, there, team)
     else:
         place = first + columns
         token, column = owner[:, None] * LENGTHS.tokens + place // LENGTHS.width, place % LENGTHS.width
         there = there[:, None] & (place < LENGTHS.tokens * LENGTHS.width)
-    chosen = there & (token < 0)
-    if len(token.shape) == 1:
-        CHOICES: tl.constexpr = LENGTHS.choices
-        for j in tl.static_range(CHOICES):
-            total, chosen = add_choice(total, chosen, pairs, token, column, j, LENGTHS, there, team)
-    else:
-        # Not unrolled: ids and weights of each element and choice would not fit the registers.
-        for j in range(LENGTHS.choices):
-            total, chosen = add_choice(total, chosen, pairs, token, column, j, LENGTHS, there, team)
-    if pairs.weights is None:
-        if len(token.shape) == 1:
-            token, chosen = token[:, None], chosen[:, None]
-        total = tl.load(pairs.y + token.to(tl.int64) * LENGTHS.width + column, mask=chosen, other=0.0).to(tl.float32)
+        total = sums_of_elements(pairs, token, column, LENGTHS, there, team)
     return total
 
 

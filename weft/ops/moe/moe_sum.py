@@ -48,18 +48,20 @@ def moe_sum_kernel(y, ids, weights, shared, out, N, first, count, K: tl.constexp
     """out[t, :] = sum of weights[t, j] * y[t * K + j, :] over j with first <= ids[t, j] < first + count
 
     grid: (T, cdiv(N, BLOCK)). Added up in fp32 in the order of j, then ``shared``, a Shared; rounded once. Other rows of y are
-    not read.
+    not read. All ids are loaded, then all rows: one behind the other takes K times the memory's latency.
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wl.follow_previous_kernel()
+    pair, mine, factors, rows = token.to(tl.int64) * K, (), (), ()
+    for j in tl.static_range(K):
+        expert = tl.load(ids + pair + j) - first
+        mine += ((expert >= 0) & (expert < count),)
+        factors += (tl.load(weights + pair + j).to(tl.float32),)
+    for j in tl.static_range(K):
+        rows += (tl.load(y + (pair + j) * N + column, mask=(column < N) & mine[j], other=0.0),)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
-        pair = token.to(tl.int64) * K + j
-        expert = tl.load(ids + pair) - first
-        mine = (expert >= 0) & (expert < count)
-        row = tl.load(y + pair * N + column, mask=(column < N) & mine, other=0.0).to(tl.float32)
-        weight = tl.load(weights + pair).to(tl.float32)
-        total += tl.where(mine, row * weight, 0.0)
+        total += tl.where(mine[j], rows[j].to(tl.float32) * factors[j], 0.0)
     if shared.rows is not None:
         row = tl.load(shared.rows + token.to(tl.int64) * shared.pitch + column, mask=column < N, other=0.0).to(
             tl.float32

@@ -48,9 +48,12 @@ class Blocks(NamedTuple):
 
 
 def fits(design: GatherWords, width: int) -> bool:
-    """True if rows of ``width`` are whole blocks, and a tile has a block at least and a place for each scale."""
-    slots = design.row_bytes // (4 * WORDS.value)
-    return width % COLUMNS.value == 0 and 2 <= slots <= WORDS.value + 1
+    """True if rows of ``width`` are whole blocks, and a tile has a block at least and a place for each scale.
+
+    A thread has at most eight words: of sixteen, code of ptxas 12.8 lost every eighth byte (sm_90).
+    """
+    slots, threads = design.row_bytes // (4 * WORDS.value), 32 * design.num_warps
+    return width % COLUMNS.value == 0 and 2 <= slots <= WORDS.value + 1 and design.row_bytes <= 32 * threads
 
 
 @triton.jit

@@ -52,23 +52,34 @@ def moe_sum_kernel(y, ids, weights, shared, out, N, first, count, K: tl.constexp
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wl.follow_previous_kernel()
-    total = tl.zeros([BLOCK], tl.float32)
+    total = sum_choices(y, ids, weights, shared, token, column, column < N, N, first, count, K)
+    tl.store(out + token.to(tl.int64) * N + column, total.to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def sum_choices(y, ids, weights, shared, token, column, inside, N, first, count, K: tl.constexpr):
+    """Sum over the choices j of ``token`` of weights[token, j] * y[token * K + j, column], in fp32
+
+    Those with first <= ids[token, j] < first + count, in the order of j, then ``shared``, a Shared.
+
+    token   scalar, or [tokens, 1] for ``column`` [1, columns]; all are of ids
+    inside  mask of the result: other rows and columns of y and of the summand are not read
+    """
+    total = 0.0
     for j in tl.static_range(K):
         pair = token.to(tl.int64) * K + j
         expert = tl.load(ids + pair) - first
         mine = (expert >= 0) & (expert < count)
-        row = tl.load(y + pair * N + column, mask=(column < N) & mine, other=0.0).to(tl.float32)
+        row = tl.load(y + pair * N + column, mask=inside & mine, other=0.0).to(tl.float32)
         weight = tl.load(weights + pair).to(tl.float32)
         total += tl.where(mine, row * weight, 0.0)
     if shared.rows is not None:
-        row = tl.load(shared.rows + token.to(tl.int64) * shared.pitch + column, mask=column < N, other=0.0).to(
-            tl.float32
-        )
+        row = tl.load(shared.rows + token.to(tl.int64) * shared.pitch + column, mask=inside, other=0.0).to(tl.float32)
         if shared.gate is not None:
             gate = tl.load(shared.gate + token.to(tl.int64) * shared.stride).to(tl.float32)
             row *= 1.0 / (1.0 + tl.exp(-gate))
         total += row
-    tl.store(out + token.to(tl.int64) * N + column, total.to(out.dtype.element_ty), mask=column < N)
+    return total
 
 
 def moe_sum(

@@ -229,8 +229,9 @@ def grouped_matmul_sum_kernel(
                     own = sum_choices(y, *routing, shared, of_all, column, inside, N, first, held, CHOICES)
                     total = tl.zeros((ROWS, BLOCK), tl.float32)
                     for source in tl.static_range(world):
-                        row = received + source * tokens.to(tl.int64) * N + token.to(tl.int64) * N + column
-                        found = tl.load(row, mask=inside & (source != me), other=0.0)
+                        # Computed here: kept over the loops, addresses of all ranks would not fit the registers.
+                        row = (source * tokens + token + wl.zero_here()).to(tl.int64) * N
+                        found = tl.load(received + row + column, mask=inside & (source != me), other=0.0)
                         total += tl.where(source == me, own.to(y.dtype.element_ty), found).to(tl.float32)
                     tl.store(out + token.to(tl.int64) * N + column, total.to(out.dtype.element_ty), mask=inside)
     wl.advance_epoch(buffers.epoch, now)

@@ -82,14 +82,10 @@ def a_view(world_size: int = 4, rank: int = 1, patience_us: int = 0, multicast: 
 
 def stack_bytes(kernel: Any, directory: Path) -> int:
     """Bytes of local memory a thread, spills included, as the cubin states them."""
-    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", resources(kernel, directory)))
-
-
-def resources(kernel: Any, directory: Path) -> str:
-    """Resources of a thread and a program, as the cubin states them: ``REG:242 STACK:0 …``."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         pytest.skip(f"{tool} is not part of this Triton")
     cubin = directory / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
-    return subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", listed))

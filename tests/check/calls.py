@@ -241,16 +241,12 @@ def experts_gathered(team: Any, x: Callable[..., torch.Tensor], width: int = 32,
     return h[: int(counts.sum())].clone()
 
 
-def experts_scattered(team: Any, x: Callable[..., torch.Tensor], fused: bool = False) -> torch.Tensor:
-    """Slabs of the GEMM of slices of experts, and their sums at the tokens' ranks: two slabs, or three in one kernel."""
+def experts_scattered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Two slabs of the GEMM of slices of experts, and their sums at the tokens' ranks."""
     experts, routing = Experts.slices(2), chosen(x, 3 * team.size, 2)
-    schedule, kinds = ops.moe_schedule(routing.ids, experts, start=3 * team.rank), MOE_RS.designs
-    if fused:
-        width, design = 48, kinds["fused"](tiles=EXPERT_TILES, senders=2, slabs=3, rows=1)
-    else:
-        width, design = 32, kinds["slabs"](tiles=EXPERT_TILES, slabs=2)
-    given = x(6 * team.size, 16), x(2, width, 16), schedule, routing, experts, 3
-    return MOE_RS.run(design, team, *given)
+    schedule, design = ops.moe_schedule(routing.ids, experts, start=3 * team.rank), MOE_RS.designs["slabs"]
+    given = x(6 * team.size, 16), x(2, 32, 16), schedule, routing, experts, 3
+    return MOE_RS.run(design(tiles=EXPERT_TILES, slabs=2), team, *given)
 
 
 # Calls in which a program has several tiles and sends the next one before it receives this one.
@@ -311,7 +307,6 @@ OPS = [
     Call("all_gather_grouped_matmul_silu_mul", experts_gathered, 2, 4),
     Call("all_gather_grouped_matmul_silu_mul fp8", functools.partial(experts_gathered, width=144, fp8=True), 2, 4),
     Call("grouped_matmul_reduce_scatter", experts_scattered, 2, 4),
-    Call("grouped_matmul_reduce_scatter fused", functools.partial(experts_scattered, fused=True), 3, 4),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),

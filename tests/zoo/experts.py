@@ -1,4 +1,4 @@
-"""Bugs of experts' GEMMs that run while their rows come, or while their sums are added up and sent."""
+"""Bugs of experts' GEMMs that run while copy engines bring their rows, or carry their sums away."""
 
 import torch
 import triton
@@ -85,77 +85,3 @@ def slab_sent_before_its_sums(team, bug):
             team.copy_engine.fork()
         landed.send(received[slab], sums[slab], 1 - team.rank, slab)  # here
     team.barrier()
-
-
-@triton.jit
-def count_tile(done):
-    wl.gather_stores()
-    tl.atomic_add(done, 1, sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def multiply_and_sum(y, done, received, arrived, out, team, TILES: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Programs 1 .. TILES each store a tile of a slab; program 0 sends their sum to the other rank, whose sum is out"""
-    program, other, at = tl.program_id(0), 1 - wl.rank(team), tl.arange(0, N)
-    if program > 0:
-        if BUG == "counted early":
-            count_tile(done)
-        tl.store(y + (program - 1) * N + at, program + at.to(tl.float32))  # tile
-        if BUG == "not counted":
-            if program < TILES:
-                count_tile(done)
-        elif BUG != "counted early":
-            count_tile(done)
-    else:
-        if BUG != "not awaited":
-            wl.wait(done, TILES - 1 if BUG == "one not awaited" else TILES, team)  # count
-        total = tl.zeros((N,), tl.float32)
-        for tile in tl.static_range(TILES):
-            total += tl.load(y + tile * N + at)  # tile
-        if BUG == "flag first":
-            wl.notify(arrived, other, 1, team)
-        tl.store(wl.symm_at(received, other, team) + at, total)  # sums
-        if BUG != "flag first":
-            wl.notify(arrived, other, 1, team)
-        wl.wait(arrived, 1, team)
-        tl.store(out + at, tl.load(received + at))  # sums
-
-
-def summed_beside(team, bug):
-    y, done = team.local((2, N), torch.float32), team.zeros(1, torch.int32, name="done")
-    received, arrived = team.zeros(N, torch.float32, name="received"), team.signals(1, name="arrived")
-    out = team.local(N, torch.float32)
-    multiply_and_sum[(3,)](y, done, received, arrived, out, team.view, 2, N, bug)
-    return out
-
-
-Y = "y, argument of multiply_and_sum"
-
-
-@exhibit("race", Y, "a program of a GEMM counts its tile before it has stored it", multiply_and_sum, mark="tile",
-         also=("divergence",))  # fmt: skip
-def tile_counted_before_it_is_stored(team, bug):
-    return summed_beside(team, "counted early" if bug else "")
-
-
-@exhibit("race", Y, "a slab is summed beside the GEMM before its tiles are done", multiply_and_sum, mark="tile",
-         also=("divergence",))  # fmt: skip
-def slab_summed_before_it_is_done(team, bug):
-    return summed_beside(team, "not awaited" if bug else "")
-
-
-@exhibit("race", Y, "a slab is summed once all programs of the GEMM but one are done with it", multiply_and_sum, mark="tile",
-         also=("divergence",))  # fmt: skip
-def slab_summed_before_one_program_is_done(team, bug):
-    return summed_beside(team, "one not awaited" if bug else "")
-
-
-@exhibit("deadlock", "done", "a program of the GEMM does not count itself", multiply_and_sum, mark="count")
-def program_of_a_gemm_not_counted(team, bug):
-    return summed_beside(team, "not counted" if bug else "")
-
-
-@exhibit("race", "received", "sums are announced before they are stored", multiply_and_sum, mark="sums",
-         also=("divergence",))  # fmt: skip
-def sums_announced_before_they_are_stored(team, bug):
-    return summed_beside(team, "flag first" if bug else "")

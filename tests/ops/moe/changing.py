@@ -49,16 +49,11 @@ def exchanged(dispatch, combine, shared=False):
     return layer
 
 
-def overlapped(second):
-    """Layer by AG-MoE and ``second``, a design of MoE-RS."""
-
-    def layer(team, x, routing, gate_up, down, most):
-        experts = ops.Experts.whole(len(gate_up), team.rank, team.size)
-        held, named = slice(experts.first, experts.first + experts.count), {"max_tokens": most, "algorithm": "fused"}
-        h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(x, routing, gate_up[held], experts, team, **named)
-        return ops.grouped_matmul_reduce_scatter(h, down[held], schedule, found, len(x), team, algorithm=second)
-
-    return layer
+def overlapped(team, x, routing, gate_up, down, most):
+    experts = ops.Experts.whole(len(gate_up), team.rank, team.size)
+    held, named = slice(experts.first, experts.first + experts.count), {"max_tokens": most, "algorithm": "fused"}
+    h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(x, routing, gate_up[held], experts, team, **named)
+    return ops.grouped_matmul_reduce_scatter(h, down[held], schedule, found, len(x), team, algorithm="slabs")
 
 
 WAYS = {
@@ -67,8 +62,7 @@ WAYS = {
     "gather and sum_then_scatter": exchanged("gather", "sum_then_scatter"),
     "pipelined": exchanged("pipelined", "pipelined"),
     "push, slices of experts": exchanged("push", "push", shared=True),
-    "overlapped": overlapped("slabs"),
-    "overlapped, sums in the GEMM": overlapped("fused"),
+    "overlapped": overlapped,
 }
 
 

@@ -1,19 +1,17 @@
 """AG-MoE and MoE-RS: the same bits from every design, gradients, planted bugs, refused arguments, compiled kernels."""
 
 import functools
-import re
 from dataclasses import replace
 
 import pytest
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.check
 from tests.check.calls import experts_gathered, experts_scattered
-from tests.compiling import SHARED, TARGETS, a_view, compiled, resources, stack_bytes
+from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
 from tests.ops.moe.test_moe_exchange import calls_of
@@ -21,17 +19,14 @@ from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
-from weft.ops.moe import arrival, by_nodes, fp8_rows, fused_sums, grouped, slabs
+from weft.ops.moe import arrival, by_nodes, fp8_rows, grouped, slabs
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
-from weft.ops.moe.fused_sums import tiles_of
 from weft.ops.moe.grouped import Arriving, Form, GroupedCall, GroupedTiles, grouped_matmul_kernel, grouped_tiles_for
 from weft.ops.moe.moe_combine import MOE_COMBINE
-from weft.ops.moe.moe_sum import NO_SUMMAND, Shared
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.plan.planned import Planned, machine_of
 from weft.runtime.capabilities import launch_options
-from weft.runtime.platforms.cuda import resident_programs
 from weft.runtime.team.channel import ChannelView
 
 EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 24, 48, 9
@@ -117,11 +112,7 @@ def test_every_design_gives_the_same_bits(world_size, layout):
             push = Planned("push", MOE_COMBINE.designs["push"](), "")
             sequential = replace(sequential, combine=push)
         arguments = team, h, down, schedule, gathered.routing, experts, len(x)
-        designs = (
-            sequential,
-            *(slabs.Slabs(tiles=small, slabs=count) for count in (2, 1)),
-            *(fused_sums.FusedSums(tiles=small, senders=3, slabs=count, rows=2) for count in (2, 1)),
-        )
+        designs = sequential, slabs.Slabs(tiles=small, slabs=2), slabs.Slabs(tiles=small, slabs=1)
         return found, [moe_rs.MOE_RS.run(design, *arguments) for design in designs]
 
     for found, sums in weft.simulate(main, world_size):
@@ -159,44 +150,6 @@ def test_rows_in_fp8_have_the_bits_of_the_ops_one_by_one(world_size, layout):
         for one, other in zip(*found, strict=True):
             assert_identical(other, one)
         assert_identical(found[0][0], by_hand)
-
-
-@triton.jit
-def take_tiles(taken, slabs, rows, columns, slab, senders, SIZE: tl.constexpr):
-    """taken[program, tile, slab] += 1 for each tile of the program in each slab"""
-    for number in range(slabs):
-        first, end, step = tiles_of(number, rows * columns, rows * slab, senders)
-        for tile in range(first, end, step):
-            at = taken + (tl.program_id(0) * SIZE + tile) * slabs + number
-            tl.store(at, tl.load(at) + 1)
-
-
-@pytest.mark.parametrize(
-    ("programs", "senders", "rows", "columns", "slab"),
-    [
-        (7, 2, 5, 8, 2),
-        (6, 5, 3, 7, 3),
-        (5, 1, 1, 4, 1),
-        (4, 3, 9, 3, 3),
-        (1, 0, 4, 2, 2),
-        (8, 2, 0, 4, 2),
-        (8, 4, 1, 8, 4),
-    ],
-)
-def test_tiles_are_dealt_once_in_rounds(programs, senders, rows, columns, slab):
-    """All programs take those of the first slab; of the others all but the senders, whose numbers differ by one at most."""
-    slabs_of, tiles = -(-columns // slab), rows * columns
-
-    def main(team):
-        taken = torch.zeros((programs, max(tiles, 1), slabs_of), dtype=torch.int32)
-        take_tiles[(programs,)](taken, slabs_of, rows, columns, slab, senders, max(tiles, 1))
-        for tile in range(tiles):
-            assert taken[:, tile].sum(0).tolist() == [number == tile // (rows * slab) for number in range(slabs_of)]
-        assert not taken[:senders, :, 1:].any()
-        for counts in (taken[:, :, 0].sum(1), taken[senders:].sum((1, 2))):
-            assert counts.max() - counts.min() <= 1, counts
-
-    weft.simulate(main, 1)
 
 
 @pytest.mark.parametrize("head", [4, 64])
@@ -246,13 +199,6 @@ SEND = "            channel.send(team, target, source, team.rank, number, peer)\
 SCALES = """            if scales is not None and len(source) > 0:
                 team.copy_engine.put(*part(number, *scales), peer)
 """
-DONE = "wl.wait(buffers.done + number, now.to(tl.int64) << 32, team)"
-COUNT = "        count_slabs(buffers.done, number, tl.where(number == slabs - 1, SLABS, number + 1))\n"
-TILES = fused_sums.grouped_matmul_sum_kernel.src.partition("        first_tile")[2].partition("        count_slabs")[0]
-ARRIVED = "                wl.notify(buffers.arrived + (me * SLABS + number) * programs + program, owner, now, team)\n"
-SUMS = fused_sums.grouped_matmul_sum_kernel.src.partition("                rows = ")[2].partition(
-    "                wl.end_put"
-)[0]
 # Source that changes, what to, the function that a mutant replaces in which module, the finding.
 BUGS = {
     "the last rank of a tile not awaited": (
@@ -267,20 +213,6 @@ BUGS = {
     "a slab not awaited": (
         slabs, "wl.chunk_wait(call, (me + step) % world, slab, team)", "wl.chunk_wait(call, (me + step) % world, 0, team)",
         "sum_slabs_kernel", slabs, "race"),
-    "a slab summed before it is done": (
-        fused_sums, DONE, DONE.replace("now.to", "(now - 1).to"), "grouped_matmul_sum_kernel", fused_sums, "race"),
-    "tiles counted before they are stored": (
-        fused_sums, "        first_tile" + TILES + COUNT, COUNT + "        first_tile" + TILES, "grouped_matmul_sum_kernel",
-        fused_sums, "race"),
-    "a program of the GEMM too few counted": (
-        fused_sums, "4294967296 - (programs - 1)", "4294967296 - (programs - 2)", "grouped_matmul_sum_kernel", fused_sums,
-        "race"),
-    "sums announced before they are stored": (
-        fused_sums, "                rows = " + SUMS, ARRIVED + "                rows = " + SUMS, "grouped_matmul_sum_kernel",
-        fused_sums, "race"),
-    "sums of a peer not awaited": (
-        fused_sums, "(source * SLABS + number) * programs + program, now, team)",
-        "(source * SLABS + number) * programs + program, now - 1, team)", "grouped_matmul_sum_kernel", fused_sums, "race"),
 }  # fmt: skip
 
 
@@ -291,9 +223,7 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
     mutant = mutated(source, old, new, f"overlap_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(module, changed, getattr(mutant, changed))
     in_fp8 = functools.partial(experts_gathered, width=144, fp8=True)
-    fused = functools.partial(experts_scattered, fused=True)
-    scattered = {slabs: experts_scattered, fused_sums: fused}
-    run = scattered.get(source) or (in_fp8 if "scales" in name else experts_gathered)
+    run = experts_scattered if source is slabs else in_fp8 if "scales" in name else experts_gathered
     report = weft.check.check(calls_of(run), 3 if kind == "deadlock" else 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}
     assert kinds and all(kind in found for found in kinds), report
@@ -349,7 +279,7 @@ def test_wrong_arguments_of_ag_moe_are_refused(message, fields):
         ("ids has shape (6, 2); it must be (8, 2)", {"tokens_of_all": 6}),
         ("schedule of 8 tokens and 4 experts; it has those of", {"experts": Experts(8, 0, 2)}),
         ("tokens=5 is not an integer in 0 .. 4", {"tokens": 5}),
-        ("algorithm='push' is not one of 'auto', 'slabs', 'fused', 'sequential'", {"algorithm": "push"}),
+        ("algorithm='push' is not one of 'auto', 'slabs', 'sequential'", {"algorithm": "push"}),
     ],
 )
 def test_wrong_arguments_of_moe_rs_are_refused(message, fields):
@@ -379,10 +309,7 @@ def test_wrong_designs_are_refused():
         (lambda: ag_moe.Fused(tiles=tiles, chunks=9), "chunks=9 is not an integer in 1 .. 8"),
         (lambda: ag_moe.Fused(tiles=tiles, head=3), "head=3 is neither 0 nor a power of two"),
         (lambda: slabs.Slabs(tiles=tiles, slabs=0), "slabs=0 is not an integer in 1 .. 8"),
-        (lambda: moe_rs.MOE_RS.check_design(PushRows()), "design=PushRows.* is not one of slabs, fused, sequential"),
-        (lambda: fused_sums.FusedSums(tiles=tiles, slabs=9), "slabs=9 is not an integer in 1 .. 8"),
-        (lambda: fused_sums.FusedSums(tiles=tiles, senders=0), "senders=0 is not a positive integer"),
-        (lambda: fused_sums.FusedSums(tiles=tiles, rows=3), "rows=3 is not a power of two"),
+        (lambda: moe_rs.MOE_RS.check_design(PushRows()), "design=PushRows.* is not one of slabs, sequential"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -453,57 +380,3 @@ def test_the_order_of_tiles_and_the_sum_of_slabs_compile(arch, tmp_path):
     kernel = compiled(slabs.sum_slabs_kernel, *arguments, arch=arch, **options, **launch_options(caps_of(arch)))
     check_compiles(kernel, arch)
     assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
-
-
-@pytest.mark.triton_internals
-@pytest.mark.parametrize(
-    ("block", "beside"),
-    [(128, False), *(pytest.param(*one, marks=pytest.mark.sweep) for one in ((128, True), (16, False)))],
-)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_a_grouped_gemm_that_sums_compiles(arch, block, beside, tmp_path):
-    """As the GEMM alone: the same copies and products along K, in one loop over tiles, and room for as many programs an SM."""
-    (N, width, experts), caps = (2048, 768, 8), caps_of(arch)
-    design = grouped_tiles_for(GroupedCall(block, 4096, N, width, torch.bfloat16, False), caps, gated=False)
-    rows = torch.zeros(4096, width, dtype=torch.bfloat16)
-    sizes, tile = ([experts, N, width], [N * width, width, 1]), [1, design.block_n, design.block_k]
-    weight = TensorDescriptor(torch.zeros(experts * N, width, dtype=torch.bfloat16), *sizes, tile)
-    x = TensorDescriptor(rows, [4096, width], [width, 1], [block, design.block_k])
-    schedule, form = Schedule(INTS, INTS, INTS, INTS, 8, block), Form(False, 0, block, True, True, False)
-    options = {"BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
-    options |= {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-    alone = compiled(
-        grouped_matmul_kernel,
-        x,
-        None,
-        None,
-        weight,
-        rows,
-        schedule,
-        N,
-        width,
-        4,
-        None,
-        None,
-        arch=arch,
-        FORM=form,
-        **options,
-    )
-    summand = Shared(rows, rows, 3, N) if beside else NO_SUMMAND
-    buffers = fused_sums.Buffers(rows, INTS, torch.zeros(8, dtype=torch.int64), INTS, 1 << 24)
-    kernel = compiled(
-        fused_sums.grouped_matmul_sum_kernel, x, weight, rows, rows, schedule, Routing(INTS, rows), summand, buffers, 100, 128,
-        8, 8, N, width, 4, 32, a_view(), arch=arch, FORM=form, CHOICES=8, ROWS=design.num_warps, BLOCK=fused_sums.BLOCK,
-        launch_cooperative_grid=True, **options,
-    )  # fmt: skip
-    check_compiles(kernel, arch)
-    assert kernel.metadata.shared <= alone.metadata.shared
-    if arch == "sm_90":
-        # Triton 3.9 keeps 16 bytes there of what the loops of sums do not change.
-        assert stack_bytes(kernel, tmp_path) <= (16 if beside else 0)
-        for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor"):
-            assert kernel.asm["ptx"].count(instruction) == alone.asm["ptx"].count(instruction) > 0
-        assert "ld.global.v4" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
-        most = min(design.per_sm, resident_programs(design.num_warps, 255))
-        registers = int(re.search(r"REG:(\d+)", resources(kernel, tmp_path))[1])
-        assert resident_programs(design.num_warps, registers) >= most and most * kernel.metadata.shared <= SHARED[arch]

@@ -213,7 +213,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     designs = {"fused": Fused, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "N", "K")
     variants = ("fp8",)
-    gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, ("fused",), "nothing to gather"
+    gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
 
     @staticmethod
     def gemm_sizes(hidden: Any, features: Any) -> tuple[Any, Any]:

@@ -134,111 +134,6 @@ def await_rows(first, last, arriving, landed, team):
         wl.chunk_wait(call, (me + step) % world, row // arriving.chunk, team)
 
 
-@triton.jit
-def multiply_tile(
-    tile,
-    tile_rows,
-    x,
-    scales,
-    arriving,
-    weight,
-    out,
-    schedule,
-    N,
-    K,
-    slab,
-    landed,
-    team,
-    FORM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    """Compute and store one tile of ``grouped_matmul_kernel``, whose other arguments these are.
-
-    tile  number of the tile: slab by slab, in each all ``tile_rows`` entries of the schedule, in each its columns of the slab
-    """
-    BLOCK_M: tl.constexpr = FORM.block
-    WIDTH: tl.constexpr = BLOCK_N // 2 if FORM.gated else BLOCK_N
-    tile_columns = tl.cdiv(N, WIDTH)
-    local, deep = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    first_column = tile // (tile_rows * slab) * slab
-    width = tl.minimum(slab, tile_columns - first_column)
-    place = tile - first_column * tile_rows
-    entry = schedule.tiles + place // width * 4
-    column = (first_column + place % width) * WIDTH
-    expert, first = tl.load(entry), tl.load(entry + 1)
-    row, count = tl.load(entry + 2), tl.load(entry + 3)
-    # Rows behind the last pair repeat it: they are not stored.
-    pair = tl.load(schedule.pairs + first + tl.minimum(local, count - 1))
-    if FORM.choices > 0:
-        source = pair // FORM.choices
-    else:
-        source = row + tl.minimum(local, count - 1)
-    if arriving is not None:
-        begin, end = tl.load(schedule.pairs + first), tl.load(schedule.pairs + first + count - 1)
-        await_rows(begin // FORM.choices, end // FORM.choices, arriving, landed, team)
-    began = wl.begin_tile(team)
-    if FORM.in_place:
-        of_mine = source - wl.rank(team) * arriving.tokens
-        mine = (of_mine >= 0) & (of_mine < arriving.tokens)
-        # Of whole pointers: of a choice of rows newer compilers forget that 16 bytes are together.
-        here = arriving.own + of_mine.to(tl.int64)[:, None] * K + deep[None, :]
-        there = x + source.to(tl.int64)[:, None] * K + deep[None, :]
-        rows = tl.where(mine[:, None], here, there)
-    elif FORM.described:
-        rows = x
-    else:
-        rows = x + source.to(tl.int64)[:, None] * K + deep[None, :]
-    if scales is not None:
-        scale = scales + source.to(tl.int64) * tl.cdiv(K, COLUMNS)
-    if TRANSPOSED:
-        acc = tl.zeros((WIDTH, BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    up = acc
-    for k in tl.range(0, K, BLOCK_K):
-        if FORM.described:
-            a = x.load([row, k])
-        elif FORM.even:
-            a = tl.load(rows + k)
-        else:
-            a = tl.load(rows + k, mask=(deep < K - k)[None, :], other=0.0)
-        if scales is not None:
-            a = (a.to(tl.float32) * tl.load(scale + k // COLUMNS)[:, None]).to(out.dtype.element_ty)
-        if FORM.turned:
-            b = weight.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N).T
-        elif FORM.gated:
-            b = weight.load([expert, 0, column, k])
-        else:
-            b = weight.load([expert, column, k])
-        if TRANSPOSED:
-            acc = tl.dot(b.reshape(WIDTH, BLOCK_K), a.T, acc, input_precision="ieee")
-            if FORM.gated:
-                of_up = weight.load([expert, 1, column, k]).reshape(WIDTH, BLOCK_K)
-                up = tl.dot(of_up, a.T, up, input_precision="ieee")
-        else:
-            acc = tl.dot(a, b.reshape(BLOCK_N, BLOCK_K).T, acc, input_precision="ieee")
-    if FORM.gated:
-        if TRANSPOSED:
-            gate = acc
-        else:
-            gate, up = halves(acc)
-        acc = gate / (1.0 + tl.exp(-gate)) * up
-    if TRANSPOSED:
-        result = acc.T
-    else:
-        result = acc
-    if FORM.choices > 0:
-        target = row + local
-    else:
-        target = pair
-    n = column + tl.arange(0, WIDTH)
-    at = out + target.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=(local < count)[:, None] & (n < N)[None, :])
-    wl.end_tile(began, place // width, column // WIDTH, team)
-
-
 @triton.jit(do_not_specialize=["slab"])
 def grouped_matmul_kernel(
     x,
@@ -275,17 +170,90 @@ def grouped_matmul_kernel(
               this one (``await_rows``). Other pairs of the tile lie between the two. This rank's rows are read from ``own``
     progress  programs wait for copy engines only, so they need not all be resident
     """
+    BLOCK_M: tl.constexpr = FORM.block
     WIDTH: tl.constexpr = BLOCK_N // 2 if FORM.gated else BLOCK_N
     wl.follow_previous_kernel()
     tile_rows, tile_columns = tl.load(schedule.tile_count), tl.cdiv(N, WIDTH)
+    local, deep = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     # A flattened loop loads rows of a tile before it has waited for them.
     FLATTEN: tl.constexpr = not TRANSPOSED and arriving is None
     tl.assume(K > 0)
     for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0), flatten=FLATTEN):
-        multiply_tile(
-            tile, tile_rows, x, scales, arriving, weight, out, schedule, N, K, slab, landed, team, FORM, BLOCK_N, BLOCK_K,
-            TRANSPOSED,
-        )  # fmt: skip
+        first_column = tile // (tile_rows * slab) * slab
+        width = tl.minimum(slab, tile_columns - first_column)
+        place = tile - first_column * tile_rows
+        entry = schedule.tiles + place // width * 4
+        column = (first_column + place % width) * WIDTH
+        expert, first = tl.load(entry), tl.load(entry + 1)
+        row, count = tl.load(entry + 2), tl.load(entry + 3)
+        # Rows behind the last pair repeat it: they are not stored.
+        pair = tl.load(schedule.pairs + first + tl.minimum(local, count - 1))
+        if FORM.choices > 0:
+            source = pair // FORM.choices
+        else:
+            source = row + tl.minimum(local, count - 1)
+        if arriving is not None:
+            begin, end = tl.load(schedule.pairs + first), tl.load(schedule.pairs + first + count - 1)
+            await_rows(begin // FORM.choices, end // FORM.choices, arriving, landed, team)
+        began = wl.begin_tile(team)
+        if FORM.in_place:
+            of_mine = source - wl.rank(team) * arriving.tokens
+            mine = (of_mine >= 0) & (of_mine < arriving.tokens)
+            # Of whole pointers: of a choice of rows newer compilers forget that 16 bytes are together.
+            here = arriving.own + of_mine.to(tl.int64)[:, None] * K + deep[None, :]
+            there = x + source.to(tl.int64)[:, None] * K + deep[None, :]
+            rows = tl.where(mine[:, None], here, there)
+        elif FORM.described:
+            rows = x
+        else:
+            rows = x + source.to(tl.int64)[:, None] * K + deep[None, :]
+        if scales is not None:
+            scale = scales + source.to(tl.int64) * tl.cdiv(K, COLUMNS)
+        if TRANSPOSED:
+            acc = tl.zeros((WIDTH, BLOCK_M), dtype=tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = acc
+        for k in tl.range(0, K, BLOCK_K):
+            if FORM.described:
+                a = x.load([row, k])
+            elif FORM.even:
+                a = tl.load(rows + k)
+            else:
+                a = tl.load(rows + k, mask=(deep < K - k)[None, :], other=0.0)
+            if scales is not None:
+                a = (a.to(tl.float32) * tl.load(scale + k // COLUMNS)[:, None]).to(out.dtype.element_ty)
+            if FORM.turned:
+                b = weight.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N).T
+            elif FORM.gated:
+                b = weight.load([expert, 0, column, k])
+            else:
+                b = weight.load([expert, column, k])
+            if TRANSPOSED:
+                acc = tl.dot(b.reshape(WIDTH, BLOCK_K), a.T, acc, input_precision="ieee")
+                if FORM.gated:
+                    of_up = weight.load([expert, 1, column, k]).reshape(WIDTH, BLOCK_K)
+                    up = tl.dot(of_up, a.T, up, input_precision="ieee")
+            else:
+                acc = tl.dot(a, b.reshape(BLOCK_N, BLOCK_K).T, acc, input_precision="ieee")
+        if FORM.gated:
+            if TRANSPOSED:
+                gate = acc
+            else:
+                gate, up = halves(acc)
+            acc = gate / (1.0 + tl.exp(-gate)) * up
+        if TRANSPOSED:
+            result = acc.T
+        else:
+            result = acc
+        if FORM.choices > 0:
+            target = row + local
+        else:
+            target = pair
+        n = column + tl.arange(0, WIDTH)
+        at = out + target.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=(local < count)[:, None] & (n < N)[None, :])
+        wl.end_tile(began, place // width, column // WIDTH, team)
 
 
 def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> GroupedTiles:
@@ -391,20 +359,31 @@ def run(
     out = weight.new_empty((pairs, N)) if out is None else out
     if pairs == 0:
         return out
+    x = x if x.is_contiguous() else x.contiguous()
+    if not can_describe_experts(weight):
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    apart = weight.stride(0) if experts > 1 else rows * columns
     if scales is not None:
         if design.block_k > COLUMNS.value:
             raise ValueError(
                 f"block_k={design.block_k} is more than the {COLUMNS.value} columns of a scale of fp8 rows"
             )
         scales = scales.contiguous()
-    x, weight, form = operands(design, x, weight, schedule, gather, gated=gated, turned=turned, in_place=in_place)
-    width = design.block_n // (2 if gated else 1)
+    block_n, block_k, width = design.block_n, design.block_k, design.block_n // (2 if gated else 1)
+    shape, strides, block = [experts, rows, columns], [apart, columns, 1], [1, block_n, block_k]
+    if gated:
+        both = 1 if design.transposed else 2
+        shape, strides, block = [experts, 2, N, K], [apart, N * K, K, 1], [1, both, width, block_k]
+    if turned:
+        block = [1, block_k, block_n]
+    described = not gather and can_describe(x)
+    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, in_place)
     across = cdiv(N, width)
     grouped_matmul_kernel[(min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),)](
-        x,
+        TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k]) if described else x,
         scales,
         arriving,
-        weight,
+        TensorDescriptor(weight, shape, strides, block),
         out,
         schedule,
         N,
@@ -413,46 +392,14 @@ def run(
         landed,
         team or traced_view(),
         FORM=form,
-        BLOCK_N=design.block_n,
-        BLOCK_K=design.block_k,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         TRANSPOSED=design.transposed,
         num_warps=design.num_warps,
         num_stages=design.num_stages,
         **launch_options(caps),
     )
     return out
-
-
-def operands(
-    design: GroupedTiles,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    schedule: Schedule,
-    gather: int,
-    *,
-    gated: bool = False,
-    turned: bool = False,
-    in_place: bool = False,
-) -> tuple[torch.Tensor | TensorDescriptor, TensorDescriptor, Form]:
-    """(x, the weight's descriptor, the form) for ``grouped_matmul_kernel``, of arguments of ``run``."""
-    experts, rows, columns = weight.shape
-    N, K = (columns, rows) if turned else (rows // (2 if gated else 1), columns)
-    x = x if x.is_contiguous() else x.contiguous()
-    if not can_describe_experts(weight):
-        weight = weight.clone(memory_format=torch.contiguous_format)
-    apart = weight.stride(0) if experts > 1 else rows * columns
-    block_n, block_k = design.block_n, design.block_k
-    shape, strides, block = [experts, rows, columns], [apart, columns, 1], [1, block_n, block_k]
-    if gated:
-        both = 1 if design.transposed else 2
-        shape, strides, block = [experts, 2, N, K], [apart, N * K, K, 1], [1, both, block_n // 2, block_k]
-    if turned:
-        block = [1, block_k, block_n]
-    described = not gather and can_describe(x)
-    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, in_place)
-    if described:
-        x = TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k])
-    return x, TensorDescriptor(weight, shape, strides, block), form
 
 
 def can_describe_experts(weight: torch.Tensor) -> bool:

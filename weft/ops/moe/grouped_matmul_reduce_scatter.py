@@ -16,7 +16,6 @@ from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.arrival import case_experts, case_start, schedule_of
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.exchange import padded
-from weft.ops.moe.fused_sums import FusedSums, fused_sums_around, fused_sums_for, run_fused
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from weft.ops.moe.grouped_op import check_grouped
@@ -104,10 +103,9 @@ def grouped_matmul_reduce_scatter(
     shared      [W * max_tokens, H] of h's dtype: this rank's summand for all ranks' tokens, as of an expert of all tokens whose
                 features the ranks share; added behind the choices
     gate        [W * max_tokens] of h's dtype, strided or not: shared[t] is multiplied by sigmoid(gate[t])
-    algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied), "fused" (one
-                kernel, some of whose programs sum and send a slab while the others multiply the next) or "sequential"
+    algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied) or "sequential"
                 (``grouped_matmul``, ``moe_combine``; for slices, or with ``shared``, ``moe_sum`` and ``reduce_scatter``). Over
-                several nodes "auto" sends other nodes' sums while this node's are computed, and the first two are refused
+                several nodes "auto" sends other nodes' sums while this node's are computed, and "slabs" is refused
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32 and rounded
     once: the same bits from run to run. "sequential" gives the same if its last step adds up the ranks in their order, as all
@@ -145,9 +143,9 @@ def grouped_matmul_reduce_scatter(
 
 class GroupedMatmulReduceScatter(OverlappedOp):
     name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
-    designs = {"slabs": Slabs, "fused": FusedSums, "sequential": Sequential, "over_nodes": ByNodes}
+    designs = {"slabs": Slabs, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "H", "N")
-    gemm, overlapped, alone = GROUPED_MATMUL, ("slabs", "fused"), "nothing to send"
+    gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
 
     @staticmethod
     def gemm_sizes(hidden: Any, features: Any) -> tuple[Any, Any]:
@@ -172,10 +170,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         return GroupedScatterCall(most, k, experts, held, block, H, N, case.dtype, case.design, shared)
 
     def rule(self, call: GroupedScatterCall, machine: Machine) -> tuple[str, str]:
-        """By bytes in all: up to 2 MiB moe_combine takes one hop. That limit was not measured here.
-
-        Beyond it "slabs", which was measured, and not "fused", which was not.
-        """
+        """By bytes in all: up to 2 MiB moe_combine takes one hop. That limit was not measured here."""
         whole = machine.world_size * call.tokens * call.H * call.dtype.itemsize
         if whole <= 2 << 20 and not machine.caps.is_simulated:
             return "sequential", f"{whole:,} bytes of sums in all go home in one hop"
@@ -185,8 +180,6 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         gemm = GROUPED_MATMUL.plan(call.gemm(machine), machine)
         if name == "slabs":
             return Slabs(tiles=gemm.design, slabs=max(1, min(MOST_SLABS, call.H // LEAST_COLUMNS)))
-        if name == "fused":
-            return fused_sums_for(gemm.design, call.H, machine.caps)
         if name == "over_nodes":
             sums = machine.node.world_size * call.tokens * call.H * call.dtype.itemsize
             scatter = CollectiveCall(sums, call.dtype, "copy_engine")
@@ -195,21 +188,11 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         whole = call.held * machine.world_size == call.experts and not call.shared
         return Sequential(gemm=gemm, combine=MOE_COMBINE.plan(combine, machine) if whole else None)
 
-    def space(self, call: GroupedScatterCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from super().space(call, machine, quick)
-        if not machine.caps.is_simulated:
-            base = self.default("fused", call, machine)
-            yield from moved(base, senders=(base.senders // 2, base.senders * 3 // 2, base.senders * 2), slabs=(2, 8))
-
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if isinstance(design, Slabs):
             yield from moved(design, slabs=scaled(design.slabs, 1, MAX_CHUNKS))
-        elif isinstance(design, FusedSums):
-            yield from fused_sums_around(design)
-        else:
-            return
-        if not quick or machine.caps.is_simulated:
-            yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
+            if not quick or machine.caps.is_simulated:
+                yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -229,8 +212,6 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         self.check_design(design)
         if isinstance(design, Slabs):
             return run_slabs(design, team, h, down, schedule, routing, experts, tokens, shared)
-        if isinstance(design, FusedSums):
-            return run_fused(design, team, h, down, schedule, routing, experts, tokens, shared)
         if isinstance(design, ByNodes):
             return scatter_by_nodes(design, team, h, down, schedule, routing, experts, tokens, shared)
         y = GROUPED_MATMUL.run(design.gemm.design, None, h, down, schedule, False)
@@ -347,14 +328,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         yield self.case(2, BF16, 5, 2, 4, 72, 40, Slabs(tiles=small, slabs=3), tokens=(5, 3))
         design = Slabs(tiles=replace(small, transposed=True), slabs=2)
         yield self.case(3, BF16, 3, 2, 6, 40, 40, design, tokens=(3, 0, 2))
-        for overlapped in self.overlapped:
-            yield self.case(2, FP32, 5, 2, 4, 72, 16, overlapped, tokens=(5, 3), shared="gated")
-        for w, fused in (
-            (2, FusedSums(tiles=small, senders=2, slabs=3, rows=1)),
-            (3, FusedSums(tiles=replace(small, transposed=True), senders=5, slabs=2, rows=2)),
-            (4, FusedSums(tiles=small, senders=99, slabs=8, rows=2)),
-        ):
-            yield self.case(w, BF16, 9, 2, 12, 104, 40, fused, tokens=(9, 0, 4, 5)[:w])
+        yield self.case(2, FP32, 5, 2, 4, 72, 16, "slabs", tokens=(5, 3), shared="gated")
         yield self.case(2, BF16, 4, 2, 4, 24, 16, "sequential", tokens=(0, 4), shared="gated")
 
 

@@ -48,41 +48,29 @@ def moe_sum_kernel(y, ids, weights, shared, out, N, first, count, K: tl.constexp
     """out[t, :] = sum of weights[t, j] * y[t * K + j, :] over j with first <= ids[t, j] < first + count
 
     grid: (T, cdiv(N, BLOCK)). Added up in fp32 in the order of j, then ``shared``, a Shared; rounded once. Other rows of y are
-    not read.
+    not read. All ids are loaded, then all rows: one behind the other takes K times the memory's latency.
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wl.follow_previous_kernel()
-    total = sum_choices(y, ids, weights, shared, token, column, column < N, N, first, count, K)
-    tl.store(out + token.to(tl.int64) * N + column, total.to(out.dtype.element_ty), mask=column < N)
-
-
-@triton.jit
-def sum_choices(y, ids, weights, shared, token, column, inside, N, first, count, K: tl.constexpr):
-    """Sum over the choices j of ``token`` of weights[token, j] * y[token * K + j, column], in fp32
-
-    Those with first <= ids[token, j] < first + count, in the order of j, then ``shared``, a Shared. All ids are loaded, then
-    all rows: one behind the other takes K times the memory's latency.
-
-    token   scalar, or [tokens, 1] for ``column`` [1, columns]; all are of ids
-    inside  mask of the result: other rows and columns of y and of the summand are not read
-    """
     pair, mine, factors, rows = token.to(tl.int64) * K, (), (), ()
     for j in tl.static_range(K):
         expert = tl.load(ids + pair + j) - first
         mine += ((expert >= 0) & (expert < count),)
         factors += (tl.load(weights + pair + j).to(tl.float32),)
     for j in tl.static_range(K):
-        rows += (tl.load(y + (pair + j) * N + column, mask=inside & mine[j], other=0.0),)
-    total = 0.0
+        rows += (tl.load(y + (pair + j) * N + column, mask=(column < N) & mine[j], other=0.0),)
+    total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         total += tl.where(mine[j], rows[j].to(tl.float32) * factors[j], 0.0)
     if shared.rows is not None:
-        row = tl.load(shared.rows + token.to(tl.int64) * shared.pitch + column, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(shared.rows + token.to(tl.int64) * shared.pitch + column, mask=column < N, other=0.0).to(
+            tl.float32
+        )
         if shared.gate is not None:
             gate = tl.load(shared.gate + token.to(tl.int64) * shared.stride).to(tl.float32)
             row *= 1.0 / (1.0 + tl.exp(-gate))
         total += row
-    return total
+    tl.store(out + token.to(tl.int64) * N + column, total.to(out.dtype.element_ty), mask=column < N)
 
 
 def moe_sum(

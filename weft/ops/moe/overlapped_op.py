@@ -21,20 +21,20 @@ from weft.plan.planned import AUTO, Machine, Planned
 
 
 class OverlappedOp(MoeOp):
-    """Op with designs whose GEMM runs under the exchange, and "sequential", of nested plans.
+    """Op with a design whose GEMM runs under the exchange, and "sequential", of nested plans.
 
-    Over several nodes ``ByNodes`` takes the place of the first ones.
+    Over several nodes ``ByNodes`` takes the place of the first.
 
     sizes of a case: max_tokens, k, experts, and two that ``gemm_sizes`` orders. Its field ``tokens`` has those of each rank;
     ``layout`` is "slices", or else experts are whole.
 
     gemm        the op of this rank's GEMM alone
-    overlapped  names of the other designs, which have ``tiles``
+    overlapped  name of the other design, which has ``tiles``
     alone       why one rank has nothing to overlap
     """
 
     gemm: ClassVar[GroupedOp]
-    overlapped: ClassVar[tuple[str, ...]]
+    overlapped: ClassVar[str]
     alone: ClassVar[str]
     dtypes = FLOATS
     spans_nodes = True
@@ -54,7 +54,7 @@ class OverlappedOp(MoeOp):
 
     def over_nodes(self, call: Any, machine: Machine) -> Planned:
         """Plan of a team of several nodes."""
-        if call.design in self.overlapped:
+        if call.design == self.overlapped:
             raise ValueError(
                 f"{self.name}: algorithm={call.design!r} is of one node, and the team has {machine.nodes}; "
                 f"pass 'auto' or 'sequential'"
@@ -62,7 +62,7 @@ class OverlappedOp(MoeOp):
         name, reason = self.rule(call, machine)
         if call.design == "sequential":
             name, reason = call.design, f"asked for design={call.design!r}"
-        elif name in self.overlapped:
+        elif name == self.overlapped:
             name, reason = "over_nodes", f"{machine.nodes} nodes: a GEMM for each node's rows while others' cross"
         return Planned(name, self.default(name, call, machine), reason)
 
@@ -86,10 +86,9 @@ class OverlappedOp(MoeOp):
 
     def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.algorithms[1:])
-        for name in self.overlapped:
-            base = self.default(name, call, machine)
-            for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
-                yield replace(base, tiles=one)
+        base = self.default(self.overlapped, call, machine)
+        for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
+            yield replace(base, tiles=one)
 
     # --- figures -----------------------------------------------------------------------------------------------------
 
@@ -125,26 +124,25 @@ class OverlappedOp(MoeOp):
         return Case(op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items()))
 
     def cases(self) -> Iterator[Case]:
-        case = self.case
+        case, overlapped = self.case, self.overlapped
         yield case(1, BF16, 5, 2, 4, 24, 16, AUTO, tokens=(5,))
-        for overlapped in self.overlapped:
-            for w in (2, 3, 4, 8):
-                tokens = (3, 0, 2, 1, 3, 3, 0, 2)[:w]
-                yield case(w, BF16, 3, 2, 24 if w == 3 else 8, 24, 16, overlapped, tokens=tokens)
-            for w in (2, 3):
-                yield case(w, BF16, 6, 2, 4, 24, 16, overlapped, tokens=(2, 6, 0)[:w], layout="slices")
-            for dtype in (FP16, FP32):
-                yield case(2, dtype, 5, 2, 4, 24, 16, overlapped, tokens=(3, 5))
-            yield case(2, BF16, 3, 1, 4, 24, 16, overlapped, tokens=(0, 0))
-            yield case(2, BF16, 5, 2, 4, 24, 16, overlapped, tokens=(5, 5), skew="some")
+        for w in (2, 3, 4, 8):
+            tokens = (3, 0, 2, 1, 3, 3, 0, 2)[:w]
+            yield case(w, BF16, 3, 2, 24 if w == 3 else 8, 24, 16, overlapped, tokens=tokens)
+        for w in (2, 3):
+            yield case(w, BF16, 6, 2, 4, 24, 16, overlapped, tokens=(2, 6, 0)[:w], layout="slices")
+        for dtype in (FP16, FP32):
+            yield case(2, dtype, 5, 2, 4, 24, 16, overlapped, tokens=(3, 5))
         yield case(2, BF16, 7, 2, 6, 24, 16, "sequential", tokens=(7, 4))
         yield case(2, BF16, 6, 2, 4, 24, 16, "sequential", tokens=(0, 6), layout="slices")
+        yield case(2, BF16, 3, 1, 4, 24, 16, overlapped, tokens=(0, 0))
+        yield case(2, BF16, 5, 2, 4, 24, 16, overlapped, tokens=(5, 5), skew="some")
         small = GroupedTiles(block_n=32, block_k=32, columns=32, per_sm=2, num_warps=4, num_stages=2)
         yield from self.cases_of_tiles(small)
 
     @abstractmethod
     def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
-        """Cases of the overlapped designs with other fields, from small tiles."""
+        """Cases of the overlapped design with other fields, from small tiles."""
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):

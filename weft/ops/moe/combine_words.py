@@ -98,7 +98,7 @@ def sums_of_token(pairs, token, column, LENGTHS: tl.constexpr, there, team):
 
 @triton.jit
 def sums_of_elements(pairs, token, column, LENGTHS: tl.constexpr, there, team):
-    """As ``sums_of_token``, of tiles that go across tokens: token, column, there [owners, BLOCK]."""
+    """``sums_of_token`` of tiles that go across tokens: token, column, there [owners, BLOCK]."""
     total, chosen = tl.zeros(there.shape, tl.float32), there & (token < 0)
     # Not unrolled: ids and weights of each element and choice would not fit the registers.
     for j in range(LENGTHS.choices):
@@ -114,7 +114,7 @@ def sums_of_elements(pairs, token, column, LENGTHS: tl.constexpr, there, team):
 
 @triton.jit
 def partials_of(pairs, owner, tile, there, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, team):
-    """[owners, BLOCK] weighted sums in fp32 of the results that this rank has for tile ``tile`` of their tokens' elements
+    """[owners, BLOCK] weighted sums in fp32 of what this rank has for tile ``tile`` of their tokens
 
     owner, there  [owners]: a rank, and whether its sums are wanted
     """

@@ -58,7 +58,10 @@ def fits(design: GatherWords, width: int) -> bool:
 
 @triton.jit
 def quantized_tile(x, T, tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK] words of tile ``tile`` of rows: the blocks' bytes, then their scales; zeros with scale 1 behind T rows."""
+    """[BLOCK] words of tile ``tile`` of rows: the blocks' bytes, then their scales.
+
+    Behind T rows zeros, with a scale of 1.
+    """
     SLOTS: tl.constexpr = BLOCK // WORDS
     slot, lane = tl.arange(0, SLOTS)[:, None], tl.arange(0, WORDS)[None, :]
     block = tile * (SLOTS - 1) + slot

@@ -1,6 +1,6 @@
-"""Tokens of all ranks to all ranks in fp8, rounded by the kernel that sends them: words that are their own flag.
+"""Tokens of all ranks to all ranks in fp8, for few tokens: one kernel rounds and sends them.
 
-A tile is a message of BLOCK int words, in one of two forms:
+The words are their own flag, as those of ``gather_words``. A tile is a message of BLOCK int words, in one of two forms:
 
     rows      blocks of 128 columns, 32 words each, and in the tile's last 32 words the scales of these blocks
     choices   ids, then weights (16 bits each are widened), of max_tokens tokens
@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
 
 
 def fits(design: GatherWords, width: int) -> bool:
-    """True if rows of ``width`` are whole blocks, and a tile has a block at least and a place for each scale.
+    """True if rows of ``width`` are whole blocks, and a tile has a block and a place for each scale.
 
     A thread has at most eight words: of sixteen, code of ptxas 12.8 lost every eighth byte (sm_90).
     """
@@ -159,7 +159,10 @@ def gather_fp8_words_kernel(
 def gather_fp8_words(
     design: GatherWords, team: Team, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, ...]:
-    """(rows in fp8, ids, weights, scales) of all ranks, ``most`` tokens of each. Sizes for which ``fits`` is True."""
+    """(rows in fp8, ids, weights, scales) of all ranks, ``most`` tokens of each.
+
+    Only where ``fits`` is True.
+    """
     (T, H), k = x.shape, ids.shape[1]
     blocks = Blocks(most * H // COLUMNS.value, H // COLUMNS.value, most * k)
     rows = x.new_empty((team.size * most, H), dtype=E4M3)

@@ -204,3 +204,15 @@ def test_ranks_see_one_routing_and_popular_experts_are_shared_out():
     assert one == other
     assert one[0] > one[8] > one[1] > 64 * 2 / 16 > one[15]
     assert sum(one[:8]) > sum(one[8:])
+
+
+def test_a_unit_in_the_last_place_of_a_library_counts_as_right():
+    """Of bytes of e4m3 and of scales; two units, another sign, and ids that differ do not."""
+    for expected, right, wrong in (
+        (torch.tensor([0x38, 0xB8, 0x7E], dtype=torch.uint8), [0x39, 0xB7, 0x7D], [0x3A, 0x38, 0xFE]),
+        (torch.tensor([1.0, 0.1]), [1.0 + 2**-23, 0.1], [1.0 + 2**-22, -0.1]),
+        (torch.tensor([3, 4], dtype=torch.int32), [3, 4], [4, 5]),
+    ):
+        near, far = (torch.tensor(values, dtype=expected.dtype) for values in (right, wrong))
+        assert moe_baselines.within_a_unit(near, expected).equal(expected)
+        assert (moe_baselines.within_a_unit(far, expected) != expected).all()

@@ -61,9 +61,10 @@ How to read the tables:
 """
 MISSING = """## Not measured yet
 
-- `sh benchmarks/moe.sh h200-x2-moe`: the ops of a [mixture of experts](moe.md), its layer and Qwen3-30B-A3B, on two H200s.
-- The pipelined design of [prompts over ranks](prefill-over-ranks.md), and its tables on H200s; that page names the commands.
 - `sh benchmarks/several_gpus.sh 2 models`: prompts of Qwen3-32B on two H100s, and its smaller sisters.
+- Prompts of 512k tokens over ranks (`weft bench gathered-prefill-attention@qwen3-30b-a3b:524288`).
+- First GEMMs, layers and steps of a [mixture of experts](moe.md) on two H200s since its exchanges became faster
+  (`sh benchmarks/moe.sh h200-x2-moe`).
 """
 KEYS = (
     ("gpu", "GPU"),

@@ -298,12 +298,15 @@ def nccl_gather(problem: OpProblem) -> Prepared:
 
 
 def within_a_unit(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """``actual``, with ``expected`` where bytes of e4m3, or fp32 numbers, are at most a unit in the last place from it."""
+    """``actual``, with ``expected`` where it is at most a unit in the last place from it.
+
+    Of bytes, which are e4m3, and of fp32; integers have no such unit.
+    """
     if expected.dtype == torch.uint8:
         # Sign and magnitude: neighbours differ by 1, but for those of two signs.
         near = (actual.short() - expected.short()).abs() <= 1
     elif expected.dtype == torch.float32:
-        near = (actual.view(torch.int32) - expected.view(torch.int32)).abs() <= 1
+        near = (actual.view(torch.int32).long() - expected.view(torch.int32)).abs() <= 1
     else:
         return actual
     return torch.where(near, expected, actual)

@@ -176,7 +176,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     def rule(self, call: GroupedScatterCall, machine: Machine) -> tuple[str, str]:
         """moe_combine up to 2 MiB in all, in one hop, and for two ranks, whose pieces take less than slabs.
 
-        Qwen3-30B-A3B on two H200s, 512 / 2048 / 4096 tokens: slabs 124 / 218 / 361 us, the GEMM and moe_combine 84 / 182 / 291.
+        Qwen3-30B-A3B on two H200s, 512 / 2048 / 4096 tokens: slabs 120 / 213 / 347 us, the GEMM and moe_combine 82 / 177 / 284.
         """
         whole = machine.world_size * call.tokens * call.H * call.dtype.itemsize
         if whole <= 2 << 20 and not machine.caps.is_simulated:

@@ -122,16 +122,18 @@ def dispatched(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push
     return result[: int(schedule.counts.sum())].clone()
 
 
-def dispatched_fp8(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push", most: int = 5) -> torch.Tensor:
-    found, _ = routed(team, x, algorithm, 144, torch.float8_e4m3fn, most)
-    schedule, weight = ops.moe_schedule(found.routing.ids, found.experts), torch.ones(2, 16, 144).bfloat16()
+def dispatched_fp8(
+    team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push", most: int = 5, width: int = 144
+) -> torch.Tensor:
+    found, _ = routed(team, x, algorithm, width, torch.float8_e4m3fn, most)
+    schedule, weight = ops.moe_schedule(found.routing.ids, found.experts), torch.ones(2, 16, width).bfloat16()
     result = ops.grouped_matmul(found.rows, weight, schedule, gather=True, scales=found.scales)
     return result[: int(schedule.counts.sum())].clone()
 
 
-def combined(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push") -> torch.Tensor:
+def combined(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push", width: int = 40) -> torch.Tensor:
     found, tokens = routed(team, x, "gather")
-    return ops.moe_combine(x(len(found.rows) * 2, 40), found, tokens, team, algorithm=algorithm)
+    return ops.moe_combine(x(len(found.rows) * 2, width), found, tokens, team, algorithm=algorithm)
 
 
 def combined_in_pieces(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -292,10 +294,12 @@ OPS = [
     Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),
     Call("moe_dispatch lamport", functools.partial(dispatched, algorithm="lamport"), 2),
     Call("moe_dispatch fp8", dispatched_fp8, 2),
+    Call("moe_dispatch lamport fp8", functools.partial(dispatched_fp8, algorithm="lamport", width=256), 2),
     Call("moe_dispatch pipelined", functools.partial(dispatched, algorithm="pipelined"), 3),
     Call("moe_dispatch pipelined fp8", functools.partial(dispatched_fp8, algorithm="pipelined", most=20), 3),
     Call("moe_combine", combined, 4),
     Call("moe_combine lamport", functools.partial(combined, algorithm="lamport"), 2),
+    Call("moe_combine lamport, whole tiles", functools.partial(combined, algorithm="lamport", width=128), 2),
     Call("moe_combine sum_then_scatter", functools.partial(combined, algorithm="sum_then_scatter"), 2),
     Call("moe_combine pipelined", combined_in_pieces, 3, 4),
     Call("sharded_decode_attention one_kernel", functools.partial(attended, algorithm="one_kernel"), 1),

@@ -12,6 +12,7 @@ from typing import Any
 Attempts = Iterable[tuple[str, Callable[[], Any], Callable[[Any], Any]]]
 
 SLOW_SECONDS = 10  # an attempt that takes longer is named, so that a slow one can be told from a hang
+TELL_SECONDS = 30  # from line to line of a group that goes on: a run that is ended says how far it came
 
 
 class Desynchronised(Exception):
@@ -37,7 +38,7 @@ class Suite:
     def group(self, name: str, attempts: Attempts) -> None:
         group = Group(name)
         self.groups.append(group)
-        started = time.perf_counter()
+        started = told = time.perf_counter()
         for label, launch, verify in attempts:
             group.cases.append(label)
             began = time.perf_counter()
@@ -49,6 +50,9 @@ class Suite:
                 self.say(f"  FAILED {name}: {label}: {wrong}")
             else:
                 group.passed += 1
+            if time.perf_counter() - told > TELL_SECONDS:
+                told = time.perf_counter()
+                self.say(f"  {name}: {group.passed} passed after {told - started:.0f} s")
         group.seconds = time.perf_counter() - started
         self.say(f"{name:14} {group.passed:4} passed, {len(group.failures)} failed   {group.seconds:6.1f} s")
 

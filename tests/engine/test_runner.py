@@ -54,6 +54,20 @@ def new_runner(model, max_batch=8):
     return Runner(model, EngineConfig(max_batch=max_batch, page_size=16, max_seq_len=96, pages=49))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_chunks_that_cudnn_attends_to_in_parts_have_no_graph(one_layer, monkeypatch, fused):
+    """By the number of cached tokens and of rows, which a graph would hold; each chunk of a pass must be one of them."""
+    monkeypatch.setattr("weft.parallel.step.cudnn_attends_after", lambda rows, cached, *given: cached >= 32)
+    monkeypatch.setattr("weft.parallel.step.cudnn_attends", lambda rows: False)
+    reads = [continued(read, before) for read, before in zip(reads_of(48, 48), (32, 31), strict=True)]
+
+    def main(model):
+        runner = new_runner(model)
+        return [runner._attends_in_parts(chunks) for chunks in (reads[:1], reads[1:], reads, reads_of(48))]
+
+    assert on_one_rank(main, one_layer, fused=fused) == [fused, False, False, False]
+
+
 def test_shapes_pad_little():
     def shape(*lengths):
         return shape_of(reads_of(*lengths))

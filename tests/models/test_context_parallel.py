@@ -207,6 +207,17 @@ def test_new_prompts_by_torch_s_attention_take_a_rank_s_own_heads(make_checkpoin
         assert relative_rms(found, reference_logits(reference, tokens)) <= 1e-3
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2"])
+def test_prompts_that_go_on_over_a_spread_cache_are_computed_in_parts(make_checkpoint, monkeypatch, family):
+    """As on GPUs after many cached tokens, of which the pages come from all ranks."""
+    monkeypatch.setattr("weft.parallel.step.cudnn_attends", lambda rows: True)
+    monkeypatch.setattr("weft.parallel.step.cudnn_attends_after", lambda *given: True)
+    directory, reference = make_checkpoint(family, kv_heads=2, num_hidden_layers=1)
+    tokens = prompt(2, 20)
+    for found in weft.simulate(fused_logits, 2, args=(directory, tokens, {"fused": True})):
+        assert relative_rms(found, reference_logits(reference, tokens)) <= 1e-3
+
+
 @pytest.mark.sweep
 def test_kernels_over_a_spread_fp8_cache_agree_with_torch(make_checkpoint):
     directory, _ = make_checkpoint(kv_heads=2, num_hidden_layers=1)

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 import weft
+from weft import ops
 from weft.layers import PagedCache, Step, plan_layer, rotary_angles
+from weft.ops.attention import parts
 from weft.parallel import fused, plain
+from weft.parallel.step import Chunk
 from weft.parallel.tensors import AttentionWeights
 
 HIDDEN, HEADS, KV_HEADS, D, PAGE = 32, 4, 2, 16, 16
@@ -13,6 +16,7 @@ ANGLES = rotary_angles(64, D, 50.0, torch.device("cpu"))
 NORMS = {"q_norm": torch.linspace(0.5, 2, D), "k_norm": torch.linspace(2, 1, D)}
 NO_NORMS = {"q_norm": None, "k_norm": None}
 BIAS = {"bias": torch.linspace(-1, 1, (HEADS + 2 * KV_HEADS) * D)}
+SIZES = {"kv_heads": 4, "head_dim": 128}
 # Weights of a family, by what makes it differ.
 OPTIONS = {
     "norms": NORMS,
@@ -76,3 +80,62 @@ def test_prompts_for_cudnn_are_those_that_it_can_compute(options, monkeypatch):
     monkeypatch.setattr(fused, "attend_to_prompts", lambda *given: calls.append(1) or plain.attend_to_prompts(*given))
     check(OPTIONS[options], PROMPTS["at once"])
     assert len(calls) == (0 if OPTIONS[options].get("window") == 11 else 1)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_prompts_that_go_on_are_computed_in_parts(options, monkeypatch):
+    """By cuDNN on GPUs, from many cached tokens on: cached pages some at a time, then the new tokens; a window refuses it."""
+    calls = []
+    monkeypatch.setattr("weft.parallel.step.cudnn_attends", lambda rows: True)
+    monkeypatch.setattr("weft.parallel.step.cudnn_attends_after", lambda *given: True)
+    monkeypatch.setattr(fused, "CACHED_AT_ONCE", PAGE)
+
+    def counted(q, new, cached, scale):
+        found = list(cached)
+        calls.append([len(keys) for keys, _ in found])
+        return parts.attention_after(q, new, found, scale)
+
+    monkeypatch.setattr(fused, "attention_after", counted)
+    check(OPTIONS[options], ([(0, 16), (0, 7)], [(16, 10), (7, 6)], [(26, 7), (13, 7)]))
+    windowed = OPTIONS[options].get("window") == 11
+    assert calls == ([] if windowed else [[16], [7], [16, 10], [13]])
+
+
+def test_which_prompts_are_computed_in_parts():
+    """Many rows after many cached tokens, in 16 bits, within the window if there is one."""
+
+    def parted(length, before, dtype=torch.bfloat16, **fields):
+        w = AttentionWeights(torch.empty(0, dtype=dtype), None, None, None, 1e-6, **{"heads": 16, **SIZES, **fields})
+        return Chunk(1, length, before, 0, 0).by_cudnn(w)
+
+    assert parted(4096, 16384) and parted(2048, 131072, heads=32) and parted(4096, 16384, window=20480)
+    assert not parted(4096, 16383) and not parted(4095, 16384) and not parted(4096, 16384, window=20479)
+    assert not parted(4096, 16384, torch.float32) and not parted(4096, 16384, head_dim=256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", [16384, 70001])
+def test_cudnn_attends_in_parts_as_the_kernel_does(before):
+    """More cached tokens than are copied at a time too; pages in a random order."""
+    length, heads, kv_heads, d, page = 600, 16, 4, 128, 16
+    generator = torch.Generator("cuda").manual_seed(before)
+    pages = torch.randperm(-(-(before + length) // page), generator=torch.Generator().manual_seed(1)).to(torch.int32)[
+        None
+    ]
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    cache, (q, keys, values) = (
+        tuple(drawn(pages.shape[1], kv_heads, page, d) for _ in range(2)),
+        (drawn(length, n, d) for n in (heads, kv_heads, kv_heads)),
+    )
+    at = torch.arange(before, before + length)
+    for part, new in zip(cache, (keys, values), strict=True):
+        part[pages[0][at // page].long().cuda(), :, (at % page).cuda()] = new
+    spans = ops.SequenceRanges.make([(before, length)], heads // kv_heads, torch.bfloat16).to(q.device)
+    expected = ops.paged_prefill_attention(q, *cache, pages.cuda(), spans)
+    cached = fused.cached_parts(cache, pages[0].cuda(), before, q.dtype)
+    found = parts.attention_after(q, (keys, values), cached, d**-0.5)
+    error = (found.float() - expected.float()).square().mean().sqrt() / expected.float().square().mean().sqrt()
+    assert error < 0.01

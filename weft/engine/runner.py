@@ -25,7 +25,7 @@ from weft.engine.slots import Slots
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
-from weft.parallel.step import PagedCache
+from weft.parallel.step import Chunk, PagedCache
 from weft.parallel.thresholds import cudnn_attends
 from weft.runtime.copying import upload
 from weft.runtime.logs import logger_of
@@ -191,7 +191,7 @@ class Runner:
 
     def _shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | RaggedShape | None:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
-        if sum(len(chunk.tokens) for chunk in chunks) > self.pipeline.most_uncut:
+        if sum(len(chunk.tokens) for chunk in chunks) > self.pipeline.most_uncut or self._attends_in_parts(chunks):
             return None
         shape = shape_of(chunks)
         if shape in self._warm_prompts or not self.model.plan(1).fused:
@@ -204,6 +204,15 @@ class Runner:
             fitting = (shape for shape in large if shape.entries >= entries)
             return min(fitting, key=lambda shape: (shape.entries, shape.tokens, shape.batch), default=None)
         return shape or ragged_shape_of(chunks, self.max_batch, self.gathering)
+
+    def _attends_in_parts(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """True if cuDNN attends to these chunks after cached tokens, whose number a graph would hold."""
+        if not self.model.plan(1).fused or all(chunk.before == 0 for chunk in chunks):
+            return False
+        shapes = [Chunk(1, len(chunk.tokens), chunk.before, 0, 0) for chunk in chunks]
+        attentions = (layer.self_attn for layer in self.model.layers)
+        whole = next((attention.weights for attention in attentions if attention.window is None), None)
+        return whole is not None and all(shape.by_cudnn(whole) for shape in shapes)
 
     def _prefill_padded(
         self, chunks: Sequence[PrefillChunk], shape: Shape | RaggedShape

@@ -5,6 +5,7 @@ The functions are those of weft.parallel.plain.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.parallel.plain import as_cached, attend_to_prompts, attend_to_sequences
+from weft.ops.attention.parts import attention_after
+from weft.parallel.plain import as_cached, attend_to_chunk, attend_to_prompts, attend_to_sequences
 from weft.parallel.plain import silu_mul as plain_silu_mul
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
@@ -25,11 +27,14 @@ from weft.parallel.tensors import (
     VocabWeights,
     tensor_of,
 )
+from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
 
 NAME, FUSED = "fused", True
+# Cached tokens whose keys and values are copied out of their pages at a time: for 4 KV heads of 128 134 MB.
+CACHED_AT_ONCE = 65536
 
 
 def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
@@ -61,8 +66,10 @@ def attend(
 ) -> Tensor:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim].
 
-    A prefill is two launches. Where the cache is spread over the ranks, a prefill without cuDNN gathers the pages of cached
-    tokens between the two, and a decode step the queries of all heads. cache: as for weft.parallel.plain
+    A prefill is two launches, more where cuDNN attends in parts. Where the cache is spread over the ranks, a prefill after
+    cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads.
+
+    cache  as for weft.parallel.plain
     """
     if isinstance(step, Sequences):
         return attend_to_sequences(qkv, w, step)
@@ -82,12 +89,15 @@ def attend(
         if spread is not None:
             # Values are [T, kv_heads, head_dim] already where they come with the keys.
             keys, values = (x.reshape(keys.shape)[:, spread.heads(w)] for x in (keys, values))
-        if step.by_cudnn(w):
-            attended = attend_to_prompts(q, keys, values, step, cache)
-        else:
+        if spread is not None and (step.after_cached or not step.by_cudnn(w)):
             new = (as_cached(x, scales.get(name)) for x, name in ((keys, "k_scale"), (values, "v_scale")))
             cache = spread.gathered(w, cache, *new)
+        if not step.by_cudnn(w):
             attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
+        elif step.after_cached:
+            attended = attend_after_cached(q, keys, values, step, (*cache, *scales.values()))
+        else:
+            attended = attend_to_prompts(q, keys, values, step, cache)
     else:
         q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias, **scales)
         if spread is not None:
@@ -96,6 +106,55 @@ def attend(
             return ops.sharded_decode_attention(spread.all_queries(q), *places, **options).flatten(1)
         attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def attend_after_cached(q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
+    """Causal attention of a prefill by cuDNN, [T, heads, head_dim]: in parts after cached tokens.
+
+    q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values, also [T, kv_heads * head_dim]: of all tokens of the pass
+    cache  keys and values of the pages that ``step.pages`` names, and of an fp8 cache their scales
+
+    Cached keys are copied out of their pages, CACHED_AT_ONCE tokens at a time. New ones are not read from the cache: beside
+    one in fp8 they are not rounded.
+    """
+    values, found = values.view(keys.shape), []
+    for chunk in step.chunks:
+        if chunk.before == 0:
+            found.append(attend_to_chunk(q, (keys, values), cache, step.pages, chunk, None))
+            continue
+        for number in range(chunk.batch):
+            first = chunk.first_token + number * chunk.length
+            mine = slice(first, first + chunk.length)
+            cached = cached_parts(cache, step.pages[chunk.first_sequence + number], chunk.before, q.dtype)
+            found.append(attention_after(q[mine], (keys[mine], values[mine]), cached, q.shape[-1] ** -0.5))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def cached_parts(
+    cache: tuple[Tensor, ...], pages: Tensor, before: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values [tokens, kv_heads, head_dim] of ``before`` tokens in ``pages``, some at a time."""
+    size = cache[0].shape[2]
+    # Equal parts, none of a few tokens.
+    number = cdiv(before, size)
+    at_once = cdiv(number, cdiv(number * size, CACHED_AT_ONCE))
+    for begin in range(0, number, at_once):
+        some = pages[begin : begin + at_once].long()
+        count = min(before - begin * size, at_once * size)
+        parts = zip(cache[:2], cache[2:] or (None, None), strict=True)
+        keys, values = (pages_of(part, some, dtype, scale)[:count] for part, scale in parts)
+        yield keys, values
+
+
+def pages_of(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """[pages, heads, page_size, head_dim] and n of them → [n * page_size, heads, head_dim]
+
+    In memory head by head, as cuDNN reads them.
+    """
+    bits = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch does not index e4m3 on all devices
+    found = bits.transpose(0, 1).index_select(1, pages).view(cache.dtype)
+    found = found if scale is None else (found.float() * scale).to(dtype)
+    return found.flatten(1, 2).transpose(0, 1)
 
 
 def gated(x: Tensor | DeferredNorm, w: MLPWeights) -> Tensor:

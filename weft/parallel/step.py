@@ -14,7 +14,7 @@ from weft.kernels.block_cyclic import local_slots, slots_in
 from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.recipe import StepPlan
 from weft.parallel.tensors import AttentionWeights
-from weft.parallel.thresholds import cudnn_attends
+from weft.parallel.thresholds import cudnn_attends, cudnn_attends_after
 from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
@@ -74,6 +74,14 @@ class Chunk(NamedTuple):
     first_token: int
     first_sequence: int
 
+    def by_cudnn(self, w: AttentionWeights) -> bool:
+        """True if cuDNN is to attend: it can, and beats weft's kernel."""
+        if w.window is not None and self.before + self.length > w.window:
+            return False
+        if self.before == 0:
+            return cudnn_attends(self.batch * self.length * w.heads)
+        return cudnn_attends_after(self.length * w.heads, self.before, w.qkv, w.head_dim)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -114,9 +122,16 @@ class Step:
         return self.lengths is None
 
     def by_cudnn(self, w: AttentionWeights) -> bool:
-        """True if a fused pass leaves this attention to cuDNN, which knows neither cached tokens nor windows."""
-        whole = all(c.before == 0 and (w.window is None or c.length <= w.window) for c in self.chunks)
-        return bool(self.chunks) and whole and all(cudnn_attends(c.batch * c.length * w.heads) for c in self.chunks)
+        """True if a fused pass leaves this attention to cuDNN, which knows no windows.
+
+        After cached tokens: in parts (``fused.attend_after_cached``).
+        """
+        return bool(self.chunks) and all(chunk.by_cudnn(w) for chunk in self.chunks)
+
+    @property
+    def after_cached(self) -> bool:
+        """True if a chunk goes on after cached tokens."""
+        return any(chunk.before > 0 for chunk in self.chunks)
 
     @classmethod
     def decode(

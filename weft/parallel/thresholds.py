@@ -23,6 +23,10 @@ FUSED_NORM_TOKENS = {1: 128, 2: 1024, 4: 512}
 # Rows (heads times tokens) of new prompts of one length from which cuDNN's attention beats weft's prefill kernel on an H200
 # (docs/decisions.md, "Attention").
 CUDNN_ROWS = 65536
+# Cached tokens before new ones from which cuDNN's attention pays too. Their keys are then copied out of the pages, which for
+# 4 KV heads of 128 and 4,096 new tokens is 2 % of the attention, and parts are merged. By arithmetic, from what cuDNN gains
+# over ranks (docs/decisions.md, "Attention").
+CUDNN_CACHED = 16384
 
 
 def splits_tokens(tokens: int) -> bool:
@@ -59,3 +63,13 @@ def cudnn_attends(rows: int) -> bool:
     rows  query heads times tokens of all of them
     """
     return rows >= CUDNN_ROWS
+
+
+def cudnn_attends_after(rows: int, cached: int, weight: torch.Tensor, head_dim: int) -> bool:
+    """True if cuDNN beats ``ops.paged_prefill_attention`` for new tokens after ``cached`` ones.
+
+    rows    query heads times new tokens of the sequence
+    weight  of the projection: cuDNN takes 16 bits, on NVIDIA GPUs
+    """
+    takes = weight.itemsize == 2 and head_dim <= 128 and torch.version.hip is None
+    return takes and cached >= CUDNN_CACHED and cudnn_attends(rows)

@@ -19,42 +19,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops.attention.merge_attention import MERGE_ATTENTION
+from weft.ops.attention.parts import Part, attention, merged
 from weft.transport.copy_channel import CopyChannel, await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
-
-# (out [T, Hq, D], natural log of the sum of exp(score) [T, Hq])
-Part = tuple[torch.Tensor, torch.Tensor]
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool) -> Part:
-    """Attention of q [T, Hq, D] to k and v [keys, Hkv, D]: to all of them, or row i to the first i + 1.
-
-    cuDNN's on GPUs, torch's operations on virtual ranks.
-    """
-    if q.device.type == "cuda":
-        x, keys, values = (one.transpose(0, 1)[None] for one in (q, k, v))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            x, keys, values, None, True, 0.0, causal, scale=scale
-        )
-        return out[0].transpose(0, 1), lse.view(q.shape[1], len(q)).T
-    x, keys, values = (one.float().transpose(0, 1) for one in (q, k, v))
-    scores = x.unflatten(0, (len(keys), -1)) @ keys[:, None].transpose(2, 3) * scale  # [Hkv, group, T, keys]
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp() @ values[:, None]
-    return out.flatten(0, 1).transpose(0, 1).to(q.dtype), lse.flatten(0, 1).T
-
-
-def merged(parts: Sequence[Part]) -> Part:
-    """Attention to the keys of all ``parts``, in their order."""
-    if len(parts) == 1:
-        return parts[0]
-    outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
-    return MERGE_ATTENTION.forward(outs, lses)
 
 
 def attend_between_copies(

@@ -24,6 +24,7 @@ ABSENT = {
     "torch.all_to_all_vdev_2d": "NVSHMEM",
     "deep_ep": "deep_ep is not installed; build it from github.com/deepseek-ai/DeepEP",
     "pplx": "pplx_kernels is not installed; build it from github.com/perplexityai/pplx-kernels",
+    "liger": "liger_kernel is not installed; pip install liger-kernel",
 }
 
 
@@ -130,6 +131,58 @@ class AllToAll:
             chosen = x[(ids == self.team.rank * held + local).any(-1)].flip(0)
             out_expert_num_tokens[local] = len(chosen)
             out_expert_x[local, : len(chosen)] = chosen
+
+
+class LigerKernels:
+    """Kernels of liger_kernel.ops.fused_moe_kernels that moe_packages.py launches, tile by tile."""
+
+    def __init__(self, gated):
+        self.gated = gated
+
+    def __getitem__(self, grid):
+        return lambda *tensors, **given: self.launch(grid({"BLOCK_N": 64}), *tensors, **given)
+
+    def launch(self, grid, x, weight, *tensors, H_dim, I_dim, BLOCK_M, **strides):
+        tokens = [] if not self.gated else [tensors[0].long()]
+        starts, rows, experts, *out = tensors[len(tokens) :]
+        names = ("x_T", "x_H", "w_E", "w_N", "w_K", "pre_TK", "pre_N", "post_TK", "post_N")
+        read, sizes = (x, weight, *out), (H_dim, I_dim)
+        if not self.gated:
+            names, sizes = ("post_TK", "post_I", "w_E", "w_H", "w_I", "Y_TK", "Y_H"), (I_dim, H_dim)
+        wanted = [stride for tensor in read for stride in tensor.stride()]
+        assert [strides[f"stride_{name}"] for name in names] == wanted
+        assert (x.shape[1], out[-1].shape[1]) == sizes and grid == (len(rows), -(-sizes[1] // 64))
+        for row, expert in zip(rows.tolist(), experts.tolist(), strict=True):
+            pairs = slice(row, min(row + BLOCK_M, int(starts[expert + 1])))
+            assert starts[expert] <= row < pairs.stop
+            found = x[tokens[0][pairs] if tokens else pairs].float() @ weight[expert].float().T
+            if self.gated:
+                out[0][pairs] = found.to(x.dtype)
+                found = moe_baselines.silu_mul(found)
+            out[-1][pairs] = found.to(x.dtype)
+
+
+@pytest.mark.parametrize("op", moe_baselines.GROUPED)
+@pytest.mark.parametrize("word", ["qwen3-30b-a3b", "64,2,8,4,48,72"])
+def test_liger_s_kernels_are_launched_as_they_want(op, word, libraries, monkeypatch):
+    """More than a tile of pairs for some experts, and more than a block of columns."""
+    kernels = types.SimpleNamespace(
+        _fused_up_proj_swiglu_kernel=LigerKernels(True), _fused_down_proj_kernel=LigerKernels(False)
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_moe_kernels", kernels)
+    monkeypatch.setattr(moe_packages, "LIGER_TILE", 8)
+    [provider] = [one for one in choose(op, []) if one.name == "liger"]
+
+    def main(team):
+        team.group = types.SimpleNamespace(team=team)
+        made = problem_of(op, word, team)
+        prepared = provider.make(made)
+        out = prepared.run(0)
+        assert made.verdict(prepared, out).wrong == ""
+        out[-1] += 1
+        assert made.verdict(prepared, out).wrong != ""
+
+    weft.simulate(main, 2)
 
 
 @pytest.mark.parametrize("name", ["deep_ep", "pplx"])

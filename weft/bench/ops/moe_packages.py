@@ -1,30 +1,34 @@
-"""Dispatch and combine of DeepEP and of pplx-kernels, where these packages are installed beside weft.
+"""Dispatch and combine of DeepEP and pplx-kernels, grouped GEMMs of Liger-Kernel, where they are installed beside weft.
 
-weft does not depend on them, and they are not in its lists: both are built from source with nvcc (docs/moe.md).
+weft does not depend on them, and they are not in its lists. The first two are built from source with nvcc, Liger-Kernel is on
+PyPI (docs/moe.md).
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
-from weft.bench.ops.moe_baselines import all_ids, mine, sorted_pairs, weighted_sum, written
+from weft.bench.ops.moe_baselines import Order, all_ids, mine, orders, sorted_pairs, weighted_sum, written
 from weft.bench.ops.problem import OpProblem
+from weft.runtime.arithmetic import cdiv
 
 # Of DeepEP's buffer, as in its own tests.
 BUFFER_BYTES = 10**9
+# Pairs of a tile: BLOCK_M_TOKEN of liger_kernel 0.8.5.
+LIGER_TILE = 64
 
 
-def package(name: str, built_from: str) -> Any:
-    """The module. Unavailable where it is not installed."""
+def package(name: str, how: str) -> Any:
+    """The module. Unavailable where it is not installed, with ``how`` to get it."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise Unavailable(f"{name} is not installed; build it from {built_from}") from None
+        raise Unavailable(f"{name.split('.')[0]} is not installed; {how}") from None
 
 
 def not_captured() -> None:
@@ -36,7 +40,7 @@ def not_captured() -> None:
 
 
 def deep_ep_buffer(problem: OpProblem) -> Any:
-    module = package("deep_ep", "github.com/deepseek-ai/DeepEP")
+    module = package("deep_ep", "build it from github.com/deepseek-ai/DeepEP")
     return module.Buffer(group_of(problem), BUFFER_BYTES, 0)
 
 
@@ -87,7 +91,7 @@ def deep_ep_combine(problem: OpProblem) -> Prepared:
 
 
 def pplx_module() -> Any:
-    return package("pplx_kernels", "github.com/perplexityai/pplx-kernels")
+    return package("pplx_kernels", "build it from github.com/perplexityai/pplx-kernels")
 
 
 def pplx_dispatch(problem: OpProblem) -> Prepared:
@@ -126,6 +130,76 @@ def pplx_combine(problem: OpProblem) -> Prepared:
     raise Unavailable("continues its last dispatch, so that it cannot be timed alone")
 
 
+# --- Liger-Kernel ----------------------------------------------------------------------------------------------------------
+
+
+class LigerOrder(NamedTuple):
+    """Pairs of a set as its kernels take them, int32, with expert e's from starts[e] to starts[e + 1].
+
+    tokens [pairs]; starts [experts + 1]; tile_rows, tile_experts [tiles]: first pair and expert of each tile
+    """
+
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    tile_rows: torch.Tensor
+    tile_experts: torch.Tensor
+
+    @classmethod
+    def of(cls, order: Order, k: int) -> LigerOrder:
+        ends = order.ends.tolist()
+        spans = enumerate(zip([0, *ends], ends, strict=False))
+        tiles = [(row, expert) for expert, (begin, end) in spans for row in range(begin, end, LIGER_TILE)]
+        listed = [0, *ends], [row for row, _ in tiles], [expert for _, expert in tiles]
+        made = (torch.tensor(one, dtype=torch.int32, device=order.ends.device) for one in listed)
+        return cls((order.pairs // k).int(), *made)
+
+
+def liger_grouped(problem: OpProblem) -> Prepared:
+    """Its kernel of one of the two GEMMs, in tiles of 64 pairs; their order is there before.
+
+    That of the first GEMM gathers rows, applies SiLU and product in fp32, and stores gate and up as well, for its backward.
+    The second takes rows in the order of the experts, and its result stays in that order. Its autotuner runs before the clock.
+    """
+    kernels = package("liger_kernel.ops.fused_moe_kernels", "pip install liger-kernel")
+    gather, gated, k = problem.case.field("gather") is not False, problem.op.gated, problem.case.sizes[1]
+    orders_of_pairs = orders(problem)
+    found = [LigerOrder.of(order, k) for order in orders_of_pairs]
+
+    def run(number: int) -> torch.Tensor:
+        (_, x, weight), (tokens, *tiles) = problem.sets[number], found[number]
+        pairs, (_, columns, K) = len(tokens), weight.shape
+        N = columns // 2 if gated else columns
+        out = x.new_empty((pairs, N))
+        if pairs == 0:
+            return out
+        if gated:
+            both = x.new_empty((pairs, columns))
+            strides = {"stride_x_T": x.stride(0), "stride_x_H": 1, "stride_pre_TK": columns, "stride_pre_N": 1}
+            strides |= {
+                "stride_w_E": columns * K,
+                "stride_w_N": K,
+                "stride_w_K": 1,
+                "stride_post_TK": N,
+                "stride_post_N": 1,
+            }
+            sizes = {"H_dim": K, "I_dim": N, "BLOCK_M": LIGER_TILE}
+            kernel, tensors = kernels._fused_up_proj_swiglu_kernel, (x, weight, tokens, *tiles, both, out)
+        else:
+            rows = x.index_select(0, tokens) if gather else x[:pairs]
+            strides = {"stride_post_TK": rows.stride(0), "stride_post_I": 1, "stride_Y_TK": N, "stride_Y_H": 1}
+            strides |= {"stride_w_E": N * K, "stride_w_H": K, "stride_w_I": 1}
+            sizes = {"H_dim": N, "I_dim": K, "BLOCK_M": LIGER_TILE}
+            kernel, tensors = kernels._fused_down_proj_kernel, (rows, weight, *tiles, out)
+        kernel[lambda meta: (len(tiles[1]), cdiv(N, meta["BLOCK_N"]))](*tensors, **sizes, **strides)
+        return out
+
+    def compare(out: torch.Tensor) -> tuple[Any, Any]:
+        return out, problem.answer() if gather else problem.answer()[orders_of_pairs[0].pairs]
+
+    run(0)
+    return Prepared(run=run, compare=compare)
+
+
 MOE_PACKAGES = tuple(
     Provider(name=name, ops=(op,), role="other", make=make)
     for name, op, make in (
@@ -133,5 +207,7 @@ MOE_PACKAGES = tuple(
         ("deep_ep", "moe-combine", deep_ep_combine),
         ("pplx", "moe-dispatch", pplx_dispatch),
         ("pplx", "moe-combine", pplx_combine),
+        ("liger", "grouped-gemm", liger_grouped),
+        ("liger", "grouped-gemm-silu", liger_grouped),
     )
 )

@@ -1,7 +1,7 @@
-"""Dispatch and combine of DeepEP and pplx-kernels, grouped GEMMs of Liger-Kernel, where they are installed beside weft.
+"""Ops of a mixture of experts by packages that may be installed beside weft.
 
-weft does not depend on them, and they are not in its lists. The first two are built from source with nvcc, Liger-Kernel is on
-PyPI (docs/moe.md).
+Dispatch and combine of DeepEP and of pplx-kernels, which are built from source with nvcc, and grouped GEMMs of Liger-Kernel,
+which is on PyPI (docs/moe.md). weft does not depend on them, and they are not in its lists.
 """
 
 from __future__ import annotations

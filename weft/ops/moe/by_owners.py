@@ -49,6 +49,7 @@ def run_by_owners(
     signals  those of ``send_sums``
     waits    the urgent stream, before a peer's sums: its mark behind the GEMM of the peer's tiles, and so behind all before it
              add_pieces_kernel, behind the last GEMM: the flag of each piece of each rank
+    progress add_pieces_kernel begins once all sums of this rank have been added up, so it takes no SM that they need
     reuse    of a half of the received sums: CopyChannel. y is this call's alone
 
     kernels  | begin | groups | GEMM r+1 | GEMM r+2 | GEMM r   | own sums, sum of ranks |             rank r of three
@@ -71,9 +72,9 @@ def run_by_owners(
                 streams.after(multiplied)
                 held, owner = (experts.first, experts.count), (me + step) % world
                 kept.append(send_sums(design.sums, team, results, held, owner, channel, received))
-    tp = experts.sharers(me, world)
-    add_received(design.sums, team, results, experts, tp, channel, received, out)
+    # Its programs fill the SMs and wait for peers, who wait for these sums.
     streams.join()
+    add_received(design.sums, team, results, experts, experts.sharers(me, world), channel, received, out)
     team.copy_engine.join()
     del kept
     return out

@@ -114,8 +114,8 @@ def attend_after_cached(q: Tensor, keys: Tensor, values: Tensor, step: Step, cac
     q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values, also [T, kv_heads * head_dim]: of all tokens of the pass
     cache  keys and values of the pages that ``step.pages`` names, and of an fp8 cache their scales
 
-    Cached keys are copied out of their pages, CACHED_AT_ONCE tokens at a time. New ones are not read from the cache: beside
-    one in fp8 they are not rounded.
+    Cached keys are copied out of their pages, CACHED_AT_ONCE tokens at a time at most. New ones do not come from the cache, so
+    an fp8 cache does not round them.
     """
     values, found = values.view(keys.shape), []
     for chunk in step.chunks:

@@ -7,6 +7,7 @@ which is on PyPI (docs/moe.md). weft does not depend on them, and they are not i
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +148,7 @@ class LigerOrder(NamedTuple):
     @classmethod
     def of(cls, order: Order, k: int) -> LigerOrder:
         ends = order.ends.tolist()
-        spans = enumerate(zip([0, *ends], ends, strict=False))
+        spans = enumerate(pairwise([0, *ends]))
         tiles = [(row, expert) for expert, (begin, end) in spans for row in range(begin, end, LIGER_TILE)]
         listed = [0, *ends], [row for row, _ in tiles], [expert for _, expert in tiles]
         made = (torch.tensor(one, dtype=torch.int32, device=order.ends.device) for one in listed)

@@ -62,7 +62,6 @@ def run_by_owners(
     received = channel.begin(team)[: rows * H].view(rows, H)
     results = y, *(tensor.detach().contiguous() for tensor in routing)
     groups = group_tiles(team, schedule, rows // world, Shape(world, 1), arriving=False)
-    kept: list[torch.Tensor | None] = []
     streams.fork()
     for step, group in enumerate(groups, 1):
         grouped.run(design.tiles, h, down, group, gather=0, out=y)
@@ -71,10 +70,9 @@ def run_by_owners(
             with streams.urgent():
                 streams.after(multiplied)
                 held, owner = (experts.first, experts.count), (me + step) % world
-                kept.append(send_sums(design.sums, team, results, held, owner, channel, received))
+                send_sums(design.sums, team, results, held, owner, channel, received)
     # Its programs fill the SMs and wait for peers, who wait for these sums.
     streams.join()
     add_received(design.sums, team, results, experts, experts.sharers(me, world), channel, received, out)
     team.copy_engine.join()
-    del kept
     return out

@@ -110,13 +110,13 @@ def send_sums(
     owner: int,
     channel: CopyChannel,
     received: torch.Tensor,
-) -> torch.Tensor | None:
+) -> None:
     """Add up what this rank has for ``owner``'s tokens; the copy engine carries it there piece by piece.
 
     results   y, ids and weights of all ranks' tokens, of ``add_pieces_kernel``; held: first and number of this rank's experts
     received  [W * most, H], symmetric: this half of the receive buffers
 
-    Returns the sums, which live until the copy engine has been joined. Without weights y's rows travel as they are.
+    The copy engine holds the sums until it is joined. Without weights y's rows travel as they are.
 
     signals  the copy engine, behind each piece: flags[this rank, piece] = epoch at the owner
     waits    the copy engine, before a piece's copy: fork, so all work before it in this stream, the piece's moe_sum the last
@@ -134,7 +134,6 @@ def send_sums(
             add_up(y[piece.start * k : piece.stop * k], ids[piece], weights[piece], held, NO_SUMMAND, source)
         team.copy_engine.fork()
         channel.send(team, received[me * most + begin : me * most + end], source, me, number, owner)
-    return sums
 
 
 def add_received(
@@ -199,9 +198,8 @@ def combine_pieces(
     results = tuple(None if tensor is None else tensor.detach().contiguous() for tensor in (y, ids, weights))
     channel = channel_of(team, "moe_combine", y.dtype, rows * H)
     received, out = channel.begin(team)[: rows * H].view(rows, H), y.new_empty((tokens, H))
-    peers = [(team.rank + step) % team.size for step in range(1, team.size)]
-    kept = [send_sums(design, team, results, held, owner, channel, received) for owner in peers]
+    for step in range(1, team.size):
+        send_sums(design, team, results, held, (team.rank + step) % team.size, channel, received)
     add_received(design, team, results, experts, tp, channel, received, out)
     team.copy_engine.join()
-    del kept
     return out

@@ -79,10 +79,6 @@ class GroupedScatterCall(NamedTuple):
         pairs = machine.world_size * self.tokens * self.choices
         return GroupedCall(self.block, pairs, self.H, self.N, self.dtype, False)
 
-    def sharers(self, machine: Machine) -> int:
-        """Ranks with slices of the same experts."""
-        return max(1, self.held * machine.world_size // self.experts)
-
     def is_whole(self, machine: Machine) -> bool:
         """True if moe_combine can take the results: of whole experts, without a summand beside them."""
         return self.held * machine.world_size == self.experts and not self.shared
@@ -197,18 +193,17 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         gemm = GROUPED_MATMUL.plan(call.gemm(machine), machine)
         if name == "slabs":
             return Slabs(tiles=gemm.design, slabs=max(1, min(MOST_SLABS, call.H // LEAST_COLUMNS)))
+        combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
         if name == "pipelined":
             if call.shared:
                 raise ValueError(
                     f"{self.name}: algorithm='pipelined' adds no shared summand; pass 'auto', 'slabs' or 'sequential'"
                 )
-            combine = CombineCall(call.tokens, call.choices, call.H, call.dtype, tp=call.sharers(machine))
             return ByOwners(tiles=gemm.design, sums=MOE_COMBINE.default(name, combine, machine))
         if name == "over_nodes":
             sums = machine.node.world_size * call.tokens * call.H * call.dtype.itemsize
             scatter = CollectiveCall(sums, call.dtype, "copy_engine")
             return ByNodes(tiles=gemm.design, node=REDUCE_SCATTER.plan(scatter, machine.node))
-        combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
         return Sequential(gemm=gemm, combine=MOE_COMBINE.plan(combine, machine) if call.is_whole(machine) else None)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:

@@ -203,7 +203,7 @@ class MoeDispatch(ExchangeOp):
 
     def default(self, name: str, call: DispatchCall, machine: Machine) -> Any:
         if name == "lamport" and call.fp8:
-            # Of eight blocks of words one has scales; of four it would be one too.
+            # One block of words of a tile has its scales: here one of eight, in 512 bytes one of four.
             return GatherWords(row_bytes=1024, num_warps=2)
         if name == "push" and call.fp8:
             # With 1024 columns a thread that converts them has a stack on sm_90.

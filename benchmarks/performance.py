@@ -62,9 +62,9 @@ How to read the tables:
 MISSING = """## Not measured yet
 
 - `sh benchmarks/several_gpus.sh 2 models`: prompts of Qwen3-32B on two H100s, and its smaller sisters.
-- Prompts of 512k tokens over ranks (`weft bench gathered-prefill-attention@qwen3-30b-a3b:524288`).
 - First GEMMs, layers and steps of a [mixture of experts](moe.md) on two H200s since its exchanges became faster
   (`sh benchmarks/moe.sh h200-x2-moe`).
+- The second grouped GEMM of experts beside Liger-Kernel's (`weft bench grouped-gemm@qwen3-30b-a3b:32,1024,4096,16384`).
 """
 KEYS = (
     ("gpu", "GPU"),

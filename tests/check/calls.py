@@ -251,14 +251,6 @@ def experts_scattered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor
     return MOE_RS.run(design(tiles=EXPERT_TILES, slabs=2), team, *given)
 
 
-def experts_scattered_by_owners(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """A GEMM for each rank's tokens, and two pieces of its sums."""
-    experts, routing = Experts.whole(2 * team.size, team.rank, team.size), chosen(x, 9 * team.size, 2 * team.size)
-    schedule, sums = ops.moe_schedule(routing.ids, experts, start=9 * team.rank), CombinePieces(pieces=(1, 1), per_sm=1)
-    given = x(18 * team.size, 16), x(2, 32, 16), schedule, routing, experts, 9
-    return MOE_RS.run(MOE_RS.designs["pipelined"](tiles=EXPERT_TILES, sums=sums), team, *given)
-
-
 # Calls in which a program has several tiles and sends the next one before it receives this one.
 SEVERAL_TILES = [
     Call("all_reduce one_shot, tiles", lambda team, x: ops.all_reduce(x(1500), team, "one_shot"), 3, 2),
@@ -319,7 +311,6 @@ OPS = [
     Call("all_gather_grouped_matmul_silu_mul", experts_gathered, 2, 4),
     Call("all_gather_grouped_matmul_silu_mul fp8", functools.partial(experts_gathered, width=144, fp8=True), 2, 4),
     Call("grouped_matmul_reduce_scatter", experts_scattered, 2, 4),
-    Call("grouped_matmul_reduce_scatter pipelined", experts_scattered_by_owners, 2, 4),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),
     Call("all_gather_matmul", lambda team, x: ops.all_gather_matmul(x(24, 32), x(48, 32), team)),

@@ -23,7 +23,6 @@ KINDS = {
     ("moe_combine", "pipelined"): {"copy", "notify", "wait"},
     ("all_gather_grouped_matmul_silu_mul", "fused"): {"copy", "notify", "wait", "tile"},
     ("grouped_matmul_reduce_scatter", "slabs"): {"copy", "notify", "wait", "tile"},
-    ("grouped_matmul_reduce_scatter", "pipelined"): {"copy", "notify", "wait", "tile"},
     ("sharded_decode_attention", "one_kernel"): {"put", "wait", "tile"},
     ("sharded_decode_attention", "two_kernels"): {
         "put",

@@ -1,6 +1,5 @@
 """Layers of experts whose tokens and routing change from call to call, by several ways; also of the GPU suite."""
 
-import functools
 import random
 from contextlib import contextmanager
 
@@ -50,11 +49,11 @@ def exchanged(dispatch, combine, shared=False):
     return layer
 
 
-def overlapped(team, x, routing, gate_up, down, most, behind="slabs"):
+def overlapped(team, x, routing, gate_up, down, most):
     experts = ops.Experts.whole(len(gate_up), team.rank, team.size)
     held, named = slice(experts.first, experts.first + experts.count), {"max_tokens": most, "algorithm": "fused"}
     h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(x, routing, gate_up[held], experts, team, **named)
-    return ops.grouped_matmul_reduce_scatter(h, down[held], schedule, found, len(x), team, algorithm=behind)
+    return ops.grouped_matmul_reduce_scatter(h, down[held], schedule, found, len(x), team, algorithm="slabs")
 
 
 WAYS = {
@@ -64,7 +63,6 @@ WAYS = {
     "pipelined": exchanged("pipelined", "pipelined"),
     "push, slices of experts": exchanged("push", "push", shared=True),
     "overlapped": overlapped,
-    "overlapped, by owners": functools.partial(overlapped, behind="pipelined"),
 }
 
 

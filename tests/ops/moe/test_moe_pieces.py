@@ -120,7 +120,7 @@ def test_a_call_takes_the_next_half_of_the_receive_buffers():
 
 COMBINE, DISPATCH = (moe_combine, "combine_pieces"), (moe_dispatch, "dispatch_pieces")
 FP8 = functools.partial(dispatched_fp8, algorithm="pipelined", most=20)
-FORK = "        team.copy_engine.fork()\n        channel"
+FORK = "            team.copy_engine.fork()\n            channel"
 FORKED = "        team.copy_engine.fork()\n"
 PLACE = "        launch(grid, x, ids, weights, begin, T, mail, team.view)\n"
 # Source that changes, what to, the function that a mutant replaces where, the calls that show it, the finding.
@@ -130,7 +130,7 @@ BUGS = {
     "the first piece awaited alone": (
         combine_pieces, "% world, piece, team)", "% world, 0, team)", COMBINE, combined_in_pieces, "race"),
     "sums of the piece before written over": (
-        combine_pieces, "source = sums[begin:end]", "source = sums[: end - begin]", COMBINE,
+        combine_pieces, "sums[(step - 1) * most + begin : (step - 1) * most + end]", "sums[: end - begin]", COMBINE,
         combined_in_pieces, "race"),
     "the engine forked before the kernel": (
         dispatch_pieces, PLACE + FORKED, FORKED + PLACE, DISPATCH, FP8, "race"),

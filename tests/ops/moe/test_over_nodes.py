@@ -115,7 +115,7 @@ def test_tiles_go_with_a_node(arriving):
         for start in (here * size * most,) if arriving else (0, team.rank * most + 7):
             schedule = ops.moe_schedule(ids, ops.Experts.slices(3), block=16, start=start)
             tiles, pairs = schedule.tiles[: int(schedule.tile_count)].tolist(), schedule.pairs.view(-1)
-            divided = by_nodes.group_tiles(team, schedule, most, team.shape, arriving=arriving)
+            divided = by_nodes.group_tiles(team, schedule, most, arriving=arriving)
             assert sorted(sum((one.tiles[: int(one.tile_count)].tolist() for one in divided), [])) == sorted(tiles)
             for group, one in enumerate(divided):
                 kept = one.tiles[: int(one.tile_count)].tolist()

@@ -34,7 +34,6 @@ from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import CopyChannel, await_chunk
 
 if TYPE_CHECKING:
-    from weft.runtime.team.shape import Shape
     from weft.runtime.team.team import Team
 
 # Tiles that a program of group_tiles_kernel reads at a time.
@@ -95,17 +94,14 @@ def group_tiles_kernel(
     tl.store(counts + group, begun)
 
 
-def group_tiles(team: Team, schedule: Schedule, tokens: int, shape: Shape, *, arriving: bool) -> list[Schedule]:
-    """``schedule`` once for each group, with the group's tiles.
-
-    shape  that of the team, or of nodes of one rank each
-    """
-    (nodes, size), room, node = shape, len(schedule.tiles), team.node
+def group_tiles(team: Team, schedule: Schedule, tokens: int, *, arriving: bool) -> list[Schedule]:
+    """``schedule`` once for each group, with the group's tiles."""
+    (nodes, size), room, node = team.shape, len(schedule.tiles), team.node
     number = nodes + arriving
     groups, counts = schedule.tiles.new_empty((number, room, 4)), schedule.counts.new_empty(number)
     constants = {"NODES": nodes, "SIZE": size, "CHOICES": schedule.choices, "ARRIVING": arriving}
     constants |= launch_options(node.caps)
-    launch = launch_of(node, group_tiles_kernel, (nodes, size, schedule.choices, arriving), lambda: constants)
+    launch = launch_of(node, group_tiles_kernel, (nodes, schedule.choices, arriving), lambda: constants)
     launch(number, groups, counts, room, schedule, tokens, team.rank)
     return [schedule._replace(tiles=groups[group], tile_count=counts[group : group + 1]) for group in range(number)]
 
@@ -161,7 +157,7 @@ def gather_by_nodes(
     streams.fork()
     _send_slot(node, channel, gathered, rail.index, T)
     schedule = schedule_of(team, ids, experts, most, block)
-    groups = group_tiles(team, schedule, most, team.shape, arriving=True)
+    groups = group_tiles(team, schedule, most, arriving=True)
     h = gate_up.new_empty((rows * k, gate_up.shape[1] // 2))
 
     def multiply(group: Schedule) -> None:
@@ -222,7 +218,7 @@ def scatter_by_nodes(
     rail                      | to n+1, from n-1 | to n+2, from n-2 |
     """
     nodes, (rows, _), H = team.shape.nodes, routing.ids.shape, down.shape[1]
-    groups = group_tiles(team, schedule, rows // team.size, team.shape, arriving=False)
+    groups = group_tiles(team, schedule, rows // team.size, arriving=False)
     y = h.new_empty((routing.ids.numel(), H))
     parts = y.chunk(nodes), *(tensor.detach().chunk(nodes) for tensor in routing)
 

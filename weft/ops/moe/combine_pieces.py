@@ -23,7 +23,6 @@ from weft.runtime.launching import launch_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
-    from weft.transport.copy_channel import CopyChannel
 
 
 @exchangeable
@@ -102,75 +101,6 @@ def add_pieces_kernel(
         tl.store(target, total.to(out.dtype.element_ty), mask=there[:, None] & inside)
 
 
-def send_sums(
-    design: CombinePieces,
-    team: Team,
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    held: tuple[int, int],
-    owner: int,
-    channel: CopyChannel,
-    received: torch.Tensor,
-) -> None:
-    """Add up what this rank has for ``owner``'s tokens; the copy engine carries it there piece by piece.
-
-    results   y, ids and weights of all ranks' tokens, of ``add_pieces_kernel``; held: first and number of this rank's experts
-    received  [W * most, H], symmetric: this half of the receive buffers
-
-    The copy engine holds the sums until it is joined. Without weights y's rows travel as they are.
-
-    signals  the copy engine, behind each piece: flags[this rank, piece] = epoch at the owner
-    waits    the copy engine, before a piece's copy: fork, so all work before it in this stream, the piece's moe_sum the last
-    """
-    y, ids, weights = results
-    k, most, me = ids.shape[1], len(ids) // team.size, team.rank
-    ends = piece_ends(design.pieces, most)
-    sums = None if weights is None else y.new_empty((most, y.shape[1]))
-    for number, (begin, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
-        piece = slice(owner * most + begin, owner * most + end)
-        if sums is None:
-            source = y[piece]
-        else:
-            source = sums[begin:end]
-            add_up(y[piece.start * k : piece.stop * k], ids[piece], weights[piece], held, NO_SUMMAND, source)
-        team.copy_engine.fork()
-        channel.send(team, received[me * most + begin : me * most + end], source, me, number, owner)
-
-
-def add_received(
-    design: CombinePieces,
-    team: Team,
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    experts: Experts,
-    tp: int,
-    channel: CopyChannel,
-    received: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Launch add_pieces_kernel for the tokens of ``out``, if any.
-
-    Arguments of ``send_sums``. tp: of ``Sizes``
-    """
-    (rows, k), (tokens, H) = results[1].shape, out.shape
-    if tokens == 0:
-        return
-    sizes = Sizes.of(design, rows // team.size, H, k, experts.count, tp=tp)
-    ends = piece_ends(design.pieces, sizes.tokens)
-    launch = launch_of(
-        team,
-        add_pieces_kernel,
-        (sizes, design),
-        lambda: {
-            "SIZES": sizes,
-            "ENDS": ends,
-            "PIECES": len(ends),
-            "num_warps": design.num_warps,
-            **launch_options(team.caps),
-        },
-    )
-    programs = min(cdiv(tokens, sizes.chunk) * cdiv(H, sizes.block), design.per_sm * team.caps.sms)
-    launch(programs, *results, received, out, tokens, channel.landed.view, team.view)
-
-
 def combine_pieces(
     design: CombinePieces,
     team: Team,
@@ -183,23 +113,53 @@ def combine_pieces(
 ) -> torch.Tensor:
     """[tokens, H] of this rank's tokens.
 
-    weights: of ``add_pieces_kernel``; experts: this rank's; tp: of ``Sizes``
+    weights: of ``add_pieces_kernel``, without which y's rows travel as they are; experts: this rank's; tp: of ``Sizes``
 
-    Rank r serves r + 1, r + 2, … (mod W), so that every rank receives from one peer at a time.
+    Rank r serves r + 1, r + 2, … (mod W), so that every rank receives from one peer at a time. The sums of all pieces stay
+    until the copy engine has been joined.
 
-    signals  those of ``send_sums``
-    waits    add_pieces_kernel, before it loads a piece of a rank: that flag
+    signals  copy engine of rank r, behind each piece: flags[r, piece] = epoch at the tokens' rank
+    waits    the copy engine, before a piece's copy: fork, so all work before it, the piece's moe_sum the last, has ended
+             add_pieces_kernel, before it loads a piece of a rank: that flag
     reuse    of a half of the received sums: CopyChannel
 
     kernels  | begin | sum 0 | sum 1 | sum 2 |                | own sums, sum of ranks 0 | 1 | 2 |
     copy                     | piece 0 | piece 1 | piece 2 |                     two ranks, three pieces
     """
-    rows, H, held = len(ids), y.shape[1], (experts.first, experts.count)
-    results = tuple(None if tensor is None else tensor.detach().contiguous() for tensor in (y, ids, weights))
+    (rows, k), H, world, me = ids.shape, y.shape[1], team.size, team.rank
+    sizes = Sizes.of(design, rows // world, H, k, experts.count, tp=tp)
+    most, ends = sizes.tokens, piece_ends(design.pieces, sizes.tokens)
+    y, ids, weights = (None if tensor is None else tensor.detach().contiguous() for tensor in (y, ids, weights))
     channel = channel_of(team, "moe_combine", y.dtype, rows * H)
-    received, out = channel.begin(team)[: rows * H].view(rows, H), y.new_empty((tokens, H))
-    for step in range(1, team.size):
-        send_sums(design, team, results, held, (team.rank + step) % team.size, channel, received)
-    add_received(design, team, results, experts, tp, channel, received, out)
+    received = channel.begin(team)[: rows * H].view(rows, H)
+    out = y.new_empty((tokens, H))
+    sums = None if weights is None else y.new_empty(((world - 1) * most, H))
+    for step in range(1, world):
+        owner = (me + step) % world
+        for number, (begin, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
+            piece = slice(owner * most + begin, owner * most + end)
+            if weights is None:
+                source = y[piece]
+            else:
+                source = sums[(step - 1) * most + begin : (step - 1) * most + end]
+                pairs, held = y[piece.start * k : piece.stop * k], (experts.first, experts.count)
+                add_up(pairs, ids[piece], weights[piece], held, NO_SUMMAND, source)
+            team.copy_engine.fork()
+            channel.send(team, received[me * most + begin : me * most + end], source, me, number, owner)
+    if tokens > 0:
+        launch = launch_of(
+            team,
+            add_pieces_kernel,
+            (sizes, design),
+            lambda: {
+                "SIZES": sizes,
+                "ENDS": ends,
+                "PIECES": len(ends),
+                "num_warps": design.num_warps,
+                **launch_options(team.caps),
+            },
+        )
+        programs = min(cdiv(tokens, sizes.chunk) * cdiv(H, sizes.block), design.per_sm * team.caps.sms)
+        launch(programs, y, ids, weights, received, out, tokens, channel.landed.view, team.view)
     team.copy_engine.join()
     return out

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.arrival import case_experts, case_start, schedule_of
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
-from weft.ops.moe.by_owners import ByOwners, run_by_owners
-from weft.ops.moe.combine_pieces import CombinePieces
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
@@ -109,11 +107,9 @@ def grouped_matmul_reduce_scatter(
     shared      [W * max_tokens, H] of h's dtype: this rank's summand for all ranks' tokens, as of an expert of all tokens whose
                 features the ranks share; added behind the choices
     gate        [W * max_tokens] of h's dtype, strided or not: shared[t] is multiplied by sigmoid(gate[t])
-    algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied), "pipelined"
-                (those of a rank's tokens while the next rank's are multiplied; not with ``shared``) or "sequential"
+    algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied) or "sequential"
                 (``grouped_matmul``, ``moe_combine``; for slices, or with ``shared``, ``moe_sum`` and ``reduce_scatter``). Over
-                several nodes "auto" sends other nodes' sums while this node's are computed, and only "sequential" may be asked
-                for
+                several nodes "auto" sends other nodes' sums while this node's are computed, and "slabs" is refused
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32 and rounded
     once: the same bits from run to run. "sequential" gives the same if its last step adds up the ranks in their order, as all
@@ -151,7 +147,7 @@ def grouped_matmul_reduce_scatter(
 
 class GroupedMatmulReduceScatter(OverlappedOp):
     name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
-    designs = {"slabs": Slabs, "pipelined": ByOwners, "sequential": Sequential, "over_nodes": ByNodes}
+    designs = {"slabs": Slabs, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "H", "N")
     gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
 
@@ -193,26 +189,18 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         gemm = GROUPED_MATMUL.plan(call.gemm(machine), machine)
         if name == "slabs":
             return Slabs(tiles=gemm.design, slabs=max(1, min(MOST_SLABS, call.H // LEAST_COLUMNS)))
-        combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
-        if name == "pipelined":
-            if call.shared:
-                raise ValueError(
-                    f"{self.name}: algorithm='pipelined' adds no shared summand; pass 'auto', 'slabs' or 'sequential'"
-                )
-            return ByOwners(tiles=gemm.design, sums=MOE_COMBINE.default(name, combine, machine))
         if name == "over_nodes":
             sums = machine.node.world_size * call.tokens * call.H * call.dtype.itemsize
             scatter = CollectiveCall(sums, call.dtype, "copy_engine")
             return ByNodes(tiles=gemm.design, node=REDUCE_SCATTER.plan(scatter, machine.node))
+        combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
         return Sequential(gemm=gemm, combine=MOE_COMBINE.plan(combine, machine) if call.is_whole(machine) else None)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if isinstance(design, Slabs):
             yield from moved(design, slabs=scaled(design.slabs, 1, MAX_CHUNKS))
-        elif isinstance(design, ByOwners):
-            yield from (replace(design, sums=one) for one in MOE_COMBINE.around(design.sums, machine, quick))
-        if isinstance(design, (Slabs, ByOwners)) and (not quick or machine.caps.is_simulated):
-            yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
+            if not quick or machine.caps.is_simulated:
+                yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -232,8 +220,6 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         self.check_design(design)
         if isinstance(design, Slabs):
             return run_slabs(design, team, h, down, schedule, routing, experts, tokens, shared)
-        if isinstance(design, ByOwners):
-            return run_by_owners(design, team, h, down, schedule, routing, experts, tokens)
         if isinstance(design, ByNodes):
             return scatter_by_nodes(design, team, h, down, schedule, routing, experts, tokens, shared)
         y = GROUPED_MATMUL.run(design.gemm.design, None, h, down, schedule, False)
@@ -352,18 +338,6 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         yield self.case(3, BF16, 3, 2, 6, 40, 40, design, tokens=(3, 0, 2))
         yield self.case(2, FP32, 5, 2, 4, 72, 16, "slabs", tokens=(5, 3), shared="gated")
         yield self.case(2, BF16, 4, 2, 4, 24, 16, "sequential", tokens=(0, 4), shared="gated")
-        for w, dtype, tokens in (
-            (2, BF16, (41, 6)),
-            (3, FP16, (0, 41, 9)),
-            (4, FP32, (41, 1, 0, 40)),
-            (8, BF16, (9,) * 8),
-        ):
-            yield self.case(w, dtype, max(tokens), 2, 24, 24, 16, "pipelined", tokens=tokens)
-        yield self.case(3, BF16, 20, 2, 6, 40, 40, "pipelined", tokens=(7, 20, 0), layout="slices")
-        for skew in ("some", "none", "last expert"):
-            yield self.case(2, BF16, 17, 2, 4, 24, 16, "pipelined", tokens=(5, 17), skew=skew)
-        design = ByOwners(tiles=small, sums=CombinePieces(pieces=(1, 2, 1), chunk=4, block=32, num_warps=2, per_sm=1))
-        yield self.case(3, BF16, 33, 2, 6, 72, 40, design, tokens=(33, 8, 20))
 
 
 MOE_RS = GroupedMatmulReduceScatter()

@@ -54,7 +54,7 @@ class OverlappedOp(MoeOp):
 
     def over_nodes(self, call: Any, machine: Machine) -> Planned:
         """Plan of a team of several nodes."""
-        if call.design in self.algorithms and call.design not in (AUTO, "sequential"):
+        if call.design == self.overlapped:
             raise ValueError(
                 f"{self.name}: algorithm={call.design!r} is of one node, and the team has {machine.nodes}; "
                 f"pass 'auto' or 'sequential'"

@@ -259,8 +259,9 @@ def grouped_matmul_kernel(
 def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> GroupedTiles:
     """The fastest designs of probes on one H200 (Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral), for bf16.
 
-    block 16  64 x 128, 3 stages, 4 programs an SM: at most 6 % from the best from 8 to 128 tokens. Gated: as many bytes in
-              flight, as two products of 64 rows
+    block 16  4 stages of 32 KB in one program an SM, or of 16 KB in two: all programs have room at once, and the stages hold
+              as many bytes as three programs that have none to spare. Of a whole layer at most 3 % from the best
+              (benchmarks/lab/h200-grouped-designs.json)
     gathered  128 x 256 in 4 stages; 3 stages take 7 % longer at 256 rows an expert, 128 x 128 27 %, its loads of rows being
               half of all
     in order  128 x 128 with 2 programs an SM; for N of 8192 and more 128 x 256
@@ -271,8 +272,8 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
         return GroupedTiles(block_n=64, block_k=64, transposed=call.block < 64, num_warps=4, num_stages=2)
     if call.block < 64:
         if gated:
-            return GroupedTiles(block_n=128, transposed=True, per_sm=3, num_warps=4, num_stages=4)
-        return GroupedTiles(block_n=64, block_k=128, transposed=True, per_sm=4, num_warps=4)
+            return GroupedTiles(block_n=128, block_k=128, transposed=True, num_warps=4, num_stages=4)
+        return GroupedTiles(block_n=64, block_k=128, transposed=True, per_sm=2, num_warps=4, num_stages=4)
     if call.gather:
         return GroupedTiles(num_stages=4)
     if call.N * (2 if gated else 1) >= 8192:

@@ -52,7 +52,8 @@ def space(gated: bool) -> list[GroupedTiles]:
     for (block_n, block_k), (per_sm, stages) in itertools.product(
         tiles, ((1, 4), (2, 4), (2, 3), (3, 3), (3, 2), (4, 2))
     ):
-        if per_sm * stages * (16 + block_n) * block_k * DTYPE.itemsize <= 333 << 10:
+        of_program = stages * (16 + block_n) * block_k * DTYPE.itemsize
+        if of_program <= 220 << 10 and per_sm * of_program <= 333 << 10:
             tile = {"block_n": block_n, "block_k": block_k, "num_stages": stages, "per_sm": per_sm}
             found.append(GroupedTiles(transposed=True, num_warps=4, **tile))
     return found

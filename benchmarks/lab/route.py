@@ -1,4 +1,4 @@
-"""Router, choices and schedule of a mixture of experts on one GPU: in one launch, in three, and each part alone.
+"""Router, choices and schedule of a mixture of experts on one GPU: in one launch, in parts, in three, and each alone.
 
     python benchmarks/lab/route.py --out FILE
 
@@ -23,7 +23,7 @@ from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.local import machine_on
 from weft.ops.moe.matmul_route_schedule import MATMUL_ROUTE_SCHEDULE, RouterCall
-from weft.ops.moe.router_plan import MOST_LOGITS
+from weft.ops.moe.router_plan import MOST_LOGITS, MOST_TOKENS
 from weft.ops.moe.routing import Experts
 from weft.runtime.files import put
 
@@ -87,6 +87,8 @@ def rows_of(name: str, flush: torch.Tensor) -> list[dict[str, Any]]:
                 ops.route(logits, k).ids, owned, tickets=tickets
             ),
         }
+        if tokens <= MOST_TOKENS:
+            forms["parts"] = by("split")
         if call.logits <= MOST_LOGITS:
             forms["one launch"] = by("fused")
         plan = MATMUL_ROUTE_SCHEDULE.plan(call, machine_on(device))

@@ -1,4 +1,4 @@
-"""matmul_route_schedule: planted mistakes, both designs on one router, schedules of programs, plans, refusals, machine code."""
+"""matmul_route_schedule: planted mistakes, all designs on one router, schedules of programs, plans, refusals, machine code."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.errors import InvalidAccess
 from weft.ops.moe import matmul_route_schedule as module
-from weft.ops.moe import router_kernel
+from weft.ops.moe import route, router_kernel
 from weft.ops.moe.matmul_route_schedule import MATMUL_ROUTE_SCHEDULE, OneLaunch, RouterCall
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE
 from weft.ops.moe.route import Scoring
-from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel
+from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel, router_parts_kernel
 from weft.ops.moe.routing import Experts
 from weft.plan.planned import machine
 from weft.runtime.arithmetic import next_power_of_2
@@ -34,13 +34,44 @@ MUTANTS = {
 }  # fmt: skip
 
 
+# Of route_kernel, where it adds up parts.
+ROUTE_MUTANTS = {
+    "a part for all": ("asked, there, T * stride", "asked, there, 0"),
+    "an expert's logit for the gate": ("row.to(tl.int64) * stride + E, row < T", "row.to(tl.int64) * stride + E - 1, row < T"),
+    "a part too few": ("there, T * stride, PARTS, dtype", "there, T * stride, PARTS - 1, dtype"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     mutant = mutated(router_kernel, *MUTANTS[name], f"router_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(module, "matmul_route_schedule_kernel", mutant.matmul_route_schedule_kernel)
+    check_caught("fused")
+
+
+@pytest.mark.parametrize("name", ROUTE_MUTANTS)
+def test_the_cases_catch_a_planted_mistake_in_sums_of_parts(name, tmp_path, monkeypatch):
+    mutant = mutated(route, *ROUTE_MUTANTS[name], f"route_mutant_{len(name)}", tmp_path)
+    monkeypatch.setattr(route, "route_kernel", mutant.route_kernel)
+    check_caught("split")
+
+
+@pytest.mark.parametrize("name", ["a part too few of H", "no last columns"])
+def test_the_cases_catch_a_planted_mistake_in_parts(name, tmp_path, monkeypatch):
+    change = MUTANTS.get(name) or ("steps // FORM.parts * STEP, (part + 1)", "steps // FORM.parts * STEP, part")
+    mutant = mutated(router_kernel, *change, f"parts_mutant_{len(name)}", tmp_path)
+    monkeypatch.setattr(module, "router_parts_kernel", mutant.router_parts_kernel)
+    check_caught("split")
+
+
+def check_caught(name):
+    """Some case of a design fails."""
+    kind = MATMUL_ROUTE_SCHEDULE.designs[name]
 
     def main(team):
         for case in MATMUL_ROUTE_SCHEDULE.cases():
+            if not (case.design in ("auto", name) or isinstance(case.design, kind)):
+                continue
             inputs = inputs_of(case, 0)
             given = MATMUL_ROUTE_SCHEDULE.arguments(case, None, *inputs)
             for _ in range(2):  # with one counter
@@ -51,19 +82,22 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
         weft.simulate(main, 1)
 
 
-def test_both_designs_give_the_same_choices_and_lists():
+def test_all_designs_give_the_same_choices_and_lists():
     """Of logits that are exact in any order, with ties; a strided x and router; and gradients by the sequential one."""
 
     def main(team):
         generator = torch.Generator().manual_seed(2)
         x, router = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((6, 80), (13, 80)))
         x, router, experts = x[:, :50], router[:, 8:58] / 4, Experts(12, 3, 6)
-        fused, apart = (ops.matmul_route_schedule(x, router, experts, 4, algorithm=a) for a in ("fused", "sequential"))
-        assert_identical(fused.routing.ids, apart.routing.ids)
-        torch.testing.assert_close(fused.routing.weights, apart.routing.weights, rtol=1e-6, atol=0)
-        assert_identical(fused.gate, apart.gate.contiguous())
-        for one, other in zip(lists_of(fused), lists_of(apart), strict=True):
-            assert_identical(one, other)
+        *others, apart = (
+            ops.matmul_route_schedule(x, router, experts, 4, algorithm=a) for a in MATMUL_ROUTE_SCHEDULE.designs
+        )
+        for found in others:
+            assert_identical(found.routing.ids, apart.routing.ids)
+            torch.testing.assert_close(found.routing.weights, apart.routing.weights, rtol=1e-6, atol=0)
+            assert_identical(found.gate, apart.gate.contiguous())
+            for one, other in zip(lists_of(found), lists_of(apart), strict=True):
+                assert_identical(one, other)
         leaves = [tensor.clone().requires_grad_() for tensor in (x, router)]
         trained = ops.matmul_route_schedule(*leaves, experts, 4)
         (trained.routing.weights.square().sum() + trained.gate.sum()).backward()
@@ -82,33 +116,35 @@ def lists_of(routed):
     return MOE_SCHEDULE.defined(None, None, routed.schedule[:4], routed.routing.ids)
 
 
-def routed(team):
+def routed(team, algorithm="fused"):
     """Results of two calls of other sizes with one counter, on one stream."""
     generator, tickets, results = torch.Generator().manual_seed(4), torch.zeros(1, dtype=torch.int32), []
     for tokens in (5, 3):
         x, router = torch.randn(tokens, 96, generator=generator), torch.randn(21, 96, generator=generator)
-        found = ops.matmul_route_schedule(x, router, Experts(20, 0, 10), 3, tickets=tickets, algorithm="fused")
+        found = ops.matmul_route_schedule(x, router, Experts(20, 0, 10), 3, tickets=tickets, algorithm=algorithm)
         results += [*found.routing, found.gate, *lists_of(found)]
     assert not tickets.any()
     return results
 
 
-def test_every_order_of_programs_gives_the_same_bits():
-    first, *others = (weft.simulate(routed, 1, seed=seed)[0] for seed in range(4))
+@pytest.mark.parametrize("algorithm", ["fused", "split"])
+def test_every_order_of_programs_gives_the_same_bits(algorithm):
+    first, *others = (weft.simulate(routed, 1, args=(algorithm,), seed=seed)[0] for seed in range(4))
     for other in others:
         for one, wanted in zip(other, first, strict=True):
             assert_identical(one, wanted)
 
 
+@pytest.mark.parametrize("algorithm", ["fused", "split"])
 @pytest.mark.weft(world_size=1, schedules=6)
-def test_no_program_reads_a_part_too_early(team):
-    routed(team)
+def test_no_program_reads_a_part_too_early(team, algorithm):
+    routed(team, algorithm)
 
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "name"),
-    [(1, 128, "fused"), (8, 128, "fused"), (9, 128, "sequential"), (4, 256, "fused"), (5, 256, "sequential"),
-     (4096, 128, "sequential"), (64, 8, "fused")],
+    [(1, 128, "fused"), (8, 128, "fused"), (9, 128, "split"), (4, 256, "fused"), (5, 256, "split"),
+     (128, 128, "split"), (129, 128, "sequential"), (4096, 128, "sequential"), (64, 8, "fused")],
 )  # fmt: skip
 def test_few_tokens_take_one_launch(tokens, experts, name):
     planned = MATMUL_ROUTE_SCHEDULE.plan(
@@ -137,7 +173,9 @@ X, ROUTER, EXPERTS = torch.zeros(3, 8), torch.zeros(4, 8), Experts(4, 0, 2)
         ("k=5 is more than 16, or than the 4 experts", {"k": 5}),
         ("bias has shape (3,); it must be (4,)", {"bias": torch.zeros(3)}),
         ("block=8 is not one of 16, 32, 64, 128", {"block": 8}),
-        ("algorithm='lists' is not one of 'auto', 'fused', 'sequential'", {"algorithm": "lists"}),
+        ("algorithm='lists' is not one of 'auto', 'fused', 'split', 'sequential'", {"algorithm": "lists"}),
+        ("algorithm='split' has no backward", {"algorithm": "split", "x": X.clone().requires_grad_()}),
+        ("algorithm='split' takes up to 128 tokens, not tokens=129", {"algorithm": "split", "x": X.new_zeros(129, 8)}),
         ("algorithm='fused' has no backward", {"algorithm": "fused", "x": X.clone().requires_grad_()}),
         ("tokens=600 and experts=4 are 16384; pass 'sequential' or 'auto'", {"algorithm": "fused", "x": X.new_zeros(600, 8)}),
     ],
@@ -156,25 +194,28 @@ def test_designs_that_there_are_not_are_refused(field, value):
     check_refused(lambda: OneLaunch(**{field: value}), (), f"{field}={value} is not")
 
 
-def built(arch, tokens, H, E, k, dtype=torch.bfloat16):
-    """The kernel of the default design; with a gate, in groups with a bias where there are 256 experts."""
+def built(arch, tokens, H, E, k, dtype=torch.bfloat16, name="fused"):
+    """The kernel with parts of a design by the rule; with a gate, in groups with a bias where there are 256 experts."""
     call, x, ints, sums = (
         RouterCall(tokens, H, E, k, dtype),
         torch.zeros(16, dtype=dtype),
         torch.zeros(16).int(),
         torch.zeros(16),
     )
-    design = MATMUL_ROUTE_SCHEDULE.default("fused", call, machine(caps_of(arch), 1))
+    design = MATMUL_ROUTE_SCHEDULE.default(name, call, machine(caps_of(arch), 1))
     sizes = design.parts, design.rows_of, design.step
     form = RouterForm(E, E // 2, E + 1, k, next_power_of_2(tokens), 16, *sizes, True)
     scoring = Scoring(False, True, True, 8, 4) if E == 256 else Scoring(True, False, True, 1, 1)
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps_of(arch))}
     rows, found = Rows(x, H, x, H, sums), Found(ints, x, x, ints, ints, ints, ints)
+    if name == "split":
+        return compiled(router_parts_kernel, rows, sums, tokens, H, arch=arch, FORM=form, **options)
     given = rows, found, sums, ints, tokens, H, 64, 1.0
     return compiled(matmul_route_schedule_kernel, *given, arch=arch, SCORING=scoring, FORM=form, **options)
 
 
 @pytest.mark.triton_internals
+@pytest.mark.parametrize("name", ["fused", "split"])
 @pytest.mark.parametrize(
     ("arch", "sizes"),
     [
@@ -183,8 +224,8 @@ def built(arch, tokens, H, E, k, dtype=torch.bfloat16):
         pytest.param("sm_100", (8, 7168, 256, 8), marks=pytest.mark.sweep),
     ],
 )  # fmt: skip
-def test_it_compiles_and_fits(arch, sizes, tmp_path):
-    kernel = built(arch, *sizes)
+def test_it_compiles_and_fits(arch, sizes, name, tmp_path):
+    kernel = built(arch, *sizes, name=name)
     assert kernel.metadata.shared <= SHARED[arch]
     check_compiles(kernel, arch)
     if arch == "sm_90":
@@ -197,6 +238,8 @@ def test_it_compiles_and_fits(arch, sizes, tmp_path):
 
 @pytest.mark.triton_internals
 @pytest.mark.sweep
-@pytest.mark.parametrize("tokens", [2, 8, 16, 32])
-def test_other_sizes_compile_without_a_stack(tokens, tmp_path):
-    assert stack_bytes(built("sm_90", tokens, 2048, 128, 8, torch.float16), tmp_path) == 0
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("fused", 2), ("fused", 8), ("fused", 16), ("fused", 32), ("split", 32), ("split", 128)]
+)
+def test_other_sizes_compile_without_a_stack(name, tokens, tmp_path):
+    assert stack_bytes(built("sm_90", tokens, 2048, 128, 8, torch.float16, name), tmp_path) == 0

@@ -407,10 +407,12 @@ def test_kernels_that_push_rows_compile(arch, tmp_path):
 ROWS = torch.zeros(16, dtype=torch.bfloat16)
 GROUPED_SCORING = route.Scoring(softmax=False, biased=True, renormalize=True, groups=8, group_limit=4)
 LOCAL = {
-    "route": (route.route_kernel, (ROWS, 128, ROWS, INTS, ROWS, 64, 128, 1.0),
-              {"SCORING": route.Scoring(True, False, True, 1, 1), "K": 8, "ROWS": 16, "BLOCK": 128}),
-    "route in groups": (route.route_kernel, (ROWS, 256, ROWS, INTS, ROWS, 64, 256, 2.5),
-                        {"SCORING": GROUPED_SCORING, "K": 8, "ROWS": 8, "BLOCK": 256}),
+    "route": (route.route_kernel, (ROWS, 128, ROWS, INTS, ROWS, None, 64, 128, 1.0),
+              {"SCORING": route.Scoring(True, False, True, 1, 1), "K": 8, "ROWS": 16, "BLOCK": 128, "PARTS": 0}),
+    "route of parts": (route.route_kernel, (torch.zeros(16), 129, ROWS, INTS, ROWS, ROWS, 64, 128, 1.0),
+                       {"SCORING": route.Scoring(True, False, True, 1, 1), "K": 8, "ROWS": 1, "BLOCK": 128, "PARTS": 16}),
+    "route in groups": (route.route_kernel, (ROWS, 256, ROWS, INTS, ROWS, None, 64, 256, 2.5),
+                        {"SCORING": GROUPED_SCORING, "K": 8, "ROWS": 8, "BLOCK": 256, "PARTS": 0}),
     "moe_schedule": (moe_schedule.moe_schedule_kernel, (INTS, INTS, INTS, INTS, INTS, INTS, 4096, 0, 64),
                      {"K": 8, "EXPERTS": 64, "CHOICES": 8, "TOKENS": 256, "BLOCK": 128}),
     "moe_sum": (moe_sum.moe_sum_kernel, (ROWS, INTS, ROWS, moe_sum.Shared(None, None, 0), ROWS, 2048, 0, 64),

@@ -3,6 +3,7 @@
     logits = x @ router.T;  routing = route(logits[:, :E]);  schedule = moe_schedule(routing.ids, experts)
 
 fused       one kernel, for few tokens: programs multiply parts of H, and the last one to end does the rest
+split       parts of H | route, which adds them up | moe_schedule
 sequential  matmul | route | moe_schedule
 """
 
@@ -21,10 +22,20 @@ from weft.ops.gemm.matmul import matmul
 from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
 from weft.ops.moe.moe_cases import experts_of, schedule_by_torch
 from weft.ops.moe.moe_op import MoeOp, MoeShape
-from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, block_for, check_schedule
-from weft.ops.moe.route import MAX_EXPERTS, ROUTE, Scoring, check_routing
-from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel
-from weft.ops.moe.router_plan import FEW_LOGITS, MOST_LOGITS, OneLaunch, RouterCall, ThreeLaunches, fused_for
+from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists, ScheduleCall, block_for, check_schedule
+from weft.ops.moe.route import MAX_EXPERTS, ROUTE, Scoring, check_routing, launch_route
+from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel, router_parts_kernel
+from weft.ops.moe.router_plan import (
+    FEW_LOGITS,
+    MOST_LOGITS,
+    MOST_TOKENS,
+    OneLaunch,
+    RouteOfParts,
+    RouterCall,
+    RouterParts,
+    ThreeLaunches,
+    parts_for,
+)
 from weft.ops.moe.routing import Experts, Routed, Routing, Schedule
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
@@ -59,7 +70,8 @@ def matmul_route_schedule(
     experts  those to schedule
     k, scoring, renormalize, bias, groups, group_limit, scale   of ``weft.ops.route``
     block, tickets   of ``weft.ops.moe_schedule``
-    algorithm  "auto", "fused" (one kernel, for few tokens) or "sequential" (``matmul``, ``route``, ``moe_schedule``)
+    algorithm  "auto", "fused" (one kernel, for few tokens), "split" (the GEMM in parts of H, which ``route`` adds up, for up to
+               128 tokens) or "sequential" (``matmul``, ``route``, ``moe_schedule``)
 
     Logits are fp32 sums, rounded once to x's dtype, before experts are chosen. The same from run to run; the order of a sum
     depends on the design, so a logit's last bit may, and where two experts are that close the choice. Ranks with equal x and
@@ -88,8 +100,10 @@ def matmul_route_schedule(
     gating = bias, k, scoring, renormalize, groups, group_limit, float(scale)
     block = block or MOE_SCHEDULE.plan(ScheduleCall(len(x) * k, E), here).design.block
     trained = torch.is_grad_enabled() and (x.requires_grad or router.requires_grad)
-    if trained and algorithm == "fused":
-        raise ValueError(f"{op}: algorithm='fused' has no backward; take 'auto', or call it under torch.no_grad()")
+    if trained and algorithm in ("fused", "split"):
+        raise ValueError(
+            f"{op}: algorithm={algorithm!r} has no backward; take 'auto', or call it under torch.no_grad()"
+        )
     call = RouterCall(*x.shape, E, k, x.dtype, algorithm)
     if trained or isinstance(MATMUL_ROUTE_SCHEDULE.plan(call, here).design, ThreeLaunches):
         return in_three(x, router, experts, gating, block, tickets)
@@ -117,11 +131,11 @@ class MatmulRouteSchedule(MoeOp):
     """sizes of a case: T, H, experts in all, k."""
 
     name, alias = "matmul_route_schedule", "moe-route"
-    designs = {"fused": OneLaunch, "sequential": ThreeLaunches}
+    designs = {"fused": OneLaunch, "split": RouteOfParts, "sequential": ThreeLaunches}
     sizes = ("T", "H", "E", "k")
     dtypes = FLOATS
     mutates = ("tickets",)
-    rare = ("fused",)
+    rare = ("fused", "split")
     collective = False
 
     # --- choosing ----------------------------------------------------------------------------------------------------
@@ -142,20 +156,30 @@ class MatmulRouteSchedule(MoeOp):
             return "sequential", f"{machine.caps.arch}: not measured"
         if call.logits <= FEW_LOGITS:
             return "fused", f"{rounded} <= {FEW_LOGITS}: one program chooses and schedules them from its registers"
-        return (
-            "sequential",
-            f"{rounded} > {FEW_LOGITS}: one program would choose and schedule longer than two launches take",
-        )
+        why = f"{rounded} > {FEW_LOGITS}: one program would choose and schedule longer than two launches take"
+        if call.tokens <= MOST_TOKENS:
+            return (
+                "split",
+                f"{why}; {call.tokens} tokens <= {MOST_TOKENS}: route adds up parts of the GEMM as it loads them",
+            )
+        return "sequential", why
 
-    def default(self, name: str, call: RouterCall, machine: Machine) -> OneLaunch | ThreeLaunches:
+    def default(self, name: str, call: RouterCall, machine: Machine) -> RouterParts | ThreeLaunches:
         if name == "sequential":
             return ThreeLaunches()
+        if name == "split":
+            if call.tokens > MOST_TOKENS:
+                raise ValueError(
+                    f"{self.name}: algorithm='split' takes up to {MOST_TOKENS} tokens, not tokens={call.tokens}; pass "
+                    f"'sequential' or 'auto'"
+                )
+            return parts_for(call, machine.caps, RouteOfParts)
         if call.logits > MOST_LOGITS:
             raise ValueError(
                 f"{self.name}: algorithm='fused' takes up to {MOST_LOGITS} logits, tokens and experts rounded up to powers of "
                 f"two; tokens={call.tokens} and experts={call.experts} are {call.logits}; pass 'sequential' or 'auto'"
             )
-        return fused_for(call, machine.caps)
+        return parts_for(call, machine.caps, OneLaunch)
 
     def table_key(self, call: RouterCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         return self.name, (call.tokens, call.hidden, call.experts), 1
@@ -164,19 +188,25 @@ class MatmulRouteSchedule(MoeOp):
         found = super().tuned(call, machine)
         if found is None or found.row.shape[1:] != (call.hidden, call.experts):
             return None
-        return None if found.name == "fused" and call.logits > MOST_LOGITS else found
+        return found if found.name in self.able(call) else None
 
-    def space(self, call: RouterCall, machine: Machine, quick: bool = False) -> Iterator[OneLaunch | ThreeLaunches]:
-        yield ThreeLaunches()
-        if call.logits <= MOST_LOGITS:
-            base = self.default("fused", call, machine)
+    def able(self, call: RouterCall) -> list[str]:
+        """Designs that take a call."""
+        fits = {"fused": call.logits <= MOST_LOGITS, "split": call.tokens <= MOST_TOKENS}
+        return [name for name in self.designs if fits.get(name, True)]
+
+    def space(self, call: RouterCall, machine: Machine, quick: bool = False) -> Iterator[RouterParts | ThreeLaunches]:
+        for name in self.able(call):
+            base = self.default(name, call, machine)
             yield base
+            if name == "sequential":
+                continue
             for parts in (4, 8, 16) if not quick else ():
                 for rows_of in (16, 32):
                     yield replace(base, parts=parts, rows_of=rows_of)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, OneLaunch):
+        if isinstance(design, RouterParts):
             yield from moved(
                 design,
                 parts=scaled(design.parts, 1, 32),
@@ -190,7 +220,7 @@ class MatmulRouteSchedule(MoeOp):
 
     def run(
         self,
-        design: OneLaunch | ThreeLaunches,
+        design: RouterParts | ThreeLaunches,
         team: None,
         x: torch.Tensor,
         router: torch.Tensor,
@@ -214,17 +244,29 @@ class MatmulRouteSchedule(MoeOp):
         form = RouterForm(E, experts.count, R, k, tokens, block, parts, design.rows_of, design.step, ahead)
         scored = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
         options = {"num_warps": design.num_warps, "num_stages": design.num_stages}
+        fused = isinstance(design, OneLaunch)
         launch = launch_on(
             x.device,
-            matmul_route_schedule_kernel,
-            (form, scored, design),
-            lambda: {"SCORING": scored, "FORM": form, **options, **launch_options(capabilities_of(x.device))},
+            matmul_route_schedule_kernel if fused else router_parts_kernel,
+            (form, scored if fused else None, design),
+            lambda: {
+                "FORM": form,
+                **({"SCORING": scored} if fused else {}),
+                **options,
+                **launch_options(capabilities_of(x.device)),
+            },
         )
         partials = x.new_empty((parts, T, R), dtype=torch.float32)
-        arrivals = torch.zeros(1, dtype=torch.int32, device=x.device) if tickets is None else tickets
+        programs = cdiv(R, design.rows_of) * parts
         rows = Rows(x, row_stride(x), router, stride, partials if bias is None else bias.contiguous())
-        launch(cdiv(R, design.rows_of) * parts, rows, found, partials, arrivals, T, H, experts.first, scale)
-        return found
+        if fused:
+            arrivals = torch.zeros(1, dtype=torch.int32, device=x.device) if tickets is None else tickets
+            launch(programs, rows, found, partials, arrivals, T, H, experts.first, scale)
+            return found
+        launch(programs, rows, partials, T, H)
+        launch_route(partials, *gating, found.ids, found.weights, found.gate if R > E else None, experts=E)
+        lists = MOE_SCHEDULE.run(Lists(block=block), None, found.ids, experts.first, experts.count, 0, tickets)
+        return found._replace(**dict(zip(("pairs", "counts", "tiles", "tile_count"), lists, strict=True)))
 
     def forward(
         self,
@@ -351,10 +393,14 @@ class MatmulRouteSchedule(MoeOp):
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1, 136, 60, 8), (5, 40, 17, 4), (16, 24, 8, 2)):
                 yield case(dtype, *sizes)
-        for design in ("fused", "sequential"):
+        for design in ("fused", "split", "sequential"):
             yield case(BF16, 9, 72, 20, 3, design=design, gated=True, local=(4, 9), block=16)
             yield case(FP32, 7, 64, 64, 6, design=design, scoring="sigmoid", biased=True, groups=(8, 3), scale=2.5)
         yield case(BF16, 33, 16, 8, 2, design="fused", renormalize=False, tickets=False)
+        for dtype in (FP16, BF16, FP32):
+            yield case(dtype, 19, 136, 60, 8, design="split")
+        yield case(BF16, 1, 40, 17, 4, design="split", tickets=False)
+        yield case(BF16, 70, 32, 8, 2, design=RouteOfParts(parts=1, rows_of=32, step=32, num_warps=8, num_stages=2))
         yield case(BF16, 1, 31, 5, 5, gated=True)  # rows that begin anywhere
         yield case(BF16, 0, 16, 8, 2, gated=True)
         yield case(BF16, 40, 32, 8, 2, design=OneLaunch(parts=1, rows_of=32, step=32, num_warps=8, num_stages=2))
@@ -362,7 +408,7 @@ class MatmulRouteSchedule(MoeOp):
 
     def large_cases(self) -> Iterator[Case]:
         for E, H, k in ((128, 2048, 8), (256, 7168, 8), (8, 4096, 2)):
-            for T in (1, 2, 8, 32, 4096):
+            for T in (1, 2, 8, 32, 128, 4096):
                 fields = (("held", E // 2), ("gated", T == 8))
                 yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(T, H, E, k), fields=fields)
 

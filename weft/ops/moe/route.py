@@ -16,6 +16,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int
 from weft.kernels.operands import rows_contiguous
+from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.moe.moe_cases import popularity
@@ -154,6 +155,7 @@ def route_kernel(
     bias,
     ids,
     weights,
+    gate,
     T,
     E,
     scale,
@@ -161,21 +163,33 @@ def route_kernel(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """ids[t, j] = the expert with the j-th greatest score of token t; weights[t, j] = scale * its weight
 
     grid    (cdiv(T, ROWS),)
-    logits  [T, E], rows ``stride`` apart; bias: fp32 [E], any tensor if not SCORING.biased
+    logits  [T, E], rows ``stride`` apart; with PARTS fp32 [PARTS, T, stride], which are added up in this order and rounded to
+            the dtype of the weights
+    bias    fp32 [E], any tensor if not SCORING.biased
     ids     int32 [T, K]; weights [T, K], computed in fp32 and rounded once
+    gate    [T], for the sums of column E of the parts; None: there are none
     BLOCK   a power of two, at least E
 
-    signals, waits  none
+    signals, waits  none, except the wait for the previous kernel
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.arange(0, BLOCK)[None, :]
     wl.follow_previous_kernel()
-    asked = logits + row.to(tl.int64) * stride + expert
-    x = tl.load(asked, mask=(row < T) & (expert < E), other=float("-inf")).to(tl.float32)
+    asked, there = logits + row.to(tl.int64) * stride + expert, (row < T) & (expert < E)
+    if PARTS == 0:
+        x = tl.load(asked, mask=there, other=float("-inf")).to(tl.float32)
+    else:
+        dtype: tl.constexpr = weights.dtype.element_ty
+        x = rounded_sum(asked, there, T * stride, PARTS, dtype).to(tl.float32)
+        x = tl.where(there, x, float("-inf"))
+        if gate is not None:
+            of_gate = rounded_sum(logits + row.to(tl.int64) * stride + E, row < T, T * stride, PARTS, dtype)
+            tl.store(gate + row, of_gate, mask=row < T)
     _, _, chosen, weight = choices_of(x, bias, E, SCORING, K)
     if SCORING.renormalize:
         weight = weight / (tl.sum(weight, axis=1, keep_dims=True) + TINY)
@@ -243,6 +257,41 @@ def check_routing(
         raise ValueError(
             f"{op}: k={k} is more than {MAX_CHOICES}, or than the {E // groups * group_limit} experts to choose from"
         )
+
+
+def launch_route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    k: int,
+    scoring: str,
+    renormalize: bool,
+    groups: int,
+    group_limit: int,
+    scale: float,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    experts: int | None = None,
+) -> None:
+    """Launch ``route_kernel`` on checked arguments, of one token or more.
+
+    logits   [T, E] with contiguous rows; or parts of them, fp32 [parts, T, columns], of which the first ``experts`` are E
+    gate     as the kernel takes it, beside parts
+    """
+    T, E = logits.shape[-2], experts or logits.shape[-1]
+    caps, block = capabilities_of(logits.device), max(16, next_power_of_2(E))
+    rows, warps = (1, cdiv(block, 256)) if T <= LONE_TOKENS else (max(1, TILE // block), 4)
+    form = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
+    parts = 0 if experts is None else len(logits)
+    sizes = {"K": k, "ROWS": rows, "BLOCK": block, "PARTS": parts, "num_warps": warps}
+    launch = launch_on(
+        logits.device,
+        route_kernel,
+        (form, k, rows, block, parts),
+        lambda: {"SCORING": form, **sizes, **launch_options(caps)},
+    )
+    shift = logits if bias is None else bias.contiguous()
+    launch(cdiv(T, rows), logits, logits.stride(-2), shift, ids, weights, gate, T, E, scale)
 
 
 class Route(MoeOp):
@@ -339,21 +388,11 @@ class Route(MoeOp):
         group_limit: int,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, (T, E) = rows_contiguous(logits), logits.shape
         ids, weights = self.fake(logits, bias, k, scoring, renormalize, groups, group_limit, scale)
-        if T > 0:
-            caps, block = capabilities_of(logits.device), max(16, next_power_of_2(E))
-            rows, warps = (1, cdiv(block, 256)) if T <= LONE_TOKENS else (max(1, TILE // block), 4)
-            form = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
-            sizes = {"K": k, "ROWS": rows, "BLOCK": block, "num_warps": warps}
-            launch = launch_on(
-                logits.device,
-                route_kernel,
-                (form, k, rows, block),
-                lambda: {"SCORING": form, **sizes, **launch_options(caps)},
+        if len(logits) > 0:
+            launch_route(
+                rows_contiguous(logits), bias, k, scoring, renormalize, groups, group_limit, scale, ids, weights
             )
-            shift = logits if bias is None else bias.contiguous()
-            launch(cdiv(T, rows), logits, logits.stride(0), shift, ids, weights, T, E, scale)
         return ids, weights
 
     def fake(self, logits, bias, k, scoring, renormalize, groups, group_limit, scale):

@@ -1,4 +1,4 @@
-"""Kernel of matmul_route_schedule: the router's GEMM, the choices and the schedule in one launch."""
+"""Kernels of matmul_route_schedule: the router's GEMM in parts, and with the choices and the schedule in one launch."""
 
 from __future__ import annotations
 
@@ -93,6 +93,18 @@ def part_of_logits(rows, partials, T, H, program, FORM: tl.constexpr):
         acc = tl.dot(a, b.T, acc, input_precision="ieee")
     at = (part * T + token)[None, :] * FORM.rows + row[:, None]
     tl.store(partials + at, acc, mask=(token < T)[None, :] & (row < FORM.rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["T"])
+def router_parts_kernel(rows, partials, T, H, FORM: tl.constexpr):
+    """partials[part, t, r] = x[t, share] @ router[r, share], each part a share of H    grid: (tiles of rows * FORM.parts,)
+
+    rows      ``Rows``
+    partials  fp32 [FORM.parts, T, FORM.rows]
+
+    signals, waits  none, except the wait for the previous kernel
+    """
+    part_of_logits(rows, partials, T, H, tl.program_id(0), FORM)
 
 
 @triton.jit(do_not_specialize=["T", "first"])

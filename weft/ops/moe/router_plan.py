@@ -1,4 +1,4 @@
-"""Designs of matmul_route_schedule, and the one launch of a call for which no row decides."""
+"""Designs of matmul_route_schedule, and those of a call for which no row decides."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 MOST_LOGITS = 8192
 # Up to these one launch is faster than three (one H200, benchmarks/lab/h200-route.json): 8 tokens of 128 experts, 4 of 256.
 FEW_LOGITS = 1024
+# Tokens that a program multiplies at once: 16 fp32 sums a thread of 4 warps.
+MOST_TOKENS = 128
 # Partial sums that the last program reads, at most: 64 KiB, which one SM reads from the L2 in about 0.6 us (by its width).
 MOST_PARTIALS = 16384
 # Bytes of the router that a program reads at least.
 LEAST_BYTES = 4096
 
 
-@exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneLaunch:
-    """One kernel.
+class RouterParts:
+    """The router's GEMM in parts of H.
 
     parts    programs that share a tile of logits, each with its share of H: 1 .. 32
     rows_of  rows of the router that a program multiplies, ``step`` columns at a time: powers of two, at least 16
@@ -47,6 +48,18 @@ class OneLaunch:
                 raise ValueError(f"{name}={value} is not a power of two of at least 16")
         if not 1 <= self.parts <= 32:
             raise ValueError(f"parts={self.parts} is not in 1 .. 32")
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneLaunch(RouterParts):
+    """One kernel: the last program to end adds up the parts, chooses and schedules."""
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteOfParts(RouterParts):
+    """Three launches: route adds up the parts as it loads them, and moe_schedule follows."""
 
 
 @exchangeable
@@ -71,12 +84,15 @@ class RouterCall(NamedTuple):
         return next_power_of_2(max(1, self.tokens)) * max(16, next_power_of_2(self.experts))
 
 
-def fused_for(call: RouterCall, caps: Capabilities) -> OneLaunch:
-    """Design of one launch where no row decides."""
+def parts_for(call: RouterCall, caps: Capabilities, kind: type[RouterParts]) -> RouterParts:
+    """Design of a ``kind`` of parts where no row decides."""
     if caps.is_simulated:
-        return OneLaunch(parts=3, step=16)
-    # A part is 4 KiB of the router or more, and there are as many as the last program can add up quickly.
+        return kind(parts=3, step=16)
+    # A part is 4 KiB of the router or more, and there are as many as the programs that add them up can load quickly.
     step = 128 if call.dtype.itemsize == 2 else 32
     bytes_of_tile = 16 * call.hidden * call.dtype.itemsize
-    parts = min(16, MOST_PARTIALS // call.logits, cdiv(bytes_of_tile, LEAST_BYTES), cdiv(call.hidden, step))
-    return OneLaunch(parts=max(1, parts), step=step, num_warps=max(1, min(8, call.logits // 256)))
+    parts = min(16, cdiv(bytes_of_tile, LEAST_BYTES), cdiv(call.hidden, step))
+    if kind is RouteOfParts:
+        return kind(parts=parts, step=step)
+    warps = max(1, min(8, call.logits // 256))
+    return kind(parts=max(1, min(parts, MOST_PARTIALS // call.logits)), step=step, num_warps=warps)

@@ -1,6 +1,6 @@
 """Router, choices and schedule of a mixture of experts on one GPU: in one launch, in parts, in three, and each alone.
 
-    python benchmarks/lab/route.py --out FILE
+    python -m benchmarks.lab.route --out FILE
 
 Times are of CUDA graphs. "single": a call behind a kernel that writes 128 MB, median of 41; "empty" is what is measured with no
 call. "in a row": one call for each of so many router weights that they do not fit the L2, over their number, median of 15.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,12 @@ def both(run: Callable[[int], Any], sets: int, flush: torch.Tensor) -> dict[str,
     return {"single_us": round(single, 2), "in_a_row_us": round(row, 2)}
 
 
-def rows_of(name: str, flush: torch.Tensor) -> list[dict[str, Any]]:
+def rows_of(name: str, flush: torch.Tensor) -> Iterator[dict[str, Any]]:
     hidden, experts, k = MODELS[name]
     device = flush.device
     sets = COLD_BYTES // (experts * hidden * 2) + 1
     routers = [torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) * hidden**-0.5 for _ in range(sets)]
-    owned, tickets, found = Experts(experts, 0, experts // 2), torch.zeros(1, dtype=torch.int32, device=device), []
+    owned, tickets = Experts(experts, 0, experts // 2), torch.zeros(1, dtype=torch.int32, device=device)
     for tokens in TOKENS:
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
         call = RouterCall(tokens, hidden, experts, k, torch.bfloat16)
@@ -93,9 +93,8 @@ def rows_of(name: str, flush: torch.Tensor) -> list[dict[str, Any]]:
             forms["one launch"] = by("fused")
         plan = MATMUL_ROUTE_SCHEDULE.plan(call, machine_on(device))
         times = {form: both(run, sets, flush) for form, run in forms.items()}
-        found.append({"model": name, "tokens": tokens, "plan": plan.name, "times": times})
         print(name, tokens, plan.name, {form: tuple(one.values()) for form, one in times.items()}, flush=True)
-    return found
+        yield {"model": name, "tokens": tokens, "plan": plan.name, "times": times}
 
 
 def main() -> None:
@@ -104,14 +103,17 @@ def main() -> None:
     chosen = parser.parse_args()
     flush = torch.zeros(1 << 25, device="cuda")
     result = {
-        "command": "python benchmarks/lab/route.py",
+        "command": "python -m benchmarks.lab.route",
         "gpu": torch.cuda.get_device_name(),
         "revision": revision(Path(weft.__file__).parent),
         "versions": {module.__name__: module.__version__ for module in (torch, triton)},
         "empty_us": round(timed(lambda: None, flush, 41), 2),
-        "rows": [row for name in MODELS for row in rows_of(name, flush)],
+        "rows": [],
     }
-    put(chosen.out, json.dumps(result, indent=1) + "\n")
+    for name in MODELS:
+        for row in rows_of(name, flush):
+            result["rows"].append(row)
+            put(chosen.out, json.dumps(result, indent=1) + "\n")  # so far, should the rest be cut
 
 
 if __name__ == "__main__":

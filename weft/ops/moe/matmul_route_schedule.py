@@ -2,8 +2,8 @@
 
     logits = x @ router.T;  routing = route(logits[:, :E]);  schedule = moe_schedule(routing.ids, experts)
 
-fused       one kernel, for few tokens: programs multiply parts of H, and the last one to end does the rest
-split       parts of H | route, which adds them up | moe_schedule
+fused       one kernel, for one token: programs multiply parts of H, and the last one to end does the rest
+split       parts of H | route, which adds them up | moe_schedule: for few tokens
 sequential  matmul | route | moe_schedule
 """
 
@@ -26,7 +26,6 @@ from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists, ScheduleCall, block_f
 from weft.ops.moe.route import MAX_EXPERTS, ROUTE, Scoring, check_routing, launch_route
 from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel, router_parts_kernel
 from weft.ops.moe.router_plan import (
-    FEW_LOGITS,
     MOST_LOGITS,
     MOST_TOKENS,
     OneLaunch,
@@ -70,7 +69,7 @@ def matmul_route_schedule(
     experts  those to schedule
     k, scoring, renormalize, bias, groups, group_limit, scale   of ``weft.ops.route``
     block, tickets   of ``weft.ops.moe_schedule``
-    algorithm  "auto", "fused" (one kernel, for few tokens), "split" (the GEMM in parts of H, which ``route`` adds up, for up to
+    algorithm  "auto", "fused" (one kernel), "split" (the GEMM in parts of H, which ``route`` adds up, for up to
                128 tokens) or "sequential" (``matmul``, ``route``, ``moe_schedule``)
 
     Logits are fp32 sums, rounded once to x's dtype, before experts are chosen. The same from run to run; the order of a sum
@@ -148,21 +147,18 @@ class MatmulRouteSchedule(MoeOp):
         return self.call_of(case.sizes, case.dtype, machine, case.design)
 
     def rule(self, call: RouterCall, machine: Machine) -> tuple[str, str]:
-        """By the logits that one program must choose from (benchmarks/lab/h200-route.json)."""
-        rounded = (
-            f"{call.tokens} tokens and {call.experts} experts, rounded up to powers of two, are {call.logits} logits"
-        )
+        """By the number of tokens (benchmarks/lab/h200-route.json)."""
+        tokens = f"{call.tokens} tokens and {call.experts} experts"
         if machine.caps.arch.startswith("gfx"):
             return "sequential", f"{machine.caps.arch}: not measured"
-        if call.logits <= FEW_LOGITS:
-            return "fused", f"{rounded} <= {FEW_LOGITS}: one program chooses and schedules them from its registers"
-        why = f"{rounded} > {FEW_LOGITS}: one program would choose and schedule longer than two launches take"
+        if call.tokens == 1:
+            return "fused", f"{tokens}: one program chooses and schedules in less time than two launches take"
         if call.tokens <= MOST_TOKENS:
             return (
                 "split",
-                f"{why}; {call.tokens} tokens <= {MOST_TOKENS}: route adds up parts of the GEMM as it loads them",
+                f"{tokens}, at most {MOST_TOKENS}: route adds up parts of the router's GEMM as it loads them",
             )
-        return "sequential", why
+        return "sequential", f"{tokens}, more than {MOST_TOKENS}: the router's GEMM has enough tiles"
 
     def default(self, name: str, call: RouterCall, machine: Machine) -> RouterParts | ThreeLaunches:
         if name == "sequential":

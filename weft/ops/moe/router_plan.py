@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 # Logits that the last program can hold, tokens and experts rounded up to powers of two: 32 a thread of 8 warps.
 MOST_LOGITS = 8192
-# Up to these one launch is faster than three (one H200, benchmarks/lab/h200-route.json): 8 tokens of 128 experts, 4 of 256.
-FEW_LOGITS = 1024
 # Tokens that a program multiplies at once: 16 fp32 sums a thread of 4 warps.
 MOST_TOKENS = 128
 # Partial sums that the last program reads, at most: 64 KiB, which one SM reads from the L2 in about 0.6 us (by its width).

@@ -33,14 +33,18 @@ class PairSum(NamedTuple):
 
 
 @triton.jit
-def pair_of(x, token, column, there, exists, j, WIDTH: tl.constexpr):
-    """weight * result of choice ``j`` in fp32; 0 if its expert is another rank's, whose row is not read."""
+def pair_of(x, token, exists, j):
+    """(pair, whether its expert is one of these, its weight) of choice ``j`` of tokens."""
     pair = token * x.count + j
     expert = tl.load(x.ids + pair, mask=exists, other=-1) - (x.place - 3) // 2
-    mine = (expert >= 0) & (expert < x.experts)
-    row = tl.load(x.first + pair * WIDTH + column, mask=there & mine, other=0.0).to(tl.float32)
     weight = tl.load(x.weights + pair, mask=exists, other=0.0).to(tl.float32)
-    return tl.where(mine, row * weight, 0.0)
+    return pair, (expert >= 0) & (expert < x.experts), weight
+
+
+@triton.jit
+def row_of(x, pair, mine, column, there, WIDTH: tl.constexpr):
+    """Elements of a pair's row; 0 if its expert is another rank's, whose row is not read."""
+    return tl.load(x.first + pair * WIDTH + column, mask=there & mine, other=0.0)
 
 
 @triton.jit
@@ -48,16 +52,23 @@ def sum_of_pairs(x, token, column, there, exists, WIDTH: tl.constexpr, dtype: tl
     """Sums of ``x``, a PairSum, rounded to ``dtype``: the bits of moe_sum.
 
     token, column  int64 and int32, of the shape of ``there`` when broadcast; there, exists: masks of elements, of tokens
-    UNROLLED       the loads of all choices are in flight at once, which takes registers
+    UNROLLED       all ids are loaded, then all rows, which takes registers: one choice behind the other takes ``count`` times
+                   the memory's latency
     """
     COUNT: tl.constexpr = x.count
     total = tl.zeros(there.shape, tl.float32)
     if UNROLLED:
+        pairs, rows = (), ()
         for j in tl.static_range(COUNT):
-            total += pair_of(x, token, column, there, exists, j, WIDTH)
+            pairs += (pair_of(x, token, exists, j),)
+        for j in tl.static_range(COUNT):
+            rows += (row_of(x, pairs[j][0], pairs[j][1], column, there, WIDTH),)
+        for j in tl.static_range(COUNT):
+            total += tl.where(pairs[j][1], rows[j].to(tl.float32) * pairs[j][2], 0.0)
     else:
         for j in range(COUNT):
-            total += pair_of(x, token, column, there, exists, j, WIDTH)
+            pair, mine, weight = pair_of(x, token, exists, j)
+            total += tl.where(mine, row_of(x, pair, mine, column, there, WIDTH).to(tl.float32) * weight, 0.0)
     if x.shared is not None:
         row = tl.load(x.shared + token * WIDTH + column, mask=there, other=0.0).to(tl.float32)
         if x.gate is not None:

@@ -86,7 +86,7 @@ def test_the_bits_are_those_of_the_three_ops(world_size, shared, factored):
 
 MISTAKES = {
     "the neighbour's weight": ("tl.load(x.weights + pair,", "tl.load(x.weights + token * x.count,"),
-    "other ranks' rows": ("mine = (expert >= 0) & (expert < x.experts)", "mine = expert >= -99"),
+    "other ranks' rows": ("pair, (expert >= 0) & (expert < x.experts), weight", "pair, expert >= -99, weight"),
     "the neighbour's experts": ("- (x.place - 3) // 2", "- (x.place - 1) // 2"),
     "one choice": ("for j in tl.static_range(COUNT):", "for j in tl.static_range(1):"),
     "a shared result without its gate": ("row *= 1.0 / (1.0 + tl.exp(-gate))", "row *= 1.0"),

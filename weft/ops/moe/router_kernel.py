@@ -1,4 +1,4 @@
-"""Kernels of matmul_route_schedule: the router's GEMM in parts, and with the choices and the schedule in one launch."""
+"""Kernels of matmul_route_schedule: parts of the router's GEMM, and all of the op in one launch."""
 
 from __future__ import annotations
 

@@ -97,8 +97,9 @@ def part_of_logits(rows, partials, T, H, program, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def router_parts_kernel(rows, partials, T, H, FORM: tl.constexpr):
-    """partials[part, t, r] = x[t, share] @ router[r, share], each part a share of H    grid: (tiles of rows * FORM.parts,)
+    """partials[part, t, r] = x[t, share] @ router[r, share], each part a share of H
 
+    grid      (tiles of rows * FORM.parts,)
     rows      ``Rows``
     partials  fp32 [FORM.parts, T, FORM.rows]
 

@@ -22,8 +22,8 @@ MOE = [*(op for op in OPS if op_of(op).form == "moe"), *VARIED]
 # Providers that are not here, with what they say.
 ABSENT = {
     "torch.all_to_all_vdev_2d": "NVSHMEM",
-    "deep_ep": "deep_ep is not installed; build it from github.com/deepseek-ai/DeepEP",
-    "pplx": "pplx_kernels is not installed; build it from github.com/perplexityai/pplx-kernels",
+    "deep_ep": "deep_ep is not installed; build it with benchmarks/packages.sh",
+    "pplx": "pplx_kernels is not installed; build it with benchmarks/packages.sh",
     "liger": "liger_kernel is not installed; pip install liger-kernel",
 }
 
@@ -191,6 +191,7 @@ def test_packages_that_are_installed_are_called_as_they_want(name, libraries, mo
         team.group = types.SimpleNamespace(team=team, group_name="0")
         monkeypatch.setitem(sys.modules, "deep_ep", types.SimpleNamespace(Buffer=DeepEP))
         made_by = types.SimpleNamespace(intranode=lambda **sizes: AllToAll(team))
+        monkeypatch.setattr(moe_packages, "with_cpu", lambda group: group)
         monkeypatch.setattr(moe_packages, "pplx_module", lambda: types.SimpleNamespace(AllToAll=made_by))
         for op in ("moe-dispatch", "moe-combine") if name == "deep_ep" else ("moe-dispatch",):
             [provider] = [one for one in choose(op, []) if one.name == name]

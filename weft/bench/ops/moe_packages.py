@@ -1,16 +1,18 @@
 """Ops of a mixture of experts by packages that may be installed beside weft.
 
-Dispatch and combine of DeepEP and of pplx-kernels, which are built from source with nvcc, and grouped GEMMs of Liger-Kernel,
-which is on PyPI (docs/moe.md). weft does not depend on them, and they are not in its lists.
+Dispatch and combine of DeepEP and of pplx-kernels, which are built from source (benchmarks/packages.sh), and grouped GEMMs of
+Liger-Kernel, which is on PyPI (docs/moe.md). weft does not depend on them, and they are not in its lists.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
@@ -41,7 +43,7 @@ def not_captured() -> None:
 
 
 def deep_ep_buffer(problem: OpProblem) -> Any:
-    module = package("deep_ep", "build it from github.com/deepseek-ai/DeepEP")
+    module = package("deep_ep", "build it with benchmarks/packages.sh")
     return module.Buffer(group_of(problem), BUFFER_BYTES, 0)
 
 
@@ -92,14 +94,19 @@ def deep_ep_combine(problem: OpProblem) -> Prepared:
 
 
 def pplx_module() -> Any:
-    return package("pplx_kernels", "build it from github.com/perplexityai/pplx-kernels")
+    return package("pplx_kernels", "build it with benchmarks/packages.sh")
 
 
 def pplx_dispatch(problem: OpProblem) -> Prepared:
     """A row for each choice, in slots of its expert [held, W * T, H]; uint32 ids are there before."""
     module, (T, k, total, H), team = pplx_module(), problem.case.sizes, problem.team
     sizes = {"max_num_tokens": T, "num_experts": total, "experts_per_token": k, "hidden_dim": H}
-    ranks = {"rank": team.rank, "world_size": team.size, "dp_size": 1, "group_name": group_of(problem).group_name}
+    ranks = {
+        "rank": team.rank,
+        "world_size": team.size,
+        "dp_size": 1,
+        "group_name": with_cpu(group_of(problem)).group_name,
+    }
     row = {"hidden_dim_bytes": H * problem.dtype.itemsize, "hidden_dim_scale_bytes": 0}
     exchange, held = module.AllToAll.intranode(**sizes, **ranks, **row), mine(problem).count
     buffers, choices = [x.clone() for x, *_ in problem.sets], [ids.to(torch.uint32) for _, ids, _ in problem.sets]
@@ -119,6 +126,12 @@ def pplx_dispatch(problem: OpProblem) -> Prepared:
         return torch.cat(list(map(in_order, found))), torch.cat(list(map(in_order, expected)))
 
     return Prepared(run=run, prepare=written(problem, buffers), compare=compare)
+
+
+def with_cpu(group: Any) -> Any:
+    """A group of these ranks that sends CPU tensors too, over loopback: pplx exchanges its handles so."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return dist.new_group(dist.get_process_group_ranks(group), backend="cpu:gloo,cuda:nccl")
 
 
 def in_order(rows: torch.Tensor) -> torch.Tensor:

@@ -15,20 +15,25 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 # Kinds in the order of the tables. "gemm+communication" and "all-reduce + norm" are kernels that do both; a norm that
-# torch.compile has fused into other elementwise work counts as pointwise.
+# torch.compile has fused into other elementwise work counts as pointwise. "routing": choices of experts, and what orders, adds
+# up and rounds their rows.
 KINDS = (
-    "attention", "gemm", "gemm+communication", "communication", "all-reduce + norm", "norms", "pointwise", "other", "gap",
+    "attention", "gemm", "gemm+communication", "communication", "all-reduce + norm", "norms", "pointwise", "routing", "other",
+    "gap",
 )  # fmt: skip
 # The first that matches a kernel's name decides. Of weft by kernel; of libraries by what their names have in common:
 # nvjet, cutlass and xmma are cuBLAS's, fmha and flash torch's SDPA, triton_… torch.compile's, which spells out what it fused.
 NAMES = (
     ("all-reduce + norm", r"all_reduce_rms_norm"),
-    ("gemm+communication", r"all_gather_matmul|matmul_reduce_scatter|matmul_all_reduce"),
+    ("gemm+communication", r"all_gather_matmul|matmul_reduce|matmul_all_reduce"),
+    ("routing", r"route|moe_schedule|moe_sum|sum_slabs|(order|group)_tiles|place_tokens|add_pieces|copy_chosen|quantize_rows"),
+    ("communication", r"moe_dispatch|moe_combine|gather_(fp8_)?words|combine_words|(exchange|merge)_heads"),
     ("attention", r"attention|flash|fmha|\bsdpa|cudnn_generated"),
     ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|all_to_all|PtoP|^(begin|wait|sum|share|copy|add)_kernel"),
     ("norms", r"^(?!triton_).*(rms_norm|layer_norm)"),
     ("pointwise", r"qk_norm_rope|silu_mul_kernel|^triton_(poi|red|per)_(?!.*_(mm|addmm|linear)(_|$))"),
-    ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|matmul_kernel|skinny|sum_parts|splitk|cublas|dot_kernel|_(mm|addmm|linear)(_|$)"),
+    ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|dot_kernel|_(mm|addmm|linear)(_|$)"),
+    ("gemm", r"matmul_kernel|small_m|narrow_kernel|sum_partials"),
     ("pointwise", r"norm|elementwise|CatArray|index_put|indexSelect|gather|scatter|Memcpy DtoD|copy|rope|silu"),
 )  # fmt: skip
 RULES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES)

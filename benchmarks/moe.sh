@@ -18,10 +18,10 @@ shift
 [ $# -gt 0 ] || set -- exchange overlap local layer model
 
 qwen=qwen3-30b-a3b
-sent=$qwen:1,8,32,128,1024,4096,$qwen/zipf:128,4096,deepseek-v3:8,128,4096,deepseek-v3/zipf:128,mixtral-8x7b:128,4096,kraken-a2a
-seen=$qwen:1,4,8,32,128,1024,4096,8192,$qwen/zipf:32,4096,qwen3-235b-a22b:4096,mixtral-8x7b:32,4096,deepseek-v3:128,4096
-decoded=$qwen:1,8,32,128,256,$qwen/zipf:32
-many=$qwen:128,512,2048,4096,$qwen/zipf:2048,qwen3-235b-a22b:2048,mixtral-8x7b:2048
+sent=$qwen:1,8,32,128,1024,4096,$qwen/zipf:128,4096,$qwen/recorded:128,4096,deepseek-v3:8,128,4096,deepseek-v3/zipf:128,mixtral-8x7b:128,4096,kraken-a2a
+seen=$qwen:1,4,8,32,128,1024,4096,8192,$qwen/zipf:32,4096,olmoe-1b-7b/recorded:32,4096,qwen3-235b-a22b:4096,mixtral-8x7b:32,4096,deepseek-v3:128,4096
+decoded=$qwen:1,8,32,128,256,$qwen/zipf:32,$qwen/recorded:32
+many=$qwen:128,512,2048,4096,$qwen/zipf:2048,$qwen/recorded:2048,olmoe-1b-7b/recorded:2048,qwen3-235b-a22b:2048,mixtral-8x7b:2048
 few=$qwen:1,32,128,4096,8192
 
 bench() {

@@ -63,7 +63,7 @@ def libraries(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic, options=None: function)
 
 
-@pytest.mark.parametrize("word", ["qwen3-30b-a3b", "qwen3-30b-a3b/zipf"])
+@pytest.mark.parametrize("word", ["qwen3-30b-a3b", "qwen3-30b-a3b/zipf", "olmoe-1b-7b/recorded"])
 @pytest.mark.parametrize("op", MOE)
 def test_every_baseline_gives_the_answer(op, word, libraries):
     others = [provider for provider in choose(op, []) if provider.role != "weft"]

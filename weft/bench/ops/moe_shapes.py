@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.bench.harness.workload import DTYPES, Shape
-from weft.ops.moe.moe_op import MoeShape
+from weft.ops.moe.moe_op import SKEWS, MoeShape
 from weft.ops.moe.moe_schedule import MAX_CHOICES
 from weft.ops.op import Op
 
@@ -28,6 +28,7 @@ MIXTURES = {
     "qwen3-30b-a3b": Mixture(experts=128, k=8, hidden=2048, features=768),
     "qwen3-235b-a22b": Mixture(experts=128, k=8, hidden=4096, features=1536),
     "mixtral-8x7b": Mixture(experts=8, k=2, hidden=4096, features=14336),
+    "olmoe-1b-7b": Mixture(experts=64, k=8, hidden=2048, features=1024),
     "deepseek-v3": Mixture(experts=256, k=8, hidden=7168, features=2048),
     # The all-to-all that kraken times, with one choice a token; dispatch and combine have no features.
     "kraken-a2a": Mixture(experts=8, k=1, hidden=4096, features=4096, tokens=(4096,)),
@@ -36,25 +37,25 @@ MIXTURES = {
 SENT_TOKENS = (1, 8, 32, 128, 1024, 4096)
 SEEN_TOKENS = (1, 4, 8, 32, 128, 1024, 4096, 8192)
 # Most of each size for simulated ranks, and what they run instead of a named set at one rank.
-SIMULATED = MoeShape(64, MAX_CHOICES, 64, 64, 512, 512, 1)
+SIMULATED = MoeShape(64, MAX_CHOICES, 64, 64, 512, 512, 2)
 TINY = MoeShape(tokens=6, k=2, experts=4, held=4, hidden=32, features=48)
 
 
 def read_moe(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     """See ``Form.read``."""
-    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){5}(,[01])?", word):
+    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){5}(,[012])?", word):
         found = MoeShape(*map(int, word.split(",")))
         _check_held(op, word, found, world_size)
         return [_moe(found, "x".join(map(str, found[:6])))]
-    match = re.fullmatch(r"([a-z0-9-]+)(/zipf)?(?::([1-9]\d*(?:,[1-9]\d*)*))?", word.lower())
+    match = re.fullmatch(r"([a-z0-9-]+)(?:/(zipf|recorded))?(?::([1-9]\d*(?:,[1-9]\d*)*))?", word.lower())
     if match is None or match[1] not in MIXTURES:
         raise ValueError(
-            f"--shapes {word!r} is neither a set ({', '.join(MIXTURES)}; SET/zipf: skewed routing) nor "
+            f"--shapes {word!r} is neither a set ({', '.join(MIXTURES)}; SET/zipf, SET/recorded: skewed routing) nor "
             f"T,K,EXPERTS,HELD,HIDDEN,FEATURES"
         )
-    name, zipf, tokens = match[1], int(match[2] is not None), match[3]
+    name, skew, tokens = match[1], SKEWS.index(match[2] or ""), match[3]
     if tiny:
-        return [_moe(TINY._replace(experts=TINY.held * world_size, zipf=zipf), "tiny")]
+        return [_moe(TINY._replace(experts=TINY.held * world_size, skew=skew), "tiny")]
     model = MIXTURES[name]
     if model.experts % world_size:
         raise ValueError(
@@ -62,7 +63,7 @@ def read_moe(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
             f"2, 4 or 8"
         )
     listed = tuple(map(int, tokens.split(","))) if tokens else model.tokens
-    sizes = model.k, model.experts, model.experts // world_size, model.hidden, model.features, zipf
+    sizes = model.k, model.experts, model.experts // world_size, model.hidden, model.features, skew
     return [
         _moe(MoeShape(count, *sizes), f"{name} T={count}")
         for count in listed or (SENT_TOKENS if op.collective else SEEN_TOKENS)
@@ -70,7 +71,7 @@ def read_moe(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
 
 
 def _moe(shape: MoeShape, label: str) -> Shape:
-    return Shape(size=tuple(shape), label=label + " zipf" * shape.zipf)
+    return Shape(size=tuple(shape), label=f"{label} {SKEWS[shape.skew]}".rstrip())
 
 
 def _check_held(op: Op, word: str, shape: MoeShape, world_size: int) -> None:

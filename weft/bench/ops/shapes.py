@@ -104,8 +104,8 @@ def parse_shapes(
 
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
            BYTES,BYTES,… (64KiB, 1MiB) of a collective; SET, SET:T,T,… or T,QUERY_HEADS,KV_HEADS,HEAD_DIM of sharded
-           prompts; SET, SET/zipf, SET:T,T,… or T,K,EXPERTS,HELD,HIDDEN,FEATURES of a mixture of experts; or several of
-           them separated by commas
+           prompts; SET, SET/zipf, SET/recorded, SET:T,T,… or T,K,EXPERTS,HELD,HIDDEN,FEATURES of a mixture of experts; or
+           several of them separated by commas
     dtype  may bound a shape; the workload refuses an unknown one
     tiny   for simulated ranks: named sets become a few small shapes, and large shapes are refused
 

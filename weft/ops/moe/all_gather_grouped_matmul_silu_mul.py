@@ -420,6 +420,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
 
     def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
         yield self.case(2, BF16, 9, 1, 4, 24, 16, "fused", tokens=(9, 9), skew="one expert")
+        yield self.case(2, BF16, 9, 2, 8, 24, 16, "fused", tokens=(9, 7), skew="recorded")
         design = Fused(tiles=small, chunks=3, head=4)
         yield self.case(2, BF16, 18, 1, 2, 40, 24, design, tokens=(18, 17))
         words = GatherWords(row_bytes=256, num_warps=2)

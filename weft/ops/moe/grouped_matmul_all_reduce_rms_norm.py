@@ -358,7 +358,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
             yield case(3, FP32, 3, 2, 5, 36, 16, design=design, shared="gated", deferred=True)
         for w in (1, 4):
             yield case(w, BF16, 3, 2, 2 * w, 40, 16, design="in_norm", held=2)
-        for skew in ("last expert", "none"):
+        for skew in ("last expert", "none", "recorded"):
             yield case(2, FP16, 4, 2, 4, 40, 16, design="in_norm", held=2, skew=skew)
         # A row of several programs, each of which loads part of every choice's.
         yield case(2, FP16, 2, 2, 4, 640, 16, design="in_norm", shared="ungated")

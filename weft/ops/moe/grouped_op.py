@@ -291,7 +291,7 @@ class GroupedOp(MoeOp):
                 yield case(dtype, 20, 4, 6, 72, 88, local=(2, 3), **kind)  # ragged N and K, other ranks' experts
             for block in BLOCKS:
                 yield case(BF16, block + 1, 1, 2, 40, 72, block=block, skew="one expert", **kind)
-            for skew in ("last expert", "none", "some"):
+            for skew in ("last expert", "none", "some", "recorded"):
                 yield case(BF16, 19, 2, 5, 32, 64, skew=skew, **kind)
             yield case(BF16, 0, 2, 8, 32, 64, **kind)
             for design in (

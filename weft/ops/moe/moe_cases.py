@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from weft.ops.case import BF16, FP16, FP32, Case, Draw
+from weft.ops.moe.recorded import chosen_by_shares, recorded_shares
 from weft.ops.moe.routing import Experts
 
 
@@ -52,9 +53,13 @@ def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
     "none"         all ids are -1
     "some"         half of the tokens have chosen none, as padding has
     "zipf"         experts are chosen by ``popularity``
+    "recorded"     experts are chosen as often as ``recorded_shares`` says
     """
     skew, device = draw.case.field("skew"), draw.device
     order = draw.own("order", (T, experts), dtype=torch.float32)
+    if skew == "recorded":
+        start = torch.special.ndtr(draw.own("start", (T,), dtype=torch.float32)).clamp(max=1 - 1e-7)
+        return chosen_by_shares(recorded_shares(experts, k), order, start, k).contiguous()
     if skew == "zipf":
         # The k largest of log(weight) + Gumbel noise are k draws without replacement.
         noise = torch.special.ndtr(order).clamp(1e-7, 1 - 1e-7).log().neg().log().neg()
@@ -121,7 +126,7 @@ def exchange_cases(op: str) -> Iterator[dict[str, Any]]:
     for w in (2, 3):
         for dtype in (FP16, FP32):
             yield case(w, dtype, (5, 8, 12, 48), (5, 3, 5)[:w])
-        for skew in ("one expert", "last expert", "some", "none"):
+        for skew in ("one expert", "last expert", "some", "none", "recorded"):
             yield case(w, BF16, (17, 2, 12, 40), (17, 16, 2)[:w], skew=skew)
         yield case(w, BF16, (3, 1, 6, 24), (0, 0, 0)[:w])
         yield case(w, BF16, (3, 1, 6, 25), (0, 3, 0)[:w])

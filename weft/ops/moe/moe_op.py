@@ -10,7 +10,11 @@ import torch
 
 from weft.ops.case import Case
 from weft.ops.moe.moe_cases import popularity
+from weft.ops.moe.recorded import recorded_shares
 from weft.ops.op import Op
+
+# Of choices of experts, by the numbers that shapes have for them.
+SKEWS = ("", "zipf", "recorded")
 
 
 class MoeShape(NamedTuple):
@@ -21,7 +25,8 @@ class MoeShape(NamedTuple):
     held      experts of a rank
     hidden    elements of a token's row
     features  of an expert between its two GEMMs, as a rank holds them
-    zipf      1: experts are chosen by weights 1, 1/2, 1/3, …, dealt to the ranks in turn; 0: all alike
+    skew      of the choices, a place in SKEWS: all experts alike; by weights 1, 1/2, 1/3, …, dealt to the ranks in turn; as
+              often as a trained router chose them
     """
 
     tokens: int
@@ -30,16 +35,19 @@ class MoeShape(NamedTuple):
     held: int
     hidden: int
     features: int
-    zipf: int = 0
+    skew: int = 0
 
     @property
     def chosen(self) -> list[float]:
-        """Share of the tokens that choose each expert of rank 0, which has the most, about.
+        """Share of the tokens that choose each expert of the rank that has the most, about.
 
         A token draws its k experts without replacement. The number of experts drawn by a time is nearly k where its mean is, so
         expert e is drawn with probability 1 - exp(-weight * time).
         """
-        weights = popularity(self.experts, self.held if self.zipf else None).tolist()
+        if SKEWS[self.skew] == "recorded":
+            of_ranks = recorded_shares(self.experts, self.k).view(-1, self.held)
+            return of_ranks[of_ranks.sum(1).argmax()].tolist()
+        weights = popularity(self.experts, self.held if self.skew else None).tolist()
         if self.k == self.experts:
             return [1.0] * self.held
         low, high = 0.0, 1e9
@@ -50,12 +58,12 @@ class MoeShape(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        """Pairs of a token and one of its choices that rank 0 computes, about."""
+        """Pairs of a token and one of its choices that this rank computes, about."""
         return self.tokens * sum(self.chosen)
 
     @property
     def active(self) -> float:
-        """Experts of rank 0 that some token has chosen, about."""
+        """Experts of this rank that some token has chosen, about."""
         return sum(1 - (1 - share) ** self.tokens for share in self.chosen)
 
 
@@ -66,7 +74,7 @@ class MoeOp(Op):
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         whole = MoeShape(*shape)
-        given = {"held": whole.held, **({"skew": "zipf"} if whole.zipf else {}), **fields}
+        given = {"held": whole.held, **({"skew": SKEWS[whole.skew]} if whole.skew else {}), **fields}
         sizes = self.case_sizes(whole)
         return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
 

@@ -275,7 +275,7 @@ class MoeSchedule(MoeOp):
         for sizes in ((1, 8, 128), (5, 4, 60), (33, 2, 8), (130, 1, 4), (7, 16, 16), (300, 3, 12)):
             yield case(*sizes)
             yield case(*sizes, block=16, start=sizes[0] // 2, local=(sizes[2] // 2, sizes[2] // 4), tickets=True)
-        for skew in ("one expert", "last expert", "none", "some"):
+        for skew in ("one expert", "last expert", "none", "some", "recorded"):
             yield case(40, 2, 8, skew=skew, block=32)
         yield case(0, 2, 8)
         yield case(129, 2, 8, design=Lists(block=128, num_warps=4))

@@ -19,7 +19,7 @@ from weft.kernels.operands import rows_contiguous
 from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.moe.moe_cases import popularity
+from weft.ops.moe.moe_cases import draw_ids, popularity
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.routing import Routing
 from weft.ops.op import register
@@ -312,6 +312,10 @@ class Route(MoeOp):
             logits = logits.float().round().to(case.dtype)
         if case.field("skew") == "zipf":
             logits = logits + popularity(E, case.field("held")).log().to(logits)
+        if case.field("skew") == "recorded":
+            # Beyond the range of the others, so that the choices are those ids.
+            ids = draw_ids(draw, T, case.sizes[2], E).long()
+            logits = logits.clamp(-8, 8).scatter_add(1, ids, logits.new_full(ids.shape, 16))
         return (logits, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (logits,)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:

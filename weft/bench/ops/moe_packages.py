@@ -7,7 +7,6 @@ Liger-Kernel, which is on PyPI (docs/moe.md). weft does not depend on them, and 
 from __future__ import annotations
 
 import importlib
-import os
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -129,8 +128,7 @@ def pplx_dispatch(problem: OpProblem) -> Prepared:
 
 
 def with_cpu(group: Any) -> Any:
-    """A group of these ranks that sends CPU tensors too, over loopback: pplx exchanges its handles so."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """A group of these ranks that sends CPU tensors too: pplx exchanges its handles so."""
     return dist.new_group(dist.get_process_group_ranks(group), backend="cpu:gloo,cuda:nccl")
 
 

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 # block_n, block_k, num_warps, per_sm for 16-bit floats: bound by reading weights up to 32 pairs a tile, then by tensor cores.
-FEW_PAIRS = ((64, 64, 4, 4), (64, 128, 4, 4), (64, 256, 4, 2), (128, 64, 4, 3), (128, 128, 4, 2), (128, 64, 8, 2))
-QUICK_FEW = ((64, 128, 4, 4), (128, 64, 4, 3))
+FEW_PAIRS = (
+    (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 64, 4, 3), (128, 128, 4, 1),
+    (128, 128, 4, 2), (128, 128, 4, 3), (128, 64, 8, 2),
+)  # fmt: skip
+QUICK_FEW = ((64, 128, 4, 3), (128, 128, 4, 2), (128, 128, 4, 3))
 MANY_PAIRS = ((256, 64, 8, 1), (128, 64, 4, 2), (128, 64, 8, 1), (128, 128, 8, 1), (256, 32, 8, 1), (64, 64, 4, 3))
 QUICK_MANY = ((256, 64, 8, 1), (128, 64, 4, 2))
 

@@ -147,7 +147,7 @@ class MatmulRouteSchedule(MoeOp):
         return self.call_of(case.sizes, case.dtype, machine, case.design)
 
     def rule(self, call: RouterCall, machine: Machine) -> tuple[str, str]:
-        """By the number of tokens (benchmarks/lab/h200-route.json)."""
+        """By the number of tokens (benchmarks/lab/h200-route-parts.json)."""
         tokens = f"{call.tokens} tokens and {call.experts} experts"
         if machine.caps.arch.startswith("gfx"):
             return "sequential", f"{machine.caps.arch}: not measured"

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from weft.runtime.team.channel import ChannelView
     from weft.runtime.team.view import TeamView
 
+# Pairs of tiles of 16 from which on they are many: 32 tokens with 8 choices. Not measured between 128 and 256.
+MANY_PAIRS = 256
+
 
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,8 +262,8 @@ def grouped_matmul_kernel(
 def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> GroupedTiles:
     """The fastest designs of probes on one H200 (Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral), for bf16.
 
-    block 16  4 stages of 32 KB in one program an SM, or of 16 KB in two: all programs have room at once, and the stages hold
-              as many bytes as three programs that have none to spare. Of a whole layer at most 3 % from the best
+    block 16  4 stages of 32 KB in one program an SM, or of 16 KB in two: all programs have room at once. From MANY_PAIRS on,
+              where tiles are many, 3 stages of 32 KB in two. Of a whole layer at most 2 % from the best
               (benchmarks/lab/h200-grouped-designs.json)
     gathered  128 x 256 in 4 stages; 3 stages take 7 % longer at 256 rows an expert, 128 x 128 27 %, its loads of rows being
               half of all
@@ -270,6 +273,8 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
         return GroupedTiles(block_n=32, block_k=32, transposed=call.block < 64, num_warps=8, num_stages=2)
     if caps.arch.startswith("gfx") or caps.arch == "sm_80":  # less shared memory, and no descriptors in hardware
         return GroupedTiles(block_n=64, block_k=64, transposed=call.block < 64, num_warps=4, num_stages=2)
+    if call.block == 16 and call.pairs >= MANY_PAIRS:
+        return GroupedTiles(block_n=128, block_k=128, transposed=True, per_sm=2, num_warps=4, num_stages=3)
     if call.block < 64:
         if gated:
             return GroupedTiles(block_n=128, block_k=128, transposed=True, num_warps=4, num_stages=4)

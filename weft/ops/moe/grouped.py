@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.channel import ChannelView
     from weft.runtime.team.view import TeamView
 
-# Pairs of tiles of 16 from which on they are many: 32 tokens with 8 choices. Not measured between 128 and 256.
+# Pairs from which on tiles of 16 pairs are enough for two programs an SM: 256 are faster so, 64 are not. Not measured between.
 MANY_PAIRS = 256
 
 
@@ -262,9 +262,9 @@ def grouped_matmul_kernel(
 def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> GroupedTiles:
     """The fastest designs of probes on one H200 (Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral), for bf16.
 
-    block 16  4 stages of 32 KB in one program an SM, or of 16 KB in two: all programs have room at once. From MANY_PAIRS on,
-              where tiles are many, 3 stages of 32 KB in two. Of a whole layer at most 2 % from the best
-              (benchmarks/lab/h200-grouped-designs.json)
+    up to 32  pairs a tile: 4 stages of 32 KB in one program an SM, or of 16 KB in two, so that all programs have room at once.
+              From MANY_PAIRS on, of 16 pairs a tile, 3 stages of 32 KB in two. A layer of half of 128 experts takes at most 4 %
+              longer than with the best design, of all 128 6 % (benchmarks/lab/h200-grouped-designs.json)
     gathered  128 x 256 in 4 stages; 3 stages take 7 % longer at 256 rows an expert, 128 x 128 27 %, its loads of rows being
               half of all
     in order  128 x 128 with 2 programs an SM; for N of 8192 and more 128 x 256

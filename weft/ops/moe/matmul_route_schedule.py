@@ -195,9 +195,7 @@ class MatmulRouteSchedule(MoeOp):
         for name in self.able(call):
             base = self.default(name, call, machine)
             yield base
-            if name == "sequential":
-                continue
-            for parts in (4, 8, 16) if not quick else ():
+            for parts in (4, 8, 16) if isinstance(base, RouterParts) and not quick else ():
                 for rows_of in (16, 32):
                     yield replace(base, parts=parts, rows_of=rows_of)
 
@@ -232,37 +230,36 @@ class MatmulRouteSchedule(MoeOp):
         if isinstance(design, ThreeLaunches) or T == 0:
             (ids, weights), schedule, gate = in_three(x, router, experts, gating, block, tickets)
             return Found(ids, weights, x.new_empty(0) if gate is None else gate.contiguous(), *schedule[:4])
-        found = Found(*self.fake(x, router, E, experts.first, experts.count, *gating, block, tickets, AUTO))
         x, router = rows_contiguous(x), rows_contiguous(router)
         parts, stride = min(design.parts, cdiv(H, design.step)), row_stride(router)
         ahead = router.data_ptr() % 16 == 0 and stride * router.itemsize % 16 == 0
         tokens = next_power_of_2(T)
         form = RouterForm(E, experts.count, R, k, tokens, block, parts, design.rows_of, design.step, ahead)
-        scored = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
-        options = {"num_warps": design.num_warps, "num_stages": design.num_stages}
-        fused = isinstance(design, OneLaunch)
-        launch = launch_on(
-            x.device,
-            matmul_route_schedule_kernel if fused else router_parts_kernel,
-            (form, scored if fused else None, design),
-            lambda: {
-                "FORM": form,
-                **({"SCORING": scored} if fused else {}),
-                **options,
-                **launch_options(capabilities_of(x.device)),
-            },
-        )
+        options = {"FORM": form, "num_warps": design.num_warps, "num_stages": design.num_stages}
+        caps = capabilities_of(x.device)
         partials = x.new_empty((parts, T, R), dtype=torch.float32)
         programs = cdiv(R, design.rows_of) * parts
         rows = Rows(x, row_stride(x), router, stride, partials if bias is None else bias.contiguous())
-        if fused:
-            arrivals = torch.zeros(1, dtype=torch.int32, device=x.device) if tickets is None else tickets
-            launch(programs, rows, found, partials, arrivals, T, H, experts.first, scale)
-            return found
-        launch(programs, rows, partials, T, H)
-        launch_route(partials, *gating, found.ids, found.weights, found.gate if R > E else None, experts=E)
-        lists = MOE_SCHEDULE.run(Lists(block=block), None, found.ids, experts.first, experts.count, 0, tickets)
-        return found._replace(**dict(zip(("pairs", "counts", "tiles", "tile_count"), lists, strict=True)))
+        if isinstance(design, RouteOfParts):
+            launch = launch_on(
+                x.device, router_parts_kernel, (form, design), lambda: {**options, **launch_options(caps)}
+            )
+            launch(programs, rows, partials, T, H)
+            (ids, weights), gate = ROUTE.fake(x, *gating), x.new_empty(T if R > E else 0)
+            launch_route(partials, gating, ids, weights, gate if R > E else None, experts=E)
+            lists = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, 0, tickets)
+            return Found(ids, weights, gate, *lists)
+        scored = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
+        launch = launch_on(
+            x.device,
+            matmul_route_schedule_kernel,
+            (form, scored, design),
+            lambda: {"SCORING": scored, **options, **launch_options(caps)},
+        )
+        found = Found(*self.fake(x, router, E, experts.first, experts.count, *gating, block, tickets, AUTO))
+        arrivals = torch.zeros(1, dtype=torch.int32, device=x.device) if tickets is None else tickets
+        launch(programs, rows, found, partials, arrivals, T, H, experts.first, scale)
+        return found
 
     def forward(
         self,

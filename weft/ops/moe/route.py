@@ -261,13 +261,7 @@ def check_routing(
 
 def launch_route(
     logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    k: int,
-    scoring: str,
-    renormalize: bool,
-    groups: int,
-    group_limit: int,
-    scale: float,
+    gating: tuple,
     ids: torch.Tensor,
     weights: torch.Tensor,
     gate: torch.Tensor | None = None,
@@ -276,8 +270,10 @@ def launch_route(
     """Launch ``route_kernel`` on checked arguments, of one token or more.
 
     logits   [T, E] with contiguous rows; or parts of them, fp32 [parts, T, columns], of which the first ``experts`` are E
+    gating   bias, k, scoring, renormalize, groups, group_limit, scale
     gate     as the kernel takes it, beside parts
     """
+    bias, k, scoring, renormalize, groups, group_limit, scale = gating
     T, E = logits.shape[-2], experts or logits.shape[-1]
     caps, block = capabilities_of(logits.device), max(16, next_power_of_2(E))
     rows, warps = (1, cdiv(block, 256)) if T <= LONE_TOKENS else (max(1, TILE // block), 4)
@@ -392,11 +388,10 @@ class Route(MoeOp):
         group_limit: int,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = self.fake(logits, bias, k, scoring, renormalize, groups, group_limit, scale)
+        gating = bias, k, scoring, renormalize, groups, group_limit, scale
+        ids, weights = self.fake(logits, *gating)
         if len(logits) > 0:
-            launch_route(
-                rows_contiguous(logits), bias, k, scoring, renormalize, groups, group_limit, scale, ids, weights
-            )
+            launch_route(rows_contiguous(logits), gating, ids, weights)
         return ids, weights
 
     def fake(self, logits, bias, k, scoring, renormalize, groups, group_limit, scale):

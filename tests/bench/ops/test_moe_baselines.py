@@ -104,10 +104,16 @@ class DeepEP:
         is_in_rank = torch.stack([(of_rank == rank).any(-1) for rank in range(self.team.size)], 1)
         return is_in_rank.sum(0).int(), None, torch.bincount(ids.flatten(), minlength=experts).int(), is_in_rank, None
 
-    def dispatch(self, x, topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert):
+    def dispatch(
+        self, x, topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, num_worst_tokens
+    ):
         assert topk_weights.dtype == torch.float32
-        given = self.team.exchange((x, is_token_in_rank))
-        return torch.cat([rows[there[:, self.team.rank]] for rows, there in given]), None, None, None, given, None
+        tensors = x if isinstance(x, tuple) else (x,)
+        given = [self.team.exchange((one, is_token_in_rank)) for one in tensors]
+        came = [torch.cat([rows[there[:, self.team.rank]] for rows, there in ranks]) for ranks in given]
+        if num_worst_tokens:  # what follows the rows is not defined
+            came = [torch.cat([one, torch.ones_like(one[:1]).expand(num_worst_tokens - len(one), -1)]) for one in came]
+        return tuple(came) if isinstance(x, tuple) else came[0], None, None, None, given[0], None
 
     def combine(self, x, handle):
         lengths = [int(there[:, self.team.rank].sum()) for _, there in handle]
@@ -125,12 +131,15 @@ class AllToAll:
         self.team = team
 
     def dispatch(self, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m):
-        x, ids = (torch.cat(parts) for parts in zip(*self.team.exchange((dp_x, indices.long())), strict=True))
-        held = len(out_expert_x)
-        for local in range(held):
-            chosen = x[(ids == self.team.rank * held + local).any(-1)].flip(0)
-            out_expert_num_tokens[local] = len(chosen)
-            out_expert_x[local, : len(chosen)] = chosen
+        assert (dp_x_scale is None) == (out_expert_x_scale is None) == (dp_x.dtype != torch.float8_e4m3fn)
+        pairs = [(dp_x, out_expert_x), *([(dp_x_scale, out_expert_x_scale)] if dp_x_scale is not None else [])]
+        ids = torch.cat(self.team.exchange(indices.long()))
+        for given, out in pairs:
+            x, held = torch.cat(self.team.exchange(given)), len(out)
+            for local in range(held):
+                chosen = x[(ids == self.team.rank * held + local).any(-1)].flip(0)
+                out_expert_num_tokens[local] = len(chosen)
+                out[local, : len(chosen)] = chosen
 
 
 class LigerKernels:
@@ -187,20 +196,23 @@ def test_liger_s_kernels_are_launched_as_they_want(op, word, libraries, monkeypa
 
 @pytest.mark.parametrize("name", ["deep_ep", "pplx"])
 def test_packages_that_are_installed_are_called_as_they_want(name, libraries, monkeypatch):
+    teams = {}
+    made_by = types.SimpleNamespace(intranode=lambda rank, **sizes: AllToAll(teams[rank]))
+    monkeypatch.setitem(sys.modules, "deep_ep", types.SimpleNamespace(Buffer=DeepEP))
+    monkeypatch.setattr(moe_packages, "with_cpu", lambda group: group)
+    monkeypatch.setattr(moe_packages, "pplx_module", lambda: types.SimpleNamespace(AllToAll=made_by))
+
     def main(team):
+        teams[team.rank] = team
         team.group = types.SimpleNamespace(team=team, group_name="0")
-        monkeypatch.setitem(sys.modules, "deep_ep", types.SimpleNamespace(Buffer=DeepEP))
-        made_by = types.SimpleNamespace(intranode=lambda **sizes: AllToAll(team))
-        monkeypatch.setattr(moe_packages, "with_cpu", lambda group: group)
-        monkeypatch.setattr(moe_packages, "pplx_module", lambda: types.SimpleNamespace(AllToAll=made_by))
-        for op in ("moe-dispatch", "moe-combine") if name == "deep_ep" else ("moe-dispatch",):
+        for op in ("moe-dispatch", "moe-dispatch+fp8", *(["moe-combine"] if name == "deep_ep" else [])):
             [provider] = [one for one in choose(op, []) if one.name == name]
             made = problem_of(op, "qwen3-30b-a3b", team)
             prepared = provider.make(made)
             prepared.prepare(0)
             out = prepared.run(0)
             assert made.verdict(prepared, out).wrong == "", op
-            changed = out[0] if isinstance(out, tuple) else out
+            changed = out[-1] if isinstance(out, tuple) else out
             changed += 1
             assert made.verdict(prepared, out).wrong != "", op
 

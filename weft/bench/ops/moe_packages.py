@@ -17,6 +17,7 @@ from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.moe_baselines import Order, all_ids, mine, orders, sorted_pairs, weighted_sum, written
 from weft.bench.ops.problem import OpProblem
+from weft.ops.moe.fp8_rows import E4M3, quantize_rows, scales_of
 from weft.runtime.arithmetic import cdiv
 
 # Of DeepEP's buffer, as in its own tests.
@@ -33,9 +34,14 @@ def package(name: str, how: str) -> Any:
         raise Unavailable(f"{name.split('.')[0]} is not installed; {how}") from None
 
 
-def not_captured() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise Unavailable("the host waits for the counts")
+def rounded(problem: OpProblem, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(rows, scales) to send: in fp8 by weft's kernel, in the package's own format, or ``x`` with None."""
+    return quantize_rows(x, len(x), problem.team.caps) if problem.case.field("fp8") else (x, None)
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """e4m3 rows as uint8, as answers hold them, others as they are."""
+    return rows.view(torch.uint8) if rows.dtype == E4M3 else rows
 
 
 # --- DeepEP, intranode -----------------------------------------------------------------------------------------------------
@@ -46,28 +52,43 @@ def deep_ep_buffer(problem: OpProblem) -> Any:
     return module.Buffer(group_of(problem), BUFFER_BYTES, 0)
 
 
-def deep_ep_sent(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int) -> tuple:
-    """(rows that came, handle) of its dispatch in bf16; makes the layout that it takes."""
+def deep_ep_sent(buffer: Any, x: Any, ids: torch.Tensor, weights: torch.Tensor, experts: int, most: int = 0) -> tuple:
+    """(rows that came, handle) of its dispatch of rows, or of (rows, scales); makes the layout that it takes.
+
+    most  rows to have room for; 0: the host waits for the count
+    """
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, experts)
     named = {"num_tokens_per_rank": per_rank, "is_token_in_rank": is_in_rank, "num_tokens_per_expert": per_expert}
-    rows, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **named)
+    rows, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_worst_tokens=most, **named)
     return rows, handle
 
 
 def deep_ep_dispatch(problem: OpProblem) -> Prepared:
-    """One row for each rank that needs it, by source rank; int64 ids and fp32 weights are there before."""
-    buffer, experts = deep_ep_buffer(problem), problem.case.sizes[2]
-    buffers = [x.clone() for x, *_ in problem.sets]
+    """One row for each rank that needs it, by source rank; int64 ids and fp32 weights are there before.
+
+    The buffer has room for all rows of all ranks, so that the host does not wait and a CUDA graph holds it.
+    """
+    buffer, (T, _, experts, _) = deep_ep_buffer(problem), problem.case.sizes
+    buffers, fp8 = [x.clone() for x, *_ in problem.sets], problem.case.field("fp8")
     routings = [(ids.long(), weights.float()) for _, ids, weights in problem.sets]
 
-    def run(number: int) -> torch.Tensor:
-        not_captured()
-        return deep_ep_sent(buffer, buffers[number], *routings[number], experts)[0]
+    def run(number: int) -> tuple[torch.Tensor, ...]:
+        sent = rounded(problem, buffers[number])
+        came = deep_ep_sent(buffer, sent if fp8 else sent[0], *routings[number], experts, problem.team.size * T)[0]
+        return came if fp8 else (came,)
 
-    def compare(out: torch.Tensor) -> tuple[Any, Any]:
-        return out, problem.answer()[0][mine(problem).chosen(all_ids(problem, 0)).any(-1)]
+    def compare(out: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
+        needed = mine(problem).chosen(all_ids(problem, 0)).any(-1)
+        expected = tuple(answer[needed] for answer in row_answers(problem))
+        return tuple(as_bytes(rows[: int(needed.sum())]) for rows in out), expected
 
     return Prepared(run=run, prepare=written(problem, buffers), compare=compare)
+
+
+def row_answers(problem: OpProblem) -> tuple[torch.Tensor, ...]:
+    """Rows that the dispatch answers with, and in fp8 their scales."""
+    answer = problem.answer()
+    return (answer[0], answer[-1]) if problem.case.field("fp8") else (answer[0],)
 
 
 def deep_ep_combine(problem: OpProblem) -> Prepared:
@@ -99,6 +120,8 @@ def pplx_module() -> Any:
 def pplx_dispatch(problem: OpProblem) -> Prepared:
     """A row for each choice, in slots of its expert [held, W * T, H]; uint32 ids are there before."""
     module, (T, k, total, H), team = pplx_module(), problem.case.sizes, problem.team
+    fp8 = problem.case.field("fp8")
+    scales, dtype = (scales_of(H), E4M3) if fp8 else (0, problem.dtype)
     sizes = {"max_num_tokens": T, "num_experts": total, "experts_per_token": k, "hidden_dim": H}
     ranks = {
         "rank": team.rank,
@@ -106,23 +129,27 @@ def pplx_dispatch(problem: OpProblem) -> Prepared:
         "dp_size": 1,
         "group_name": with_cpu(group_of(problem)).group_name,
     }
-    row = {"hidden_dim_bytes": H * problem.dtype.itemsize, "hidden_dim_scale_bytes": 0}
+    row = {"hidden_dim_bytes": H * dtype.itemsize, "hidden_dim_scale_bytes": 4 * scales}
     exchange, held = module.AllToAll.intranode(**sizes, **ranks, **row), mine(problem).count
     buffers, choices = [x.clone() for x, *_ in problem.sets], [ids.to(torch.uint32) for _, ids, _ in problem.sets]
 
-    def run(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = buffers[number]
+    def run(number: int) -> tuple[torch.Tensor, ...]:
+        x, x_scales = rounded(problem, buffers[number])
         rows, counts = x.new_empty((held, team.size * T, H)), x.new_empty(held, dtype=torch.int32)
-        into = {"out_expert_num_tokens": counts, "out_expert_x": rows, "out_expert_x_scale": None}
-        exchange.dispatch(**into, dp_x=x, dp_x_scale=None, indices=choices[number], bound_m=None)
-        return rows, counts
+        row_scales = x.new_empty((held, team.size * T, scales), dtype=torch.float32) if fp8 else None
+        into = {"out_expert_num_tokens": counts, "out_expert_x": rows, "out_expert_x_scale": row_scales}
+        exchange.dispatch(**into, dp_x=x, dp_x_scale=x_scales, indices=choices[number], bound_m=None)
+        return counts, rows, *([row_scales] if fp8 else [])
 
-    def compare(out: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
+    def compare(out: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
         order = sorted_pairs(all_ids(problem, 0), mine(problem))
         pairs, counts = order.pairs[: int(order.ends[-1])], order.ends.diff(prepend=order.ends[:1] * 0).tolist()
-        found = [rows[:count] for rows, count in zip(out[0], out[1].tolist(), strict=True)]
-        expected = problem.answer()[0][pairs // k].split(counts)
-        return torch.cat(list(map(in_order, found))), torch.cat(list(map(in_order, expected)))
+        given, *whole = out
+        found = [tuple(as_bytes(one[e, :count]) for one in whole) for e, count in enumerate(given.tolist())]
+        expected = zip(*(answer[pairs // k].split(counts) for answer in row_answers(problem)), strict=True)
+        return tuple(map(torch.cat, zip(*map(in_order, found), strict=True))), tuple(
+            map(torch.cat, zip(*map(in_order, expected), strict=True))
+        )
 
     return Prepared(run=run, prepare=written(problem, buffers), compare=compare)
 
@@ -132,9 +159,11 @@ def with_cpu(group: Any) -> Any:
     return dist.new_group(dist.get_process_group_ranks(group), backend="cpu:gloo,cuda:nccl")
 
 
-def in_order(rows: torch.Tensor) -> torch.Tensor:
-    """Rows by what they contain: slots are taken in any order."""
-    return rows[(rows.double() * torch.arange(1, rows.shape[1] + 1, device=rows.device)).sum(1).argsort()]
+def in_order(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Rows of all tensors by what the first contains: slots are taken in any order."""
+    rows = tensors[0]
+    order = (rows.double() * torch.arange(1, rows.shape[1] + 1, device=rows.device)).sum(1).argsort()
+    return tuple(one[order] for one in tensors)
 
 
 def pplx_combine(problem: OpProblem) -> Prepared:
@@ -216,8 +245,10 @@ MOE_PACKAGES = tuple(
     Provider(name=name, ops=(op,), role="other", make=make)
     for name, op, make in (
         ("deep_ep", "moe-dispatch", deep_ep_dispatch),
+        ("deep_ep", "moe-dispatch+fp8", deep_ep_dispatch),
         ("deep_ep", "moe-combine", deep_ep_combine),
         ("pplx", "moe-dispatch", pplx_dispatch),
+        ("pplx", "moe-dispatch+fp8", pplx_dispatch),
         ("pplx", "moe-combine", pplx_combine),
         ("liger", "grouped-gemm", liger_grouped),
         ("liger", "grouped-gemm-silu", liger_grouped),

@@ -11,7 +11,7 @@
 # PyPI into OUT/cuda. ARCH (default: 90a): of H100 and H200. Two minutes on two cores.
 set -eu
 [ $# -eq 3 ] || { echo "usage: sh $0 OUT DEEPEP PPLX" >&2 && exit 2; }
-python=${PYTHON:-python3} arch=${ARCH:-90a} nvcc_flags=
+python=${PYTHON:-python3} arch=${ARCH:-90a}
 mkdir -p "$1/objects"
 out=$(cd "$1" && pwd) deepep=$(cd "$2" && pwd) pplx=$(cd "$3" && pwd)
 
@@ -44,12 +44,14 @@ compile() {
         esac
         objects="$objects $object"
     done
+    # A library whose host part is not linked as well leaves all kernels unregistered: "invalid resource handle" at their launch.
     "$cuda/bin/nvcc" -dlink -gencode "arch=compute_$arch,code=sm_$arch" -Xcompiler -fPIC $device -o "$out/objects/$name-link.o" \
-        -L"$cuda/lib" -L"$nvshmem/lib" -lnvshmem_device
+        -L"$cuda/lib" $device_libraries
     objects="$objects $out/objects/$name-link.o"
 }
 
 cd "$deepep/csrc"
+device_libraries=
 nvcc_flags=--ptxas-options=--register-usage-level=10 # as its setup.py
 compile deep_ep "-I. -DDISABLE_NVSHMEM -DDISABLE_AGGRESSIVE_PTX_INSTRS -DTORCH_EXTENSION_NAME=deep_ep_cpp" \
     kernels/runtime.cu kernels/layout.cu kernels/intranode.cu deep_ep.cpp
@@ -58,6 +60,7 @@ rm -rf "$out/deep_ep"
 cp -r "$deepep/deep_ep" "$out/deep_ep"
 
 cd "$pplx/csrc"
+device_libraries="-L$nvshmem/lib -lnvshmem_device"
 nvcc_flags=
 compile pplx "-I. -DPy_LIMITED_API=0x03090000 -DTORCH_EXTENSION_NAME=pplx_kernels" \
     all_to_all/internode_combine.cu all_to_all/internode_dispatch.cu all_to_all/intranode_combine.cu \

@@ -1,5 +1,6 @@
 """Baselines of ops of a mixture of experts: right answers on simulated ranks, with their own library; wrong ones show."""
 
+import itertools
 import sys
 import types
 
@@ -95,8 +96,8 @@ def test_every_baseline_gives_the_answer(op, word, libraries):
 class DeepEP:
     """Calls of deep_ep.Buffer that moe_packages.py makes, over simulated ranks."""
 
-    def __init__(self, group, nvl_bytes, rdma_bytes):
-        self.team = group.team
+    def __init__(self, group, nvl_bytes, rdma_bytes, explicitly_destroy):
+        self.team, self.destroyed = group.team, False
 
     def get_dispatch_layout(self, ids, experts):
         assert ids.dtype == torch.int64
@@ -123,23 +124,45 @@ class DeepEP:
             total[handle[self.team.rank][1][:, rank]] += rows.float()
         return total.to(x.dtype), None, None
 
+    def destroy(self):
+        assert not self.destroyed
+        self.destroyed = True
+
 
 class AllToAll:
     """Calls of pplx_kernels.AllToAll that moe_packages.py makes, over simulated ranks; slots in descending order of tokens."""
 
     def __init__(self, team):
-        self.team = team
+        self.team, self.sent = team, None
 
     def dispatch(self, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m):
+        assert self.sent is None, "a combine has to follow each dispatch"
         assert (dp_x_scale is None) == (out_expert_x_scale is None) == (dp_x.dtype != torch.float8_e4m3fn)
-        pairs = [(dp_x, out_expert_x), *([(dp_x_scale, out_expert_x_scale)] if dp_x_scale is not None else [])]
+        self.sent, held = indices, len(out_expert_x)
         ids = torch.cat(self.team.exchange(indices.long()))
-        for given, out in pairs:
-            x, held = torch.cat(self.team.exchange(given)), len(out)
-            for local in range(held):
-                chosen = x[(ids == self.team.rank * held + local).any(-1)].flip(0)
-                out_expert_num_tokens[local] = len(chosen)
-                out[local, : len(chosen)] = chosen
+        chosen = [(ids == self.team.rank * held + local).any(-1).nonzero()[:, 0].flip(0) for local in range(held)]
+        self.tokens = chosen
+        out_expert_num_tokens.copy_(torch.tensor([len(tokens) for tokens in chosen]))
+        scales = [(dp_x_scale, out_expert_x_scale)] if dp_x_scale is not None else []
+        for given, out in [(dp_x, out_expert_x), *scales]:
+            x = torch.cat(self.team.exchange(given))
+            for local, tokens in enumerate(chosen):
+                out[local, : len(tokens)] = x[tokens]
+
+    def combine(self, out_tokens, indices, weights, expert_y, bound_m):
+        assert indices is self.sent and weights.dtype == torch.float32
+        self.sent, (T, k), held = None, indices.shape, len(expert_y)
+        rows = [(tokens, expert_y[local, : len(tokens)].float()) for local, tokens in enumerate(self.tokens)]
+        by_expert = [one for rank in self.team.exchange(rows) for one in rank]
+        assert len(by_expert) == held * self.team.size
+        total = torch.zeros((T, expert_y.shape[2]))
+        for token, choice in itertools.product(range(T), range(k)):
+            tokens, found = by_expert[int(indices[token, choice])]
+            total[token] += weights[token, choice] * found[tokens == token + self.team.rank * T][0]
+        out_tokens.copy_(total)
+
+    def destroy(self):
+        self.team = None
 
 
 class LigerKernels:
@@ -194,27 +217,54 @@ def test_liger_s_kernels_are_launched_as_they_want(op, word, libraries, monkeypa
     weft.simulate(main, 2)
 
 
-@pytest.mark.parametrize("name", ["deep_ep", "pplx"])
-def test_packages_that_are_installed_are_called_as_they_want(name, libraries, monkeypatch):
+def use_packages(monkeypatch):
+    """Install the two stand-ins. Returns the teams by rank, to be filled in, of which they are."""
     teams = {}
     made_by = types.SimpleNamespace(intranode=lambda rank, **sizes: AllToAll(teams[rank]))
     monkeypatch.setitem(sys.modules, "deep_ep", types.SimpleNamespace(Buffer=DeepEP))
     monkeypatch.setattr(moe_packages, "with_cpu", lambda group: group)
     monkeypatch.setattr(moe_packages, "pplx_module", lambda: types.SimpleNamespace(AllToAll=made_by))
+    return teams
+
+
+@pytest.mark.parametrize("name", ["deep_ep", "pplx"])
+def test_packages_that_are_installed_are_called_as_they_want(name, libraries, monkeypatch):
+    teams = use_packages(monkeypatch)
 
     def main(team):
         teams[team.rank] = team
         team.group = types.SimpleNamespace(team=team, group_name="0")
-        for op in ("moe-dispatch", "moe-dispatch+fp8", *(["moe-combine"] if name == "deep_ep" else [])):
+        for op in ("moe-dispatch", "moe-dispatch+fp8", "moe-combine"):
             [provider] = [one for one in choose(op, []) if one.name == name]
             made = problem_of(op, "qwen3-30b-a3b", team)
             prepared = provider.make(made)
-            prepared.prepare(0)
-            out = prepared.run(0)
-            assert made.verdict(prepared, out).wrong == "", op
+            prepared.run(0)  # as the first call of a bench, without prepare
+            for _ in range(2):
+                prepared.prepare(0)
+                out = prepared.run(0)
+                assert made.verdict(prepared, out).wrong == "", op
             changed = out[-1] if isinstance(out, tuple) else out
             changed += 1
             assert made.verdict(prepared, out).wrong != "", op
+            prepared.release()
+
+    weft.simulate(main, 2)
+
+
+def test_pplx_runs_no_two_dispatches_or_combines_in_a_row(libraries, monkeypatch):
+    teams = use_packages(monkeypatch)
+
+    def main(team):
+        teams[team.rank] = team
+        team.group = types.SimpleNamespace(team=team, group_name="0")
+        for op, message in (("moe-dispatch", "combine has to follow"), ("moe-combine", "dispatch has to precede")):
+            [provider] = [one for one in choose(op, []) if one.name == "pplx"]
+            prepared = provider.make(problem_of(op, "qwen3-30b-a3b", team))
+            prepared.run(0)
+            with pytest.raises(Unavailable, match=message):
+                prepared.run(0)
+            prepared.prepare(0)
+            prepared.run(0)
 
     weft.simulate(main, 2)
 

@@ -7,6 +7,7 @@ Liger-Kernel, which is on PyPI (docs/moe.md). weft does not depend on them, and 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -49,11 +50,11 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
 
 def deep_ep_buffer(problem: OpProblem) -> Any:
     module = package("deep_ep", "build it with benchmarks/packages.sh")
-    return module.Buffer(group_of(problem), BUFFER_BYTES, 0)
+    return module.Buffer(group_of(problem), BUFFER_BYTES, 0, explicitly_destroy=True)
 
 
 def deep_ep_sent(buffer: Any, x: Any, ids: torch.Tensor, weights: torch.Tensor, experts: int, most: int = 0) -> tuple:
-    """(rows that came, handle) of its dispatch of rows, or of (rows, scales); makes the layout that it takes.
+    """(rows that came, handle) of its dispatch of rows, or of (rows, scales); makes the layout.
 
     most  rows to have room for; 0: the host waits for the count
     """
@@ -82,7 +83,7 @@ def deep_ep_dispatch(problem: OpProblem) -> Prepared:
         expected = tuple(answer[needed] for answer in row_answers(problem))
         return tuple(as_bytes(rows[: int(needed.sum())]) for rows in out), expected
 
-    return Prepared(run=run, prepare=written(problem, buffers), compare=compare)
+    return Prepared(run=run, prepare=written(problem, buffers), compare=compare, close=buffer.destroy)
 
 
 def row_answers(problem: OpProblem) -> tuple[torch.Tensor, ...]:
@@ -107,7 +108,7 @@ def deep_ep_combine(problem: OpProblem) -> Prepared:
         sums = add(buffers[number], *problem.sets[number][1:], experts)
         return buffer.combine(sums.index_select(0, came[number]), handles[number])[0]
 
-    return Prepared(run=run, prepare=written(problem, buffers))
+    return Prepared(run=run, prepare=written(problem, buffers), close=buffer.destroy)
 
 
 # --- pplx-kernels, intranode -----------------------------------------------------------------------------------------------
@@ -117,41 +118,108 @@ def pplx_module() -> Any:
     return package("pplx_kernels", "build it with benchmarks/packages.sh")
 
 
+class Pplx:
+    """Its exchange for one problem. A combine has to follow each dispatch: ``is_open`` between the two.
+
+    ids, weights  of each set, this rank's, as it takes them
+    rows          [held, W * T, H], slots of this rank's experts; scales [held, W * T, H / 128] if in fp8; counts [held]
+    """
+
+    def __init__(self, problem: OpProblem, own: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        module, (T, k, total, H), team = pplx_module(), problem.case.sizes, problem.team
+        self.is_open, fp8 = False, problem.case.field("fp8")
+        scales, dtype = (scales_of(H), E4M3) if fp8 else (0, problem.dtype)
+        sizes = {"max_num_tokens": T, "num_experts": total, "experts_per_token": k, "hidden_dim": H}
+        ranks = {"rank": team.rank, "world_size": team.size, "dp_size": 1}
+        row = {"hidden_dim_bytes": H * dtype.itemsize, "hidden_dim_scale_bytes": 4 * scales}
+        group = with_cpu(group_of(problem)).group_name
+        self.exchange = module.AllToAll.intranode(**sizes, **ranks, **row, group_name=group)
+        self.ids, self.weights = [ids.to(torch.uint32) for ids, _ in own], [weights.float() for _, weights in own]
+        slots, device = (mine(problem).count, team.size * T), team.device
+        self.rows = torch.zeros((*slots, H), dtype=torch.uint8 if fp8 else dtype, device=device).view(dtype)
+        self.scales = torch.zeros((*slots, scales), dtype=torch.float32, device=device) if fp8 else None
+        self.counts = torch.zeros(slots[0], dtype=torch.int32, device=device)
+        self.sums = torch.empty((T, H), dtype=problem.dtype, device=device)
+
+    def dispatch(self, number: int, x: torch.Tensor, scales: torch.Tensor | None) -> None:
+        if self.is_open:
+            raise Unavailable("a combine has to follow each dispatch")
+        self.is_open = True
+        into = {"out_expert_num_tokens": self.counts, "out_expert_x": self.rows, "out_expert_x_scale": self.scales}
+        self.exchange.dispatch(**into, dp_x=x, dp_x_scale=scales, indices=self.ids[number], bound_m=None)
+
+    def combine(self, number: int, y: torch.Tensor) -> torch.Tensor:
+        """Weighted sums of ``y``, in bf16 and in the slots of the last dispatch, which was of the same set."""
+        if not self.is_open:
+            raise Unavailable("a dispatch has to precede each combine")
+        self.is_open = False
+        routing = {"indices": self.ids[number], "weights": self.weights[number]}
+        self.exchange.combine(out_tokens=self.sums, expert_y=y, bound_m=None, **routing)
+        return self.sums
+
+
 def pplx_dispatch(problem: OpProblem) -> Prepared:
-    """A row for each choice, in slots of its expert [held, W * T, H]; uint32 ids are there before."""
-    module, (T, k, total, H), team = pplx_module(), problem.case.sizes, problem.team
-    fp8 = problem.case.field("fp8")
-    scales, dtype = (scales_of(H), E4M3) if fp8 else (0, problem.dtype)
-    sizes = {"max_num_tokens": T, "num_experts": total, "experts_per_token": k, "hidden_dim": H}
-    ranks = {
-        "rank": team.rank,
-        "world_size": team.size,
-        "dp_size": 1,
-        "group_name": with_cpu(group_of(problem)).group_name,
-    }
-    row = {"hidden_dim_bytes": H * dtype.itemsize, "hidden_dim_scale_bytes": 4 * scales}
-    exchange, held = module.AllToAll.intranode(**sizes, **ranks, **row), mine(problem).count
-    buffers, choices = [x.clone() for x, *_ in problem.sets], [ids.to(torch.uint32) for _, ids, _ in problem.sets]
+    """A row for each choice, in slots of its expert. Its combines are not timed."""
+    k, fp8, last = problem.case.sizes[1], problem.case.field("fp8"), 0
+    one = Pplx(problem, [(ids, weights) for _, ids, weights in problem.sets])
+    buffers = [x.clone() for x, *_ in problem.sets]
+    results = torch.zeros_like(one.rows, dtype=problem.dtype)
+    write = written(problem, buffers)
+
+    def prepare(number: int) -> None:
+        if one.is_open:
+            one.combine(last, results)
+        write(number)
 
     def run(number: int) -> tuple[torch.Tensor, ...]:
-        x, x_scales = rounded(problem, buffers[number])
-        rows, counts = x.new_empty((held, team.size * T, H)), x.new_empty(held, dtype=torch.int32)
-        row_scales = x.new_empty((held, team.size * T, scales), dtype=torch.float32) if fp8 else None
-        into = {"out_expert_num_tokens": counts, "out_expert_x": rows, "out_expert_x_scale": row_scales}
-        exchange.dispatch(**into, dp_x=x, dp_x_scale=x_scales, indices=choices[number], bound_m=None)
-        return counts, rows, *([row_scales] if fp8 else [])
+        nonlocal last
+        one.dispatch(number, *rounded(problem, buffers[number]))
+        last = number
+        return (one.counts, one.rows, one.scales) if fp8 else (one.counts, one.rows)
 
     def compare(out: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
         order = sorted_pairs(all_ids(problem, 0), mine(problem))
         pairs, counts = order.pairs[: int(order.ends[-1])], order.ends.diff(prepend=order.ends[:1] * 0).tolist()
         given, *whole = out
-        found = [tuple(as_bytes(one[e, :count]) for one in whole) for e, count in enumerate(given.tolist())]
+        found = [tuple(as_bytes(x[e, :count]) for x in whole) for e, count in enumerate(given.tolist())]
         expected = zip(*(answer[pairs // k].split(counts) for answer in row_answers(problem)), strict=True)
-        return tuple(map(torch.cat, zip(*map(in_order, found), strict=True))), tuple(
-            map(torch.cat, zip(*map(in_order, expected), strict=True))
-        )
+        return joined(map(in_order, found)), joined(map(in_order, expected))
 
-    return Prepared(run=run, prepare=written(problem, buffers), compare=compare)
+    return Prepared(run=run, prepare=prepare, compare=compare, close=one.exchange.destroy)
+
+
+def pplx_combine(problem: OpProblem) -> Prepared:
+    """Each choice's row back, and a token's weighted sum.
+
+    Its dispatches are not timed; they send numbers of tokens, from which the results get into their slots.
+    """
+    (T, _, total, _), team = problem.case.sizes, problem.team
+    own = slice(team.rank * T, (team.rank + 1) * T)
+    one = Pplx(problem, [(ids[own], weights[own]) for _, ids, weights in problem.sets])
+    first = mine(problem).first
+    # By set, token and expert: the pair, or 0 where the token did not choose the expert.
+    pairs = []
+    for _, ids, _ in problem.sets:
+        of_expert = torch.zeros((len(ids), total), dtype=torch.int64, device=team.device)
+        numbers = torch.arange(ids.numel(), device=team.device).view_as(ids)
+        pairs.append(of_expert.scatter_(1, ids.long(), numbers)[:, first : first + len(one.rows)])
+    tokens = torch.zeros((T, one.rows.shape[2]), dtype=one.rows.dtype, device=team.device)
+    tokens.view(torch.int32)[:, 0] = torch.arange(own.start, own.stop, device=team.device)
+    results = torch.zeros_like(one.rows)
+
+    def prepare(number: int) -> None:
+        if one.is_open:
+            one.combine(number, results)
+        one.dispatch(number, tokens, None)
+        came = one.rows.view(torch.int32)[..., 0].long()
+        slots = torch.arange(len(results), device=team.device)[:, None]
+        torch.index_select(problem.sets[number][0], 0, pairs[number][came, slots].flatten(), out=results.flatten(0, 1))
+
+    def run(number: int) -> torch.Tensor:
+        return one.combine(number, results)
+
+    prepare(0)
+    return Prepared(run=run, prepare=prepare, close=one.exchange.destroy)
 
 
 def with_cpu(group: Any) -> Any:
@@ -166,9 +234,8 @@ def in_order(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(one[order] for one in tensors)
 
 
-def pplx_combine(problem: OpProblem) -> Prepared:
-    pplx_module()
-    raise Unavailable("continues its last dispatch, so that it cannot be timed alone")
+def joined(of_experts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    return tuple(map(torch.cat, zip(*of_experts, strict=True)))
 
 
 # --- Liger-Kernel ----------------------------------------------------------------------------------------------------------

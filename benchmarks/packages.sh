@@ -28,7 +28,7 @@ headers="$headers -I$python_headers -I$nvshmem/include"
 libraries="-L$cuda/lib -l:libcudart.so.13 -l:libcudadevrt.a -L$torch/lib -Wl,--no-as-needed -lc10 -lc10_cuda -ltorch -ltorch_cpu"
 libraries="$libraries -ltorch_cuda"
 
-# compile NAME FLAGS FILE…: objects of sources below the current folder, and what links device code of all of them
+# compile NAME FLAGS FILE…: objects of sources below the current folder; where rdc=true, what links device code of all of them
 compile() {
     name=$1 flags=$2 objects="" device=""
     shift 2
@@ -36,7 +36,7 @@ compile() {
         object=$out/objects/$name-$(echo "$file" | tr / -).o
         case $file in
         *.cu)
-            "$cuda/bin/nvcc" -std=c++17 -O3 -Xcompiler -fPIC -rdc=true --expt-relaxed-constexpr \
+            "$cuda/bin/nvcc" -std=c++17 -O3 -Xcompiler -fPIC -rdc=$rdc --expt-relaxed-constexpr \
                 -gencode "arch=compute_$arch,code=sm_$arch" $nvcc_flags $flags $headers -c "$file" -o "$object"
             device="$device $object"
             ;;
@@ -44,15 +44,15 @@ compile() {
         esac
         objects="$objects $object"
     done
-    # A library whose host part is not linked as well leaves all kernels unregistered: "invalid resource handle" at their launch.
+    [ $rdc = true ] || return 0
     "$cuda/bin/nvcc" -dlink -gencode "arch=compute_$arch,code=sm_$arch" -Xcompiler -fPIC $device -o "$out/objects/$name-link.o" \
-        -L"$cuda/lib" $device_libraries
+        -L"$cuda/lib" -L"$nvshmem/lib" -lnvshmem_device
     objects="$objects $out/objects/$name-link.o"
 }
 
 cd "$deepep/csrc"
-device_libraries=
-nvcc_flags=--ptxas-options=--register-usage-level=10 # as its setup.py
+# Whole kernels: a device link drops those that host code names only through a variable.
+rdc=false nvcc_flags=--ptxas-options=--register-usage-level=10 # as its setup.py
 compile deep_ep "-I. -DDISABLE_NVSHMEM -DDISABLE_AGGRESSIVE_PTX_INSTRS -DTORCH_EXTENSION_NAME=deep_ep_cpp" \
     kernels/runtime.cu kernels/layout.cu kernels/intranode.cu deep_ep.cpp
 c++ -shared $objects -o "$out/deep_ep_cpp.so" $libraries -ltorch_python
@@ -60,8 +60,7 @@ rm -rf "$out/deep_ep"
 cp -r "$deepep/deep_ep" "$out/deep_ep"
 
 cd "$pplx/csrc"
-device_libraries="-L$nvshmem/lib -lnvshmem_device"
-nvcc_flags=
+rdc=true nvcc_flags= # for NVSHMEM's device library
 compile pplx "-I. -DPy_LIMITED_API=0x03090000 -DTORCH_EXTENSION_NAME=pplx_kernels" \
     all_to_all/internode_combine.cu all_to_all/internode_dispatch.cu all_to_all/intranode_combine.cu \
     all_to_all/intranode_dispatch.cu core/kernels.cu all_to_all/all_to_all.cpp all_to_all/internode.cpp \

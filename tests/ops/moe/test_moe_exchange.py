@@ -88,7 +88,8 @@ def test_plans_of_few_tokens():
 
     assert names(1, 8, 2) == names(128, 8, 2) == ["lamport", "lamport"]
     assert names(64, 8, 4) == names(64, 1, 2) == ["lamport", "lamport"]
-    assert names(600, 8, 2) == ["gather", "sum_then_scatter"] and names(600, 1, 2) == ["push", "push"]
+    assert names(600, 8, 2) == ["gather", "lamport"] and names(600, 1, 2) == ["push", "push"]
+    assert names(600, 8, 4) == ["gather", "sum_then_scatter"] and names(4096, 8, 2) == ["pipelined", "pipelined"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -348,14 +349,15 @@ def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_pat
 
 @pytest.mark.triton_internals
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_kernels_of_words_compile(arch, tmp_path):
-    options = {**TILE, **launch_options(caps_of(arch))}
+@pytest.mark.parametrize(("ranks", "row_bytes"), [(4, 256), (2, 512)])
+def test_kernels_of_words_compile(ranks, row_bytes, arch, tmp_path):
+    options = {**TILE, "ROWS": ranks, **launch_options(caps_of(arch))}
     lengths = gather_words.Lengths(128 * 1792, 128 * 8, 128 * 56)
     arguments = gather_words.Tokens(INTS, INTS, SHORTS, INTS), INTS, 100, INTS, INTS, a_view(), INTS, SHORTS, INTS
     constants = {"LENGTHS": lengths, "TOKENS": 128, "BLOCK": 128, "TRANSPORT": "keyed"}
     gathering = compiled(gather_words.gather_words_kernel, *arguments, arch=arch, **constants, **options)
     arguments = combine_words.Pairs(FLOATS, INTS, FLOATS), FLOATS, 100, FLOATS, INTS, a_view()
-    constants = {"LENGTHS": combine_words.Lengths(128, 7168, 8, 64), "BLOCK": 128, "TRANSPORT": "lamport"}
+    constants = {"LENGTHS": combine_words.Lengths(128, 7168, 8, 64), "BLOCK": row_bytes // 2, "TRANSPORT": "lamport"}
     combining = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)
     arguments = arguments[0]._replace(weights=None), *arguments[1:]
     returning = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)

@@ -25,6 +25,7 @@ from weft.ops.moe import (
     gather_words,
     moe_dispatch,
 )
+from weft.ops.moe.dispatch_pieces import DispatchPieces
 from weft.ops.moe.moe_combine import MOE_COMBINE
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.routing import Experts, Routing
@@ -89,7 +90,16 @@ def test_plans_of_few_tokens():
     assert names(1, 8, 2) == names(128, 8, 2) == ["lamport", "lamport"]
     assert names(64, 8, 4) == names(64, 1, 2) == ["lamport", "lamport"]
     assert names(600, 8, 2) == ["gather", "lamport"] and names(600, 1, 2) == ["push", "push"]
-    assert names(600, 8, 4) == ["gather", "sum_then_scatter"] and names(4096, 8, 2) == ["pipelined", "pipelined"]
+    assert names(600, 8, 4) == ["gather", "sum_then_scatter"] and names(4096, 8, 2) == ["pipelined", "lamport"]
+    assert names(20000, 8, 2) == ["pipelined", "pipelined"]
+    two = machine(caps, 2)
+    found = {}
+    for tokens in (512, 4096, 20000):
+        call = MOE_DISPATCH.call_of((tokens, 8, 2048), torch.bfloat16, two)._replace(fp8=True)
+        found[tokens] = MOE_DISPATCH.plan(call, two).design
+    assert isinstance(found[20000], DispatchPieces)
+    assert found[512] == gather_words.GatherWords(row_bytes=1024, num_warps=2)
+    assert found[4096] == gather_words.GatherWords(row_bytes=4096, num_warps=8)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -329,7 +339,7 @@ TILE = {"ROWS": 4, "num_warps": 1}
 
 @pytest.mark.triton_internals
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("row_bytes", [512, 1024, 2048])
+@pytest.mark.parametrize("row_bytes", [512, 1024, 2048, 4096])
 def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_path):
     design = gather_words.GatherWords(row_bytes=row_bytes, num_warps=row_bytes // 512)
     assert gather_fp8_words.fits(design, 7168)

@@ -89,7 +89,7 @@ def test_plans_of_few_tokens():
 
     assert names(1, 8, 2) == names(128, 8, 2) == ["lamport", "lamport"]
     assert names(64, 8, 4) == names(64, 1, 2) == ["lamport", "lamport"]
-    assert names(600, 8, 2) == ["gather", "lamport"] and names(600, 1, 2) == ["push", "push"]
+    assert names(600, 8, 2) == ["lamport", "lamport"] and names(600, 1, 2) == ["push", "push"]
     assert names(600, 8, 4) == ["gather", "sum_then_scatter"] and names(4096, 8, 2) == ["pipelined", "lamport"]
     assert names(20000, 8, 2) == ["pipelined", "pipelined"]
     two = machine(caps, 2)
@@ -98,6 +98,13 @@ def test_plans_of_few_tokens():
         call = MOE_DISPATCH.call_of((tokens, 8, 2048), torch.bfloat16, two)._replace(fp8=True)
         found[tokens] = MOE_DISPATCH.plan(call, two).design
     assert isinstance(found[20000], DispatchPieces)
+    of_bf16 = [
+        MOE_DISPATCH.plan(MOE_DISPATCH.call_of((tokens, 8, 2048), torch.bfloat16, two), two) for tokens in (128, 2048)
+    ]
+    assert [one.design for one in of_bf16] == [
+        gather_words.GatherWords(),
+        gather_words.GatherWords(row_bytes=1024, num_warps=2),
+    ]
     assert found[512] == gather_words.GatherWords(row_bytes=1024, num_warps=2)
     assert found[4096] == gather_words.GatherWords(row_bytes=4096, num_warps=8)
 

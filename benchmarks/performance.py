@@ -64,6 +64,7 @@ MISSING = """## Not measured yet
 - `sh benchmarks/several_gpus.sh 2 models`: prompts of Qwen3-32B on two H100s, and its smaller sisters.
 - First GEMMs, layers and steps of a [mixture of experts](moe.md) on two H200s since its exchanges became faster
   (`sh benchmarks/moe.sh h200-x2-moe`).
+- `weft bench generate@4096x128+128,128x128+128`: many prompts of Qwen3-8B and Qwen3-32B.
 - The second grouped GEMM of experts beside Liger-Kernel's (`weft bench grouped-gemm@qwen3-30b-a3b:32,1024,4096,16384`).
 """
 KEYS = (

@@ -37,6 +37,8 @@ SOURCES = {
 # Ops of one rank, or at W = 1; rows over ranks of the other ops of experts, where there are any.
 OF_ONE = ("grouped-gemm", "grouped-gemm-silu", DECODE)
 OF_EXPERTS = ("ag-moe", "moe-rs", "moe-dispatch", "moe-combine")
+# Exchanges, of which a single call takes some 5 us more, 3 of them between two events with nothing in between.
+IN_A_ROW = ("all-reduce", "moe-dispatch", "moe-combine")
 # World size to whose rows an op's costs are fitted.
 FITTED_TO = {op: 1 if op in OF_ONE else 2 for sources in SOURCES.values() for op, _ in sources}
 # Least number of rows M of a GEMM: below, other designs than the modelled ones run.
@@ -67,7 +69,7 @@ DECODES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Row of committed results. us: of a call; of an all-reduce of up to 2 ms of one in a row."""
+    """Row of committed results. us: of a call; of IN_A_ROW, where that was measured, of one in a row."""
 
     op: str
     provider: str
@@ -84,7 +86,7 @@ def measurements(results: Path = RESULTS) -> Iterator[Measured]:
         for op in (*OF_ONE, *(("ag-gemm", "gemm-rs", "all-reduce", *OF_EXPERTS) if world_size > 1 else ())):
             for file in sorted(results.glob(f"h200-x{world_size}*/{op}.w{world_size}.json")):
                 folder = file.parent.name
-                if not folder.endswith((f"x{world_size}", "-other-shapes")):
+                if not folder.endswith((f"x{world_size}", "-other-shapes", "-long", "-moe")):
                     continue  # other questions than weft's choice
                 for report in from_json(file.read_text()):
                     for row in report.rows:
@@ -92,7 +94,7 @@ def measurements(results: Path = RESULTS) -> Iterator[Measured]:
                         if row.provider in ("cublas", "weft.auto") and row.median_us is not None and is_large:
                             yield Measured(
                                 op=op, provider=row.provider, world_size=world_size, folder=folder, label=row.label,
-                                shape=row.shape, us=(row.chain_us if op == "all-reduce" else None) or row.median_us,
+                                shape=row.shape, us=(row.chain_us if op in IN_A_ROW else None) or row.median_us,
                             )  # fmt: skip
 
 

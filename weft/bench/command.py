@@ -202,6 +202,12 @@ def bench(
         bool,
         typer.Option("--random-cache", help="Decode after a random cache, of any length; answers are not compared"),
     ] = False,
+    expert_layout: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a mixture of experts: whole, slices, or EPxTP [default: whole where the ranks divide them]"
+        ),
+    ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
 ) -> None:
     """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere."""
@@ -236,6 +242,7 @@ def bench(
                 check=check,
                 breakdown=breakdown,
                 random_cache=random_cache,
+                expert_layout=expert_layout,
             ),
         )
         # Everything that can be refused is refused here, before the first rank starts.

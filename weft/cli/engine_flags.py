@@ -106,13 +106,14 @@ class EngineFlags:
         import torch
 
         from weft.engine import EngineConfig
+        from weft.layers.moe import layout_of
         from weft.parallel.step_plan import MODES, OLD_MODES
 
         one_of("mode", self.mode, (*MODES, *OLD_MODES))
         one_of("dtype", self.dtype, ("auto", *DTYPES))
         return EngineConfig(
             dtype=None if self.dtype == "auto" else getattr(torch, DTYPES[self.dtype]),
-            expert_layout=_layout(self.expert_layout),
+            expert_layout=layout_of(self.expert_layout),
             **{name: getattr(self, name) for name in PASSED_ON},
         )
 
@@ -130,12 +131,6 @@ PASSED_ON = (
     "warm_up",
     "algorithm_cache",
 )
-
-
-def _layout(text: str | None) -> str | tuple[int, int] | None:
-    """Layout of experts: (ep, tp) of EPxTP, any other text as it is."""
-    parts = (text or "").split("x")
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else text
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

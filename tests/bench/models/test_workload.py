@@ -385,6 +385,34 @@ def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, compl
     assert row.reason is None if complaint is None else re.search(complaint, row.reason)
 
 
+def other_half_of_features(model):
+    for layer in model.layers:
+        layer.mlp.down.data = layer.mlp.down.data.flip(-1)
+
+
+@pytest.mark.parametrize(("layout", "words"), [("slices", "experts slices"), ((1, 2), "experts 1x2")])
+def test_experts_in_another_layout_are_checked_and_named(layout, words, monkeypatch):
+    """Both ranks hold half of the features of all 6 experts."""
+    monkeypatch.setattr("weft.bench.models.workload.config_of", lambda model, layers: WITH_EXPERTS)
+    made = workload("model", "decode:2x6", "prefill:1x3", modes=("auto",), providers=("weft", "torch.eager"))
+    made = replace(made, expert_layout=layout)
+    found = run(made, check_only=True)
+    assert [row.reason for row in found.rows] == [None] * 4
+    assert found.subject == f"tiny, {words}"
+    held = []
+
+    def spoiled(model, mode):
+        made = in_mode(model, mode)
+        held.append(made.layers[0].mlp.down.shape)
+        other_half_of_features(made)
+        return made
+
+    monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
+    rows = run(made, check_only=True).rows
+    assert {tuple(shape) for shape in held} == {(6, TINY_CONFIG.hidden_size, 16)}
+    assert all("relative RMS" in row.reason for row in rows if row.provider == "weft.auto")
+
+
 @pytest.mark.parametrize("level", ["mlp", "attn"])
 @pytest.mark.parametrize("mode", ["ag_rs", "gemm_ar"])
 def test_layers_are_checked_in_both_modes(level, mode):
@@ -724,6 +752,8 @@ def test_generate_checks_every_token_with_check_or_without():
         (["model", "--random-cache", "--check"], "--check compares answers, which --random-cache makes meaningless"),
         (["model", "--random-cache"], "--shapes prefill:2x5: a prompt has nothing cached before it"),
         (["generate", "--random-cache"], "--random-cache belongs to single steps"),
+        (["model", "--expert-layout", "slices"], "--expert-layout slices: tiny has no experts; leave it out"),
+        (["all-reduce", "--expert-layout", "slices"], "--expert-layout belongs to mlp, attn, model, generate"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, message):

@@ -28,13 +28,14 @@ class ModelFlags:
     check: bool = False
     breakdown: bool = False
     random_cache: bool = False
+    expert_layout: str | None = None
 
     def given(self) -> list[str]:
         """Command-line names of the given flags."""
         names = {
             "--model": self.model, "--layers": self.layers, "--run-type": self.run_type, "--bsz": self.batches,
             "--ctx": self.contexts, "--mode": self.modes, "--check": self.check, "--breakdown": self.breakdown,
-            "--random-cache": self.random_cache,
+            "--random-cache": self.random_cache, "--expert-layout": self.expert_layout,
         }  # fmt: skip
         return [name for name, value in names.items() if value not in (None, ()) and value is not False]
 
@@ -78,12 +79,18 @@ class ModelFlags:
         """Workload of ``weft bench LEVEL`` at one world size. Simulated ranks use the tiny model by default."""
         from weft.bench.models.steps import DEFAULT_MODEL, TINY, check_split, config_of, parse_steps, words_of
         from weft.bench.models.workload import ModelWorkload
+        from weft.layers.moe import check_layout, layout_of
 
         model = self.model or (TINY if simulated else DEFAULT_MODEL)
         config = config_of(model, self.layers)
         if simulated:
             check_simulable(model, config, f"--model {TINY}")
         check_split(model, config, world_size)
+        layout = layout_of(self.expert_layout)
+        if layout is not None:
+            if config.experts is None:
+                raise ValueError(f"--expert-layout {self.expert_layout}: {model} has no experts; leave it out")
+            check_layout("--expert-layout", layout, world_size)
         if self.run_type or self.batches or self.contexts:
             shapes = words_of(level, self.run_type, self.batches, self.contexts)
         return ModelWorkload(
@@ -97,6 +104,7 @@ class ModelFlags:
             teacher_forced=self.check and level != "generate",
             breakdown=self.breakdown,
             random_cache=self.random_cache,
+            expert_layout=layout,
         )
 
 

@@ -27,6 +27,7 @@ from weft.engine.params import SamplingParams
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
+    from weft.layers.moe import Layout
     from weft.models.config import DecoderConfig
     from weft.runtime.team.team import Team
 
@@ -55,11 +56,13 @@ class AnswersProblem(Problem):
     alone = True
     replicas = 1
 
-    def __init__(self, shape: Shape, config: DecoderConfig, dtype: str, team: Team) -> None:
+    def __init__(
+        self, shape: Shape, config: DecoderConfig, dtype: str, team: Team, expert_layout: Layout | None = None
+    ) -> None:
         self.shape, self.team, self.sets = shape, team, [0]
         self.batch, self.length, self.new = shape.size
         prefill = Shape(size=(self.batch, self.length, self.length), label=shape.label)
-        self.of_step = StepProblem("model", prefill, config, dtype, team)
+        self.of_step = StepProblem("model", prefill, config, dtype, team, expert_layout=expert_layout)
         self.prompts = self.of_step.step.tokens
 
     def expect(self) -> None:

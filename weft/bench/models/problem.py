@@ -19,6 +19,7 @@ from weft.runtime.capabilities import COLD_BYTES
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
+    from weft.layers.moe import Layout
     from weft.models import Decoder
     from weft.models.config import DecoderConfig
     from weft.runtime.team.team import Team
@@ -46,6 +47,7 @@ class StepProblem(Problem):
 
     teacher_forced  compare answers before timing: logits over given tokens; of layers, all that are timed
     random_cache    what comes before a decoding step is random, for each provider anew; answers need only be finite
+    expert_layout   of a mixture of experts, as ``weft.models.Decoder`` takes it
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StepProblem(Problem):
         *,
         teacher_forced: bool = False,
         random_cache: bool = False,
+        expert_layout: Layout | None = None,
     ) -> None:
         self.shape, self.team, self.teacher_forced, self.random_cache = shape, team, teacher_forced, random_cache
         self.dtype, self.dtype_name = DTYPES[dtype], dtype
@@ -69,8 +72,8 @@ class StepProblem(Problem):
                 else min(2, config.num_hidden_layers)
             )
             config = replace(config, num_hidden_layers=layers)
-        self.config = config
-        self.share(build(config, team, "torch", self.dtype))
+        self.config, self.expert_layout = config, expert_layout
+        self.share(self.weights())
         self.step = Step(level, shape, config, self.dtype, team)
         self.sets, self.replicas = self.step.sets, 1 if level == "model" else max(2, len(self.step.sets))
         self._answers: dict[bool, torch.Tensor] = {}
@@ -102,8 +105,12 @@ class StepProblem(Problem):
     @property
     def baseline(self) -> Baseline:
         if self._baseline is None:
-            self.share(build(self.config, self.team, "torch", self.dtype))
+            self.share(self.weights())
         return self._baseline
+
+    def weights(self) -> Decoder:
+        """Model with random weights."""
+        return build(self.config, self.team, "torch", self.dtype, self.expert_layout)
 
     def share(self, model: Decoder | None) -> None:
         """Let the baseline use the weights of ``model``, filled as `build` does.

@@ -15,6 +15,7 @@ from weft.models.decoder import DEFAULT_PAGE_SIZE, Decoder
 from weft.parallel.step_plan import mode_named
 
 if TYPE_CHECKING:
+    from weft.layers.moe import Layout
     from weft.models.config import DecoderConfig
     from weft.runtime.team.team import Team
 
@@ -154,9 +155,11 @@ class WeftSession:
         return self.model.layers[index].mlp(x, self.model.plan(tokens).of_single_layers())
 
 
-def build(config: DecoderConfig, team: Team, mode: str, dtype: torch.dtype) -> Decoder:
+def build(
+    config: DecoderConfig, team: Team, mode: str, dtype: torch.dtype, expert_layout: Layout | None = None
+) -> Decoder:
     """weft's model with random weights that do not depend on the mode."""
-    return Decoder(config, team, mode=mode, dtype=dtype).fill_dummy()
+    return Decoder(config, team, mode=mode, dtype=dtype, expert_layout=expert_layout).fill_dummy()
 
 
 def in_mode(model: Decoder, mode: str) -> Decoder:

@@ -46,6 +46,7 @@ class ModelWorkload(Workload):
                     outputs of all timed ones
     breakdown       break down the time of a step
     random_cache    what comes before a decoding step is random
+    expert_layout   of a mixture of experts, as ``weft.models.Decoder`` takes it
     """
 
     model: str
@@ -54,6 +55,7 @@ class ModelWorkload(Workload):
     teacher_forced: bool = False
     breakdown: bool = False
     random_cache: bool = False
+    expert_layout: str | tuple[int, int] | None = None
 
     @property
     def config(self) -> DecoderConfig:
@@ -65,7 +67,11 @@ class ModelWorkload(Workload):
 
     @property
     def subject(self) -> str:
-        return self.model if self.layers is None else f"{self.model}, {self.layers} layers"
+        parts = [self.model, *([] if self.layers is None else [f"{self.layers} layers"])]
+        if self.expert_layout is not None:
+            layout = self.expert_layout
+            parts.append(f"experts {layout if isinstance(layout, str) else 'x'.join(map(str, layout))}")
+        return ", ".join(parts)
 
     @property
     def generates(self) -> bool:
@@ -76,8 +82,9 @@ class ModelWorkload(Workload):
 
     def problem(self, shape: Shape, team: Team) -> Problem:
         if self.generates:
-            return generate.AnswersProblem(shape, self.config, self.dtype, team)
+            return generate.AnswersProblem(shape, self.config, self.dtype, team, self.expert_layout)
         how = {"teacher_forced": self.teacher_forced, "random_cache": self.random_cache}
+        how["expert_layout"] = self.expert_layout
         return StepProblem(self.name, shape, self.config, self.dtype, team, **how)
 
     def parts(self, team: Team, meter: Meter) -> dict[str, float] | None:

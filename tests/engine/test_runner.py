@@ -9,7 +9,6 @@ import torch
 
 import weft
 import weft.engine.runner as runner_module
-from weft.cli.engine_flags import _layout
 from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
 from weft.engine.graphs import Graphs
@@ -18,6 +17,7 @@ from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, si
 from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.runner import Runner
 from weft.engine.slots import SlotState
+from weft.layers.moe import layout_of
 from weft.models import Qwen3ForCausalLM
 
 SAMPLE = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
@@ -506,7 +506,7 @@ def test_what_does_not_fit_is_refused():
 def test_layouts_of_experts_are_checked_before_a_model_is_made(byte_model):
     for layout in ("whole", "slices", (2, 4), None):
         assert EngineConfig(expert_layout=layout).expert_layout == layout
-    assert [_layout(text) for text in ("2x4", "slices", "2x", None)] == [(2, 4), "slices", "2x", None]
+    assert [layout_of(text) for text in ("2x4", "slices", "2x", None)] == [(2, 4), "slices", "2x", None]
     for layout, message in (
         ("2x", "expert_layout='2x' is not one of 'whole', 'slices' or"),
         ((2, 0), "is not \\(ep, tp\\)"),

@@ -373,8 +373,8 @@ def test_kernels_of_words_compile(ranks, row_bytes, arch, tmp_path):
     arguments = gather_words.Tokens(INTS, INTS, SHORTS, INTS), INTS, 100, INTS, INTS, a_view(), INTS, SHORTS, INTS
     constants = {"LENGTHS": lengths, "TOKENS": 128, "BLOCK": 128, "TRANSPORT": "keyed"}
     gathering = compiled(gather_words.gather_words_kernel, *arguments, arch=arch, **constants, **options)
-    arguments = combine_words.Pairs(FLOATS, INTS, FLOATS), FLOATS, 100, FLOATS, INTS, a_view()
-    constants = {"LENGTHS": combine_words.Lengths(128, 7168, 8, 64), "BLOCK": row_bytes // 2, "TRANSPORT": "lamport"}
+    arguments = combine_words.Pairs(FLOATS, INTS, FLOATS), FLOATS, 100, FLOATS, INTS, a_view(), 128
+    constants = {"LENGTHS": combine_words.Lengths(7168, 8, 64), "BLOCK": row_bytes // 2, "TRANSPORT": "lamport"}
     combining = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)
     arguments = arguments[0]._replace(weights=None), *arguments[1:]
     returning = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)

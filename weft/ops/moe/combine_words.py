@@ -33,9 +33,9 @@ class CombineWords:
 
 
 class Pairs(NamedTuple):
-    """y [W * tokens * k, H], ids and weights [W * tokens, k] of all ranks' tokens.
+    """y [W * most * k, H], ids and weights [W * most, k] of all ranks' tokens, up to ``most`` of each.
 
-    weights  None: y has a row for each token [W * tokens, H], which is sent as it is
+    weights  None: y has a row for each token [W * most, H], which is sent as it is
     """
 
     y: torch.Tensor
@@ -44,12 +44,11 @@ class Pairs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Compile-time sizes: most tokens of a rank, elements of a row, k, experts of a rank.
+    """Compile-time sizes: elements of a row, k, experts of a rank. Numbers of tokens are none: prompts have many.
 
     tp  neighbouring ranks that hold slices of the same experts
     """
 
-    tokens: int
     width: int
     choices: int
     experts: int
@@ -113,7 +112,7 @@ def sums_of_elements(pairs, token, column, LENGTHS: tl.constexpr, there, team):
 
 
 @triton.jit
-def partials_of(pairs, owner, tile, there, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, team):
+def partials_of(pairs, most, owner, tile, there, LENGTHS: tl.constexpr, BLOCK: tl.constexpr, team):
     """[owners, BLOCK] weighted sums in fp32 of what this rank has for tile ``tile`` of their tokens
 
     owner, there  [owners]: a rank, and whether its sums are wanted
@@ -122,13 +121,13 @@ def partials_of(pairs, owner, tile, there, LENGTHS: tl.constexpr, BLOCK: tl.cons
     if LENGTHS.width % BLOCK == 0:
         # Not a remainder, of which the compiler forgets that 16 bytes are together.
         local = first // LENGTHS.width
-        token, column = owner * LENGTHS.tokens + local, first - local * LENGTHS.width + columns
-        there = there & (first < LENGTHS.tokens * LENGTHS.width)
+        token, column = owner * most + local, first - local * LENGTHS.width + columns
+        there = there & (first < most * LENGTHS.width)
         total = sums_of_token(pairs, token, column, LENGTHS, there, team)
     else:
         place = first + columns
-        token, column = owner[:, None] * LENGTHS.tokens + place // LENGTHS.width, place % LENGTHS.width
-        there = there[:, None] & (place < LENGTHS.tokens * LENGTHS.width)
+        token, column = owner[:, None] * most + place // LENGTHS.width, place % LENGTHS.width
+        there = there[:, None] & (place < most * LENGTHS.width)
         total = sums_of_elements(pairs, token, column, LENGTHS, there, team)
     return total
 
@@ -136,6 +135,7 @@ def partials_of(pairs, owner, tile, there, LENGTHS: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def send_partials(
     pairs,
+    most,
     tile,
     slot,
     epoch,
@@ -147,11 +147,11 @@ def send_partials(
 ):
     """Send to each peer the sums for its tile ``tile`` of BLOCK elements."""
     owners, sent = send_order(team, ROWS), tl.arange(0, ROWS) < wl.num_ranks(team) - 1
-    rows = partials_of(pairs, owners, tile, sent, LENGTHS, BLOCK, team)
+    rows = partials_of(pairs, most, owners, tile, sent, LENGTHS, BLOCK, team)
     send(rows.to(slot.dtype.element_ty), slot, epoch, team, TRANSPORT, BLOCK)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "most"])
 def combine_words_kernel(
     pairs,
     out,
@@ -159,12 +159,13 @@ def combine_words_kernel(
     buffer,
     epochs,
     team,
+    most,
     LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank's T
+    """out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank's T, of up to ``most`` of a rank
 
     grid     (programs,), each over every programs-th tile of BLOCK elements of a rank's tokens
 
@@ -180,15 +181,17 @@ def combine_words_kernel(
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns, ranks = tl.arange(0, BLOCK), tl.arange(0, ROWS)[:, None]
-    TILES: tl.constexpr = (LENGTHS.tokens * LENGTHS.width + BLOCK - 1) // BLOCK
-    ordered = clears_in_order(slot, tl.cdiv(TILES, programs), BLOCK)
-    send_partials(pairs, program, slot, epoch, team, LENGTHS, BLOCK, ROWS, TRANSPORT)
-    for tile in range(program, TILES, programs):
-        if tile + programs < TILES:
-            send_partials(pairs, tile + programs, slot, epoch + 1, team, LENGTHS, BLOCK, ROWS, TRANSPORT)
+    tiles = tl.cdiv(most * LENGTHS.width, BLOCK)
+    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
+    send_partials(pairs, most, program, slot, epoch, team, LENGTHS, BLOCK, ROWS, TRANSPORT)
+    for tile in range(program, tiles, programs):
+        if tile + programs < tiles:
+            send_partials(pairs, most, tile + programs, slot, epoch + 1, team, LENGTHS, BLOCK, ROWS, TRANSPORT)
         place = tile * BLOCK + columns
         me = tl.full((1,), wl.rank(team), tl.int32)
-        own = partials_of(pairs, me, tile, me >= 0, LENGTHS, BLOCK, team).reshape(BLOCK).to(buffer.dtype.element_ty)
+        own = (
+            partials_of(pairs, most, me, tile, me >= 0, LENGTHS, BLOCK, team).reshape(BLOCK).to(buffer.dtype.element_ty)
+        )
         received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK).to(tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for source in tl.static_range(world):
@@ -211,8 +214,9 @@ def combine_words(
 ) -> torch.Tensor:
     """[tokens, H] of this rank's tokens. weights: of ``Pairs``; experts: of each rank; tp: of ``Lengths``."""
     (rows, k), H = ids.shape, y.shape[1]
-    out, lengths = y.new_empty((tokens, H)), Lengths(rows // team.size, H, k, experts, tp)
-    tiles = cdiv(lengths.tokens * out.stride(0) * y.itemsize, design.row_bytes)
+    out, most = y.new_empty((tokens, H)), rows // team.size
+    tiles = cdiv(most * H * y.itemsize, design.row_bytes)
     pairs = Pairs(y.contiguous(), ids.contiguous(), None if weights is None else weights.contiguous())
-    launch(combine_words_kernel, pairs, out, tokens, tiles, team, design.push, LENGTHS=lengths)
+    lengths = Lengths(H, k, experts, tp)
+    launch(combine_words_kernel, pairs, out, tokens, tiles, team, design.push, most, LENGTHS=lengths)
     return out

@@ -327,6 +327,11 @@ class MoeCombine(ExchangeOp):
                 yield Case(
                     op=self.name, world_size=w, dtype=dtype, sizes=(7, 3, 24, 256), design="lamport", fields=fields
                 )
+        # As two ranks have them for more than 1 MiB: some tiles in one token, some across two.
+        for H in (512, 384):
+            fields = (("tokens", (7, 6)),)
+            design = CombineWords(row_bytes=512)
+            yield Case(op=self.name, world_size=2, dtype=BF16, sizes=(7, 3, 24, H), design=design, fields=fields)
         for w in (1, 2, 3, 4):
             fields = (("tokens", (5, 0, 9, 3)[:w]), ("unweighted", True))
             for design in ("push", "sum_then_scatter", "pipelined", "lamport"):

@@ -165,11 +165,11 @@ def combine_words_kernel(
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank's T, of up to ``most`` of a rank
+    """out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank's T
 
     grid     (programs,), each over every programs-th tile of BLOCK elements of a rank's tokens
 
-    pairs: ``Pairs``; out [T, H]; buffer, epochs: ``Slots``; LENGTHS: ``Lengths``
+    pairs: ``Pairs``; out [T, H]; buffer, epochs: ``Slots``; most: tokens of a rank, T or more; LENGTHS: ``Lengths``
 
     One send and receive a tile; signals, order, reuse: weft.transport.push. Zeros are sent for tokens without an expert here.
 

@@ -44,8 +44,9 @@ class Pairs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Compile-time sizes: elements of a row, k, experts of a rank. Numbers of tokens are none: prompts have many.
+    """Compile-time sizes: elements of a row, k, experts of a rank.
 
+    Numbers of tokens are not: prompts have many, and each would be compiled for.
     tp  neighbouring ranks that hold slices of the same experts
     """
 

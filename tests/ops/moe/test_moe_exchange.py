@@ -352,11 +352,9 @@ def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_pat
     assert gather_fp8_words.fits(design, 7168)
     options = {"ROWS": 2, "num_warps": design.num_warps, **launch_options(caps_of(arch))}
     options |= {"BLOCK": row_bytes // 4, "TRANSPORT": "keyed", **({"maxnreg": 128} if arch == "sm_90" else {})}
-    mine, blocks = gather_fp8_words.Rows(FLOATS, INTS, SHORTS), gather_fp8_words.Blocks(128 * 56, 56, 128 * 8)
-    arguments = mine, INTS, 100, INTS, INTS, a_view(), INTS, SHORTS, INTS
-    kernel = compiled(
-        gather_fp8_words.gather_fp8_words_kernel, *arguments, arch=arch, BLOCKS=blocks, TOKENS=128, **options
-    )
+    mine, blocks = gather_fp8_words.Rows(FLOATS, INTS, SHORTS), gather_fp8_words.Blocks(56, 8)
+    arguments = mine, INTS, 100, INTS, INTS, a_view(), 128, INTS, SHORTS, INTS
+    kernel = compiled(gather_fp8_words.gather_fp8_words_kernel, *arguments, arch=arch, BLOCKS=blocks, **options)
     check_compiles(kernel, arch)
     if arch == "sm_90":
         assert stack_bytes(kernel, tmp_path) == 0
@@ -369,9 +367,9 @@ def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_pat
 @pytest.mark.parametrize(("ranks", "row_bytes"), [(4, 256), (2, 512)])
 def test_kernels_of_words_compile(ranks, row_bytes, arch, tmp_path):
     options = {**TILE, "ROWS": ranks, **launch_options(caps_of(arch))}
-    lengths = gather_words.Lengths(128 * 1792, 128 * 8, 128 * 56)
-    arguments = gather_words.Tokens(INTS, INTS, SHORTS, INTS), INTS, 100, INTS, INTS, a_view(), INTS, SHORTS, INTS
-    constants = {"LENGTHS": lengths, "TOKENS": 128, "BLOCK": 128, "TRANSPORT": "keyed"}
+    lengths, mine = gather_words.Lengths(1792, 8, 56), gather_words.Tokens(INTS, INTS, SHORTS, INTS)
+    arguments = mine, INTS, 100, INTS, INTS, a_view(), 128, INTS, SHORTS, INTS
+    constants = {"LENGTHS": lengths, "BLOCK": 128, "TRANSPORT": "keyed"}
     gathering = compiled(gather_words.gather_words_kernel, *arguments, arch=arch, **constants, **options)
     arguments = combine_words.Pairs(FLOATS, INTS, FLOATS), FLOATS, 100, FLOATS, INTS, a_view(), 128
     constants = {"LENGTHS": combine_words.Lengths(7168, 8, 64), "BLOCK": row_bytes // 2, "TRANSPORT": "lamport"}

@@ -48,47 +48,52 @@ class Tokens(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Words of each part of a message."""
+    """Compile-time sizes: words of a token in each part of a message.
 
-    rows: int
+    A message has those of ``most`` tokens; prompts have many numbers of tokens, and each would be compiled for.
+    """
+
+    row: int
     choices: int
     scales: int
 
     @property
     def total(self) -> int:
-        return self.rows + 2 * self.choices + self.scales
+        return self.row + 2 * self.choices + self.scales
 
 
 @triton.jit
-def load_part(part, at, first, T, LENGTH: tl.constexpr, TOKENS: tl.constexpr, other):
-    """Words of the part from word ``first`` of the message on; ``other`` elsewhere, and behind T tokens."""
+def load_part(part, at, first, T, LENGTH: tl.constexpr, other):
+    """Words of the part from word ``first`` of the message on; ``other`` elsewhere, and behind T tokens.
+
+    LENGTH  words of a token
+    """
     local = at - first
-    return tl.load(part + local, mask=(local >= 0) & (local < T * (LENGTH // TOKENS)), other=other).to(tl.int32)
+    return tl.load(part + local, mask=(local >= 0) & (local < T * LENGTH), other=other).to(tl.int32)
 
 
 @triton.jit
-def load_words(mine, T, at, LENGTHS: tl.constexpr, TOKENS: tl.constexpr):
+def load_words(mine, T, most, at, LENGTHS: tl.constexpr):
     """Words ``at`` [BLOCK] of this rank's message; ids of -1 behind its T tokens."""
-    ids: tl.constexpr = LENGTHS.rows
-    weights: tl.constexpr = ids + LENGTHS.choices
-    scales: tl.constexpr = weights + LENGTHS.choices
-    words = load_part(mine.rows, at, 0, T, LENGTHS.rows, TOKENS, 0)
-    words = tl.where(at < ids, words, load_part(mine.ids, at, ids, T, LENGTHS.choices, TOKENS, -1))
-    words = tl.where(at < weights, words, load_part(mine.weights, at, weights, T, LENGTHS.choices, TOKENS, 0))
+    ids, weights = most * LENGTHS.row, most * (LENGTHS.row + LENGTHS.choices)
+    words = load_part(mine.rows, at, 0, T, LENGTHS.row, 0)
+    words = tl.where(at < ids, words, load_part(mine.ids, at, ids, T, LENGTHS.choices, -1))
+    words = tl.where(at < weights, words, load_part(mine.weights, at, weights, T, LENGTHS.choices, 0))
     if LENGTHS.scales > 0:
-        words = tl.where(at < scales, words, load_part(mine.scales, at, scales, T, LENGTHS.scales, TOKENS, 0))
+        scales = most * (LENGTHS.row + 2 * LENGTHS.choices)
+        words = tl.where(at < scales, words, load_part(mine.scales, at, scales, T, LENGTHS.scales, 0))
     return words
 
 
 @triton.jit
-def store_part(part, words, at, first, LENGTH: tl.constexpr, there):
-    """Store the words of ranks' messages [ROWS, BLOCK] that belong to a part."""
+def store_part(part, words, at, first, length, there):
+    """Store the words of ranks' messages [ROWS, BLOCK] that belong to a part of ``length`` words."""
     local, source = (at - first)[None, :], tl.arange(0, words.shape[0])[:, None]
-    mask = there & (local >= 0) & (local < LENGTH)
-    tl.store(part + source.to(tl.int64) * LENGTH + local, words.to(part.dtype.element_ty), mask=mask)
+    mask = there & (local >= 0) & (local < length)
+    tl.store(part + source.to(tl.int64) * length + local, words.to(part.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "most"])
 def gather_words_kernel(
     mine,
     rows,
@@ -96,11 +101,11 @@ def gather_words_kernel(
     buffer,
     epochs,
     team,
+    most,
     ids,
     weights,
     scales,
     LENGTHS: tl.constexpr,
-    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
@@ -109,7 +114,7 @@ def gather_words_kernel(
 
     grid     (programs,), each over every programs-th tile of BLOCK words
 
-    mine: ``Tokens`` of this rank's T tokens; LENGTHS: ``Lengths`` of TOKENS tokens; buffer, epochs: ``Slots``
+    mine: ``Tokens`` of this rank's T tokens; LENGTHS: ``Lengths``, of ``most`` tokens, T or more; buffer, epochs: ``Slots``
 
     One send and receive a tile; signals, order, reuse: weft.transport.push.
 
@@ -120,22 +125,23 @@ def gather_words_kernel(
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns, there = tl.arange(0, BLOCK), is_rank(team, ROWS)
-    TILES: tl.constexpr = (LENGTHS.rows + 2 * LENGTHS.choices + LENGTHS.scales + BLOCK - 1) // BLOCK
-    ordered = clears_in_order(slot, tl.cdiv(TILES, programs), BLOCK)
-    own = load_words(mine, T, program * BLOCK + columns, LENGTHS, TOKENS)
+    tiles = tl.cdiv(most * (LENGTHS.row + 2 * LENGTHS.choices + LENGTHS.scales), BLOCK)
+    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
+    own = load_words(mine, T, most, program * BLOCK + columns, LENGTHS)
     send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)
-    for tile in range(program, TILES, programs):
+    for tile in range(program, tiles, programs):
         following = own
-        if tile + programs < TILES:
-            following = load_words(mine, T, (tile + programs) * BLOCK + columns, LENGTHS, TOKENS)
+        if tile + programs < tiles:
+            following = load_words(mine, T, most, (tile + programs) * BLOCK + columns, LENGTHS)
             send(tl.broadcast_to(following[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, BLOCK)
         words = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
         at = tile * BLOCK + columns
-        store_part(rows, words, at, 0, LENGTHS.rows, there)
-        store_part(ids, words, at, LENGTHS.rows, LENGTHS.choices, there)
-        store_part(weights, words, at, LENGTHS.rows + LENGTHS.choices, LENGTHS.choices, there)
+        row, choices = most * LENGTHS.row, most * LENGTHS.choices
+        store_part(rows, words, at, 0, row, there)
+        store_part(ids, words, at, row, choices, there)
+        store_part(weights, words, at, row + choices, choices, there)
         if LENGTHS.scales > 0:
-            store_part(scales, words, at, LENGTHS.rows + 2 * LENGTHS.choices, LENGTHS.scales, there)
+            store_part(scales, words, at, row + 2 * choices, most * LENGTHS.scales, there)
         own = following
         epoch += 1
     keep_epoch(epochs, epoch - 1)
@@ -165,8 +171,8 @@ def gather_words(
         Tokens(*(None if one is None else as_words(one, kind) for one, kind in zip(tensors, kinds, strict=True)))
         for tensors in (given, out)
     )
-    row, count = x.shape[1] * x.itemsize // 4, 0 if scales is None else scales.shape[1]
-    lengths = Lengths(most * row, most * ids.shape[1], most * count)
-    tiles, constants = cdiv(4 * lengths.total, design.row_bytes), {"LENGTHS": lengths, "TOKENS": most}
-    launch(gather_words_kernel, mine, theirs.rows, len(x), tiles, team, design.push, *theirs[1:], **constants)
+    lengths = Lengths(x.shape[1] * x.itemsize // 4, ids.shape[1], 0 if scales is None else scales.shape[1])
+    tiles = cdiv(4 * most * lengths.total, design.row_bytes)
+    parts = most, *theirs[1:]
+    launch(gather_words_kernel, mine, theirs.rows, len(x), tiles, team, design.push, *parts, LENGTHS=lengths)
     return out

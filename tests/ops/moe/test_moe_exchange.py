@@ -352,9 +352,11 @@ def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_pat
     assert gather_fp8_words.fits(design, 7168)
     options = {"ROWS": 2, "num_warps": design.num_warps, **launch_options(caps_of(arch))}
     options |= {"BLOCK": row_bytes // 4, "TRANSPORT": "keyed", **({"maxnreg": 128} if arch == "sm_90" else {})}
-    mine, blocks = gather_fp8_words.Rows(FLOATS, INTS, SHORTS), gather_fp8_words.Blocks(56, 8)
-    arguments = mine, INTS, 100, INTS, INTS, a_view(), 128, INTS, SHORTS, INTS
-    kernel = compiled(gather_fp8_words.gather_fp8_words_kernel, *arguments, arch=arch, BLOCKS=blocks, **options)
+    mine, blocks = gather_fp8_words.Rows(FLOATS, INTS, SHORTS), gather_fp8_words.Blocks(128 * 56, 56, 128 * 8)
+    arguments = mine, INTS, 100, INTS, INTS, a_view(), INTS, SHORTS, INTS
+    kernel = compiled(
+        gather_fp8_words.gather_fp8_words_kernel, *arguments, arch=arch, BLOCKS=blocks, TOKENS=128, **options
+    )
     check_compiles(kernel, arch)
     if arch == "sm_90":
         assert stack_bytes(kernel, tmp_path) == 0

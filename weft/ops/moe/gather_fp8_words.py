@@ -40,8 +40,9 @@ class Rows(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Compile-time sizes: blocks of 128 columns of a row, choices of a token."""
+    """Compile-time sizes of a rank's part: blocks of 128 columns of all rows, and of one; ids."""
 
+    all: int
     of_row: int
     choices: int
 
@@ -76,31 +77,31 @@ def quantized_tile(x, T, tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(mine, T, most, tile, row_tiles, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def load_tile(mine, T, tile, ROW_TILES: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
     """[BLOCK] words of tile ``tile`` of this rank's message; ids of -1 behind its T tokens."""
-    if tile < row_tiles:
+    if tile < ROW_TILES:
         words = quantized_tile(mine.x, T, tile, BLOCKS, BLOCK)
     else:
-        at, choices = (tile - row_tiles) * BLOCK + tl.arange(0, BLOCK), most * BLOCKS.choices
-        ids = load_part(mine.ids, at, 0, T, BLOCKS.choices, -1)
-        weights = load_part(mine.weights, at, choices, T, BLOCKS.choices, 0)
-        words = tl.where(at < choices, ids, weights)
+        at = (tile - ROW_TILES) * BLOCK + tl.arange(0, BLOCK)
+        ids = load_part(mine.ids, at, 0, T, BLOCKS.choices // TOKENS, -1)
+        weights = load_part(mine.weights, at, BLOCKS.choices, T, BLOCKS.choices // TOKENS, 0)
+        words = tl.where(at < BLOCKS.choices, ids, weights)
     return words
 
 
 @triton.jit
-def store_tile(rows, scales, words, tile, blocks, there):
-    """Store the words [ROWS, BLOCK] of tile ``tile`` of all ranks' rows, ``blocks`` of each rank."""
+def store_tile(rows, scales, words, tile, BLOCKS: tl.constexpr, there):
+    """Store the words [ROWS, BLOCK] of tile ``tile`` of all ranks' rows."""
     SLOTS: tl.constexpr = words.shape[1] // WORDS
     column, source = tl.arange(0, words.shape[1])[None, :], tl.arange(0, words.shape[0])[:, None].to(tl.int64)
     first, slot, lane = tile * (SLOTS - 1), column // WORDS, column % WORDS
-    is_row = there & (slot < SLOTS - 1) & (first + slot < blocks)
-    tl.store(rows + (source * blocks + first + slot) * WORDS + lane, words, mask=is_row)
-    is_scale = there & (slot == SLOTS - 1) & (lane < SLOTS - 1) & (first + lane < blocks)
-    tl.store(scales + source * blocks + first + lane, words, mask=is_scale)
+    is_row = there & (slot < SLOTS - 1) & (first + slot < BLOCKS.all)
+    tl.store(rows + (source * BLOCKS.all + first + slot) * WORDS + lane, words, mask=is_row)
+    is_scale = there & (slot == SLOTS - 1) & (lane < SLOTS - 1) & (first + lane < BLOCKS.all)
+    tl.store(scales + source * BLOCKS.all + first + lane, words, mask=is_scale)
 
 
-@triton.jit(do_not_specialize=["T", "most"])
+@triton.jit(do_not_specialize=["T"])
 def gather_fp8_words_kernel(
     mine,
     rows,
@@ -108,11 +109,11 @@ def gather_fp8_words_kernel(
     buffer,
     epochs,
     team,
-    most,
     ids,
     weights,
     scales,
     BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
@@ -121,8 +122,8 @@ def gather_fp8_words_kernel(
 
     grid     (programs,), each over every programs-th tile of BLOCK words
 
-    mine: ``Rows`` of this rank's T tokens; rows, scales, ids, weights as words; BLOCKS: ``Blocks``, of ``most`` tokens, T or
-    more; buffer, epochs: ``Slots``
+    mine: ``Rows`` of this rank's T tokens; rows, scales, ids, weights as words; BLOCKS: ``Blocks`` of TOKENS tokens; buffer,
+    epochs: ``Slots``
 
     One send and receive a tile; signals, order, reuse: weft.transport.push.
 
@@ -133,23 +134,23 @@ def gather_fp8_words_kernel(
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
     columns, there = tl.arange(0, BLOCK), is_rank(team, ROWS)
-    row_tiles = tl.cdiv(most * BLOCKS.of_row, BLOCK // WORDS - 1)
-    tiles = row_tiles + tl.cdiv(2 * most * BLOCKS.choices, BLOCK)
-    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
-    own = load_tile(mine, T, most, program, row_tiles, BLOCKS, BLOCK)
+    ROW_TILES: tl.constexpr = (BLOCKS.all + BLOCK // WORDS - 2) // (BLOCK // WORDS - 1)
+    TILES: tl.constexpr = ROW_TILES + (2 * BLOCKS.choices + BLOCK - 1) // BLOCK
+    ordered = clears_in_order(slot, tl.cdiv(TILES, programs), BLOCK)
+    own = load_tile(mine, T, program, ROW_TILES, BLOCKS, TOKENS, BLOCK)
     send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)
-    for tile in range(program, tiles, programs):
+    for tile in range(program, TILES, programs):
         following = own
-        if tile + programs < tiles:
-            following = load_tile(mine, T, most, tile + programs, row_tiles, BLOCKS, BLOCK)
+        if tile + programs < TILES:
+            following = load_tile(mine, T, tile + programs, ROW_TILES, BLOCKS, TOKENS, BLOCK)
             send(tl.broadcast_to(following[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, BLOCK)
         words = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
-        if tile < row_tiles:
-            store_tile(rows, scales, words, tile, most * BLOCKS.of_row, there)
+        if tile < ROW_TILES:
+            store_tile(rows, scales, words, tile, BLOCKS, there)
         else:
-            at, choices = (tile - row_tiles) * BLOCK + columns, most * BLOCKS.choices
-            store_part(ids, words, at, 0, choices, there)
-            store_part(weights, words, at, choices, choices, there)
+            at = (tile - ROW_TILES) * BLOCK + columns
+            store_part(ids, words, at, 0, BLOCKS.choices, there)
+            store_part(weights, words, at, BLOCKS.choices, BLOCKS.choices, there)
         own = following
         epoch += 1
     keep_epoch(epochs, epoch - 1)
@@ -163,7 +164,7 @@ def gather_fp8_words(
     Only where ``fits`` is True.
     """
     (T, H), k = x.shape, ids.shape[1]
-    blocks = Blocks(H // COLUMNS.value, k)
+    blocks = Blocks(most * H // COLUMNS.value, H // COLUMNS.value, most * k)
     rows = x.new_empty((team.size * most, H), dtype=E4M3)
     scales = x.new_empty((len(rows), blocks.of_row), dtype=torch.float32)
     all_ids, all_weights = (one.new_empty((len(rows), k)) for one in (ids, weights))
@@ -171,7 +172,8 @@ def gather_fp8_words(
     mine = Rows(x.contiguous(), as_words(ids, torch.int32), as_words(weights, narrow))
     theirs = [as_words(all_ids, torch.int32), as_words(all_weights, narrow), as_words(scales, torch.int32)]
     slots = design.row_bytes // (4 * WORDS.value)
-    tiles = cdiv(most * blocks.of_row, slots - 1) + cdiv(8 * most * k, design.row_bytes)
+    tiles = cdiv(blocks.all, slots - 1) + cdiv(8 * blocks.choices, design.row_bytes)
+    constants = {"BLOCKS": blocks, "TOKENS": most}
     words = as_words(rows, torch.int32)
-    launch(gather_fp8_words_kernel, mine, words, T, tiles, team, design.push, most, *theirs, BLOCKS=blocks)
+    launch(gather_fp8_words_kernel, mine, words, T, tiles, team, design.push, *theirs, **constants)
     return rows, all_ids, all_weights, scales

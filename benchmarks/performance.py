@@ -62,9 +62,10 @@ How to read the tables:
 MISSING = """## Not measured yet
 
 - `sh benchmarks/several_gpus.sh 2 models`: prompts of Qwen3-32B on two H100s, and its smaller sisters.
-- First GEMMs, layers and steps of a [mixture of experts](moe.md) on two H200s since its exchanges became faster
-  (`sh benchmarks/moe.sh h200-x2-moe`).
-- `weft bench generate@4096x128+128,128x128+128`: many prompts of Qwen3-8B and Qwen3-32B.
+- First GEMMs of a [mixture of experts](moe.md) on two H200s since `moe_dispatch` became faster, with which its `sequential`
+  begins (`weft bench ag-moe@qwen3-30b-a3b:512,2048,4096 --providers weft`), and steps with slices of experts
+  (`weft bench model --model qwen3-30b-a3b --expert-layout slices`).
+- `weft bench generate@4096x128+128 --model qwen3-8b` and `weft bench generate@128x128+128 --model qwen3-32b`.
 - The second grouped GEMM of experts beside Liger-Kernel's (`weft bench grouped-gemm@qwen3-30b-a3b:32,1024,4096,16384`).
 """
 KEYS = (

@@ -36,6 +36,12 @@ T = TypeVar("T")
 notices = logs.logger_of(logs.NOTICES)
 
 
+def layout_of(text: str | None) -> str | tuple[int, int] | None:
+    """Layout of experts that a flag names: (ep, tp) of EPxTP, any other text as it is."""
+    parts = (text or "").split("x")
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else text
+
+
 def talks() -> bool:
     """True in the process that prints: under torchrun, rank 0."""
     from weft.runtime.environment import coordinates

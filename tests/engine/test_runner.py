@@ -9,6 +9,7 @@ import torch
 
 import weft
 import weft.engine.runner as runner_module
+from weft.console import layout_of
 from weft.engine.config import EngineConfig
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
 from weft.engine.graphs import Graphs
@@ -17,7 +18,6 @@ from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, si
 from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
 from weft.engine.runner import Runner
 from weft.engine.slots import SlotState
-from weft.layers.moe import layout_of
 from weft.models import Qwen3ForCausalLM
 
 SAMPLE = SamplingParams(temperature=1.0, top_p=0.9, seed=3)

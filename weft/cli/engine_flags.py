@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from weft.arguments import shortened
-from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, notices
+from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, layout_of, notices
 from weft.engine.config import DEFAULTS
 from weft.engine.progress import every_tenth
 
@@ -106,7 +106,6 @@ class EngineFlags:
         import torch
 
         from weft.engine import EngineConfig
-        from weft.layers.moe import layout_of
         from weft.parallel.step_plan import MODES, OLD_MODES
 
         one_of("mode", self.mode, (*MODES, *OLD_MODES))

@@ -40,12 +40,6 @@ def check_layout(name: str, layout: Layout, world_size: int | None = None) -> No
         raise ValueError(f"{name}={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))} or a tuple (ep, tp)")
 
 
-def layout_of(text: str | None) -> str | tuple[int, int] | None:
-    """Layout that a flag names: (ep, tp) of EPxTP, any other text as it is."""
-    parts = (text or "").split("x")
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else text
-
-
 class MoE(nn.Module):
     """y[t] = sum over t's k experts of weight[t, e] * mlp[e](x[t]) + shared(x[t])
 

@@ -92,21 +92,23 @@ def test_plans_of_few_tokens():
     assert names(600, 8, 2) == ["lamport", "lamport"] and names(600, 1, 2) == ["push", "push"]
     assert names(600, 8, 4) == ["gather", "sum_then_scatter"] and names(4096, 8, 2) == ["pipelined", "lamport"]
     assert names(20000, 8, 2) == ["pipelined", "pipelined"]
+
+
+def test_words_of_many_tokens_are_larger():
+    caps = Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 2)
     two = machine(caps, 2)
-    found = {}
-    for tokens in (512, 4096, 20000):
-        call = MOE_DISPATCH.call_of((tokens, 8, 2048), torch.bfloat16, two)._replace(fp8=True)
-        found[tokens] = MOE_DISPATCH.plan(call, two).design
-    assert isinstance(found[20000], DispatchPieces)
-    of_bf16 = [
-        MOE_DISPATCH.plan(MOE_DISPATCH.call_of((tokens, 8, 2048), torch.bfloat16, two), two) for tokens in (128, 2048)
+
+    def design(op, tokens, **fields):
+        return op.plan(op.call_of((tokens, 8, 2048), torch.bfloat16, two)._replace(**fields), two).design
+
+    words, sums = gather_words.GatherWords, combine_words.CombineWords
+    assert [design(MOE_DISPATCH, tokens) for tokens in (128, 2048)] == [words(), words(row_bytes=1024, num_warps=2)]
+    assert [design(MOE_DISPATCH, tokens, fp8=True) for tokens in (512, 4096)] == [
+        words(row_bytes=1024, num_warps=2),
+        words(row_bytes=4096, num_warps=8),
     ]
-    assert [one.design for one in of_bf16] == [
-        gather_words.GatherWords(),
-        gather_words.GatherWords(row_bytes=1024, num_warps=2),
-    ]
-    assert found[512] == gather_words.GatherWords(row_bytes=1024, num_warps=2)
-    assert found[4096] == gather_words.GatherWords(row_bytes=4096, num_warps=8)
+    assert isinstance(design(MOE_DISPATCH, 20000, fp8=True), DispatchPieces)
+    assert [design(MOE_COMBINE, tokens) for tokens in (128, 4096)] == [sums(), sums(row_bytes=512)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.bench.models.names import LEVELS, is_model
-from weft.console import check_simulable
+from weft.console import check_simulable, layout_of
 
 if TYPE_CHECKING:
     from weft.bench.models.workload import ModelWorkload
@@ -79,7 +79,7 @@ class ModelFlags:
         """Workload of ``weft bench LEVEL`` at one world size. Simulated ranks use the tiny model by default."""
         from weft.bench.models.steps import DEFAULT_MODEL, TINY, check_split, config_of, parse_steps, words_of
         from weft.bench.models.workload import ModelWorkload
-        from weft.layers.moe import check_layout, layout_of
+        from weft.layers.moe import check_layout
 
         model = self.model or (TINY if simulated else DEFAULT_MODEL)
         config = config_of(model, self.layers)

@@ -83,9 +83,16 @@ class ModelWorkload(Workload):
     def problem(self, shape: Shape, team: Team) -> Problem:
         if self.generates:
             return generate.AnswersProblem(shape, self.config, self.dtype, team, self.expert_layout)
-        how = {"teacher_forced": self.teacher_forced, "random_cache": self.random_cache}
-        how["expert_layout"] = self.expert_layout
-        return StepProblem(self.name, shape, self.config, self.dtype, team, **how)
+        return StepProblem(
+            self.name,
+            shape,
+            self.config,
+            self.dtype,
+            team,
+            teacher_forced=self.teacher_forced,
+            random_cache=self.random_cache,
+            expert_layout=self.expert_layout,
+        )
 
     def parts(self, team: Team, meter: Meter) -> dict[str, float] | None:
         return profile(team, meter) if self.breakdown else None

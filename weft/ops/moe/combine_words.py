@@ -1,4 +1,4 @@
-"""moe_combine in one kernel and one hop: partial sums that are their own flag, for few tokens."""
+"""moe_combine in one kernel and one hop: partial sums that are their own flag."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombineWords:
-    """All partial sums, by one kernel: for few tokens. row_bytes, num_warps: of ``PushPlan``."""
+    """All partial sums, by one kernel. row_bytes, num_warps: of ``PushPlan``."""
 
     row_bytes: int = 256
     num_warps: int = 1

@@ -24,7 +24,8 @@ PUSHES = (
 )  # fmt: skip
 # Relative sizes of pieces, from few large ones to many small ones.
 PIECES = (1,), (1, 1), (1, 3), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 4, 4, 4, 1), (1, 1, 1, 1, 1, 1, 1, 1)
-# Least bytes for each peer by copy engine: 12 us of a link, beside some 4 for each flag. Not measured.
+# Least bytes for each peer by copy engine: 12 us of a link, beside some 4 for each flag. Not measured. Two ranks take "lamport"
+# up to limits of their own, which were.
 PIPELINED_BYTES = 4 << 20
 QUICK_PUSHES = ((1, 1024, 4), (4, 1024, 8), (16, 512, 8))
 SIMULATED_PUSHES = ((4, 128, 4),)
@@ -72,12 +73,19 @@ class ExchangeOp(MoeOp):
     def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
         share = share_of_rows(call.choices, machine.world_size // call.tp)
         reason = f"a rank has an expert for {share:.2f} of another's tokens if all experts are chosen alike"
-        if machine.world_size == 1 or share <= 0.75:
+        if machine.world_size == 1 or not self.needs_nearly_all(call, machine):
             return "push", reason
         part = call.tokens * self.token_bytes(call)
         if part < PIPELINED_BYTES or 2 * capacity_for(machine.world_size * part) > machine.heap_bytes // 4:
             return self.everything, reason
         return "pipelined", f"{reason}; {part:,} bytes for each"
+
+    def needs_nearly_all(self, call: Any, machine: Machine) -> bool:
+        """True if a rank has an expert for more than three quarters of another's tokens.
+
+        Then all are sent, in larger pieces.
+        """
+        return share_of_rows(call.choices, machine.world_size // call.tp) > 0.75
 
     def token_bytes(self, call: Any) -> int:
         """Bytes of a token's row as it is sent, and what goes with it."""

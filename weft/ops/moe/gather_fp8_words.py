@@ -1,4 +1,4 @@
-"""Tokens of all ranks to all ranks in fp8, for few tokens: one kernel rounds and sends them.
+"""Tokens of all ranks to all ranks in fp8: one kernel rounds and sends them.
 
 The words are their own flag, as those of ``gather_words``. A tile is a message of BLOCK int words, in one of two forms:
 

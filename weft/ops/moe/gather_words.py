@@ -1,4 +1,4 @@
-"""Tokens of all ranks to all ranks, in one kernel: words that are their own flag, for few tokens.
+"""Tokens of all ranks to all ranks, in one kernel: words that are their own flag.
 
     message   int words of max_tokens tokens: all rows, all ids, all weights (16 bits each are widened), all scales of fp8 rows
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherWords:
-    """All rows to all ranks, by one kernel: for few tokens. row_bytes, num_warps: of ``PushPlan``."""
+    """All rows to all ranks, by one kernel. row_bytes, num_warps: of ``PushPlan``."""
 
     row_bytes: int = 512
     num_warps: int = 1

@@ -32,7 +32,7 @@ from weft.ops.moe.exchange import (
     PushRows,
     padded,
 )
-from weft.ops.moe.exchange_op import ExchangeOp, share_of_rows
+from weft.ops.moe.exchange_op import ExchangeOp
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing, sharers_of
 from weft.ops.moe.moe_sum import moe_sum
@@ -76,7 +76,7 @@ def moe_combine(
     tokens      T of this rank, as it was dispatched
     algorithm   "auto", "push" (each rank sends what it has), "sum_then_scatter" (moe_sum, then reduce_scatter), "pipelined" (as
                 that, with copy engines under the sums, for many tokens) or "lamport" (as that, in one kernel and one hop, for
-                few tokens)
+                few tokens and, of two ranks, for many)
 
     Each rank adds up its choices in their order, and the token's rank adds up the ranks in theirs, both in fp32, rounded once:
     the same bits from run to run. "push", "pipelined" and "lamport" add up the ranks in their order; "sum_then_scatter" has the
@@ -119,14 +119,14 @@ class MoeCombine(ExchangeOp):
     dtypes = FLOATS
 
     def rule(self, call: CombineCall, machine: Machine) -> tuple[str, str]:
-        """By the limits of ``MoeDispatch.rule``; for two ranks one kernel serves up to 64 MiB in all.
+        """One kernel up to 2 MiB in all; of two ranks up to 64, or 4 where few rows are needed.
 
-        Where few rows are needed, of which it sends all, up to 4 MiB. Two H200s, by the tuner, one kernel in tiles of 512 bytes
-        and the next best: 128 tokens of 7168 12.5 and 16.3 us, 2048 / 4096 tokens of 2048 37.0 / 67.4 and 54.2 / 90.8.
+        It sends all rows. Two H200s, by the tuner, one kernel in tiles of 512 bytes and the next best: 128 tokens of 7168 12.5 and 16.3 us,
+        2048 / 4096 tokens of 2048 37.0 / 67.4 and 54.2 / 90.8.
         """
         whole, most = self.whole_bytes(call, machine), 2 << 20
         if machine.world_size == 2:
-            most = 64 << 20 if share_of_rows(call.choices, machine.world_size // call.tp) > 0.75 else 4 << 20
+            most = 64 << 20 if self.needs_nearly_all(call, machine) else 4 << 20
         if machine.world_size > 1 and whole <= most:
             return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
         return super().rule(call, machine)

@@ -37,7 +37,7 @@ from weft.ops.moe.exchange import (
     PushRows,
     padded,
 )
-from weft.ops.moe.exchange_op import ExchangeOp, rows_sent, share_of_rows
+from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, quantize_rows, scales_of
 from weft.ops.moe.gather_fp8_words import fits, gather_fp8_words
 from weft.ops.moe.gather_words import GatherWords, gather_words
@@ -106,7 +106,8 @@ def moe_dispatch(
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
                 ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded), in one node
     algorithm   "auto", "push" (rows to the ranks that need them), "gather" (all rows to all ranks), "pipelined" (as "gather",
-                by copy engines, for many tokens) or "lamport" (as "gather", in one kernel and one hop, for few tokens)
+                by copy engines, for many tokens) or "lamport" (as "gather", in one kernel and one hop, for few tokens; of two
+                ranks for some thousands)
 
     The tensors of the result may be the team's receive buffers: they hold until this rank's next call with these sizes. So
     ranks compute and combine one layer's rows before they dispatch the next one's. Bits arrive as they were sent, or rounded to
@@ -198,7 +199,7 @@ class MoeDispatch(ExchangeOp):
         2048 in bf16 31.9 and 42.6 us, 4096 in fp8 37.8 and 48.5.
         """
         W, whole = machine.world_size, self.whole_bytes(call, machine)
-        most = 20 << 20 if W == 2 and share_of_rows(call.choices, W // call.tp) > 0.75 else 2 << 20
+        most = 20 << 20 if W == 2 and self.needs_nearly_all(call, machine) else 2 << 20
         if W > 1 and whole <= most and row_bytes(call) % 4 == 0:
             return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
         return super().rule(call, machine)

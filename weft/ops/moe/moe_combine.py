@@ -121,8 +121,8 @@ class MoeCombine(ExchangeOp):
     def rule(self, call: CombineCall, machine: Machine) -> tuple[str, str]:
         """One kernel up to 2 MiB in all; of two ranks up to 64, or 4 where few rows are needed.
 
-        It sends all rows. Two H200s, by the tuner, one kernel in tiles of 512 bytes and the next best: 128 tokens of 7168 12.5 and 16.3 us,
-        2048 / 4096 tokens of 2048 37.0 / 67.4 and 54.2 / 90.8.
+        It sends all rows. Two H200s, by the tuner, one kernel in tiles of 512 bytes and the next best: 128 tokens of 7168 12.5
+        and 16.3 us, 2048 / 4096 tokens of 2048 37.0 / 67.4 and 54.2 / 90.8.
         """
         whole, most = self.whole_bytes(call, machine), 2 << 20
         if machine.world_size == 2:

@@ -17,7 +17,7 @@ from weft.bench.harness import runner
 from weft.bench.harness.bench import Options
 from weft.bench.harness.limits import Limits
 from weft.bench.harness.provider import Unavailable
-from weft.bench.models import compiled, generate
+from weft.bench.models import baseline, compiled, generate
 from weft.bench.models.baseline import Baseline, Functions, attend
 from weft.bench.models.breakdown import KINDS, Kernel, breakdown, kind_of
 from weft.bench.models.flags import ModelFlags
@@ -25,10 +25,12 @@ from weft.bench.models.problem import StepProblem, cold_layers
 from weft.bench.models.providers import COMPILED
 from weft.bench.models.roofline import roofline, weights
 from weft.bench.models.sessions import TorchSession, WeftSession, build, in_mode, of_all_ranks, shard_of
+from weft.bench.models.step import FORCED_PROMPT
 from weft.bench.models.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
 from weft.bench.models.workload import ModelWorkload
 from weft.bench.render.sheets import sheets
 from weft.bench.workloads import read
+from weft.engine.config import EngineConfig
 from weft.models.config import PUBLISHED
 from weft.models.family import AttentionOptions, ExpertOptions
 from weft.parallel.reference import Reference
@@ -689,6 +691,64 @@ def test_wrong_answers_are_caught(monkeypatch):
         (row,) = run(workload("generate", "2x5+3", providers=("torch.eager",))).rows
         assert re.search("wrong answer: .*" + complaint, row.reason)
         assert row.median_us is None
+
+
+def test_a_wrong_token_is_found_in_every_group_of_prompts_that_is_checked_at_once(monkeypatch):
+    monkeypatch.setattr(generate, "CHECKED_TOKENS", 16)  # of three prompts with 5 + 3 - 1 tokens: two and one
+    right = generate.eager
+
+    for wrong in range(3):
+
+        def one_wrong(problem, wrong=wrong):
+            prepared = right(problem)
+
+            def run(number):
+                times, answers = prepared.run(number)
+                answers[wrong][-1] = (answers[wrong][-1] + 7) % problem.of_step.config.vocab_size
+                return times, answers
+
+            return replace(prepared, run=run)
+
+        monkeypatch.setattr(generate, "eager", one_wrong)
+        (row,) = run(workload("generate", "3x5+3", providers=("torch.eager",)), check_only=True).rows
+        assert row.reason.startswith(f"wrong answer: prompt {wrong}: token 2 lies")
+    monkeypatch.setattr(generate, "eager", right)
+    (row,) = run(workload("generate", "3x5+3", providers=("torch.eager",)), check_only=True).rows
+    assert row.reason is None
+
+
+def test_the_baseline_reads_many_prompts_in_several_passes(monkeypatch):
+    """Equal logits and cached keys, of every prompt, in one pass and in passes of two prompts and one."""
+
+    def main(team):
+        model = Baseline(build(TINY_CONFIG, team, "torch", torch.float32))
+        tokens = torch.randint(TINY_CONFIG.vocab_size, (5, 7), generator=torch.Generator().manual_seed(3))
+        found = []
+        for most in (baseline.PREFILL_TOKENS, 15):
+            monkeypatch.setattr(baseline, "PREFILL_TOKENS", most)
+            team.barrier()
+            session = TorchSession(model, 5, 9)
+            found.append((session.prefill(tokens, session.prompts(7)), *session.cache))
+            team.barrier()
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+
+    weft.simulate(main, 2)
+
+
+def test_symmetric_memory_grows_with_the_tokens_of_a_pass():
+    """Not with those that a decode step finds in its cache, or that an engine reads in later chunks."""
+    row = TINY_CONFIG.hidden_size * 2
+
+    def rows(level, *words, **more):
+        return workload(level, *words, dtype="bf16", **more).moved_bytes() // row
+
+    assert rows("model", "decode:3x50", "prefill:2x5") == 10
+    assert rows("model", "decode:3x50", teacher_forced=True) == 3 * FORCED_PROMPT
+    assert rows("attn", "decode:3x50", teacher_forced=True) == 3
+    assert rows("generate", "3x5+3") == 15
+    assert rows("generate", "1000x50+3") == EngineConfig().chunk_tokens
+    assert rows("generate", "5000x50+3") == 5000
 
 
 def test_a_check_of_answers_that_fails_on_one_rank_is_a_row_with_its_reason(monkeypatch):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from weft.models import Decoder, DecoderConfig
     from weft.runtime.team.team import Team
 
+# Prompts with more tokens are read in several passes, as an engine does: GEMMs are as fast, and activations take less memory.
+PREFILL_TOKENS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
@@ -130,12 +133,22 @@ class Baseline:
     ) -> torch.Tensor:
         """Prompts tokens[batch, length] → logits after the last token of each, or after the tokens ``rows``.
 
-        ``at``: from `prompts`.
+        ``at``: from `prompts`. Passes of at most PREFILL_TOKENS tokens, unless ``rows`` are given or ranks have a part of x.
         """
+        if rows is not None or run.gather is not None:
+            rows = self._last_rows(*tokens.shape) if rows is None else rows
+            return self._logits(tokens.flatten(), at, cache, run, rows)
         batch, length = tokens.shape
-        if rows is None:
-            rows = torch.arange(1, batch + 1, device=tokens.device) * length - 1
-        return self._logits(tokens.flatten(), at, cache, run, rows)
+        at_once, logits = max(1, PREFILL_TOKENS // length), []
+        for first in range(0, batch, at_once):
+            group = slice(first, min(first + at_once, batch))
+            count = group.stop - group.start
+            part, last = Cache(cache.keys[:, group], cache.values[:, group]), self._last_rows(count, length)
+            logits.append(self._logits(tokens[group].flatten(), at._replace(batch=count), part, run, last))
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _last_rows(self, batch: int, length: int) -> torch.Tensor:
+        return torch.arange(1, batch + 1, device=self.device) * length - 1
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Cache, run: Functions) -> torch.Tensor:
         """One more token of each sequence, [batch] at positions[batch] → logits after it. Can be captured."""

@@ -37,6 +37,8 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 # A token passes if its logit is at most CLOSE times `StepProblem.limit` below the best, in RMS of the logits. This allows
 # near-ties, often the runner-up: of 150,000 random ids it lies 0.2 RMS below. A random token lies about 4.5 below and fails.
 CLOSE = 6.0
+# Tokens that eager torch reads at once in the check of answers, where each answer's logits are needed after every token.
+CHECKED_TOKENS = 8192
 CHECK = "every token of every answer, given those before it, is eager torch's likeliest one, within rounding"
 
 
@@ -97,24 +99,32 @@ class AnswersProblem(Problem):
         It gives this rank's data before each token, [3, batch * new] on the host: its largest logit, the logit of the given
         token (-inf if it is another rank's), and the sum of the squares of its logits.
         """
-        model, device = self.of_step.baseline, self.team.device
-        given = torch.tensor(answers, device=device)
+        model = self.of_step.baseline
+        given = torch.tensor(answers, device=self.team.device)
         tokens = torch.cat((self.prompts, given[:, :-1]), dim=1)
-        session = TorchSession(model, self.batch, tokens.shape[1])
-        # After the last token of each prompt, and after each given token.
-        rows = torch.arange(self.batch, device=device)[:, None] * tokens.shape[1] + torch.arange(
-            self.length - 1, tokens.shape[1], device=device
-        )
+        at_once = max(1, CHECKED_TOKENS // tokens.shape[1])
+        groups = list(zip(tokens.split(at_once), given.split(at_once), strict=True))
+        # Two at most: the last group may be smaller.
+        sessions = {size: TorchSession(model, size, tokens.shape[1]) for size in {len(group) for group, _ in groups}}
 
         def seen() -> torch.Tensor:
-            logits = session.prefill(tokens, session.prompts(tokens.shape[1]), rows.flatten())[:, : model.real]
-            local = given.flatten() - model.start
-            mine = (local >= 0) & (local < logits.shape[1])
-            taken = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-            taken = taken.masked_fill(~mine, float("-inf"))
-            return torch.stack((logits.max(dim=1).values, taken, logits.square().sum(dim=1))).cpu()
+            parts = [self.seen(sessions[len(group)], group, chosen) for group, chosen in groups]
+            return torch.cat(parts, dim=1).cpu()
 
         return seen
+
+    def seen(self, session: TorchSession, tokens: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Data of `checker` for ``given`` [sequences, new] behind the prompts in ``tokens`` [sequences, length + new - 1]."""
+        model, (count, longest) = session.model, tokens.shape
+        # After the last token of each prompt, and after each given token but the last.
+        rows = torch.arange(count, device=tokens.device)[:, None] * longest
+        rows = rows + torch.arange(self.length - 1, longest, device=tokens.device)
+        logits = session.prefill(tokens, session.prompts(longest), rows.flatten())[:, : model.real]
+        local = given.flatten() - model.start
+        mine = (local >= 0) & (local < logits.shape[1])
+        taken = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        taken = taken.masked_fill(~mine, float("-inf"))
+        return torch.stack((logits.max(dim=1).values, taken, logits.square().sum(dim=1)))
 
     def wrong(self, all_ranks: Sequence[torch.Tensor]) -> str:
         """Reason why the answers are wrong; "" if every token is eager torch's choice, within rounding.

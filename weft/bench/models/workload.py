@@ -15,8 +15,9 @@ from weft.bench.models.breakdown import profile
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.providers import choose
 from weft.bench.models.roofline import roofline
-from weft.bench.models.step import FORCED_STEPS
+from weft.bench.models.step import FORCED_PROMPT, FORCED_STEPS
 from weft.bench.models.steps import config_of
+from weft.engine.config import EngineConfig
 from weft.models.config import DecoderConfig
 
 if TYPE_CHECKING:
@@ -98,9 +99,15 @@ class ModelWorkload(Workload):
         return profile(team, meter) if self.breakdown else None
 
     def moved_bytes(self) -> int:
-        """Size of the hidden states of the longest prompts."""
-        tokens = max((shape.size[0] * shape.size[1] for shape in self.shapes), default=0)
+        """Size of the hidden states of the largest pass of weft's model."""
+        tokens = max((self._tokens_at_once(shape) for shape in self.shapes), default=0)
         return tokens * self.config.hidden_size * DTYPES[self.dtype].itemsize
+
+    def _tokens_at_once(self, shape: Shape) -> int:
+        batch, length, new = shape.size
+        if self.generates:
+            return max(batch, min(batch * length, EngineConfig().chunk_tokens))
+        return batch * (max(new, FORCED_PROMPT) if self.teacher_forced and self.name == "model" else new)
 
     @property
     def check_rule(self) -> str:

@@ -213,6 +213,7 @@ class Scheduler:
             if left and not sequence.running:
                 left -= self._read(sequence, left, ranges)
         filling = self._being_filled(ranges)
+        growing = sum(map(self._may_grow, self.active)) if left and self.waiting and self._free_slots else 0
         while left and self.waiting and self._free_slots:
             sequence = self.waiting[0]
             findable = 0 if sequence.reads_all else (sequence.to_read - 1) // self.pool.page_size
@@ -222,17 +223,20 @@ class Scheduler:
                 break
             own = self._own_pages(sequence, shared)
             # One page more for each sequence that may grow: otherwise this one could be preempted as soon as it has been read.
-            growing = sum(other.held < self._most_pages(other) for other in self.active)
             if own + growing > self.pool.free_without(shared):
                 break
             self.waiting.popleft()
             self._admit(sequence, shared, own)
             left -= self._read(sequence, left, ranges)
+            growing += self._may_grow(sequence)
             filling |= self._being_filled(ranges[-1:])
         for part in ranges:
             self._publish(part.sequence)
         self._has_read = bool(ranges)
         return ranges
+
+    def _may_grow(self, sequence: Sequence) -> bool:
+        return sequence.held < self._most_pages(sequence)
 
     def _limit(self) -> int:
         """Number of prompt tokens that this step may read, by the first of the prompts."""

@@ -24,10 +24,7 @@ def workload_of(report: Report) -> Workload:
         return OpWorkload(name=report.op, shapes=(), dtype=report.dtype)
     from weft.bench.models.workload import ModelWorkload  # it loads the models and the engine
 
-    model, _, layers = report.subject.partition(",")
-    return ModelWorkload(
-        name=report.op, shapes=(), dtype=report.dtype, model=model, layers=int(layers.split()[0]) if layers else None
-    )
+    return ModelWorkload.of_subject(report.op, report.subject, report.dtype)
 
 
 def read(path: Path) -> list[Report]:

@@ -387,6 +387,15 @@ def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, compl
     assert row.reason is None if complaint is None else re.search(complaint, row.reason)
 
 
+@pytest.mark.parametrize("layout", [None, "slices", (2, 4)])
+@pytest.mark.parametrize("layers", [None, 3])
+def test_a_reports_subject_names_its_workload(layers, layout):
+    made = ModelWorkload(name="mlp", shapes=(), dtype="fp16", model="qwen3-30b-a3b", layers=layers, expert_layout=layout)
+    assert ModelWorkload.of_subject("mlp", made.subject, "fp16") == made
+    with pytest.raises(ValueError, match="heads"):
+        ModelWorkload.of_subject("mlp", "tiny, 4 heads", "fp16")
+
+
 def other_half_of_features(model):
     for layer in model.layers:
         layer.mlp.down.data = layer.mlp.down.data.flip(-1)
@@ -401,6 +410,7 @@ def test_experts_in_another_layout_are_checked_and_named(layout, words, monkeypa
     found = run(made, check_only=True)
     assert [row.reason for row in found.rows] == [None] * 4
     assert found.subject == f"tiny, {words}"
+    assert f"model of tiny, {words}" in sheets(found)[0].title
     held = []
 
     def spoiled(model, mode):

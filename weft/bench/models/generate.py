@@ -114,7 +114,11 @@ class AnswersProblem(Problem):
         return seen
 
     def seen(self, session: TorchSession, tokens: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """Data of `checker` for ``given`` [sequences, new] behind the prompts in ``tokens`` [sequences, length + new - 1]."""
+        """Data of `checker`, on the GPU, for some of the sequences.
+
+        given   [sequences, new]: their answers
+        tokens  [sequences, length + new - 1]: prompts and answers without the last tokens
+        """
         model, (count, longest) = session.model, tokens.shape
         # After the last token of each prompt, and after each given token but the last.
         rows = torch.arange(count, device=tokens.device)[:, None] * longest

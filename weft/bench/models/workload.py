@@ -17,12 +17,15 @@ from weft.bench.models.providers import choose
 from weft.bench.models.roofline import roofline
 from weft.bench.models.step import FORCED_PROMPT, FORCED_STEPS
 from weft.bench.models.steps import config_of
+from weft.console import layout_of
 from weft.engine.config import EngineConfig
 from weft.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
+# Parts of a report's subject behind the name of the model.
+LAYERS, EXPERTS = " layers", "experts "
 CHECK = (
     "a layer's output, a model's logits, against eager torch's on the same weights: root mean square of every row's error "
     "over that of the row, of logits at most 0.05 in bf16 or twice what eager torch itself is from fp32; and that the chosen "
@@ -68,11 +71,23 @@ class ModelWorkload(Workload):
 
     @property
     def subject(self) -> str:
-        parts = [self.model, *([] if self.layers is None else [f"{self.layers} layers"])]
+        parts = [self.model, *([] if self.layers is None else [f"{self.layers}{LAYERS}"])]
         if self.expert_layout is not None:
             layout = self.expert_layout
-            parts.append(f"experts {layout if isinstance(layout, str) else 'x'.join(map(str, layout))}")
+            parts.append(EXPERTS + (layout if isinstance(layout, str) else "x".join(map(str, layout))))
         return ", ".join(parts)
+
+    @classmethod
+    def of_subject(cls, name: str, subject: str, dtype: str) -> ModelWorkload:
+        """Workload without shapes whose `subject` this is. ValueError if there is none."""
+        model, *parts = subject.split(", ")
+        made = cls(name=name, shapes=(), dtype=dtype, model=model)
+        for part in parts:
+            if part.startswith(EXPERTS):
+                made = replace(made, expert_layout=layout_of(part.removeprefix(EXPERTS)))
+            else:
+                made = replace(made, layers=int(part.removesuffix(LAYERS)))
+        return made
 
     @property
     def generates(self) -> bool:

@@ -61,12 +61,9 @@ How to read the tables:
 """
 MISSING = """## Not measured yet
 
-- `sh benchmarks/several_gpus.sh 2 models`: prompts of Qwen3-32B on two H100s, and its smaller sisters.
-- First GEMMs of a [mixture of experts](moe.md) on two H200s since `moe_dispatch` became faster, with which its `sequential`
-  begins (`weft bench ag-moe@qwen3-30b-a3b:512,2048,4096 --providers weft`), and steps with slices of experts
-  (`weft bench model --model qwen3-30b-a3b --expert-layout slices`).
-- `weft bench generate@4096x128+128 --model qwen3-8b` and `weft bench generate@128x128+128 --model qwen3-32b`.
-- The second grouped GEMM of experts beside Liger-Kernel's (`weft bench grouped-gemm@qwen3-30b-a3b:32,1024,4096,16384`).
+- [Mixtures of experts](moe.md) and [attention over ranks](long-context.md) on more than two GPUs
+  (`sh benchmarks/several_gpus.sh 4 moe long`).
+- The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
 """
 KEYS = (
     ("gpu", "GPU"),
@@ -97,7 +94,7 @@ def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: s
     parts.append("## Also measured\n")
     for name in folders:
         if not is_main(name):
-            first = notes.get(name, "").removeprefix("**Notes.** ").split(". ")[0].replace("\n", " ").rstrip(".")
+            first = notes.get(name, "").removeprefix("**Notes.** ").replace("\n", " ").split(". ")[0].rstrip(".")
             parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
     parts.append(f"- [gemms]({pages}/gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.\n")
     parts.append(
@@ -112,21 +109,25 @@ def is_main(folder: str) -> bool:
 
 
 def summary(folders: dict[str, list[Report]], pages: str) -> str:
-    """Table with a row for each report: speed-ups over the fastest baseline, and rows that weft loses."""
+    """Table with a row for each report: speed-ups over the fastest baseline, and rows that weft loses.
+
+    Without reports of weft or of a baseline alone.
+    """
     lines = ["| op | machine | rows | least | geometric mean | most | slower |", "|---|---|---:|---:|---:|---:|---|"]
     for name, reports in folders.items():
         for report in reports:
             gains = {shape: gain_of(report, shape) for shape in shapes_of(report)}
             found = [gain for gain in gains.values() if gain is not None]
+            if not found:
+                continue
             lost = [weft_row(report, shape).label for shape, gain in gains.items() if gain is not None and gain < 1]
-            mean = statistics.geometric_mean(found) if found else None
-            ends = (min(found, default=None), mean, max(found, default=None))
+            ends = (min(found), statistics.geometric_mean(found), max(found))
             subject = f"{report.op} of {report.subject}" if report.subject else report.op
             cells = (
                 subject,
                 name,
                 str(len(found)),
-                *(plain(gain, "{:.2f}x") for gain in ends),
+                *(f"{gain:.2f}x" for gain in ends),
                 "; ".join(lost) or "none",
             )
             lines.append(f"| {' | '.join(cells)} |")
@@ -188,7 +189,7 @@ def page(name: str, reports: list[Report], note: str, pictures: list[str]) -> st
     for number, report in enumerate(reports):
         made, *others = sheets(report)
         parts.append(f"## {made.title}\n\n{provenance(report)}\n")
-        if pictures:
+        if pictures and pictures[number]:
             parts.append(f"![{report.op}]({pictures[number]})\n")
         parts.append(f"{markdown(made)}\n")
         for other in others:
@@ -253,12 +254,15 @@ def joined(reports: list[Report]) -> list[Report]:
 
 
 def pictures_of(folder: str, reports: list[Report]) -> list[str]:
-    """File names of the reports' pictures, numbered if equal; none but for the main folders."""
+    """File names of the reports' pictures, numbered if equal; "" for baselines alone; none but for the main folders."""
     names: list[str] = []
     taken: Counter[str] = Counter()
     for report in reports if is_main(folder) else ():
         subject = f"-{report.subject.replace(', ', '-').replace(' ', '')}" if report.subject else ""
         name = f"{folder}-{report.op}{subject}-w{report.world_size}-{report.dtype}"
+        if not any(row.role == "weft" for row in report.rows):
+            names.append("")
+            continue
         taken[name] += 1
         names.append(f"{name}.svg" if taken[name] == 1 else f"{name}-{taken[name]}.svg")
     return names
@@ -298,7 +302,8 @@ def main(results: Path = RESULTS, front: Path = PAGE) -> int:
     text, written = texts(folders, results)
     for name, reports in folders.items():
         for picture, report in zip(pictures_of(name, reports), reports, strict=False):
-            written[picture] = svg([report])
+            if picture:
+                written[picture] = svg([report])
     written[predict.PICTURE] = predict.picture()
     put(front, text)
     pages = front.with_suffix("")

@@ -390,7 +390,9 @@ def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, compl
 @pytest.mark.parametrize("layout", [None, "slices", (2, 4)])
 @pytest.mark.parametrize("layers", [None, 3])
 def test_a_reports_subject_names_its_workload(layers, layout):
-    made = ModelWorkload(name="mlp", shapes=(), dtype="fp16", model="qwen3-30b-a3b", layers=layers, expert_layout=layout)
+    made = ModelWorkload(
+        name="mlp", shapes=(), dtype="fp16", model="qwen3-30b-a3b", layers=layers, expert_layout=layout
+    )
     assert ModelWorkload.of_subject("mlp", made.subject, "fp16") == made
     with pytest.raises(ValueError, match="heads"):
         ModelWorkload.of_subject("mlp", "tiny, 4 heads", "fp16")

@@ -119,14 +119,14 @@ class MoeCombine(ExchangeOp):
     dtypes = FLOATS
 
     def rule(self, call: CombineCall, machine: Machine) -> tuple[str, str]:
-        """One kernel up to 2 MiB in all; of two ranks up to 64, or 4 where few rows are needed.
+        """One kernel up to 2 MiB in all; of two ranks up to 128, or 4 where few rows are needed.
 
-        It sends all rows. Two H200s, by the tuner, one kernel in tiles of 512 bytes and the next best: 128 tokens of 7168 12.5
-        and 16.3 us, 2048 / 4096 tokens of 2048 37.0 / 67.4 and 54.2 / 90.8.
+        It sends all rows. Two H200s, by the tuner, one kernel and the next best: 128 tokens of 7168 12.5 and 16.3 us, 2048
+        tokens of 2048 37.0 and 54.2, 4096 67.4 and 90.8, 4096 of 7168 208 and 235.
         """
         whole, most = self.whole_bytes(call, machine), 2 << 20
         if machine.world_size == 2:
-            most = 64 << 20 if self.needs_nearly_all(call, machine) else 4 << 20
+            most = 128 << 20 if self.needs_nearly_all(call, machine) else 4 << 20
         if machine.world_size > 1 and whole <= most:
             return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
         return super().rule(call, machine)
@@ -137,9 +137,9 @@ class MoeCombine(ExchangeOp):
 
     def default(self, name: str, call: CombineCall, machine: Machine) -> Any:
         if machine.world_size == 2:
-            if name == "lamport" and self.whole_bytes(call, machine) > 1 << 20:
-                # 16 bytes a thread; those of four ranks do not fit the registers of a warp.
-                return CombineWords(row_bytes=512)
+            if name == "lamport" and (whole := self.whole_bytes(call, machine)) > 1 << 20:
+                # 16 bytes a thread, of many tokens 32; those of four ranks do not fit the registers of a warp.
+                return CombineWords(row_bytes=512 if whole <= 64 << 20 else 1024)
             if name == "pipelined":
                 # For two ranks the last kernel takes 32 registers on sm_90, so 16 programs are resident; for eight 56.
                 return CombinePieces(per_sm=16)

@@ -30,6 +30,8 @@ runs=benchmarks/lab/$machine-engines
 rows=64,128,256,512,1024,2048,4096,8192,16384
 steps=model@decode:1x128,1x1024,8x1024,32x1024,128x128,128x1024
 prompts=model@prefill:1x128,1x1024,32x128
+# Symmetric memory with autotuned GEMMs for few rows, and overlapped ones for prompts; the first takes minutes.
+torch=torch.eager,torch.compile,torch.compile+symm,torch.compile+async_tp
 bench() {
     python -m weft bench "$@" ${QUICK:+--quick} --world-size "$world"
 }
@@ -55,12 +57,12 @@ for step in "$@"; do
         bench ag-gemm@qwen3-32b:4096,8192 gemm-rs@qwen3-32b:512,4096,8192 --providers weft.fused,tiles --out "$out-tiles"
         ;;
     layers)
-        bench mlp attn --model qwen3-32b --check --providers weft,torch.eager,torch.compile --out "$out"
+        bench mlp attn --model qwen3-32b --check --providers weft,$torch --out "$out"
         ;;
     models)
         for model in qwen3-32b qwen3-8b qwen3-0.6b; do
             bench "$steps" "$prompts" --model "$model" --check --breakdown --mode auto \
-                --providers weft,torch.eager,torch.compile --out "$out-$model"
+                --providers weft,$torch --out "$out-$model"
         done
         bench generate --model qwen3-32b --mode auto --providers weft,torch.eager --out "$out"
         ;;

@@ -178,6 +178,12 @@ def bench(
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs")] = False,
+    one_by_one: Annotated[
+        bool,
+        typer.Option(
+            "--one-by-one", help="Time a provider before the next is made: memory does not hold them together"
+        ),
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto",
     algorithm_cache: Annotated[
         Path | None,
@@ -252,7 +258,13 @@ def bench(
         if talks():
             for line in asked.hints(sizes, simulated):
                 notices.info("weft: %s", line)
-        how = Options(check_only=check_only, quick=quick, eager=eager, command=shlex.join(["weft", *sys.argv[1:]]))
+        how = Options(
+            check_only=check_only,
+            quick=quick,
+            eager=eager,
+            one_by_one=one_by_one,
+            command=shlex.join(["weft", *sys.argv[1:]]),
+        )
         reports: list[Report] = []
         lost = _measure(runs, how, simulated, asked, reports)
         if talks():

@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to measure, equal for all workloads. ``command``: for the report."""
+    """How to measure, equal for all workloads.
+
+    one_by_one  check and time a provider before the next one is made, where memory does not hold them side by side
+    command     for the report
+    """
 
     check_only: bool = False
     quick: bool = False
     eager: bool = False
+    one_by_one: bool = False
     command: str = ""
 
 
@@ -80,7 +85,15 @@ class Bench:
         except Failed as error:
             return self.without([shape], str(error))
         rows: list[Row] = []
-        for providers in [[one] for one in self.providers] if problem.alone else [self.providers]:
+        apart = problem.alone or self.options.one_by_one
+        for number, providers in enumerate([[one] for one in self.providers] if apart else [self.providers]):
+            if number > 0 and not problem.alone:
+                self.free()
+                try:
+                    problem.expect()  # the last one's timing has freed the answers
+                except Failed as error:
+                    rows += [replace(self.row(shape, one), reason=str(error)) for one in providers]
+                    continue
             entrants = []
             for provider in providers:
                 with self.told(f"{shape.label}: {provider.name} checked"):
@@ -92,12 +105,16 @@ class Bench:
                 rows.append(entrant.row)
                 entrant.leave()
             del entrants
+        del problem
+        self.free()
+        return rows
+
+    def free(self) -> None:
+        """Return the memory of providers that have left to the GPU."""
         if self.team.device.type == "cuda":
-            del problem
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled code is not used at another shape, and its number is limited
-        return rows
 
     def measure_together(self, problem: Problem, entrants: list[Entrant]) -> None:
         """Fill in the times of entrants that passed the check."""

@@ -97,7 +97,9 @@ def protocol(workload: Workload, options: Options, simulated: bool, empty_us: fl
         "timing": AROUND if empty_us is None else EVENTS,
         "in a row": IN_A_ROW,
         "empty_us": empty_us,
-        "alternation": "all providers of a shape in one process, every round in another order",
+        "alternation": "none: all rounds of a provider, then those of the next one"
+        if options.one_by_one
+        else "all providers of a shape in one process, every round in another order",
         "rounds": "quick" if options.quick else "full",
         "statistic": "the maximum over the ranks of the median; p10 and p90 of that rank",
         "check": workload.check_rule,

@@ -61,8 +61,8 @@ How to read the tables:
 """
 MISSING = """## Not measured yet
 
-- Steps of Qwen3-32B and 8B beside torch.compile with torch's symmetric memory and autotuned GEMMs, and with its overlapped GEMMs
-  (`weft bench model --model qwen3-32b --providers weft,torch.compile+symm,torch.compile+async_tp`).
+- Steps of Qwen3-32B and 8B beside torch.compile with torch's symmetric memory and autotuned GEMMs, and with torch's overlapped
+  GEMMs (`weft bench model --model qwen3-32b --providers weft,torch.compile+symm,torch.compile+async_tp`).
 - [Mixtures of experts](moe.md) and [attention over ranks](long-context.md) on more than two GPUs
   (`sh benchmarks/several_gpus.sh 4 moe long`).
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.

@@ -63,6 +63,7 @@ MISSING = """## Not measured yet
 
 - Steps of Qwen3-32B and 8B beside torch.compile with torch's symmetric memory and autotuned GEMMs, and with torch's overlapped
   GEMMs (`weft bench model --model qwen3-32b --providers weft,torch.compile+symm,torch.compile+async_tp`).
+- The MLP of Qwen3-32B with 2,048 tokens on two H200s (`weft bench mlp@prefill:16x128 --model qwen3-32b`).
 - [Mixtures of experts](moe.md) and [attention over ranks](long-context.md) on more than two GPUs
   (`sh benchmarks/several_gpus.sh 4 moe long`).
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.

@@ -90,7 +90,8 @@ def test_plans_of_few_tokens():
     assert names(1, 8, 2) == names(128, 8, 2) == ["lamport", "lamport"]
     assert names(64, 8, 4) == names(64, 1, 2) == ["lamport", "lamport"]
     assert names(600, 8, 2) == ["lamport", "lamport"] and names(600, 1, 2) == ["push", "push"]
-    assert names(600, 8, 4) == ["gather", "sum_then_scatter"] and names(4096, 8, 2) == ["pipelined", "lamport"]
+    assert names(600, 8, 4) == ["gather", "sum_then_scatter"] and names(4096, 8, 2) == ["lamport", "lamport"]
+    assert names(8192, 8, 2) == ["pipelined", "lamport"]
     assert names(20000, 8, 2) == ["pipelined", "pipelined"]
 
 
@@ -102,13 +103,21 @@ def test_words_of_many_tokens_are_larger():
         return op.plan(op.call_of((tokens, 8, 2048), torch.bfloat16, two)._replace(**fields), two).design
 
     words, sums = gather_words.GatherWords, combine_words.CombineWords
-    assert [design(MOE_DISPATCH, tokens) for tokens in (128, 2048)] == [words(), words(row_bytes=1024, num_warps=2)]
+    assert [design(MOE_DISPATCH, tokens) for tokens in (128, 2048, 4096)] == [
+        words(),
+        words(row_bytes=1024, num_warps=2),
+        words(row_bytes=4096, num_warps=8),
+    ]
     assert [design(MOE_DISPATCH, tokens, fp8=True) for tokens in (512, 4096)] == [
         words(row_bytes=1024, num_warps=2),
         words(row_bytes=4096, num_warps=8),
     ]
     assert isinstance(design(MOE_DISPATCH, 20000, fp8=True), DispatchPieces)
-    assert [design(MOE_COMBINE, tokens) for tokens in (128, 4096)] == [sums(), sums(row_bytes=512)]
+    assert [design(MOE_COMBINE, tokens) for tokens in (128, 4096, 12000)] == [
+        sums(),
+        sums(row_bytes=512),
+        sums(row_bytes=1024),
+    ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -84,7 +84,7 @@ def test_sums_in_pieces_have_the_bits_of_those_in_one_kernel(world_size, tp):
 def test_plans_of_many_tokens():
     """Copy engines from 4 MiB for each peer on, where nearly all rows are needed and both halves take a quarter of the heap.
 
-    Between two ranks words come first: of dispatch up to 20 MiB in all, of combine up to 128.
+    Between two ranks words come first: of dispatch up to 40 MiB in all, of combine up to 128.
     """
     caps = Capabilities(device_name="GPU", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,) * 4)
 
@@ -101,6 +101,8 @@ def test_plans_of_many_tokens():
         )
         assert names(4096, 1, world_size) == ["push"] * 2
     assert names(8192, 8, 2) == ["pipelined"] * 2
+    assert names(2048, 8, 2) == ["pipelined", "lamport"]
+    assert names(1024, 8, 2) == ["lamport"] * 2
     assert names(4096, 8, 4, 1 << 30) == ["gather", "sum_then_scatter"]
     one = machine(caps, 1)
     assert MOE_COMBINE.plan(MOE_COMBINE.call_of((4096, 8, 7168), torch.bfloat16, one), one).name == "push"

@@ -30,7 +30,8 @@ runs=benchmarks/lab/$machine-engines
 rows=64,128,256,512,1024,2048,4096,8192,16384
 steps=model@decode:1x128,1x1024,8x1024,32x1024,128x128,128x1024
 prompts=model@prefill:1x128,1x1024,32x128
-# Symmetric memory with autotuned GEMMs for few rows, and overlapped ones for prompts; the first takes minutes.
+# Baselines of layers and models. +symm: torch's symmetric memory and, for few rows, autotuned GEMMs, which takes minutes;
+# +async_tp: torch's overlapped GEMMs, for prompts.
 torch=torch.eager,torch.compile,torch.compile+symm,torch.compile+async_tp
 bench() {
     python -m weft bench "$@" ${QUICK:+--quick} --world-size "$world"

@@ -730,22 +730,31 @@ def test_a_wrong_token_is_found_in_every_group_of_prompts_that_is_checked_at_onc
 
 
 def test_the_baseline_reads_many_prompts_in_several_passes(monkeypatch):
-    """Equal logits and cached keys, of every prompt, in one pass and in passes of two prompts and one."""
+    """Equal logits and cached keys of every prompt, in one pass of five and in passes of two, two and one."""
+    inner = Baseline._logits
 
-    def main(team):
-        model = Baseline(build(TINY_CONFIG, team, "torch", torch.float32))
-        tokens = torch.randint(TINY_CONFIG.vocab_size, (5, 7), generator=torch.Generator().manual_seed(3))
-        found = []
-        for most in (baseline.PREFILL_TOKENS, 15):
-            monkeypatch.setattr(baseline, "PREFILL_TOKENS", most)
-            team.barrier()
+    def read(most):
+        monkeypatch.setattr(baseline, "PREFILL_TOKENS", most)
+
+        def main(team):
+            sizes = []
+
+            def noted(self, tokens, *rest):
+                sizes.append(len(tokens))
+                return inner(self, tokens, *rest)
+
+            model = Baseline(build(TINY_CONFIG, team, "torch", torch.float32))
+            model._logits = types.MethodType(noted, model)
+            tokens = torch.randint(TINY_CONFIG.vocab_size, (5, 7), generator=torch.Generator().manual_seed(3))
             session = TorchSession(model, 5, 9)
-            found.append((session.prefill(tokens, session.prompts(7)), *session.cache))
-            team.barrier()
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
+            return session.prefill(tokens, session.prompts(7)), *session.cache, sizes
 
-    weft.simulate(main, 2)
+        return weft.simulate(main, 2)
+
+    for (*one, at_once), (*other, in_turn) in zip(read(35), read(20), strict=True):
+        assert (at_once, in_turn) == ([35], [14, 14, 7])
+        for expected, found in zip(one, other, strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 def test_symmetric_memory_grows_with_the_tokens_of_a_pass():

@@ -86,14 +86,7 @@ class Bench:
             return self.without([shape], str(error))
         rows: list[Row] = []
         apart = problem.alone or self.options.one_by_one
-        for number, providers in enumerate([[one] for one in self.providers] if apart else [self.providers]):
-            if number > 0 and not problem.alone:
-                self.free()
-                try:
-                    problem.expect()  # the last one's timing has freed the answers
-                except Failed as error:
-                    rows += [replace(self.row(shape, one), reason=str(error)) for one in providers]
-                    continue
+        for providers in [[one] for one in self.providers] if apart else [self.providers]:
             entrants = []
             for provider in providers:
                 with self.told(f"{shape.label}: {provider.name} checked"):
@@ -105,6 +98,8 @@ class Bench:
                 rows.append(entrant.row)
                 entrant.leave()
             del entrants
+            if apart:
+                self.free()
         del problem
         self.free()
         return rows
@@ -129,7 +124,8 @@ class Bench:
                 self.set_up(problem, entrant)
             if entrant.single is None:
                 entrant.leave()
-        problem.forget()
+        if not self.options.one_by_one:  # else the next provider is checked against the answers too
+            problem.forget()
         with self.told(f"{label}: timed"):
             self.time([entrant for entrant in entrants if entrant.single is not None])
         for entrant in entrants:

@@ -66,7 +66,7 @@ def run_workloads(
                 error.reports = reports
                 save(reports)
                 raise
-            if bench.balanced and not team.is_simulated:
+            if bench.balanced and not team.is_simulated and not options.one_by_one:
                 report.protocol["neighbours"] = neighbours(bench.balanced)
             save(reports)
             if team.rank == 0:

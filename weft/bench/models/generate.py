@@ -108,13 +108,13 @@ class AnswersProblem(Problem):
         sessions = {size: TorchSession(model, size, tokens.shape[1]) for size in {len(group) for group, _ in groups}}
 
         def seen() -> torch.Tensor:
-            parts = [self.seen(sessions[len(group)], group, chosen) for group, chosen in groups]
+            parts = [self.seen_of(sessions[len(group)], group, chosen) for group, chosen in groups]
             return torch.cat(parts, dim=1).cpu()
 
         return seen
 
-    def seen(self, session: TorchSession, tokens: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """Data of `checker`, on the GPU, for some of the sequences.
+    def seen_of(self, session: TorchSession, tokens: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Data of `checker` for some of the sequences, [3, sequences * new].
 
         given   [sequences, new]: their answers
         tokens  [sequences, length + new - 1]: prompts and answers without the last tokens

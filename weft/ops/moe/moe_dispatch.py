@@ -210,16 +210,11 @@ class MoeDispatch(ExchangeOp):
 
     def default(self, name: str, call: DispatchCall, machine: Machine) -> Any:
         whole = self.whole_bytes(call, machine)
-        if name == "lamport" and call.fp8:
-            # One block of words of a tile has its scales: of 1024 bytes one of eight, of 4096 one of 32.
-            return (
-                GatherWords(row_bytes=1024, num_warps=2)
-                if whole <= 4 << 20
-                else GatherWords(row_bytes=4096, num_warps=8)
-            )
-        if name == "lamport" and whole > 2 << 20:
-            many = whole > 20 << 20
-            return GatherWords(row_bytes=4096, num_warps=8) if many else GatherWords(row_bytes=1024, num_warps=2)
+        if name == "lamport" and (call.fp8 or whole > 2 << 20):
+            # In fp8 one block of words of a tile has its scales: of 1024 bytes one of eight, of 4096 one of 32.
+            if whole <= (4 if call.fp8 else 20) << 20:
+                return GatherWords(row_bytes=1024, num_warps=2)
+            return GatherWords(row_bytes=4096, num_warps=8)
         if name == "push" and call.fp8:
             # With 1024 columns a thread that converts them has a stack on sm_90.
             return PushRows(block=512)

@@ -11,6 +11,7 @@ import re
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import large_products, predict, skinny
@@ -50,7 +51,8 @@ How to read the tables:
   p10–p90 is the spread of its samples. In brackets: per call of several in a row, for calls of up to 2 ms, in older tables of
   up to 0.1 ms.
 - *Fastest baseline* is the fastest of NCCL, torch's symmetric-memory ops, and cuBLAS with each of them; for layers and models
-  the faster of eager torch and torch.compile. *Speed-up* is its time over weft's.
+  the fastest of eager torch, torch.compile (`+symm`: sums in torch's symmetric memory, GEMMs of up to 128 rows autotuned;
+  `+async_tp`: GEMMs overlapped by torch, for prompts). *Speed-up* is its time over weft's.
 - *of limit* is the least time that the hardware allows, over weft's time: bytes on the wire at 389 GB/s, which a copy engine
   reaches over NVLink, and one hop of 1.2 µs; operations at 790 TFLOP/s; weights at 4.3 TB/s, of an H100 at 3.0
   (`weft/bench/harness/limits.py`). For layers and models the least time is the *roofline*.
@@ -61,9 +63,6 @@ How to read the tables:
 """
 MISSING = """## Not measured yet
 
-- Steps of Qwen3-32B and 8B beside torch.compile with torch's symmetric memory and autotuned GEMMs, and with torch's overlapped
-  GEMMs (`weft bench model --model qwen3-32b --providers weft,torch.compile+symm,torch.compile+async_tp`).
-- The MLP of Qwen3-32B with 2,048 tokens on two H200s (`weft bench mlp@prefill:16x128 --model qwen3-32b`).
 - [Mixtures of experts](moe.md) and [attention over ranks](long-context.md) on more than two GPUs
   (`sh benchmarks/several_gpus.sh 4 moe long`).
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
@@ -81,13 +80,14 @@ KEYS = (
 # --- docs/performance.md -------------------------------------------------------------------------------------------------
 
 
-def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: str, model: str) -> str:
+def front_page(tables: dict[str, list[Report]], notes: dict[str, str], pages: str, model: str) -> str:
     """Text of docs/performance.md.
 
-    pages  folder of the other pages, relative to it
-    model  the section of a model, not of measurements
+    tables  reports by folder, joined
+    pages   folder of the other pages, relative to it
+    model   the section of a model, not of measurements
     """
-    main = {name: reports for name, reports in folders.items() if is_main(name)}
+    main = {name: reports for name, reports in tables.items() if is_main(name)}
     parts = [HEAD, "## Summary\n", summary(main, pages)]
     for name, reports in main.items():
         parts.append(f"## {name}\n")
@@ -95,7 +95,7 @@ def front_page(folders: dict[str, list[Report]], notes: dict[str, str], pages: s
         for report in reports:
             parts.append(f"### {title_of(report)}\n\n{provenance(report)}\n\n{markdown(compact(report)).rstrip()}\n")
     parts.append("## Also measured\n")
-    for name in folders:
+    for name in tables:
         if not is_main(name):
             first = notes.get(name, "").removeprefix("**Notes.** ").replace("\n", " ").split(". ")[0].rstrip(".")
             parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
@@ -189,7 +189,7 @@ def timed(row: Row | None, milli: bool) -> tuple[str, str]:
 def page(name: str, reports: list[Report], note: str, pictures: list[str]) -> str:
     """Text of docs/performance/<folder>.md, with all providers."""
     parts = [f"# {name}\n", GENERATED, f"{described(reports)}\n", *([f"{note}\n"] if note else [])]
-    for number, report in enumerate(reports):
+    for number, report in enumerate(joined(reports)):
         made, *others = sheets(report)
         parts.append(f"## {made.title}\n\n{provenance(report)}\n")
         if pictures and pictures[number]:
@@ -207,29 +207,37 @@ def provenance(report: Report) -> str:
     if machine.get("clean") or "with changes" not in sources:
         sources += ", clean"
     place = f"{report.world_size} x {machine['gpu']}"
-    if machine.get("uuid"):
-        place += f" (first GPU {machine['uuid']})"
+    if uuids := machine.get("uuid"):
+        place += f" (first GPU of each machine: {uuids})" if ", " in uuids else f" (first GPU {uuids})"
     return f"weft {sources}; {report.date[:10]}; {place}"
 
 
 def described(reports: list[Report]) -> str:
-    """Versions, commands and protocol; where reports differ, with the ops that they belong to."""
+    """Versions, commands and protocol; where reports differ, with what they belong to."""
     lines = []
     for key, name in KEYS:
-        lines += values_of(name, {report.op: str(report.machine.get(key)) for report in reports})
+        lines += values_of(name, [(report, str(report.machine.get(key))) for report in reports])
     lines += [f"- `{command}`" for command in dict.fromkeys(report.command for report in reports) if command]
     for key in dict.fromkeys(key for report in reports for key in report.protocol):
-        given = {report.op: report.protocol[key] for report in reports if key in report.protocol}
-        texts = {op: f"{value:.2f}" if isinstance(value, float) else str(value) for op, value in given.items()}
-        lines += values_of(key, texts)
+        given = [(report, report.protocol[key]) for report in reports if key in report.protocol]
+        if all(isinstance(value, float) for _, value in given):
+            least, most = (f"{end(value for _, value in given):.2f}" for end in (min, max))
+            lines.append(f"- {key}: {least}" if least == most else f"- {key}: {least} to {most}")
+        else:
+            lines += values_of(key, [(report, str(value)) for report, value in given])
     return "\n".join(lines)
 
 
-def values_of(name: str, by_op: dict[str, str]) -> list[str]:
-    """A line for each value, the most frequent first; the others with their ops."""
-    values: dict[str, list[str]] = {}
-    for op, value in by_op.items():
-        values.setdefault(value, []).append(op)
+def values_of(name: str, given: list[tuple[Report, str]]) -> list[str]:
+    """A line for each value, the most frequent first; the others with their ops, or with the rows of an op that has several."""
+    by_op: dict[str, Counter[str]] = {}
+    for report, value in given:
+        by_op.setdefault(report.op, Counter())[value] += len(report.rows)
+    values: dict[str, dict[str, None]] = {}
+    for report, value in given:
+        [(usual, _)] = by_op[report.op].most_common(1)
+        rows = "" if value == usual else " " + ", ".join(dict.fromkeys(row.label for row in report.rows))
+        values.setdefault(value, {})[report.op + rows] = None
     first, *others = sorted(values, key=lambda value: -len(values[value]))
     return [f"- {name}: {first}", *(f"- {name} of {', '.join(values[value])}: {value}" for value in others)]
 
@@ -237,10 +245,10 @@ def values_of(name: str, by_op: dict[str, str]) -> list[str]:
 def joined(reports: list[Report]) -> list[Report]:
     """Reports of equal op, world size, dtype and model merged, if they have no shape in common.
 
-    The times of a row come from one run in any case. Shapes measured twice stay in separate reports.
+    The times of a row come from one run in any case. A merged report names the commits and machines of all. Shapes measured twice stay in separate reports.
     """
     found: dict[tuple, list[Report]] = {}
-    for report in sorted(reports, key=lambda report: NAMES.index(report.op)):
+    for report in reports:
         alike = found.setdefault((report.op, report.world_size, report.dtype, report.subject), [])
         shapes = set(shapes_of(report))
         place = next((at for at, other in enumerate(alike) if shapes.isdisjoint(shapes_of(other))), None)
@@ -248,12 +256,17 @@ def joined(reports: list[Report]) -> list[Report]:
             alike.append(report)
         else:
             other = alike[place]
-            named = [str(one.machine.get("revision")) for one in (other, report)]
-            revisions = dict.fromkeys(", ".join(named).split(", "))
-            machine = {**other.machine, "revision": ", ".join(revisions)}
-            date, rows = max(other.date, report.date), [*other.rows, *report.rows]
-            alike[place] = dataclasses.replace(other, machine=machine, date=date, rows=rows)
+            named = {
+                key: listed(str(one.machine.get(key) or "") for one in (other, report)) for key in ("revision", "uuid")
+            }
+            machine, rows = {**other.machine, **named}, [*other.rows, *report.rows]
+            alike[place] = dataclasses.replace(other, machine=machine, date=max(other.date, report.date), rows=rows)
     return [report for alike in found.values() for report in alike]
+
+
+def listed(texts: Iterable[str]) -> str:
+    """Texts separated by commas, each once; a text may be such a list itself."""
+    return ", ".join(dict.fromkeys(part for text in texts for part in text.split(", ") if part))
 
 
 def pictures_of(folder: str, reports: list[Report]) -> list[str]:
@@ -272,7 +285,7 @@ def pictures_of(folder: str, reports: list[Report]) -> list[str]:
 
 
 def reports_of(results: Path) -> dict[str, list[Report]]:
-    """Reports by folder. ValueError for files of changed sources, and if there are none."""
+    """Reports by folder, in the order of ``weft bench``. ValueError for files of changed sources, and if there are none."""
     folders: dict[str, list[Report]] = {}
     for file in sorted(results.glob("*/*.w*.json")):
         for report in read(file):
@@ -281,19 +294,20 @@ def reports_of(results: Path) -> dict[str, list[Report]]:
             folders.setdefault(file.parent.name, []).append(report)
     if not folders:
         raise ValueError(f"no results in {results}/<folder>/OP.wW.json; make some with weft bench --out")
-    return {name: joined(reports) for name, reports in folders.items()}
+    return {name: sorted(reports, key=lambda report: NAMES.index(report.op)) for name, reports in folders.items()}
 
 
 def texts(folders: dict[str, list[Report]], results: Path) -> tuple[str, dict[str, str]]:
     """(docs/performance.md, the pages that it links by file name)."""
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
     pages = {
-        f"{name}.md": page(name, reports, notes.get(name, ""), pictures_of(name, reports))
+        f"{name}.md": page(name, reports, notes.get(name, ""), pictures_of(name, joined(reports)))
         for name, reports in folders.items()
     }
     pages["prediction.md"] = "\n".join(["# Prediction for 8 to 64 GPUs\n", GENERATED, predict.page(results)])
     pages["gemms.md"] = "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])
-    return front_page(folders, notes, "performance", predict.decode_section(results)), pages
+    tables = {name: joined(reports) for name, reports in folders.items()}
+    return front_page(tables, notes, "performance", predict.decode_section(results)), pages
 
 
 def main(results: Path = RESULTS, front: Path = PAGE) -> int:
@@ -303,7 +317,8 @@ def main(results: Path = RESULTS, front: Path = PAGE) -> int:
         print(f"weft: {error}", file=sys.stderr)
         return 2
     text, written = texts(folders, results)
-    for name, reports in folders.items():
+    tables = {name: joined(reports) for name, reports in folders.items()}
+    for name, reports in tables.items():
         for picture, report in zip(pictures_of(name, reports), reports, strict=False):
             if picture:
                 written[picture] = svg([report])
@@ -314,7 +329,7 @@ def main(results: Path = RESULTS, front: Path = PAGE) -> int:
         put(pages / name, content)
     for stale in (file for file in pages.iterdir() if file.name not in written):
         stale.unlink()
-    print(f"{front}: {sum(map(len, folders.values()))} tables in {len(folders)} folders")
+    print(f"{front}: {sum(map(len, tables.values()))} tables in {len(tables)} folders")
     return 0
 
 

@@ -69,12 +69,30 @@ def test_the_committed_pages_are_those_of_the_committed_results():
     assert {file.name for file in folder.glob("*.svg")} == named
 
 
-def test_protocols_that_differ_name_their_ops():
-    assert performance.values_of("rounds", {"gemm": "quick", "mlp": "quick"}) == ["- rounds: quick"]
-    assert performance.values_of("rounds", {"generate": "3", "gemm": "quick", "mlp": "quick"}) == [
+def test_protocols_that_differ_name_their_ops_or_rows():
+    gemm, mlp, answers = (replace(canned.model(), op=op) for op in ("gemm", "mlp", "generate"))
+    assert performance.values_of("rounds", [(gemm, "quick"), (mlp, "quick")]) == ["- rounds: quick"]
+    assert performance.values_of("rounds", [(answers, "3"), (gemm, "quick"), (mlp, "quick")]) == [
         "- rounds: quick",
         "- rounds of generate: 3",
     ]
+    some, others = (replace(canned.model(), rows=rows) for rows in (canned.model().rows[2:], canned.model().rows[:2]))
+    labels = ", ".join(dict.fromkeys(row.label for row in others.rows))
+    assert performance.values_of("rounds", [(some, "quick"), (others, "3"), (gemm, "quick")]) == [
+        "- rounds: quick",
+        f"- rounds of model {labels}: 3",
+    ]
+
+
+def test_a_page_names_every_command_and_machine_of_a_table():
+    first, second = (replace(canned.model(), rows=rows) for rows in (canned.model().rows[:3], canned.model().rows[3:]))
+    first.machine, second.machine = first.machine | {"uuid": "GPU-1"}, second.machine | {"uuid": "GPU-2"}
+    first.command, second.command = "weft bench model@decode:1x1", "weft bench model@prefill:1x1"
+    first.protocol, second.protocol = {"empty_us": 2.71}, {"empty_us": 2.938}
+    text = performance.page("h200-x4", [first, second], "", [])
+    assert "- `weft bench model@decode:1x1`\n- `weft bench model@prefill:1x1`\n- empty_us: 2.71 to 2.94\n" in text
+    assert text.count("\n## ") == 1
+    assert "(first GPU of each machine: GPU-1, GPU-2)" in text
 
 
 def test_runs_with_no_step_in_common_share_a_table():

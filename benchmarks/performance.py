@@ -1,7 +1,7 @@
 """Generator of docs/performance.md and the pages that it links: ``python -m benchmarks.performance``.
 
-All figures come from benchmarks/results/<folder>/*.wW.json, and those of the GEMM tables from benchmarks/lab. Folders named
-MACHINE-xN have the tables of docs/performance.md; every folder has a page with all providers, docs/performance/<folder>.md.
+All figures come from benchmarks/results/<folder>/*.wW.json, and those of the GEMM tables from benchmarks/lab.
+docs/performance.md has a summary of all machines and a few tables; docs/performance/<folder>.md has all of a folder.
 """
 
 from __future__ import annotations
@@ -67,6 +67,12 @@ MISSING = """## Not measured yet
   (`sh benchmarks/several_gpus.sh 4 moe long`).
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
 """
+SUMMARY = """Speed-ups over the fastest baseline of each row, and the rows where weft is slower.
+"""
+# The folder with tables on the front page, and their ops; folders beside the machines' own in the summary.
+SHOWN, SHOWN_OPS = "h200-x2", ("all-reduce", "ag-gemm", "gemm-ar", "gemm-rs", "model", "generate")
+SUMMARISED = ("-moe", "-long")
+NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
 KEYS = (
     ("gpu", "GPU"),
     ("driver", "driver"),
@@ -87,19 +93,20 @@ def front_page(tables: dict[str, list[Report]], notes: dict[str, str], pages: st
     pages   folder of the other pages, relative to it
     model   the section of a model, not of measurements
     """
-    main = {name: reports for name, reports in tables.items() if is_main(name)}
-    parts = [HEAD, "## Summary\n", summary(main, pages)]
-    for name, reports in main.items():
-        parts.append(f"## {name}\n")
-        parts.append(f"[All providers, breakdowns, versions and commands]({pages}/{name}.md)\n")
-        for report in reports:
-            parts.append(f"### {title_of(report)}\n\n{provenance(report)}\n\n{markdown(compact(report)).rstrip()}\n")
-    parts.append("## Also measured\n")
-    for name in tables:
-        if not is_main(name):
-            first = notes.get(name, "").removeprefix("**Notes.** ").replace("\n", " ").split(". ")[0].rstrip(".")
-            parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
-    parts.append(f"- [gemms]({pages}/gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.\n")
+    parts = [HEAD, "## Summary\n", SUMMARY, summary(tables, pages)]
+    shown = [report for report in tables.get(SHOWN, ()) if report.op in SHOWN_OPS]
+    if shown:
+        parts.append(f"## {machine_of(SHOWN)}\n")
+        parts.append(f"Other ops, all providers, breakdowns, versions and commands: [{SHOWN}]({pages}/{SHOWN}.md).\n")
+    for report in shown:
+        parts.append(f"### {title_of(report)}\n\n{provenance(report)}\n\n{markdown(compact(report)).rstrip()}\n")
+    parts.append("## All pages\n")
+    for name, reports in tables.items():
+        first = notes.get(name, "").removeprefix("**Notes.** ").replace("\n", " ").split(". ")[0].rstrip(".")
+        if is_main(name) or not first:
+            first = ", ".join(dict.fromkeys(subject_of(report) for report in reports))
+        parts.append(f"- [{name}]({pages}/{name}.md): {first}.")
+    parts.append(f"- [gemms]({pages}/gemms.md): small-M GEMMs, and cuBLAS's choice of algorithm for large ones.")
     parts.append(
         f"- [prediction]({pages}/prediction.md): 8 to 64 GPUs by a model of the ops' schedules, with its errors.\n"
     )
@@ -111,30 +118,52 @@ def is_main(folder: str) -> bool:
     return re.fullmatch(r".*-x\d+", folder) is not None
 
 
-def summary(folders: dict[str, list[Report]], pages: str) -> str:
-    """Table with a row for each report: speed-ups over the fastest baseline, and rows that weft loses.
+def machine_of(folder: str) -> str:
+    """Its machine in words: "Two H200s" of h200-x2 and h200-x2-moe."""
+    gpu, count = re.match(r"(\w+)-x(\d+)", folder).groups()
+    return f"{NUMBERS.get(int(count), count)} {gpu.upper()}{'' if count == '1' else 's'}"
+
+
+def summary(tables: dict[str, list[Report]], pages: str) -> str:
+    """A table for each machine, with a row for each report: speed-ups over the fastest baseline, and rows that weft loses.
 
     Without reports of weft or of a baseline alone.
     """
-    lines = ["| op | machine | rows | least | geometric mean | most | slower |", "|---|---|---:|---:|---:|---:|---|"]
-    for name, reports in folders.items():
-        for report in reports:
-            gains = {shape: gain_of(report, shape) for shape in shapes_of(report)}
-            found = [gain for gain in gains.values() if gain is not None]
-            if not found:
-                continue
-            lost = [weft_row(report, shape).label for shape, gain in gains.items() if gain is not None and gain < 1]
-            ends = (min(found), statistics.geometric_mean(found), max(found))
-            subject = f"{report.op} of {report.subject}" if report.subject else report.op
-            cells = (
-                subject,
-                name,
-                str(len(found)),
-                *(f"{gain:.2f}x" for gain in ends),
-                "; ".join(lost) or "none",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    machines: dict[str, list[str]] = {}
+    for name in (SHOWN, *tables):
+        if name in tables and re.fullmatch(rf".*-x\d+({'|'.join(SUMMARISED)})?", name):
+            machines.setdefault(machine_of(name), []).append(name)
+    lines = []
+    for machine, names in machines.items():
+        rows = [
+            row for name in dict.fromkeys(names) for report in tables[name] if (row := summary_row(report, name, pages))
+        ]
+        if rows:
+            header = ("op", "page", "rows", "least", "geometric mean", "most", "slower")
+            lines += [f"### {machine}, summary\n", f"| {' | '.join(header)} |", "|---|---|---:|---:|---:|---:|---|"]
+            lines += [*rows, ""]
+    return "\n".join(lines)
+
+
+def summary_row(report: Report, name: str, pages: str) -> str | None:
+    gains = {shape: gain_of(report, shape) for shape in shapes_of(report)}
+    found = [gain for gain in gains.values() if gain is not None]
+    if not found:
+        return None
+    lost = [weft_row(report, shape).label for shape, gain in gains.items() if gain is not None and gain < 1]
+    ends = (min(found), statistics.geometric_mean(found), max(found))
+    cells = (
+        subject_of(report),
+        f"[{name}]({pages}/{name}.md)",
+        str(len(found)),
+        *(f"{gain:.2f}x" for gain in ends),
+        "; ".join(lost) or "none",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def subject_of(report: Report) -> str:
+    return f"{report.op} of {report.subject}" if report.subject else report.op
 
 
 def gain_of(report: Report, shape: tuple[int, ...]) -> float | None:
@@ -245,7 +274,8 @@ def values_of(name: str, given: list[tuple[Report, str]]) -> list[str]:
 def joined(reports: list[Report]) -> list[Report]:
     """Reports of equal op, world size, dtype and model merged, if they have no shape in common.
 
-    The times of a row come from one run in any case. A merged report names the commits and machines of all. Shapes measured twice stay in separate reports.
+    The times of a row come from one run in any case. A merged report names the commits and machines of all its runs. Shapes
+    measured twice stay in separate reports.
     """
     found: dict[tuple, list[Report]] = {}
     for report in reports:

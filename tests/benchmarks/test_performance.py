@@ -22,29 +22,42 @@ def test_pages_are_written_from_the_results(tmp_path):
     stale = tmp_path / "docs" / "performance" / "no-longer-there.svg"
     stale.parent.mkdir(parents=True)
     stale.touch()
-    assert written(tmp_path, h200_x4=[canned.all_reduce(), canned.model()], h200_x4_more=[canned.ag_gemm()]) == 0
+    one_op = [canned.ag_gemm()]
+    reports = {"h200_x2": [canned.all_reduce(), canned.model()], "h200_x4": one_op, "h200_x4_more": one_op}
+    assert written(tmp_path, **reports) == 0
     assert not stale.exists()
     front = (tmp_path / "docs" / "performance.md").read_text()
     for words in (
-        "| all-reduce | h200-x4 | 2 | 0.97x | 1.97x | 4.00x | 64 MiB |",
+        "### Two H200s, summary\n",
+        "| all-reduce | [h200-x2](performance/h200-x2.md) | 2 | 0.97x | 1.97x | 4.00x | 64 MiB |",
+        "### Four H200s, summary\n",
+        "| ag-gemm | [h200-x4](performance/h200-x4.md) | 2 |",
         "### all-reduce, bf16, world size 4 (4 x NVIDIA H200)\n\nweft abc, clean; 2026-11-20; 4 x NVIDIA H200\n",
         "| 4 KiB | 5.00 (3.10) | 5.00–5.00 | nccl | 20.0 (18.2) | 20.0–20.0 | 4.00x | 1 | 24% |",
         "| 64 MiB | 300 | 300–300 | nccl | 290 | 290–290 | 0.97x | 336 | 87% |",
         "### model of qwen3-32b",
-        "- [h200-x4-more](performance/h200-x4-more.md)",
+        "- [h200-x2](performance/h200-x2.md): all-reduce, model of qwen3-32b.",
+        "- [h200-x4-more](performance/h200-x4-more.md): ag-gemm.",
     ):
         assert words in front
-    assert "### ag-gemm" not in front and ".svg" not in front
-    page = (tmp_path / "docs" / "performance" / "h200-x4.md").read_text()
+    # Only h200-x2 has tables on the front page, and -more is not in the summary.
+    assert "### ag-gemm" not in front and ".svg" not in front and front.count("h200-x4-more.md") == 1
+    page = (tmp_path / "docs" / "performance" / "h200-x2.md").read_text()
     for words in ("- torch: 2.11.0", "`weft bench x`", "- empty_us: 1.25", "| 64 MiB | 300 | WRONG |"):
         assert words in page
     assert "### model of qwen3-32b, world size 4: µs per layer" in page
     pictures = [line.split("(")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
     assert len(pictures) == 2
     folder = tmp_path / "docs" / "performance"
-    assert sorted(file.name for file in folder.iterdir()) == sorted(
-        [*pictures, "gemms.md", "h200-x4.md", "h200-x4-more.md", "prediction.md", "prediction.svg"]
-    )
+    others = {file.name for file in folder.iterdir()} - set(pictures)
+    assert {name for name in others if name.endswith(".md")} == {
+        "gemms.md",
+        "h200-x2.md",
+        "h200-x4.md",
+        "h200-x4-more.md",
+        "prediction.md",
+    }
+    assert {name for name in others if name.endswith(".svg")} == {"h200-x4-ag-gemm-w4-bf16.svg", "prediction.svg"}
 
 
 def test_results_of_changed_sources_and_none_at_all_are_refused(tmp_path, capsys):

@@ -20,6 +20,8 @@ from weft.ops.attention.stripes import Stripes, attend
 from weft.ops.attention.zigzag import ZigzagRanges
 from weft.plan.planned import machine_of
 
+CEILINGS = {"local": "weft's own kernel with a rank's share of the work, without the exchange"}
+
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -16,14 +16,14 @@ from weft.bench.harness.report import (
     weft_row,
 )
 from weft.bench.models.breakdown import KINDS
-from weft.bench.ops import attention_baselines, moe_baselines
+from weft.bench.ops import attention_baselines, moe_baselines, prefill_baselines
 from weft.bench.workloads import workload_of
 
 NONE = "–"
 FILL = "tile fill"
 MILLISECONDS = ("model", "generate")
 # Ceilings that are not the op's computation: what they are instead.
-CEILINGS = {**moe_baselines.CEILINGS, **attention_baselines.CEILINGS}
+CEILINGS = {**moe_baselines.CEILINGS, **attention_baselines.CEILINGS, **prefill_baselines.CEILINGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,17 +6,23 @@ Equal calls and seeds with and without the observer; the minimum of several runs
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import platform
 import resource
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 import weft
 from weft import ops
+from weft.bench.harness.machine import check_clean, revision
 from weft.check.detector.detector import Detector
 from weft.ops.gemm.tile import Tile
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL
@@ -65,6 +71,7 @@ def command() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    check_clean("--json", chosen.json)
     torch.set_num_threads(1)
     rows = {}
     for main in (gathered_gemm, reduced_gemm, collectives):
@@ -74,7 +81,14 @@ def command() -> None:
             f"{row['ratio']:.1f} x, peak {row['peak_mib']:.0f} MiB"
         )
     if chosen.json:
-        put(chosen.json, json.dumps(rows, indent=2) + "\n")
+        document = {
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.date.today().isoformat(),
+            "revision": revision(Path(weft.__file__).parent),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+            "rows": rows,
+        }
+        put(chosen.json, json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

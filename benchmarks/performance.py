@@ -18,7 +18,6 @@ from benchmarks import large_products, predict, skinny
 from weft.bench.harness.report import Report, Row, best_other, shapes_of, weft_row
 from weft.bench.render.plot import svg
 from weft.bench.render.sheets import (
-    MILLISECONDS,
     NONE,
     Sheet,
     cell,
@@ -33,7 +32,7 @@ from weft.bench.render.sheets import (
     title_of,
 )
 from weft.bench.render.table import markdown
-from weft.bench.workloads import NAMES, read
+from weft.bench.workloads import NAMES, read, workload_of
 from weft.runtime.files import put
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,17 +56,24 @@ How to read the tables:
   reaches over NVLink, and one hop of 1.2 µs; operations at 790 TFLOP/s; weights at 4.3 TB/s, of an H100 at 3.0
   (`weft/bench/harness/limits.py`). For layers and models the least time is the *roofline*.
 - NVLink multicast (NVLS) is off on these machines, for weft, NCCL and torch alike.
-- Machines differ by a few percent, and long GEMMs run at the power limit: compare within a row.
-- Each table names the commit of weft that ran, whether that commit holds all its sources, the date and the machine. For tables
-  "with changes" git's name of the sources follows: `git rev-parse COMMIT:weft` prints it for every commit with these sources.
+- [Machines](performance/h200-x2-machines.md) differ by a few percent, GEMMs near the power limit by up to 14 %: compare within
+  a row.
+- Each table names a commit whose weft/ is what ran, git's name of weft/ there (`git rev-parse COMMIT:weft`), the date and the
+  machine. Runs of 2026-11-22 came before their commits. One table of four GPUs is "with changes" that no commit holds.
+- Commands that begin with `python benchmarks/run.py` are now `weft bench`.
 """
 MISSING = """## Not measured yet
 
 - [Mixtures of experts](moe.md) and [attention over ranks](long-context.md) on more than two GPUs
   (`sh benchmarks/several_gpus.sh 4 moe long`).
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
+- `generate`, Qwen3-30B-A3B, and Qwen3-8B and 0.6B on H100s beside torch.compile: there the baseline is eager torch alone, as the
+  column *beside* says.
+- [Eager calls](performance/h200-x2-eager.md) since weft has a launcher of its own: the host alone now takes 19 µs for an all-reduce
+  of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
+- Steps of [training](training.md) (`weft bench train`).
 """
-SUMMARY = """Speed-ups over the fastest baseline of each row, and the rows where weft is slower.
+SUMMARY = """Speed-ups over the fastest baseline of each row, the baselines, and the rows where weft is slower.
 """
 # The folder with tables on the front page, and their ops; folders beside the machines' own in the summary.
 SHOWN, SHOWN_OPS = "h200-x2", ("all-reduce", "ag-gemm", "gemm-ar", "gemm-rs", "model", "generate")
@@ -139,8 +145,8 @@ def summary(tables: dict[str, list[Report]], pages: str) -> str:
             row for name in dict.fromkeys(names) for report in tables[name] if (row := summary_row(report, name, pages))
         ]
         if rows:
-            header = ("op", "page", "rows", "least", "geometric mean", "most", "slower")
-            lines += [f"### {machine}, summary\n", f"| {' | '.join(header)} |", "|---|---|---:|---:|---:|---:|---|"]
+            header = ("op", "page", "beside", "rows", "least", "geometric mean", "most", "slower")
+            lines += [f"### {machine}, summary\n", f"| {' | '.join(header)} |", "|---|---|---|---:|---:|---:|---:|---|"]
             lines += [*rows, ""]
     return "\n".join(lines)
 
@@ -155,11 +161,20 @@ def summary_row(report: Report, name: str, pages: str) -> str | None:
     cells = (
         subject_of(report),
         f"[{name}]({pages}/{name}.md)",
+        beside(report),
         str(len(found)),
         *(f"{gain:.2f}x" for gain in ends),
         "; ".join(lost) or "none",
     )
     return f"| {' | '.join(cells)} |"
+
+
+def beside(report: Report) -> str:
+    """The baselines in short: of layers and models by name, of ops by library, without their variants."""
+    names = dict.fromkeys(row.provider for row in report.rows if row.role == "other" and row.median_us is not None)
+    if report.subject:
+        return ", ".join(name.removeprefix("torch.").replace("compile+", "+") for name in names)
+    return ", ".join(dict.fromkeys("+".join(part.split(".")[0] for part in name.split("+")) for name in names))
 
 
 def subject_of(report: Report) -> str:
@@ -172,7 +187,7 @@ def gain_of(report: Report, shape: tuple[int, ...]) -> float | None:
 
 def compact(report: Report) -> Sheet:
     """Table with weft's choice beside the fastest baseline."""
-    milli = report.op in MILLISECONDS
+    milli = workload_of(report).in_milliseconds
     rows = []
     for shape in shapes_of(report):
         ours, other = weft_row(report, shape), best_other(report, shape)
@@ -233,8 +248,6 @@ def provenance(report: Report) -> str:
     """Line with the sources, the date and the machine of a report."""
     machine = report.machine
     sources = machine.get("revision") or "of an unknown commit"
-    if machine.get("clean") or "with changes" not in sources:
-        sources += ", clean"
     place = f"{report.world_size} x {machine['gpu']}"
     if uuids := machine.get("uuid"):
         place += f" (first GPU of each machine: {uuids})" if ", " in uuids else f" (first GPU {uuids})"
@@ -319,7 +332,9 @@ def reports_of(results: Path) -> dict[str, list[Report]]:
     folders: dict[str, list[Report]] = {}
     for file in sorted(results.glob("*/*.w*.json")):
         for report in read(file):
-            if report.machine.get("clean") is False:
+            # Old tables of four GPUs stay until they are replaced.
+            lost = "with changes" in str(report.machine.get("revision")) and report.world_size != 4
+            if lost or report.machine.get("clean") is False:
                 raise ValueError(f"{file} was measured on sources that no commit holds; measure it on a clean tree")
             folders.setdefault(file.parent.name, []).append(report)
     if not folders:

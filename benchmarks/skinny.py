@@ -17,7 +17,7 @@ that takes {wait_us} µs longer, like an all-reduce, and the GEMM; weft's kernel
 *Floor*: the weight at {gbps} GB/s. *Chosen*: the choice of `ops.matmul` and `ops.matmul_silu_mul`; cuBLAS's gate-up and silu
 are two kernels.
 
-- GPU: {gpu}; torch {torch}, CUDA {cuda}, Triton {triton}; measured {date}
+- GPU: {gpu}; torch {torch}, CUDA {cuda}, Triton {triton}; measured {date}{sources}
 - `{command}`
 """
 
@@ -25,7 +25,10 @@ are two kernels.
 def section(document: dict[str, Any]) -> str:
     """Section of docs/performance/gemms.md for one file."""
     note = [document["note"], ""] if "note" in document else []
-    return "\n".join([HEAD.format(**document), *note, *table(document["rows"]), ""])
+    sources = (
+        f"; weft {document['revision']}" if "revision" in document else ", at a commit that the file does not name"
+    )
+    return "\n".join([HEAD.format(**document, sources=sources), *note, *table(document["rows"]), ""])
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -10,9 +10,12 @@ eighth candidate, so that several processes can fill Triton's cache first.
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ import torch
 import triton
 
 import weft
+from weft.bench.harness.machine import revision
 from weft.ops import barrier
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from weft.ops.collectives.copy_engine import CopyEngine
@@ -185,7 +189,8 @@ def command() -> None:
     if options.out and rows:
         where = {
             "gpu": torch.cuda.get_device_name(), "world_size": options.world_size, "torch": torch.__version__,
-            "triton": triton.__version__, "unit": "us",
+            "triton": triton.__version__, "unit": "us", "date": datetime.date.today().isoformat(),
+            "revision": revision(Path(weft.__file__).parent), "command": shlex.join(["python", *sys.argv]),
         }  # fmt: skip
         lines = ",\n".join(json.dumps(row) for row in rows)
         put(options.out, f'{{"where": {json.dumps(where)},\n"rows": [\n{lines}\n]}}\n')

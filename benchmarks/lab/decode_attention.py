@@ -24,8 +24,10 @@ from pathlib import Path
 import torch
 import triton
 
+import weft
 from benchmarks.lab.skinny import BF16, GBPS, Bench
 from weft import ops
+from weft.bench.harness.machine import revision
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.decoding import SplitKV, split_kv_for
 from weft.ops.op import find_op
@@ -136,6 +138,7 @@ def main() -> None:
     document = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "cuda": torch.version.cuda, "date": datetime.date.today().isoformat(), "gbps": GBPS,
+        "revision": revision(Path(weft.__file__).parent),
         "command": " ".join(["python -m benchmarks.lab.decode_attention", *sys.argv[1:]]),
         "rows": [row(bench, *shape) for shape in SHAPES],
     }  # fmt: skip

@@ -26,8 +26,10 @@ import torch
 import triton
 import triton.language as tl
 
+import weft
 import weft.language as wl
 from weft import ops
+from weft.bench.harness.machine import revision
 from weft.language.lowering import ptx
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL
@@ -169,6 +171,7 @@ def main() -> None:
     document = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "cuda": torch.version.cuda, "date": datetime.date.today().isoformat(), "gbps": GBPS, "wait_us": WAIT_US,
+        "revision": revision(Path(weft.__file__).parent),
         "command": " ".join(["python -m benchmarks.lab.skinny", *sys.argv[1:]]), "rows": [],
     }  # fmt: skip
     for world_size in map(int, chosen.world_size.split(",")):

@@ -29,10 +29,10 @@ def test_pages_are_written_from_the_results(tmp_path):
     front = (tmp_path / "docs" / "performance.md").read_text()
     for words in (
         "### Two H200s, summary\n",
-        "| all-reduce | [h200-x2](performance/h200-x2.md) | 2 | 0.97x | 1.97x | 4.00x | 64 MiB |",
+        "| all-reduce | [h200-x2](performance/h200-x2.md) | nccl | 2 | 0.97x | 1.97x | 4.00x | 64 MiB |",
         "### Four H200s, summary\n",
-        "| ag-gemm | [h200-x4](performance/h200-x4.md) | 2 |",
-        "### all-reduce, bf16, world size 4 (4 x NVIDIA H200)\n\nweft abc, clean; 2026-11-20; 4 x NVIDIA H200\n",
+        "| ag-gemm | [h200-x4](performance/h200-x4.md) | cublas+nccl | 2 |",
+        "### all-reduce, bf16, world size 4 (4 x NVIDIA H200)\n\nweft abc; 2026-11-20; 4 x NVIDIA H200\n",
         "| 4 KiB | 5.00 (3.10) | 5.00–5.00 | nccl | 20.0 (18.2) | 20.0–20.0 | 4.00x | 1 | 24% |",
         "| 64 MiB | 300 | 300–300 | nccl | 290 | 290–290 | 0.97x | 336 | 87% |",
         "### model of qwen3-32b",
@@ -64,6 +64,12 @@ def test_results_of_changed_sources_and_none_at_all_are_refused(tmp_path, capsys
     changed = canned.all_reduce()
     changed.machine["clean"] = False
     assert written(tmp_path, h200_x4=[changed]) == 2
+    assert "was measured on sources that no commit holds" in capsys.readouterr().err
+    lost = replace(canned.all_reduce(), world_size=2)
+    lost.machine = {key: value for key, value in lost.machine.items() if key != "clean"} | {
+        "revision": "abc with changes"
+    }
+    assert written(tmp_path, h200_x2=[lost]) == 2
     assert "was measured on sources that no commit holds" in capsys.readouterr().err
     assert performance.main(tmp_path / "nothing", tmp_path / "x.md") == 2
     assert "weft bench --out" in capsys.readouterr().err

@@ -71,7 +71,7 @@ from weft.runtime.team.team import Team
 from weft.transport.plans import PushPlan
 
 # Stages of a slot: of narrow rows, whose launches have one exchange or two a program, and of wide rows, for large messages. An
-# all-gather of 64 MiB takes 107 us with 7 stages of wide rows and 101 with 19 (H200, W=2; benchmarks/lab/h200-x2-stages.json).
+# all-gather of 64 MiB takes 107 us with 7 stages of wide rows and 101 with 19 (two H200s, trees not kept).
 STAGES: tl.constexpr = tl.constexpr(7)
 WIDE_STAGES: tl.constexpr = tl.constexpr(19)
 WIDE_BYTES: tl.constexpr = tl.constexpr(4096)

@@ -80,7 +80,7 @@ class Provider:
 
 
 # Former names, which commands and results name.
-RENAMED = {"weft.segments": "weft.pipelined", "weft.library": "weft.sequential"}
+RENAMED = {"weft.segments": "weft.pipelined", "weft.library": "weft.sequential", "seed": "sorted-blocks"}
 
 
 def named_by(word: str, name: str) -> bool:

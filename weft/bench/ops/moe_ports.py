@@ -1,6 +1,6 @@
 """Others' algorithms for dispatch and combine, written anew on weft's primitives.
 
-seed                rows sorted by expert, then a block of them to each rank, behind it the counts of its experts and a signal
+sorted-blocks       rows sorted by expert, then a block of them to each rank, behind it the counts of its experts and a signal
 triton-distributed  each row to a slot of its expert, which an atomic gives out; behind a barrier of the grid counts and signals
 
 Both send a row for each choice, k rows a token; weft's own ops send one to each rank that needs it. What they receive is what
@@ -26,7 +26,7 @@ from weft.ops.moe.routing import Experts
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
 
-# Programs that send a block of the seed's exchange; all programs of Triton-distributed's.
+# Programs that send a block of the exchange of sorted blocks; all programs of Triton-distributed's.
 PARTS, PROGRAMS, WARPS = 16, 128, 8
 
 
@@ -50,7 +50,7 @@ def mailboxes(team: Any, name: str, dtype: torch.dtype, shape: tuple[int, ...], 
     return team.workspace((name, dtype, shape), lambda: Halves.make(team, flags, shapes))
 
 
-# --- the seed's all-to-all -----------------------------------------------------------------------------------------------
+# --- sorted blocks: an all-to-all of blocks of rows --------------------------------------------------------------------------
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def exchange_blocks(
     return mail
 
 
-def seed_dispatch(problem: OpProblem) -> Prepared:
+def blocks_dispatch(problem: OpProblem) -> Prepared:
     """Sort and copy by expert, then blocks."""
     team, (T, k, total, _) = problem.team, problem.case.sizes
     buffers, everything = [x.clone() for x, *_ in problem.sets], Experts.slices(total)
@@ -111,7 +111,7 @@ def seed_dispatch(problem: OpProblem) -> Prepared:
         pairs, ends = sorted_pairs(ids, everything)
         counts = ends.diff(prepend=ends[:1] * 0).view(team.size, -1)
         of_ranks = ends.view(team.size, -1)[:, -1].contiguous()
-        mail = exchange_blocks(team, "seed_dispatch", x.index_select(0, pairs // k), of_ranks, counts, T * k)
+        mail = exchange_blocks(team, "blocks_dispatch", x.index_select(0, pairs // k), of_ranks, counts, T * k)
         return mail.counts, mail.rows
 
     def compare(out: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
@@ -121,7 +121,7 @@ def seed_dispatch(problem: OpProblem) -> Prepared:
     return Prepared(run=run, prepare=written(problem, buffers), compare=compare)
 
 
-def seed_combine(problem: OpProblem) -> Prepared:
+def blocks_combine(problem: OpProblem) -> Prepared:
     """Blocks back, with counts known from the dispatch; then the weighted sum."""
     team, (T, k, total, _) = problem.team, problem.case.sizes
     buffers, me, everything = [y.clone() for y, *_ in problem.sets], team.rank, Experts.slices(total)
@@ -139,7 +139,7 @@ def seed_combine(problem: OpProblem) -> Prepared:
     def run(number: int) -> torch.Tensor:
         y, own = buffers[number], slice(me * T, (me + 1) * T)
         rows = y.index_select(0, exchanges[number].arriving)
-        back = exchange_blocks(team, "seed_combine", rows, ends[number], none, T * k).rows.flatten(0, 1)
+        back = exchange_blocks(team, "blocks_combine", rows, ends[number], none, T * k).rows.flatten(0, 1)
         _, ids, weights = problem.sets[number]
         return add(back.index_select(0, places[number]), ids[own], weights[own], everything)
 
@@ -297,8 +297,8 @@ def _provider(op: str, name: str, make: Any) -> Provider:
 
 
 MOE_PORTS = (
-    _provider("moe-dispatch", "seed", seed_dispatch),
-    _provider("moe-combine", "seed", seed_combine),
+    _provider("moe-dispatch", "sorted-blocks", blocks_dispatch),
+    _provider("moe-combine", "sorted-blocks", blocks_combine),
     _provider("moe-dispatch", "triton-distributed", slots_dispatch),
     _provider("moe-combine", "triton-distributed", slots_combine),
 )

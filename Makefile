@@ -1,6 +1,7 @@
 # make demo   the built-in models answer a sum in every mode (simulated ranks where there are no GPUs)
 # make test   ruff, then the tests on the main environment and on the newest Triton
 # make sweep  every combination of what the tests sample, in about an hour
+# make contracts  tests of what weft relies on in Triton, on the versions between those two, put into build/
 # make docs   the API reference of all public names, as HTML in build/reference
 # make clean  remove both environments
 #
@@ -11,10 +12,11 @@ unexport PYTHONPATH PYTHONHOME
 
 PYTHON ?=
 WORKERS ?= 2
+TRITONS := 3.7.0 3.7.1 3.8.0
 BOOTSTRAP := $(or $(PYTHON),python3) scripts/bootstrap.py $(if $(PYTHON),--python $(PYTHON))
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not sweep"
 
-.PHONY: demo docs test test-gpu sweep lint format env clean
+.PHONY: demo docs test test-gpu sweep contracts lint format env clean
 
 demo: .venv/.ready
 	.venv/bin/python scripts/demo.py
@@ -38,6 +40,15 @@ sweep: .venv/.ready .venv-newest/.ready
 	.venv/bin/python -m tests.check.sweep --jobs $(WORKERS) --schedules 16
 	.venv/bin/python -m tests.check.sweep --table --jobs $(WORKERS) --schedules 8
 	.venv/bin/python -m tests.check.sweep --world-size 4 --node-size 2 --jobs $(WORKERS) --schedules 16
+
+contracts: $(TRITONS:%=build/triton-%)
+	for triton in $^; do \
+	    PYTHONPATH=$$triton .venv/bin/python -m pytest -q -n 0 tests/simulator/test_triton_contracts.py || exit; \
+	done
+
+# --no-deps: a Triton in front of what .venv has.
+build/triton-%: | .venv/.ready
+	.venv/bin/python -m pip install --quiet --no-deps --target $@ triton==$*
 
 lint: .venv/.ready
 	.venv/bin/python -m ruff check --quiet .

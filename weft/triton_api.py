@@ -1,6 +1,7 @@
 """Triton's internals that weft uses: no other file imports a module of Triton's that is not public.
 
-``tests/simulator/test_triton_contracts.py`` tests the behaviour relied on. The users, besides the simulator's interpreter:
+``tests/simulator/test_triton_contracts.py`` tests the behaviour relied on, of every name exported here. The users, besides the
+simulator's interpreter:
 
 JITFunction     a simulation and ``weft.tune.compiling`` replace its ``run``; ``weft.runtime.launching`` goes past it
 CompiledKernel  ``launcher_of`` calls ``run`` with ``function`` and ``packed_metadata``, or the function of C below it;

@@ -1,4 +1,4 @@
-"""Generator of docs/performance.md and the pages that it links: ``python -m benchmarks.performance``.
+"""Generator of docs/performance.md, the pages that it links, and the README's table: ``python -m benchmarks.performance``.
 
 All figures come from benchmarks/results/<folder>/*.wW.json, and those of the GEMM tables from benchmarks/lab.
 docs/performance.md has a summary of all machines and a few tables; docs/performance/<folder>.md has all of a folder.
@@ -36,7 +36,7 @@ from weft.bench.workloads import NAMES, read, workload_of
 from weft.runtime.files import put
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "README.md"
 GENERATED = (
     "<!-- Written by `python -m benchmarks.performance` from benchmarks/results and benchmarks/lab; do not edit. -->\n"
 )
@@ -67,17 +67,28 @@ MISSING = """## Not measured yet
 - [Mixtures of experts](moe.md) and [attention over ranks](long-context.md) on more than two GPUs
   (`sh benchmarks/several_gpus.sh 4 moe long`).
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
-- `generate`, Qwen3-30B-A3B, and Qwen3-8B and 0.6B on H100s beside torch.compile: there the baseline is eager torch alone, as the
-  column *beside* says.
-- [Eager calls](performance/h200-x2-eager.md) since weft has a launcher of its own: the host alone now takes 19 µs for an all-reduce
-  of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
+- `generate`, Qwen3-30B-A3B, and Qwen3-8B and 0.6B on H100s beside torch.compile: there the baseline is eager torch alone, as
+  the column *beside* says.
+- [Eager calls](performance/h200-x2-eager.md) since weft has a launcher of its own: the host alone now takes 19 µs for an
+  all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
 - Steps of [training](training.md) (`weft bench train`).
 """
 SUMMARY = """Speed-ups over the fastest baseline of each row, the baselines, and the rows where weft is slower.
 """
 # The folder with tables on the front page, and their ops; folders beside the machines' own in the summary.
 SHOWN, SHOWN_OPS = "h200-x2", ("all-reduce", "ag-gemm", "gemm-ar", "gemm-rs", "model", "generate")
-SUMMARISED = ("-moe", "-long")
+SUMMARISED = ("-moe", "-moe-peers", "-long")
+# Rows of the README's table: words, and the ops or (op, model) of SHOWN and SUMMARISED folders that a row joins.
+IN_README = {
+    "all-reduce, all-gather, reduce-scatter, all-to-all": ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    "AG-GEMM, GEMM-RS, GEMM-AR": ("ag-gemm", "gemm-rs", "gemm-ar"),
+    "experts: dispatch and combine": ("moe-dispatch", "moe-dispatch+fp8", "moe-combine"),
+    "experts: GEMMs with the communication under them": ("ag-moe", "moe-rs", "moe-ar-rms-norm"),
+    "steps of Qwen3-32B": (("model", "qwen3-32b"),),
+    "steps of Qwen3-8B": (("model", "qwen3-8b"),),
+    "steps of Qwen3-30B-A3B": (("model", "qwen3-30b-a3b"),),
+}
+MEASURED, END = "<!-- measured -->\n", "<!-- end -->\n"
 NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
 KEYS = (
     ("gpu", "GPU"),
@@ -167,6 +178,27 @@ def summary_row(report: Report, name: str, pages: str) -> str | None:
         "; ".join(lost) or "none",
     )
     return f"| {' | '.join(cells)} |"
+
+
+def measured(tables: dict[str, list[Report]]) -> str:
+    """The README's table: speed-ups of SHOWN's machine."""
+    folders = [SHOWN, *(SHOWN + suffix for suffix in SUMMARISED)]
+    reports = [report for folder in folders for report in tables.get(folder, ())]
+    lines = ["| | beside | rows | least | geometric mean | most |", "|---|---|---:|---:|---:|---:|"]
+    for words, ops in IN_README.items():
+        mine = [report for report in reports if report.op in ops or (report.op, report.subject) in ops]
+        gains = [gain for report in mine for shape in shapes_of(report) if (gain := gain_of(report, shape)) is not None]
+        if gains:
+            baselines = ", ".join(dict.fromkeys(name for report in mine for name in beside(report).split(", ") if name))
+            ends = (min(gains), statistics.geometric_mean(gains), max(gains))
+            lines.append(f"| {words} | {baselines} | {len(gains)} | {' | '.join(f'{gain:.2f}x' for gain in ends)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_measured(readme: str, table: str) -> str:
+    """The README's text with its table in place of the one between the marks."""
+    head, _, rest = readme.partition(MEASURED)
+    return f"{head}{MEASURED}{table}{END}{rest.partition(END)[2]}"
 
 
 def beside(report: Report) -> str:
@@ -355,7 +387,7 @@ def texts(folders: dict[str, list[Report]], results: Path) -> tuple[str, dict[st
     return front_page(tables, notes, "performance", predict.decode_section(results)), pages
 
 
-def main(results: Path = RESULTS, front: Path = PAGE) -> int:
+def main(results: Path = RESULTS, front: Path = PAGE, readme: Path = README) -> int:
     try:
         folders = reports_of(results)
     except ValueError as error:
@@ -369,6 +401,7 @@ def main(results: Path = RESULTS, front: Path = PAGE) -> int:
                 written[picture] = svg([report])
     written[predict.PICTURE] = predict.picture()
     put(front, text)
+    put(readme, with_measured(readme.read_text(), measured(tables)))
     pages = front.with_suffix("")
     for name, content in written.items():
         put(pages / name, content)

@@ -14,7 +14,9 @@ def written(folder, **reports):
     for name, made in reports.items():
         for one in made:
             report.write(folder / "results" / name.replace("_", "-") / f"{one.op}.w4.json", [one])
-    return performance.main(folder / "results", folder / "docs" / "performance.md")
+    readme = folder / "README.md"
+    readme.write_text(f"# weft\n\n{performance.MEASURED}old\n{performance.END}\n## Next\n")
+    return performance.main(folder / "results", folder / "docs" / "performance.md", readme)
 
 
 def test_pages_are_written_from_the_results(tmp_path):
@@ -40,6 +42,10 @@ def test_pages_are_written_from_the_results(tmp_path):
         "- [h200-x4-more](performance/h200-x4-more.md): ag-gemm.",
     ):
         assert words in front
+    readme = (tmp_path / "README.md").read_text()
+    row = "| all-reduce, all-gather, reduce-scatter, all-to-all | nccl | 2 | 0.97x | 1.97x | 4.00x |"
+    assert row in readme and "| steps of Qwen3-32B | eager, compile | 2 |" in readme
+    assert readme.startswith("# weft\n\n<!-- measured -->\n|") and readme.endswith("|\n<!-- end -->\n\n## Next\n")
     # Only h200-x2 has tables on the front page, and -more is not in the summary.
     assert "### ag-gemm" not in front and ".svg" not in front and front.count("h200-x4-more.md") == 1
     page = (tmp_path / "docs" / "performance" / "h200-x2.md").read_text()
@@ -80,6 +86,11 @@ def test_the_committed_pages_are_those_of_the_committed_results():
     """`python -m benchmarks.performance` writes them."""
     front, pages = performance.texts(performance.reports_of(performance.RESULTS), performance.RESULTS)
     assert performance.PAGE.read_text() == front
+    tables = {
+        name: performance.joined(reports) for name, reports in performance.reports_of(performance.RESULTS).items()
+    }
+    readme = performance.README.read_text()
+    assert performance.with_measured(readme, performance.measured(tables)) == readme
     folder = performance.PAGE.with_suffix("")
     assert {file.name: file.read_text() for file in folder.glob("*.md")} == pages
     named = {

@@ -65,7 +65,7 @@ for step in "$@"; do
             bench "$steps" "$prompts" --model "$model" --check --breakdown --mode auto \
                 --providers weft,$torch --out "$out-$model"
         done
-        bench generate --model qwen3-32b --mode auto --providers weft,torch.eager --out "$out"
+        bench generate --model qwen3-32b --mode auto --providers weft,torch.eager,torch.compile,torch.compile+symm --out "$out"
         ;;
     train)
         bench train@qwen3-32b:1x4096,1x8192 --out "$out"

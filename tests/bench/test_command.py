@@ -41,7 +41,7 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     assert (found.op, found.dtype, found.world_size, found.is_simulated) == (op, dtype, 2, True)
     assert not plotted or picture.read_text().startswith("<svg")
     for row in found.rows:
-        ports = "seed", "triton-distributed"
+        ports = "sorted-blocks", "triton-distributed"
         if row.role == "weft" or row.provider in ("weft.gemm_alone", *ports) or row.provider.startswith("tiles."):
             assert row.median_us > 0
             assert row.max_abs_error is not None
@@ -69,6 +69,48 @@ def test_providers_of_other_ops_are_named_when_they_are_left_out():
     result = CliRunner().invoke(app, ["all-reduce", "--check-only", "--providers", "weft.auto,cublas"])
     assert result.exit_code == 0, result.output
     assert "weft: all-reduce has no provider cublas; the others are measured\n" in result.stderr
+
+
+def test_flags_and_providers_that_need_gpus_are_named():
+    words = ["mlp@decode:1x3", "--breakdown", "--eager", "--mode", "auto", "--quick"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    for flag in ("--breakdown", "--eager"):
+        assert f"weft: {flag} has no effect without GPUs\n" in result.stderr
+    for outcome in ("weft.auto checked", "weft.auto set up", "torch.compile excluded"):
+        assert f"  decode 1x3: {outcome}, " in result.stderr
+    assert "torch.compile checked" not in result.stderr
+
+
+@pytest.mark.parametrize("ops", [("all-reduce@96", "mlp@decode:1x3"), ("mlp@decode:1x3", "all-reduce@96")])
+def test_a_workload_without_the_named_baselines_runs_with_weft_alone(ops, tmp_path):
+    for words, only_weft, other in (
+        ("weft.auto,torch.eager", "all-reduce", ("mlp", ["weft.auto", "torch.eager"])),
+        ("weft.auto,nccl", "mlp", ("all-reduce", ["weft.auto", "nccl", "nccl.window"])),
+    ):
+        file = tmp_path / words
+        result = CliRunner().invoke(app, [*ops, "--check-only", "--providers", words, "--json", str(file)])
+        assert result.exit_code == 0, result.output
+        absent = words.partition(",")[2]
+        assert f"weft: {only_weft} has no provider {absent}; the others are measured\n" in result.stderr
+        found = {one.op: report.providers_of(one) for one in read(file)}
+        assert found == dict([(only_weft, ["weft.auto"]), other])
+
+
+@pytest.mark.parametrize("ops", [("all-reduce", "mlp", "train"), ("train", "mlp", "all-reduce")])
+def test_words_that_no_workload_knows_are_refused_with_what_each_has(ops):
+    result = CliRunner().invoke(app, [*ops, "--providers", "weft,torch.eagre,nccl"])
+    assert result.exit_code == 2 and result.stdout == ""
+    has = {
+        "all-reduce": "all-reduce has weft.auto, weft.one_shot, ",
+        "mlp": "mlp has weft.auto, weft.ag_rs, weft.gemm_ar, torch.eager, torch.compile",
+        "train": "train has weft.auto, weft.under_scatter, ",
+    }
+    assert result.stderr.startswith(f"weft: provider 'torch.eagre' is unknown; {has[ops[0]]}")
+    assert all(f"; {has[op]}" in result.stderr for op in ops)
+    result = CliRunner().invoke(app, [*ops, "--providers", "nccl,torch.fused"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("weft: mlp has no provider nccl, torch.fused; it has weft.auto, weft.ag_rs, ")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +228,7 @@ def test_several_ops_in_one_launch(tmp_path):
 
 
 def test_shapes_and_flags_belong_to_those_that_take_them(tmp_path):
-    """--shapes to ops without their own, --check and --mode to layers and models."""
+    """--shapes to ops without their own, --check and --mode to layers and models, providers to those that have them."""
     words = [
         "gemm",
         "ag-gemm@4,16,16",
@@ -198,8 +240,13 @@ def test_shapes_and_flags_belong_to_those_that_take_them(tmp_path):
         "--check",
         "--check-only",
     ]
+    result = CliRunner().invoke(app, [*words, "--providers", "weft.auto,weft.ag_rs", "--json", str(tmp_path / "x")])
+    assert result.exit_code == 2 and "provider 'weft.ag_rs' is unknown; gemm has" in result.stderr
     result = CliRunner().invoke(app, [*words, "--providers", "weft.auto,weft.gemm_ar", "--json", str(tmp_path / "x")])
-    assert result.exit_code == 2 and "provider 'weft.gemm_ar' is unknown; gemm has" in result.stderr
-    result = CliRunner().invoke(app, [*words, "--providers", "weft", "--json", str(tmp_path / "x")])
     assert result.exit_code == 0, result.output
+    assert [report.providers_of(one) for one in read(tmp_path / "x")] == [
+        ["weft.auto"],
+        ["weft.auto"],
+        ["weft.gemm_ar"],
+    ]
     assert [report.shapes_of(one) for one in read(tmp_path / "x")] == [[(3, 16, 16)], [(4, 16, 16)], [(1, 3, 1)]]

@@ -1,10 +1,26 @@
-"""Reports of files: as they were written, or refused by the file's name."""
+"""Reports of files: as they were written, or refused by the file's name; and what tables ask of their workloads."""
+
+from dataclasses import replace
 
 import pytest
 
 from tests.bench import canned
 from weft.bench.harness import report
-from weft.bench.workloads import read
+from weft.bench.workloads import NAMES, read, workload_of
+
+
+def test_every_workload_says_what_tables_need():
+    """Ops have a rate, layers and models a roofline; only whole models are timed in ms."""
+    found = {}
+    for name in NAMES:
+        made = workload_of(replace(canned.model(), op=name))
+        found[name] = made.time_unit, made.step_layers, len(made.notes)
+        assert (made.unit == "") == bool(made.subject), name
+        assert made.in_milliseconds == made.time_unit.startswith("ms"), name
+        if made.subject:
+            assert made.rate(2, (1, 128, 1), 10.0) is None
+    layers = {"model": ("ms", 64, 1), "generate": ("ms per token after the first", 64, 1)}
+    assert found == dict.fromkeys(NAMES, ("µs", 1, 0)) | layers
 
 
 def test_json_comes_back_as_it_was(tmp_path):

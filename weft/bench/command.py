@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from weft.bench.harness.workload import Workload
     from weft.runtime.team.team import Team
 
+    # World sizes, each with its workloads.
+    Runs = list[tuple[int, tuple[Workload, ...]]]
+
 
 NODE_OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ag-gemm", "gemm-rs", "gemm-ar")
 # Others know one node, or would need names of weft's designs in a node.
@@ -108,6 +111,7 @@ class BenchOptions:
         from weft.bench.ops.workload import OpWorkload
         from weft.bench.training.shapes import TRAIN, parse_layers
         from weft.bench.training.workload import TrainWorkload
+        from weft.bench.workloads import check_words
 
         made: list[Workload] = []
         for op, shapes in self.shapes_by_op().items():
@@ -121,21 +125,25 @@ class BenchOptions:
                 parsed = parse_shapes(op, shapes, world_size, dtype=self.dtype, tiny=simulated)
                 words = self.providers or (NODE_PROVIDERS if self.nodes else ())
                 made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=words))
+        check_words(made, self.providers)
         return tuple(made)
 
-    def hints(self, world_sizes: tuple[int, ...], simulated: bool) -> list[str]:
-        """Lines for the user: providers that an op lacks, and small shapes that simulated ranks run instead."""
-        from weft.bench.ops.providers import lacking
+    def hints(self, runs: Runs, simulated: bool) -> list[str]:
+        """Lines for the user: providers that are lacking, flags without effect, shapes of simulated ranks."""
         from weft.bench.ops.shapes import stand_ins
         from weft.bench.training.shapes import TRAIN
 
         lines = []
+        for workload in runs[0][1]:
+            if absent := workload.lacking(self.providers):
+                lines.append(f"{workload.name} has no provider {', '.join(absent)}; the others are measured")
+        if without := "without GPUs" if simulated else "with --check-only" if self.check_only else "":
+            given = {"--breakdown": self.model.breakdown, "--eager": self.eager}
+            lines += (f"{flag} has no effect {without}" for flag, on in given.items() if on)
         for op, shapes in self.shapes_by_op().items():
             if is_model(op) or op == TRAIN:
                 continue
-            if absent := lacking(op, self.providers):
-                lines.append(f"{op} has no provider {', '.join(absent)}; the others are measured")
-            for size in world_sizes if simulated else ():
+            for size, _ in runs if simulated else ():
                 lines += stand_ins(op, shapes, size, self.dtype)
         return lines
 
@@ -256,7 +264,7 @@ def bench(
         runs = [(size, asked.workloads(size, simulated)) for size in sizes]
         _check_folder(asked.out, runs)
         if talks():
-            for line in asked.hints(sizes, simulated):
+            for line in asked.hints(runs, simulated):
                 notices.info("weft: %s", line)
         how = Options(
             check_only=check_only,
@@ -286,7 +294,7 @@ def check_apart(flag: str, file: Path | None, other_flag: str, other: Path | Non
         raise ValueError(f"{flag} and {other_flag} are both {file}; name two files")
 
 
-def _check_folder(folder: Path | None, runs: list[tuple[int, tuple[Workload, ...]]]) -> None:
+def _check_folder(folder: Path | None, runs: Runs) -> None:
     """Raise ValueError unless all files of ``--out`` can be written."""
     from weft.bench.harness.report import file_name
 
@@ -313,7 +321,7 @@ class Save:
 
 
 def _measure(
-    runs: list[tuple[int, tuple[Workload, ...]]],
+    runs: Runs,
     how: Options,
     simulated: bool,
     asked: BenchOptions,

@@ -1,19 +1,37 @@
-"""All workloads by name, and the reports of files with those that they belong to."""
+"""All workloads by name, the check of words for their providers, and the reports of files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from weft.bench.harness.provider import named_by
 from weft.bench.harness.report import SCHEMA, Report, from_json
 from weft.bench.harness.workload import Workload
 from weft.bench.models.names import LEVELS, is_model
 from weft.bench.names import VARIED
+from weft.bench.ops.providers import providers_for
 from weft.bench.ops.shapes import FORMS, OPS, op_of
 from weft.bench.ops.workload import OpWorkload
 from weft.bench.training.shapes import TRAIN, LayerShape
 from weft.bench.training.workload import TrainWorkload
 
 NAMES = (*OPS, *VARIED, *LEVELS, TRAIN)
+
+
+def check_words(workloads: Sequence[Workload], words: Sequence[str]) -> None:
+    """Check that each word names a provider, and that each workload has one to measure.
+
+    Known are the providers of ``workloads`` and of all ops. Else ValueError, with what the workloads have.
+    """
+    known = {provider.name for op in OPS for provider in providers_for(op)}
+    known |= {provider.name for workload in workloads for provider in workload.available()}
+    for word in words:
+        if not any(named_by(word, name) for name in known):
+            each = (f"{one.name} has {', '.join(found.name for found in one.available())}" for one in workloads)
+            raise ValueError(f"provider {word!r} is unknown; {'; '.join(each)}")
+    for workload in workloads:
+        workload.providers()
 
 
 def workload_of(report: Report) -> Workload:

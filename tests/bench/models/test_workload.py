@@ -18,6 +18,7 @@ from weft.bench.harness.bench import Options
 from weft.bench.harness.limits import Limits
 from weft.bench.harness.provider import Unavailable
 from weft.bench.models import baseline, compiled, generate
+from weft.bench.models import providers as model_providers
 from weft.bench.models.baseline import Baseline, Functions, attend
 from weft.bench.models.breakdown import KINDS, Kernel, breakdown, kind_of
 from weft.bench.models.flags import ModelFlags
@@ -459,6 +460,31 @@ def test_modes_have_two_names_and_providers_one():
         assert workload("model", "decode:2x6", modes=(mode,), providers=("weft",)).providers()[0].name == "weft.gemm_ar"
 
 
+def test_answers_are_timed_beside_torch_compile_with_nccl_and_with_symmetric_memory(monkeypatch):
+    """A decoding step's functions are compiled for the batch, prompts are read eagerly."""
+    names = ["torch.compile", "torch.compile+symm"]
+    made = workload("generate", "3x5+3", providers=tuple(names))
+    assert [provider.name for provider in made.providers()] == names
+    assert [provider.name for provider in made.available()][3:] == ["torch.eager", *names]
+    rows = run(made, check_only=True).rows
+    assert all("does not run on simulated ranks" in row.reason for row in rows)
+
+    asked = []
+
+    def functions(name):
+        def make(team, rows, *nbytes):
+            asked.append((name, rows, *nbytes))
+            return Functions(recipe=Reference(team=team, attend=attend, all_reduce=team.library.all_reduce))
+
+        return make
+
+    monkeypatch.setattr(model_providers, "check_compiles", lambda team: None)
+    monkeypatch.setattr(model_providers, "compiled", functions("nccl"))
+    monkeypatch.setattr(model_providers, "symmetric", functions("symm"))
+    assert [row.reason for row in run(made, check_only=True).rows] == [None, None]
+    assert set(asked) == {("nccl", 3), ("symm", 3, 3 * TINY_CONFIG.hidden_size * 2)}
+
+
 def test_the_protocol_of_answers_says_nothing_of_graphs_and_events():
     made = runner.protocol(workload("generate", "2x5+3"), Options(quick=True), False, 1.25)
     assert list(made) == ["timing", "alternation", "rounds", "data", "statistic", "check"]
@@ -818,7 +844,11 @@ def test_generate_checks_every_token_with_check_or_without():
         (["mlp", "--shapes", "4,5,6"], "is no step of mlp"),
         (["mlp", "--shapes", "decode:1x4x5"], "is no step of mlp"),
         (["generate", "--shapes", "decode:1x4"], "is nothing to generate"),
-        (["model", "--providers", "nccl"], "model has weft.auto, weft.ag_rs, weft.gemm_ar, torch.eager, torch.compile"),
+        (
+            ["model", "--providers", "nccl"],
+            "model has no provider nccl; it has weft.auto, weft.ag_rs, weft.gemm_ar, torch.eager, torch.compile",
+        ),
+        (["model", "--providers", "vllm"], "provider 'vllm' is unknown; model has weft.auto, weft.ag_rs, weft.gemm_ar"),
         (["model", "--mode", "auto", "--providers", "weft.ag_rs"], "model has weft.auto, torch.eager, torch.compile"),
         (
             ["model", "--world-size", "3"],

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import weft
+from tests.bench.ops.choosing import choose
 from weft.bench.ops import attention_baselines
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.providers import choose
 from weft.bench.ops.shapes import op_of, parse_shapes
 from weft.bench.ops.workload import OpWorkload
 

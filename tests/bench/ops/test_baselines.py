@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import weft
+from tests.bench.ops.choosing import choose
 from weft.bench.harness.provider import Unavailable
 from weft.bench.ops import baselines, buffers
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.providers import choose
 from weft.bench.ops.shapes import OPS, op_of, parse_shapes
 
 NORMED = "all-reduce-rms-norm"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import weft
+from tests.bench.ops.choosing import choose
 from weft.bench.harness.provider import Unavailable
 from weft.bench.names import VARIED
 from weft.bench.ops import moe_baselines, moe_packages, problem
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.providers import choose
 from weft.bench.ops.shapes import OPS, op_of, parse_shapes
 from weft.bench.ops.workload import OpWorkload
 from weft.ops.case import error_bound

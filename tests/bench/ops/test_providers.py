@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import weft
+from tests.bench.ops.choosing import choose
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.providers import choose, plan_of
+from weft.bench.ops.providers import plan_of
 from weft.bench.ops.shapes import OPS, op_of, parse_shapes
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities

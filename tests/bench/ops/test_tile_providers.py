@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import weft
+from tests.bench.ops.choosing import choose
 from tests.ops.checking import assert_close
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.providers import choose
 from weft.bench.ops.shapes import op_of, parse_shapes
 from weft.bench.ops.tile_providers import merge_over_ranks
 

@@ -1,9 +1,12 @@
 """Sheets of canned reports: pure functions of them."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 from benchmarks import performance
 from tests.bench import canned
+from weft.bench import render
 from weft.bench.ops.shapes import OPS, op_of
 from weft.bench.render.sheets import limit_of, sheet, sheets
 from weft.bench.workloads import read
@@ -104,6 +107,21 @@ def test_the_tables_of_a_model():
     assert made.notes[-1] == "torch.compile at prefill 32x128: no compiler"
     assert parts.header == ("step", "provider", "gemm", "gap", "sum")
     assert parts.rows[0] == ("decode 1x128", "weft.auto", "54.7", "23.4", "78.1")
+
+
+def test_the_table_of_answers():
+    """Times per token in ms; in brackets the first tokens and tokens per second."""
+    times = {"first_us": 25_000.0, "tokens_per_second": 110.0}
+    rows = [canned.row((1, 128, 64), "weft.auto", "weft", 9000.0, label="1 prompts of 128, 64 new", **times)]
+    made = sheet(replace(canned.report("generate", 2, rows), subject="qwen3-32b"))
+    assert made.title == "generate of qwen3-32b, bf16, world size 2 (2 x NVIDIA H200), ms per token after the first"
+    assert made.rows[0][:2] == ("1 prompts of 128, 64 new", "9.00 (first 25.00, 110/s)")
+    assert made.notes[-1].startswith("In brackets: time until the first tokens were on the host")
+
+
+def test_the_renderer_asks_the_workload_and_compares_no_name_of_an_op():
+    for file in Path(render.__file__).parent.glob("*.py"):
+        assert not re.search(r"\bop\s*(==|!=|in\b|not in\b)", file.read_text()), file.name
 
 
 def test_eager_times_have_their_own_speed_up():

@@ -8,6 +8,7 @@ from weft.bench.harness.workload import Shape
 from weft.bench.training import providers
 from weft.bench.training.shapes import TINY, parse_layers
 from weft.bench.training.workload import TrainWorkload
+from weft.ops.gemm.cublas import matmul
 from weft.runtime.team.team import find_team
 
 
@@ -74,6 +75,38 @@ def test_all_providers_give_the_answer(world_size, stand_ins):
         assert "of qkv, more than 0.0001" in wrong and ";" not in wrong
 
     weft.simulate(main, world_size)
+
+
+def test_the_baseline_runs_the_searched_algorithms_in_its_forward(stand_ins, monkeypatch):
+    """In all four GEMMs; a backward's read transposes, for which none is searched."""
+    sizes = []
+
+    def counted(a, b):
+        sizes.append((*a.shape, b.shape[0]))
+        return matmul(a, b)
+
+    monkeypatch.setattr(providers, "matmul", counted)
+    workload = TrainWorkload(
+        name="train", shapes=parse_layers(("2x4,32,4,4,8,24",), 2, tiny=True), words=("cublas+nccl",)
+    )
+
+    def main(team):
+        problem = workload.problem(workload.shapes[0], team)
+        (provider,) = workload.providers()
+        provider.make(problem).run(0)
+
+    weft.simulate(main, 2)
+    assert sorted(sizes) == sorted(2 * [(8, 32, 48), (8, 16, 32), (8, 32, 24), (8, 12, 32)])
+
+
+def test_designs_are_measured_by_name_only():
+    def names(*words, simulated=False):
+        made = TrainWorkload(name="train", shapes=(), words=words)
+        return [provider.name for provider in made.providers(simulated)]
+
+    assert names() == names(simulated=True) == ["weft.auto", "cublas+nccl", "torch.fused"]
+    assert names("weft") == ["weft.auto", "weft.under_scatter", "weft.by_shards", "weft.in_turn"]
+    assert names("weft.by_shards", "torch") == ["weft.by_shards", "torch.fused"]
 
 
 def test_shapes_are_of_a_model_or_numbers():

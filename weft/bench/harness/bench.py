@@ -89,9 +89,12 @@ class Bench:
         for providers in [[one] for one in self.providers] if apart else [self.providers]:
             entrants = []
             for provider in providers:
-                with self.told(f"{shape.label}: {provider.name} checked"):
-                    entrants.append(self.enter(problem, provider))
-                    entrants[-1].row = replace(entrants[-1].row, figures=figures)
+                begin = time.perf_counter()
+                entrant = self.enter(problem, provider)
+                entrant.row = replace(entrant.row, figures=figures)
+                entrants.append(entrant)
+                outcome = "checked" if entrant.row.reason is None else "excluded"
+                self.tell(f"{shape.label}: {provider.name} {outcome}", begin)
             if not self.options.check_only:
                 self.measure_together(problem, [entrant for entrant in entrants if entrant.row.reason is None])
             for entrant in entrants:
@@ -120,10 +123,13 @@ class Bench:
                     self.time_alone(problem, entrant)
             return
         for entrant in entrants:
-            with self.told(f"{label}: {entrant.row.provider} captured"):
-                self.set_up(problem, entrant)
+            begin = time.perf_counter()
+            self.set_up(problem, entrant)
+            outcome = "captured" if entrant.row.mode == "graph" else "set up"
             if entrant.single is None:
+                outcome = "excluded"
                 entrant.leave()
+            self.tell(f"{label}: {entrant.row.provider} {outcome}", begin)
         if not self.options.one_by_one:  # else the next provider is checked against the answers too
             problem.forget()
         with self.told(f"{label}: timed"):
@@ -134,9 +140,13 @@ class Bench:
 
     @contextlib.contextmanager
     def told(self, what: str) -> Iterator[None]:
-        """Scope that reports its duration, for slow operations: whole steps of models."""
+        """Scope that reports its duration, as ``tell``."""
         begin = time.perf_counter()
         yield
+        self.tell(what, begin)
+
+    def tell(self, what: str, begin: float) -> None:
+        """Report the time since ``begin``, for slow operations: whole steps of models."""
         if self.workload.subject:
             self.say(f"  {what}, {time.perf_counter() - begin:.1f} s")
 

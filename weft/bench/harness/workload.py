@@ -16,7 +16,7 @@ import torch
 
 from weft.bench.harness.limits import Limits
 from weft.bench.harness.meters import Meter, Stuck
-from weft.bench.harness.provider import Prepared, Provider, Unavailable, Verdict
+from weft.bench.harness.provider import Prepared, Provider, Unavailable, Verdict, named_by
 from weft.errors import CallMismatch, PeerFailed, PeerSilent, WeftError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Workload:
     """Op, layer or model at several shapes: plain data, sent to all ranks.
 
     name   of the op or model benchmark, in commands and reports
-    words  names or families of the providers to measure; all if empty
+    words  names or families of the providers to measure, and of others that it lacks; all if empty
     """
 
     name: str
@@ -110,7 +110,6 @@ class Workload:
     words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.providers()  # ValueError for unknown names
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
 
@@ -119,9 +118,28 @@ class Workload:
         """Model of a model benchmark; "" if the shapes name everything."""
         return ""
 
-    def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
-        """Providers to measure. ValueError for names that no provider has."""
+    def available(self) -> tuple[Provider, ...]:
+        """All providers of this workload."""
         raise NotImplementedError
+
+    def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
+        """Providers to measure: those that ``words`` name. "torch" also names every "torch.…".
+
+        Without words these are all providers; on GPUs all but those on request. ValueError if none is left.
+        """
+        available = self.available()
+        if not self.words:
+            return tuple(one for one in available if not one.on_request or (simulated and not one.rare))
+        chosen = tuple(one for one in available if any(named_by(word, one.name) for word in self.words))
+        if not chosen:
+            names = ", ".join(one.name for one in available)
+            raise ValueError(f"{self.name} has no provider {', '.join(self.words)}; it has {names}")
+        return chosen
+
+    def lacking(self, words: Sequence[str]) -> list[str]:
+        """Members of ``words`` that name no provider of this workload."""
+        names = [one.name for one in self.available()]
+        return [word for word in words if not any(named_by(word, name) for name in names)]
 
     def problem(self, shape: Shape, team: Team) -> Problem:
         """Problem of this rank at a shape. Not collective."""
@@ -147,6 +165,37 @@ class Workload:
     def floor_us(self, world_size: int, size: Sequence[int], limits: Limits | None) -> float | None:
         """Least time of a shape by its traffic and its operations; None if it is not known."""
         raise NotImplementedError
+
+    # --- for tables and pictures ---------------------------------------------------------------------------------------
+
+    @property
+    def unit(self) -> str:
+        """Unit of ``rate``; "" if there is none."""
+        return ""
+
+    def rate(self, world_size: int, size: Sequence[int], microseconds: float) -> float | None:
+        """Traffic or operations of a shape over a time, in ``unit``; None if there is none."""
+        return None
+
+    @property
+    def in_milliseconds(self) -> bool:
+        """True if tables give times in ms, False for µs."""
+        return False
+
+    @property
+    def time_unit(self) -> str:
+        """Unit of a table's times, for its title."""
+        return "ms" if self.in_milliseconds else "µs"
+
+    @property
+    def step_layers(self) -> int:
+        """Number of layers in one step, by which a breakdown is divided."""
+        return 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences below a table about its times."""
+        return ()
 
 
 def together(team: Team, action: Callable[[], T], launches: str | None = None) -> T:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.bench.harness.meters import Spread, capturing, finish, spread
-from weft.bench.harness.provider import Prepared, Unavailable, Verdict
+from weft.bench.harness.provider import Prepared, Verdict
 from weft.bench.harness.workload import Problem, Shape, together
-from weft.bench.models.compiled import compiled
+from weft.bench.models.baseline import Functions
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.sessions import TorchSession
 from weft.engine import Engine
@@ -178,12 +178,10 @@ def eager(problem: AnswersProblem) -> Prepared:
     return answering(problem, TorchAnswers(problem, session, session))
 
 
-def compile_decoding(problem: AnswersProblem) -> Prepared:
-    """Prompts eagerly, tokens by torch.compile: gpt-fast's default."""
-    if problem.team.is_simulated:
-        raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
+def decode_by(problem: AnswersProblem, functions: Functions) -> Prepared:
+    """Prompts eagerly, tokens by ``functions``, compiled for steps of the batch: gpt-fast's default."""
     model, longest = problem.of_step.baseline, problem.length + problem.new
-    writer = TorchSession(model, problem.batch, longest, compiled(problem.team, problem.batch))
+    writer = TorchSession(model, problem.batch, longest, functions)
     reader = TorchSession(model, problem.batch, longest)
     reader.recall(writer.cache, longest)
     return answering(problem, TorchAnswers(problem, reader, writer))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from weft.bench.harness.provider import Prepared, Provider, Unavailable, named_by
+from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.models import generate
 from weft.bench.models.baseline import Functions
 from weft.bench.models.compiled import compiled, pipelined, symmetric
@@ -14,11 +15,16 @@ from weft.bench.models.problem import StepProblem
 from weft.bench.models.sessions import TorchSession, WeftSession, over_context
 from weft.parallel.step_plan import OLD_MODES
 
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
 # Providers have the old names of modes, as in the results that are committed.
 WEFT_MODES = ("auto", "ag_rs", "gemm_ar")
 # In mode "auto", with a KV cache spread over the ranks by pages. Only where it is named.
 CONTEXT = "context_parallel"
 OLD_NAMES = {new: old for old, new in OLD_MODES.items()}
+# (problem, rows of a step) -> functions for such steps
+Compile = Callable[[StepProblem, int], Functions]
 
 
 def weft(problem: StepProblem, mode: str) -> Prepared:
@@ -33,52 +39,57 @@ def eager(problem: StepProblem) -> Prepared:
     return problem.prepared(problem.session())
 
 
-def by_compile(problem: StepProblem, make: Callable[[StepProblem], Functions]) -> Prepared:
-    if problem.team.is_simulated:
+def by_compile(problem: StepProblem, make: Compile) -> Prepared:
+    check_compiles(problem.team)
+    step = problem.step
+    functions = make(problem, step.batch * step.new)
+    return problem.prepared(TorchSession(problem.baseline, step.batch, step.length, functions))
+
+
+def decoding_by_compile(problem: generate.AnswersProblem, make: Compile) -> Prepared:
+    check_compiles(problem.team)
+    return generate.decode_by(problem, make(problem.of_step, problem.batch))
+
+
+def check_compiles(team: Team) -> None:
+    if team.is_simulated:
         raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
-    return problem.prepared(TorchSession(problem.baseline, problem.step.batch, problem.step.length, make(problem)))
 
 
-def with_nccl(problem: StepProblem) -> Functions:
-    return compiled(problem.team, problem.step.batch * problem.step.new)
+def with_nccl(problem: StepProblem, rows: int) -> Functions:
+    return compiled(problem.team, rows)
 
 
-def with_symmetric_memory(problem: StepProblem) -> Functions:
-    rows = problem.step.batch * problem.step.new
+def with_symmetric_memory(problem: StepProblem, rows: int) -> Functions:
     return symmetric(problem.team, rows, rows * problem.config.hidden_size * problem.dtype.itemsize)
 
 
-def with_pipelining(problem: StepProblem) -> Functions:
+def with_pipelining(problem: StepProblem, rows: int) -> Functions:
     if problem.step.decodes:
         raise Unavailable("micro-pipelining is for prompts: the rows of a decode step are too few to split")
-    return pipelined(problem.team, problem.step.batch * problem.step.new)
+    return pipelined(problem.team, rows)
 
 
-COMPILED = {
-    "torch.compile": with_nccl,
-    "torch.compile+symm": with_symmetric_memory,
-    "torch.compile+async_tp": with_pipelining,
-}
+# For generate: its decoding steps are of one size, its prompts are read eagerly.
+DECODING = {"torch.compile": with_nccl, "torch.compile+symm": with_symmetric_memory}
+COMPILED = DECODING | {"torch.compile+async_tp": with_pipelining}
 
 
-def choose(level: str, modes: Sequence[str], words: Sequence[str]) -> tuple[Provider, ...]:
-    """Providers of a model benchmark that ``words`` name, in weft's ``modes``; all by default.
+def providers_for(level: str, modes: Sequence[str], words: Sequence[str]) -> tuple[Provider, ...]:
+    """Providers of a model benchmark, weft's in ``modes`` (all if empty).
 
-    ValueError for an unknown word.
+    ``words``: names that were asked for. Only by its own name there is a cache spread over the ranks.
     """
     named = {OLD_NAMES.get(mode, mode) for mode in modes or WEFT_MODES}
     ours, others = weft, {"torch.eager": eager}
     others |= {name: partial(by_compile, make=make) for name, make in COMPILED.items()}
     if level == "generate":
-        ours, others = generate.weft, {"torch.eager": generate.eager, "torch.compile": generate.compile_decoding}
+        ours, others = generate.weft, {"torch.eager": generate.eager}
+        others |= {name: partial(decoding_by_compile, make=make) for name, make in DECODING.items()}
     made = {f"weft.{mode}": partial(ours, mode=mode) for mode in WEFT_MODES if mode in named} | others
     if level in ("attn", "model") and f"weft.{CONTEXT}" in words:
         made |= {f"weft.{CONTEXT}": partial(weft, mode=CONTEXT)}
-    for word in words:
-        if not any(named_by(word, name) for name in made):
-            raise ValueError(f"provider {word!r} is unknown here; {level} has {', '.join(made)}")
     return tuple(
         Provider(name=name, ops=LEVELS, role="weft" if name.startswith("weft") else "other", make=make)
         for name, make in made.items()
-        if not words or any(named_by(word, name) for word in words)
     )

@@ -13,7 +13,7 @@ from weft.bench.harness.workload import DTYPES, Problem, Shape, Workload
 from weft.bench.models import generate
 from weft.bench.models.breakdown import profile
 from weft.bench.models.problem import StepProblem
-from weft.bench.models.providers import choose
+from weft.bench.models.providers import providers_for
 from weft.bench.models.roofline import roofline
 from weft.bench.models.step import FORCED_PROMPT, FORCED_STEPS
 from weft.bench.models.steps import config_of
@@ -37,6 +37,8 @@ DATA = (
     "random weights and prompts; the history of a decoding step is eager torch's, the same for all providers; "
     "one step repeated"
 )
+FIRST_TOKENS = "In brackets: time until the first tokens were on the host, and new tokens of all sequences per second."
+WHOLE_STEPS = "Whole steps: embedding, layers, head and greedy choice."
 LAYERS_DATA = "random; several layers in rotation: 120 MB of weights lie between two uses of one"
 
 
@@ -93,8 +95,13 @@ class ModelWorkload(Workload):
     def generates(self) -> bool:
         return self.name == "generate"
 
-    def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
-        return choose(self.name, self.modes, self.words)
+    @property
+    def is_whole(self) -> bool:
+        """True for all layers of a model, False for single layers."""
+        return self.name in ("model", "generate")
+
+    def available(self) -> tuple[Provider, ...]:
+        return providers_for(self.name, self.modes, self.words)
 
     def problem(self, shape: Shape, team: Team) -> Problem:
         if self.generates:
@@ -151,6 +158,19 @@ class ModelWorkload(Workload):
         return None if found is None else found.floor
 
     @property
+    def in_milliseconds(self) -> bool:
+        return self.is_whole
+
+    @property
+    def time_unit(self) -> str:
+        return "ms per token after the first" if self.generates else "ms" if self.in_milliseconds else "µs"
+
+    @property
     def step_layers(self) -> int:
-        """Number of layers in one step."""
-        return self.config.num_hidden_layers if self.name in ("model", "generate") else 1
+        return self.config.num_hidden_layers if self.is_whole else 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.generates:
+            return (FIRST_TOKENS,)
+        return (WHOLE_STEPS,) if self.is_whole else ()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from weft.bench.harness.provider import Prepared, Provider, named_by
+from weft.bench.harness.provider import Prepared, Provider
 from weft.bench.ops.attention_baselines import ATTENTION_BASELINES
 from weft.bench.ops.baselines import BASELINES
 from weft.bench.ops.moe_baselines import MOE_BASELINES
@@ -15,7 +14,7 @@ from weft.bench.ops.moe_ports import MOE_PORTS
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.prefill_baselines import PREFILL_BASELINES
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.shapes import OPS, computes, op_of
+from weft.bench.ops.shapes import computes, op_of
 from weft.bench.ops.tile_providers import TILE_PROVIDERS
 from weft.ops.op import Op
 from weft.plan.planned import AUTO, Planned, machine_of
@@ -32,32 +31,6 @@ def providers_for(op: str) -> tuple[Provider, ...]:
         *TILE_PROVIDERS,
     )
     return (*_of_weft(op_of(op)), *(provider for provider in others if op in provider.ops))
-
-
-def choose(op: str, words: Sequence[str], simulated: bool = False) -> tuple[Provider, ...]:
-    """Providers of ``op`` that ``words`` name. "torch" also names every "torch.…".
-
-    Without words these are all providers; on GPUs all but those on request. ValueError for a word that names no provider of
-    any op, or if none is left for this one.
-    """
-    available = providers_for(op)
-    if not words:
-        return tuple(provider for provider in available if not provider.on_request or (simulated and not provider.rare))
-    known = {provider.name for name in OPS for provider in providers_for(name)}
-    names = ", ".join(provider.name for provider in available)
-    for word in words:
-        if not any(named_by(word, name) for name in known):
-            raise ValueError(f"provider {word!r} is unknown; {op} has {names}")
-    chosen = tuple(provider for provider in available if any(named_by(word, provider.name) for word in words))
-    if not chosen:
-        raise ValueError(f"{op} has no provider {', '.join(words)}; it has {names}")
-    return chosen
-
-
-def lacking(op: str, words: Sequence[str]) -> list[str]:
-    """Members of ``words`` that name providers of other ops only."""
-    names = [provider.name for provider in providers_for(op)]
-    return [word for word in words if not any(named_by(word, name) for name in names)]
 
 
 def _of_weft(op: Op) -> list[Provider]:

@@ -10,7 +10,7 @@ from weft.bench.harness.limits import Limits
 from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Shape, Workload
 from weft.bench.ops.problem import MOST_SETS, OpProblem
-from weft.bench.ops.providers import choose
+from weft.bench.ops.providers import providers_for
 from weft.bench.ops.shapes import computes, has_flops, op_of
 from weft.ops.op import Op
 
@@ -33,13 +33,12 @@ class OpWorkload(Workload):
 
     @property
     def unit(self) -> str:
-        """Unit of ``rate``."""
         if not computes(self.op):
             return "busbw GB/s"
         return "TFLOP/s" if has_flops(self.op) else "GB/s"
 
-    def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
-        return choose(self.name, self.words, simulated)
+    def available(self) -> tuple[Provider, ...]:
+        return providers_for(self.name)
 
     def problem(self, shape: Shape, team: Team, **fields: bool) -> OpProblem:
         """``fields``: of the call, beside those that the name has."""

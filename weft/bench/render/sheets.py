@@ -21,7 +21,6 @@ from weft.bench.workloads import workload_of
 
 NONE = "–"
 FILL = "tile fill"
-MILLISECONDS = ("model", "generate")
 # Ceilings that are not the op's computation: what they are instead.
 CEILINGS = {**moe_baselines.CEILINGS, **attention_baselines.CEILINGS, **prefill_baselines.CEILINGS}
 
@@ -47,7 +46,8 @@ def sheets(report: Report) -> list[Sheet]:
 
 def sheet(report: Report) -> Sheet:
     """Table with each provider's time per shape, weft's speed-ups and spread, and its share of the limit."""
-    providers, workload, milli = providers_of(report), workload_of(report), report.op in MILLISECONDS
+    providers, workload = providers_of(report), workload_of(report)
+    milli = workload.in_milliseconds
     has_eager = any(row.role == "weft" and row.eager_us and row.mode != "eager" for row in report.rows)
     named = ["over eager"] if report.subject else []
     named += ["speed-up", *(["eager speed-up"] if has_eager else [])]
@@ -72,9 +72,8 @@ def sheet(report: Report) -> Sheet:
             )
         )
     last = "roofline" if report.subject else workload.unit
-    unit = "ms per token after the first" if report.op == "generate" else "ms" if milli else "µs"
     return Sheet(
-        title=f"{title_of(report)}, {unit}",
+        title=f"{title_of(report)}, {workload.time_unit}",
         header=(
             "step" if report.subject else "shape",
             *providers,
@@ -118,7 +117,7 @@ def limit_of(report: Report, shape: Sequence[int], row: Row | None) -> tuple[str
     floor = workload.floor_us(report.world_size, shape, limits)
     share = floor / us if floor and us else None
     if report.subject:
-        return NONE if floor is None else _time(floor, report.op in MILLISECONDS), share
+        return NONE if floor is None else _time(floor, workload.in_milliseconds), share
     rate = workload.rate(report.world_size, shape, us) if us and not report.is_simulated else None
     return plain(rate, "{:.0f}"), share
 
@@ -206,8 +205,8 @@ def plain(value: float | None, form: str) -> str:
 
 
 def _notes(report: Report, providers: Sequence[str]) -> list[str]:
-    notes, rows = about_machine(report), report.rows
-    if any(row.chain_us is not None for row in rows) and report.op not in MILLISECONDS:
+    notes, rows, workload = about_machine(report), report.rows, workload_of(report)
+    if any(row.chain_us is not None for row in rows) and not workload.in_milliseconds:
         notes.append("In brackets: per call of several in a row.")
     if any(row.eager_us is not None and row.mode != "eager" for row in rows):
         notes.append(
@@ -219,13 +218,7 @@ def _notes(report: Report, providers: Sequence[str]) -> list[str]:
     if alone := [name for name in ceilings if name not in CEILINGS]:
         notes.append(f"{', '.join(alone)}: the GEMM alone, not the whole op.")
     notes += [f"{name}: {CEILINGS[name]}; not the same computation." for name in ceilings if name in CEILINGS]
-    if report.op == "generate":
-        notes.append(
-            "In brackets: time until the first tokens were on the host, and new tokens of all sequences per second."
-        )
-    if report.op == "model":
-        notes.append("Whole steps: embedding, layers, head and greedy choice.")
-    return notes + reasons(report, providers)
+    return [*notes, *workload.notes, *reasons(report, providers)]
 
 
 def about_machine(report: Report) -> list[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.bench.harness.provider import Prepared, Provider, Unavailable, named_by
+from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.training.problem import TrainProblem
 from weft.bench.training.recipe import DESIGNS, ByDesign, ByFunctions
 from weft.bench.training.shapes import TRAIN
+from weft.ops.gemm.cublas import matmul
 from weft.parallel import plain
 from weft.parallel.sequence_parallel import SequenceParallel
 
@@ -39,9 +40,11 @@ def by_design(design: str) -> Callable[[TrainProblem], Prepared]:
 
 
 def cublas_and_nccl(problem: TrainProblem) -> Prepared:
-    """NCCL as Megatron has it.
+    """NCCL as Megatron has it, and cuBLAS as weft runs it.
 
-    In the backward x is gathered beside one GEMM, and its gradient scattered beside the other.
+    In the forward it takes the algorithm that was searched for the shape. In the backward x is gathered beside one GEMM, and
+    its gradient scattered beside the other. The backward's GEMMs read transposes, which no searched algorithm takes
+    (weft.runtime.cublaslt): they run torch's choice, on weft's side too.
     """
     group = _group(problem.team)
     return problem.prepared(
@@ -75,7 +78,7 @@ class _NcclColumn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
-        return _gathered(x, group)[0] @ weight.T
+        return matmul(_gathered(x, group)[0], weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -94,7 +97,7 @@ class _NcclRow(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
-        return _scattered(x @ weight.T, group)[0]
+        return _scattered(matmul(x, weight), group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -157,18 +160,14 @@ class _FusedRow(torch.autograd.Function):
         return of_x, whole.T @ x, None
 
 
-# Measured only if they are named.
-BY_DESIGN = {f"weft.{design}": by_design(design) for design in DESIGNS}
-PROVIDERS = {"weft.auto": weft, **BY_DESIGN, "cublas+nccl": cublas_and_nccl, "torch.fused": torch_fused}
+def _provider(name: str, make: Callable[[TrainProblem], Prepared], role: str, named: bool = False) -> Provider:
+    """``named``: measured only if it is named, on simulated ranks too."""
+    return Provider(name=name, ops=(TRAIN,), role=role, make=make, on_request=named, rare=named)
 
 
-def choose(words: Sequence[str]) -> tuple[Provider, ...]:
-    """Providers that ``words`` name; by default all but those of a design. ValueError for an unknown word."""
-    for word in words:
-        if not any(named_by(word, name) for name in PROVIDERS):
-            raise ValueError(f"provider {word!r} is unknown here; {TRAIN} has {', '.join(PROVIDERS)}")
-    return tuple(
-        Provider(name=name, ops=(TRAIN,), role="weft" if name.startswith("weft") else "other", make=make)
-        for name, make in PROVIDERS.items()
-        if (any(named_by(word, name) for word in words) if words else name not in BY_DESIGN)
-    )
+PROVIDERS = (
+    _provider("weft.auto", weft, "weft"),
+    *(_provider(f"weft.{design}", by_design(design), "weft", named=True) for design in DESIGNS),
+    _provider("cublas+nccl", cublas_and_nccl, "other"),
+    _provider("torch.fused", torch_fused, "other"),
+)

@@ -10,7 +10,7 @@ from weft.bench.harness.limits import Limits
 from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Shape, Workload
 from weft.bench.training.problem import TrainProblem
-from weft.bench.training.providers import choose
+from weft.bench.training.providers import PROVIDERS
 from weft.bench.training.shapes import LayerShape
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class TrainWorkload(Workload):
     def unit(self) -> str:
         return "TFLOP/s"
 
-    def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
-        return choose(self.words)
+    def available(self) -> tuple[Provider, ...]:
+        return PROVIDERS
 
     def problem(self, shape: Shape, team: Team) -> TrainProblem:
         return TrainProblem(shape, self.dtype, team)

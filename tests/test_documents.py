@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+from collections.abc import Iterator
 
 import pytest
 import typer
@@ -41,6 +43,44 @@ def test_names_of_decisions_are_in_their_files():
     rules = re.findall(r"`(\w+)` of `([\w/]+\.py)`", (ROOT / "docs" / "decisions.md").read_text())
     assert len(rules) > 10
     assert [rule for rule in rules if not re.search(rf"\b{rule[0]}\b", (ROOT / rule[1]).read_text())] == []
+
+
+def test_figures_of_decisions_are_in_the_files_that_their_rows_name():
+    """Also in files of commits, where git has them."""
+    columns: list[str] = []
+    checked, missing = 0, []
+    for line in (ROOT / "docs" / "decisions.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if "figure" in cells and len(cells) >= 4:
+            columns = cells
+        elif not line.startswith("| ") or "figure" in cells:
+            columns = columns if line.startswith("|--") else []
+        elif columns and (figure := cells[columns.index("figure")]) not in ("–", "below"):
+            found = [float(number) for text in sources(cells) for number in re.findall(r"\d+(?:\.\d+)?", text)]
+            shown = re.findall(r"(?<![\w.])\d+(?:\.\d+)?", figure.rpartition(":")[2].replace(",", ""))
+            missing += (f"{figure}: {number}" for number in shown if found and not is_among(number, found))
+            checked += bool(found)
+    assert checked > 60
+    assert missing == []
+
+
+def sources(cells: list[str]) -> Iterator[str]:
+    """Texts that a row's last cell names: linked files but scripts, tests, files of commits; or the code with a comment."""
+    *_, code, last = cells
+    paths = re.findall(r"\((?!http)([^)#\s]+)", last)
+    yield from ((ROOT / "docs" / path).read_text().replace(",", "") for path in paths if not path.endswith(".py"))
+    named = last + code if "comment" in last else last
+    yield from ((ROOT / path).read_text() for path in re.findall(r"`((?:tests|weft)/[\w/]+\.py)`", named))
+    for name, commit in re.findall(r"`([\w/.+-]+)@(\w+)`", last):
+        shown = subprocess.run(["git", "show", f"{commit}:benchmarks/{name}"], cwd=ROOT, capture_output=True, text=True)
+        if shown.returncode == 0:
+            yield shown.stdout
+
+
+def is_among(number: str, found: list[float]) -> bool:
+    """True if ``number`` is one of those found, rounded to its digits, or a thousandth of one."""
+    half = 0.5001 * 10.0 ** -len(number.partition(".")[2])
+    return any(abs(one / scale - float(number)) <= half for one in found for scale in (1, 1000))
 
 
 COMMANDS = sorted({command for page in NOW for command in commands(page, spans=True)})

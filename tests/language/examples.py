@@ -308,3 +308,36 @@ def check_spans(team):
     spans[(2,)](x, out, 3, team.view, N=N)
     team.barrier()
     assert torch.equal(out, 2 * x)
+
+
+@triton.jit
+def shmem(x, inbox, landed, out, team, n: tl.constexpr):
+    """out[n] = x of the left neighbour"""
+    me, at = wl.shmem.my_pe(team), tl.arange(0, n)
+    right = (me + 1) % wl.shmem.n_pes(team)
+    wl.shmem.putmem_signal_block(inbox, x, 4 * n, landed, 1, wl.shmem.SIGNAL_SET, right, team)
+    wl.shmem.signal_wait_until(landed, wl.shmem.CMP_GE, 1, team)
+    tl.store(out + at, tl.load(inbox + at))
+    wl.shmem.barrier_all_block(team)  # every PE has read its inbox: the next message may be stored
+
+
+@triton.jit
+def shmem_gather(x, gathered, landed, team, n: tl.constexpr):
+    """gathered[s] = x of PE s"""
+    me = wl.shmem.my_pe(team)
+    for pe in tl.static_range(wl.shmem.n_pes(team)):
+        wl.shmem.putmem_signal_nbi_block(gathered + me * n, x, 4 * n, landed + me, 1, wl.shmem.SIGNAL_ADD, pe, team)
+    wl.shmem.wait_until_all(landed, wl.shmem.n_pes(team), None, wl.shmem.CMP_GE, 1, team)
+    wl.shmem.quiet(team)  # x may be written again
+
+
+def check_shmem(team):
+    x = torch.full((N,), float(team.rank), device=team.device)
+    inbox, landed, out = team.empty(N, torch.float32), team.zeros(1, torch.uint64), torch.empty_like(x)
+    shmem[(1,)](x, inbox, landed, out, team.view, n=N)
+    assert out.tolist() == [(team.rank - 1) % team.size] * N
+    gathered, landed = team.empty((team.size, N), torch.float32), team.zeros(team.size, torch.uint64)
+    shmem_gather[(1,)](x, gathered, landed, team.view, n=N)
+    x.zero_()
+    assert gathered[:, 0].tolist() == list(range(team.size))
+    team.barrier()  # no rank frees what the others still store to

@@ -1,6 +1,7 @@
 """Generator of docs/primitives.md: ``python -m tests.language.primitives_page`` writes it.
 
-Signatures and promises are those of the code, examples those of tests/language/examples.py. ``LOWERINGS`` is written by hand.
+Signatures and promises are those of the code, examples those of tests/language/examples.py. ``LOWERINGS``, ``SHMEM`` and
+``CONSTANTS`` are written by hand.
 """
 
 from __future__ import annotations
@@ -144,6 +145,41 @@ LOWERINGS = {
     ),
 }
 
+# Functions of weft.language.shmem, and what each is in weft's primitives, whose lowerings it has.
+SHMEM = {
+    "my_pe": "`rank`",
+    "n_pes": "`num_ranks`",
+    "remote_ptr": "`symm_at`",
+    "putmem_block": "`put` of bytes",
+    "putmem_nbi_block": "`put_nbi` of bytes",
+    "getmem_block": "`get` of bytes",
+    "getmem_nbi_block": "`get_nbi` of bytes",
+    "signal_op": "`notify`",
+    "putmem_signal_block": "`put_signal` of bytes",
+    "putmem_signal_nbi_block": "`put_signal_nbi` of bytes",
+    "signal_wait_until": "`wait`, with other comparisons too",
+    "signal_fetch": "one look of `wait`",
+    "wait_until_all": "`wait_all`, with other comparisons too",
+    "wait_until_any": "`wait_any`, with other comparisons too",
+    "int_p": "`tl.store` through `symm_at`",
+    "int_g": "`tl.load` with `volatile=True` through `symm_at`",
+    "fence": "`fence`",
+    "quiet": "`quiet`",
+    "barrier_all_block": "`quiet`, then `barrier`",
+    "sync_all_block": "`barrier`",
+}
+REFUSED = "refused at compile time: signals grow, so it holds before any notify"
+CONSTANTS = {
+    "CMP_EQ": "`signal == value`; misses the value if the next notify comes first: see `signal_wait_until`",
+    "CMP_NE": "`signal != value`, also of an earlier or a later call",
+    "CMP_GT": "`signal > value`, of the signed difference",
+    "CMP_LE": REFUSED,
+    "CMP_LT": REFUSED,
+    "CMP_GE": "`signal >= value`, of the signed difference: the comparison of `wait`",
+    "SIGNAL_SET": '`notify(..., "set")`',
+    "SIGNAL_ADD": '`notify(..., "add")`',
+}
+
 HEAD = """# Primitives
 
 What kernels import from `weft.language`, usually as `wl`: signature, promise, lowering and an example of each. Written by
@@ -231,6 +267,9 @@ def lacking() -> list[str]:
         module = module_of(found[name])
         if not any(f"wl.{name}(" in kernel for kernel in kernels(module)):
             lines.append(f"{name}: in no kernel {module}... of tests/language/examples.py")
+    for written, there, what in ((SHMEM, shmem(), "SHMEM"), (CONSTANTS, constants(), "CONSTANTS")):
+        lines += [f"{name}: no entry in {what} of tests/language/primitives_page.py" for name in there.keys() - written]
+        lines += [f"{name}: in {what}, but weft.language.shmem has none" for name in written.keys() - there]
     return sorted(lines)
 
 
@@ -279,16 +318,37 @@ def page() -> Iterator[str]:
     rows = (f"| `{name}` | {here} |" for name, here in PUBLISHED.items())
     yield "\n".join(["| published | here |", "|---|---|", *rows])
     yield MAPS.strip()
+    yield from shmem_page()
+
+
+def shmem_page() -> Iterator[str]:
+    """Yield the paragraphs about ``weft.language.shmem``."""
     yield "## OpenSHMEM names"
     yield promise(wl.shmem)
-    yield "\n".join(["| name | promise |", "|---|---|", *shmem()])
+    yield "```python\n" + "\n\n\n".join(kernels("shmem")) + "\n```"
+    for name, member in shmem().items():
+        yield f"### shmem.{name}"
+        yield f"```python\n{signature(member)}\n```"
+        yield promise(member)
+        yield f"- in weft's primitives: {SHMEM[name]}"
+    yield "### Constants of shmem"
+    yield "Each has a second name with NVSHMEM's prefix, such as `NVSHMEM_CMP_GE`."
+    rows = (f"| `{name}` | {number} | {CONSTANTS[name]} |" for name, number in constants().items())
+    yield "\n".join(["| constant | number | meaning |", "|---|---|---|", *rows])
 
 
-def shmem() -> Iterator[str]:
-    """Yield a row for each function of ``weft.language.shmem``."""
-    for name, member in vars(wl.shmem).items():
-        if callable(member) and not name.startswith("_") and member.__module__ == wl.shmem.__name__:
-            yield f"| `{signature(member)}` | {promise(member).partition(chr(10))[0]} |"
+def shmem() -> dict[str, Any]:
+    """Name -> function of ``weft.language.shmem``."""
+    return {
+        name: member
+        for name, member in vars(wl.shmem).items()
+        if callable(member) and not name.startswith("_") and member.__module__ == wl.shmem.__name__
+    }
+
+
+def constants() -> dict[str, int]:
+    """Name -> number of the constants of ``weft.language.shmem``, without those that have NVSHMEM's prefix."""
+    return {name: member.value for name, member in vars(wl.shmem).items() if re.match("CMP_|SIGNAL_", name)}
 
 
 def write() -> str:

@@ -18,14 +18,14 @@ def test_the_plan_of_a_pass_follows_its_tokens_and_says_why():
 
     decode, medium, prefill = weft.simulate(main, 2)[0]
     assert decode == (
-        "replicated, fused, all-reduce with the next norm: 1 tokens < 2048: too few to split over 2 ranks; 1 tokens <= 1024: "
+        "replicated, fused, all-reduce with the next norm: 1 token < 2048: too few to split over 2 ranks; 1 token <= 1024: "
         "a GEMM is too short to hide an all-reduce, so the norm takes it along"
     )
     assert medium == "replicated, fused: 1025 tokens < 2048: too few to split over 2 ranks"
     assert prefill == "sequence_parallel, fused: 4096 tokens >= 2048: the GEMMs hide gathering and scattering"
     decode, medium, prefill = weft.simulate(main, 1)[0]
     assert decode == (
-        "replicated, fused, all-reduce with the next norm: one rank: nothing to send; 1 tokens <= 128: the norm adds up a "
+        "replicated, fused, all-reduce with the next norm: one rank: nothing to send; 1 token <= 128: the norm adds up a "
         "GEMM's parts"
     )
     assert medium == prefill == "replicated, fused: one rank: nothing to send"

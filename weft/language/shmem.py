@@ -36,29 +36,51 @@ NVSHMEM_CMP_LE, NVSHMEM_CMP_LT, NVSHMEM_CMP_GE = CMP_LE, CMP_LT, CMP_GE
 NVSHMEM_SIGNAL_SET, NVSHMEM_SIGNAL_ADD = SIGNAL_SET, SIGNAL_ADD
 
 
-# Names of NVSHMEM that have no counterpart of the same name, and what to use.
+# Names of NVSHMEM, without "nvshmem_" and "nvshmemx_", that have no counterpart of the same name, and what to use. The remedies
+# take the named groups of their pattern.
+_TYPE, _SCOPE = r"([a-z]+\d*_)", r"(_block|_warp|_wave)?"
 _ABSENT = (
     (
         r"(NVSHMEMX?_)?TEAM_\w+|team_\w+",
         "pass the argument that was team.view, of weft.init(group) or team.subset(ranks)",
     ),
+    (r"\w+_on_stream", "use weft.ops, or send of a team.channel, which the host calls"),
     (
-        r"\w+_(warp|wave)|((put|get)mem|barrier_all|sync_all)(_nbi|_signal|_signal_nbi)?",
-        "the whole program makes a call: use {}_block",
+        rf"{_TYPE}?(?P<way>put|get)\d*(?P<nbi>_nbi)?{_SCOPE}",
+        "use weft.language.{way}{nbi}, which takes elements of any type, or {way}mem{nbi}_block, which takes bytes",
     ),
+    (
+        rf"{_TYPE}?put\d*_signal(?P<nbi>_nbi)?{_SCOPE}",
+        "use weft.language.put_signal{nbi}, which takes elements of any type, or putmem_signal{nbi}_block, which takes bytes",
+    ),
+    (rf"{_TYPE}?i(put|get)\d*{_SCOPE}", "use tl.load and tl.store through weft.language.symm_at"),
+    (rf"{_TYPE}(?P<way>[pg])", "use int_{way}, which takes elements of any type"),
+    (rf"{_TYPE}?wait_until_\w+_vector", "use signal_wait_until for each of the signals"),
+    (rf"{_TYPE}wait_until_(?P<which>all|any)", "use wait_until_{which}, which takes signals of any type"),
+    (rf"{_TYPE}?wait_until_some", "use wait_until_any, in a loop"),
+    (rf"{_TYPE}?wait(_until)?", "use signal_wait_until, which takes a signal of any type"),
+    (rf"{_TYPE}?test(_\w+)?", "use signal_fetch, which does not wait, and compare its result"),
+    (rf"{_TYPE}?atomic_\w+", "use tl.atomic_add or another atomic through weft.language.symm_at, with scope='sys'"),
     (r"(barrier|sync)(_block)?", "use barrier_all_block or sync_all_block with the view of that team"),
-    (r"wait_until(_some\w*)?", "use wait_until_any, or signal_wait_until, which takes a signal of any type"),
-    (r"(broadcast|fcollect|alltoall|\w*reduce)\w*", "use weft.ops, which launches a kernel for each collective"),
-    (r"remote_mc_ptr", "use weft.language.multimem_store and multimem_load_reduce"),
+    (r"\w*(broadcast|fcollect|alltoall|reduce)\w*", "use weft.ops, which launches a kernel for each collective"),
+    (
+        r"(?P<call>(put|get)mem(_signal)?(_nbi)?|(barrier|sync)_all|\w+(?=_warp|_wave))(_warp|_wave)?",
+        "the whole program makes a call: use {call}_block",
+    ),
+    (r"ptr", "use remote_ptr"),
+    (r"(remote_)?mc_ptr\w*", "use weft.language.multimem_store and multimem_load_reduce"),
+    (r"malloc|calloc|align|free", "allocate on the host, by team.empty, team.zeros or team.signals"),
+    (r"init\w*|finalize", "use weft.init on the host, which makes the team"),
 )
 
 
 def __getattr__(name: str) -> object:
+    short = re.sub("^nvshmemx?_", "", name)
+    if short != name and short in globals():
+        raise AttributeError(f"weft.language.shmem has no {name}: use {short}, without the prefix")
     for pattern, remedy in _ABSENT:
-        if re.fullmatch(pattern, name):
-            raise AttributeError(
-                f"weft.language.shmem has no {name}: {remedy.format(re.sub('_(warp|wave)$', '', name))}"
-            )
+        if found := re.fullmatch(pattern, short):
+            raise AttributeError(f"weft.language.shmem has no {name}: {remedy.format(**found.groupdict(''))}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -194,7 +216,7 @@ def wait_until_all(ivars, nelems: tl.constexpr, status, cmp: tl.constexpr, cmp_v
 def wait_until_any(ivars, nelems: tl.constexpr, status, cmp: tl.constexpr, cmp_value, team):
     """Wait until one of ``nelems`` signals of this rank meets the comparison; returns its index.
 
-    The first index where several do; -1, as a size_t OpenSHMEM's SIZE_MAX, where ``status`` leaves out all. Arguments as in
+    Where several do, it is the first index; where ``status`` leaves out all, it is -1, OpenSHMEM's SIZE_MAX. Arguments as in
     ``wait_until_all``. It acquires the signal that it returns and no other, as ``weft.language.wait_any`` does.
     """
     left, wanted = _asked("wait_until_any", ivars, nelems, status, cmp, cmp_value, team)

@@ -45,24 +45,22 @@ def plan_step(
     mode   "auto" is one of the others, but not "reference"
     fused  local work in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
     """
-    mode, reason = mode_named(mode), "asked for"
+    mode, reason, passed = mode_named(mode), "asked for", f"{tokens} token{'s' if tokens != 1 else ''}"
     if mode == "auto":
         if team.size == 1:
             mode, reason = "replicated", "one rank: nothing to send"
         elif splits_tokens(tokens):
             mode = "sequence_parallel"
-            reason = f"{tokens} tokens >= {SHARDED_TOKENS}: the GEMMs hide gathering and scattering"
+            reason = f"{passed} >= {SHARDED_TOKENS}: the GEMMs hide gathering and scattering"
         else:
-            mode, reason = "replicated", f"{tokens} tokens < {SHARDED_TOKENS}: too few to split over {team.size} ranks"
+            mode, reason = "replicated", f"{passed} < {SHARDED_TOKENS}: too few to split over {team.size} ranks"
     row_bytes = hidden_size * dtype.itemsize
     if mode == "replicated" and norm_adds_up(tokens, row_bytes, team.size) and _local(team, fused) is FUSED:
         limit = of_world(FUSED_NORM_TOKENS, team.size)
         if team.size == 1:
-            reason += f"; {tokens} tokens <= {limit}: the norm adds up a GEMM's parts"
+            reason += f"; {passed} <= {limit}: the norm adds up a GEMM's parts"
         else:
-            reason += (
-                f"; {tokens} tokens <= {limit}: a GEMM is too short to hide an all-reduce, so the norm takes it along"
-            )
+            reason += f"; {passed} <= {limit}: a GEMM is too short to hide an all-reduce, so the norm takes it along"
         return StepPlan(recipe=FusedNorm(team=team, deferred_scale=defers_scale(dtype, team)), reason=reason)
     return replace(plan_layer(tokens, mode=mode, team=team, fused=fused), reason=reason)
 

@@ -194,7 +194,7 @@ class HappensBefore(Observer):
     def stream(self, name: str) -> ThreadClock:
         rank = self.machine.rank
         if (rank, name) not in self._streams:
-            thread = ThreadClock(self.races.slots, rank, f"rank {rank} {name}", name, new_clock())
+            thread = ThreadClock(self.races.slots, rank, f"rank {rank}'s {name}", name, new_clock())
             self._streams[rank, name] = thread
         return self._streams[rank, name]
 
@@ -212,14 +212,14 @@ class HappensBefore(Observer):
 
         def begin() -> None:
             thread.learn(known)
-            thread.label, thread.code, thread.launch = f"rank {thread.rank} {stream} ({label})", line, launches
+            thread.label, thread.code, thread.launch = f"rank {thread.rank}'s {stream} ({label})", line, launches
             self._threads[self.machine.scheduler.current] = thread
 
         return begin
 
     def copied(self, target: int, source: int, nbytes: int, itemsize: int, is_signal: bool) -> None:
         thread, steps = self.thread(), np.arange(0, nbytes, itemsize).astype(np.uint64)
-        reads, writes = (self.races.access(thread, "copy", verb) for verb in ("copy from", "copy to"))
+        reads, writes = (self.races.access(thread, "copy", verb) for verb in ("read", "write"))
         reads.launches = writes.launches = thread.launch
         self.races.read(thread, reads, np.uint64(source) + steps, itemsize, None)
         if not is_signal:

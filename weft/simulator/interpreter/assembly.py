@@ -27,7 +27,8 @@ ADVICE = (
         r"(ex2|lg2|sin|cos|tanh|rsqrt|rcp|sqrt)\.approx",
         "write tl.exp2, tl.log2, tl.rsqrt or a function of libdevice",
     ),
-    (r"%(smid|warpid|tid|ctaid|nctaid)", "write tl.program_id, or avoid the hardware position of a program"),
+    (r"%tid", "write tl.arange(0, BLOCK) in place of a thread's number"),
+    (r"%(smid|warpid|ctaid|nctaid)", "write tl.program_id, or avoid the hardware position of a program"),
     (r"%(globaltimer|clock)", "avoid clocks: simulated time means nothing"),
 )
 

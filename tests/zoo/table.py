@@ -85,9 +85,12 @@ def _sum(rows: list[dict[str, Any]]) -> str:
 
 def cost() -> str:
     rows = ["| four ranks | not checked | checked | ratio | peak memory |", "|---|---|---|---|---|"]
-    for name, row in result("cost").items():
+    document = result("cost")
+    for name, row in document["rows"].items():
         seconds = f"{row['plain_s']:.2f} s | {row['watched_s']:.2f} s"
         rows.append(f"| {name.replace('_', ' ')} | {seconds} | {row['ratio']:.1f} x | {row['peak_mib']:.0f} MiB |")
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    rows += ["", f"`{document['command']}`, {document['date']}, weft {document['revision']}; {versions}."]
     return "\n".join(rows)
 
 

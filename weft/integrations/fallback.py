@@ -19,8 +19,8 @@ from weft.runtime.team.team import Team
 T = TypeVar("T")
 logger = logger_of(__name__)
 
-# An eager call takes the host up to 560 µs (benchmarks/lab/h200-host-time.json), which only a longer GEMM hides. FLOP of a rank's
-# GEMM, and bytes of an all-reduce, from which on every call measured is at least as fast as all others': two H200s,
+# An eager call takes the host up to 560 µs (benchmarks/lab/h200-host-time.json), which only a longer GEMM hides. FLOP of a
+# rank's GEMM, and bytes of an all-reduce, from which on every call measured is at least as fast as all others': two H200s,
 # benchmarks/results/h200-x2-eager, when the host took up to 700 µs.
 EAGER_FROM = {
     "all_gather_matmul": 2 * 4096 * 5120 * 5120,

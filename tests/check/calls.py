@@ -325,6 +325,20 @@ OPS = [
 ]
 
 
+def own_cases(op: Op, team: Any, x: Callable[..., torch.Tensor]) -> list[Any]:
+    """Run all cases of ``op`` for this number of ranks, in a row."""
+    return [results_of(op, case, team, x) for case in op.cases() if case.world_size == team.size]
+
+
+# An op of several ranks without a call above is checked by its cases.
+NAMED = {call.name.split()[0] for call in OPS}
+OPS += [
+    Call(op.name, functools.partial(own_cases, op), 2)
+    for op in registered()
+    if op.name not in NAMED and any(case.world_size > 1 for case in op.cases())
+]
+
+
 def case_over_nodes(cases: Callable[[int, int], Iterator[Case]], index: int, team: Any, x: Callable) -> Any:
     """One of the ``cases`` of tests/ops/nodes.py."""
     case = list(cases(team.shape.nodes, team.size))[index]

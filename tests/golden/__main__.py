@@ -8,6 +8,7 @@ Record once in each tree on the same machine: matrix products of the CPU may dif
 ops      the calls of tests/golden/ops.json, a table that no later change of the tests' own case tables touches: every op
          that communicates, every design, ragged shapes, world sizes 1, 2, 3, 4 and 8, two calls in a row
 local    the ops of one rank
+moe      all other ops, by their own cases
 layers   TPMLP and TPAttention: prefill, then decode, in each mode, with torch's operations and with fused kernels
 model    the built-in model: logits of given tokens and greedy answers of an engine, in each mode
 

@@ -56,9 +56,9 @@ __all__ = [
     "grouped_matmul_all_reduce_rms_norm", "grouped_matmul_reduce_scatter", "grouped_matmul_silu_mul",
     "heads_to_sequence", "join_argmax", "matmul", "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter",
     "matmul_route_schedule", "matmul_silu_mul", "merge_attention", "moe_combine", "moe_dispatch", "moe_schedule",
-    "moe_sum", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope", "reduce_scatter", "route",
-    "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "silu_mul", "top_p_mass", "vocab_embedding",
-    "warm_up",
+    "moe_sum", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope", "reduce_scatter",
+    "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "silu_mul", "top_p_mass",
+    "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable: docs/renames.md.

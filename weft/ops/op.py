@@ -3,8 +3,8 @@
     plan = op.plan(call, machine)         # pure and memoised: which design, and why
     out = op.run(plan.design, team, …)    # decides nothing
 
-The command line, ``weft bench``, ``weft tune``, ``weft check``, ``explain`` and the tests go through the registry, so an op is
-added by one file that registers it.
+The command line, ``weft bench``, ``weft tune``, ``weft check``, ``explain`` and the tests go through the registry, so most of
+them know an op as soon as it is registered. docs/adding-an-op.md lists the files that a new op touches.
 """
 
 from __future__ import annotations

@@ -248,18 +248,18 @@ def operands(team):
     yield (
         ops.vocab_embedding,
         {"tokens": ids, "weight": x, "first": 0},
-        {"tokens": TENSOR, "weight": TENSOR, "first": INT},
+        {"tokens": TENSOR, "weight": TENSOR, "first": (*INT, -1)},
     )
-    logits = {"logits": TENSOR, "first": INT, "temperature": TENSOR[1:], "seed": TENSOR[1:], "floor": TENSOR[1:]}
+    logits = {"logits": TENSOR, "first": (*INT, -1), "temperature": TENSOR[1:], "seed": TENSOR[1:], "floor": TENSOR[1:]}
     drawn = {"temperature": f(4), "seed": ids, "position": ids}
     yield ops.sample_argmax, {"logits": x, "first": 0, **drawn}, logits
     yield ops.join_argmax, {}, {"pairs": TENSOR}
     slots = {"changes": changes(slots=4), "first": 0, "rows": ids, "position": ids}
-    wrong = {"changes": (None, 5, "x", [x]), "first": INT, "rows": TENSOR, "position": TENSOR}
+    wrong = {"changes": (None, 5, "x", [x]), "first": (*INT, -1), "rows": TENSOR, "position": TENSOR}
     yield ops.adjust_logits, {"logits": x, **slots}, {"logits": TENSOR, **wrong, "guided": FLAG}
     yield ops.note_tokens, {"tokens": ids, **slots}, {"tokens": TENSOR, **wrong}
     places = {"positions": torch.zeros(2, dtype=torch.int64), "pages": pages, "page_size": 16, "tickets": 4}
-    yield ops.decode_metadata, places, {"positions": TENSOR, "pages": TENSOR, "page_size": INT, "tickets": INT}
+    yield ops.decode_metadata, places, {"positions": TENSOR, "pages": TENSOR, "page_size": COUNT, "tickets": (*INT, -1)}
     above = {"logits": x, "best": f(4), "temperature": f(4), "low": torch.zeros(4, dtype=torch.int32), "shift": 24}
     yield (
         ops.top_p_mass,

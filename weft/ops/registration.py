@@ -89,10 +89,10 @@ def check_scalar(op: str, name: str, value: float) -> None:
         check_number(f"{op}: {name}", value, -math.inf, math.inf, "a number")
 
 
-def check_count(op: str, name: str, value: int) -> None:
-    """ValueError unless ``value`` is an integer of at least 0, or a symbolic one of torch.compile."""
-    if type(value) is not int and not isinstance(value, torch.SymInt):
-        check_int(f"{op}: {name}", value, 0)
+def check_count(op: str, name: str, value: int, low: int = 0) -> None:
+    """ValueError unless ``value`` is an integer of at least ``low``, or a symbolic one of torch.compile."""
+    if not isinstance(value, torch.SymInt):
+        check_int(f"{op}: {name}", value, low)
 
 
 def check_even(op: str, name: str, x: torch.Tensor, team: Team) -> None:

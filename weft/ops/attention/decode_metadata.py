@@ -82,7 +82,7 @@ def decode_metadata(
     check_shape("decode_metadata", "positions", positions, ("B",))
     check_like("decode_metadata", "pages", pages, positions.device, (torch.int32,))
     check_shape("decode_metadata", "pages", pages, (len(positions), "max_pages"))
-    check_count("decode_metadata", "page_size", page_size)
+    check_count("decode_metadata", "page_size", page_size, low=1)
     check_count("decode_metadata", "tickets", tickets)
     check_int("decode_metadata: ranks", ranks, 1)
     check_int("decode_metadata: rank", rank, 0, ranks - 1)

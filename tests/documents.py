@@ -34,6 +34,16 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+# Files and commands in these are of the past, or of the commits that were measured.
+PAST = (ROOT / "docs" / "renames.md", ROOT / "docs" / "performance.md", *(ROOT / "docs" / "performance").glob("*.md"))
+# Pages whose files and console commands a test runs, which compares what they print.
+FOLLOWED = dict.fromkeys(TUTORIALS, "tests/test_tutorials.py") | {
+    ROOT / "docs" / "adding-an-op.md": "tests/ops/test_adding_an_op.py",
+    ROOT / "docs" / "long-context.md": "tests/ops/attention/test_long_context_page.py",
+    ROOT / "docs" / "models.md": "tests/models/test_models_page.py",
+    ROOT / "docs" / "moe.md": "tests/ops/moe/test_moe_page.py",
+    ROOT / "docs" / "training.md": "tests/layers/test_training_page.py",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +68,6 @@ def turns(block: Block) -> Iterator[tuple[str, str]]:
     for turn in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         command, _, output = turn.partition("\n")
         yield command, output.strip("\n")
-
-
-def commands(page: Path, spans: bool = False) -> Iterator[str]:
-    """Yield the commands in a page's indented lines and blocks without a language, and if ``spans`` in code spans."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    lines = re.findall(r"^ {4}(.*)$", text, flags=re.MULTILINE)
-    lines += [line for block in blocks(page) if not block.language for line in block.text.splitlines()]
-    for line in lines + (re.findall(r"`([^`\n]+)`", text) if spans else []):
-        command = line.partition("   ")[0].removeprefix(".venv/bin/").strip()
-        # `weft bench` alone names a subcommand.
-        if re.match(r"weft [a-z]+ \S|torchrun .* weft|(make|python) \S", command) and not re.search(
-            r"…|\.\.\.", command
-        ):
-            yield command
 
 
 def follow(page: Path, folder: Path) -> None:
@@ -149,7 +145,10 @@ def edit(block: Block, folder: Path) -> None:
 
 
 def run(command: str) -> str:
-    """Standard output of ``weft …``, ``python FILE`` or ``python -c …``, in this process. Findings are no failure."""
+    """Standard output of ``weft …``, ``python FILE …``, ``python -m …`` or ``python -c …``, in this process.
+
+    Findings are no failure.
+    """
     from weft.cli import app  # it lists the ops that are registered by now
 
     program, *arguments = shlex.split(command)
@@ -158,20 +157,30 @@ def run(command: str) -> str:
         assert result.exit_code == 0 or arguments[0] == "check" and result.exit_code == 1, result.output
         return result.stdout
     assert program == "python", f"{command}: the session runs weft and python"
-    printed, loaded, folder = io.StringIO(), set(sys.modules), str(Path.cwd())
+    printed, loaded = io.StringIO(), set(sys.modules)
+    folder = str(Path.cwd() if arguments[0].startswith("-") else Path(arguments[0]).absolute().parent)
     sys.path.insert(0, folder)
     try:
-        with contextlib.redirect_stdout(printed):
-            if arguments[0] == "-c":
-                exec(arguments[1], {})
-            else:
-                runpy.run_path(str(Path(arguments[0]).absolute()), run_name="__main__")
+        with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+            run_python(arguments, patch)
     finally:
         sys.path.remove(folder)
         for name in set(sys.modules) - loaded:  # another page may have a file of that name
             if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
                 del sys.modules[name]
     return printed.getvalue()
+
+
+def run_python(arguments: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Run what ``python`` runs with these arguments; ``patch`` lasts as long."""
+    if arguments[0] == "-c":
+        exec(arguments[1], {})
+    elif arguments[0] == "-m":
+        patch.setattr(sys, "argv", arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        patch.setattr(sys, "argv", arguments)
+        runpy.run_path(str(Path(arguments[0]).absolute()), run_name="__main__")
 
 
 def scripts(page: Path, folder: Path) -> list[Path]:

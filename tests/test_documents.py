@@ -1,22 +1,43 @@
-"""Links, paths and commands of the documents: each leads somewhere, names what exists, and is understood."""
+"""Links, paths, fences and Python of the documents. Their commands: tests/test_commands.py."""
 
+import ast
+import importlib
+import inspect
+import logging
 import re
-import shlex
-import subprocess
-from collections.abc import Iterator
 
 import pytest
-import typer
+import torch
 
-from tests.documents import PAGES, ROOT, blocks, commands
-from weft.cli import app
+import weft
+from tests.documents import FOLLOWED, PAGES, PAST, ROOT, TUTORIALS, blocks, run
 
-# Files and commands in the others are of the past, or of the commits that were measured.
-PAST = (ROOT / "docs" / "renames.md", ROOT / "docs" / "performance.md", *(ROOT / "docs" / "performance").glob("*.md"))
 NOW = [page for page in PAGES if page not in PAST]
+# Pages whose Python a test of their own runs.
+RUN_ELSEWHERE = FOLLOWED | {
+    ROOT / "README.md": "tests/test_readme.py",
+    ROOT / "docs" / "nodes.md": "tests/runtime/test_nodes.py",
+    ROOT / "docs" / "porting.md": "tests/test_porting.py",
+    ROOT / "docs" / "primitives.md": "tests/language/test_primitives_page.py",
+}
+# Pages whose Python is compiled only.
+FRAGMENTS = {
+    ROOT / "docs" / "check.md": "lines of a test and of a kernel",
+    ROOT / "docs" / "pytorch.md": "lines of a program of torchtitan, or of one with a model and a mesh",
+    ROOT / "docs" / "trace.md": "a call, which test_commands.py puts into a program",
+    ROOT / "docs" / "transformers.md": "lines of a program that torchrun starts, with a checkpoint",
+}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def where(block):
+    return f"{name_of(block.page)}:{block.line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\[[^\]\n]+\]\((?!http)([^)\s]+)\)", page.read_text())
     for link in links:
@@ -32,7 +53,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", NOW, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", NOW, ids=name_of)
 def test_files_that_are_named_exist(page):
     own = {found for block in blocks(page) for found in re.findall(r"^# ([\w/]+\.py)$", block.text, flags=re.MULTILINE)}
     named = set(re.findall(r"(?<![\w/.])(?:weft|tests|benchmarks|scripts)/[\w/.-]*\w", page.read_text()))
@@ -45,61 +66,72 @@ def test_names_of_decisions_are_in_their_files():
     assert [rule for rule in rules if not re.search(rf"\b{rule[0]}\b", (ROOT / rule[1]).read_text())] == []
 
 
-def test_figures_of_decisions_are_in_the_files_that_their_rows_name():
-    """Also in files of commits, where git has them."""
-    columns: list[str] = []
-    checked, missing = 0, []
-    for line in (ROOT / "docs" / "decisions.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if "figure" in cells and len(cells) >= 4:
-            columns = cells
-        elif not line.startswith("| ") or "figure" in cells:
-            columns = columns if line.startswith("|--") else []
-        elif columns and (figure := cells[columns.index("figure")]) not in ("–", "below"):
-            found = [float(number) for text in sources(cells) for number in re.findall(r"\d+(?:\.\d+)?", text)]
-            shown = re.findall(r"(?<![\w.])\d+(?:\.\d+)?", figure.rpartition(":")[2].replace(",", ""))
-            missing += (f"{figure}: {number}" for number in shown if found and not is_among(number, found))
-            checked += bool(found)
-    assert checked > 60
-    assert missing == []
+def test_every_fence_is_found_and_its_language_is_known():
+    known = {"", "c", "console", "diff", "py", "python", "sh", "bash", "yaml"}
+    for page in PAGES:
+        found = list(blocks(page))
+        assert page.read_text().count("```") == 2 * len(found), f"{page.name}: a fence that `blocks` does not find"
+        assert {block.language for block in found} <= known, page.name
 
 
-def sources(cells: list[str]) -> Iterator[str]:
-    """Texts that a row's last cell names: linked files but scripts, tests, files of commits; or the code with a comment."""
-    *_, code, last = cells
-    paths = re.findall(r"\((?!http)([^)#\s]+)", last)
-    yield from ((ROOT / "docs" / path).read_text().replace(",", "") for path in paths if not path.endswith(".py"))
-    named = last + code if "comment" in last else last
-    yield from ((ROOT / path).read_text() for path in re.findall(r"`((?:tests|weft)/[\w/]+\.py)`", named))
-    for name, commit in re.findall(r"`([\w/.+-]+)@(\w+)`", last):
-        shown = subprocess.run(["git", "show", f"{commit}:benchmarks/{name}"], cwd=ROOT, capture_output=True, text=True)
-        if shown.returncode == 0:
-            yield shown.stdout
+def test_the_tests_that_run_a_page_name_it():
+    for page, test in RUN_ELSEWHERE.items():
+        assert ("TUTORIALS" if page in TUTORIALS else page.name) in (ROOT / test).read_text(), f"{test}: {page.name}"
 
 
-def is_among(number: str, found: list[float]) -> bool:
-    """True if ``number`` is one of those found, rounded to its digits, or a thousandth of one."""
-    half = 0.5001 * 10.0 ** -len(number.partition(".")[2])
-    return any(abs(one / scale - float(number)) <= half for one in found for scale in (1, 1000))
+PYTHON = [block for page in PAGES for block in blocks(page) if block.language in ("python", "py")]
+# Blocks of `py` name a checkpoint or packages of others.
+COMPILED = [block for block in PYTHON if block.language == "py" or block.page in FRAGMENTS]
+PROGRAMS = [block for block in PYTHON if block not in COMPILED and block.page not in RUN_ELSEWHERE]
 
 
-COMMANDS = sorted({command for page in NOW for command in commands(page, spans=True)})
+@pytest.mark.parametrize("block", PROGRAMS, ids=where)
+def test_a_program_runs(block, tmp_path, monkeypatch):
+    """As it stands. A page that shows what is printed is one to follow."""
+    assert "console" not in {other.language for other in blocks(block.page)}, "follow this page: documents.FOLLOWED"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("weft")  # docs/logging.md configures it
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers])
+    level = logger.level
+    (tmp_path / "program.py").write_text(block.text)
+    try:
+        run("python program.py")
+    finally:
+        logger.setLevel(level)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_is_understood(command):
-    """By the parser of its program. Those of console blocks run as the page says (test_tutorials, test_adding_an_op)."""
-    program, *arguments = shlex.split(command)
-    if program == "torchrun":  # … -m weft SUBCOMMAND
-        arguments = arguments[arguments.index("weft") + 1 :]
-    if program == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-        assert arguments[0] in targets
-    elif program.endswith("python"):
-        script = arguments[1].replace(".", "/") + ".py" if arguments[0] == "-m" else arguments[0]
-        assert (ROOT / script).is_file() or (ROOT / script).with_suffix("").is_dir() or arguments[0] == "-c"
-    else:
-        group = typer.main.get_command(app)
-        with group.make_context("weft", arguments[:1], resilient_parsing=True) as context:
-            name, subcommand, rest = group.resolve_command(context, arguments)
-            subcommand.make_context(name, rest, parent=context)
+def test_all_pages_of_fragments_have_some():
+    assert {block.page for block in COMPILED if block.language == "python"} == {*FRAGMENTS}
+
+
+@pytest.mark.parametrize("block", COMPILED, ids=where)
+def test_a_fragment_compiles_and_its_names_of_weft_exist(block):
+    tree = ast.parse(re.sub(r",? …", "", block.text), filename=where(block))
+    names = names_of_weft(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            object_of(node, names)
+
+
+def names_of_weft(tree):
+    """Names that imports of weft bind, with their objects; `weft` itself in any case."""
+    names = {"weft": weft}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "weft":
+                    module = importlib.import_module(alias.name)
+                    names[alias.asname or "weft"] = module if alias.asname else weft
+        elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "weft":
+            module = importlib.import_module(node.module)
+            names |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    return names
+
+
+def object_of(node, names):
+    """Object of an expression such as `weft.ops.all_reduce`; None beyond modules. AttributeError if a module lacks it."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    module = object_of(node.value, names) if isinstance(node, ast.Attribute) else None
+    return getattr(module, node.attr) if inspect.ismodule(module) else None

@@ -1,9 +1,9 @@
-"""The README's Python runs as it stands, as one script in the simulator; its commands run without GPUs."""
+"""The README's Python runs as it stands, as one script in the simulator. Its commands: tests/test_commands.py."""
 
 import torch
 
 from tests.compiling import compiled
-from tests.documents import ROOT, blocks, commands, record_launches, run
+from tests.documents import ROOT, blocks, record_launches, run
 
 README = ROOT / "README.md"
 
@@ -18,14 +18,3 @@ def test_python_blocks_run(tmp_path, monkeypatch):
     assert run("python readme.py").strip() == str([[0.0, 1.0, 2.0, 3.0]] * 4)
     kernel, arguments, constants = launches[str(script), "all_gather"]
     assert compiled(kernel, *arguments, arch="sm_90", **constants).asm
-
-
-def test_commands_run_without_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.chdir(tmp_path)
-    typed = [command for command in commands(README) if command.startswith(("weft ", "python "))]
-    # Others with a model name a checkpoint, or one too large for a laptop.
-    runnable = [command for command in typed if "--model" not in command or "--model adder-moe" in command]
-    assert len(runnable) >= 7
-    for command in runnable:
-        assert run(command), command

@@ -78,7 +78,7 @@ class Guides:
             import llguidance
         except ImportError:
             raise ValueError(
-                "structured_outputs need llguidance, which is not installed: pip install weft[guided]"
+                "structured_outputs need llguidance, which is not installed: pip install 'weft[guided]'"
             ) from None
         ends = sorted(ends)
         if not ends:

@@ -3,7 +3,7 @@
 Times of collectives over bytes, TFLOP/s of GEMM ops over shapes, times of layers and models and, in a second panel, their
 breakdown.
 
-Drawn by matplotlib, which nothing else of weft needs: ``pip install weft[plot]``.
+Drawn by matplotlib, which nothing else of weft needs: ``pip install 'weft[plot]'``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLAIN = {"Date": None, "Creator": None}
 def check_matplotlib() -> None:
     """Raise ValueError if matplotlib is missing, before hours of measurement."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib, which is not installed: pip install weft[plot]")
+        raise ValueError("plots need matplotlib, which is not installed: pip install 'weft[plot]'")
 
 
 def svg(reports: Sequence[Report]) -> str:

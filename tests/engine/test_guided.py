@@ -167,7 +167,7 @@ def test_a_missing_library_and_a_model_without_an_end_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="need an end-of-sequence token, and this model has none"):
         Guides(load_tokenizer(BUILTIN), 15, [])
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match=r"llguidance, which is not installed: pip install weft\[guided\]"):
+    with pytest.raises(ValueError, match=r"llguidance, which is not installed: pip install 'weft\[guided\]'"):
         Guides(load_tokenizer(BUILTIN), 15, [1])
     with pytest.raises(ValueError, match="min_tokens=2 with structured_outputs"):
         SamplingParams(min_tokens=2, structured_outputs=Structured(regex="a"))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.arguments import is_integer, quoted
+from weft.errors import CannotWrite
 from weft.plan.memo import forget
 from weft.plan.table import name_of
 from weft.runtime import cublaslt
@@ -174,3 +175,13 @@ def save(path: Path, entries: Iterable[Entry]) -> None:
     by_key = {entry.key: entry for entry in (*(read(path) if path.exists() else ()), *entries)}
     lines = [json.dumps(dataclasses.asdict(by_key[key]), ensure_ascii=False) for key in sorted(by_key)]
     put(path, f'{{"schema": {SCHEMA}, "algorithms": [\n ' + ",\n ".join(lines) + "\n]}\n")
+
+
+def is_saved(path: Path, entries: Iterable[Entry]) -> bool:
+    """``save``; False, after one warning, if the file is damaged by now or cannot be written."""
+    try:
+        save(path, entries)
+    except (ValueError, OSError, CannotWrite) as error:
+        logger.warning("cuBLAS algorithms found from here on are not kept in a file: %s", error)
+        return False
+    return True

@@ -121,6 +121,23 @@ def test_a_damaged_file_is_left_alone_and_the_search_goes_on(search, tmp_path, c
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("breaks", ["damaged", "unwritable"])
+def test_a_file_that_breaks_during_the_search_leaves_no_rank_waiting(breaks, search, tmp_path, caplog):
+    file = tmp_path / ("file/x.json" if breaks == "unwritable" else "x.json")
+
+    def run():
+        cublas.tuned(2, 8, 8, BF16, None)
+        # Between reading and writing: the file is no longer a cache, or its folder is a file.
+        (tmp_path / "file").touch() if breaks == "unwritable" else file.write_text("{")
+
+    def main(team):
+        return [one.shape[0] for one in agree(team, [(BF16, (3, 8, 8))], run if team.rank == 0 else None, file)]
+
+    assert weft.simulate(main, 2) == [[3, 2], [3, 2]]
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage().startswith("cuBLAS algorithms found from here on are not kept in a file: ")
+
+
 def test_virtual_ranks_search_nothing(tmp_path):
     file = tmp_path / "x.json"
     assert weft.simulate(lambda team: ops.warm_up(team, [(1, 8, 8)], algorithm_cache=file), 2) == [[], []]

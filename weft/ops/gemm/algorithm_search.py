@@ -65,7 +65,7 @@ def warm_up(
     shapes  (M, N, K) of GEMMs a[M, K] @ b[N, K].T of one rank, in ``dtype``
     run     called once; the GEMMs for which weft's ops ask cuBLAS in it are searched too
     algorithm_cache  JSON file that rank 0 reads first and adds its results to; None: results stay in memory. A damaged file is
-                     ignored with one warning, and left as it is
+                     ignored with one warning, and left as it is; so is one that cannot be written
 
     Rank 0 times what has neither a shipped row nor an entry of the file; all ranks get its choices and its file's. Returns the
     entries that were found now. Virtual ranks and fp32 have none. Unsupported while a CUDA graph is captured.
@@ -108,8 +108,8 @@ def agree(team: Team, gemms: list[Gemm], run: Callable[[], Any] | None, file: Pa
         if entry is not None:
             algorithms.use([entry])
             found.append(entry)
-            if team.rank == 0 and file is not None:
-                algorithms.save(file, [entry])
+            if file is not None and team.rank == 0 and not algorithms.is_saved(file, [entry]):
+                file = None  # an error here would leave the other ranks waiting for the next choice
     torch.cuda.empty_cache()  # operands and graphs of the search
     return found
 

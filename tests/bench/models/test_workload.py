@@ -20,7 +20,7 @@ from weft.bench.harness.provider import Unavailable
 from weft.bench.models import baseline, compiled, generate
 from weft.bench.models import providers as model_providers
 from weft.bench.models.baseline import Baseline, Functions, attend
-from weft.bench.models.breakdown import KINDS, Kernel, breakdown, kind_of
+from weft.bench.models.breakdown import KINDS, Kernel, _started, breakdown, kind_of
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.problem import StepProblem, cold_layers
 from weft.bench.models.providers import COMPILED
@@ -874,3 +874,12 @@ def test_a_mistake_is_one_line_and_exit_2(arguments, message):
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_a_profiler_that_does_not_start_is_named(monkeypatch, caplog):
+    def no_profiler(**_):
+        raise RuntimeError("CUPTI is in use")
+
+    monkeypatch.setattr(torch.profiler, "profile", no_profiler)
+    assert _started() is None
+    assert caplog.messages == ["no breakdown: torch's profiler does not start: CUPTI is in use"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,9 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from weft.bench.harness.meters import Meter, finish
+from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
+
+logger = logger_of(__name__)
 
 # Kinds in the order of the tables. "gemm+communication" and "all-reduce + norm" are kernels that do both; a norm that
 # torch.compile has fused into other elementwise work counts as pointwise. "routing": choices of experts, and what orders, adds
@@ -99,7 +101,7 @@ def _leave(found: dict[str, float], start: float, end: float, waits: Sequence[Ke
 def profile(team: Team, meter: Meter) -> dict[str, float] | None:
     """`breakdown` of one more round of ``meter``, rank 0's on all ranks. Collective.
 
-    None without GPUs, or if torch's profiler does not work there.
+    None without GPUs, and with a warning if torch's profiler does not work there.
     """
     if team.device.type != "cuda":
         return None
@@ -109,9 +111,11 @@ def profile(team: Team, meter: Meter) -> dict[str, float] | None:
     finish(team, "a profiled round")
     found: dict[str, float] = {}
     if profiler is not None:
-        with contextlib.suppress(RuntimeError):
+        try:
             profiler.stop()
             found = breakdown(kernels_of(profiler))
+        except RuntimeError as error:
+            logger.warning("no breakdown: torch's profiler failed: %s", error)
     return team.exchange(found)[0] or None
 
 
@@ -119,7 +123,8 @@ def _started() -> torch.profiler.profile | None:
     try:
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
         profiler.start()
-    except RuntimeError:
+    except RuntimeError as error:
+        logger.warning("no breakdown: torch's profiler does not start: %s", error)
         return None
     return profiler
 

@@ -72,6 +72,9 @@ MISSING = """## Not measured yet
 - [Eager calls](performance/h200-x2-eager.md) since weft has a launcher of its own: the host alone now takes 19 µs for an
   all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
 - Steps of [training](training.md) (`weft bench train`).
+- Anew, since their files name no commit or one with changes: the first two tables of [gemms](performance/gemms.md), and in
+  `benchmarks/lab` h200-cublas-ragged, h200-decode-attention, h200-x2-copy-engine, h200-x2-exchanges and the collectives of W=4;
+  h200-serving and h200-x2-serving name the day alone.
 """
 SUMMARY = """Speed-ups over the fastest baseline of each row, the baselines, and the rows where weft is slower.
 """

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks import large_products, predict, skinny
+from benchmarks import large_products, predict, skinny, summary
+from benchmarks.summary import SHOWN, Tables, machine_of, subject_of
 from weft.bench.harness.report import Report, Row, best_other, shapes_of, weft_row
 from weft.bench.render.plot import svg
 from weft.bench.render.sheets import (
@@ -76,23 +76,8 @@ MISSING = """## Not measured yet
   `benchmarks/lab` h200-cublas-ragged, h200-decode-attention, h200-x2-copy-engine, h200-x2-exchanges and the collectives of W=4;
   h200-serving and h200-x2-serving name the day alone.
 """
-SUMMARY = """Speed-ups over the fastest baseline of each row, the baselines, and the rows where weft is slower.
-"""
-# The folder with tables on the front page, and their ops; folders beside the machines' own in the summary.
-SHOWN, SHOWN_OPS = "h200-x2", ("all-reduce", "ag-gemm", "gemm-ar", "gemm-rs", "model", "generate")
-SUMMARISED = ("-moe", "-moe-peers", "-long")
-# Rows of the README's table: words, and the ops or (op, model) of SHOWN and SUMMARISED folders that a row joins.
-IN_README = {
-    "all-reduce, all-gather, reduce-scatter, all-to-all": ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
-    "AG-GEMM, GEMM-RS, GEMM-AR": ("ag-gemm", "gemm-rs", "gemm-ar"),
-    "experts: dispatch and combine": ("moe-dispatch", "moe-dispatch+fp8", "moe-combine"),
-    "experts: GEMMs with the communication under them": ("ag-moe", "moe-rs", "moe-ar-rms-norm"),
-    "steps of Qwen3-32B": (("model", "qwen3-32b"),),
-    "steps of Qwen3-8B": (("model", "qwen3-8b"),),
-    "steps of Qwen3-30B-A3B": (("model", "qwen3-30b-a3b"),),
-}
-MEASURED, END = "<!-- measured -->\n", "<!-- end -->\n"
-NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
+# The ops of SHOWN that have tables on the front page.
+SHOWN_OPS = ("all-reduce", "ag-gemm", "gemm-ar", "gemm-rs", "model", "generate")
 KEYS = (
     ("gpu", "GPU"),
     ("driver", "driver"),
@@ -106,14 +91,14 @@ KEYS = (
 # --- docs/performance.md -------------------------------------------------------------------------------------------------
 
 
-def front_page(tables: dict[str, list[Report]], notes: dict[str, str], pages: str, model: str) -> str:
+def front_page(tables: Tables, notes: dict[str, str], pages: str, model: str) -> str:
     """Text of docs/performance.md.
 
     tables  reports by folder, joined
     pages   folder of the other pages, relative to it
     model   the section of a model, not of measurements
     """
-    parts = [HEAD, "## Summary\n", SUMMARY, summary(tables, pages)]
+    parts = [HEAD, summary.section(tables, pages)]
     shown = [report for report in tables.get(SHOWN, ()) if report.op in SHOWN_OPS]
     if shown:
         parts.append(f"## {machine_of(SHOWN)}\n")
@@ -136,88 +121,6 @@ def front_page(tables: dict[str, list[Report]], notes: dict[str, str], pages: st
 
 def is_main(folder: str) -> bool:
     return re.fullmatch(r".*-x\d+", folder) is not None
-
-
-def machine_of(folder: str) -> str:
-    """Its machine in words: "Two H200s" of h200-x2 and h200-x2-moe."""
-    gpu, count = re.match(r"(\w+)-x(\d+)", folder).groups()
-    return f"{NUMBERS.get(int(count), count)} {gpu.upper()}{'' if count == '1' else 's'}"
-
-
-def summary(tables: dict[str, list[Report]], pages: str) -> str:
-    """A table for each machine, with a row for each report: speed-ups over the fastest baseline, and rows that weft loses.
-
-    Without reports of weft or of a baseline alone.
-    """
-    machines: dict[str, list[str]] = {}
-    for name in (SHOWN, *tables):
-        if name in tables and re.fullmatch(rf".*-x\d+({'|'.join(SUMMARISED)})?", name):
-            machines.setdefault(machine_of(name), []).append(name)
-    lines = []
-    for machine, names in machines.items():
-        rows = [
-            row for name in dict.fromkeys(names) for report in tables[name] if (row := summary_row(report, name, pages))
-        ]
-        if rows:
-            header = ("op", "page", "beside", "rows", "least", "geometric mean", "most", "slower")
-            lines += [f"### {machine}, summary\n", f"| {' | '.join(header)} |", "|---|---|---|---:|---:|---:|---:|---|"]
-            lines += [*rows, ""]
-    return "\n".join(lines)
-
-
-def summary_row(report: Report, name: str, pages: str) -> str | None:
-    gains = {shape: gain_of(report, shape) for shape in shapes_of(report)}
-    found = [gain for gain in gains.values() if gain is not None]
-    if not found:
-        return None
-    lost = [weft_row(report, shape).label for shape, gain in gains.items() if gain is not None and gain < 1]
-    ends = (min(found), statistics.geometric_mean(found), max(found))
-    cells = (
-        subject_of(report),
-        f"[{name}]({pages}/{name}.md)",
-        beside(report),
-        str(len(found)),
-        *(f"{gain:.2f}x" for gain in ends),
-        "; ".join(lost) or "none",
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def measured(tables: dict[str, list[Report]]) -> str:
-    """The README's table: speed-ups of SHOWN's machine."""
-    folders = [SHOWN, *(SHOWN + suffix for suffix in SUMMARISED)]
-    reports = [report for folder in folders for report in tables.get(folder, ())]
-    lines = ["| | beside | rows | least | geometric mean | most |", "|---|---|---:|---:|---:|---:|"]
-    for words, ops in IN_README.items():
-        mine = [report for report in reports if report.op in ops or (report.op, report.subject) in ops]
-        gains = [gain for report in mine for shape in shapes_of(report) if (gain := gain_of(report, shape)) is not None]
-        if gains:
-            baselines = ", ".join(dict.fromkeys(name for report in mine for name in beside(report).split(", ") if name))
-            ends = (min(gains), statistics.geometric_mean(gains), max(gains))
-            lines.append(f"| {words} | {baselines} | {len(gains)} | {' | '.join(f'{gain:.2f}x' for gain in ends)} |")
-    return "\n".join(lines) + "\n"
-
-
-def with_measured(readme: str, table: str) -> str:
-    """The README's text with its table in place of the one between the marks."""
-    head, _, rest = readme.partition(MEASURED)
-    return f"{head}{MEASURED}{table}{END}{rest.partition(END)[2]}"
-
-
-def beside(report: Report) -> str:
-    """The baselines in short: of layers and models by name, of ops by library, without their variants."""
-    names = dict.fromkeys(row.provider for row in report.rows if row.role == "other" and row.median_us is not None)
-    if report.subject:
-        return ", ".join(name.removeprefix("torch.").replace("compile+", "+") for name in names)
-    return ", ".join(dict.fromkeys("+".join(part.split(".")[0] for part in name.split("+")) for name in names))
-
-
-def subject_of(report: Report) -> str:
-    return f"{report.op} of {report.subject}" if report.subject else report.op
-
-
-def gain_of(report: Report, shape: tuple[int, ...]) -> float | None:
-    return ratio(weft_row(report, shape), best_other(report, shape))
 
 
 def compact(report: Report) -> Sheet:
@@ -265,10 +168,10 @@ def timed(row: Row | None, milli: bool) -> tuple[str, str]:
 # --- pages of folders ----------------------------------------------------------------------------------------------------
 
 
-def page(name: str, reports: list[Report], note: str, pictures: list[str]) -> str:
-    """Text of docs/performance/<folder>.md, with all providers."""
+def page(name: str, reports: list[Report], tables: list[Report], note: str, pictures: list[str]) -> str:
+    """Text of docs/performance/<folder>.md, with all providers. ``tables``: the reports, joined."""
     parts = [f"# {name}\n", GENERATED, f"{described(reports)}\n", *([f"{note}\n"] if note else [])]
-    for number, report in enumerate(joined(reports)):
+    for number, report in enumerate(tables):
         made, *others = sheets(report)
         parts.append(f"## {made.title}\n\n{provenance(report)}\n")
         if pictures and pictures[number]:
@@ -362,9 +265,9 @@ def pictures_of(folder: str, reports: list[Report]) -> list[str]:
     return names
 
 
-def reports_of(results: Path) -> dict[str, list[Report]]:
+def reports_of(results: Path) -> Tables:
     """Reports by folder, in the order of ``weft bench``. ValueError for files of changed sources, and if there are none."""
-    folders: dict[str, list[Report]] = {}
+    folders: Tables = {}
     for file in sorted(results.glob("*/*.w*.json")):
         for report in read(file):
             # Old tables of four GPUs stay until they are replaced.
@@ -377,16 +280,15 @@ def reports_of(results: Path) -> dict[str, list[Report]]:
     return {name: sorted(reports, key=lambda report: NAMES.index(report.op)) for name, reports in folders.items()}
 
 
-def texts(folders: dict[str, list[Report]], results: Path) -> tuple[str, dict[str, str]]:
-    """(docs/performance.md, the pages that it links by file name)."""
+def texts(folders: Tables, tables: Tables, results: Path) -> tuple[str, dict[str, str]]:
+    """(docs/performance.md, the pages that it links by file name). ``tables``: the reports of ``folders``, joined."""
     notes = {file.parent.name: file.read_text().strip() for file in results.glob("*/note.md")}
     pages = {
-        f"{name}.md": page(name, reports, notes.get(name, ""), pictures_of(name, joined(reports)))
+        f"{name}.md": page(name, reports, tables[name], notes.get(name, ""), pictures_of(name, tables[name]))
         for name, reports in folders.items()
     }
     pages["prediction.md"] = "\n".join(["# Prediction for 8 to 64 GPUs\n", GENERATED, predict.page(results)])
     pages["gemms.md"] = "\n".join(["# GEMMs\n", GENERATED, *skinny.sections(), *large_products.sections()])
-    tables = {name: joined(reports) for name, reports in folders.items()}
     return front_page(tables, notes, "performance", predict.decode_section(results)), pages
 
 
@@ -396,15 +298,15 @@ def main(results: Path = RESULTS, front: Path = PAGE, readme: Path = README) -> 
     except ValueError as error:
         print(f"weft: {error}", file=sys.stderr)
         return 2
-    text, written = texts(folders, results)
     tables = {name: joined(reports) for name, reports in folders.items()}
+    text, written = texts(folders, tables, results)
     for name, reports in tables.items():
         for picture, report in zip(pictures_of(name, reports), reports, strict=False):
             if picture:
                 written[picture] = svg([report])
     written[predict.PICTURE] = predict.picture()
     put(front, text)
-    put(readme, with_measured(readme.read_text(), measured(tables)))
+    put(readme, summary.with_measured(readme.read_text(), summary.measured(tables)))
     pages = front.with_suffix("")
     for name, content in written.items():
         put(pages / name, content)

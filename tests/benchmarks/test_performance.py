@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import performance
+from benchmarks import performance, summary
 from tests.bench import canned
 from weft.bench.harness import report
 
@@ -15,7 +15,7 @@ def written(folder, **reports):
         for one in made:
             report.write(folder / "results" / name.replace("_", "-") / f"{one.op}.w4.json", [one])
     readme = folder / "README.md"
-    readme.write_text(f"# weft\n\n{performance.MEASURED}old\n{performance.END}\n## Next\n")
+    readme.write_text(f"# weft\n\n{summary.MEASURED}old\n{summary.END}\n## Next\n")
     return performance.main(folder / "results", folder / "docs" / "performance.md", readme)
 
 
@@ -84,13 +84,12 @@ def test_results_of_changed_sources_and_none_at_all_are_refused(tmp_path, capsys
 
 def test_the_committed_pages_are_those_of_the_committed_results():
     """`python -m benchmarks.performance` writes them."""
-    front, pages = performance.texts(performance.reports_of(performance.RESULTS), performance.RESULTS)
+    reports = performance.reports_of(performance.RESULTS)
+    tables = {name: performance.joined(found) for name, found in reports.items()}
+    front, pages = performance.texts(reports, tables, performance.RESULTS)
     assert performance.PAGE.read_text() == front
-    tables = {
-        name: performance.joined(reports) for name, reports in performance.reports_of(performance.RESULTS).items()
-    }
     readme = performance.README.read_text()
-    assert performance.with_measured(readme, performance.measured(tables)) == readme
+    assert summary.with_measured(readme, summary.measured(tables)) == readme
     folder = performance.PAGE.with_suffix("")
     assert {file.name: file.read_text() for file in folder.glob("*.md")} == pages
     named = {
@@ -119,7 +118,7 @@ def test_a_page_names_every_command_and_machine_of_a_table():
     first.machine, second.machine = first.machine | {"uuid": "GPU-1"}, second.machine | {"uuid": "GPU-2"}
     first.command, second.command = "weft bench model@decode:1x1", "weft bench model@prefill:1x1"
     first.protocol, second.protocol = {"empty_us": 2.71}, {"empty_us": 2.938}
-    text = performance.page("h200-x4", [first, second], "", [])
+    text = performance.page("h200-x4", [first, second], performance.joined([first, second]), "", [])
     assert "- `weft bench model@decode:1x1`\n- `weft bench model@prefill:1x1`\n- empty_us: 2.71 to 2.94\n" in text
     assert text.count("\n## ") == 1
     assert "(first GPU of each machine: GPU-1, GPU-2)" in text

@@ -177,7 +177,7 @@ def save(path: Path, entries: Iterable[Entry]) -> None:
     put(path, f'{{"schema": {SCHEMA}, "algorithms": [\n ' + ",\n ".join(lines) + "\n]}\n")
 
 
-def is_saved(path: Path, entries: Iterable[Entry]) -> bool:
+def try_save(path: Path, entries: Iterable[Entry]) -> bool:
     """``save``; False, after one warning, if the file is damaged by now or cannot be written."""
     try:
         save(path, entries)

@@ -71,7 +71,8 @@ from weft.runtime.team.team import Team
 from weft.transport.plans import PushPlan
 
 # Stages of a slot: of narrow rows, whose launches have one exchange or two a program, and of wide rows, for large messages. An
-# all-gather of 64 MiB takes 107 us with 7 stages of wide rows and 101 with 19 (two H200s, trees not kept).
+# all-gather of 64 MiB takes 107 us with 7 stages of wide rows and 101 with 19 (two H200s;
+# `git show 4c5a438:benchmarks/lab/h200-x2-stages.json`).
 STAGES: tl.constexpr = tl.constexpr(7)
 WIDE_STAGES: tl.constexpr = tl.constexpr(19)
 WIDE_BYTES: tl.constexpr = tl.constexpr(4096)

@@ -217,7 +217,8 @@ def key_blocks_for(call: PrefillCall, caps: Capabilities) -> KeyBlocks:
     """The design of a call: 16 KiB of keys a step, and as much of values.
 
     4 stages where each SM has one program, else 3, so that it holds two: 4 prompts of 512 tokens, D=128, 16 heads on 2 take
-    24.7 us on an H200 with 3 stages and 34.3 with 4, one prompt 14.2 and 12.6, by a script that is not kept.
+    24.7 us on an H200 with 3 stages and 34.3 with 4, one prompt 14.2 and 12.6 (`git show
+    4c5a438:benchmarks/lab/h200-prefill-attention.json`).
     """
     if call.dtype == torch.float32:
         return KeyBlocks(block_n=16, num_stages=2)

@@ -108,7 +108,7 @@ def agree(team: Team, gemms: list[Gemm], run: Callable[[], Any] | None, file: Pa
         if entry is not None:
             algorithms.use([entry])
             found.append(entry)
-            if file is not None and team.rank == 0 and not algorithms.is_saved(file, [entry]):
+            if file is not None and team.rank == 0 and not algorithms.try_save(file, [entry]):
                 file = None  # an error here would leave the other ranks waiting for the next choice
     torch.cuda.empty_cache()  # operands and graphs of the search
     return found

@@ -195,8 +195,8 @@ class MoeDispatch(ExchangeOp):
         """By bytes in all, then by the share of rows that a rank needs.
 
         2 MiB is where all-gathers of two H200s change from tiles of 512 bytes to larger ones; not measured here. Where two
-        ranks need nearly all rows, one kernel serves up to 40 MiB. Two H200s, by the tuner, and copy engines: 2048 / 4096
-        tokens of 2048 in bf16 31.9 / 57.0 and 42.6 / 66.6 us, 4096 in fp8 37.8 and 48.5.
+        ranks need nearly all rows, one kernel serves up to 40 MiB. Two H200s, by the tuner, and copy engines: 2048 tokens
+        of 2048 in bf16 31.9 and 42.6 us, 4096 57.0 and 66.6, in fp8 37.8 and 48.5.
         """
         W, whole = machine.world_size, self.whole_bytes(call, machine)
         most = 40 << 20 if W == 2 and self.needs_nearly_all(call, machine) else 2 << 20

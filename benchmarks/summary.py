@@ -1,0 +1,117 @@
+"""Speed-ups of many reports in a few lines: the summary of docs/performance.md, and the README's table."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+
+from weft.bench.harness.report import Report, best_other, shapes_of, weft_row
+from weft.bench.render.sheets import ratio
+
+HEAD = """## Summary
+
+Speed-ups over the fastest baseline of each row, the baselines, and the rows where weft is slower.
+"""
+# The machine that comes first, and folders beside a machine's own that belong to it.
+SHOWN, BESIDE = "h200-x2", ("-moe", "-moe-peers", "-long")
+# Rows of the README's table: words, and the ops or (op, model) that a row joins.
+IN_README = {
+    "all-reduce, all-gather, reduce-scatter, all-to-all": ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    "AG-GEMM, GEMM-RS, GEMM-AR": ("ag-gemm", "gemm-rs", "gemm-ar"),
+    "experts: dispatch and combine": ("moe-dispatch", "moe-dispatch+fp8", "moe-combine"),
+    "experts: GEMMs with the communication under them": ("ag-moe", "moe-rs", "moe-ar-rms-norm"),
+    "steps of Qwen3-32B": (("model", "qwen3-32b"),),
+    "steps of Qwen3-8B": (("model", "qwen3-8b"),),
+    "steps of Qwen3-30B-A3B": (("model", "qwen3-30b-a3b"),),
+}
+MEASURED, END = "<!-- measured -->\n", "<!-- end -->\n"
+NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
+Tables = dict[str, list[Report]]
+
+
+def section(tables: Tables, pages: str) -> str:
+    """A table for each machine, with a row for each report that has both weft and a baseline.
+
+    tables  reports by folder
+    pages   folder of the pages of ``tables``, for links
+    """
+    machines: dict[str, list[str]] = {}
+    for name in dict.fromkeys((SHOWN, *tables)):
+        if name in tables and re.fullmatch(rf".*-x\d+({'|'.join(BESIDE)})?", name):
+            machines.setdefault(machine_of(name), []).append(name)
+    lines = [HEAD]
+    for machine, names in machines.items():
+        rows = [
+            row for name in names for report in tables[name] if (row := row_of(report, f"[{name}]({pages}/{name}.md)"))
+        ]
+        if rows:
+            lines += [f"### {machine}, summary\n"]
+            lines += ["| op | page | beside | rows | least | geometric mean | most | slower |"]
+            lines += ["|---|---|---|---:|---:|---:|---:|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def row_of(report: Report, link: str) -> str | None:
+    """Row of a report; None without weft or without a baseline."""
+    gains = gains_of(report)
+    if not gains:
+        return None
+    slower = [weft_row(report, shape).label for shape, gain in gains.items() if gain < 1]
+    cells = (
+        subject_of(report),
+        link,
+        ", ".join(baselines(report)),
+        *spread(gains.values()),
+        "; ".join(slower) or "none",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def measured(tables: Tables) -> str:
+    """The README's table: speed-ups of SHOWN's machine."""
+    reports = [report for suffix in ("", *BESIDE) for report in tables.get(SHOWN + suffix, ())]
+    lines = ["| | beside | rows | least | geometric mean | most |", "|---|---|---:|---:|---:|---:|"]
+    for words, ops in IN_README.items():
+        mine = [report for report in reports if report.op in ops or (report.op, report.subject) in ops]
+        if gains := [gain for report in mine for gain in gains_of(report).values()]:
+            names = dict.fromkeys(name for report in mine for name in baselines(report))
+            lines.append(f"| {words} | {', '.join(names)} | {' | '.join(spread(gains))} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_measured(readme: str, table: str) -> str:
+    """The README's text with its table in place of the one between the marks."""
+    head, _, rest = readme.partition(MEASURED)
+    return f"{head}{MEASURED}{table}{END}{rest.partition(END)[2]}"
+
+
+def machine_of(folder: str) -> str:
+    """Its machine in words: "Two H200s" of h200-x2 and h200-x2-moe."""
+    gpu, count = re.match(r"(\w+)-x(\d+)", folder).groups()
+    return f"{NUMBERS.get(int(count), count)} {gpu.upper()}{'' if count == '1' else 's'}"
+
+
+def subject_of(report: Report) -> str:
+    return f"{report.op} of {report.subject}" if report.subject else report.op
+
+
+def gains_of(report: Report) -> dict[tuple[int, ...], float]:
+    """Speed-up over the fastest baseline, by shape, where both were timed."""
+    found = {shape: ratio(weft_row(report, shape), best_other(report, shape)) for shape in shapes_of(report)}
+    return {shape: gain for shape, gain in found.items() if gain is not None}
+
+
+def spread(gains: Iterable[float]) -> Sequence[str]:
+    """Cells: their number, the least, the geometric mean and the most."""
+    found = list(gains)
+    ends = (min(found), statistics.geometric_mean(found), max(found))
+    return (str(len(found)), *(f"{gain:.2f}x" for gain in ends))
+
+
+def baselines(report: Report) -> list[str]:
+    """Those that were timed, in short: of layers and models by name, of ops by library, without their variants."""
+    names = dict.fromkeys(row.provider for row in report.rows if row.role == "other" and row.median_us is not None)
+    if report.subject:
+        return [name.removeprefix("torch.").replace("compile+", "+") for name in names]
+    return list(dict.fromkeys("+".join(part.split(".")[0] for part in name.split("+")) for name in names))

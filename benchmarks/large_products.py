@@ -14,10 +14,10 @@ LAB = Path(__file__).resolve().parent / "lab"
 HEAD = """## Large GEMMs: cuBLAS's choice, and its best algorithm
 
 Projections of Qwen3-32B as sharded over W ranks, bf16, in CUDA graphs: microseconds by torch.mm, which takes cuBLAS's first
-choice, and by the algorithm that `ops.matmul` and the overlapped GEMMs use instead; both are cuBLAS alone. *At rest*: graphs of
-0.5 ms, each after a pause of 4 ms, at full clocks. *Busy*: graphs of 4 ms without a pause, all algorithms of a shape
-alternating, at the resulting clocks. Shapes with one time keep cuBLAS's choice. All attributes of the algorithms are in
-`weft/plan/tables/nvidia-h200.w1.json`, as `weft.runtime.cublaslt.Algorithm` explains them.
+choice, and by the fastest algorithm that the search finds; both are cuBLAS alone. *At rest*: graphs of 0.5 ms, each after a
+pause of 4 ms, at full clocks. *Busy*: graphs of 4 ms without a pause, all algorithms of a shape alternating, at the resulting
+clocks. Shapes with one time keep cuBLAS's choice. `ops.matmul` and the overlapped GEMMs use the algorithms of such a search on
+an H200, on H100s too (`weft/plan/tables/nvidia-h200.w1.json`); `weft.runtime.cublaslt.Algorithm` explains their attributes.
 """
 HEAD_OF_OTHERS = """### Other shapes
 

@@ -59,22 +59,21 @@ How to read the tables:
 - [Machines](performance/h200-x2-machines.md) differ by a few percent, GEMMs near the power limit by up to 14 %: compare within
   a row.
 - Each table names a commit whose weft/ is what ran, git's name of weft/ there (`git rev-parse COMMIT:weft`), the date and the
-  machine. Runs of 2026-11-22 came before their commits. One table of four GPUs is "with changes" that no commit holds.
+  machine. Runs of 2026-11-22 came before their commits.
 - Commands that begin with `python benchmarks/run.py` are now `weft bench`.
 """
 MISSING = """## Not measured yet
 
-- [Mixtures of experts](moe.md) and [attention over ranks](long-context.md) on more than two GPUs
-  (`sh benchmarks/several_gpus.sh 4 moe long`).
+- On four GPUs: the ops of [mixtures of experts](moe.md) and [attention over ranks](long-context.md)
+  (`sh benchmarks/several_gpus.sh 4 moe long`); layers, `generate` and prompts of 128 and 1,024 tokens since 2026-11-22.
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
-- `generate`, Qwen3-30B-A3B, and Qwen3-8B and 0.6B on H100s beside torch.compile: there the baseline is eager torch alone, as
-  the column *beside* says.
-- [Eager calls](performance/h200-x2-eager.md) since weft has a launcher of its own: the host alone now takes 19 µs for an
-  all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
+- Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s `generate` and
+  Qwen3-30B-A3B; on two H100s Qwen3-30B-A3B but for two decode steps, Qwen3-8B likewise, and Qwen3-0.6B, which
+  [one H100](performance/h100-x1.md) has.
+- [Eager calls](performance/h200-x2-eager.md) of two GPUs since weft has a launcher of its own: the host alone now takes 19 µs
+  for an all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
+  [Four H100s](performance/h100-x4.md) have eager times of collectives with it.
 - Steps of [training](training.md) (`weft bench train`).
-- Anew, since their files name no commit or one with changes: the first two tables of [gemms](performance/gemms.md), and in
-  `benchmarks/lab` h200-cublas-ragged, h200-decode-attention, h200-x2-copy-engine, h200-x2-exchanges and the collectives of W=4;
-  h200-serving and h200-x2-serving name the day alone.
 """
 # The ops of SHOWN that have tables on the front page.
 SHOWN_OPS = ("all-reduce", "ag-gemm", "gemm-ar", "gemm-rs", "model", "generate")
@@ -270,9 +269,7 @@ def reports_of(results: Path) -> Tables:
     folders: Tables = {}
     for file in sorted(results.glob("*/*.w*.json")):
         for report in read(file):
-            # Old tables of four GPUs stay until they are replaced.
-            lost = "with changes" in str(report.machine.get("revision")) and report.world_size != 4
-            if lost or report.machine.get("clean") is False:
+            if "with changes" in str(report.machine.get("revision")) or report.machine.get("clean") is False:
                 raise ValueError(f"{file} was measured on sources that no commit holds; measure it on a clean tree")
             folders.setdefault(file.parent.name, []).append(report)
     if not folders:

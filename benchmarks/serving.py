@@ -32,8 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import weft
 from benchmarks.engines import folder_of
-from weft.bench.harness.machine import check_clean
+from weft.bench.harness.machine import check_clean, revision
 from weft.models.config import PUBLISHED
 from weft.runtime.files import put
 
@@ -150,6 +151,7 @@ def drive(server: Server, url: str, load: Sequence[str], out: Path) -> dict[str,
     report = json.loads(target.read_text())
     report["command"] = shlex.join(without_folders(shlex.split(report["command"])))
     report |= {"server": without_folders(server.command), "environment": server.environment}
+    report["revision"] = revision(Path(weft.__file__).parent)  # of weft: its server, or the client of another
     put(target, json.dumps(report, indent=1) + "\n")
     return report
 

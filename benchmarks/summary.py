@@ -11,7 +11,8 @@ from weft.bench.render.sheets import ratio
 
 HEAD = """## Summary
 
-Speed-ups over the fastest baseline of each row, the baselines, and the rows where weft is slower.
+Speed-ups over the fastest baseline of each row, the baselines (in brackets: in how many rows, if not in all), and the rows
+where weft is slower.
 """
 # The machine that comes first, and folders beside a machine's own that belong to it.
 SHOWN, BESIDE = "h200-x2", ("-moe", "-moe-peers", "-long")
@@ -61,7 +62,7 @@ def row_of(report: Report, link: str) -> str | None:
     cells = (
         subject_of(report),
         link,
-        ", ".join(baselines(report)),
+        ", ".join(name if rows == len(gains) else f"{name} ({rows})" for name, rows in baselines(report).items()),
         *spread(gains.values()),
         "; ".join(slower) or "none",
     )
@@ -109,9 +110,14 @@ def spread(gains: Iterable[float]) -> Sequence[str]:
     return (str(len(found)), *(f"{gain:.2f}x" for gain in ends))
 
 
-def baselines(report: Report) -> list[str]:
-    """Those that were timed, in short: of layers and models by name, of ops by library, without their variants."""
-    names = dict.fromkeys(row.provider for row in report.rows if row.role == "other" and row.median_us is not None)
-    if report.subject:
-        return [name.removeprefix("torch.").replace("compile+", "+") for name in names]
-    return list(dict.fromkeys("+".join(part.split(".")[0] for part in name.split("+")) for name in names))
+def baselines(report: Report) -> dict[str, int]:
+    """In how many rows each was timed; names in short: of layers and models without torch, of ops the libraries."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for row in report.rows:
+        if row.role == "other" and row.median_us is not None:
+            if report.subject:
+                name = row.provider.removeprefix("torch.").replace("compile+", "+")
+            else:
+                name = "+".join(part.split(".")[0] for part in row.provider.split("+"))
+            shapes.setdefault(name, set()).add(row.shape)
+    return {name: len(found) for name, found in shapes.items()}

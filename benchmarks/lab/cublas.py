@@ -1,6 +1,6 @@
 """cuBLAS's own choice of an algorithm against the fastest that it has, on one GPU: a laboratory.
 
-    python -m benchmarks.lab.cublas --out benchmarks/lab/h200-cublas.json [--world-size 2,4] [--rows 512,4096] \\
+    python -m benchmarks.lab.cublas --out benchmarks/lab/h100-cublas.json [--world-size 2,4] [--rows 512,4096] \\
         [--ragged] [--tuned weft/plan/tables]
 
 All projections of Qwen3-32B, as one rank of so many holds them (``--shapes M,N,K``: others). Candidates are those of ``weft
@@ -167,8 +167,9 @@ def search_one(product: Product) -> dict:
 
 def ragged_one(product: Product) -> dict | None:
     M, N, K = product.size
-    file = tuned.file_for(torch.cuda.get_device_name(), 1)
-    rows = [row for row in tuned.read(file).rows if row.shape == (*tuned.bucket(product.size)[:1], N, K)]
+    files = tuned.files_for(torch.cuda.get_device_name(), 1)
+    shape = (*tuned.bucket(product.size)[:1], N, K)
+    rows = [row for file in files for row in tuned.read(file).rows if (row.shape, row.design) == (shape, tuned.EXACT)]
     if not rows or rows[0].shape[0] == M:
         return None
     both = (None, rows[0].as_design(MATMUL.designs).algorithm)

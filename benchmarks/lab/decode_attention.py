@@ -1,6 +1,6 @@
 """Decode attention between its two GEMMs on one GPU, in one kernel and in two: a laboratory.
 
-    python -m benchmarks.lab.decode_attention --out benchmarks/lab/h200-decode-attention.json
+    python -m benchmarks.lab.decode_attention --out benchmarks/lab/h100-decode-attention.json
 
 Eight query heads of 128 a KV head, and the KV heads of a rank of Qwen3-32B on four or two ranks, between the qkv and the o GEMM
 (hidden size 5120). A time is that of one such triple in a CUDA graph of 8, each with its own weights and cache, less that of
@@ -25,7 +25,7 @@ import torch
 import triton
 
 import weft
-from benchmarks.lab.skinny import BF16, GBPS, Bench
+from benchmarks.lab.skinny import BF16, Bench
 from weft import ops
 from weft.bench.harness.machine import revision
 from weft.kernels.deferred_norm import DeferredNorm
@@ -123,9 +123,8 @@ def row(bench: Bench, kv_heads: int, batch: int, length: int) -> dict[str, objec
         "chosen": checked(split_kv_for),
     }
     alone = us(layers.none)
-    floor = 2 * 2 * batch * length * kv_heads * D / GBPS / 1e3
     return {
-        "kv_heads": kv_heads, "batch": batch, "length": length, "floor_us": round(floor, 2), "products_us": round(alone, 2),
+        "kv_heads": kv_heads, "batch": batch, "length": length, "products_us": round(alone, 2),
         "us": {name: round(time - alone, 2) for name, time in times.items()},
     }  # fmt: skip
 
@@ -137,7 +136,7 @@ def main() -> None:
     bench = Bench()
     document = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cuda": torch.version.cuda, "date": datetime.date.today().isoformat(), "gbps": GBPS,
+        "cuda": torch.version.cuda, "date": datetime.date.today().isoformat(),
         "revision": revision(Path(weft.__file__).parent),
         "command": " ".join(["python -m benchmarks.lab.decode_attention", *sys.argv[1:]]),
         "rows": [row(bench, *shape) for shape in SHAPES],

@@ -71,7 +71,7 @@ def test_results_of_changed_sources_and_none_at_all_are_refused(tmp_path, capsys
     changed.machine["clean"] = False
     assert written(tmp_path, h200_x4=[changed]) == 2
     assert "was measured on sources that no commit holds" in capsys.readouterr().err
-    lost = replace(canned.all_reduce(), world_size=2)
+    lost = canned.all_reduce()
     lost.machine = {key: value for key, value in lost.machine.items() if key != "clean"} | {
         "revision": "abc with changes"
     }
@@ -122,6 +122,14 @@ def test_a_page_names_every_command_and_machine_of_a_table():
     assert "- `weft bench model@decode:1x1`\n- `weft bench model@prefill:1x1`\n- empty_us: 2.71 to 2.94\n" in text
     assert text.count("\n## ") == 1
     assert "(first GPU of each machine: GPU-1, GPU-2)" in text
+
+
+def test_the_summary_tells_in_how_many_rows_a_baseline_ran():
+    steps = canned.model()
+    ran = {row.shape for row in steps.rows if row.provider == "torch.compile" and row.median_us}
+    assert "| eager, compile (1) | 2 |" in summary.row_of(steps, "")
+    rows = [row for row in steps.rows if row.shape in ran]
+    assert "| eager, compile | 1 |" in summary.row_of(replace(steps, rows=rows), "")
 
 
 def test_runs_with_no_step_in_common_share_a_table():

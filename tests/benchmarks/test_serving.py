@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import weft
 from benchmarks import serving
+from weft.bench.harness.machine import revision
 
 # A server without torch, and a process below it that never ends by itself.
 SERVER = """
@@ -102,7 +104,7 @@ def test_records_hold_no_folders_of_the_machine(tmp_path, monkeypatch):
     report = serving.drive(one, "http://127.0.0.1:9/v1", [], tmp_path)
     assert report == json.loads(target.read_text()) == {
         "command": "weft bench serve --json weft.json", "points": [], "environment": {},
-        "server": ["python", "-m", "weft", "serve", "model"],
+        "server": ["python", "-m", "weft", "serve", "model"], "revision": revision(Path(weft.__file__).parent),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ the nearest power of two. A call gets the nearest row, by the logarithms of its 
 each of them. Where the GPU's own table has none, the table of a GPU with the same processor decides (``SAME_PROCESSOR``). Plans
 without a row, as on unknown GPUs, follow rules. A row of design "cublas" names an algorithm of cuBLAS and stands for its own
 shape only. Rows come from ``weft tune``, except those whose ``versions`` name a file in
-benchmarks/lab.
+benchmarks/lab and the commit that has it.
 """
 
 from __future__ import annotations

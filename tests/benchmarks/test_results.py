@@ -1,0 +1,55 @@
+"""Committed results: each names the commit that holds the sources which it measured."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Servers and engines of others, whose own version counts.
+OTHERS = ("vllm",)
+FILES = [file for file in sorted((ROOT / "benchmarks").rglob("*.json")) if not file.name.startswith(OTHERS)]
+
+
+def sources_of(file):
+    """What a file says of weft's sources: all values of these keys."""
+    return set(re.findall(r'"(?:revision|versions|commit)": "([^"]*)"', file.read_text()))
+
+
+def git(*command):
+    return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT / "benchmarks")))
+def test_a_result_names_a_commit_and_no_changes(file):
+    sources = sources_of(file)
+    assert [one for one in sources if "changes" in one or "patched" in one] == []
+    assert any(re.search(r"\b[0-9a-f]{7,40}\b", one) for one in sources), f"{file.name}: {sources or 'no sources'}"
+
+
+@pytest.fixture(scope="module")
+def history():
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("needs the whole history")
+
+
+def test_the_commits_are_in_the_history_and_hold_what_was_measured(history):
+    sources = {one for file in FILES for one in sources_of(file)}
+    trees = {tuple(found) for one in sources for found in re.findall(r"\b([0-9a-f]{7,40}) \(weft/ ([0-9a-f]+)\)", one)}
+    assert len(trees) > 10
+    assert [(commit, tree) for commit, tree in sorted(trees) if not tree_of(commit).startswith(tree)] == []
+    alone = {found for one in sources for found in re.findall(r"\b[0-9a-f]{7,40}\b(?! \(|\))", one)}
+    assert [commit for commit in sorted(alone) if not tree_of(commit)] == []
+
+
+def test_the_files_that_decisions_take_from_the_history_are_there(history):
+    named = set(re.findall(r"`(lab/[\w./-]+)@([0-9a-f]+)`", (ROOT / "docs" / "decisions.md").read_text()))
+    assert len(named) > 5
+    assert [one for one in sorted(named) if git("cat-file", "-e", f"{one[1]}:benchmarks/{one[0]}").returncode] == []
+
+
+def tree_of(commit):
+    """Git's name of weft/ at a commit; empty if there is none."""
+    found = git("rev-parse", "--verify", "--quiet", f"{commit}:weft")
+    return found.stdout.strip()

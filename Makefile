@@ -7,8 +7,9 @@
 #
 # PYTHON=python3.12 picks the interpreter; otherwise scripts/bootstrap.py takes the newest of 3.10 to 3.13.
 
-# What lies on these would hide what the environments have.
-unexport PYTHONPATH PYTHONHOME
+# What lies on these would hide what the environments have, and the tests start hundreds of processes, which would compile weft
+# each time.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 PYTHON ?=
 WORKERS ?= 2

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -43,8 +46,11 @@ ALONGSIDE = {("tune", "bench")}
 ENVIRONMENT_FILE = "weft/runtime/environment.py"
 ASSEMBLY_FILES = ("weft/language/lowering/gcn.py", "weft/language/lowering/ptx.py")
 TRITON_API = "weft/triton_api.py"
-# Triton's modules that every file may import; also those of triton.language.extra.
-TRITON_PUBLIC = ("triton", "triton.language", "triton.language.extra", "triton.tools.tensor_descriptor")
+# Triton's modules that every file may import, the longest name first; also those of triton.language.extra.
+TRITON_PUBLIC = (
+    "triton.tools.tensor_descriptor", "triton.tools", "triton.language.extra", "triton.language.math", "triton.language",
+    "triton",
+)  # fmt: skip
 # `import weft` must work without them.
 SIMULATOR_ONLY = ("greenlet", "ml_dtypes")
 
@@ -181,29 +187,50 @@ def test_has_its_home(words, homes):
 
 
 def internals_of_triton(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Imports of Triton's modules that are not public, and private names of public ones."""
+    """Imports and uses of Triton's modules that are not public, and of private names of public ones."""
     for node in ast.walk(tree):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            private = any(alias.name.startswith("_") for alias in node.names)
-            modules = [f"{node.module}._" if private else node.module]
-        for module in modules:
-            if module.split(".")[0] == "triton" and not (
-                module in TRITON_PUBLIC or module.startswith("triton.language.extra.")
-            ):
-                yield node.lineno, f"imports {module}"
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            owner = ast.unparse(node.value)
-            if owner.split(".")[0] in ("tl", "triton"):
-                yield node.lineno, f"uses {owner}.{node.attr}"
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, f"imports {alias.name}") for alias in node.names if is_internal(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, f"imports {name}") for name in names if is_internal(name))
+        elif isinstance(node, ast.Attribute) and is_internal(
+            name := re.sub(r"^tl\.", "triton.language.", ast.unparse(node))
+        ):
+            yield node.lineno, f"uses {name}"
+
+
+def is_internal(name: str) -> bool:
+    """Of a dotted name: a module of Triton's that is not public, or a private name below one that is."""
+    if name.split(".")[0] != "triton":
+        return False
+    public = next(module for module in TRITON_PUBLIC if f"{name}.".startswith(f"{module}."))
+    below = name.removeprefix(public).split(".")[1:]
+    is_private = any(re.match(r"_(?!_)", part) for part in below)
+    is_module = bool(below) and isinstance(getattr(importlib.import_module(public), below[0], None), ModuleType)
+    return is_private or (is_module and public != "triton.language.extra")
 
 
 def test_one_file_imports_the_internals_of_triton():
-    uses = "import triton.knobs\nfrom triton.runtime.jit import JITFunction\nfrom triton import language, _utils\ntl.core._x"
-    assert len(list(internals_of_triton(ast.parse(uses)))) == 4
-    assert not list(
-        internals_of_triton(ast.parse("import triton.language as tl\nfrom triton.language.extra import cuda"))
-    )
+    uses = """
+import triton.knobs
+from triton.runtime.jit import JITFunction
+from triton import knobs
+from triton import language, _utils
+from triton.language import core
+tl.load._x
+tl.standard.zeros
+triton.runtime.driver
+"""
+    assert {line for line, _ in internals_of_triton(ast.parse(uses))} == {2, 3, 4, 5, 6, 7, 8, 9}
+    public = """
+import triton.language as tl
+from triton.language.extra import cuda
+from triton.language.extra.cuda import gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+tl.math.exp, tl.load, triton.jit, tl.extra.cuda.libdevice.exp
+"""
+    assert list(internals_of_triton(ast.parse(public))) == []
     strays = [
         f"{name_of(file)}:{line} {use}"
         for file in FILES

@@ -9,6 +9,9 @@ CompiledKernel  ``launcher_of`` calls ``run`` with ``function`` and ``packed_met
 knobs           ``weft.runtime.launching`` asks for a profiler's hooks, ``weft.runtime.triton_interpret`` for TRITON_INTERPRET
 CodeGenerator   ``weft.language.lowering.debug_site`` looks for it on the Python stack
 builder         ``weft.language.lowering.stock`` reads the ``options`` of ``_semantic.builder``
+builtin         decorates the functions of ``weft.language`` that run as a kernel is compiled
+target_info     ``weft.language.lowering`` asks it for the GPU that a kernel is compiled for
+standard        ``weft.runtime.triton_interpret`` looks whether its functions are interpreted
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from triton import knobs
 from triton._C.libtriton import ir
 from triton._utils import canonicalize_dtype
 from triton.compiler import CompiledKernel
-from triton.language import core, standard
-from triton.language.core import TRITON_BUILTIN, base_value, tensor_descriptor_base
+from triton.language import core, standard, target_info
+from triton.language.core import TRITON_BUILTIN, base_value, builtin, tensor_descriptor_base
 from triton.language.semantic import IncompatibleTypeErrorImpl, TritonSemantic
 from triton.runtime.jit import JITFunction, TensorWrapper
 
@@ -31,8 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TRITON_BUILTIN", "CompiledKernel", "IncompatibleTypeErrorImpl", "InterpretedFunction", "InterpreterBuilder",
-    "InterpreterOptions", "JITFunction", "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "canonicalize_dtype",
-    "combine_max", "combine_min", "combine_sum", "ir", "knobs", "launcher_of", "tensor_descriptor_base", "wrap_axis",
+    "InterpreterOptions", "JITFunction", "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "builtin",
+    "canonicalize_dtype", "combine_max", "combine_min", "combine_sum", "core", "ir", "knobs", "launcher_of", "standard",
+    "target_info", "tensor_descriptor_base", "wrap_axis",
 ]  # fmt: skip
 
 wrap_axis = core._wrap_axis

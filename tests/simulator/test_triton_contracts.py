@@ -94,8 +94,16 @@ def patched_attributes_exist(_: pytest.MonkeyPatch) -> bool:
 
 
 def target_is_asked_in_one_place(monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(tl.target_info, "current_target", lambda: None)
-    return not (tl.target_info.is_cuda() or tl.target_info.is_hip() or tl.target_info.cuda_capability_geq(8, 0))
+    asked = triton_api.target_info
+    monkeypatch.setattr(asked, "current_target", lambda: None)
+    return not (asked.is_cuda() or asked.is_hip() or asked.cuda_capability_geq(8, 0))
+
+
+def builtins_are_for_kernels(_: pytest.MonkeyPatch) -> bool:
+    made = triton_api.builtin(lambda x, _semantic=None: x)
+    with pytest.raises(ValueError):
+        made(3)
+    return is_builtin(made) and made(3, _semantic=SEMANTIC) == 3
 
 
 def unknown_dtypes_raise_key_errors(_: pytest.MonkeyPatch) -> bool:
@@ -240,6 +248,9 @@ CONTRACTS = (
              source_is_kept),
     contract("triton.jit makes an InterpretedFunction, and not a JITFunction, while TRITON_INTERPRET is set",
              "patching.py weft/runtime/triton_interpret.py", interpreted_when_asked),
+    contract("a function of standard is a JITFunction, unless Triton was imported while TRITON_INTERPRET was set",
+             "weft/runtime/triton_interpret.py stand_ins.py", lambda _: isinstance(triton_api.standard.zeros, JITFunction)
+             and tl.zeros is triton_api.standard.zeros),
     contract("reinterpret makes a TensorWrapper with the tensor as base and the new dtype", "launching.py",
              lambda _: (w := triton.reinterpret(x := torch.zeros(2), tl.int32)).base is x and w.dtype == tl.int32
              and isinstance(w, triton_api.TensorWrapper)),
@@ -282,8 +293,10 @@ CONTRACTS = (
     contract("a builtin is marked TRITON_BUILTIN, takes _semantic and keeps its function as __wrapped__", "callees.py",
              lambda _: getattr(tl.load, triton_api.TRITON_BUILTIN) and "_semantic" in inspect.signature(tl.load).parameters
              and "_semantic" in inspect.signature(tl.load.__wrapped__).parameters),
-    contract("tl re-exports the builtins of tl.core and tl.math", "patching.py",
-             lambda _: tl.load is tl.core.load and tl.exp is tl.math.exp),
+    contract("tl re-exports the builtins of core and tl.math", "patching.py stand_ins.py",
+             lambda _: tl.load is triton_api.core.load and tl.exp is tl.math.exp),
+    contract("builtin makes such a function, which refuses calls without _semantic, and so outside of kernels",
+             "weft/language/arguments.py", builtins_are_for_kernels),
     contract("target_info asks for the target by current_target, and None is neither CUDA nor HIP", "patching.py",
              target_is_asked_in_one_place),
     contract("tl.sum and tl.cumsum reduce by combine_sum, tl.max by combine_max and tl.min by combine_min", "reductions.py",

@@ -10,6 +10,7 @@ from typing import Any
 import triton.language as tl
 
 from weft.errors import NotAPeer
+from weft.triton_api import builtin
 
 # Signal type -> signed type in which its values are compared.
 _SIGNED = {"int32": tl.int32, "uint32": tl.int32, "int64": tl.int64, "uint64": tl.int64}
@@ -104,26 +105,26 @@ def _named(x: Any) -> str:
     return f"a run-time value of type {kind}" if not x.dtype.is_ptr() else f"a {kind}"
 
 
-@tl.core.builtin
+@builtin
 def signed_type_of(primitive, signal, _semantic=None):
     """``signed_type`` in a kernel, a compile-time constant."""
     return tl.constexpr(signed_type(_known(primitive), signal))
 
 
-@tl.core.builtin
+@builtin
 def check_signal(primitive, signal, value, _semantic=None):
     """``check_value`` in a kernel."""
     check_value(_known(primitive), signal, value)
 
 
-@tl.core.builtin
+@builtin
 def check_lamport(primitive, mask, _semantic=None, **pointers):
     """``check_flagged_block`` in a kernel, for each of ``pointers``."""
     for name, ptr in pointers.items():
         check_flagged_block(_known(primitive), name, ptr, mask)
 
 
-@tl.core.builtin
+@builtin
 def check_multimem(primitive, ptr, mask, team, _semantic=None):
     """Check the arguments of a multimem primitive at compile time.
 
@@ -147,7 +148,7 @@ def check_multimem(primitive, ptr, mask, team, _semantic=None):
         )
 
 
-@tl.core.builtin
+@builtin
 def check_symmetric(primitive, ptr, peer, team, _semantic=None):
     """TypeError unless ``ptr`` is a pointer or block, ``peer`` an integer or block, ``team`` a view.
 
@@ -164,27 +165,27 @@ def check_symmetric(primitive, ptr, peer, team, _semantic=None):
         raise NotAPeer(primitive, peer, size)
 
 
-@tl.core.builtin
+@builtin
 def is_scalar(x, _semantic=None):
     """True if ``x`` is one value that is known at run time only; a compile-time constant."""
     known = _known(x)
     return tl.constexpr(isinstance(known, tl.tensor) and not _is_block(known))
 
 
-@tl.core.builtin
+@builtin
 def check_team(primitive, team, _semantic=None):
     """``check_team_view`` in a kernel."""
     check_team_view(_known(primitive), team)
 
 
-@tl.core.builtin
+@builtin
 def check_team_or_none(primitive, team, _semantic=None):
     """``check_team``, but None passes."""
     if _known(team) is not None:
         check_team_view(_known(primitive), team)
 
 
-@tl.core.builtin
+@builtin
 def check_prefetch(ptr, nbytes, _semantic=None):
     """TypeError or ValueError unless ``ptr`` is a block and ``nbytes`` one int32 or a block of its shape."""
     ptr, nbytes = _known(ptr), _known(nbytes)
@@ -196,7 +197,7 @@ def check_prefetch(ptr, nbytes, _semantic=None):
         raise ValueError(f"prefetch: nbytes is {_named(nbytes)}, ptr {_named(ptr)}; pass blocks of one shape")
 
 
-@tl.core.builtin
+@builtin
 def check_epoch(primitive, epoch, _semantic=None):
     """TypeError unless ``epoch`` is one pointer to an integer type that can count calls."""
     element = _pointed_to(_known(primitive), "epoch", epoch)
@@ -207,14 +208,14 @@ def check_epoch(primitive, epoch, _semantic=None):
         )
 
 
-@tl.core.builtin
+@builtin
 def check_pointers(primitive, _semantic=None, **pointers):
     """TypeError unless each of ``pointers`` is one pointer, not a block of them."""
     for name, ptr in pointers.items():
         _pointed_to(_known(primitive), name, ptr)
 
 
-@tl.core.builtin
+@builtin
 def check_scalars(primitive, _semantic=None, **values):
     """TypeError unless each of ``values`` is one integer, a compile-time constant or not."""
     for name, x in values.items():
@@ -225,7 +226,7 @@ def check_scalars(primitive, _semantic=None, **values):
             raise TypeError(f"{_known(primitive)}: {name} is {_named(known)}; pass an integer scalar")
 
 
-@tl.core.builtin
+@builtin
 def check_constants(primitive, _semantic=None, **values):
     """TypeError unless each of ``values`` is a compile-time constant."""
     for name, x in values.items():
@@ -235,7 +236,7 @@ def check_constants(primitive, _semantic=None, **values):
             )
 
 
-@tl.core.builtin
+@builtin
 def check_signal_count(primitive, n, most, _semantic=None):
     """TypeError or ValueError unless ``n`` is a compile-time constant in 1 .. ``most``."""
     primitive, n, most = map(_known, (primitive, n, most))
@@ -247,7 +248,7 @@ def check_signal_count(primitive, n, most, _semantic=None):
         raise ValueError(f"{primitive}: n={n} is no count of signals; pass one in 1 .. {most}")
 
 
-@tl.core.builtin
+@builtin
 def check_grid_counter(primitive, counter, _semantic=None):
     """TypeError unless ``counter`` is one pointer to int64."""
     element = _pointed_to(_known(primitive), "counter", counter)
@@ -258,7 +259,7 @@ def check_grid_counter(primitive, counter, _semantic=None):
         )
 
 
-@tl.core.builtin
+@builtin
 def check_channel(primitive, channel, _semantic=None):
     """TypeError unless ``channel`` is what a kernel gets for ``channel.view``."""
     if _fields(channel) != ("signals", "epoch", "chunks"):
@@ -267,7 +268,7 @@ def check_channel(primitive, channel, _semantic=None):
         )
 
 
-@tl.core.builtin
+@builtin
 def check_call(primitive, call, _semantic=None):
     """TypeError unless ``call`` is what ``next_call`` or ``current_call`` has returned."""
     if _fields(call) != ("signals", "epoch", "chunks", "now"):

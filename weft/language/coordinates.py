@@ -5,6 +5,7 @@ import triton.language as tl
 
 from weft.language.arguments import check_symmetric, check_team, check_team_view
 from weft.language.lowering import stock
+from weft.triton_api import builtin
 
 
 @triton.jit
@@ -14,7 +15,7 @@ def rank(team):
     return (team.coords >> 1) - 1
 
 
-@tl.core.builtin
+@builtin
 def num_ranks(team, _semantic=None):
     """World size, a compile-time constant: ``tl.static_range(num_ranks(team))`` unrolls over the ranks."""
     check_team_view("num_ranks", team)

@@ -22,6 +22,7 @@ from weft.language.arguments import (
     signed_type_of,
 )
 from weft.language.lowering import stock
+from weft.triton_api import builtin
 
 CMP_EQ: tl.constexpr = tl.constexpr(0)
 CMP_NE: tl.constexpr = tl.constexpr(1)
@@ -90,7 +91,7 @@ def my_pe(team):
     return coordinates.rank(team)
 
 
-@tl.core.builtin
+@builtin
 def n_pes(team, _semantic=None):
     """World size, a compile-time constant: ``weft.language.num_ranks``."""
     check_team_view("n_pes", team)
@@ -241,7 +242,7 @@ def _asked(primitive: tl.constexpr, ivars, nelems: tl.constexpr, status, cmp: tl
     return left, _bound(primitive, ivars, cmp, cmp_value)
 
 
-@tl.core.builtin
+@builtin
 def _comparison(primitive, cmp, _semantic=None):
     """Comparison of a wait by its OpenSHMEM constant: ``CMP_GT`` is ">=" of the next number."""
     known = {CMP_GE.value: ">=", CMP_GT.value: ">=", CMP_EQ.value: "==", CMP_NE.value: "!="}

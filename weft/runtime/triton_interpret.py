@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import triton.language as tl
-
 from weft.errors import WeftError
-from weft.triton_api import JITFunction, knobs
+from weft.triton_api import JITFunction, knobs, standard
 
 MESSAGE = (
     "TRITON_INTERPRET is set, so Triton's own interpreter runs every kernel, on GPUs too; unset it: weft.simulate, weft.check "
@@ -15,7 +13,7 @@ MESSAGE = (
 
 def is_set() -> bool:
     """True if kernels run in Triton's interpreter, now or when Triton's own library was imported."""
-    return bool(knobs.runtime.interpret) or not isinstance(tl.standard.sum, JITFunction)
+    return bool(knobs.runtime.interpret) or not isinstance(standard.sum, JITFunction)
 
 
 def refuse_triton_interpret() -> None:

@@ -9,14 +9,16 @@ import zlib
 
 import triton.language as tl
 
+from weft.triton_api import builtin
 
-@tl.core.builtin
+
+@builtin
 def kernel_line(_semantic=None):
     """Line of the kernel's file that is being compiled; 0 if unknown."""
     return tl.constexpr(_kernel()[1])
 
 
-@tl.core.builtin
+@builtin
 def kernel_name_int64(index, _semantic=None):
     """Bytes ``8 * index .. 8 * index + 7`` of the kernel's name, as a little-endian int64.
 
@@ -27,7 +29,7 @@ def kernel_name_int64(index, _semantic=None):
     return tl.constexpr(int.from_bytes(chunk, "little", signed=True))
 
 
-@tl.core.builtin
+@builtin
 def kernel_crc(_semantic=None):
     """CRC-32 of the kernel's name, as a signed number."""
     crc = zlib.crc32(_kernel()[0].encode())

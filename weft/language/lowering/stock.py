@@ -2,12 +2,12 @@
 
 import triton
 import triton.language as tl
-from triton.language import target_info
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft.language.arguments import is_scalar
 from weft.language.lowering import gcn, ptx
 from weft.language.lowering.debug_site import kernel_line, kernel_name_int64
+from weft.triton_api import builtin, target_info
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def count_written(x, mask):
     return tl.sum((mask & (is_unwritten(x) == 0)).to(tl.int32))
 
 
-@tl.core.builtin
+@builtin
 def is_loaded_by_several_warps(x, _semantic=None):
     """True if block ``x`` has fewer elements than there are threads, so that several warps load the same.
 

@@ -6,25 +6,25 @@ to the same code as without the call. ``weft/runtime/team/trace_rings.py`` has t
 
 import triton
 import triton.language as tl
-from triton.language import target_info
 
 from weft.language.lowering import ptx
 from weft.language.lowering.debug_site import kernel_crc, kernel_line
 from weft.runtime.team.trace_rings import KINDS, RECORDS, RING_BYTES, RINGS
+from weft.triton_api import builtin, target_info
 
 
-@tl.core.builtin
+@builtin
 def _number_of(kind, _semantic=None):
     return tl.constexpr(KINDS[getattr(kind, "value", kind)])
 
 
-@tl.core.builtin
+@builtin
 def _format(_semantic=None):
     """(rings, bytes of a ring, records of a ring). As globals they would make callers' cache keys vary."""
     return tl.tuple([tl.constexpr(RINGS), tl.constexpr(RING_BYTES), tl.constexpr(RECORDS)])
 
 
-@tl.core.builtin
+@builtin
 def _is_traced(team, _semantic=None):
     """True if ``team`` is a traced team's view; False for None too.
 

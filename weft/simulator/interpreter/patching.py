@@ -13,7 +13,7 @@ from weft.simulator.interpreter.port import GridSizes
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.stand_ins import StandIns
 from weft.simulator.interpreter.values import Handle, Operand, make, plain, value_of
-from weft.triton_api import InterpretedFunction, JITFunction, base_value, tensor_descriptor_base
+from weft.triton_api import InterpretedFunction, JITFunction, base_value, core, target_info, tensor_descriptor_base
 
 _ABSENT = object()
 _EVERYTHING = slice(None)
@@ -76,11 +76,11 @@ def patch_jit_functions(patches: Patches, launch: Callable, resolve: Callable[[o
 
 def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> None:
     """Patch the functions of ``tl``, in their modules and in the table of callees."""
-    patches.set(tl.target_info, "current_target", lambda: None)
-    in_core = {getattr(tl.core, name): function for name, function in stand_ins.in_core().items()}
+    patches.set(target_info, "current_target", lambda: None)
+    in_core = {getattr(core, name): function for name, function in stand_ins.in_core().items()}
     for member, function in [*in_core.items(), *stand_ins.elsewhere()]:
         callees.know(member, function)
-    for module in (tl.core, tl.math, tl):
+    for module in (core, tl.math, tl):
         for name, member in list(vars(module).items()):
             if member in in_core if inspect.isclass(member) else is_builtin(member):
                 patches.set(module, name, callees.resolve(member))

@@ -14,12 +14,13 @@ from weft.simulator.interpreter.callees import with_semantic
 from weft.simulator.interpreter.reductions import Reductions
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.values import Flag, Handle, Integer, Operand, Text, numpy_dtype, plain, value_of
+from weft.triton_api import core, standard
 
 T = TypeVar("T")
 Dtype = tl.dtype | tl.constexpr
 _LOAD_MODIFIERS = frozenset([None, "", "none", ".ca", ".cg", ".cs", ".cv"])
 _EVICTIONS = frozenset([None, "", "evict_normal", "evict_first", "evict_last"])
-_STOCK = {name: getattr(tl.core, name) for name in ("load", "store", "dot")}  # taken before anything is patched
+_STOCK = {name: getattr(core, name) for name in ("load", "store", "dot")}  # taken before anything is patched
 
 
 class StandIns:
@@ -66,7 +67,7 @@ class StandIns:
             (range, self.range),
             (min, partial(self._extreme, min, self.semantic.minimum)),
             (max, partial(self._extreme, max, self.semantic.maximum)),
-            (tl.standard.zeros, lambda shape, dtype: self.full(shape, 0, dtype)),
+            (standard.zeros, lambda shape, dtype: self.full(shape, 0, dtype)),
             *((builtin, stand_in) for builtin, stand_in in dependent if builtin is not None),
         ]
 

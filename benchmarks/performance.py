@@ -56,8 +56,8 @@ How to read the tables:
   reaches over NVLink, and one hop of 1.2 µs; operations at 790 TFLOP/s; weights at 4.3 TB/s, of an H100 at 3.0
   (`weft/bench/harness/limits.py`). For layers and models the least time is the *roofline*.
 - NVLink multicast (NVLS) is off on these machines, for weft, NCCL and torch alike.
-- [Machines](performance/h200-x2-machines.md) differ by a few percent, GEMMs near the power limit by up to 14 %: compare within
-  a row.
+- [Machines](performance/h200-x2-machines.md) differ by a few percent, and large GEMMs, near the power limit, by
+  [up to 10 %](performance/h200-x2.md): compare within a row.
 - Each table names a commit whose weft/ is what ran, git's name of weft/ there (`git rev-parse COMMIT:weft`), the date and the
   machine. Runs of 2026-11-22 came before their commits.
 - Commands that begin with `python benchmarks/run.py` are now `weft bench`.
@@ -66,14 +66,19 @@ MISSING = """## Not measured yet
 
 - On four GPUs: the ops of [mixtures of experts](moe.md) and [attention over ranks](long-context.md)
   (`sh benchmarks/several_gpus.sh 4 moe long`); layers, `generate` and prompts of 128 and 1,024 tokens since 2026-11-22.
-- The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
-- Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s `generate` and
-  Qwen3-30B-A3B; on two H100s Qwen3-30B-A3B but for two decode steps, Qwen3-8B likewise, and Qwen3-0.6B, which
-  [one H100](performance/h100-x1.md) has.
-- [Eager calls](performance/h200-x2-eager.md) of two GPUs since weft has a launcher of its own: the host alone now takes 19 µs
-  for an all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
+- On two H200s since 2026-11-22: [designs](performance/h200-x2-designs.md), [other shapes](performance/h200-x2-other-shapes.md),
+  and [eager calls](performance/h200-x2-eager.md), before weft had a launcher of its own: the host alone now takes 19 µs for an
+  all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
   [Four H100s](performance/h100-x4.md) have eager times of collectives with it.
-- Steps of [training](training.md) (`weft bench train`).
+- Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s decoding of 4,096
+  sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B, which
+  [one H100](performance/h100-x1.md) has.
+- Beside vLLM: some lengths of prompts, as the tables of [the engine](engine.md#beside-vllm) say; Qwen3-8B and 30B-A3B on two
+  H200s.
+- One all-reduce, one GEMM and one step on every machine, to tell how far machines differ: of each kind, two machines have all
+  three ([H200s](performance/h200-x2-machines.md), [H100s](performance/h100-x2-machines.md)). `several_gpus.sh machine` runs them.
+- The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
+- Steps of [training](training.md) (`weft bench train`), and [tiles](tutorials/6_tile_body.md).
 """
 # The ops of SHOWN that have tables on the front page.
 SHOWN_OPS = ("all-reduce", "ag-gemm", "gemm-ar", "gemm-rs", "model", "generate")

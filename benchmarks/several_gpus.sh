@@ -5,6 +5,7 @@
 # those of H100s, h200 by default; QUICK=1 for fewer rounds. Each step ends by itself, so that a machine that is lent for minutes
 # takes a few of them. In this order, all by default but tune and vllm:
 #   check        tests of runtime, ops, models, engine, traces and examples; doctor; generate
+#   machine      one all-reduce, one GEMM and one step, to tell how far machines differ: for every run that measures something
 #   suite        the suite of ops: every case, graphs, 2,000 calls of each with delays
 #   collectives  beside NCCL and torch's symmetric memory, the models' own sizes too, alone and in a row, eager too
 #   gemms        AG-GEMM, GEMM-RS, GEMM-AR and GEMMs of few rows beside cuBLAS and NCCL, by designs of tiles too
@@ -22,7 +23,7 @@ cd "$(dirname "$0")/.."
 world=${1:?WORLD_SIZE is missing, such as 4}
 shift
 case $world in 2 | 4 | 8) ;; *) echo "$0: WORLD_SIZE $world is not 2, 4 or 8" >&2 && exit 2 ;; esac
-[ $# -gt 0 ] || set -- check suite collectives gemms layers models train moe long nodes engines
+[ $# -gt 0 ] || set -- check machine suite collectives gemms layers models train moe long nodes engines
 machine=${GPU:-h200}-x$world
 out=benchmarks/results/$machine
 runs=benchmarks/lab/$machine-engines
@@ -43,6 +44,10 @@ for step in "$@"; do
         python -m pytest -q -m gpu tests/models tests/engine tests/bench
         python -m weft doctor
         python -m weft generate --prompt 12+34= --world-size "$world"
+        ;;
+    machine)
+        bench all-reduce@64KiB,16MiB gemm-ar@qwen3-32b:128,4096 --out "$out-machine"
+        bench model@decode:1x128 --model qwen3-8b --mode auto --providers weft,torch.eager --out "$out-machine"
         ;;
     suite)
         python -m tests.gpu.suite --world-size "$world" --load \
@@ -98,7 +103,7 @@ for step in "$@"; do
         WORLD_SIZE=$world sh benchmarks/long_context.sh "$machine-long" tune
         ;;
     *)
-        echo "$0: step $step is not one of check, suite, collectives, gemms, layers, models, train, moe, long, nodes," \
+        echo "$0: step $step is not one of check, machine, suite, collectives, gemms, layers, models, train, moe, long, nodes," \
             "engines, vllm, tune" >&2
         exit 2
         ;;

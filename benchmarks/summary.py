@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -11,8 +12,8 @@ from weft.bench.render.sheets import ratio
 
 HEAD = """## Summary
 
-Speed-ups over the fastest baseline of each row, the baselines (in brackets: in how many rows, if not in all), and the rows
-where weft is slower.
+Speed-ups in CUDA graphs over the fastest baseline of each row, the baselines (in brackets: in how many rows, if not in all),
+and the rows where weft is slower.
 """
 # The machine that comes first, and folders beside a machine's own that belong to it.
 SHOWN, BESIDE = "h200-x2", ("-moe", "-moe-peers", "-long")
@@ -20,6 +21,8 @@ SHOWN, BESIDE = "h200-x2", ("-moe", "-moe-peers", "-long")
 IN_README = {
     "all-reduce, all-gather, reduce-scatter, all-to-all": ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
     "AG-GEMM, GEMM-RS, GEMM-AR": ("ag-gemm", "gemm-rs", "gemm-ar"),
+    "GEMMs of 1 to 128 rows, alone": ("gemm",),
+    "attention over ranks": ("sharded-decode-attention", "gathered-prefill-attention"),
     "experts: dispatch and combine": ("moe-dispatch", "moe-dispatch+fp8", "moe-combine"),
     "experts: GEMMs with the communication under them": ("ag-moe", "moe-rs", "moe-ar-rms-norm"),
     "steps of Qwen3-32B": (("model", "qwen3-32b"),),
@@ -70,12 +73,12 @@ def row_of(report: Report, link: str) -> str | None:
 
 
 def measured(tables: Tables) -> str:
-    """The README's table: speed-ups of SHOWN's machine."""
+    """The README's table: speed-ups of SHOWN's machine; where torch.compile ran at some shapes of a report, of these alone."""
     reports = [report for suffix in ("", *BESIDE) for report in tables.get(SHOWN + suffix, ())]
     lines = ["| | beside | rows | least | geometric mean | most |", "|---|---|---:|---:|---:|---:|"]
     for words, ops in IN_README.items():
         mine = [report for report in reports if report.op in ops or (report.op, report.subject) in ops]
-        if gains := [gain for report in mine for gain in gains_of(report).values()]:
+        if gains := [gain for report in mine for gain in gains_of(beside_compile(report)).values()]:
             names = dict.fromkeys(name for report in mine for name in baselines(report))
             lines.append(f"| {words} | {', '.join(names)} | {' | '.join(spread(gains))} |")
     return "\n".join(lines) + "\n"
@@ -108,6 +111,13 @@ def spread(gains: Iterable[float]) -> Sequence[str]:
     found = list(gains)
     ends = (min(found), statistics.geometric_mean(found), max(found))
     return (str(len(found)), *(f"{gain:.2f}x" for gain in ends))
+
+
+def beside_compile(report: Report) -> Report:
+    """The rows of a step's report at the shapes that torch.compile ran; all if it ran at none."""
+    timed = [row for row in report.rows if row.median_us is not None and row.provider.startswith("torch.compile")]
+    shapes = {row.shape for row in timed} or set(shapes_of(report))
+    return dataclasses.replace(report, rows=[row for row in report.rows if row.shape in shapes])
 
 
 def baselines(report: Report) -> dict[str, int]:

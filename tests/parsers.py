@@ -5,6 +5,8 @@ import importlib.metadata
 import re
 import runpy
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 
 import weft.bench.command
 import weft.tune.command
+from tests.benchmarks.scripts import commands_of
 from tests.documents import ROOT, blocks
 from weft.cli import app
 
@@ -136,7 +139,12 @@ def parse_make(arguments, command):
 
 
 def parse_sh(arguments, command):
-    assert (ROOT / arguments[0]).is_file()
+    """A script that measures takes its arguments: with them it runs some Python."""
+    script, *rest = arguments
+    assert (ROOT / script).is_file()
+    if script != "benchmarks/packages.sh":
+        with tempfile.TemporaryDirectory() as folder:
+            assert commands_of(Path(script).name, Path(folder), *rest), f"{script} refuses {rest}"
 
 
 def parse_pytest(arguments, command):

@@ -13,6 +13,7 @@ from weft.tune.command import TuneOptions
 
 STEPS = (
     "check",
+    "machine",
     "suite",
     "collectives",
     "gemms",

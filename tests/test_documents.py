@@ -66,6 +66,13 @@ def test_names_of_decisions_are_in_their_files():
     assert [rule for rule in rules if not re.search(rf"\b{rule[0]}\b", (ROOT / rule[1]).read_text())] == []
 
 
+def test_every_rule_of_decisions_has_a_figure():
+    rules = (ROOT / "docs" / "decisions.md").read_text().partition("## Choices of structure")[0]
+    figures = [line.split(" | ")[2] for line in rules.splitlines() if line.startswith("| ") and "| figure |" not in line]
+    assert len(figures) > 50
+    assert [figure for figure in figures if not re.search(r"\d", figure)] == []
+
+
 def test_every_fence_is_found_and_its_language_is_known():
     known = {"", "c", "console", "diff", "py", "python", "sh", "bash", "yaml"}
     for page in PAGES:

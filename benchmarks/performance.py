@@ -75,8 +75,9 @@ MISSING = """## Not measured yet
   [one H100](performance/h100-x1.md) has.
 - Beside vLLM: some lengths of prompts, as the tables of [the engine](engine.md#beside-vllm) say; Qwen3-8B and 30B-A3B on two
   H200s.
-- One all-reduce, one GEMM and one step on every machine, to tell how far machines differ: of each kind, two machines have all
-  three ([H200s](performance/h200-x2-machines.md), [H100s](performance/h100-x2-machines.md)). `several_gpus.sh machine` runs them.
+- One all-reduce, one GEMM and one step on every machine (`sh benchmarks/several_gpus.sh 2 machine`), to tell how far machines
+  differ: two machines of [H200s](performance/h200-x2-machines.md) and two of [H100s](performance/h100-x2-machines.md) have all
+  three.
 - The second grouped GEMM of experts beside Liger-Kernel's on an H200; [an H100](performance/h100-x1-grouped.md) has it.
 - Steps of [training](training.md) (`weft bench train`), and [tiles](tutorials/6_tile_body.md).
 """

@@ -37,6 +37,15 @@ def _share_gpus(request, monkeypatch):
         monkeypatch.setattr(weft, "launch", functools.partial(weft.launch, share_gpus=True))
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With --triton-sensitive, a file that cannot hold such a test is not even imported."""
+    if config.getoption("--triton-sensitive") and collection_path.name.startswith("test_"):
+        place = collection_path.relative_to(config.rootpath).as_posix()
+        if not place.startswith(TRITON_SENSITIVE) and "triton_internals" not in collection_path.read_text():
+            return True
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(config, items):
     gpus = torch.cuda.device_count()

@@ -68,7 +68,9 @@ def test_names_of_decisions_are_in_their_files():
 
 def test_every_rule_of_decisions_has_a_figure():
     rules = (ROOT / "docs" / "decisions.md").read_text().partition("## Choices of structure")[0]
-    figures = [line.split(" | ")[2] for line in rules.splitlines() if line.startswith("| ") and "| figure |" not in line]
+    figures = [
+        line.split(" | ")[2] for line in rules.splitlines() if line.startswith("| ") and "| figure |" not in line
+    ]
     assert len(figures) > 50
     assert [figure for figure in figures if not re.search(r"\d", figure)] == []
 

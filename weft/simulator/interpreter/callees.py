@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import triton.language as tl
 
@@ -25,13 +25,19 @@ def is_builtin(member: object) -> bool:
         return False
 
 
-def with_semantic(member: object, semantic: Semantic) -> Callable:
+def with_semantic(member: Callable, semantic: Semantic) -> Callable:
     """Builtin with the semantic layer bound, callable from kernel code."""
+    inner = _asking_for_semantic(member)
+    return member if inner is None else partial(inner, _semantic=semantic)
+
+
+@cache  # a simulation asks for all of tl, at each launch
+def _asking_for_semantic(member: Callable) -> Callable | None:
+    """The function of a builtin that takes ``_semantic``, without the check around it; None if it takes none."""
     signature = getattr(member, "signature", None) or inspect.signature(member)
     if "_semantic" not in signature.parameters and not inspect.isclass(member):
-        return member
-    inner = member.__wrapped__ if hasattr(member, "__wrapped__") and hasattr(member, "signature") else member
-    return partial(inner, _semantic=semantic)
+        return None
+    return member.__wrapped__ if hasattr(member, "__wrapped__") and hasattr(member, "signature") else member
 
 
 # The stubs that kernels import, and the module in which Triton's compiler for NVIDIA GPUs finds their implementation.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import triton.language as tl
 
@@ -80,10 +81,19 @@ def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> N
     in_core = {getattr(core, name): function for name, function in stand_ins.in_core().items()}
     for member, function in [*in_core.items(), *stand_ins.elsewhere()]:
         callees.know(member, function)
-    for module in (core, tl.math, tl):
-        for name, member in list(vars(module).items()):
-            if member in in_core if inspect.isclass(member) else is_builtin(member):
-                patches.set(module, name, callees.resolve(member))
+    for module, name, member in _functions_of_tl(frozenset(in_core)):
+        patches.set(module, name, callees.resolve(member))
+
+
+@cache
+def _functions_of_tl(classes: frozenset[object]) -> list[tuple[object, str, Any]]:
+    """(module, name, function) of all builtins of ``tl`` and of those of ``classes`` that are classes, before any patch."""
+    return [
+        (module, name, member)
+        for module in (core, tl.math, tl)
+        for name, member in vars(module).items()
+        if (member in classes if inspect.isclass(member) else is_builtin(member))
+    ]
 
 
 def patch_values(patches: Patches, semantic: Semantic, cast: Callable) -> None:

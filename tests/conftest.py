@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 
 TRITON_SENSITIVE = ("tests/simulator/", "tests/language/")
 # `make test` compiles each kernel of the ops for sm_90 and for one of these, not for all kernels the same; on another Triton
-# for one of all. `make sweep` compiles for the rest.
+# every other kernel, for one of all four. `make sweep` compiles the rest.
 OTHER_ARCHS = ("sm_80", "sm_100", "gfx942")
 
 
@@ -60,15 +60,23 @@ def pytest_collection_modifyitems(config, items):
         kept = [item for item in items if is_triton_sensitive(item)]
         config.hook.pytest_deselected(items=[item for item in items if not is_triton_sensitive(item)])
         items[:] = kept
-    archs = OTHER_ARCHS if not config.getoption("--triton-sensitive") else ("sm_90", *OTHER_ARCHS)
-    by_kernel = {}
+    leave_to_the_sweep(items, config.getoption("--triton-sensitive"))
+
+
+def leave_to_the_sweep(items, on_another_triton):
+    """Mark the compilations of ops' kernels that `make test` leaves out, the same ones each time."""
+    by_kernel = {}  # test without the GPU's architecture -> (architecture, test)
     for item in items:
-        arch = item.callspec.params.get("arch") if hasattr(item, "callspec") else None
-        if arch in archs and not item.nodeid.startswith(TRITON_SENSITIVE):
-            by_kernel.setdefault(item.nodeid.replace(arch, "ARCH"), []).append(item)
+        if not item.nodeid.startswith(TRITON_SENSITIVE):
+            arch = getattr(item, "callspec", None) and item.callspec.params.get("arch")
+            kernel = item.nodeid.replace(arch, "ARCH") if isinstance(arch, str) else item.nodeid
+            by_kernel.setdefault(kernel, []).append((arch, item))
     for kernel, alike in by_kernel.items():
-        now = zlib.crc32(kernel.encode()) % len(alike)
-        for item in alike[:now] + alike[now + 1 :]:
+        chance = zlib.crc32(kernel.encode())
+        left = [item for arch, item in alike if on_another_triton or arch in OTHER_ARCHS]
+        if left and (not on_another_triton or chance % 2 == 0):
+            left.pop(chance // 2 % len(left))
+        for item in left:
             item.add_marker(pytest.mark.sweep)
 
 

@@ -72,19 +72,12 @@ def not_interpretable(what: str) -> NotInterpretable:
     )
 
 
-_new = object.__new__
-
-
 def make(data: np.ndarray, element: tl.dtype, is_block: bool) -> tl.tensor:
     """``tl.tensor`` of an array that already has the element type's dtype.
 
-    A block's ``type`` is not its ``dtype``. The tensor's fields are set here: its ``__init__`` would do the same, and most
-    operations of a kernel end here.
+    A block's ``type`` is not its ``dtype``.
     """
-    made = _new(tl.tensor)
-    made.handle, made.dtype = Handle(data, element), element
-    made.type = _block_type(element, data.shape) if is_block else element
-    return made
+    return tl.tensor(Handle(data, element), _block_type(element, data.shape) if is_block else element)
 
 
 def scalar(value: int | float | bool, dtype: tl.dtype) -> tl.tensor:

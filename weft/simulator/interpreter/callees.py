@@ -33,7 +33,7 @@ def with_semantic(member: Callable, semantic: Semantic) -> Callable:
 
 @cache  # a simulation asks for all of tl, at each launch
 def _asking_for_semantic(member: Callable) -> Callable | None:
-    """The function of a builtin that takes ``_semantic``, without the check around it; None if it takes none."""
+    """A builtin's function that takes ``_semantic``, without the check around it; None if it takes none."""
     signature = getattr(member, "signature", None) or inspect.signature(member)
     if "_semantic" not in signature.parameters and not inspect.isclass(member):
         return None

@@ -87,7 +87,7 @@ def patch_language(patches: Patches, callees: Callees, stand_ins: StandIns) -> N
 
 @cache
 def _functions_of_tl(classes: frozenset[object]) -> list[tuple[object, str, Any]]:
-    """(module, name, function) of all builtins of ``tl`` and of those of ``classes`` that are classes, before any patch."""
+    """(module, name, member) of all builtins of ``tl`` and its classes among ``classes``, unpatched."""
     return [
         (module, name, member)
         for module in (core, tl.math, tl)

@@ -7,8 +7,8 @@
 #
 # PYTHON=python3.12 picks the interpreter; otherwise scripts/bootstrap.py takes the newest of 3.10 to 3.13.
 
-# What lies on these would hide what the environments have, and the tests start hundreds of processes, which would compile weft
-# each time.
+# What lies on the first two would hide what the environments have. Without bytecode each process compiles weft and the tests anew,
+# and collecting the tests takes twice as long.
 unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 PYTHON ?=

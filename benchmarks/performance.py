@@ -65,11 +65,12 @@ How to read the tables:
 MISSING = """## Not measured yet
 
 - On four GPUs: the ops of [mixtures of experts](moe.md) and [attention over ranks](long-context.md)
-  (`sh benchmarks/several_gpus.sh 4 moe long`); layers, `generate` and prompts of 128 and 1,024 tokens since 2026-11-22.
-- On two H200s since 2026-11-22: [designs](performance/h200-x2-designs.md), [other shapes](performance/h200-x2-other-shapes.md),
-  and [eager calls](performance/h200-x2-eager.md), before weft had a launcher of its own: the host alone now takes 19 µs for an
-  all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`), where the table has 75 to 140 for the call.
-  [Four H100s](performance/h100-x4.md) have eager times of collectives with it.
+  (`sh benchmarks/several_gpus.sh 4 moe long`). Layers, `generate` and prompts of 128 and 1,024 tokens have not been measured
+  there since 2026-11-22.
+- On two H200s not since 2026-11-22: [designs](performance/h200-x2-designs.md),
+  [other shapes](performance/h200-x2-other-shapes.md), and [eager calls](performance/h200-x2-eager.md). Eager calls since then
+  have a launcher of weft's own: the host alone takes 19 µs for an all-reduce of 64 KiB (`benchmarks/lab/h200-host-time.json`),
+  where the table has 75 to 140 for the call. [Four H100s](performance/h100-x4.md) have eager times of collectives with it.
 - Beside torch.compile, where the baseline is eager torch alone as the column *beside* says: on two H200s decoding of 4,096
   sequences, `generate` and Qwen3-30B-A3B; on two H100s three steps of Qwen3-30B-A3B and of Qwen3-8B each, and Qwen3-0.6B, which
   [one H100](performance/h100-x1.md) has.

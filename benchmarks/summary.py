@@ -121,12 +121,17 @@ def beside_compile(report: Report) -> Report:
 
 
 def baselines(report: Report) -> dict[str, int]:
-    """In how many rows each was timed; names in short: of layers and models without torch, of ops the libraries."""
+    """In how many rows each was timed.
+
+    Names are short: of layers and models without torch, of ops the libraries, but in full if weft's own is the baseline.
+    """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for row in report.rows:
         if row.role == "other" and row.median_us is not None:
             if report.subject:
                 name = row.provider.removeprefix("torch.").replace("compile+", "+")
+            elif row.provider.startswith("weft."):
+                name = row.provider
             else:
                 name = "+".join(part.split(".")[0] for part in row.provider.split("+"))
             shapes.setdefault(name, set()).add(row.shape)

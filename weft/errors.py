@@ -249,6 +249,19 @@ class NotInterpretable(WeftError):
     """Kernel code that the simulator cannot run: inline assembly, or an unknown external function."""
 
 
+class KernelRefused(WeftError):
+    """Kernels that ran in the simulator and that stock Triton does not compile.
+
+    refused  (kernel, Triton's message, file, line) of each
+    """
+
+    def __init__(self, refused: Sequence[tuple[str, str, str, int]]) -> None:
+        kernel, message, file, line = refused[0]
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        super().__init__(f"{file}:{line}: Triton does not compile kernel {kernel}: {message}{more}; change that line")
+        self.refused = tuple(refused)
+
+
 class Unsupported(WeftError):
     """A primitive or operation that this machine, this build or this state does not support."""
 

@@ -8,6 +8,8 @@ CompiledKernel  ``launcher_of`` calls ``run`` with ``function`` and ``packed_met
                 ``weft.tune.compiling`` calls ``_init_handles``
 knobs           ``weft.runtime.launching`` asks for a profiler's hooks, ``weft.runtime.triton_interpret`` for TRITON_INTERPRET
 CodeGenerator   ``weft.language.lowering.debug_site`` looks for it on the Python stack
+ASTSource, create_function_from_signature, driver, find_paths_if, make_backend
+                ``weft.simulator.front_end`` takes kernels to Triton IR with them
 builder         ``weft.language.lowering.stock`` reads the ``options`` of ``_semantic.builder``
 builtin         decorates the functions of ``weft.language`` that run as a kernel is compiled
 target_info     ``weft.language.lowering`` asks it for the GPU that a kernel is compiled for
@@ -23,20 +25,24 @@ import triton
 from triton import knobs
 from triton._C.libtriton import ir
 from triton._utils import canonicalize_dtype
-from triton.compiler import CompiledKernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompilationError, CompiledKernel, make_backend
+from triton.compiler.code_generator import CodeGenerator
 from triton.language import core, standard, target_info
 from triton.language.core import TRITON_BUILTIN, base_value, builtin, tensor_descriptor_base
 from triton.language.semantic import IncompatibleTypeErrorImpl, TritonSemantic
-from triton.runtime.jit import JITFunction, TensorWrapper
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction, TensorWrapper, create_function_from_signature, find_paths_if
 
 if TYPE_CHECKING:
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, TensorHandle
 
 __all__ = [
-    "TRITON_BUILTIN", "CompiledKernel", "IncompatibleTypeErrorImpl", "InterpretedFunction", "InterpreterBuilder",
-    "InterpreterOptions", "JITFunction", "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "builtin",
-    "canonicalize_dtype", "combine_max", "combine_min", "combine_sum", "core", "ir", "knobs", "launcher_of", "standard",
-    "target_info", "tensor_descriptor_base", "wrap_axis",
+    "TRITON_BUILTIN", "ASTSource", "CodeGenerator", "CompilationError", "CompiledKernel", "GPUTarget",
+    "IncompatibleTypeErrorImpl", "InterpretedFunction", "InterpreterBuilder", "InterpreterOptions", "JITFunction",
+    "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "builtin", "canonicalize_dtype", "combine_max",
+    "combine_min", "combine_sum", "core", "create_function_from_signature", "driver", "find_paths_if", "ir", "knobs",
+    "launcher_of", "make_backend", "standard", "target_info", "tensor_descriptor_base", "wrap_axis",
 ]  # fmt: skip
 
 wrap_axis = core._wrap_axis

@@ -27,6 +27,7 @@ from triton.runtime import jit
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import triton_api
+from weft.simulator import front_end
 from weft.simulator.interpreter import builder, patching
 from weft.simulator.interpreter.builder import Builder
 from weft.simulator.interpreter.callees import is_builtin
@@ -97,6 +98,31 @@ def target_is_asked_in_one_place(monkeypatch: pytest.MonkeyPatch) -> bool:
     asked = triton_api.target_info
     monkeypatch.setattr(asked, "current_target", lambda: None)
     return not (asked.is_cuda() or asked.is_hip() or asked.cuda_capability_geq(8, 0))
+
+
+def front_end_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Kernel to TTIR by the names that front_end.py uses, and the line of one that is refused."""
+
+    @triton.jit
+    def refused(x, block: tl.constexpr):
+        tl.store(x, {block: 1.0})
+
+    backend = triton_api.make_backend(triton_api.GPUTarget("cuda", 90, 32))
+    binder = triton_api.create_function_from_signature(refused.signature, refused.params, backend)
+    bound, specialisation, options = binder(torch.zeros(4), block=2, num_warps=8)
+    kinds = [kind for kind, _ in specialisation]
+    assert (list(bound), kinds, options) == (["x", "block"], ["*fp32", "constexpr"], {"num_warps": 8})
+    assert triton_api.find_paths_if(kinds, lambda _, kind: kind == "constexpr") == [(1,)]
+    assert triton_api.driver._active is None or torch.cuda.is_available()
+    end = front_end.FrontEnd()
+    end.note(refused, (torch.zeros(4), 2), {"num_warps": 8, "waves_per_eu": 2})
+    end.note(kernel, (None, 1), {"block": 2})
+    (refusal,) = end.refusals()
+    assert refusal.message == "unsupported AST node type: Dict" and "{block: 1.0}" in refusal.text
+    source = triton_api.ASTSource(
+        kernel, {"x": "constexpr", "count": "i64", "block": "constexpr", "option": "constexpr"}
+    )
+    return bool(source.hash()) and issubclass(triton_api.CompilationError, Exception)
 
 
 def builtins_are_for_kernels(_: pytest.MonkeyPatch) -> bool:
@@ -287,6 +313,9 @@ CONTRACTS = (
     contract("a CodeGenerator knows its function's name, first line and present node",
              "weft/language/lowering/debug_site.py", lambda _: all(
                  f"self.{name} =" in COMPILER for name in ("function_name", "begin_line", "cur_node"))),
+    contract("the front end (make_backend of a GPUTarget, create_function_from_signature, find_paths_if, ASTSource) needs no "
+             "GPU but a driver that knows the target, and raises a CompilationError", "weft/simulator/front_end.py",
+             front_end_needs_no_gpu),
     contract("the builder of _semantic has the launch's options, with num_warps and warp_size",
              "weft/language/lowering/stock.py", lambda _: "self.builder.options = options" in COMPILER),
     # tl

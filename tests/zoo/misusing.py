@@ -23,6 +23,21 @@ def slot_not_filled(team, bug):
 
 
 @triton.jit
+def scale(x, N: tl.constexpr, BUG: tl.constexpr):
+    at = tl.arange(0, N)
+    if BUG:
+        scales = {"twice": 2.0}  # here
+    else:
+        scales = (2.0,)
+    tl.store(x + at, tl.load(x + at) * scales["twice" if BUG else 0])
+
+
+@exhibit("compile-error", "", "a kernel uses what the simulator runs and Triton does not compile", scale)
+def dictionary_in_a_kernel(team, bug):
+    scale[(1,)](team.zeros(N, torch.float32), N, bug)
+
+
+@triton.jit
 def read_all(x, out, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(out + at, tl.load(x + at))  # here

@@ -47,6 +47,9 @@ def check(
     any_results: Annotated[
         bool, typer.Option("--any-results", help="Allow results to differ between schedules")
     ] = False,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Do not ask whether Triton compiles the kernels for sm_90")
+    ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,
 ) -> None:
     """Look for races, deadlocks and lost signals, without a GPU.
@@ -59,7 +62,8 @@ def check(
         check_output("--json", json)
         report = _checked(
             load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
-            depth=depth, sms=sms, node_size=node_size, link=link, deterministic=not any_results, script=named,
+            depth=depth, sms=sms, node_size=node_size, link=link, deterministic=not any_results,
+            compile=not no_compile, script=named,
         )  # fmt: skip
         _show(report)
         if json is not None:

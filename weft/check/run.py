@@ -50,6 +50,7 @@ def check(
     node_size: int | None = None,
     link: str = DEFAULT_LINK,
     args: Sequence[Any] = (),
+    compile: bool = True,
     deterministic: bool = True,
     script: str = "",
     progress: Progress | None = None,
@@ -66,6 +67,7 @@ def check(
                    8, 2, 4 and 1 in turn, each for four schedules
     node_size      ranks of each node, for each world size a divisor of it; None: one node
     link           kind of the links within a node: "nvlink", or "pcie", on which a peer's memory has no atomics
+    compile        take each kernel to Triton IR for sm_90, once for all schedules; one that Triton refuses is a finding
     deterministic  require bitwise equal results of main under all schedules
     script         name of the checked script in replay commands; these are Python calls if it is empty
     progress       called with (finished runs, total runs, findings so far)
@@ -83,11 +85,12 @@ def check(
         node_size = check_node_size(node_size, size)
     check_choice("link", link, LINKS)
     seed = check_seed(seed)
+    check_bool("compile", compile)
     check_bool("deterministic", deterministic)
     check_instance("script", script, str, "a string")
     check_optional(check_callable, "progress", progress, "progress(runs, total, findings)")
     check_optional(check_callable, "on_results", on_results, "on_results(results)")
-    runner = Runner(main, check_heap_bytes(heap_bytes), check_args(args))
+    runner = Runner(main, check_heap_bytes(heap_bytes), check_args(args), compile)
     gathered = Gathered(strategy, deterministic, on_results)
     total, exhaustive = schedules * len(sizes), ""
     for size in sizes:

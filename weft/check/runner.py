@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from weft.check.detector.findings import Finding, Side, allowed_by
+import triton
+
+from weft.check.detector.findings import Finding, Place, Side, allowed_by
 from weft.check.detector.host_lines import host_line_of
 from weft.check.digests import Digest, digest_of
 from weft.check.folding import Seen, causes_of
@@ -19,6 +21,7 @@ from weft.simulator.machine.strategy import Strategy
 
 if TYPE_CHECKING:
     from weft.check.detector.detector import Detector
+    from weft.simulator.front_end import Refusal, Source
     from weft.simulator.machine.machine import Machine
 
 
@@ -55,8 +58,9 @@ class Outcome:
 class Runner:
     """Runner of a main under one schedule at a time."""
 
-    def __init__(self, main: Callable[..., Any], heap_bytes: int | None, args: tuple) -> None:
-        self._main, self._heap_bytes, self._args = main, heap_bytes, args
+    def __init__(self, main: Callable[..., Any], heap_bytes: int | None, args: tuple, compile: bool = True) -> None:
+        self._main, self._heap_bytes, self._args, self._compile = main, heap_bytes, args, compile
+        self._compiled: dict[Source, Refusal | None] = {}
 
     def run(self, schedule: Schedule, strategy: Callable[[Machine], Strategy] | None = None) -> Outcome:
         """Run once. If programs find no free SM, run again with enough SMs: a hang there has another cause."""
@@ -76,9 +80,11 @@ class Runner:
         def prepare(machine: Machine) -> None:
             # Only here: where the simulator's packages are missing, ``simulate`` says so.
             from weft.check.detector.detector import Detector
+            from weft.simulator.front_end import FrontEnd
             from weft.simulator.machine.store_buffers import StoreBuffers
 
             machine.observer = detector = Detector(machine)
+            machine.front_end = FrontEnd(self._compiled) if self._compile else None
             scheduler = machine.scheduler
             scheduler.strategy = strategy(machine) if strategy is not None else make(schedule)
             if schedule.strategy in ("delay", "exhaustive"):
@@ -105,10 +111,20 @@ class Runner:
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
         if error is not None and not isinstance(error, Deadlock):
             findings.append((_of_error(error, machine, detector), 1))
+        if machine.front_end is not None:
+            findings += [(_of_refusal(refusal), 1) for refusal in machine.front_end.refusals()]
         return Outcome(
             findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once,
             is_sized=machine.is_sized, unstarted=detector.unstarted,
         )  # fmt: skip
+
+
+def _of_refusal(refusal: Refusal) -> Finding:
+    """Finding for a kernel that Triton does not compile."""
+    place = Place(file=refusal.file, line=refusal.line, function=refusal.function, text=refusal.text)
+    sides = (Side(rank=0, task=f"Triton {triton.__version__}", verb="refused", place=place, sync=""),)
+    message = f"Triton does not compile kernel {refusal.kernel}: {refusal.message}"
+    return Finding(kind="compile-error", message=message, sides=sides, allowed=allowed_by("compile-error", sides))
 
 
 _PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank (\d+)")

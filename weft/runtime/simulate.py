@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.arguments import (
     check_args,
+    check_bool,
     check_callable,
     check_choice,
     check_heap_bytes,
@@ -19,7 +20,7 @@ from weft.arguments import (
     positive,
     quoted,
 )
-from weft.errors import SimulatorMissing
+from weft.errors import KernelRefused, SimulatorMissing
 from weft.runtime.capabilities import LINKS, NVLINK
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.team.shape import check_node_size
@@ -39,6 +40,7 @@ def simulate(
     node_size: int | None = None,
     link: str = NVLINK,
     args: Sequence[Any] = (),
+    compile: bool = False,
     on_event: Callable[[tuple[int, str, str, str]], None] | None = None,
     prepare: Callable[[Any], None] | None = None,
 ) -> list[Any]:
@@ -49,6 +51,8 @@ def simulate(
     slow      rank -> factor by which the scheduler picks it less often than the others
     node_size ranks of each node: those of different nodes do not reach each other's memory; None: one node
     link      kind of the links within a node: "nvlink", or "pcie", on which a peer's memory has no atomics
+    compile   afterwards take each launched kernel to Triton IR for sm_90, and raise KernelRefused if Triton refuses one: the
+              simulator runs more of Python than Triton compiles
     on_event  called with (step, task, kind, detail) for every access, launch and wait
     prepare   called with the machine before it runs (``weft.check`` installs its observer and strategy there)
 
@@ -62,10 +66,12 @@ def simulate(
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
     node_size = check_node_size(node_size, world_size)
     check_choice("link", link, LINKS)
+    check_bool("compile", compile)
     check_optional(check_callable, "on_event", on_event, "on_event((step, task, kind, detail))")
     check_optional(check_callable, "prepare", prepare, "prepare(machine)")
     _check_slow(slow, world_size)
     try:
+        from weft.simulator.front_end import FrontEnd
         from weft.simulator.machine.machine import Machine
     except ImportError as error:
         raise SimulatorMissing(str(error.name)) from error
@@ -79,9 +85,14 @@ def simulate(
         with machine.observer.host(rank):
             return checked_result(main, main(init_main(heap_bytes=heap_bytes), *args))
 
+    if compile:
+        machine.front_end = FrontEnd()
     if prepare is not None:
         prepare(machine)
-    return machine.run([lambda rank=rank: host(rank) for rank in range(world_size)])
+    results = machine.run([lambda rank=rank: host(rank) for rank in range(world_size)])
+    if compile and (refusals := machine.front_end.refusals()):
+        raise KernelRefused([(one.kernel, one.message, one.file, one.line) for one in refusals])
+    return results
 
 
 def _check_slow(slow: Any, world_size: int) -> None:

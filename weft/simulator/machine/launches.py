@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weft.errors import WeftError
+from weft.simulator.front_end import FrontEnd
 from weft.simulator.interpreter import GridSizes
 from weft.simulator.machine.accesses import Accesses, Event
 from weft.simulator.machine.grids import Grid, Program
@@ -41,6 +42,7 @@ class Launches(Accesses):
         self._known: list[int] = []
         self._awaited: dict[int, Grid] = {}
         self._left: dict[int, Grid] = {}
+        self.front_end: FrontEnd | None = None  # notes the kernels, where they are compiled afterwards
 
     def launch(self, jit_fn: JITFunction, grid: GridSizes, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run a kernel for the calling rank, as a rule to its end.
@@ -60,6 +62,8 @@ class Launches(Accesses):
         bases = self._known
         try:
             launch = self.interpreter.prepare(jit_fn, grid, args, kwargs)
+            if self.front_end is not None:
+                self.front_end.note(jit_fn, args, kwargs)
             run = Grid(task.rank, launch, bases, overlaps=bool(kwargs.get("launch_pdl", False)))
             if bool(kwargs.get("launch_cooperative_grid", False)) and run.total > self.sms:
                 raise WeftError(

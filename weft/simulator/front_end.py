@@ -1,4 +1,4 @@
-"""Triton's front end for the kernels of a simulation: which of them stock Triton refuses, and at which line.
+"""Triton's front end for the kernels of a simulation: which of them Triton refuses, and where.
 
 The interpreter executes a kernel's Python, so it also runs what is not Triton: dictionaries, ``try``, a variable of two types.
 The front end, which makes Triton IR of a kernel, needs no GPU and no ptxas. It runs after the simulation, because the
@@ -141,7 +141,7 @@ _EXCEPTION = re.compile(r"""(\w+)\((["'])(.*)\2\)""", re.DOTALL)
 
 
 def _refusal_of(kernel: JITFunction, error: Exception) -> Refusal:
-    """Refusal from the innermost error, which names the line: each caller's generator wraps it into another one."""
+    """Refusal from the innermost error, which names the line: each caller's generator wraps it again."""
     while isinstance(error.__cause__, CompilationError):
         error = error.__cause__
     message = getattr(error, "error_message", None) or f"{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,11 @@ from rich.text import Text
 from weft.arguments import positive, quoted
 from weft.cli.engine_flags import EngineFlags, one_of, starting
 from weft.console import check_torchrun, from_flags, notices, one_line_errors, single_valued, write_any_text
+from weft.errors import WeftError
 from weft.runtime.environment import coordinates
 
 if TYPE_CHECKING:
-    from weft.engine import Completion, Engine, EngineConfig, Piece
+    from weft.engine import Completion, Engine, EngineConfig, Fault, Piece
     from weft.models import DecoderConfig
     from weft.runtime.team.team import Team
 
@@ -252,22 +253,42 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
         if talks:
             _print_json(options, completions)
             _print_speed(engine, team)
+        _check([found.error for found in completions])
         return
-    pieces = engine.stream(options.inputs, **options.sampling)
+    faults: list[Fault | None] = []
+    pieces = _with_faults(engine.stream(options.inputs, **options.sampling), faults)
     if not talks:
         for _ in pieces:
             pass
+        _check(faults)
         return
     n = options.sampling["n"]
     if options.shown is None:
         answers = [[] for _ in range(n * len(options.inputs))]
         for piece in pieces:
-            answers[piece.prompt * n + piece.index].append(str(piece.token_id))
+            if piece.token_id is not None:
+                answers[piece.prompt * n + piece.index].append(str(piece.token_id))
         for answer in answers:
             typer.echo(" ".join(answer))
     else:
         _print_answers([text for text in options.shown for _ in range(n)], n, pieces)
     _print_speed(engine, team)
+    _check(faults)
+
+
+def _with_faults(pieces: Iterator[Piece], faults: list[Fault | None]) -> Iterator[Piece]:
+    """Yield the pieces, and add the errors among them to ``faults``."""
+    for piece in pieces:
+        faults.append(piece.error)
+        yield piece
+
+
+def _check(faults: Sequence[Fault | None]) -> None:
+    """WeftError if an answer ended by an error."""
+    messages = [fault.message for fault in faults if fault is not None]
+    if messages:
+        more = f" (and {len(messages) - 1} more answers by errors)" if len(messages) > 1 else ""
+        raise WeftError(f"an answer has ended by an error: {messages[0]}{more}")
 
 
 def _print_json(options: GenerateOptions, completions: list[Completion]) -> None:
@@ -275,6 +296,8 @@ def _print_json(options: GenerateOptions, completions: list[Completion]) -> None
     for number, found in enumerate(completions):
         line = {"prompt": options.inputs[number // options.sampling["n"]], "index": found.index, "text": found.text}
         line |= {"token_ids": found.token_ids, "finish_reason": found.finish_reason}
+        if found.error is not None:
+            line["error"] = found.error.message
         typer.echo(json.dumps(line, ensure_ascii=False))
 
 

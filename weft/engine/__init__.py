@@ -11,6 +11,7 @@ _MODULES = {
     "Completion": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",
+    "Fault": "outputs",
     "LLM": "llm",
     "Load": "outputs",
     "Piece": "outputs",

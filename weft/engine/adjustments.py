@@ -8,6 +8,9 @@ In vLLM's order, for each token id of a row:
     x = x / r if x > 0 else x * r                 r: repetition_penalty, if prompt or answer have the token
     x = x - f * count - p * (count > 0)           f, p: frequency_penalty, presence_penalty; count: in the answer
 
+Logits that are NaN or +inf stay so, also of excluded tokens. A request that excludes all tokens at its begin is refused; one
+that comes to exclude all of them ends with an error.
+
 Each rank changes the logits of its own token ids, and nothing is exchanged. The state is that of batch slots: a slot is filled
 when its sequence's prompt has been read, again when it is read again after a preemption, and each chosen token is noted.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 
 from weft import ops
@@ -60,6 +64,32 @@ class Adjusted:
         if (longest := max((len(word) for word in self.bad_words), default=0)) > LONGEST_BAD_WORD:
             word = next(word for word in self.bad_words if len(word) == longest)
             raise ValueError(f"bad_words: {quoted(word)} has {longest} tokens; pass words of up to {LONGEST_BAD_WORD}")
+
+    def constraints(self, chosen: int) -> list[str]:
+        """Names of the parameters that exclude tokens behind the first `chosen` ones of the answer."""
+        named = {
+            "allowed_token_ids": self.params.allowed_token_ids is not None,
+            "bad_words": bool(self.bad_words),
+            "stop_token_ids": chosen < self.params.min_tokens and bool(self.params.stop_token_ids),
+            f"min_tokens={self.params.min_tokens}": chosen < self.params.min_tokens and bool(self.ends),
+            f"structured_outputs ({self.guide and self.guide.kind})": self.guide is not None,
+        }
+        return [name for name, excludes in named.items() if excludes]
+
+    def check_begin(self, vocab_size: int) -> None:
+        """ValueError if no token of the vocabulary may begin the answer."""
+        excluded = {word[0] for word in self.bad_words if len(word) == 1} | set(self.ends)
+        ids = self.params.allowed_token_ids
+        allowed = range(vocab_size) if ids is None else set(ids)
+        if self.guide is not None:
+            bits = numpy.unpackbits(self.guide.mask().numpy().view(numpy.uint8), bitorder="little")
+            allowed = [token for token in numpy.flatnonzero(bits).tolist() if token in allowed]
+        if all(token in excluded for token in allowed):
+            raise ValueError(f"no token can begin the answer: {self.named(0)}")
+
+    def named(self, chosen: int) -> str:
+        """Rest of a message that no token is left, behind the first `chosen` ones of the answer."""
+        return f"{' and '.join(self.constraints(chosen))} exclude all; loosen one of them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

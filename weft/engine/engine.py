@@ -157,7 +157,9 @@ class Engine:
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
         """Generate n Completions for each prompt, in order. Collective. Arguments and errors as in `stream`.
 
-        An answer is shorter than `max_tokens` where it would exceed `max_seq_len`: finish_reason "length".
+        An answer is shorter than `max_tokens` where it would exceed `max_seq_len`: finish_reason "length". Where no token can be
+        chosen, since its constraints exclude all or the model's logits are not finite, it ends with finish_reason "error";
+        `error` says why, and the other answers go on.
         """
         prompts = as_prompts(prompts)
         return join_pieces(self.stream(prompts, **sampling), len(prompts))
@@ -310,9 +312,10 @@ class Engine:
                 if not held:
                     self._step()
                 pieces = _drained(held)
-                new_tokens += len(pieces)
+                arrived = sum(piece.token_id is not None for piece in pieces)
+                new_tokens += arrived
                 if pieces and not first_at:
-                    first_at, first_tokens = time.perf_counter(), len(pieces)
+                    first_at, first_tokens = time.perf_counter(), arrived
                 yield pieces
         finally:
             for answer in answers:
@@ -398,7 +401,11 @@ class Engine:
         if params.structured_outputs is not None:
             guide = self._grammars().start(params.structured_outputs)
         ends = sorted(self.eos_token_ids | set(params.stop_token_ids)) if params.min_tokens else []
-        return Adjusted(params=params, ends=ends, bad_words=spellings(self.tokenizer, params.bad_words), guide=guide)
+        adjusted = Adjusted(
+            params=params, ends=ends, bad_words=spellings(self.tokenizer, params.bad_words), guide=guide
+        )
+        adjusted.check_begin(self.model.config.vocab_size)
+        return adjusted
 
     def _grammars(self) -> Guides:
         if self._guides is None:

@@ -33,15 +33,16 @@ MOST_GRAMMARS = 64
 class Guide:
     """Grammar of an answer and its state, which follows the answer's tokens.
 
+    kind  of grammar, as llguidance names it
     ends  mask of the tokens that end an answer
     """
 
-    def __init__(self, matcher: LLMatcher, ends: torch.Tensor) -> None:
-        self._matcher, self._ends = matcher, ends
+    def __init__(self, kind: str, matcher: LLMatcher, ends: torch.Tensor) -> None:
+        self.kind, self._matcher, self._ends = kind, matcher, ends
 
     def take(self, token: int) -> None:
-        """Go on by the token that was chosen. One behind the end changes nothing."""
-        if not self._matcher.is_stopped():
+        """Go on by the token that was chosen. One behind the end, or below 0, changes nothing."""
+        if token >= 0 and not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
     def begin_again(self, tokens: Sequence[int]) -> None:
@@ -53,10 +54,11 @@ class Guide:
     def mask(self) -> torch.Tensor:
         """Bits of the tokens that may come next, [cdiv(V, 32)] int32.
 
-        At the end of the grammar, or where no token fits, those of the tokens that end an answer.
+        At the end of the grammar those of the tokens that end an answer; none where no token fits, or where the library has
+        given up.
         """
         if self._matcher.is_stopped():
-            return self._ends
+            return torch.zeros_like(self._ends) if self._matcher.get_error() else self._ends
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
         # A tokenizer may have fewer tokens than the model, which then may not choose the others.
         return torch.nn.functional.pad(bits, (0, len(self._ends) - len(bits)))
@@ -115,7 +117,7 @@ class Guides:
 
         ValueError for a grammar that is none, and for a tokenizer that llguidance cannot read.
         """
-        return Guide(self.prepare(asked).result().deep_copy(), self._ends)
+        return Guide(asked.grammar_text[0], self.prepare(asked).result().deep_copy(), self._ends)
 
     def _compile(self, kind: str, text: str) -> LLMatcher:
         """Matcher at the begin of a grammar, with its first mask, which takes longest."""

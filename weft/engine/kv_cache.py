@@ -93,6 +93,12 @@ class PagePool:
         if digest not in self._page_of:
             self._page_of[digest], self._digest_of[page] = page, digest
 
+    def withdraw(self, pages: Sequence[int]) -> None:
+        """Let no sequence find these pages, which are referred to, from now on."""
+        for page in pages:
+            if (digest := self._digest_of.pop(page, None)) is not None:
+                del self._page_of[digest]
+
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """Pages of the longest begin of a sequence of which all that the next token attends to are published.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from weft.runtime.codec import exchangeable
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "error"]
 
 
 @exchangeable
@@ -24,6 +24,17 @@ class Logprob(NamedTuple):
     decoded_token: str | None
 
 
+@exchangeable
+class Fault(NamedTuple):
+    """Cause of an answer that ended with finish_reason "error": one line.
+
+    of_request  True: its own constraints exclude every token; False: the model's logits are not finite
+    """
+
+    message: str
+    of_request: bool
+
+
 # By token id, the token of the place itself first.
 Logprobs = dict[int, Logprob]
 
@@ -35,7 +46,8 @@ class Completion:
     index          among the n answers to its prompt
     text           without the end-of-sequence or stop token, and cut before a stop string; None without a tokenizer
     token_ids      all generated tokens, these included
-    finish_reason  "eos", "stop" (a stop string or token) or "length" (`max_tokens`, or the model's limit)
+    finish_reason  "eos", "stop" (a stop string or token), "length" (`max_tokens`, or the model's limit) or "error"
+    error          why no token could be chosen, where finish_reason is "error"
     logprobs       of each generated token, if asked for
     prompt_logprobs  of each token of the prompt, if asked for; None for the first, which nothing predicts
     """
@@ -46,6 +58,7 @@ class Completion:
     index: int = 0
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    error: Fault | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -57,19 +70,22 @@ class Completion:
 
 @exchangeable
 class Piece(NamedTuple):
-    """Generated token of one prompt.
+    """Generated token of one prompt, or the error that ends its answer, without a token.
 
     `text` may be empty while a character or a stop string is undecided; None without a tokenizer. `logprobs` are the token's,
     and `prompt_logprobs` come with the first token, as in Completion. `index`: of the answer, among the n of its prompt.
+    `offset`: characters of the answer before the token's own; with `logprobs`.
     """
 
     prompt: int
     text: str | None
-    token_id: int
+    token_id: int | None
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     index: int = 0
+    error: Fault | None = None
+    offset: int | None = None
 
 
 # Fields of Piece with the values of several pieces; None for a field that is None in all of them.
@@ -136,12 +152,13 @@ def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:
 
 
 def _completion(index: int, pieces: list[Piece]) -> Completion:
-    texts = [piece.text for piece in pieces]
+    texts, tokens = [piece.text for piece in pieces], [piece for piece in pieces if piece.token_id is not None]
     return Completion(
         text=None if None in texts else "".join(texts),
-        token_ids=[piece.token_id for piece in pieces],
+        token_ids=[piece.token_id for piece in tokens],
         finish_reason=next((piece.finish_reason for piece in pieces if piece.finish_reason), "length"),
         index=index,
-        logprobs=[piece.logprobs for piece in pieces] if pieces and pieces[0].logprobs is not None else None,
+        logprobs=[piece.logprobs for piece in tokens] if tokens and tokens[0].logprobs is not None else None,
         prompt_logprobs=pieces[0].prompt_logprobs if pieces else None,
+        error=pieces[-1].error if pieces else None,
     )

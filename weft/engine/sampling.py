@@ -56,6 +56,8 @@ def choose_tokens(
 ) -> torch.Tensor:
     """Choose token ids [B] int64, the same on every rank, from this rank's logits [B, V'/W]. Collective.
 
+    EXCLUDED for a row whose tokens are all excluded, NOT_FINITE for one with a logit that is NaN or +inf.
+
     kind   union of the sequences' kinds (params.py)
     fused  by weft.ops' kernels; otherwise by the torch operations below, on fp32 logits
     """
@@ -70,6 +72,7 @@ def choose_tokens(
     # The noise is multiplied by the temperature, not the logits divided by it: 0 is then greedy, and nothing overflows.
     scores = logits + choice.temperature[:, None] * gumbel_noise(choice.seed, choice.position, ids)
     if Kind.NUCLEUS in kind:
+        finite = logits < torch.inf
         best = _over_ranks(head, logits.amax(dim=-1)).amax(dim=0)
         if Kind.TRUNCATED in kind:
             least = torch.maximum(least_of_top_k(head, logits, choice), least_of_min_p(best, choice))
@@ -77,6 +80,7 @@ def choose_tokens(
         scores = scores.masked_fill(logits == float("-inf"), float("-inf"))
         least = least_of_top_p(head, logits, best, choice)
         scores = scores.masked_fill(ordered_keys(logits) < least[:, None], float("-inf"))
+        scores = scores.masked_fill(~finite, torch.nan)  # the key of a NaN is any
     return head.argmax(scores, fused=False)
 
 

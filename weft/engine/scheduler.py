@@ -59,6 +59,7 @@ class Sequence:
     running   all tokens but the last one are cached: decode steps continue it
     late      submitted while others were running
     together  submitted by a call of several prompts, which may be read before they decode
+    corrupt   its logits were not finite, so keys and values may not be either: no other sequence may share its pages
     kind      of the choice of its tokens
     """
 
@@ -82,6 +83,7 @@ class Sequence:
     late: bool = False
     together: bool = False
     done: bool = False
+    corrupt: bool = False
     kind: Kind = field(init=False)
 
     def __post_init__(self) -> None:
@@ -423,7 +425,10 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
-        self._publish(sequence)
+        if sequence.corrupt:
+            self.pool.withdraw(sequence.pages)
+        else:
+            self._publish(sequence)
         self._stop(sequence)
         self._unread -= not sequence.running
         self.pool.give_back(sequence.pages[sequence.released :])

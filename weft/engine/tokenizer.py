@@ -165,6 +165,12 @@ class TextStream:
         # decoders treat the first token differently (a leading blank).
         self.first = self.read = 0
         self.ahead = 0  # characters behind `read` that are text already
+        self._given = self._waiting = 0  # characters given out, and those before an unfinished one
+
+    @property
+    def length(self) -> int:
+        """Number of characters of the text so far, those held back included, without an unfinished one."""
+        return self._given + len(self.held) + self._waiting
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """(new text, whether a stop string ended it)."""
@@ -173,10 +179,12 @@ class TextStream:
         if decided and self.alone is not None and "\ufffd" not in (new := self.alone[token_id]):
             self.first, self.read = self.read, self.read + 1
             if not self.stop:
+                self._given += len(new)
                 return new, False
             self.held += new
             return self._release()
         new = self._new_text()
+        self._waiting = 0
         if new and not new.endswith("\ufffd"):
             self.held += new
             self.first, self.read, self.ahead = self.read, len(self.token_ids), 0
@@ -184,13 +192,16 @@ class TextStream:
             self.held += new[:-1]
             self.first = self.read = len(self.token_ids) - MOST_UNDECIDED
             self.ahead = len(self._decoded(self.token_ids[self.first :])) - 1
+        elif new:
+            self._waiting = len(new) - 1
         return self._release()
 
     def finish(self) -> tuple[str, bool]:
         """Text that was held back, now that no token follows, as from `push`."""
         self.held += self._new_text()
-        self.first, self.read, self.ahead = len(self.token_ids), len(self.token_ids), 0
+        self.first, self.read, self.ahead, self._waiting = len(self.token_ids), len(self.token_ids), 0, 0
         text, stopped = self._release()
+        self._given += len(self.held)
         rest, self.held = self.held, ""
         return (text, True) if stopped else (text + rest, False)
 
@@ -206,9 +217,11 @@ class TextStream:
         if found:
             end, begin = min(found)
             text, self.held = self.held[: end if self.keep_stop else begin], ""
+            self._given += len(text)
             return text, True
         keep = max((_overlap(self.held, stop) for stop in self.stop), default=0)
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        self._given += len(text)
         return text, False
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft import ops
+from weft.ops.vocab.sample_argmax import EXCLUDED, NOT_FINITE
 from weft.parallel.linear import empty_parameter
 from weft.parallel.sharding import Shard
 from weft.parallel.step_plan import Mode, mode_named, plan_layer
@@ -72,7 +73,8 @@ class VocabParallelHead(VocabParallel):
     def argmax(self, logits: Tensor, *, fused: bool | None = None) -> Tensor:
         """Token id [n] of the largest logit of all ranks. Ranks exchange pairs of value and id, no logits.
 
-        Of equal values the lowest id wins. Ids travel as fp32, exact up to 2**24. fused: by weft's kernels; None: where the
+        Of equal values the lowest id wins. -1 for a row of -inf, -2 for one with NaN or +inf (weft.ops.sample_argmax).
+        Ids travel as fp32, exact up to 2**24. fused: by weft's kernels; None: where the
         team is on GPUs, but not in mode "reference".
         """
         assert self.vocab_size <= 1 << 24
@@ -83,12 +85,15 @@ class VocabParallelHead(VocabParallel):
 
 
 def best_pairs(logits: Tensor, start: int) -> Tensor:
-    """This rank's largest logit of each row and its token id: [n, 2] fp32."""
-    value, index = logits.max(dim=-1)
-    return torch.stack((value.float(), (index + start).float()), dim=-1)
+    """This rank's largest logit of each row and its token id: [n, 2] fp32, as of ``weft.ops.sample_argmax``."""
+    value, index = logits.max(dim=-1)  # NaN counts as the largest
+    finite = value < torch.inf
+    pair = torch.where(finite, value.float(), torch.inf), torch.where(finite, (index + start).float(), NOT_FINITE.value)
+    return torch.stack(pair, dim=-1)
 
 
 def best_of(pairs: Tensor) -> Tensor:
-    """Token id [n] of the largest logit in the ranks' pairs [W, n, 2]."""
+    """Token id [n] of the largest logit in the ranks' pairs [W, n, 2], as of ``weft.ops.join_argmax``."""
     winner = pairs[:, :, 0].argmax(dim=0)
-    return pairs[:, :, 1].gather(0, winner[None])[0].long()
+    token = pairs[:, :, 1].gather(0, winner[None])[0].long()
+    return torch.where(pairs[:, :, 0].amax(dim=0) > -torch.inf, token, EXCLUDED.value)

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from weft.arguments import positive, quoted, shortened
 from weft.engine.async_llm import AsyncLLM
 from weft.engine.outputs import Piece
+from weft.engine.token_bytes import TokenBytes
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
 from weft.serve import logprobs
@@ -32,7 +33,7 @@ MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 1024
 # Status of a request whose client has left, as in the log of nginx.
 CLIENT_LEFT = 499
-as_json = json.JSONEncoder(separators=(",", ":")).encode
+as_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 logger = logger_of(__name__)
 
 
@@ -81,6 +82,7 @@ class Service:
         self.llm, self.options = llm, options
         self.metrics = Metrics(options.model_name, lambda: llm.load)
         self.created = int(time.time())
+        self.token_bytes = None if llm.tokenizer is None else TokenBytes(llm.tokenizer)
         self._answers: set[Choices] = set()
         self._entering = 0  # choices that the engine has not accepted yet
         self._stopping = False
@@ -162,7 +164,7 @@ class Shape:
 
     whole, part  one choice as JSON: of an answer, from all its text; of a stream, from new text
     first        JSON of a choice before its first piece; None: there is none
-    logprobs     JSON of the log-probabilities of pieces, by (pieces, likeliest tokens, characters before them)
+    logprobs     JSON of the log-probabilities of pieces, by (pieces, likeliest tokens, bytes of tokens)
     """
 
     prefix: str
@@ -171,7 +173,7 @@ class Shape:
     whole: Callable[[str], dict[str, Any]]
     part: Callable[[str], dict[str, Any]]
     first: dict[str, Any] | None
-    logprobs: Callable[[list[Piece], int, int], dict[str, Any]]
+    logprobs: Callable[[list[Piece], int, TokenBytes | None], dict[str, Any]]
 
 
 CHAT = Shape(
@@ -314,14 +316,14 @@ async def _answer(service: Service, request: Request, shape: Shape) -> Response:
         events = _events(service, answer, asked, shape, {**head, "object": shape.chunk})
         return EventStream(events, lambda: service.end(answer))
     try:
-        choices = await _unless_left(request, asyncio.create_task(_whole(answer, asked, shape)))
+        choices = await _unless_left(request, asyncio.create_task(_whole(service, answer, asked, shape)))
+        if choices is None:
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse({**head, "object": shape.object, "choices": choices, "usage": answer.usage()})
     except Exception as error:
         raise service.failure(error) from None
     finally:
         service.end(answer)
-    if choices is None:
-        return Response(status_code=CLIENT_LEFT)
-    return JSONResponse({**head, "object": shape.object, "choices": choices, "usage": answer.usage()})
 
 
 async def _unless_left(request: Request, work: asyncio.Task[Any]) -> Any:
@@ -340,14 +342,15 @@ async def _unless_left(request: Request, work: asyncio.Task[Any]) -> Any:
         work.cancel()
 
 
-async def _whole(answer: Choices, asked: Asked, shape: Shape) -> list[dict[str, Any]]:
+async def _whole(service: Service, answer: Choices, asked: Asked, shape: Shape) -> list[dict[str, Any]]:
     """Choices of an answer that is sent at once."""
     pieces: list[list[Piece]] = [[] for _ in answer.choices]
     async for index, arrived in answer.arrivals():
+        _check(arrived)
         pieces[index] += arrived
     found = []
     for index, ones in enumerate(pieces):
-        choice = _choice(index, shape, shape.whole(_text(ones)), ones, asked)
+        choice = _choice(service, index, shape, shape.whole(_text(ones)), ones, asked)
         if asked.return_token_ids:
             choice["prompt_token_ids"] = list(answer.choices[index].request.prompt)
         found.append(choice)
@@ -359,18 +362,16 @@ async def _events(
 ) -> AsyncIterator[str]:
     """Events of an answer that is sent as it grows, an error among them."""
     rest = {"usage": None} if asked.include_usage else {}
-    sent = [0] * len(answer.choices)  # characters
 
     def event(choices: list[dict[str, Any]]) -> str:
         return f"data: {as_json({**head, 'choices': choices, **rest})}\n\n"
 
     try:
         for index in range(len(answer.choices) if shape.first else 0):
-            yield event([_choice(index, shape, shape.first, [], asked)])
+            yield event([_choice(service, index, shape, shape.first, [], asked)])
         async for index, pieces in answer.arrivals():
-            text = _text(pieces)
-            yield event([_choice(index, shape, shape.part(text), pieces, asked, sent[index])])
-            sent[index] += len(text)
+            yield event([_choice(service, index, shape, shape.part(_text(pieces)), pieces, asked)])
+            _check(pieces)
         if asked.include_usage:
             rest = {"usage": answer.usage()}
             yield event([])
@@ -379,20 +380,29 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
+def _check(pieces: list[Piece]) -> None:
+    """ApiError if an error has ended the answer of these pieces: it ends the response, as vLLM's do."""
+    if (error := pieces[-1].error) is not None:
+        if not error.of_request:
+            logger.error("a request failed: %s", error.message)
+        raise ApiError(400 if error.of_request else 500, error.message)
+
+
 def _text(pieces: list[Piece]) -> str:
     """Text of pieces; empty without a tokenizer."""
     return "".join(piece.text or "" for piece in pieces)
 
 
 def _choice(
-    index: int, shape: Shape, content: dict[str, Any], pieces: list[Piece], asked: Asked, offset: int = 0
+    service: Service, index: int, shape: Shape, content: dict[str, Any], pieces: list[Piece], asked: Asked
 ) -> dict[str, Any]:
-    """JSON of a choice, or of its newest pieces, behind `offset` characters."""
+    """JSON of a choice, or of its newest pieces."""
     found = {"index": index, **content, "logprobs": None, "finish_reason": None}
     if pieces:
         found["finish_reason"] = REASONS.get(pieces[-1].finish_reason)
+        pieces = [piece for piece in pieces if piece.token_id is not None]
         if asked.params.logprobs is not None:
-            found["logprobs"] = shape.logprobs(pieces, asked.params.logprobs, offset)
+            found["logprobs"] = shape.logprobs(pieces, asked.params.logprobs, service.token_bytes)
         if asked.return_token_ids:
             found["token_ids"] = [piece.token_id for piece in pieces]
     return found

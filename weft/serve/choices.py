@@ -39,6 +39,10 @@ class Choice:
             self._close("abort")
 
     def _count(self, piece: Piece) -> None:
+        if piece.error is not None:
+            self._metrics.corrupted.inc(not piece.error.of_request)
+            self._close("error")
+            return
         now = time.perf_counter()
         self.tokens += 1
         self._metrics.generation_tokens.inc()

@@ -30,6 +30,9 @@ class Metrics:
             lambda: load().cache_usage
         )
         self._preemptions = made(Counter, "num_preemptions", "Requests that left the batch for older ones")
+        self.corrupted = made(
+            Counter, "corrupted_requests", "Requests that ended since their logits were NaN or infinite"
+        )
         self.prompt_tokens = made(Counter, "prompt_tokens", "Tokens of accepted prompts")
         self.generation_tokens = made(Counter, "generation_tokens", "Generated tokens")
         self.first_token = made(
@@ -50,7 +53,7 @@ class Metrics:
         ended = Counter(
             "weft:request_success", "Requests by their end", ["model_name", "finished_reason"], registry=self.registry
         )
-        self.ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort")}
+        self.ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
 
     def text(self) -> bytes:
         preempted = self._load().preemptions

@@ -7,6 +7,8 @@ In vLLM's order, for token id n of row b, with the changes of r = rows[b]:
     x = x - frequency[r] * count - presence[r] * (count > 0)        count = seen[r, n] // 2: in the answer
     x = -inf                                                        if `allowed` has no bit for n; if n is one of `ends` and
                                                                     position[b] < first_end[r]; if n completes a bad word
+
+NaN stays NaN, and +inf stays +inf or becomes NaN, at excluded tokens too: sample_argmax then finds it.
 """
 
 from __future__ import annotations
@@ -59,9 +61,10 @@ class LogitChanges(NamedTuple):
 
 @triton.jit
 def _exclude(row, tokens, first, begin, end):
-    """row[n] = -inf for those of ``tokens`` that are first + begin .. first + end - 1."""
+    """row[n] -= inf for those of ``tokens`` that are first + begin .. first + end - 1."""
     local = tokens - first
-    tl.store(row + local, float("-inf"), mask=(local >= begin) & (local < end))
+    inside = (local >= begin) & (local < end)
+    tl.store(row + local, tl.load(row + local, mask=inside, other=0.0) - float("inf"), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "first", "chunk"])
@@ -85,8 +88,8 @@ def adjust_logits_kernel(
 ):
     """out[B, N] fp32 as in the module's formula        grid: (B, chunks), chunks of ``chunk`` token ids
 
-    A program first writes its ids, and then -inf to those that are listed. GUIDED: by ``allowed`` too. Rounded as separate
-    operations of fp32: launch without fused multiply-adds.
+    A program first writes its ids, and then takes inf from those that are listed. GUIDED: by ``allowed`` too. Rounded as
+    separate operations of fp32: launch without fused multiply-adds.
     """
     batch = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * chunk
@@ -109,7 +112,7 @@ def adjust_logits_kernel(
         if GUIDED:
             token = first + here
             bits = tl.load(changes.allowed + slot * ALLOWED + token // 32 - first // 32, mask=inside, other=0)
-            x = tl.where((bits >> (token % 32)) & 1 == 0, float("-inf"), x)
+            x -= tl.where((bits >> (token % 32)) & 1 == 0, float("inf"), 0.0)
         tl.store(out + batch * N + here, x, mask=inside)
     tl.debug_barrier()  # what was written above is written again below
     if tl.load(position + batch) < tl.load(changes.first_end + slot):
@@ -195,7 +198,7 @@ def adjusted(
     if guided:
         ids = torch.arange(first, first + x.shape[1], device=x.device)
         bits = changes.allowed[rows][:, ids // 32 - first // 32] >> (ids % 32).int()
-        x = x.masked_fill(bits & 1 == 0, -torch.inf)
+        x -= torch.where(bits & 1 == 0, torch.inf, 0.0)
     before, words = changes.recent[rows], changes.bad_words[rows]
     fits = ((words[..., :-1] == before[:, None]) | (words[..., :-1] == ANY_TOKEN)).all(dim=-1)
     completed = torch.where(fits, words[..., -1], NO_TOKEN)

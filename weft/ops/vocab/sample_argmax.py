@@ -5,6 +5,9 @@ score[b, n] = logits[b, n] + temperature[b] * g,   g = -log(-log u),   u uniform
 Token n has the greatest score with the probability that softmax(logits / temperature) gives it (the Gumbel-max trick); at
 temperature 0 it is the greedy token. The random numbers are splitmix64's (Steele, Lea, Flood: Fast splittable pseudorandom
 number generators, 2014), so they do not depend on how the vocabulary is split over ranks, chunks or blocks.
+
+A row has no such token if a logit is NaN or +inf, or if all are -inf. It then gets NOT_FINITE or EXCLUDED in place of a token
+id: negative numbers, which no embedding reads.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ MAX_CHUNKS = 64
 PROGRAMS_PER_SM = 8
 # The first token id in cases.
 CASES_FIRST = 7
+# In place of a token id: every logit is -inf, and one is NaN or +inf.
+EXCLUDED, NOT_FINITE = tl.constexpr(-1), tl.constexpr(-2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +129,10 @@ def sample_argmax_kernel(
 ):
     """pairs[c, b] = (score, token id) of the greatest score in chunk c of row b; ties: lowest id.
 
-    grid: (B, chunks), chunks of ``chunk`` logits. FLOORED: logits whose ``ordered`` keys are below floor[b] count as -inf.
+    (+inf, NOT_FINITE) where a logit of the chunk is NaN or +inf.
+
+    grid: (B, chunks), chunks of ``chunk`` logits. FLOORED: finite logits whose ``ordered`` keys are below floor[b] count as
+    -inf.
     """
     row = tl.program_id(0)
     begin = tl.program_id(1) * chunk
@@ -139,9 +147,11 @@ def sample_argmax_kernel(
     columns = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     token = begin + columns
+    finite = tl.full([BLOCK], 1, tl.int32)
     for at in range(begin, end, BLOCK):
         here = at + columns
         score = tl.load(source + here, mask=here < end, other=float("-inf")).to(tl.float32)
+        finite = tl.where(score < float("inf"), finite, 0)  # NaN is not less
         if FLOORED:
             score = tl.where(ordered(score) >= least, score, float("-inf"))
         if SAMPLED:
@@ -151,9 +161,10 @@ def sample_argmax_kernel(
         token = tl.where(better, here, token)
     greatest = tl.max(best, axis=0)
     chosen = tl.min(tl.where(best == greatest, token, 2147483647), axis=0)
+    all_finite = tl.min(finite, axis=0) == 1
     pair = pairs + (tl.program_id(1) * tl.num_programs(0) + row) * 2
-    tl.store(pair, greatest)
-    tl.store(pair + 1, (first + chosen).to(tl.float32))
+    tl.store(pair, tl.where(all_finite, greatest, float("inf")))
+    tl.store(pair + 1, tl.where(all_finite, first + chosen, NOT_FINITE).to(tl.float32))
 
 
 def sample_argmax(
@@ -165,6 +176,8 @@ def sample_argmax(
     floor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(score, token id) [chunks, B, 2] fp32 of the best token of each row's chunks, for `join_argmax`.
+
+    Where a logit of a chunk is NaN or +inf, the pair says so: (+inf, -2).
 
     logits          [B, N], fp16, bf16 or fp32, of token ids first .. first + N - 1 < 2**24; -inf: never. Rows may be strided
     temperature     [B] fp32; None: the greedy token of each row, whatever the next two are
@@ -197,7 +210,10 @@ def sample_argmax(
 
 @triton.jit(do_not_specialize=["chunks"])
 def join_argmax_kernel(pairs, tokens, chunks, BLOCK: tl.constexpr):
-    """tokens[b] = the id of the greatest score among pairs[:, b]; ties: first chunk.    grid: (B,)"""
+    """tokens[b] = the id of the greatest score among pairs[:, b], EXCLUDED if that is -inf; ties: first chunk.
+
+    grid: (B,)
+    """
     row, batch = tl.program_id(0), tl.num_programs(0)
     chunk = tl.arange(0, BLOCK)
     wl.follow_previous_kernel()
@@ -205,12 +221,16 @@ def join_argmax_kernel(pairs, tokens, chunks, BLOCK: tl.constexpr):
     score = tl.load(pair, mask=chunk < chunks, other=float("-inf"))
     token = tl.load(pair + 1, mask=chunk < chunks, other=0.0)
     # Chunks and ranks come in the order of their token ids.
-    first = tl.min(tl.where(score == tl.max(score, axis=0), chunk, BLOCK), axis=0)
-    tl.store(tokens + row, tl.sum(tl.where(chunk == first, token, 0.0), axis=0).to(tl.int64))
+    greatest = tl.max(score, axis=0)
+    first = tl.min(tl.where(score == greatest, chunk, BLOCK), axis=0)
+    chosen = tl.sum(tl.where(chunk == first, token, 0.0), axis=0).to(tl.int64)
+    tl.store(tokens + row, tl.where(greatest == float("-inf"), EXCLUDED, chosen))
 
 
 def join_argmax(pairs: torch.Tensor) -> torch.Tensor:
     """Token ids [B] int64 of the greatest scores, of equal scores the lowest token id.
+
+    -1 where all scores are -inf, -2 where a logit is NaN or +inf.
 
     pairs  [.., B, 2] of `sample_argmax`: of all chunks, and of all ranks in their order
 
@@ -244,14 +264,36 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+def break_rows(logits: torch.Tensor) -> None:
+    """Take the token to choose from rows of ``logits`` [B, N], in place; every fourth one stays as it is.
+
+    By NaN of either sign or +inf at some places, alone among -inf too, and by -inf at all of them.
+    """
+    batch, vocab = logits.shape
+    for row in range(batch):
+        if row % 4 == 0:
+            logits[row] = -torch.inf
+        if row % 8 == 4:
+            logits[row, vocab - 1] = torch.nan
+        elif row % 4 == 1:
+            logits[row, row * 37 % vocab] = torch.nan if row % 8 == 1 else -torch.nan
+        elif row % 4 == 2:
+            logits[row, row * 91 % vocab] = torch.inf
+
+
 class SampleArgmax(LogitsOp):
     name, alias = "sample_argmax", "sample-argmax"
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """Logits, two of each row equal and the greatest; if sampled, temperatures, seeds and positions."""
+        """Logits, two of each row equal and the greatest; if sampled, temperatures, seeds and positions.
+
+        With the field "broken" rows without a token to choose, beside others.
+        """
         batch, vocab = case.sizes
         logits = draw.own("logits", case.sizes, 4.0)
         logits[:, vocab // 3 : vocab // 3 + 2] = logits.amax(dim=1, keepdim=True)
+        if case.field("broken"):
+            break_rows(logits)
         if not case.field("sampled"):
             return (logits,)
         row = torch.arange(batch, device=logits.device)
@@ -264,7 +306,9 @@ class SampleArgmax(LogitsOp):
             temperature, seed, position = sampling
             ids = CASES_FIRST + torch.arange(logits.shape[1], device=logits.device)
             scores = scores + temperature[:, None] * gumbel_noise(seed, position, ids)
-        return CASES_FIRST + scores.argmax(dim=1)
+        tokens = CASES_FIRST + scores.argmax(dim=1)
+        tokens = tokens.where(scores.amax(dim=1) > -torch.inf, EXCLUDED.value)
+        return tokens.where((logits.float() < torch.inf).all(dim=1), NOT_FINITE.value)
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
@@ -281,8 +325,13 @@ class SampleArgmax(LogitsOp):
             for sizes in ((1, 1), (1, 5000), (3, 1024), (5, 1025), (40, 70)):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, layout="strided")
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("sampled", True),))
+            for sampled in (False, True):
+                fields = (("sampled", sampled), ("broken", True))
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(9, 1100), fields=fields)
         design = Chunks(chunks=3, chunk=384)
         yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(3, 1025), design=design, fields=(("sampled", True),))
+        broken = (("sampled", True), ("broken", True))
+        yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(9, 1025), design=design, fields=broken)
 
     def run(
         self,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 
 import pytest
 
@@ -75,6 +76,61 @@ def test_logprobs_have_the_shapes_of_both_endpoints(client):
     assert [one for part in streamed if part for one in part.content] == content
     assert [one.token for one in content[:3]] == ["5", "7", "9"] == [one.top_logprobs[0].token for one in content[:3]]
     assert [one.logprob for one in content] == logprobs.token_logprobs and content[0].bytes == [53]
+
+
+def test_an_answer_without_a_token_to_choose_is_an_error_of_the_apis_shape(client, served, monkeypatch):
+    """Logits that are not finite are the server's error, constraints that exclude all tokens the client's."""
+    import httpx
+    import openai
+
+    from weft.engine import pipeline
+
+    seed, choose = 4711, pipeline.choose_tokens
+
+    def overflowing(head, logits, choice, kind, **options):
+        breaks = (choice.seed == seed) & (choice.position > 6)  # of "123+4=" the answer's second token
+        return choose(head, logits.masked_fill(breaks[:, None], math.nan), choice, kind, **options)
+
+    def counted(name):
+        lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"weft:{name}"))
+
+    monkeypatch.setattr(pipeline, "choose_tokens", overflowing)
+    before = [counted(name) for name in ("corrupted_requests_total", 'request_success_total{finished_reason="error"')]
+    broken = {"prompt": "123+4=", "seed": seed, "logprobs": 2, "max_tokens": 5}
+    allowed = {"prompt": "123+4=", "allowed_token_ids": [4], "bad_words": "11", "max_tokens": 5}
+    cases = [
+        (broken, 500, "server_error", "the model's logits are not finite"),
+        (
+            allowed,
+            400,
+            "invalid_request_error",
+            "no token is left for place 1 of the answer: allowed_token_ids and bad",
+        ),
+        (
+            {**allowed, "bad_words": "1"},
+            400,
+            "invalid_request_error",
+            "no token can begin the answer: allowed_token_ids",
+        ),
+    ]
+    for asked, status, kind, message in cases:
+        answer = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (status, kind) and error["message"].startswith(message)
+        assert "\n" not in error["message"]
+    for asked, *_, message in cases[:2]:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json={**asked, "stream": True}, timeout=60) as stream:
+            *chunks, last, done = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+        texts = [json.loads(one, parse_constant=pytest.fail)["choices"][0] for one in chunks]
+        assert "".join(one["text"] for one in texts) == "1" and texts[-1]["finish_reason"] is None
+        assert json.loads(last)["error"]["message"].startswith(message) and done == "[DONE]"
+    with pytest.raises(openai.APIError, match="the model's logits are not finite"):
+        list(client.completions.create(model="adder", prompt="123+4=", seed=seed, stream=True, max_tokens=5))
+    assert client.completions.create(model="adder", prompt="123+456=").choices[0].text == "579"
+    until(lambda: idle(served))
+    assert counted("corrupted_requests_total") - before[0] == 3
+    assert counted('request_success_total{finished_reason="error"') - before[1] == 5
 
 
 def test_answers_follow_a_structure_and_penalties(client):

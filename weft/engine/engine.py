@@ -157,8 +157,8 @@ class Engine:
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
         """Generate n Completions for each prompt, in order. Collective. Arguments and errors as in `stream`.
 
-        An answer is shorter than `max_tokens` where it would exceed `max_seq_len`: finish_reason "length". Where no token can be
-        chosen, since its constraints exclude all or the model's logits are not finite, it ends with finish_reason "error";
+        An answer is shorter than `max_tokens` where it would exceed `max_seq_len`: finish_reason "length". Where no token can
+        be chosen, since its constraints exclude all or the model's logits are not finite, it ends with finish_reason "error";
         `error` says why, and the other answers go on.
         """
         prompts = as_prompts(prompts)

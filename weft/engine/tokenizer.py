@@ -192,8 +192,8 @@ class TextStream:
             self.held += new[:-1]
             self.first = self.read = len(self.token_ids) - MOST_UNDECIDED
             self.ahead = len(self._decoded(self.token_ids[self.first :])) - 1
-        elif new:
-            self._waiting = len(new) - 1
+        else:
+            self._waiting = len(new.rstrip("\ufffd"))
         return self._release()
 
     def finish(self) -> tuple[str, bool]:

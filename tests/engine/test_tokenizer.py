@@ -7,7 +7,7 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from weft.engine.tokenizer import TextStream, load_tokenizer, token_texts
 from weft.errors import CheckpointError
@@ -169,6 +169,82 @@ def test_tokens_are_added_as_transformers_adds_them(byte_model, tmp_path, name):
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def of_sentences():
+    """A tokenizer.json as Llama 2's: a blank before each text, also behind a special token; bytes for other characters."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc", "▁a", "▁b", "bc"]
+    merges = [("▁", "a"), ("▁", "b"), ("b", "c")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bytes_and_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(bytes_and_text)
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 1)])
+    return made
+
+
+def of_letters(*before):
+    """A tokenizer.json as GPT-2's, with other steps before its ByteLevel."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: index for index, piece in enumerate([*letters, "Ġa", "bc", "<|endoftext|>"])}
+    made = Tokenizer(models.BPE(vocabulary, [("Ġ", "a"), ("b", "c")]))
+    made.pre_tokenizer = pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel()])  # with a blank before the text
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    return made
+
+
+LLAMA = [{}, {"legacy": True}, {"legacy": False}, {"legacy": None}]
+LLAMA = [
+    legacy | prefix for legacy in LLAMA for prefix in ({}, *({"add_prefix_space": one} for one in (None, True, False)))
+]
+PREFIXES = [{}, {"add_prefix_space": False}, {"add_prefix_space": True}]
+CLASSES = [
+    *(("llama", of_sentences, {"tokenizer_class": "LlamaTokenizer"} | config) for config in LLAMA),
+    *(("llama", of_sentences, {"tokenizer_class": "CodeLlamaTokenizerFast"} | config) for config in PREFIXES),
+    *(("llama", of_letters, {"tokenizer_class": "LlamaTokenizerFast"} | config) for config in PREFIXES),
+    *(("llama", of_letters, {"tokenizer_class": "GPT2Tokenizer"} | config) for config in PREFIXES),
+    *(("qwen3", of_letters, {"tokenizer_class": "GPT2TokenizerFast"} | config) for config in PREFIXES),
+    *(
+        (kind, of_sentences, {"tokenizer_class": name, "add_prefix_space": False})
+        for kind in ("llama", "mistral", "mixtral", "qwen3", "seed_oss")
+        for name in ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "Unheard", None)
+        if (kind, name) != ("qwen3", None)  # a class that has no use for these pieces
+    ),
+]  # fmt: skip
+TEXTS = ("a bc", "abc", " a", "  b", "<s>a b</s> a", "a</s>b<s> a", "</s>", "é a", "\nb", "")
+
+
+@pytest.mark.parametrize(("model_type", "make", "config"), CLASSES, ids=str)
+def test_a_blank_before_the_text_is_where_transformers_puts_it(tmp_path, model_type, make, config):
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    make().save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} if make is of_sentences else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named | config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text).ids == ids, text
+        expected = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == expected, text
+
+
+@pytest.mark.parametrize("config", PREFIXES, ids=str)
+def test_qwen_s_blank_is_where_transformers_puts_it(tmp_path, config):
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    qwen = transformers.Qwen2Tokenizer(vocab=of_letters().get_vocab(with_added_tokens=False), merges=[("Ġ", "a")])
+    qwen.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    saved.pop("add_prefix_space", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(saved | config))
+    for model_type in ("qwen2", "qwen3"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+        for text in TEXTS:
+            assert ours.encode(text).ids == theirs(text)["input_ids"], text
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -182,7 +258,6 @@ def test_tokens_are_added_as_transformers_adds_them(byte_model, tmp_path, name):
             {"added_tokens_decoder": {"257": {"contents": "<x>"}}},
             "added_tokens_decoder is not one of token ids to tokens",
         ),
-        ({"add_prefix_space": True, "tokenizer_class": "Qwen2Tokenizer"}, "add_prefix_space=true is not supported"),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.arguments import quoted
 from weft.engine.params import check_prompt
 from weft.engine.renderer import Renderer, RenderError, as_json
+from weft.engine.tokenizer import named_tokens
 from weft.errors import CheckpointError
 from weft.models.checkpoint import read_file, read_object
 
@@ -16,12 +17,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
+# Names of templates that are used, where a checkpoint has several.
+USES = {"default", "tool_use"}
+# Names under which a message's reasoning is given, the one that most templates read first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 # Shared by all templates of this process.
 _RENDERER = Renderer()
 
 
 class ChatTemplate:
-    """Jinja template of chat_template.jinja, else of tokenizer_config.json, rendered in another process.
+    """Jinja template of a checkpoint, rendered in another process with the variables that it gets from transformers.
+
+    It is that of chat_template.jinja, else of tokenizer_config.json; of several by name `tool_use` where there are tools, else
+    `default`.
 
     renderer  sets limits on time, memory and output; None: the one that all templates of this process share
 
@@ -30,11 +38,13 @@ class ChatTemplate:
 
     def __init__(self, directory: Path, renderer: Renderer | None = None) -> None:
         self.directory, self._renderer = directory, renderer or _RENDERER
-        self._special, self._source = _read(directory)
-        try:
-            self._renderer.compile(self._source)
-        except RenderError as error:
-            raise CheckpointError(f"{directory}: its chat template is not valid Jinja ({error})") from None
+        self._special, self._sources = named_tokens(directory), _sources(directory)
+        for name in USES & self._sources.keys():
+            try:
+                self._renderer.compile(self._sources[name])
+            except RenderError as error:
+                which = "its chat template" if len(self._sources) == 1 else f"its chat template {quoted(name)}"
+                raise CheckpointError(f"{directory}: {which} is not valid Jinja ({error})") from None
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         """Prompt that the assistant's answer continues. ValueError for messages that the template refuses.
@@ -51,16 +61,28 @@ class ChatTemplate:
                     f"messages[{index}]={quoted(message)} is not a dictionary with a role, and mostly content"
                 )
         known = {
+            "tools": None,
+            "documents": None,
             **self._special,
             **as_json("variables", variables or {}),
-            "messages": as_json("messages", messages),
+            "messages": [_message(message) for message in as_json("messages", messages)],
             "add_generation_prompt": True,
         }
+        name = "tool_use" if known["tools"] is not None and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise ValueError(f"of the chat templates {', '.join(map(quoted, self._sources))} none is named 'default'")
         try:
-            return self._renderer.render(self._source, known)
+            return self._renderer.render(self._sources[name], known)
         except RenderError as error:
             verb = "refuses" if error.kind == "refused" else "fails on"
             raise ValueError(f"the chat template {verb} these messages: {error}") from None
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Message as transformers gives it to a template: without null fields, and its reasoning by all names for it."""
+    known = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((known[name] for name in _REASONING if name in known), None)
+    return known if reasoning is None else {"thinking": reasoning, **known, "reasoning_content": reasoning}
 
 
 def prompt_of(
@@ -76,25 +98,30 @@ def prompt_of(
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def _read(directory: Path) -> tuple[dict[str, str], str]:
-    """(special tokens by name, the template's source)"""
+def _sources(directory: Path) -> dict[str, str]:
+    """Templates by name; one alone is the default. CheckpointError for none."""
     path, separate = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    config = read_object(path) if path.exists() else {}
-    try:
-        source = read_file(separate).decode("utf-8") if separate.exists() else config.get("chat_template")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{separate}: not readable as text ({error}); download it again") from None
-    if isinstance(source, list):  # several by name
-        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in source):
-            raise CheckpointError(f"{path}: chat_template is a list of what are not objects with name and template")
-        source = {one["name"]: one.get("template") for one in source}.get("default")
-    if not isinstance(source, str):
+    files = {"default": separate} if separate.exists() else {}
+    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if files:
+        return {name: _text(file) for name, file in files.items()}
+    source = read_object(path).get("chat_template") if path.exists() else None
+    if isinstance(source, str):
+        return {"default": source}
+    if not source:
         raise CheckpointError(
             f"{directory}: no chat template in tokenizer_config.json and no chat_template.jinja; give it text, not a chat"
         )
-    special = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in config.items()
-        if name.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
-    }
-    return special, source
+    named = source if isinstance(source, list) else [None]
+    if not all(
+        isinstance(one, dict) and {str} == {type(one.get(key)) for key in ("name", "template")} for one in named
+    ):
+        raise CheckpointError(f"{path}: chat_template is neither text nor a list of objects with name and template")
+    return {one["name"]: one["template"] for one in named}
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_file(file).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: not readable as text ({error}); download it again") from None

@@ -100,9 +100,15 @@ def make_environment() -> Any:
     return environment
 
 
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Filter `tojson` without Jinja's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def refuse(message: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
 
 from weft.arguments import quoted
+from weft.engine.tokenizer_class import DEFAULTS, class_of, follow_class
 from weft.errors import CheckpointError
 from weft.models.checkpoint import check_regular, read_object
 
@@ -26,7 +27,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Tokenizer of tokenizer.json, with the tokens that tokenizer_config.json adds, as in transformers.
+    """Tokenizer of tokenizer.json, with what tokenizer_config.json adds to it and changes in it, as in transformers.
 
     Without transformers: importing it would take longer than loading a small model.
     """
@@ -40,14 +41,13 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise CheckpointError(f"{path}: not a readable tokenizer ({error}); download it again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    _add_tokens(tokenizer, directory)
+    config = _tokenizer_config(directory)
+    follow_class(tokenizer, class_of(directory, config), config)
+    _add_tokens(tokenizer, config, directory / "tokenizer_config.json")
     return tokenizer
 
 
-def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
-    config, at = _tokenizer_config(directory), directory / "tokenizer_config.json"
-    if config.get("add_prefix_space") and str(config.get("tokenizer_class")).startswith("Qwen"):
-        raise CheckpointError(f"{at}: add_prefix_space=true is not supported; weft encodes text as tokenizer.json says")
+def _add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], at: Path) -> None:
     if config.get("split_special_tokens"):
         tokenizer.encode_special_tokens = True
     listed: dict[int, AddedToken] = {}
@@ -56,7 +56,7 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
             listed[int(token_id)] = AddedToken(value["content"], **{k: v for k, v in value.items() if k != "content"})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{at}: added_tokens_decoder is not one of token ids to tokens ({error!r})") from None
-    special = list(_special_tokens(config))
+    special = _special_tokens(config)
     have = tokenizer.get_added_tokens_decoder()
     new = [token for token_id, token in sorted(listed.items()) if repr(have.get(token_id)) != repr(token)]
     for token in new:
@@ -90,15 +90,36 @@ def _tokenizer_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
+def named_tokens(directory: Path) -> dict[str, str]:
+    """Special tokens by the names that a chat template has for them, such as bos_token."""
+    config = _tokenizer_config(directory)
+    return _named({**DEFAULTS.get(class_of(directory, config), {}), **config})
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name, first those that all tokenizers may have, then a model's own."""
     others = [name for name in config if name.endswith("_token") and name not in SPECIAL]
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    values = [config.get(name) for name in (*SPECIAL, *others)]
-    for value in (*values, *(extra.values() if isinstance(extra, Mapping) else extra)):
-        content = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(content, str):
-            yield content
+    found = {name: config.get(name) for name in (*SPECIAL, *others)}
+    if isinstance(extra := _extra(config), Mapping):
+        found |= extra
+    return {name: text for name, value in found.items() if (text := _content(value)) is not None}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> list[str]:
+    """All special tokens: those by name, then those that are only listed."""
+    extra = _extra(config)
+    listed = [text for one in extra if (text := _content(one)) is not None] if isinstance(extra, list) else []
+    return [*_named(config).values(), *listed]
+
+
+def _extra(config: Mapping[str, Any]) -> Any:
+    """A model's own special tokens: a list, or an object with their names."""
+    return config.get("extra_special_tokens") or config.get("additional_special_tokens")
+
+
+def _content(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
 
 
 def spellings(tokenizer: Tokenizer | None, words: Sequence[str]) -> list[list[int]]:

@@ -26,7 +26,7 @@ _RENDERER = Renderer()
 
 
 class ChatTemplate:
-    """Jinja template of a checkpoint, rendered in another process with the variables that it gets from transformers.
+    """Jinja template of a checkpoint, rendered in another process with the variables of transformers.
 
     It is that of chat_template.jinja, else of tokenizer_config.json; of several by name `tool_use` where there are tools, else
     `default`.

@@ -24,7 +24,9 @@ from weft.models.qwen3 import QWEN3
 from weft.models.qwen3_moe import QWEN3_MOE
 from weft.models.seed_oss import SEED_OSS
 from weft.parallel.rotary import Rotary
+from weft.runtime.logs import logger_of
 
+logger = logger_of(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FAMILIES = {
@@ -34,20 +36,25 @@ FAMILIES = {
 PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}
 """Name of a published model -> its config.json, as far as it counts."""
 
-# Keys of config.json without effect on what weft computes, by the reason. Nor have keys that begin with "_" or are null.
+# Keys of config.json without effect on what weft computes, by the reason. Nor has a key that begins with "_", or an unknown one
+# whose value asks for nothing (null, false, 0 or empty).
 WITHOUT_EFFECT = {
-    "naming": ("finetuning_task", "is_decoder", "name_or_path", "transformers_version"),
+    "naming": ("finetuning_task", "is_decoder", "is_llama_config", "name_or_path", "transformers_version"),
+    "code": ("auto_map",),
+    "lengths": ("max_sequence_length", "model_max_length", "seq_length"),  # max_position_embeddings counts
     "provenance": ("unsloth_fixed", "unsloth_version"),
     "training": (
         "attention_dropout",
         "gradient_checkpointing",
         "initializer_range",
         "loss_type",
+        "neftune_noise_alpha",
         "residual_dropout",
         "router_aux_loss_coef",
         "router_jitter_noise",
     ),
     "outputs": (
+        "keys_to_ignore_at_inference",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -93,10 +100,13 @@ READ = {
 # Keys that may have these values and no others, in families that do not say otherwise.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
+    "activation": ("swiglu", "silu", "swish", None),  # of the MLP with its gate; transformers reads hidden_act alone
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "qkv_bias": (False, None),
     "use_sliding_window": (False, None),
+    "use_mrope": (False, None),
+    "rope_interleaved": (False, None),
     "is_causal": (True,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
@@ -217,11 +227,14 @@ class DecoderConfig:
                     f"config.json: {name}={quoted(value)} is not supported; weft runs {family.name} with {supported[name][0]!r}"
                 )
             known = name in KNOWN or name in supported or name in generation.KEYS
-            if not known and value is not None and not name.startswith("_"):
+            if known or name.startswith("_"):
+                continue
+            if value:
                 raise CheckpointError(
                     f"config.json: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know; where it changes "
                     f"nothing of a dense {family.name}, remove it from config.json"
                 )
+            logger.debug("config.json: %s=%s is not known, and asks for nothing", quoted(name)[1:-1], value)
         dtype = next((content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None), "bfloat16")
         if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"config.json: dtype={quoted(dtype)} is not supported; weft runs {', '.join(DTYPES)}")

@@ -79,7 +79,7 @@ class ChatTemplate:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Message as transformers gives it to a template: without null fields, and its reasoning by all names for it."""
+    """Message as transformers gives it to a template: without null fields, its reasoning by all names."""
     known = {name: value for name, value in message.items() if value is not None}
     reasoning = next((known[name] for name in _REASONING if name in known), None)
     return known if reasoning is None else {"thinking": reasoning, **known, "reasoning_content": reasoning}

@@ -27,7 +27,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Tokenizer of tokenizer.json, with what tokenizer_config.json adds to it and changes in it, as in transformers.
+    """Tokenizer of tokenizer.json, as tokenizer_config.json extends and changes it in transformers.
 
     Without transformers: importing it would take longer than loading a small model.
     """

@@ -1,4 +1,4 @@
-"""Class of transformers for a checkpoint's tokenizer, and the changes that the class makes to tokenizer.json.
+"""Class of transformers for a checkpoint's tokenizer, and its changes to tokenizer.json.
 
 Most classes take tokenizer.json as it is. Some build a tokenizer of their own from its vocabulary and its merges; of those weft
 follows the blank before the text, with which Llama's classes ignore the normalizer, pre-tokenizer and decoder of the file.
@@ -26,7 +26,7 @@ DEFAULTS: dict[str, Mapping[str, str]] = {
 
 
 def class_of(directory: Path, config: Mapping[str, Any]) -> str:
-    """Name of the class that transformers 5 takes, if it is one of DEFAULTS; "" for one that takes tokenizer.json as it is.
+    """Name of the class that transformers 5 takes, if it is one of DEFAULTS; else "".
 
     config  content of tokenizer_config.json
     """
@@ -49,7 +49,10 @@ def _is_byte_level(directory: Path) -> bool:
 
 
 def follow_class(tokenizer: Tokenizer, named: str, config: Mapping[str, Any]) -> None:
-    """Put the blank before texts where the class `named` puts it, by add_prefix_space and legacy of tokenizer_config.json."""
+    """Put the blank before texts where the class `named` puts it.
+
+    config  content of tokenizer_config.json, of which add_prefix_space and legacy count
+    """
     asked = config.get("add_prefix_space")
     if named in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         if tokenizer.pre_tokenizer is not None:

@@ -5,7 +5,7 @@ Errors about wrong arguments are also ``ValueError``, so that callers can catch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class WeftError(Exception):
@@ -89,14 +89,31 @@ class AllocationMismatch(WeftError):
 
 
 class CallMismatch(WeftError):
-    """Ranks in different collective host calls; raised on all of them."""
+    """Ranks in different collective calls; raised on all of them, in the simulator on the first that learns of it.
 
-    def __init__(self, rank: int, number: int, by_rank: Sequence[str]) -> None:
-        listed = ", ".join(f"rank {r} is in {call}" for r, call in enumerate(by_rank))
-        super().__init__(
-            f"rank {rank}: host call #{number}: {listed}; all ranks must make the same calls in the same order"
+    of  kind of the calls that ``number`` counts
+    """
+
+    def __init__(self, rank: int, number: int, by_rank: Mapping[int, str], of: str = "host call") -> None:
+        listed = ", ".join(f"rank {r} is in {call}" for r, call in sorted(by_rank.items()))
+        super().__init__(f"rank {rank}: {of} #{number}: {listed}; all ranks must make the same calls in the same order")
+        self.rank, self.number, self.by_rank = rank, number, dict(by_rank)
+
+
+class ArgumentMismatch(WeftError, ValueError):
+    """A collective call to which ranks pass different arguments, before it has done anything.
+
+    different  what each rank passed, by the argument's name
+    """
+
+    def __init__(self, rank: int, call: str, different: Mapping[str, Mapping[int, str]]) -> None:
+        listed = "; ".join(
+            f"{name} is {', '.join(f'{value} on rank {r}' for r, value in sorted(by_rank.items()))}"
+            for name, by_rank in different.items()
         )
-        self.rank, self.number, self.by_rank = rank, number, tuple(by_rank)
+        super().__init__(f"rank {rank}: {call}: {listed}; pass the same on all ranks")
+        self.rank, self.call = rank, call
+        self.different = {name: dict(by_rank) for name, by_rank in different.items()}
 
 
 class PeerSilent(WeftError):

@@ -1,6 +1,7 @@
 """Teams, primitives and debug-mode waits on real GPUs: the same mains as on virtual ranks."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.runtime import behaviour
 from tests.runtime.sockets import listening
-from weft.errors import WaitTimeout
+from weft import ops
+from weft.errors import ArgumentMismatch, CallMismatch, PeerSilent, WaitTimeout
+from weft.ops import Routing
 
 WORLD_SIZES = [pytest.param(w, marks=pytest.mark.gpu(w)) for w in (1, 2, 4)]
 
@@ -46,6 +49,57 @@ def on_a_mesh_dimension(team):
 def test_a_device_mesh_dimension_is_a_team(world_size):
     for rank, wrong in enumerate(weft.launch(on_a_mesh_dimension, world_size, "cuda", heap_bytes=8 << 20)):
         assert not any(wrong.values()), f"rank {rank}: {wrong}"
+
+
+def told(call, kind):
+    """The message of the ``kind`` of error that ``call`` raises."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def differ(team):
+    """Calls that differ between ranks, eager and captured, in a debug build; after each the team goes on."""
+    x = torch.ones(4 + team.rank, device=team.device)
+    same = torch.ones(4, device=team.device)
+    ops.all_reduce(same, team)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = told(lambda: ops.all_reduce(x, team), ArgumentMismatch)
+        out = ops.all_reduce(same, team)
+    graph.replay()
+    twice = Routing(torch.zeros((1, 2), dtype=torch.int32, device=team.device), torch.ones((1, 2), device=team.device))
+    found = [
+        captured,
+        told(lambda: ops.all_reduce(x, team), ArgumentMismatch),
+        told(lambda: (ops.all_reduce if team.rank else ops.all_gather)(same, team), CallMismatch),
+        told(lambda: ops.moe_dispatch(same[None], twice, team, experts=team.size, max_tokens=1), ValueError),
+    ]
+    return out.tolist(), found
+
+
+@pytest.mark.gpu(2)
+def test_a_debug_build_compares_the_calls_of_ranks():
+    for rank, (summed, found) in enumerate(weft.launch(differ, 2, "cuda", heap_bytes=64 << 20, debug=3.0)):
+        assert summed == [2.0] * 4
+        sizes = f"rank {rank}: weft.ops.all_reduce: x is (4,) float32 on rank 0, (5,) float32 on rank 1"
+        assert found[0].startswith(sizes) and found[1].startswith(sizes)
+        assert "rank 0 is in weft.ops.all_gather, rank 1 is in weft.ops.all_reduce" in found[2]
+        assert "ids[0] names expert 0 twice" in found[3]
+
+
+def alone(team):
+    if team.rank == 0:
+        ops.all_reduce(torch.ones(4, device=team.device), team)
+    time.sleep(3)
+
+
+@pytest.mark.gpu(2)
+def test_a_debug_build_does_not_wait_for_a_rank_without_a_call():
+    with pytest.raises(PeerSilent, match=r"rank 1 did not reach weft.ops.all_reduce .* within 0.5 s"):
+        weft.launch(alone, 2, "cuda", heap_bytes=64 << 20, debug=0.5)
 
 
 def lonely(team):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.errors import CallMismatch, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
+from weft.errors import ArgumentMismatch, CallMismatch, NoPeerAccess, PeerFailed, PeerSilent, WaitTimeout
 from weft.runtime.platforms import cuda
 from weft.runtime.platforms.cuda import Place, check_peers
 from weft.runtime.team.rendezvous import Rendezvous
@@ -52,6 +52,41 @@ def test_ranks_in_different_calls_learn_it_on_every_rank():
             f"rank {rank}: host call #2: rank 0 is in barrier, rank 1 is in exchange, rank 2 is in barrier; "
             f"all ranks must make the same calls in the same order"
         )
+
+
+def test_calls_are_compared_on_every_rank():
+    """What ``weft.init(debug=True)`` does before each op: equal calls pass, other values, other calls and none end."""
+
+    def body(call):
+        def compare(rank, rendezvous):
+            rendezvous.compare("weft.ops.all_gather", {"x": "(3,) float32"}, 20.0)
+            return call(rank, rendezvous)
+
+        return on_ranks(3, compare)
+
+    def of_sizes(rank, rendezvous):
+        rendezvous.compare("weft.ops.all_reduce", {"x": f"({4 + rank // 2},) float32", "algorithm": "'auto'"}, 20.0)
+
+    def other_calls(rank, rendezvous):
+        if rank == 1:
+            return rendezvous.exchange("barrier", None)
+        return rendezvous.compare("weft.ops.all_reduce", {}, 20.0)
+
+    for rank, error in enumerate(body(of_sizes)):
+        assert isinstance(error, ArgumentMismatch) and isinstance(error, ValueError)
+        assert str(error) == (
+            f"rank {rank}: weft.ops.all_reduce: x is (4,) float32 on rank 0, (4,) float32 on rank 1, (5,) float32 on rank 2; "
+            f"pass the same on all ranks"
+        )
+    for error in body(other_calls):
+        assert isinstance(error, CallMismatch) and "rank 1 is in barrier, rank 2 is in weft.ops.all_reduce" in str(
+            error
+        )
+    found = body(lambda rank, rendezvous: rank == 1 or rendezvous.compare("weft.ops.all_reduce", {}, 0.3))
+    assert found[1] is True
+    for rank in (0, 2):
+        assert isinstance(found[rank], PeerSilent)
+        assert "rank 1 did not reach weft.ops.all_reduce (host call #2) within 0.3 s" in str(found[rank])
 
 
 def test_a_rank_that_fails_is_learnt_of_long_before_the_patience():

@@ -18,7 +18,9 @@ from tests.tiles.bodies import (
     reversed_rows,
 )
 from weft import tiles
+from weft.errors import ArgumentMismatch
 from weft.kernels.tile_schedule import tile_table
+from weft.runtime.team.team import COMPARING
 
 M, N, K = 20, 24, 16
 STEP = tl.constexpr(16)
@@ -131,11 +133,22 @@ def test_refusals(change, message):
 
 def test_ranks_whose_shapes_differ_are_told():
     def main(team):
+        COMPARING.discard(team.name)  # as on GPUs without debug
         shard, out = torch.zeros(M + team.rank, K), torch.zeros(2 * (M + team.rank), N)
         with pytest.raises(ValueError, match=r"shard.shape\[0\] is 20 on rank 0, 21 on rank 1"):
             tiles.gather(partial_tile, shard, out, None, team)
 
     weft.simulate(main, 2)
+
+
+def test_virtual_ranks_are_told_at_every_call():
+    def main(team):
+        for more in (0, 1, team.rank):  # both shapes are known to all ranks before they differ
+            shard, out, b = torch.zeros(M + more, K), torch.zeros(2 * (M + more), N), torch.zeros(N, K)
+            tiles.gather(gemm_tile, shard, out, Matrices(b, b, N, K, STEP), team)
+
+    with pytest.raises(ArgumentMismatch, match=r"tiles.gather: shard.shape\[0\] is 20 on rank 0, 21 on rank 1"):
+        weft.simulate(main, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Consequential findings: each is listed under its cause and not counted.
 
-    divergence, overshoot,        under any ordering finding, or one about tiles
+    divergence, overshoot,        under any ordering finding, one about tiles, or call-mismatch
     an AssertionError of main
     uninitialised                 under an ordering finding of that tensor at the reading line
-    deadlock                      under a finding of the awaited signals, or one about tiles
+    deadlock                      under a finding of the awaited signals, one about tiles, or call-mismatch
     tile-read, tile-store,        under tile-owner
     out-of-bounds
     an ordering finding           under one of the signal through which its second side synchronised last; or under one of the
@@ -58,7 +58,7 @@ def _explains(cause: Seen, effect: Seen, *, earlier: bool) -> bool:
     kind, is_ordering = other.kind, one.kind in RACES
     same = bool(one.tensor) and one.tensor == other.tensor
     touching = same and bool(_places(one) & _places(other))
-    if one.kind in TILES:
+    if one.kind in TILES or one.kind == "call-mismatch":
         wrong = kind == "error" and other.message.startswith("AssertionError") and effect.runs <= cause.runs
         misplaced = one.kind == "tile-owner" and kind in ("tile-read", "tile-store", "out-of-bounds")
         return wrong or misplaced or kind in ("divergence", "overshoot", "deadlock")

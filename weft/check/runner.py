@@ -15,7 +15,7 @@ from weft.check.digests import Digest, digest_of
 from weft.check.folding import Seen, causes_of
 from weft.check.report import Schedule
 from weft.check.strategies import make
-from weft.errors import Deadlock, InvalidAccess, Misaligned, WeftError, WrongMain
+from weft.errors import ArgumentMismatch, CallMismatch, Deadlock, InvalidAccess, Misaligned, WeftError, WrongMain
 from weft.runtime.simulate import simulate
 from weft.simulator.machine.strategy import Strategy
 
@@ -109,7 +109,10 @@ class Runner:
             detector.signals.finish()
         races = detector.races
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
-        if error is not None and not isinstance(error, Deadlock):
+        told = isinstance(error, (CallMismatch, ArgumentMismatch)) and any(
+            f.kind == "call-mismatch" for f, _ in findings
+        )
+        if error is not None and not isinstance(error, Deadlock) and not told:
             findings.append((_of_error(error, machine, detector), 1))
         if machine.front_end is not None:
             findings += [(_of_refusal(refusal), 1) for refusal in machine.front_end.refusals()]
@@ -149,6 +152,7 @@ def _of_error(error: Exception, machine: Machine, detector: Detector) -> Finding
             kind, message = ("tile-read", of_tile) if of_tile else (kind, message)
     elif failed is not None:
         kind = "misaligned" if isinstance(error, Misaligned) else kind
+        kind = "call-mismatch" if isinstance(error, (CallMismatch, ArgumentMismatch)) else kind
         code = machine.interpreter.line_of(error) or host_line_of(error)
         verb = type(error).__name__
         sides = (Side(rank=failed.rank, task=failed.label, verb=verb, place=races.place(code), sync=""),)

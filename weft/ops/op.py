@@ -28,6 +28,7 @@ from weft.plan import table
 from weft.plan.memo import once
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.logs import logger_of
+from weft.runtime.team.team import COMPARING, find_team
 
 logger = logger_of(__name__)
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
@@ -54,11 +55,13 @@ class Op:
              "attention" (pairs, tokens, head_dim), "prefill" (``PrefillShape``), "sharded" (``ShardedShape``), "moe"
              (``MoeShape``); "": none
     collective  True if the ranks compute it together
+    differs  arguments that ranks may pass differently, with the dimensions of a tensor's shape that may differ; (): all of it
     spans_nodes True if it works on a team of several nodes
     ranks_differ_in_k  True if ranks may hold different shares of K and must still agree on ``table.agreed_of`` a row
 
     algorithms  designs that a caller can ask for; "auto" is the first
     torch_op    ``torch.ops.weft.NAME``, once it is defined
+    called      its implementation: ``forward``, after a comparison of the ranks' calls and ``examine`` where these are due
     """
 
     name: ClassVar[str]
@@ -74,6 +77,7 @@ class Op:
     rare: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
     collective: ClassVar[bool] = True
+    differs: ClassVar[Mapping[str, tuple[int, ...]]] = {}
     spans_nodes: ClassVar[bool] = False
     ranks_differ_in_k: ClassVar[bool] = False
 
@@ -81,6 +85,9 @@ class Op:
         # Plain attributes: torch.compile traces the public functions, which read them.
         self.algorithms = (AUTO, *(name for name in self.designs if name not in self.internal))
         self.torch_op: Any = None
+        self.called: Callable[..., Any] = self.forward
+        self._parameters: dict[str, Any] = {}  # names in the schema, with their defaults
+        self._team_at = 0  # the place of "team" among them
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +264,46 @@ class Op:
         """
         if torch.compiler.is_compiling() or not _is_plain(arguments):
             return self.torch_op(*arguments)
+        return self.called(*arguments)
+
+    def takes(self, parameters: Mapping[str, Any]) -> None:
+        """Set the parameters of the schema, with their defaults."""
+        self._parameters = dict(parameters)
+        if "team" in parameters:
+            self._team_at = list(parameters).index("team")
+            self.called = self._compared
+        elif type(self).examine is not Op.examine:
+            self.called = self._examined
+
+    def _compared(self, *arguments: Any) -> Any:
+        """``forward``, where the team compares calls after it is known that no other rank's call differs."""
+        if arguments[self._team_at] in COMPARING:
+            given = self._named(arguments)
+            team = find_team(given.pop("team"))
+            team.compare(f"weft.ops.{self.name}", self.agreed(given))
+            if not team.is_capturing():
+                self.examine(given)
         return self.forward(*arguments)
+
+    def _examined(self, *arguments: Any) -> Any:
+        """``forward`` of an op that takes no team, on virtual ranks after ``examine``."""
+        if arguments[0].is_cpu:
+            self.examine(self._named(arguments))
+        return self.forward(*arguments)
+
+    def _named(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        return {**self._parameters, **dict(zip(self._parameters, arguments, strict=False))}
+
+    def examine(self, given: Mapping[str, Any]) -> None:
+        """ValueError for elements of ``given`` that the op relies on. The host may read them: no graph is captured."""
+
+    def agreed(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Description of what all ranks must pass alike, by argument: shapes and dtypes of tensors, other values."""
+        return {
+            name: _described(value, self.differs.get(name, ()))
+            for name, value in given.items()
+            if self.differs.get(name) != ()
+        }
 
     def forward(self, *arguments: Any) -> Any:
         """Implementation of the torch op. Returns new tensors, never an argument.
@@ -276,6 +322,16 @@ class Op:
 
     def refuse_backward(self, ctx: Any, *gradients: torch.Tensor) -> Any:
         raise RuntimeError(f"weft.ops.{self.name} has no backward; use torch's operations where gradients are needed")
+
+
+def _described(value: Any, differs: tuple[int, ...]) -> str:
+    """Shape and dtype of a tensor, with "any" for the dimensions that may differ; other values as they are written."""
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join("any" if dim in differs else str(size) for dim, size in enumerate(value.shape))
+        return f"({sizes}{',' * (value.dim() == 1)}) {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_described(one, differs) for one in value)}]"
+    return repr(value)
 
 
 def _is_plain(arguments: Sequence[Any]) -> bool:
@@ -321,8 +377,9 @@ def define(op: Op) -> None:
     """
     schema = torch.library.infer_schema(op.forward, mutates_args=tuple(op.mutates))
     _LIBRARY.define(op.name + schema, tags=_TAGS)
-    _LIBRARY.impl(op.name, op.forward, "CompositeExplicitAutograd")
     op.torch_op = getattr(torch.ops.weft, op.name).default
+    op.takes({a.name: a.default_value for a in op.torch_op._schema.arguments})
+    _LIBRARY.impl(op.name, op.called, "CompositeExplicitAutograd")
     name = f"weft::{op.name}"
     torch.library.register_fake(name, op.fake, lib=_LIBRARY)
     if op.backward is not None:

@@ -31,6 +31,12 @@ def is_running() -> bool:
     return is_active()
 
 
+def settle() -> None:
+    """Wait for the main stream's work of the virtual rank whose host code this thread runs, before it reads results."""
+    if on_virtual_rank():
+        _THIS_THREAD.cluster.machine.settle()
+
+
 def platform_of_this_thread(heap_bytes: int | None, node_size: int | None) -> Any:
     """A new virtual platform for the rank whose host code this thread runs; None outside a simulation."""
     if not on_virtual_rank():

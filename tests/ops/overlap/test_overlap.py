@@ -20,6 +20,7 @@ from weft.ops.overlap import all_gather_matmul, matmul_reduce_scatter
 from weft.ops.overlap.sequential import Overlapped
 from weft.plan.planned import machine
 from weft.runtime import capabilities
+from weft.runtime.team.team import COMPARING
 from weft.transport.plans import PushPlan
 
 OPS = [op for op in registered() if isinstance(op, Overlapped)]
@@ -148,6 +149,8 @@ def test_ranks_must_bring_what_the_others_do(op):
     rows = "a_shard.shape[0]" if op == "all_gather_matmul" else "a.shape[0]"
 
     def main(team):
+        COMPARING.discard(team.name)  # as on GPUs without debug
+
         def call(M=4, N=16, dtype=FP32, **more):
             return getattr(ops, op)(torch.ones(M, 8, dtype=dtype), torch.ones(N, 8, dtype=dtype), team, **more)
 

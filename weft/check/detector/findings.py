@@ -37,6 +37,7 @@ REMEDIES = {
     "deadlock": "notify the awaited signal, on its rank, with the awaited value, from a task that can reach the notify",
     "launch-mismatch": "launch the same kernels in the same order on all ranks, or check which rank waits for which",
     "compile-error": "write that line in the part of Python that Triton compiles; the simulator runs more of it",
+    "call-mismatch": "make the same collective calls on all ranks, in one order, with equal arguments where the op needs them",
     "divergence": "fix the order in which values are combined, or pass deterministic=False if the op does not promise one",
     "error": "see the message",
 }  # fmt: skip

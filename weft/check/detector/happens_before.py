@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from weft.check.detector.host_lines import host_line
+from weft.check.detector.host_lines import OF_WEFT, host_line
 from weft.check.detector.races import Races
 from weft.check.detector.residency import Residency
 from weft.check.detector.signals import Signals
@@ -197,6 +197,15 @@ class HappensBefore(Observer):
             thread = ThreadClock(self.races.slots, rank, f"rank {rank}'s {name}", name, new_clock())
             self._streams[rank, name] = thread
         return self._streams[rank, name]
+
+    def host_place(self) -> object:
+        # Of the user's code: layers and other functions of weft call ops too.
+        return host_line(OF_WEFT)
+
+    def disagreed(self, text: str, first: int, place: object, rank: int) -> None:
+        sides = [(first, place), (rank, self.host_place())]
+        accesses = [Access(0, self._main[side], SCALAR, 0, 0, 0, "call", code, None, Sync("")) for side, code in sides]
+        self.races.report("call-mismatch", text.partition(": ")[2], accesses)
 
     def fork(self, stream: str) -> None:
         thread, main = self.stream(stream), self._main[self.machine.rank]

@@ -9,13 +9,14 @@ if TYPE_CHECKING:  # ml_dtypes need not be installed where this is imported
     from weft.simulator.interpreter import CodeLine
 
 _MACHINERY = ("torch.", "triton.", "weft.simulator.", "weft.check.", "weft.runtime.", "contextlib")
+OF_WEFT = (*_MACHINERY, "weft.")
 
 
-def host_line() -> CodeLine | None:
+def host_line(outside: tuple[str, ...] = _MACHINERY) -> CodeLine | None:
     """(code, line) of the calling host code: the innermost frame outside PyTorch and weft's machinery."""
     frame = sys._getframe(1)
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_MACHINERY):
+        if not frame.f_globals.get("__name__", "").startswith(outside):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None

@@ -119,6 +119,9 @@ class GatheredPrefillAttention(GatheredPlan):
     sampled  field of a case for benchmarks: a few rows are checked, since the reference computes all scores of a row
     """
 
+    # Tokens of the rank, and the tables and blocks of its own queries.
+    differs = {"q": (0,), "k": (0,), "v": (0,), "tables": (), "block_m": ()}
+
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(

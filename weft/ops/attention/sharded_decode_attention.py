@@ -284,6 +284,8 @@ def long_tile_of(split: SplitKV, group: int, D: int, window: int | None = None) 
 class ShardedDecodeAttention(ShardedPlan):
     """Decode attention over a cache that is spread over ranks, by the plan of its base."""
 
+    differs = {"keys": (0,), "values": (0,), "k_scale": (0,), "v_scale": (0,)}  # pages of the rank
+
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(

@@ -85,6 +85,7 @@ class AllReduceRMSNorm(Op):
     form = "rows"
     dtypes = FLOATS
     spans_nodes = True
+    differs = {"x": ()}  # of residual's shape, or partials of it, as many as the rank has
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> NormCall:
         shape = checked_shape(self.name, sizes[0])
@@ -253,6 +254,7 @@ class AllReduceDeferredNorm(Op):
     """AllReduceRMSNorm with a deferred RMS scale: its own torch op, since it has one result more."""
 
     name = alias = "all_reduce_deferred_norm"
+    differs = AllReduceRMSNorm.differs
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, team: str, algorithm: str

@@ -33,6 +33,7 @@ def barrier(team: Team) -> None:
     from its rail between two barriers of its node.
     """
     check_team("barrier", team, over_nodes=True)
+    team.compare("weft.ops.barrier", {})
     _within(team.node)
     if team.rail is not None:
         _over(team)

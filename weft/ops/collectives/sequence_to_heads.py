@@ -14,6 +14,7 @@ from weft.runtime.team.team import Team
 class SequenceToHeads(ExchangeHeads):
     name, alias = "sequence_to_heads", "sequence-to-heads"
     to_heads = True
+    differs = {"xs": (0,)}  # tokens of the rank
 
 
 SEQUENCE_TO_HEADS = SequenceToHeads()

@@ -22,8 +22,9 @@ def agree(op: str, team: Team, names: tuple[str, ...], values: tuple[Any, ...]) 
     """ValueError on all ranks unless ``values``, called ``names``, are the same on all.
 
     With other tiles or another design they would wait for each other without end. The ranks exchange each set of values once;
-    the rendezvous reports a rank that exchanges alone.
+    the rendezvous reports a rank that exchanges alone. A team that compares calls does so at each.
     """
+    team.compare(op, {name: str(value) for name, value in zip(names, values, strict=True)})
     seen = team.workspace("gemm agreed", set)
     if (op, values) in seen:
         return

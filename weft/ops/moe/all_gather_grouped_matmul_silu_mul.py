@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,7 @@ from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
 from weft.ops.moe.overlapped_op import OverlappedOp
-from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
@@ -213,6 +213,8 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     designs = {"fused": Fused, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "N", "K")
     variants = ("fp8",)
+    # Tokens of the rank, its experts and its features of them.
+    differs = {"x": (0,), "ids": (0,), "weights": (0,), "gate_up": (0, 1), "first": (), "count": (), "block": ()}
     gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
 
     @staticmethod
@@ -355,6 +357,9 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         call = GatherGroupedCall(*sizes, gate_up.shape[1] // 2, x.shape[1], x.dtype, algorithm, fp8)
         design, mine = self.plan(call, machine_of(members)).design, Experts(total, first, count)
         return self.run(design, members, x, ids, weights, gate_up, mine, max_tokens, block, fp8)
+
+    def examine(self, given: Mapping[str, Any]) -> None:
+        check_distinct(self.name, given["ids"])
 
     def fake(self, x, ids, weights, gate_up, total, first, count, max_tokens, block, fp8, team, algorithm):
         rows, k = find_team(team).size * max_tokens, ids.shape[1]

@@ -13,7 +13,7 @@ bits: each sum is in fp32 in the order of the choices, rounded once, and what is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,13 +33,13 @@ from weft.ops.collectives.all_reduce_rms_norm import (
 )
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL
-from weft.ops.moe.grouped_op import check_grouped
+from weft.ops.moe.grouped_op import OWN_SCHEDULE, check_grouped
 from weft.ops.moe.moe_cases import draw_ids, experts_of
 from weft.ops.moe.moe_dispatch import check_routing
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import check_shared, moe_sum
-from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_scalar, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -159,6 +159,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     sizes = ("T", "k", "H")
     dtypes = FLOATS
     spans_nodes = True
+    # The rank's experts, its features of them, its summand.
+    differs = {**OWN_SCHEDULE, "x": (1,), "weight": (0, 2), "shared": (), "gate": ()}
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -274,6 +276,9 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         )
         normed, hidden, *squares = found
         return normed, hidden, squares[0] if deferred else x.new_empty(0, dtype=torch.float32)
+
+    def examine(self, given: Mapping[str, Any]) -> None:
+        check_distinct(self.name, given["ids"])
 
     def fake(
         self, x, weight, pairs, counts, tiles, tile_count, choices, block, ids, weights, first, shared, gate,

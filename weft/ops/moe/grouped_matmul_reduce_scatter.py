@@ -18,7 +18,7 @@ from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
-from weft.ops.moe.grouped_op import check_grouped
+from weft.ops.moe.grouped_op import OWN_SCHEDULE, check_grouped
 from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
@@ -149,6 +149,8 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
     designs = {"slabs": Slabs, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "H", "N")
+    # The rank's experts, its features of them, its tokens.
+    differs = {**OWN_SCHEDULE, "h": (1,), "down": (0, 2), "count": (), "tokens": (), "gate": ()}
     gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
 
     @staticmethod

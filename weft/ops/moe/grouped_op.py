@@ -67,6 +67,10 @@ def check_grouped(
         )
 
 
+# Parts of a schedule that depend on the rank's experts, for ``Op.differs``.
+OWN_SCHEDULE = {"pairs": (0,), "counts": (0,), "tiles": (0,), "tile_count": (), "block": (), "first": ()}
+
+
 class GroupedOp(MoeOp):
     """sizes of a case: T, k, experts in all, N, K. Without a field ``gather`` rows are gathered.
 

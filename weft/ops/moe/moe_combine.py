@@ -109,6 +109,8 @@ class MoeCombine(ExchangeOp):
     A case with the field ``unweighted`` has a row of each rank for each token, as gradients of moe_dispatch's rows are.
     """
 
+    differs = {"tokens": ()}
+
     name, alias = "moe_combine", "moe-combine"
     designs = {
         "push": PushRows, "sum_then_scatter": SumThenScatter, "pipelined": CombinePieces, "lamport": CombineWords,

@@ -20,7 +20,7 @@ Backward: moe_combine without weights adds up the gradients that the ranks have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +42,7 @@ from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, quantize_rows, sca
 from weft.ops.moe.gather_fp8_words import fits, gather_fp8_words
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case, shared_experts
-from weft.ops.moe.routing import Experts, Routing
+from weft.ops.moe.routing import Experts, Routing, check_distinct
 from weft.ops.op import find_op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -180,6 +180,12 @@ class MoeDispatch(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
 
     name, alias = "moe_dispatch", "moe-dispatch"
+    differs = {
+        "x": (0,),
+        "ids": (0,),
+        "weights": (0,),
+        "kept": (),
+    }  # tokens of the rank; and only its own receive buffers
     designs = {
         "push": PushRows, "gather": GatherRows, "pipelined": DispatchPieces, "lamport": GatherWords, "over_nodes": OverNodes,
     }  # fmt: skip
@@ -328,6 +334,9 @@ class MoeDispatch(ExchangeOp):
         call = DispatchCall(max_tokens, ids.shape[1], x.shape[1], x.dtype, algorithm, fp8, tp)
         design = self.plan(call, machine_of(members)).design
         return self.run(design, members, x, ids, weights, experts, max_tokens, fp8, kept, tp)
+
+    def examine(self, given: Mapping[str, Any]) -> None:
+        check_distinct(self.name, given["ids"])
 
     def fake(self, x, ids, weights, experts, max_tokens, fp8, kept, team, algorithm, tp=1):
         rows, k, H = find_team(team).size * max_tokens, ids.shape[1], x.shape[1]

@@ -6,7 +6,7 @@ ids alone. The last one to end knows all counts, and writes the table of tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
 from weft.ops.moe.moe_cases import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
-from weft.ops.moe.routing import Experts, Schedule
+from weft.ops.moe.routing import Experts, Schedule, check_distinct
 from weft.ops.op import register
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -325,6 +325,9 @@ class MoeSchedule(MoeOp):
         self, ids: torch.Tensor, first: int, count: int, block: int, start: int, tickets: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.run(Lists(block=block), None, ids, first, count, start, tickets)
+
+    def examine(self, given: Mapping[str, Any]) -> None:
+        check_distinct(self.name, given["ids"])
 
     def fake(self, ids, first, count, block, start, tickets):
         T, k = ids.shape

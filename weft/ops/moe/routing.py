@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from weft.arguments import check_int
+from weft.runtime.virtual_rank import settle
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +121,16 @@ class Routed(NamedTuple):
     routing: Routing
     schedule: Schedule
     gate: torch.Tensor | None
+
+
+def check_distinct(op: str, ids: torch.Tensor) -> None:
+    """ValueError if a token names one expert twice. Reads ``ids``, which waits for the GPU."""
+    settle()
+    # No operation of torch on a CPU tensor: ``weft check`` would take it for one of the program.
+    chosen = np.sort((ids if ids.is_cpu else ids.cpu()).numpy(), axis=1)
+    twice = np.argwhere((chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0))
+    if len(twice):
+        token, choice = (int(number) for number in twice[0])
+        raise ValueError(
+            f"{op}: ids[{token}] names expert {chosen[token, choice]} twice; a token's experts differ, and -1 is none"
+        )

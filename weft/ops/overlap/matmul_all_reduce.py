@@ -101,6 +101,7 @@ class MatmulAllReduce(Overlapped):
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": ScatterGather}
     internal = ("over_nodes",)
     sums = replicated = ranks_differ_in_k = True
+    differs = {"a": (1,), "b": (1,)}  # K
     projections = ROW_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------

@@ -95,6 +95,7 @@ class MatmulReduceScatter(Overlapped):
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
     internal = ("over_nodes",)
     rows_sharded = sums = ranks_differ_in_k = True
+    differs = {"a": (1,), "b": (1,)}  # K
     projections = ROW_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------

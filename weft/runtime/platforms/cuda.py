@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -249,6 +249,9 @@ class CudaPlatform:
 
     def exchange(self, what: str, item: Any) -> list[Any]:
         return self._rendezvous.exchange(what, item)
+
+    def compare(self, call: str, values: Mapping[str, str], seconds: float | None) -> None:
+        self._rendezvous.compare(call, values, seconds)
 
     def synchronize(self) -> None:
         done = torch.cuda.Event()

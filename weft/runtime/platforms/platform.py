@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -92,6 +92,9 @@ class Platform(Protocol):
 
         Bounded in time: CallMismatch, PeerSilent or PeerFailed, in the simulator Deadlock.
         """
+
+    def compare(self, call: str, values: Mapping[str, str], seconds: float | None) -> None:
+        """``Team.compare``. seconds: most that it waits for other ranks."""
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU work; raises its errors."""

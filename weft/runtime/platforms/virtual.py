@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from weft.arguments import check_instance
-from weft.errors import NoPeerAccess, WeftError
+from weft.errors import ArgumentMismatch, CallMismatch, NoPeerAccess, WeftError
 from weft.runtime import capabilities, codec
 from weft.runtime.platforms.platform import at_peer, check_copy
 from weft.runtime.team.rail import Piece, Rail
+from weft.runtime.team.rendezvous import check_alike
 from weft.runtime.team.shape import check_node_size, shape_of
 from weft.runtime.team.view import RECORD_WORDS
 from weft.simulator.machine.machine import Machine
@@ -36,6 +37,8 @@ class Cluster:
         self.heaps: dict[tuple[str, int], torch.Tensor] = {}
         self.carved: dict[tuple[str, int], int] = {}  # team and count of its tensors -> the rank that registered it
         self.links: defaultdict[tuple[str, int, int], Link] = defaultdict(Link)  # by rail, sender and receiver
+        # Compared calls that some rank has yet to make, by team and number.
+        self.calls: dict[tuple[str, int], Call] = {}
         self._made: dict[int, int] = {}
 
     def platform(self, rank: int, heap_bytes: int | None, node_size: int | None = None) -> VirtualPlatform:
@@ -56,6 +59,17 @@ class Cluster:
                 raise NoPeerAccess(rank, first, where[0], other, where[1])
 
 
+@dataclass(slots=True)
+class Call:
+    """Collective call that a rank was the first to make; ``left``: ranks that have yet to make it."""
+
+    rank: int
+    name: str
+    values: Mapping[str, str]
+    place: object
+    left: int
+
+
 class VirtualPlatform:
     group = None
 
@@ -65,7 +79,7 @@ class VirtualPlatform:
         """``members``: ranks of the machine; this is ``members[place]``. ``nodes``: of each."""
         self._cluster, self._machine, self._team, self._members = cluster, cluster.machine, team, members
         self._nodes, self.shape = nodes, shape_of(nodes)
-        self._rendezvous = self._subsets = self._carved = self._rails = 0
+        self._rendezvous = self._subsets = self._carved = self._rails = self._compared = 0
         self.rank, self.size = place, len(members)
         # One process holds all ranks, so the name contains the rank.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
@@ -116,6 +130,29 @@ class VirtualPlatform:
     def exchange(self, what: str, item: Any) -> list[Any]:
         # Encoded as between processes: the same items are refused, and every rank gets a copy.
         return [codec.decode(data) for data in self.meet(what, codec.encode(item))]
+
+    def compare(self, call: str, values: Mapping[str, str], seconds: float | None) -> None:
+        """``Team.compare`` with the first rank's call. Ranks do not wait for each other: that would order their work."""
+        if self.size == 1:
+            return
+        self._compared += 1
+        calls, key, observer = self._cluster.calls, (self._team, self._compared), self._machine.observer
+        first = calls.get(key)
+        if first is None:
+            calls[key] = Call(self.rank, call, values, observer.host_place(), self.size - 1)
+            return
+        first.left -= 1
+        if first.left == 0:
+            del calls[key]
+        try:
+            if first.name != call:
+                by_rank = {first.rank: first.name, self.rank: call}
+                raise CallMismatch(self.rank, self._compared, by_rank, "collective call")
+            check_alike(self.rank, call, {first.rank: first.values, self.rank: values})
+        except (CallMismatch, ArgumentMismatch) as error:
+            members = self._members
+            observer.disagreed(str(error), members[first.rank], first.place, members[self.rank])
+            raise
 
     def meet(self, what: str, item: Any, streams: bool = False) -> list[Any]:
         """Items of all ranks, uncopied. ``streams``: the rendezvous is one of the main streams' work."""
@@ -357,7 +394,10 @@ class HostLibrary:
     def _exchange(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
         check_instance("x", x, torch.Tensor, "a tensor")
         # A copy, since a rank that is ahead may write to x before the others have read it.
-        return self._platform.meet(what, x.detach().clone(), streams=True)
+        found = self._platform.meet(what, x.detach().clone(), streams=True)
+        passed = {rank: {"x": f"{tuple(part.shape)} {part.dtype}"} for rank, part in enumerate(found)}
+        check_alike(self._platform.rank, f"team.library.{what}", passed)
+        return found
 
     @staticmethod
     def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

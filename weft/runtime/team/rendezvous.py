@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import CallMismatch, ForeignMessage, PeerFailed, PeerSilent
+from weft.errors import ArgumentMismatch, CallMismatch, ForeignMessage, PeerFailed, PeerSilent
 from weft.runtime import codec
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Rendezvous:
         self._count = 0
         self._failed = False
 
-    def exchange(self, what: str, item: Any) -> list[Any]:
-        """Items of all ranks, in rank order; ``what`` names the call.
+    def exchange(self, what: str, item: Any, patience: float | None = None) -> list[Any]:
+        """Items of all ranks, in rank order; ``what`` names the call, ``patience`` is other than the rendezvous's.
 
         NotExchangeable for an item that cannot be sent, CallMismatch if the ranks are in different calls, PeerSilent after the
         patience, PeerFailed as soon as a peer has failed, ForeignMessage for a message that no rank of this run wrote.
@@ -57,7 +57,8 @@ class Rendezvous:
         message = codec.encode((what, codec.encode(item)))
         self._count += 1
         self._set(f"{self._count}/{self._rank}", message)
-        deadline = time.monotonic() + self._patience
+        patience = self._patience if patience is None else patience
+        deadline = time.monotonic() + patience
         called = f"{what} (host call #{self._count})"
         found = []
         for peer in range(self._size):
@@ -65,15 +66,20 @@ class Rendezvous:
             # Polled, since the store prints a warning for each wait that times out.
             if not self._watch(lambda key=key: self._store.check([key]), deadline):
                 absent = [p for p in range(self._size) if not self._store.check([f"{self._prefix}/{self._count}/{p}"])]
-                raise PeerSilent(self._rank, absent, called, self._patience)
+                raise PeerSilent(self._rank, absent, called, patience)
             found.append(self._message(f"{self._count}/{peer}", peer, called))
         # All ranks have reached this rendezvous, so all have read the one before the last.
         if self._count > 2:
             self._store.delete_key(f"{self._prefix}/{self._count - 2}/{self._rank}")
         calls = [call for call, _ in found]
         if any(call != what for call in calls):
-            raise CallMismatch(self._rank, self._count, [shown(call) for call in calls])
+            raise CallMismatch(self._rank, self._count, {peer: shown(call) for peer, call in enumerate(calls)})
         return [self._decoded(item, peer, called) for peer, (_, item) in enumerate(found)]
+
+    def compare(self, what: str, values: Mapping[str, str], patience: float | None) -> None:
+        """ArgumentMismatch, on all ranks, unless all pass these ``values`` to the call ``what``; errors of ``exchange``."""
+        by_rank = self.exchange(what, dict(values), patience)
+        check_alike(self._rank, what, dict(enumerate(by_rank)))
 
     def watch(self, done: Callable[[], bool]) -> None:
         """Return once ``done()``; PeerFailed if a peer fails first."""
@@ -133,6 +139,19 @@ class Rendezvous:
 
     def _mac(self, key: str, data: bytes) -> bytes:
         return b"" if self._secret is None else hmac.digest(self._secret, key.encode() + b"\0" + data, hashlib.sha256)
+
+
+def check_alike(rank: int, call: str, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
+    """ArgumentMismatch unless these ranks pass equal values under equal names to ``call``."""
+    names = dict.fromkeys(name for passed in by_rank.values() for name in passed)
+    passed = {name: {r: str(one.get(name)) for r, one in by_rank.items()} for name in names}
+    different = {
+        name: {r: shown(value) for r, value in found.items()}
+        for name, found in passed.items()
+        if len(set(found.values())) > 1
+    }
+    if different:
+        raise ArgumentMismatch(rank, call, different)
 
 
 def shown(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,9 @@ logger = logger_of(__name__)
 
 # Teams by name, for custom ops, which carry the name in their schema.
 _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
+# Names of teams that compare the ranks' calls: those of virtual ranks, and debug builds. A set, since every eager call of an op
+# looks whether its team's name is there.
+COMPARING: set[str] = set()
 # The shared teams of this process, by process group: Team.of. Each virtual rank has its own (weft.runtime.virtual_rank).
 _SHARED: dict[Any, Team] = {}
 
@@ -74,6 +77,9 @@ class Team(TakenByView):
         self._debug_seconds = debug_seconds
         self.is_traced = False  # kernels record what they do: record_into
         _TEAMS[self.name] = self
+        if self.is_simulated or debug_seconds is not None:
+            COMPARING.add(self.name)
+            weakref.finalize(self, COMPARING.discard, self.name)
         self.rail: Rail | None = None
         self._node: Team | None = None
         if self.shape.nodes > 1:
@@ -286,6 +292,23 @@ class Team(TakenByView):
         self._check_open("exchange()")
         return self._platform.exchange("exchange", item)
 
+    def compare(self, call: str, values: Mapping[str, str]) -> None:
+        """Compare a collective call with those of the other ranks: nothing, unless the team is simulated or debug. Collective.
+
+        call    its name
+        values  what all ranks must pass alike, by argument
+
+        CallMismatch or ArgumentMismatch. A debug build waits for the other ranks, PeerSilent after its seconds; virtual ranks
+        do not wait, and the later one raises.
+        """
+        if self.name in COMPARING:
+            self._check_open(call)
+            self._platform.compare(call, values, self._debug_seconds)
+
+    def is_capturing(self) -> bool:
+        """True while a CUDA graph is captured on the current stream."""
+        return self._platform.is_capturing()
+
     def subset(self, ranks: Sequence[int], heap_bytes: int | None = None) -> Team | None:
         """A team of some ranks of this team, in ascending order; None on the other ranks. Collective.
 
@@ -395,7 +418,9 @@ def init(
 
     group       a ``torch.distributed`` group or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); None: all ranks
     heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB in the simulator
-    debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout
+    debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout. Also compares at every
+                eager or captured call of an op what all ranks must pass alike: ArgumentMismatch, CallMismatch, or PeerSilent
+                after those seconds
     node_size   ranks of a node, to make logical nodes of one machine; None: torchrun's LOCAL_WORLD_SIZE, or one node where
                 ``weft.launch`` or ``weft.simulate`` was given none. ValueError, on all ranks, if they have different ones
     untested    True: also on AMD GPUs, for which weft compiles (gfx942, gfx950) and where it has never run; else Unsupported

@@ -292,6 +292,38 @@ def teams_within_the_team(team):
     return wrong
 
 
+@triton.jit
+def put_nothing(target, source, count, landed, team):
+    peer = (wl.rank(team) + 1) % wl.num_ranks(team)
+    wl.put_signal(target, source, count, landed, 1, peer, team, BLOCK=16)
+    wl.put_signal_nbi(target, source, count, landed + 1, 1, peer, team, BLOCK=16)
+    wl.quiet(team)
+    wl.wait(landed, 1, team)
+    wl.wait(landed + 1, 1, team)
+
+
+def sends_of_nothing(team):
+    """Sends of pieces without elements, for which torch's address is 0, send their signals; puts of them do nothing."""
+    half, own = team.zeros(8, torch.float32, name="half"), torch.arange(8.0, device=team.device)
+    channel, landed, empty = team.channel(3), team.signals(2), team.empty((3, 0), torch.float32)
+    peer, source = (team.rank + 1) % team.size, (team.rank - 1) % team.size
+    channel.begin()
+    team.copy_engine.fork()
+    for chunk, (target, piece) in enumerate([(half[2:2], own[2:2]), (half[8:], own[8:]), (empty, own[:0])]):
+        channel.send(target, piece, peer, chunk)
+    team.copy_engine.put(own[4:4], own[4:4], peer)
+    team.copy_engine.get(own[4:4], half[8:], peer)
+    team.copy_engine.join()
+    put_nothing[(1,)](half[2:2], own[3:3], 0, landed, team.view)
+    team.barrier()
+    symmetric = [team.is_symmetric(x) for x in (half[2:2], half[8:], empty, own[4:4])]
+    shapes = [tuple(team.at_peer(x, peer).shape) for x in (half[2:2], empty)]
+    team.free(empty)
+    seen = half.sum().item(), channel.signals[source].tolist(), landed.tolist(), symmetric, shapes
+    wanted = 0.0, [1, 1, 1], [1, 1], [True, True, True, False], [(0,), (3, 0)]
+    return [] if seen == wanted else [f"{seen}, not {wanted}"]
+
+
 ALL = [
     tiles_pushed_behind_a_signal,
     puts_and_gets,
@@ -303,6 +335,7 @@ ALL = [
     allocation_errors,
     fresh_tensors_are_pushed_into,
     teams_within_the_team,
+    sends_of_nothing,
 ]
 
 

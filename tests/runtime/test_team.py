@@ -1,11 +1,13 @@
 """Teams: symmetric memory, collective host calls, errors that name ranks and values on every rank."""
 
+import re
 import threading
 
 import pytest
 import torch
 
 import weft
+from tests.runtime import behaviour
 from weft import ops
 from weft.errors import AllocationMismatch, Deadlock, HeapExhausted, NotSymmetric, TeamClosed, Unsupported
 from weft.runtime.platforms.virtual import VirtualPlatform
@@ -261,3 +263,37 @@ def test_no_workspace_is_made_while_a_graph_is_captured(monkeypatch):
         return refused
 
     assert all("memory that lasts" in refused[-1] for refused in weft.simulate(main, 2))
+
+
+def test_sends_of_nothing_are_no_findings():
+    report = weft.check.check(behaviour.sends_of_nothing, 2, schedules=4)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t, x: t.copy_engine.put(x[2:2], x[2:2], 2), "peer=2 is not a rank of this team"),
+        (lambda t, x: t.copy_engine.put(x[2:2], x[2:3], 0), "dtype and number of elements must agree"),
+        (lambda t, x: t.copy_engine.signal(x[2:2], x[2:2], 0), "signal has shape (0,), no element; pass one flag"),
+        (lambda t, x: t.free(x[2:2]), "where no such tensor begins"),
+    ],
+)
+def test_a_mistake_about_nothing_is_refused(call, message):
+    def main(team):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call(team, team.zeros(8))
+
+    weft.simulate(main, 2)
+
+
+def test_a_piece_of_nothing_crosses_a_rail():
+    def main(team):
+        sent, received, peer = torch.arange(3.0), torch.zeros(3), 1 - team.rail.index
+        ends = [(sent[3:], received[3:]), (sent, received)]
+        team.rail.fork()
+        team.rail.exchange([weft.Piece(send=a, to=peer, receive=b, source=peer) for a, b in ends])
+        team.rail.join()
+        return received.tolist()
+
+    assert weft.simulate(main, 2, node_size=1) == [[0.0, 1.0, 2.0]] * 2

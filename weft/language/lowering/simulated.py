@@ -231,6 +231,8 @@ def _reaches_peers(machine: Any, ptr: Any, peer: Any, team: Any) -> None:
     if np.all(interp.value_of(peer) == me):
         return
     pointer, memory, rank = int(interp.addresses_of(ptr).flat[0]), machine.memory, machine.rank
+    if pointer == 0:  # torch's, of a tensor without elements
+        return
     base, name = machine.pointers.origin(pointer)
     heap = memory.heap_of(pointer & ADDRESS) or memory.heap_of(base)
     if heap == memory.heap_of(int(interp.addresses_of(team.barriers)[0]) & ADDRESS):

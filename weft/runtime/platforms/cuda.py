@@ -19,7 +19,7 @@ from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
 from weft.runtime.environment import coordinates
 from weft.runtime.platforms.driver import copy_async
-from weft.runtime.platforms.platform import address_at_peer, check_copy
+from weft.runtime.platforms.platform import address_at_peer, address_of, check_copy, check_signal
 from weft.runtime.platforms.torch_rail import new_group, rail_of
 from weft.runtime.recording import copy_span, signal_span
 from weft.runtime.store import FolderStore, given
@@ -283,10 +283,10 @@ class CudaPlatform:
         return torch.cuda.is_current_stream_capturing()
 
     def carved(self, tensor: torch.Tensor, name: str) -> None:
-        self._names[tensor.data_ptr()] = (tensor.numel() * tensor.element_size(), name, tensor.element_size())
+        self._names[address_of(tensor)] = (tensor.numel() * tensor.element_size(), name, tensor.element_size())
 
     def released(self, tensor: torch.Tensor) -> None:
-        self._names.pop(tensor.data_ptr(), None)
+        self._names.pop(address_of(tensor), None)
 
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> CudaPlatform | None:
         self._subsets += 1
@@ -367,16 +367,20 @@ class CudaCopyEngine:
 
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         check_copy(dst, src)
-        with copy_span(self._stream, src.nbytes, peer):
-            self._copy(address_at_peer(self._platform, dst, peer), src.data_ptr(), dst, src)
+        there = address_at_peer(self._platform, dst, peer)
+        if src.numel():
+            with copy_span(self._stream, src.nbytes, peer):
+                self._copy(there, src.data_ptr(), dst, src)
 
     def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         check_copy(dst, src)
-        with copy_span(self._stream, src.nbytes, peer):
-            self._copy(dst.data_ptr(), address_at_peer(self._platform, src, peer), dst, src)
+        there = address_at_peer(self._platform, src, peer)
+        if src.numel():
+            with copy_span(self._stream, src.nbytes, peer):
+                self._copy(dst.data_ptr(), there, dst, src)
 
     def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
-        check_copy(signal, epoch)
+        check_signal(signal, epoch)
         with signal_span(self._stream, signal.data_ptr(), peer):
             self._copy(address_at_peer(self._platform, signal, peer), epoch.data_ptr(), signal, epoch)
 

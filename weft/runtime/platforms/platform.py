@@ -44,11 +44,11 @@ class CopyEngine(Protocol):
     def put(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
         """Copy ``src`` (this rank's) into ``dst`` (symmetric) at ``peer``.
 
-        Both are contiguous, of equal dtype and number of elements.
+        Both are contiguous, of equal dtype and number of elements. Without elements it does nothing.
         """
 
     def get(self, dst: torch.Tensor, src: torch.Tensor, peer: int) -> None:
-        """Copy ``src`` (symmetric) at ``peer`` into ``dst`` (this rank's)."""
+        """Copy ``src`` (symmetric) at ``peer`` into ``dst`` (this rank's). Without elements it does nothing."""
 
     def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
         """Copy ``epoch`` (int32 [1], this rank's) into ``signal`` (symmetric int32 [1]) at ``peer``.
@@ -134,14 +134,26 @@ def address_at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
     return tensor.data_ptr() if peer == platform.rank else platform.peer_heap(peer).data_ptr() + offset
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Address of the first element; without elements, for which torch's ``data_ptr`` is 0, where it would lie."""
+    if tensor.numel():
+        return tensor.data_ptr()
+    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+
+
 def _offset(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
-    """Offset of the symmetric ``tensor`` in the heap. ValueError if it is strided or ``peer`` no rank."""
+    """Offset of the symmetric ``tensor`` in the heap; 0 without elements, wherever it lies.
+
+    ValueError if it is strided or ``peer`` no rank.
+    """
     if not isinstance(tensor, torch.Tensor):
         check_instance("tensor", tensor, torch.Tensor, "a tensor")
     if type(peer) is not int:
         peer = check_int("peer", peer)
     if not 0 <= peer < platform.size:
         raise ValueError(f"peer={peer} is not a rank of this team; it has ranks 0 to {platform.size - 1}")
+    if tensor.numel() == 0:
+        return 0
     offset = tensor.data_ptr() - platform.heap.data_ptr()
     if not 0 <= offset < platform.heap.numel():
         raise NotSymmetric(platform.rank, "tensor", tensor.shape)
@@ -162,3 +174,12 @@ def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
         )
     if not (dst.is_contiguous() and src.is_contiguous()):
         raise ValueError(f"copies are of contiguous tensors; got strides {src.stride()} -> {dst.stride()}")
+
+
+def check_signal(signal: torch.Tensor, epoch: torch.Tensor) -> None:
+    """ValueError as of ``check_copy``, and for a flag without elements, which no peer could see."""
+    check_copy(signal, epoch)
+    if epoch.numel() == 0:
+        raise ValueError(
+            f"signal has shape {tuple(signal.shape)}, no element; pass one flag, as signals[row : row + 1]"
+        )

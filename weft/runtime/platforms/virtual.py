@@ -12,7 +12,7 @@ import torch
 from weft.arguments import check_instance
 from weft.errors import ArgumentMismatch, CallMismatch, NoPeerAccess, WeftError
 from weft.runtime import capabilities, codec
-from weft.runtime.platforms.platform import at_peer, check_copy
+from weft.runtime.platforms.platform import address_of, at_peer, check_copy, check_signal
 from weft.runtime.team.rail import Piece, Rail
 from weft.runtime.team.rendezvous import check_alike
 from weft.runtime.team.shape import check_node_size, shape_of
@@ -176,7 +176,7 @@ class VirtualPlatform:
 
         The first one registers it for all ranks, so that it may go on and use it at peers that are behind.
         """
-        offset, nbytes = tensor.data_ptr() - self.heap.data_ptr(), tensor.numel() * tensor.element_size()
+        offset, nbytes = address_of(tensor) - self.heap.data_ptr(), tensor.numel() * tensor.element_size()
         first = self._cluster.carved.setdefault((self._team, self._carved), self.rank)
         self._carved += 1
         if first != self.rank:
@@ -191,7 +191,7 @@ class VirtualPlatform:
 
     def released(self, tensor: torch.Tensor) -> None:
         self._machine.pointers.free(tensor)
-        self._machine.memory.remove(tensor.data_ptr())
+        self._machine.memory.remove(address_of(tensor))
 
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> VirtualPlatform | None:
         self._subsets += 1
@@ -237,6 +237,7 @@ class VirtualCopyEngine:
 
     def signal(self, signal: torch.Tensor, epoch: torch.Tensor, peer: int) -> None:
         there = self._at(signal, peer)
+        check_signal(there, epoch)
         self._enqueue(f"signal to rank {peer}", there, epoch, signal=True)
 
     def join(self) -> None:
@@ -247,6 +248,8 @@ class VirtualCopyEngine:
 
     def _enqueue(self, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
         check_copy(dst, src)
+        if src.numel() == 0:
+            return
         begin = self._machine.observer.enqueued(self.stream, label, [dst, src])
 
         def move() -> None:

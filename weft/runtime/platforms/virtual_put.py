@@ -20,6 +20,7 @@ import torch
 
 from weft.arguments import check_int
 from weft.errors import Unsupported
+from weft.runtime.platforms.platform import address_of
 from weft.runtime.platforms.virtual import Mark, VirtualPlatform, copy_in_pieces
 from weft.simulator.machine.tasks import Waiting
 
@@ -79,7 +80,7 @@ class PutLink:
         if check_int("to", to, 0, self._rail.size - 1) == self._rail.index:
             raise ValueError(f"to={to} is this rank's own node; store within the node instead")
         heap = self._platform.heap_of_node(to)
-        offset = tensor.data_ptr() - self._node._platform.heap.data_ptr()
+        offset = address_of(tensor) - self._node._platform.heap.data_ptr()
         return heap[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def _deliver(self, target: torch.Tensor, source: torch.Tensor, behind: list[Mark], signal: bool = False) -> Mark:

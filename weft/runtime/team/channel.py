@@ -88,7 +88,8 @@ class Channel(TakenByView):
     def send(self, target: torch.Tensor, source: torch.Tensor, peer: int, chunk: int) -> None:
         """Copy ``source`` into the peer's ``target`` by copy engine, then announce ``chunk`` there.
 
-        Arguments as in ``copy_engine.put``. The copy engine must have been forked since the call began.
+        Arguments as in ``copy_engine.put``. Without elements it only announces the chunk. The copy engine must have been forked
+        since the call began.
         """
         chunk = check_int("chunk", chunk, 0, self.signals.shape[1] - 1)
         self.team.copy_engine.put(target, source, peer)

@@ -24,7 +24,7 @@ from weft.arguments import (
 from weft.errors import AllocationMismatch, NotSymmetric, SeveralNodes, TeamClosed, Unsupported
 from weft.runtime import virtual_rank
 from weft.runtime.logs import logger_of
-from weft.runtime.platforms.platform import CopyEngine, Library, Platform, at_peer
+from weft.runtime.platforms.platform import CopyEngine, Library, Platform, address_of, at_peer
 from weft.runtime.team.channel import Channel
 from weft.runtime.team.heap import HeapLayout
 from weft.runtime.team.rail import Rail
@@ -174,7 +174,7 @@ class Team(TakenByView):
         _check_tensor(tensor)
         if not self.is_symmetric(tensor):
             raise NotSymmetric(self.rank, "tensor", tensor.shape)
-        offset = tensor.data_ptr() - self._platform.heap.data_ptr()
+        offset = address_of(tensor) - self._platform.heap.data_ptr()
         nbytes = tensor.numel() * tensor.element_size()
         block = self._layout.taken_at(offset)
         if block is None or block.used != nbytes:
@@ -203,7 +203,7 @@ class Team(TakenByView):
         return self._layout.largest_free_bytes
 
     def at_peer(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric for others."""
+        """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric for others with elements."""
         self._check_heap("at_peer()")
         _check_tensor(tensor)
         peer = check_int("peer", peer)
@@ -213,7 +213,7 @@ class Team(TakenByView):
         _check_tensor(tensor)
         self._check_heap("is_symmetric()")
         heap = self._platform.heap
-        return heap.data_ptr() <= tensor.data_ptr() < heap.data_ptr() + heap.numel()
+        return heap.data_ptr() <= address_of(tensor) < heap.data_ptr() + heap.numel() + (tensor.numel() == 0)
 
     def local(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Ordinary zeroed memory of this rank's device, for epochs and counters."""

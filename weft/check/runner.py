@@ -107,6 +107,8 @@ class Runner:
         machine, detector = kept[0]
         if error is None:
             detector.signals.finish()
+        elif not isinstance(error, Deadlock):
+            detector.signals.failed()
         races = detector.races
         findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
         told = isinstance(error, (CallMismatch, ArgumentMismatch)) and any(

@@ -67,7 +67,7 @@ class Detector(HappensBefore):
         for address in addresses:
             signal = self.signals.at(address, itemsize)
             if comparison == "==":
-                self.signals.awaits_one_value(signal, thread, wanted, thread.waits[1])
+                self.signals.one_value.begins(signal, thread, wanted, thread.waits[1])
             else:
                 self.signals.awaited(signal)
 
@@ -188,9 +188,9 @@ class Detector(HappensBefore):
             return
         if how == "volatile" and addresses.size <= _FEW:
             for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
-                if addresses_in(signal, addresses).size:
+                for i in addresses_in(signal, addresses)[:1]:
                     self.signals.relaxed(thread, signal, "sys")
-                    self._polled(thread, signal, access)
+                    self._polled(signal, access, signed(bits[i], itemsize))
         if how == "lamport":
             sender = self.races.last_store(int(addresses[0]))
             if sender is not None:
@@ -230,7 +230,7 @@ class Detector(HappensBefore):
             for i in addresses_in(signal, addresses):
                 new = signed(bits[i], itemsize)
                 access.resets = access.resets or self.signals.sets_back(signal, new)
-                landed.append(partial(self.signals.stored, signal, access, new, thread.launch))
+                landed.append(partial(self.signals.stored, signal, access, new))
                 landed.append(self.signals.unordered(thread, signal, None, keeps=False))
         lamport = how == "lamport"
         self.races.write(thread, access, addresses, itemsize, lamport=lamport)
@@ -315,14 +315,10 @@ class Detector(HappensBefore):
             self.signals.acquire(thread, signal, scope, "acquired")
         else:
             self.signals.relaxed(thread, signal, scope)
-        if not changes:
-            self._polled(thread, signal, access)
-        else:
-            value = signed(new, signal.itemsize)
-            if op == "add":
-                self.signals.added(signal, access, value, thread.launch)
-            else:
-                self.signals.wrote(signal, thread, access.code, access.verb, value)
+        old, new = signed(old, signal.itemsize), signed(new, signal.itemsize)
+        self._polled(signal, access, old, changes=changes)
+        if changes:
+            (self.signals.added if op == "add" else self.signals.wrote)(signal, access, old, new)
             if sem in ("release", "acq_rel"):
                 self.signals.release(thread, signal, scope, "released", keeps=True)()
             else:
@@ -330,17 +326,17 @@ class Detector(HappensBefore):
         if sem in ("acquire", "acq_rel"):
             thread.barrier()  # Triton broadcasts the value to all threads through one
 
-    def _polled(self, thread: ThreadClock, signal: Signal, access: Access) -> None:
-        self.signals.polled(signal, thread)
-        if access.code is not None and is_polled(access.code[0].co_filename, access.code[1]):
-            self.residency.waited(thread, signal, None, access.code)
+    def _polled(self, signal: Signal, access: Access, value: int, *, changes: bool = False) -> None:
+        self.signals.polled(signal, access, value, changes=changes)
+        if not changes and access.code is not None and is_polled(access.code[0].co_filename, access.code[1]):
+            self.residency.waited(access.thread, signal, None, access.code)
 
     def notified(self, address: int, bits: int, itemsize: int) -> Landed:
         thread, signal = self.thread(), self.signals.at(address, itemsize)
         access = self.races.access(thread, SCALAR, "notify", "sys")
         at = np.array([address], np.uint64)
         self._check_translated(thread, access, at)
-        stored = partial(self.signals.stored, signal, access, signed(bits, itemsize), thread.launch)
+        stored = partial(self.signals.stored, signal, access, signed(bits, itemsize))
         self.races.write(thread, access, at, itemsize)
         return partial(_call_all, [stored, self.signals.release(thread, signal, "sys", "notified", keeps=False)])
 

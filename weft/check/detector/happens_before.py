@@ -164,7 +164,7 @@ class HappensBefore(Observer):
             return
         for address, old in before.items():
             signal = self.signals.at(address, itemsize)
-            self.signals.stored(signal, access, self.signals.value(signal), main.launch, old)
+            self.signals.stored(signal, access, self.signals.value(signal), old)
             self.signals.unordered(main, signal, None, keeps=False)()
         self.races.write(main, access, addresses, itemsize)
 
@@ -236,13 +236,12 @@ class HappensBefore(Observer):
             for signal in self.signals.within(target, target + nbytes):
                 self.signals.unordered(thread, signal, None, keeps=False)()
             return
-        self.races.write(
-            thread, self.races.access(thread, "copy", "signal", "sys"), np.uint64(target) + steps, itemsize
-        )
+        access = self.races.access(thread, "copy", "signal", "sys")
+        self.races.write(thread, access, np.uint64(target) + steps, itemsize)
         for step in steps.tolist():
             signal = self.signals.at(target + step, itemsize)
             value = self.memory.read_word(source + step, itemsize, lambda: thread.label)
-            self.signals.wrote(signal, thread, None, "copy engine's signal", signed(value, itemsize))
+            self.signals.wrote(signal, access, self.signals.value(signal), signed(value, itemsize))
             self.signals.release(thread, signal, "sys", "signalled", keeps=False)()
 
     def joined(self, stream: str) -> None:

@@ -68,8 +68,9 @@ class Residency:
 def _suppliers(signal: Signal, wanted: int | None) -> list[ThreadClock]:
     """Writers that brought the signal to ``wanted``: the one that reached it, and all adders before."""
     found: list[ThreadClock] = []
-    for thread, _, verb, value in signal.writers:
-        found = [*found, thread] if "add" in verb else [thread]
-        if wanted is not None and value >= wanted:
+    for write in signal.writers:
+        thread = write.access.thread
+        found = [*found, thread] if "add" in write.access.verb else [thread]
+        if wanted is not None and write.value >= wanted:
             break
     return found

@@ -12,18 +12,18 @@ from collections.abc import Callable
 
 import numpy as np
 
+from weft.check.detector.one_value import OneValueWaits
 from weft.check.detector.races import Races
-from weft.check.detector.thread_clocks import SCALAR, Access, OneValue, ProgramClock, Release, Signal, Sync, ThreadClock
-from weft.check.detector.vector_clocks import at
+from weft.check.detector.thread_clocks import SCALAR, Access, ProgramClock, Release, Signal, Sync, ThreadClock, Write
 from weft.simulator.machine.memory import signed
-from weft.simulator.machine.polling import is_polled, waits_for_one_value
+from weft.simulator.machine.polling import is_polled, loop_for_one_value
 
 
 class Signals:
     """All signals of a run, by address."""
 
     def __init__(self, races: Races) -> None:
-        self._races, self._memory = races, races.memory
+        self._races, self._memory, self.one_value = races, races.memory, OneValueWaits(races)
         self._signals: dict[int, Signal] = {}
         self._sorted: list[int] = []
 
@@ -46,6 +46,7 @@ class Signals:
 
     def drop(self, low: int, high: int) -> None:
         for signal in self.within(low, high):
+            self.one_value.report(signal)
             del self._signals[signal.address]
             self._sorted.remove(signal.address)
 
@@ -72,7 +73,7 @@ class Signals:
             if isinstance(thread, ProgramClock):
                 thread.saw(known)
         place = self._races.place(self._races.code())
-        for other, _, _, _ in signal.writers:
+        for other in {write.access.thread: None for write in signal.writers}:
             name = self._memory.describe(signal.address)
             sentence = f"line {place.line if place else '?'} reads {name} without acquire order"
             thread.notes.setdefault(other, ("relaxed-order", sentence))
@@ -136,7 +137,7 @@ class Signals:
             who = "another program" if within == "cta" else f"rank {rank}"
             missed[thread] = (kind, f"{sentence}, so it does not order {who}" if kind == "scope" else sentence)
         if scope != "sys":
-            for thread, _, _, _ in signal.writers:
+            for thread in {write.access.thread: None for write in signal.writers}:
                 if thread.rank != rank or scope == "cta":
                     who = "program's" if scope == "cta" else "rank's"
                     missed.setdefault(
@@ -146,15 +147,13 @@ class Signals:
 
     # --- misuse of values --------------------------------------------------------------------------------------------
 
-    def stored(self, signal: Signal, access: Access, new: int, launch: int, old: int | None = None) -> None:
+    def stored(self, signal: Signal, access: Access, new: int, old: int | None = None) -> None:
         """Note a store to a signal, from ``old`` or memory's present value, and report a wrong value."""
-        thread = access.thread
         old = self.value(signal) if old is None else old
         back = _is_back(signal, old, new)
-        self.wrote(signal, thread, access.code, access.verb, new)
-        self._took(signal, new)
+        self.wrote(signal, access, old, new)
         if access.verb == "notify":
-            signal.notify_launches.add(launch)
+            signal.notify_launches.add(access.thread.launch)
             if back:
                 signal.back = f"{self._races.line_of(access)} sets a signal from {old} to {new}", access
                 if signal.is_to_grow:
@@ -172,11 +171,16 @@ class Signals:
         """True if ``new`` is less than memory's value."""
         return _is_back(signal, self.value(signal), new)
 
-    def added(self, signal: Signal, access: Access, new: int, launch: int) -> None:
-        self.wrote(signal, access.thread, access.code, access.verb, new)
-        signal.notify_launches.add(launch)
+    def added(self, signal: Signal, access: Access, old: int, new: int) -> None:
+        self.wrote(signal, access, old, new)
+        signal.notify_launches.add(access.thread.launch)
         signal.added += 1
-        self._took(signal, new)
+
+    def wrote(self, signal: Signal, access: Access, old: int, new: int) -> None:
+        """Note that ``access`` takes the signal from ``old`` to ``new``."""
+        write = Write(access, old, new)
+        signal.wrote(write)
+        self.one_value.wrote(signal, write)
 
     def awaited(self, signal: Signal) -> None:
         """Report an earlier notify that decreased the signal, now that a program relies on its growth."""
@@ -193,65 +197,43 @@ class Signals:
             signal.wanted = max(signal.wanted, wanted)
             signal.wait_launches.add(access.thread.launch)
 
-    def awaits_one_value(self, signal: Signal, thread: ThreadClock, wanted: int, code: tuple | None) -> None:
-        """Note that ``thread`` begins to wait for ``wanted`` alone."""
-        signal.for_one_value[thread.slot] = OneValue(thread, wanted, code)
+    def polled(self, signal: Signal, access: Access, value: int, *, changes: bool) -> None:
+        """Note a raw load or an atomic that has read ``value``: a loop may wait by it.
+
+        ``changes``: an atomic that changes the value.
+        """
+        code = access.code
+        if code is None:
+            return
+        if loop_for_one_value(code[0].co_filename, code[1]) is not None:
+            self.one_value.polls(signal, access.thread, code, value)
+        elif not changes and is_polled(code[0].co_filename, code[1]):
+            self.awaited(signal)
 
     def stuck(self) -> None:
-        """Report the waits for one value, at the end of a run that is stuck, whose signal is past it."""
+        """Report missed values, at the end of a run that is stuck."""
+        self.one_value.stuck(self._signals.values())
+
+    def failed(self) -> None:
+        """Report missed values, at the end of a run by an error."""
         for signal in self._signals.values():
-            for wait in signal.for_one_value.values():
-                if wait.end is None and _is_back(signal, self.value(signal), wait.wanted):
-                    self._misses(signal, wait, f"it is at {self.value(signal)}")
-
-    def wrote(self, signal: Signal, thread: ThreadClock, code: tuple | None, verb: str, value: int) -> None:
-        """Note a write, and report each wait for one value that may look at the signal only after it.
-
-        Such a write moves the signal on from the value, or past it, and its thread does not know the wait's end.
-        """
-        before = signal.writers[-1][3] if signal.writers else None
-        signal.wrote(thread, code, verb, value)
-        for slot, wait in signal.for_one_value.items():
-            if wait.end is None:
-                misses = before == wait.wanted != value or _is_back(signal, value, wait.wanted)
-            else:
-                misses = value != wait.wanted and at(thread.clock, slot) < wait.end
-            if misses:
-                place = self._races.place(code)
-                self._misses(signal, wait, f"{f'line {place.line}' if place else thread.label} may set {value} first")
-
-    def _misses(self, signal: Signal, wait: OneValue, why: str) -> None:
-        access = Access(0, wait.thread, SCALAR, 0, 0, 0, "wait", wait.code, "sys", wait.thread.sync)
-        text = f"{self._races.line_of(access)} waits until a signal is {wait.wanted}, and may never see it: {why}"
-        self._report("equality-wait", text, signal, [access])
-
-    def polled(self, signal: Signal, thread: ThreadClock) -> None:
-        """Note a raw load, or an atomic that only reads: a loop around it may wait for equality."""
-        code = self._races.code() if isinstance(thread, ProgramClock) else None
-        if code is not None and is_polled(code[0].co_filename, code[1]):
-            self.awaited(signal)
-        if code is not None and signal.equality is None and waits_for_one_value(code[0].co_filename, code[1]):
-            signal.equality = (thread, code)
-            self._equality(signal)
+            self.one_value.report(signal)
 
     def finish(self) -> None:
-        """Report counts above what is waited for, at the end of a run."""
+        """Report missed values and counts above what is waited for, at the end of a run."""
+        self.one_value.finish(self._signals.values())
         for signal in self._signals.values():
             calls = len(signal.notify_launches) / max(1, len(signal.wait_launches))
             if signal.added > 1 and signal.wanted > 0 and self.value(signal) > signal.wanted * calls:
                 name, count = self._memory.describe(signal.address), self.value(signal)
                 text = f"{name} ends at {count}, and the largest value waited for is {signal.wanted}"
-                access = self._last_access(signal)
-                self._report("overshoot", text, signal, [access] if access else [])
+                self._report("overshoot", text, signal, [signal.writers[-1].access])
 
     def cause(self, address: int) -> list[str]:
         """Reasons why a wait for the signal at ``address`` may never end: its last notify, or others."""
         signal, name = self._signals.get(address), self._memory.describe(address)
         if signal is not None and signal.writers:
-            thread, code, verb, value = signal.writers[-1]
-            return [
-                f"{name}: last written by {thread.label} ({verb}, {self._races.place(code) or 'host code'}), value {value}"
-            ]
+            return [f"{name}: last written by {self._writer(signal.writers[-1])}"]
         extent = self._memory.find(address)
         lines = [f"{name}: never notified"]
         if extent is not None:
@@ -261,27 +243,13 @@ class Signals:
                 if w.writers and (f := self._memory.find(w.address)) and f.name == extent.name
             ]
             for other in others[:3]:
-                thread, code, verb, value = other.writers[-1]
-                where = self._races.place(code) or "host code"
-                lines.append(
-                    f"{self._memory.describe(other.address)}: notified by {thread.label} ({verb}, {where}), value {value}"
-                )
+                lines.append(f"{self._memory.describe(other.address)}: notified by {self._writer(other.writers[-1])}")
         return lines
 
-    def _last_access(self, signal: Signal) -> Access | None:
-        thread, code, verb, _ = signal.writers[-1]
-        return Access(0, thread, SCALAR, 0, 0, 0, verb, code, "sys", thread.sync)
-
-    def _took(self, signal: Signal, value: int) -> None:
-        signal.values.add(value)
-        self._equality(signal)
-
-    def _equality(self, signal: Signal) -> None:
-        if signal.equality is not None and len(signal.values) > 1:
-            thread, code = signal.equality
-            access = Access(0, thread, SCALAR, 0, 0, 0, "poll", code, "sys", thread.sync)
-            text = f"{self._races.line_of(access)} waits for one value of a signal that takes {sorted(signal.values)}"
-            self._report("equality-wait", text, signal, [access])
+    def _writer(self, write: Write) -> str:
+        access = write.access
+        where = self._races.place(access.code) or "host code"
+        return f"{access.thread.label} ({access.verb}, {where}), value {write.value}"
 
     def _waiting_for(self, signal: Signal) -> str | None:
         for task in self._races.machine.scheduler.waiting_tasks():

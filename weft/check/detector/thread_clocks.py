@@ -25,17 +25,20 @@ A Lamport word publishes to its reader what was awaited, and all other accesses 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from weft.check.detector.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, fit, joined
 from weft.simulator.machine.grids import Grid
+from weft.simulator.machine.memory import signed
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 DELIVERY, COPYING = "delivery", "copying"
 # Kinds whose accesses are not in program order even for the program itself.
 _LATE = (ASYNC, DELIVERY, COPYING)
+_WRITES = 32  # latest writes kept of a signal
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class Sync:
     verb: str
     address: int | None = None
     code: tuple | None = None
+    write: Write | None = None  # that an acquire has read, the last one of its release sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -313,16 +317,27 @@ class ProgramClock(ThreadClock):
 
 
 @dataclass(slots=True)
-class OneValue:
-    """Wait until a signal equals ``wanted``.
+class Write:
+    """Write of a signal, which ``access`` took from ``old`` to ``value``."""
 
-    end  time of its thread's slot when it ended, None until then
+    access: Access
+    old: int
+    value: int
+
+
+@dataclass(slots=True)
+class OneValue:
+    """Wait until a signal equals ``wanted`` (None: a value that a raw loop's condition does not show).
+
+    end   time of its thread's slot when it ended, or at its last poll for a value not known; None until then
+    seen  the last value of such a poll
     """
 
     thread: ThreadClock
-    wanted: int
+    wanted: int | None
     code: tuple | None
     end: int | None = None
+    seen: int | None = None
 
 
 @dataclass(slots=True)
@@ -337,7 +352,7 @@ class Signal:
     itemsize: int
     by_all: np.ndarray | None = None
     by_rank: dict[int, np.ndarray] = field(default_factory=dict)
-    writers: list[tuple[ThreadClock, tuple | None, str, int]] = field(default_factory=list)
+    writers: list[Write] = field(default_factory=list)  # the latest
     # Writers whose stores an acquire does not make visible: (kind, sentence, scope within which it does).
     unreleased: dict[ThreadClock, tuple[str, str, str]] = field(default_factory=dict)
     # Writers whose stores the releasers themselves did not see.
@@ -346,9 +361,11 @@ class Signal:
     added: int = 0
     notify_launches: set[int] = field(default_factory=set)
     wait_launches: set[int] = field(default_factory=set)
-    equality: tuple[ThreadClock, tuple] | None = None  # of a raw loop
     for_one_value: dict[int, OneValue] = field(default_factory=dict)  # by slot
-    values: set[int] = field(default_factory=set)
+    # Waits that may miss their values, with a function that reports it, by slot, line and value.
+    missed: dict[tuple, tuple[OneValue, Callable[[], None]]] = field(default_factory=dict)
+    initial: int = 0  # value before the first write
+    fell: bool = False  # a write has decreased it
     early_release: tuple[np.ndarray, tuple | None] | None = None  # as in ThreadClock
     back: tuple[str, Access] | None = None  # a notify that decreased it, reported if a program relies on its growth
     is_to_grow: bool = False
@@ -372,6 +389,9 @@ class Signal:
         mine = [self.by_rank[rank]] if rank in self.by_rank and scope != "cta" else []
         return [*mine, self.by_all] if scope == "sys" and self.by_all is not None else mine
 
-    def wrote(self, thread: ThreadClock, code: tuple | None, verb: str, value: int) -> None:
-        self.writers.append((thread, code, verb, value))
-        del self.writers[:-8]
+    def wrote(self, write: Write) -> None:
+        if not self.writers:
+            self.initial = write.old
+        self.fell = self.fell or signed(write.value - write.old, self.itemsize) < 0
+        self.writers.append(write)
+        del self.writers[:-_WRITES]

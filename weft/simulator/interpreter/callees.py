@@ -66,7 +66,7 @@ class Callees:
         self._semantic, self._frames = semantic, frames
         self._table: dict[int, tuple[object, Callable]] = {}  # id -> (object with that id, function to call)
         self._replaced: dict[int, tuple[object, Callable]] = {}
-        self._helpers = {"__weft_call__": self.resolve, **statements.helpers(semantic)}
+        self.helpers = {"__weft_call__": self.resolve, **statements.helpers(semantic)}
 
     def replace(self, callee: object, function: Callable) -> None:
         """Replace ``callee`` by ``function`` permanently."""
@@ -118,4 +118,4 @@ class Callees:
             original.__code__.co_freevars,
         )  # fmt: skip
         self._frames.add(rewriting.codes_of(code))
-        return rewriting.bind(code, original, self._helpers)
+        return rewriting.bind(code, original, self.helpers)

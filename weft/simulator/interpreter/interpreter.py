@@ -13,6 +13,7 @@ from weft.simulator.interpreter.launching import Launch
 from weft.simulator.interpreter.port import GridSizes, Port
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.stand_ins import StandIns
+from weft.simulator.interpreter.values import value_of
 from weft.triton_api import JITFunction
 
 
@@ -58,6 +59,20 @@ class Interpreter:
         """Line of the innermost kernel code now executing, outside ``LIBRARIES`` if possible."""
         frame = self._frames.innermost(LIBRARIES)
         return (frame.f_code, frame.f_lineno) if frame is not None else None
+
+    def evaluate(self, expression: types.CodeType) -> object:
+        """Plain value of an expression in the frame of ``kernel_line``; None if it has none there.
+
+        expression  of ``compile_expression``; it touches no memory, since it runs outside the schedule
+        """
+        frame = self._frames.innermost(LIBRARIES)
+        if frame is None:
+            return None
+        try:
+            variables = {**frame.f_globals, **frame.f_locals, **self._callees.helpers}
+            return value_of(types.FunctionType(expression, variables)())
+        except Exception:  # a variable that is not assigned yet, for instance
+            return None
 
     def kernel_state(self) -> list[tuple[types.CodeType, int, int, dict[str, object]]]:
         """(code, instruction, line, variables) of all kernel code now executing, innermost first."""

@@ -9,6 +9,7 @@ so tracebacks and debuggers show the kernel as written.
 from __future__ import annotations
 
 import ast
+import copy
 import types
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -156,6 +157,12 @@ def compile_kernel(
     for wanted in ("__weft_factory__", _INNER):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == wanted)
     return code.replace(co_name=name)
+
+
+def compile_expression(node: ast.expr, filename: str) -> types.CodeType:
+    """Code of an expression of a kernel, which is left unchanged. It needs the helpers as variables."""
+    expression = ast.Expression(_Rewriter().visit(copy.deepcopy(node)))
+    return compile(ast.fix_missing_locations(expression), filename, "eval", dont_inherit=True)
 
 
 def bind(code: types.CodeType, original: types.FunctionType, helpers: Mapping[str, Callable]) -> types.FunctionType:

@@ -17,9 +17,15 @@ from types import CodeType
 
 import numpy as np
 
+from weft.simulator.interpreter.rewriting import compile_expression
+
 # Reads of the same bytes after which a program's rounds are compared, and most places remembered of a program.
 _READS = 8
 _MOST_KEYS = 4096
+
+# Functions that read memory, that change the type of what was read, and that touch no memory.
+_READERS, _CASTS = ("load", "atomic_"), ("to", "cast")
+_PURE = frozenset({"num_programs", "program_id", "num_ranks", "rank", "cdiv", "minimum", "maximum", *_CASTS})
 
 # Identity of a read: (first address, elements, bytes of each).
 Key = tuple[int, int, int]
@@ -122,11 +128,28 @@ def _same(a: object, b: object) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class OneValueLoop:
+    """``while`` loop that polls for one value only: ``!=``, or ``not ... ==``.
+
+    wanted  expression of the value, to be evaluated in the kernel's frame; None where the condition does not show it
+    """
+
+    wanted: CodeType | None
+
+
 @cache
-def waits_for_one_value(file: str, line: int) -> bool:
-    """True if a ``while`` polls the read in ``line`` for one value only: ``!=``, or ``not ... ==``."""
+def loop_for_one_value(file: str, line: int) -> OneValueLoop | None:
+    """The loop for one value that polls the read in ``line``, if there is one."""
     loop = _innermost(_loops(file), line)
-    return loop is not None and _is_polled(loop, line) and any(_is_inequality(node) for node in ast.walk(loop.test))
+    if loop is None or not _is_polled(loop, line) or not any(_is_inequality(node) for node in ast.walk(loop.test)):
+        return None
+    for node in ast.walk(loop.test):
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+            for read, other in ((node.left, node.comparators[0]), (node.comparators[0], node.left)):
+                if _is_read(read, loop, line) and _is_pure(other):
+                    return OneValueLoop(compile_expression(other, file))
+    return OneValueLoop(None)
 
 
 @cache
@@ -141,6 +164,34 @@ def _is_inequality(node: ast.AST) -> bool:
         return any(isinstance(op, ast.NotEq) for op in node.ops)
     negated = isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert))
     return negated and any(isinstance(op, ast.Eq) for n in ast.walk(node) if isinstance(n, ast.Compare) for op in n.ops)
+
+
+def _is_read(node: ast.expr, loop: ast.While, line: int) -> bool:
+    """True if ``node`` is the read in ``line`` itself, cast or not, or a variable that holds its result."""
+    while isinstance(node, ast.Call) and _called(node) in _CASTS:
+        node = node.func.value if _called(node) == "to" and isinstance(node.func, ast.Attribute) else node.args[0]
+    if isinstance(node, ast.Call):
+        return node.lineno <= line <= (node.end_lineno or line) and _called(node).startswith(_READERS)
+    if not isinstance(node, ast.Name):
+        return False
+    for one in ast.walk(loop):
+        if isinstance(one, ast.Assign) and one.lineno <= line <= (one.end_lineno or line):
+            targets = [target.id for target in one.targets if isinstance(target, ast.Name)]
+            return node.id in targets and _is_read(one.value, loop, line)
+    return False
+
+
+def _is_pure(node: ast.expr) -> bool:
+    """True if the expression may be evaluated once more: it touches no memory."""
+    calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return all(_called(call) in _PURE for call in calls) and not any(
+        isinstance(one, (ast.NamedExpr, ast.Lambda, ast.Await, ast.Compare, ast.BoolOp)) for one in ast.walk(node)
+    )
+
+
+def _called(call: ast.Call) -> str:
+    """Last part of the name of the called function."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _is_polled(loop: ast.While, line: int) -> bool:

@@ -216,7 +216,8 @@ class Races:
                 return "undrained-tma" if earlier.kind is ASYNC else uncovered
         if lamport and at(thread.clock, earlier.slot, UNFENCED_LAMPORT) >= earlier.time:
             return "overtaken"
-        return thread.notes.get(earlier.thread, ("race", ""))[0]
+        note = thread.note_for(earlier)
+        return "race" if note is None else note.kind
 
     def _judge(
         self, earlier: Access, access: Access, shadow: Shadow, cells: Cells, mask: np.ndarray, lamport: bool
@@ -324,9 +325,9 @@ class Races:
                 f"{first} may land after {second}: rank {access.thread.rank} knows of it only from words that rank "
                 f"{earlier.thread.rank} sent later without a fence, and a later store may overtake an earlier one"
             )
-        note = access.thread.notes.get(earlier.thread)
-        if note is not None and note[0] == kind:
-            return note[1]
+        note = access.thread.note_for(earlier)
+        if note is not None and note.kind == kind:
+            return note.sentence
         if kind == "signal-reset":
             reset, other = (second, first) if access.resets else (first, second)
             return f"{reset} resets a signal that {other} uses: nothing orders the two"

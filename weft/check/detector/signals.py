@@ -9,14 +9,30 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 
 from weft.check.detector.one_value import OneValueWaits
 from weft.check.detector.races import Races
-from weft.check.detector.thread_clocks import SCALAR, Access, ProgramClock, Release, Signal, Sync, ThreadClock, Write
+from weft.check.detector.thread_clocks import (
+    SCALAR,
+    Access,
+    Note,
+    Notes,
+    ProgramClock,
+    Release,
+    Signal,
+    Sync,
+    ThreadClock,
+    Write,
+    add_notes,
+)
+from weft.check.detector.vector_clocks import joined, new_clock
+from weft.simulator.interpreter import CodeLine
 from weft.simulator.machine.memory import signed
-from weft.simulator.machine.polling import is_polled, loop_for_one_value
+from weft.simulator.machine.polling import is_discarded, is_polled, loop_for_one_value
 
 
 class Signals:
@@ -61,10 +77,9 @@ class Signals:
         for known in signal.visible(thread.rank, scope):
             thread.learn(known)
         code = self._races.code() if isinstance(thread, ProgramClock) else None
-        thread.notes |= self._missed(signal, thread.rank, scope)
+        add_notes(thread.notes, self._missed(signal, code, thread.rank, scope))
         thread.early_release = signal.early_release
-        for other, note in signal.notes.items():
-            thread.notes.setdefault(other, note)
+        add_notes(thread.notes, signal.notes)
         thread.sync = Sync(verb, signal.address, code)
 
     def relaxed(self, thread: ThreadClock, signal: Signal, scope: str) -> None:
@@ -72,11 +87,18 @@ class Signals:
         for known in signal.visible(thread.rank, scope):
             if isinstance(thread, ProgramClock):
                 thread.saw(known)
-        place = self._races.place(self._races.code())
-        for other in {write.access.thread: None for write in signal.writers}:
-            name = self._memory.describe(signal.address)
+        code = self._races.code()
+        if code is not None and is_discarded(code[0].co_filename, code[1]):
+            return  # a notify that adds decides nothing by what it reads
+        missed = [
+            *signal.visible(thread.rank, scope),
+            *(n.clock for n in (*signal.unreleased.values(), *signal.notes.values())),
+        ]
+        if missed:
+            place, name = self._races.place(code), self._memory.describe(signal.address)
             sentence = f"line {place.line if place else '?'} reads {name} without acquire order"
-            thread.notes.setdefault(other, ("relaxed-order", sentence))
+            note = Note("relaxed-order", sentence, reduce(joined, missed, new_clock()))
+            add_notes(thread.notes, {(note.kind, code): note})
 
     def release(self, thread: ThreadClock, signal: Signal, scope: str, verb: str, *, keeps: bool) -> Callable[[], None]:
         """Note a release by ``thread``.
@@ -100,10 +122,10 @@ class Signals:
                 signal.forget()
             signal.unreleased.pop(thread, None)
             signal.release(thread.rank, known, scope)
-            signal.notes |= notes
+            add_notes(signal.notes, notes)
             if scope != "sys":
                 where = self._races.place(code)
-                signal.unreleased[thread] = ("scope", f"the release in {where} has scope {scope}", scope)
+                signal.unreleased[thread] = Note("scope", f"the release in {where} has scope {scope}", known, scope)
 
         return landed
 
@@ -112,37 +134,35 @@ class Signals:
         known = thread.relaxed() if isinstance(thread, ProgramClock) and scope is not None else None
         is_fenced = known is not None and thread.fenced is not None
         place = self._races.place(self._races.code()) if isinstance(thread, ProgramClock) else thread.label
+        # A fence before a relaxed write makes a release of it.
+        so_far, notes = None if is_fenced else thread.so_far(), dict(thread.notes)
 
         def landed() -> None:
             if not keeps:
                 signal.forget()
             if known is not None:
                 signal.release(thread.rank, known, scope)
-            if is_fenced:
-                return
-            signal.unreleased[thread] = (
-                "relaxed-order",
-                f"{place} writes {self._memory.describe(signal.address)} without release order",
-                "",
-            )
+            add_notes(signal.notes, notes)
+            if so_far is not None:
+                sentence = f"{place} writes {self._memory.describe(signal.address)} without release order"
+                signal.unreleased[thread] = Note("relaxed-order", sentence, so_far)
 
         return landed
 
-    def _missed(self, signal: Signal, rank: int, scope: str) -> dict[ThreadClock, tuple[str, str]]:
-        """Writers that an acquire by ``rank`` at ``scope`` does not synchronise with, each with the reason."""
-        missed = {}
-        for thread, (kind, sentence, within) in signal.unreleased.items():
-            if within == "gpu" and thread.rank == rank:
+    def _missed(self, signal: Signal, code: CodeLine | None, rank: int, scope: str) -> Notes:
+        """Notes on writers that an acquire in ``code`` by ``rank`` at ``scope`` does not synchronise with."""
+        missed: Notes = {}
+        for thread, note in signal.unreleased.items():
+            if note.within == "gpu" and thread.rank == rank:
                 continue
-            who = "another program" if within == "cta" else f"rank {rank}"
-            missed[thread] = (kind, f"{sentence}, so it does not order {who}" if kind == "scope" else sentence)
-        if scope != "sys":
-            for thread in {write.access.thread: None for write in signal.writers}:
-                if thread.rank != rank or scope == "cta":
-                    who = "program's" if scope == "cta" else "rank's"
-                    missed.setdefault(
-                        thread, ("scope", f"the acquire has scope {scope}, so no other {who} release orders it")
-                    )
+            who = "another program" if note.within == "cta" else f"rank {rank}"
+            sentence = f"{note.sentence}, so it does not order {who}" if note.kind == "scope" else note.sentence
+            add_notes(missed, {(note.kind, note.sentence): replace(note, sentence=sentence)})
+        released = signal.all_released() if scope != "sys" else []
+        if released:
+            who = "program's" if scope == "cta" else "rank's"
+            sentence = f"the acquire has scope {scope}, so no other {who} release orders it"
+            add_notes(missed, {("scope", code): Note("scope", sentence, reduce(joined, released, new_clock()))})
         return missed
 
     # --- misuse of values --------------------------------------------------------------------------------------------

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from weft.check.detector.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, fit, joined
+from weft.check.detector.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, at, fit, joined
 from weft.simulator.machine.grids import Grid
 from weft.simulator.machine.memory import signed
 
@@ -78,8 +78,7 @@ class ThreadClock:
         self.sync = Sync("start of " + label)
         self.accesses: dict[tuple, Access] = {}
         self.code: tuple | None = None  # of host code and streams: the line that issued the operation
-        # Threads whose writes an acquire did not make visible, with the reason: thread -> (kind, sentence).
-        self.notes: dict[ThreadClock, tuple[str, str]] = {}
+        self.notes: Notes = {}
         # The last acquired release, if its program had not yet waited for the kernel before: what it did not cover, and its
         # line.
         self.early_release: tuple[np.ndarray, tuple | None] | None = None
@@ -108,6 +107,37 @@ class ThreadClock:
         known = self.clock.copy()
         self.tick()
         return known
+
+    def so_far(self) -> np.ndarray:
+        """Clock of all accesses of this thread so far, covered by a release or not."""
+        return self.publish()
+
+    def note_for(self, access: Access) -> Note | None:
+        """The missing release or acquire that would have ordered ``access`` before this thread's next one."""
+        return next((note for note in self.notes.values() if at(note.clock, access.slot) >= access.time), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Missing release or acquire: kind and sentence of a finding, and the clock that it would have passed on.
+
+    within  scope within which the release does pass it on, "" if nowhere
+    """
+
+    kind: str
+    sentence: str
+    clock: np.ndarray
+    within: str = ""
+
+
+# By kind and line; the first sentence of each.
+Notes = dict[tuple, Note]
+
+
+def add_notes(notes: Notes, others: Notes) -> None:
+    for key, note in others.items():
+        known = notes.get(key)
+        notes[key] = note if known is None else replace(known, clock=joined(known.clock.copy(), note.clock))
 
 
 @dataclass(slots=True)
@@ -275,6 +305,14 @@ class ProgramClock(ThreadClock):
         self.proxy = self.clock.copy()
         self.step()
 
+    def so_far(self) -> np.ndarray:
+        known = self.clock.copy()
+        for stamps in self._stamps.values():
+            known = fit(known, stamps.slot)
+            known[:, stamps.slot] = self.slots.time[stamps.slot]
+        self.step()
+        return known
+
     def step(self) -> None:
         """Advance all times without publishing: threads that know the clock so far miss later accesses."""
         for kind, stamps in self._stamps.items():
@@ -353,10 +391,9 @@ class Signal:
     by_all: np.ndarray | None = None
     by_rank: dict[int, np.ndarray] = field(default_factory=dict)
     writers: list[Write] = field(default_factory=list)  # the latest
-    # Writers whose stores an acquire does not make visible: (kind, sentence, scope within which it does).
-    unreleased: dict[ThreadClock, tuple[str, str, str]] = field(default_factory=dict)
-    # Writers whose stores the releasers themselves did not see.
-    notes: dict[ThreadClock, tuple[str, str]] = field(default_factory=dict)
+    # Writers whose stores an acquire does not make visible.
+    unreleased: dict[ThreadClock, Note] = field(default_factory=dict)
+    notes: Notes = field(default_factory=dict)  # of the writers themselves
     wanted: int = 0
     added: int = 0
     notify_launches: set[int] = field(default_factory=set)
@@ -383,6 +420,10 @@ class Signal:
         if scope != "cta":
             mine = self.by_rank.get(rank)
             self.by_rank[rank] = clock.copy() if mine is None else joined(mine, clock)
+
+    def all_released(self) -> list[np.ndarray]:
+        """Clocks of all releases, whatever their scopes."""
+        return [*self.by_rank.values(), *([self.by_all] if self.by_all is not None else [])]
 
     def visible(self, rank: int, scope: str) -> list[np.ndarray]:
         """Clocks that an acquire by a task of ``rank`` at ``scope`` learns."""

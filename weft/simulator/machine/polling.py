@@ -211,9 +211,24 @@ def _innermost(loops: list[ast.While], line: int) -> ast.While | None:
 
 
 @cache
+def is_discarded(file: str, line: int) -> bool:
+    """True if what a primitive or atomic reads in ``line`` is not used: a statement that reads nothing else."""
+    for node in _statements(file):
+        if isinstance(node, ast.Expr) and node.lineno <= line <= (node.end_lineno or line):
+            calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+            return not any(call is not node.value and _called(call).startswith(_READERS) for call in calls)
+    return False
+
+
+@cache
 def _loops(file: str) -> list[ast.While]:
+    return [node for node in _statements(file) if isinstance(node, ast.While)]
+
+
+@cache
+def _statements(file: str) -> list[ast.stmt]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # a notebook cell with magic commands
         return []
-    return [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+    return [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]

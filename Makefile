@@ -17,9 +17,10 @@ TRITONS := 3.7.0 3.7.1 3.8.0
 BOOTSTRAP := $(or $(PYTHON),python3) scripts/bootstrap.py $(if $(PYTHON),--python $(PYTHON))
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not sweep"
 
-.PHONY: demo docs test test-gpu sweep contracts lint format env clean
+.PHONY: demo docs test about-test test-gpu sweep contracts lint format env clean
 
 demo: .venv/.ready
+	@echo "weft: the demo takes about a minute without GPUs"
 	.venv/bin/python scripts/demo.py
 
 # weft is installed there; pip adds what the extra names.
@@ -27,9 +28,13 @@ docs: .venv/.ready
 	.venv/bin/python -m pip install --quiet 'weft[docs]'
 	.venv/bin/python scripts/reference.py build/reference
 
-test: lint .venv/.ready .venv-newest/.ready
+test: about-test lint .venv/.ready .venv-newest/.ready
 	.venv/bin/python $(PYTEST) tests
 	.venv-newest/bin/python $(PYTEST) --triton-sensitive tests
+
+# Before its first prerequisite is made.
+about-test:
+	@echo "weft: the tests take six to eight minutes on two cores, and two more the first time; WORKERS=8 takes more cores"
 
 # One process: every GPU test starts a process per GPU itself.
 test-gpu: .venv/.ready

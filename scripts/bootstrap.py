@@ -1,5 +1,7 @@
 """Make the environments of `make demo` and `make test`. Standard library only; any Python from 3.8 may run it.
 
+Every step is announced before it begins, with what it takes, and says every 15 seconds that it goes on: pip itself is silent.
+
     bootstrap.py main     .venv          weft, its tests' packages, and torch + Triton by the rules below
     bootstrap.py newest   .venv-newest   the newest Triton 3.x and a NumPy before 2.4 in front of what .venv has
 
@@ -19,6 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +32,7 @@ SUPPORTED = ((3, 13), (3, 12), (3, 11), (3, 10))
 TORCH = "2.13.0"  # the CPU build that CI has
 TRITON = "3.6.0"  # the oldest supported; CPU builds of torch bring none
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+BEAT = 15.0  # seconds between two lines of a command that goes on
 
 # Prints what an interpreter is and where it has torch and Triton, if it has both.
 PROBE = """
@@ -56,10 +60,15 @@ def say(line: str) -> None:
 
 
 def run(*command: object, quiet: bool = False) -> bool:
-    """Run a command to its end; True where it succeeded."""
+    """Run a command to its end, with a line now and then while it goes on; True where it succeeded."""
     sink = subprocess.DEVNULL if quiet else None
-    arguments = [str(part) for part in command]
-    return subprocess.run(arguments, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, cwd=str(ROOT)).returncode == 0
+    arguments, began = [str(part) for part in command], time.monotonic()
+    with subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, cwd=str(ROOT)) as process:
+        while True:
+            try:
+                return process.wait(timeout=BEAT) == 0
+            except subprocess.TimeoutExpired:
+                say(f"... goes on, {time.monotonic() - began:.0f} s so far")
 
 
 def python_of(environment: Path) -> Path:
@@ -152,14 +161,15 @@ def provide_torch(candidates: list[dict]) -> list[str]:
         borrow(MAIN, lender["sites"])
         return [f"torch=={lender['torch']}", f"triton=={lender['triton']}"]
     if has_nvidia_gpu():
-        say(f"{candidates[0]['executable']}, an NVIDIA GPU and no torch: installing the CUDA build from PyPI")
+        say(f"{candidates[0]['executable']}, an NVIDIA GPU and no torch: the CUDA build from PyPI, several GB")
         make_venv(MAIN, candidates[0]["executable"])
         return []
     for about in candidates:
+        say(f"{about['executable']}, no GPU: installing torch {TORCH} for the CPU, a download of about 200 MB")
         make_venv(MAIN, about["executable"])
         source = install_cpu_torch(MAIN)
         if source:
-            say(f"{about['executable']}, no GPU: torch {TORCH} for the CPU from {source}, Triton {TRITON}")
+            say(f"torch {TORCH} came from {source}")
             return [f"triton=={TRITON}"] if sys.platform.startswith("linux") else []
     tried = ", ".join("{}.{}".format(*about["version"]) for about in candidates)
     sys.exit(
@@ -169,23 +179,27 @@ def provide_torch(candidates: list[dict]) -> list[str]:
 
 
 def main_environment(chosen: str | None) -> None:
+    say(
+        "making .venv: two to five minutes, and 2 GB of disk unless this Python has torch already; later runs begin at once"
+    )
     record = MAIN / ".torch.json"
     if chosen is None and record.exists() and probe(str(python_of(MAIN))):
         told = json.loads(record.read_text())  # pyproject.toml changed: torch stays
     else:
         told = provide_torch(interpreters(chosen))
         record.write_text(json.dumps(told))
-    say("installing weft and its tests' packages into .venv")
+    say("installing weft, Triton and its tests' packages into .venv, a download of about 400 MB")
     if not pip(MAIN, "--editable", ".[sim,dev]", *told):
         sys.exit("weft: pip could not install weft; see above")
     (MAIN / ".ready").touch()
+    say(".venv is ready; `. .venv/bin/activate` puts its weft and its python into this shell")
 
 
 def newest_environment() -> None:
+    say("making .venv-newest, with the newest Triton 3.x and a NumPy before 2.4: about a minute; the rest is .venv's")
     about = probe(str(python_of(MAIN)))
     if about is None:
         sys.exit("weft: .venv does not work; run make clean and try again")
-    say("the newest Triton 3.x and a NumPy before 2.4 into .venv-newest; the rest is .venv's")
     make_venv(NEWEST, str(python_of(MAIN)))
     # --no-deps, and before borrowing: pip must neither fetch a second torch nor find .venv's Triton good enough.
     if not pip(NEWEST, "--no-deps", "triton>=3.6,<4", "numpy>=1.26,<2.4"):

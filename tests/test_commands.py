@@ -46,8 +46,9 @@ NOT_RUN = {
 
 # Programs that are not ours.
 FOREIGN = {
+    "cd": "changes the folder of the reader's shell",
     "curl": "asks a server, as tests/serve do in Python",
-    "git": "needs a commit",
+    "git": "needs a commit, or where the repository lies",
     "head": "a part of Slurm's script",
     "hf": "downloads a checkpoint",
     "nvidia-cuda-mps-control": "NVIDIA's service for sharing a GPU",

@@ -1,11 +1,26 @@
 """The README's Python runs as it stands, as one script in the simulator. Its commands: tests/test_commands.py."""
 
+import importlib.util
+
 import torch
 
+import weft
 from tests.compiling import compiled
 from tests.documents import ROOT, blocks, record_launches, run
 
 README = ROOT / "README.md"
+HELLO = ROOT / "examples" / "hello.py"
+
+
+def test_the_kernel_is_the_file_that_a_newcomer_runs():
+    first = next(block for block in blocks(README) if block.language == "python")
+    assert first.text == HELLO.read_text()
+    assert "python examples/hello.py" in README.read_text()
+    spec = importlib.util.spec_from_file_location("hello", HELLO)
+    hello = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hello)
+    report = weft.check(hello.main, [2, 3], schedules=4)
+    assert report.ok, str(report)
 
 
 def test_python_blocks_run(tmp_path, monkeypatch):

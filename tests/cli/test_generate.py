@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from weft import LLM, SamplingParams
 from weft.cli import app
 from weft.engine import engine as engine_module
 from weft.models.builtin import PATH as BUILTIN
@@ -186,7 +187,6 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "0"], "top_p"),
         (["--max-tokens", "0"], "max_tokens"),
-        (["--n", "2"], "n=2 with temperature=0 would give equal answers"),
         (["--regex", "1", "--choice", "2"], "structured_outputs has regex and choice; pass one of"),
         (["--max-batch", "0"], "max_batch=0"),
         (["--page-size", "20"], "page_size=20"),
@@ -261,3 +261,13 @@ def one_line(result, says):
 def test_traceback_shows_where_it_came_from():
     result = weft("--model", "/nowhere", "--traceback")
     assert isinstance(result.exception, ValueError)
+
+
+def test_several_greedy_answers_are_alike_on_the_command_line_and_in_python():
+    """As from `weft serve`: tests/serve/test_api.py asks it for two."""
+    result = weft("--world-size", 1, "--prompt", "1+2=", "--n", 3, "--json", "--mode", "reference")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["index"], line["text"]) for line in lines] == [(0, "3"), (1, "3"), (2, "3")], result.output
+    with LLM(world_size=1, device="sim", mode="reference") as llm:
+        answers = llm.generate("1+2=", SamplingParams(n=3, temperature=0))
+    assert [answer.text for answer in answers] == ["3", "3", "3"]

@@ -55,7 +55,7 @@ class GenerateFlags(EngineFlags):
     top_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None
     top_k: Annotated[int | None, typer.Option(help="0: all tokens [default: the checkpoint's, else 0]")] = None
     min_p: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 0]")] = None
-    n: Annotated[int, typer.Option("--n", help="Answers to each prompt, with --temperature")] = 1
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt, all alike without --temperature")] = 1
     presence_penalty: Annotated[float | None, typer.Option(help="-2 .. 2 [default: 0]")] = None
     frequency_penalty: Annotated[float | None, typer.Option(help="-2 .. 2 [default: 0]")] = None
     repetition_penalty: Annotated[float | None, typer.Option(help="[default: the checkpoint's, else 1]")] = None

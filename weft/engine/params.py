@@ -195,8 +195,6 @@ class SamplingParams:
             raise ValueError(
                 f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"
             )
-        if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n={self.n} with temperature=0 would give equal answers; raise the temperature")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={quoted(self.top_p)} is not in (0, 1]; 1 keeps every token")
         if not is_integer(self.top_k) or not -1 <= self.top_k < 1 << 31:

@@ -30,12 +30,12 @@ def kinds():
     for length in (1, 3, 8, 20, 45):
         ends = {"max_tokens": length, "ignore_eos": True}
         yield stem[:length], SamplingParams(**ends)
-        yield stem + [length], SamplingParams(**ends, temperature=1.0, top_p=0.9, seed=length)
-        yield [5, length], SamplingParams(**ends, temperature=0.8, top_k=20, repetition_penalty=1.2)
+        yield [*stem, length], SamplingParams(**ends, temperature=1.0, top_p=0.9 if length < 5 else 1.0, seed=length)
         yield stem[::-1], SamplingParams(**ends, logprobs=1, frequency_penalty=0.3)
+    yield [5, 6], SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, top_k=20, repetition_penalty=1.2)
     yield stem, SamplingParams(max_tokens=200, ignore_eos=True)
-    yield [7, 8], SamplingParams(max_tokens=300, ignore_eos=True, temperature=1.0, seed=3)
-    yield [9], SamplingParams(max_tokens=250, ignore_eos=True, temperature=1.0, top_p=0.8, presence_penalty=0.5)
+    yield [7, 8], SamplingParams(max_tokens=240, ignore_eos=True, temperature=1.0, seed=3)
+    yield [9], SamplingParams(max_tokens=220, ignore_eos=True, temperature=1.0, presence_penalty=0.5)
     # No token may follow "d", and only the next letter the others: an error.
     words = tuple(one + other for one in "abcd" for other in "abcd" if ord(other) != ord(one) + 1)
     allowed = tuple(range(64, 68))  # a, b, c, d
@@ -49,10 +49,10 @@ def arrivals(seed):
     for number in range(REQUESTS):
         # One in ten is long, or ends with an error.
         kind = draw.randrange(count - 4, count) if draw.random() < 0.1 else draw.randrange(count - 4)
-        at = draw.randrange(300)
+        at = draw.randrange(200)
         coming.setdefault(at, []).append((number, kind))
         if number % 3 == 0:
-            leaving.setdefault(at + draw.randrange(1, 100), []).append(number)
+            leaving.setdefault(at + draw.randrange(1, 60), []).append(number)
     return coming, leaving
 
 

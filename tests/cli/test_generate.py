@@ -60,6 +60,19 @@ def test_prompts_of_a_file_are_answered_as_json(tmp_path):
     assert json.loads(given.stdout) == lines[0]
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_an_answer_that_ends_by_an_error_is_printed_before_it(more):
+    flags = "--regex", "1[12]", "--bad-words", "11", "--bad-words", "12", "--world-size", 2
+    result = weft("--prompt", "20+22=", *flags, *more)
+    message = "no token is left for place 1 of the answer: bad_words and structured_outputs (regex) exclude all"
+    assert result.exit_code == 2 and f"an answer has ended by an error: {message}" in result.stderr.splitlines()[-1]
+    if more:
+        line = json.loads(result.stdout)
+        assert (line["text"], line["finish_reason"]) == ("1", "error") and line["error"].startswith(message)
+    else:
+        assert result.stdout.strip() == "20+22=1"
+
+
 @pytest.mark.parametrize(
     ("content", "flags", "says"),
     [

@@ -24,6 +24,7 @@ from weft.bench.models.problem import StepProblem
 from weft.bench.models.sessions import TorchSession
 from weft.engine import Engine
 from weft.engine.params import SamplingParams
+from weft.errors import WeftError
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
@@ -168,6 +169,9 @@ def weft(problem: AnswersProblem, mode: str) -> Prepared:
 
     def answers() -> Tokens:
         for pieces in engine.answer_in_steps(prompts, params):
+            for piece in pieces:
+                if piece.error is not None:
+                    raise WeftError(f"prompt {piece.prompt}: {piece.error.message}")
             yield [(piece.prompt, piece.token_id) for piece in pieces]
 
     return answering(problem, answers)

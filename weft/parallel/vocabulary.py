@@ -85,7 +85,7 @@ class VocabParallelHead(VocabParallel):
 
 
 def best_pairs(logits: Tensor, start: int) -> Tensor:
-    """This rank's largest logit of each row and its token id: [n, 2] fp32, as of ``weft.ops.sample_argmax``."""
+    """Pairs [n, 2] fp32: each row's largest logit here and its token id, as of ``ops.sample_argmax``."""
     value, index = logits.max(dim=-1)  # NaN counts as the largest
     finite = value < torch.inf
     pair = torch.where(finite, value.float(), torch.inf), torch.where(finite, (index + start).float(), NOT_FINITE.value)
@@ -93,7 +93,7 @@ def best_pairs(logits: Tensor, start: int) -> Tensor:
 
 
 def best_of(pairs: Tensor) -> Tensor:
-    """Token id [n] of the largest logit in the ranks' pairs [W, n, 2], as of ``weft.ops.join_argmax``."""
+    """Token id [n] of the largest logit in the ranks' pairs [W, n, 2], as of ``ops.join_argmax``."""
     winner = pairs[:, :, 0].argmax(dim=0)
     token = pairs[:, :, 1].gather(0, winner[None])[0].long()
     return torch.where(pairs[:, :, 0].amax(dim=0) > -torch.inf, token, EXCLUDED.value)

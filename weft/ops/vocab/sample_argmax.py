@@ -210,9 +210,9 @@ def sample_argmax(
 
 @triton.jit(do_not_specialize=["chunks"])
 def join_argmax_kernel(pairs, tokens, chunks, BLOCK: tl.constexpr):
-    """tokens[b] = the id of the greatest score among pairs[:, b], EXCLUDED if that is -inf; ties: first chunk.
+    """tokens[b] = the id of the greatest score among pairs[:, b]; ties: first chunk.    grid: (B,)
 
-    grid: (B,)
+    EXCLUDED where that score is -inf.
     """
     row, batch = tl.program_id(0), tl.num_programs(0)
     chunk = tl.arange(0, BLOCK)

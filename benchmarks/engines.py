@@ -29,7 +29,8 @@ import torch
 
 import weft
 from weft.bench.harness.machine import check_clean, revision
-from weft.models.config import PUBLISHED, DecoderConfig
+from weft.models.config import DecoderConfig
+from weft.models.families import PUBLISHED
 from weft.runtime.files import put
 
 CASES = "1x128,8x128,32x128,128x128,1x1024,32x1024,1x4096"

@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks import large_products, predict, skinny, summary
 from benchmarks.summary import SHOWN, Tables, machine_of, subject_of
 from weft.bench.harness.report import Report, Row, best_other, shapes_of, weft_row
+from weft.bench.names import MEASURED
 from weft.bench.render.plot import svg
 from weft.bench.render.sheets import (
     NONE,
@@ -32,7 +33,7 @@ from weft.bench.render.sheets import (
     title_of,
 )
 from weft.bench.render.table import markdown
-from weft.bench.workloads import NAMES, read, workload_of
+from weft.bench.workloads import read, workload_of
 from weft.runtime.files import put
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -281,7 +282,7 @@ def reports_of(results: Path) -> Tables:
             folders.setdefault(file.parent.name, []).append(report)
     if not folders:
         raise ValueError(f"no results in {results}/<folder>/OP.wW.json; make some with weft bench --out")
-    return {name: sorted(reports, key=lambda report: NAMES.index(report.op)) for name, reports in folders.items()}
+    return {name: sorted(reports, key=lambda report: MEASURED.index(report.op)) for name, reports in folders.items()}
 
 
 def texts(folders: Tables, tables: Tables, results: Path) -> tuple[str, dict[str, str]]:

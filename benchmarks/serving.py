@@ -35,7 +35,7 @@ from typing import Any
 import weft
 from benchmarks.engines import folder_of
 from weft.bench.harness.machine import check_clean, revision
-from weft.models.config import PUBLISHED
+from weft.models.families import PUBLISHED
 from weft.runtime.files import put
 
 ROOT = Path(__file__).parents[1]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
 # Most characters of a value that a message repeats.
 LONGEST = 200
+# Devices that ranks run on.
+DEVICES = ("auto", "cuda", "sim")
 
 
 def shortened(text: object, most: int = LONGEST) -> str:
@@ -27,6 +30,13 @@ def quoted(value: object) -> str:
         return shortened(repr(value))
     except Exception:  # an integer of more than 4,300 digits, or an object whose repr or attributes raise
         return f"<{type(value).__name__}>"
+
+
+def did_you_mean(value: object, choices: Iterable[Any]) -> str:
+    """End of a message about a mistyped name: the choice that is nearest to it; "" where none is near."""
+    by_lower = {str(choice).lower(): choice for choice in choices}
+    near = get_close_matches(value.lower(), by_lower, 1) if isinstance(value, str) and len(value) < 100 else []
+    return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def is_integer(value: Any) -> bool:
@@ -69,7 +79,8 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """ValueError unless the value is one of the strings `choices`."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}={quoted(value)} is not one of {', '.join(map(str, choices))}")
+        listed = ", ".join(map(str, choices))
+        raise ValueError(f"{name}={quoted(value)} is not one of {listed}{did_you_mean(value, choices)}")
 
 
 def check_callable(name: str, value: Any, called: str) -> None:

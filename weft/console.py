@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import fields
@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from weft.arguments import quoted, shortened
+from weft.arguments import DEVICES, did_you_mean, quoted, shortened
 from weft.errors import CannotWrite, WeftError
 from weft.runtime import logs
 from weft.runtime.files import check_target
@@ -84,6 +84,15 @@ def words(flag: str, text: str | None) -> tuple[str, ...]:
     if not found:
         raise ValueError(f"--{flag} {quoted(text)} names nothing; name something, or leave --{flag} out")
     return found
+
+
+def one_of(name: str, value: str, allowed: Iterable[str]) -> None:
+    """ValueError unless a flag has one of the values that it takes."""
+    if value not in (allowed := tuple(allowed)):
+        listed = ", ".join(allowed)
+        raise ValueError(
+            f"--{name} {shortened(value)} is unknown; choose one of {listed}{did_you_mean(value, allowed)}"
+        )
 
 
 def check_simulable(model: str, config: DecoderConfig, small: str) -> None:
@@ -204,7 +213,7 @@ def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
 
 def complete_device(incomplete: str) -> list[str]:
     """Completions of --device."""
-    return [word for word in ("auto", "cuda", "sim") if word.startswith(incomplete)]
+    return [word for word in DEVICES if word.startswith(incomplete)]
 
 
 # Spellings of a flag, weft's own first.

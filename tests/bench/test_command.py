@@ -169,7 +169,7 @@ def test_check_only_at_two_world_sizes():
             ["all-reduce-rms-norm", "--shapes", "1,32768", "--dtype", "fp32", "--check-only"],
             "131072 bytes; take 1,16384",
         ),
-        (["all-reduce-rms-norm", "--shapes", "1,8", "--dtype", "int8"], "dtype 'int8' is unknown"),
+        (["all-reduce-rms-norm", "--shapes", "1,8", "--dtype", "int8"], "dtype int8 is unknown"),
         (["gemm", "--world-size", "0"], "not a list of positive numbers"),
         (
             ["all-reduce", "--world-size", "2,1000"],
@@ -180,7 +180,7 @@ def test_check_only_at_two_world_sizes():
         (["gemm", "--providers", ","], "--providers ',' names nothing"),
         (["gemm", "--providers", ""], "--providers '' names nothing"),
         (["gemm", "--world-size", "two"], "not a list of positive numbers"),
-        (["gemm", "--dtype", "int8"], "dtype 'int8' is unknown"),
+        (["gemm", "--dtype", "int8"], "dtype int8 is unknown"),
         (["gemm", "--device", "tpu"], "choose one of auto, cuda, sim"),
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
         (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use device sim"),

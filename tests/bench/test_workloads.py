@@ -6,13 +6,14 @@ import pytest
 
 from tests.bench import canned
 from weft.bench.harness import report
-from weft.bench.workloads import NAMES, read, workload_of
+from weft.bench.names import MEASURED
+from weft.bench.workloads import read, workload_of
 
 
 def test_every_workload_says_what_tables_need():
     """Ops have a rate, layers and models a roofline; only whole models are timed in ms."""
     found = {}
-    for name in NAMES:
+    for name in MEASURED:
         made = workload_of(replace(canned.model(), op=name))
         found[name] = made.time_unit, made.step_layers, len(made.notes)
         assert (made.unit == "") == bool(made.subject), name
@@ -20,7 +21,7 @@ def test_every_workload_says_what_tables_need():
         if made.subject:
             assert made.rate(2, (1, 128, 1), 10.0) is None
     layers = {"model": ("ms", 64, 1), "generate": ("ms per token after the first", 64, 1)}
-    assert found == dict.fromkeys(NAMES, ("µs", 1, 0)) | layers
+    assert found == dict.fromkeys(MEASURED, ("µs", 1, 0)) | layers
 
 
 def test_json_comes_back_as_it_was(tmp_path):

@@ -6,10 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.bench.models.names import LEVELS
-from weft.bench.names import NOT_TUNED, OPS, VARIED, complete_op
-from weft.bench.ops.shapes import OPS as MEASURED
+from weft.bench.names import MEASURED, NOT_TUNED, OPS, VARIED, complete_op
+from weft.bench.ops.shapes import OPS as SHAPED
 from weft.bench.ops.shapes import op_of
-from weft.bench.workloads import NAMES
 from weft.cli import app
 from weft.ops.op import Op
 
@@ -56,7 +55,7 @@ def test_the_command_prints_the_script_of_a_shell(shell):
 
 def test_the_names_in_help_and_completion_are_those_of_the_ops():
     """An op with shapes is also named in weft/bench/names.py, which help and completion read without loading ops."""
-    assert {name: op_of(name).name for name in MEASURED} == OPS
-    assert {name for name in MEASURED if type(op_of(name)).space is Op.space} == {*NOT_TUNED}
-    assert {*NAMES} == {*OPS, *VARIED, *LEVELS, "train"}
-    assert {word for word, _ in complete_op("")} == {*NAMES, *OPS.values(), "serve"}
+    assert {name: op_of(name).name for name in SHAPED} == OPS
+    assert {name for name in SHAPED if type(op_of(name)).space is Op.space} == {*NOT_TUNED}
+    assert {*MEASURED} == {*OPS, *VARIED, *LEVELS, "train"}
+    assert {word for word, _ in complete_op("")} == {*MEASURED, *OPS.values(), "serve"}

@@ -14,7 +14,7 @@ from weft import LLM, SamplingParams
 from weft.cli import app
 from weft.engine import engine as engine_module
 from weft.models.builtin import PATH as BUILTIN
-from weft.models.config import PUBLISHED
+from weft.models.families import PUBLISHED
 
 
 def weft(*arguments):

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from weft.errors import CheckpointError
-from weft.models import Decoder, DecoderConfig, config
+from weft.models import Decoder, DecoderConfig, families
 from weft.models.family import WeightNames
 from weft.models.qwen3 import QWEN3
 
@@ -28,7 +28,7 @@ def test_a_family_names_its_weights_and_its_defaults(monkeypatch):
         weights=names,
         defaults={**QWEN3.defaults, "tie_word_embeddings": True},
     )
-    monkeypatch.setitem(config.FAMILIES, "other", other)
+    monkeypatch.setitem(families.FAMILIES, "other", other)
 
     def names_of(content):
         made = DecoderConfig.from_dict(content)
@@ -58,7 +58,7 @@ def test_a_family_names_its_weights_and_its_defaults(monkeypatch):
     ],
 )  # fmt: skip
 def test_published_models_have_the_parameters_of_their_cards(name, billions):
-    assert set(config.PUBLISHED) >= {name}
+    assert set(families.PUBLISHED) >= {name}
     found = DecoderConfig.named(name)
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
@@ -219,6 +219,6 @@ def test_keys_that_a_family_does_not_run_are_refused_by_name(model_type, changes
 
 
 def test_positions_with_yarn_are_those_of_its_parameters():
-    card = {**config.PUBLISHED["qwen3-32b"], "rope_scaling": YARN}
+    card = {**families.PUBLISHED["qwen3-32b"], "rope_scaling": YARN}
     assert DecoderConfig.from_dict(card).max_position_embeddings == 131072
     assert DecoderConfig.from_dict(card | {"rope_scaling": None}).max_position_embeddings == 40960

@@ -4,7 +4,8 @@ import json
 import re
 
 from tests.documents import ROOT, follow
-from weft.models.config import FAMILIES, PUBLISHED, DecoderConfig
+from weft.models.config import DecoderConfig
+from weft.models.families import FAMILIES, PUBLISHED
 
 PAGE = ROOT / "docs" / "models.md"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.errors import CheckpointError
-from weft.models import DecoderConfig, config, generation
+from weft.models import DecoderConfig, config, families, generation
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
@@ -78,7 +78,7 @@ def test_a_published_config_means_what_it_means_to_transformers(name):
 def test_every_key_that_transformers_reads_is_known():
     """Otherwise one that asks for nothing could change the model."""
     transformers = pytest.importorskip("transformers")
-    for name, family in config.FAMILIES.items():
+    for name, family in families.FAMILIES.items():
         known = {*config.KNOWN, *config.READ, *family.reads, *config.SUPPORTED, *family.supported, *generation.KEYS}
         keys = {key for key in transformers.AutoConfig.for_model(name).to_dict() if not key.startswith("_")}
         assert not keys - known

@@ -130,6 +130,6 @@ def test_a_file_that_becomes_a_fifo_after_the_first_look_is_refused_too(director
     path = directory / "config.json"
     path.unlink()
     os.mkfifo(path)
-    monkeypatch.setattr("weft.models.checkpoint.check_regular", lambda path: None)
+    monkeypatch.setattr("weft.models.files.check_regular", lambda path: None)
     with pytest.raises(CheckpointError, match="is a FIFO"):
         Checkpoint(directory)

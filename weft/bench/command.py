@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from weft.arguments import DEVICES
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.names import is_model
-from weft.bench.names import OPS, VARIED, complete_op
+from weft.bench.names import DTYPES, MEASURED, OPS, TRAIN, VARIED, complete_op, shapes_by_op, unknown_op
 from weft.bench.ranks import leave, ranks
 from weft.console import (
     WORLD_SIZE,
@@ -23,6 +24,7 @@ from weft.console import (
     notices,
     numbers,
     one_line_errors,
+    one_of,
     progress,
     talks,
     words,
@@ -71,23 +73,22 @@ class BenchOptions:
     model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
-        from weft.bench.harness.machine import check_clean
-        from weft.bench.render.plot import check_matplotlib
-        from weft.bench.workloads import NAMES
-        from weft.runtime.launch import DEVICES
-
+        # First what needs no torch, which takes seconds to load.
         if not self.shapes_by_op():
             raise ValueError("no op is named; name one, or pass --nodes for those over nodes")
         if self.node_size is not None and not self.nodes:
             raise ValueError(f"--node-size {self.node_size} is of --nodes; pass both")
         for op in self.shapes_by_op():
-            if op not in NAMES:
-                raise ValueError(f"op {op!r} is unknown; choose one of {', '.join(NAMES)}")
+            if op not in MEASURED:
+                raise unknown_op(op, MEASURED)
             if self.nodes and op not in NODE_OPS:
                 raise ValueError(f"op {op!r} is not measured over nodes; choose one of {', '.join(NODE_OPS)}")
+        one_of("device", self.device, DEVICES)
+        one_of("dtype", self.dtype, DTYPES)
         self.model.check_ops(self.shapes_by_op(), self.eager)
-        if self.device not in DEVICES:
-            raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
+        from weft.bench.harness.machine import check_clean
+        from weft.bench.render.plot import check_matplotlib
+
         check_output("--json", self.json)
         check_output("--plot", self.plot)
         check_apart("--json", self.json, "--plot", self.plot)
@@ -101,15 +102,13 @@ class BenchOptions:
             check_matplotlib()
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        from weft.bench.ops.shapes import shapes_by_op
-
         return shapes_by_op(self.ops or (NODE_OPS if self.nodes else ()), self.shapes)
 
     def workloads(self, world_size: int, simulated: bool) -> tuple[Workload, ...]:
         """Workloads at one world size. ValueError for shapes, providers or models that there are not."""
         from weft.bench.ops.shapes import parse_shapes
         from weft.bench.ops.workload import OpWorkload
-        from weft.bench.training.shapes import TRAIN, parse_layers
+        from weft.bench.training.shapes import parse_layers
         from weft.bench.training.workload import TrainWorkload
         from weft.bench.workloads import check_words
 
@@ -131,7 +130,6 @@ class BenchOptions:
     def hints(self, runs: Runs, simulated: bool) -> list[str]:
         """Lines for the user: providers that are lacking, flags without effect, shapes of simulated ranks."""
         from weft.bench.ops.shapes import stand_ins
-        from weft.bench.training.shapes import TRAIN
 
         lines = []
         for workload in runs[0][1]:
@@ -226,10 +224,6 @@ def bench(
 ) -> None:
     """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere."""
     with one_line_errors(traceback):
-        from weft.bench.harness.bench import Options
-        from weft.bench.render.plot import svg
-        from weft.runtime.files import put
-
         asked = BenchOptions(
             ops=tuple(ops or ()),
             world_sizes=numbers("world-size", world_size),
@@ -259,6 +253,10 @@ def bench(
                 expert_layout=expert_layout,
             ),
         )
+        from weft.bench.harness.bench import Options
+        from weft.bench.render.plot import svg
+        from weft.runtime.files import put
+
         # Everything that can be refused is refused here, before the first rank starts.
         sizes, simulated = ranks(asked.world_sizes, asked.device)
         runs = [(size, asked.workloads(size, simulated)) for size in sizes]

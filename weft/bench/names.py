@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from weft.arguments import did_you_mean
 from weft.bench.models.names import LEVELS
 
 # Name on the command line: name in weft.ops, which is understood as well.
@@ -37,13 +40,41 @@ OPS = {
 }
 # Ops with fields of their calls (``Op.variants``) that are measured as ops of their own.
 VARIED = ("moe-dispatch+fp8", "ag-moe+fp8")
+TRAIN = "train"
+# What `weft bench` measures.
+MEASURED = (*OPS, *VARIED, *LEVELS, TRAIN)
+DTYPES = ("bf16", "fp16", "fp32")
 # Ops with one design, among which there is nothing to search.
 NOT_TUNED = ("route", "moe-schedule", "moe-sum")
 
 
+_ALIASES = {name.replace("-", "_"): alias for alias, own in OPS.items() for name in (alias, own)}
+
+
+def alias_of(name: str) -> str:
+    """The name of an op in commands and reports, by its name or alias; other names as they are."""
+    op, *variants = name.split("+")
+    return "+".join([_ALIASES.get(op.replace("-", "_"), op), *variants])
+
+
+def shapes_by_op(words: Sequence[str], shapes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Shapes of each op of ``words``, OP or OP@SHAPES, in order. ``shapes``: of those without their own."""
+    found: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        op, _, own = word.partition("@")
+        op = alias_of(op)
+        found[op] = (*found.get(op, ()), *((own,) if own else shapes))
+    return found
+
+
+def unknown_op(name: str, known: Sequence[str]) -> ValueError:
+    """Error for the name of an op that is none of `known`."""
+    return ValueError(f"op {name!r} is unknown; choose one of {', '.join(known)}{did_you_mean(name, known)}")
+
+
 def complete_op(incomplete: str) -> list[tuple[str, str]]:
     """Completions of what `weft bench` measures, each with its other name."""
-    return _starting(incomplete, [*_ops(), *((name, "") for name in (*VARIED, *LEVELS, "train", "serve"))])
+    return _starting(incomplete, [*_ops(), *((name, "") for name in (*VARIED, *LEVELS, TRAIN, "serve"))])
 
 
 def complete_tuned_op(incomplete: str) -> list[tuple[str, str]]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.arguments import did_you_mean
 from weft.bench.harness.provider import named_by
 from weft.bench.harness.report import SCHEMA, Report, from_json
 from weft.bench.harness.workload import Workload
-from weft.bench.models.names import LEVELS, is_model
-from weft.bench.names import VARIED
+from weft.bench.models.names import is_model
+from weft.bench.names import MEASURED, TRAIN
 from weft.bench.ops.providers import providers_for
 from weft.bench.ops.shapes import FORMS, OPS, op_of
 from weft.bench.ops.workload import OpWorkload
-from weft.bench.training.shapes import TRAIN, LayerShape
+from weft.bench.training.shapes import LayerShape
 from weft.bench.training.workload import TrainWorkload
-
-NAMES = (*OPS, *VARIED, *LEVELS, TRAIN)
 
 
 def check_words(workloads: Sequence[Workload], words: Sequence[str]) -> None:
@@ -29,7 +28,8 @@ def check_words(workloads: Sequence[Workload], words: Sequence[str]) -> None:
     for word in words:
         if not any(named_by(word, name) for name in known):
             each = (f"{one.name} has {', '.join(found.name for found in one.available())}" for one in workloads)
-            raise ValueError(f"provider {word!r} is unknown; {'; '.join(each)}")
+            near = did_you_mean(word, known)
+            raise ValueError(f"provider {word!r} is unknown; {'; '.join(each)}{near}")
     for workload in workloads:
         workload.providers()
 
@@ -50,7 +50,7 @@ def read(path: Path) -> list[Report]:
     try:
         reports = from_json(path.read_text())
         for report in reports:
-            if report.op not in NAMES:
+            if report.op not in MEASURED:
                 raise ValueError(f"op {report.op!r} is unknown")
             if report.op == TRAIN:
                 dimensions = len(LayerShape._fields)

@@ -14,6 +14,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from weft.arguments import did_you_mean
 from weft.check.report import Schedule
 from weft.simulator.machine.strategy import Strategy, Uniform
 
@@ -86,4 +87,5 @@ def make(schedule: Schedule) -> Strategy:
         return Slow(schedule.seed, schedule.world_size, schedule.sms)
     if schedule.strategy == "pct":
         return Pct(schedule.seed, schedule.depth)
-    raise ValueError(f"strategy={schedule.strategy!r} is not one of {', '.join(STRATEGIES)}")
+    near = did_you_mean(schedule.strategy, STRATEGIES)
+    raise ValueError(f"strategy={schedule.strategy!r} is not one of {', '.join(STRATEGIES)}{near}")

@@ -23,10 +23,13 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from weft.arguments import shortened
-from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, layout_of, notices
+from weft.arguments import DEVICES
+from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, layout_of, notices, one_of
 from weft.engine.config import DEFAULTS
 from weft.engine.progress import every_tenth
+from weft.models.families import published
+from weft.models.hub import find_checkpoint
+from weft.parallel.modes import MODES, OLD_MODES
 
 if TYPE_CHECKING:
     from weft.engine import EngineConfig
@@ -101,15 +104,22 @@ class EngineFlags:
         ),
     ] = None
 
+    def check_names(self) -> None:
+        """ValueError for a mistyped name, before torch is loaded, which takes seconds."""
+        one_of("device", self.device, DEVICES)
+        one_of("mode", self.mode, (*MODES, *OLD_MODES))
+        one_of("dtype", self.dtype, ("auto", *DTYPES))
+        if self.dummy_weights and self.model is not None:
+            published(self.model)
+        elif self.model is not None:
+            find_checkpoint(self.model)
+
     def engine_config(self) -> EngineConfig:
         """Options of the engine. ValueError for a value that no model can take."""
         import torch
 
         from weft.engine import EngineConfig
-        from weft.parallel.step_plan import MODES, OLD_MODES
 
-        one_of("mode", self.mode, (*MODES, *OLD_MODES))
-        one_of("dtype", self.dtype, ("auto", *DTYPES))
         return EngineConfig(
             dtype=None if self.dtype == "auto" else getattr(torch, DTYPES[self.dtype]),
             expert_layout=layout_of(self.expert_layout),
@@ -130,12 +140,6 @@ PASSED_ON = (
     "warm_up",
     "algorithm_cache",
 )
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError unless a flag has one of the values that it takes."""
-    if value not in allowed:
-        raise ValueError(f"--{name} {shortened(value)} is unknown; choose one of {', '.join(allowed)}")
 
 
 class _Amount(ProgressColumn):

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from weft.arguments import positive, quoted
-from weft.cli.engine_flags import EngineFlags, one_of, starting
+from weft.cli.engine_flags import EngineFlags, starting
 from weft.console import check_torchrun, from_flags, notices, one_line_errors, single_valued, write_any_text
 from weft.errors import WeftError
 from weft.runtime.environment import coordinates
@@ -129,9 +129,9 @@ class GenerateOptions:
 def generate(flags: GenerateFlags) -> None:
     """Continue prompts with a model that is spread over several ranks."""
     with one_line_errors(flags.traceback):
-        from weft.runtime.launch import DEVICES, is_simulated, launch
+        flags.check_names()
+        from weft.runtime.launch import is_simulated, launch
 
-        one_of("device", flags.device, DEVICES)
         check_torchrun(flags.device)
         options = GenerateOptions.of(flags)
         if flags.model is not None and is_simulated(flags.world_size, flags.device):

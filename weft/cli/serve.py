@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.engine_flags import EngineFlags, one_of, starting
+from weft.cli.engine_flags import EngineFlags, starting
 from weft.console import from_flags, notices, one_line_errors, single_valued
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ def serve(flags: ServeFlags) -> None:
         from weft.serve import check_packages
 
         check_packages()
+        flags.check_names()
         from weft.engine import AsyncLLM
-        from weft.runtime.launch import DEVICES
         from weft.serve import app, server
 
-        one_of("device", flags.device, DEVICES)
         options = app.ServeOptions(
             model_name=flags.served_model_name or flags.model or "adder",
             api_key=flags.api_key,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.engine.config import EngineConfig
 from weft.models import DecoderConfig
-from weft.parallel.step_plan import mode_named
+from weft.parallel.modes import mode_named
 from weft.runtime.arithmetic import cdiv
 
 

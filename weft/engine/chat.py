@@ -11,7 +11,7 @@ from weft.engine.params import check_prompt
 from weft.engine.renderer import Renderer, RenderError, as_json
 from weft.engine.tokenizer import named_tokens
 from weft.errors import CheckpointError
-from weft.models.checkpoint import read_file, read_object
+from weft.models.files import read_file, read_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

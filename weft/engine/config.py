@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from weft.layers.moe import Layout
-    from weft.parallel.step_plan import Mode
+    from weft.parallel.modes import Mode
 
 MAX_BATCH = 1 << 16
 # vLLM's names of options, for the message that refuses them.
@@ -99,8 +99,8 @@ class EngineConfig:
         import torch
 
         from weft.layers.moe import check_layout
+        from weft.parallel.modes import check_mode
         from weft.parallel.step import check_page_size
-        from weft.parallel.step_plan import check_mode
 
         check_mode(self.mode)
         check_optional(check_instance, "dtype", self.dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")

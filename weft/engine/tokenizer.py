@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from weft.arguments import quoted
 from weft.engine.tokenizer_class import DEFAULTS, class_of, follow_class
 from weft.errors import CheckpointError
-from weft.models.checkpoint import check_regular, read_object
+from weft.models.files import check_regular, read_object
 
 # Decoders that join tokens' bytes or texts as they are.
 JOINING = (decoders.ByteLevel, decoders.Fuse)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from weft.models.checkpoint import read_object
+from weft.models.files import read_object
 
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 DEFAULTS: dict[str, Mapping[str, str]] = {

@@ -10,10 +10,11 @@ from weft.layers.attention import TPAttention
 from weft.layers.foreign import Replaced, replace
 from weft.layers.mlp import TPMLP
 from weft.layers.moe import MoE
+from weft.parallel.modes import MODES, Mode
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sequences import Sequences
 from weft.parallel.step import PagedCache, Step
-from weft.parallel.step_plan import MODES, Mode, plan_layer, plan_step
+from weft.parallel.step_plan import plan_layer, plan_step
 
 __all__ = [
     "MODES",

@@ -11,10 +11,10 @@ from weft.arguments import check_optional, positive
 from weft.layers.gradients import SharedHeadsGradient, SummedGradient, asked_for, with_gradients
 from weft.layers.whole_attention import check_module
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows, split_evenly
+from weft.parallel.modes import Mode, mode_named
 from weft.parallel.sequences import Sequences
 from weft.parallel.sharding import Shard, fill_from_module, whole
 from weft.parallel.step import Step
-from weft.parallel.step_plan import Mode, mode_named
 from weft.parallel.tensors import AttentionWeights, tensor_of
 
 if TYPE_CHECKING:

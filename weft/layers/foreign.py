@@ -23,9 +23,10 @@ from weft.layers.mlp import TPMLP
 from weft.layers.moe import MoE
 from weft.ops.collectives.all_gather import all_gather
 from weft.parallel.linear import check_team
+from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sequences import Sequences
-from weft.parallel.step_plan import Mode, mode_named, plan_layer
+from weft.parallel.step_plan import plan_layer
 from weft.parallel.thresholds import splits_tokens
 from weft.runtime.logs import logger_of
 

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from weft.layers.gradients import plan_for, with_gradients
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows
+from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill_from_module
-from weft.parallel.step_plan import Mode, mode_named
 from weft.parallel.tensors import MLPWeights, tensor_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS, check_routing
 from weft.ops.moe.routing import Experts
 from weft.parallel import plain
 from weft.parallel.linear import check_layer, check_rows, empty_parameter, split_evenly
+from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill, under, whole
-from weft.parallel.step_plan import Mode, mode_named, plan_layer
+from weft.parallel.step_plan import plan_layer
 from weft.parallel.tensors import Gating, MLPWeights, MoEWeights, tensor_of
 
 if TYPE_CHECKING:

@@ -3,11 +3,27 @@
 ``Qwen3Config`` and ``Qwen3ForCausalLM`` are names of before there were other families.
 """
 
-from weft.models.checkpoint import Checkpoint, Progress
-from weft.models.config import DecoderConfig
-from weft.models.decoder import Decoder
+from __future__ import annotations
 
-load_model = Decoder.from_pretrained
-Qwen3Config, Qwen3ForCausalLM = DecoderConfig, Decoder
+import importlib
+from operator import attrgetter
+from typing import Any
 
-__all__ = ["Checkpoint", "Decoder", "DecoderConfig", "Progress", "Qwen3Config", "Qwen3ForCausalLM", "load_model"]
+# Loaded on first use: the command line needs models' names before it needs torch and Triton.
+_PLACES = {
+    "Checkpoint": ("checkpoint", "Checkpoint"),
+    "Decoder": ("decoder", "Decoder"),
+    "DecoderConfig": ("config", "DecoderConfig"),
+    "Progress": ("checkpoint", "Progress"),
+    "Qwen3Config": ("config", "DecoderConfig"),
+    "Qwen3ForCausalLM": ("decoder", "Decoder"),
+    "load_model": ("decoder", "Decoder.from_pretrained"),
+}
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'weft.models' has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return attrgetter(attribute)(importlib.import_module(f"weft.models.{module}"))

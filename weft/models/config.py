@@ -14,27 +14,13 @@ from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.cache_scales import quantizes_cache_alone
 from weft.models.checkpoint import Checkpoint
+from weft.models.families import FAMILIES, published
 from weft.models.family import AttentionOptions, ExpertOptions, Family
-from weft.models.llama import LLAMA
-from weft.models.mistral import MISTRAL
-from weft.models.mixtral import MIXTRAL
-from weft.models.qwen2 import QWEN2
-from weft.models.qwen2_moe import QWEN2_MOE
-from weft.models.qwen3 import QWEN3
-from weft.models.qwen3_moe import QWEN3_MOE
-from weft.models.seed_oss import SEED_OSS
 from weft.parallel.rotary import Rotary
 from weft.runtime.logs import logger_of
 
 logger = logger_of(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-FAMILIES = {
-    family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS)
-}
-"""model_type -> the tables of its family."""
-PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}
-"""Name of a published model -> its config.json, as far as it counts."""
 
 # Keys of config.json without effect on what weft computes, by the reason. Nor has a key that begins with "_", or an unknown one
 # whose value asks for nothing (null, false, 0 or empty).
@@ -171,12 +157,7 @@ class DecoderConfig:
     @classmethod
     def named(cls, name: str) -> DecoderConfig:
         """Configuration of a published model, such as "qwen3-32b". ValueError for another name."""
-        content = PUBLISHED.get(name.lower()) if isinstance(name, str) else None
-        if content is None:
-            raise ValueError(
-                f"model {quoted(name)} is not one whose sizes are known; choose one of {', '.join(PUBLISHED)}"
-            )
-        return cls.from_dict(content)
+        return cls.from_dict(published(name))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> DecoderConfig:

@@ -22,11 +22,12 @@ from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.moe.fp8_rows import E4M3, check_e4m3
+from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under, whole
 from weft.parallel.step import PagedCache, Step
-from weft.parallel.step_plan import Mode, mode_named, plan_step
+from weft.parallel.step_plan import plan_step
 from weft.parallel.tensors import LayerWeights, NormWeights
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from weft.runtime.logs import logger_of

@@ -9,7 +9,6 @@ from typing import Any
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
-from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +149,8 @@ def count_of(content: Content, name: str, most: int | None = None) -> int:
 
 def experts_of(content: Content, name: str) -> tuple[int, int]:
     """(experts, of which there are `name`; experts of each token)"""
+    from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS  # not at the top: it loads all ops, and torch
+
     total = count_of(content, name, MAX_EXPERTS)
     return total, count_of(content, "num_experts_per_tok", min(total, MAX_CHOICES))
 

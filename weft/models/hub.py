@@ -10,10 +10,11 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from weft.arguments import quoted
+from weft.arguments import did_you_mean, quoted
 from weft.errors import CheckpointError
 from weft.models.builtin import PATHS
-from weft.models.checkpoint import Checkpoint, as_directory, check_directory
+from weft.models.families import PUBLISHED
+from weft.models.files import as_directory, check_directory
 
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
@@ -36,7 +37,13 @@ def find_checkpoint(name: str | PathLike[str]) -> Path:
         return PATHS[name]
     named = _NAME.fullmatch(name) if is_name else None
     if named is None or ".." in name:
-        check_directory(directory)
+        if is_name and name.lower() in PUBLISHED:
+            raise CheckpointError(
+                f"model={quoted(name)} names the sizes of a published model, without its weights: `weft bench model --model "
+                f"{name.lower()}` times it, and --dummy-weights gives it random ones; for its answers pass a directory, or a "
+                f"name of the Hugging Face hub, such as Qwen/Qwen3-0.6B"
+            )
+        check_directory(directory, did_you_mean(name, (*PATHS, *PUBLISHED)) if is_name else "")
         return directory
     return _snapshot(name, named[1], named[2])
 
@@ -69,6 +76,8 @@ def _missing(snapshot: Path) -> str:
         return broken[0]
     if not (snapshot / "config.json").exists():
         return "config.json"
+    from weft.models.checkpoint import Checkpoint  # not at the top: it loads torch
+
     files = Checkpoint(snapshot).weight_files()
     if not files:
         return "model.safetensors and model.safetensors.index.json (weft reads no other weights)"

@@ -22,7 +22,7 @@ from torch._C import (
     _len_torch_function_stack,
 )
 
-from weft.arguments import quoted
+from weft.arguments import did_you_mean, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.plan import table
 from weft.plan.memo import once
@@ -157,7 +157,8 @@ class Op:
     def check_design(self, design: Any) -> None:
         """ValueError unless ``design`` is one of this op's."""
         if type(design) not in self.designs.values():
-            raise ValueError(f"{self.name}: design={quoted(design)} is not one of {', '.join(self.designs)}")
+            near = did_you_mean(design, self.designs)
+            raise ValueError(f"{self.name}: design={quoted(design)} is not one of {', '.join(self.designs)}{near}")
 
     # --- tuning ------------------------------------------------------------------------------------------------------
 
@@ -415,4 +416,6 @@ def find_op(name: str) -> Op:
     for op in _OPS.values():
         if wanted in (op.name, op.alias.replace("-", "_")):
             return op
-    raise ValueError(f"op={quoted(name)} is not one of {', '.join(sorted(op.alias for op in _OPS.values()))}")
+    aliases = sorted(op.alias for op in _OPS.values())
+    near = did_you_mean(name, [*aliases, *(op.name for op in _OPS.values())])
+    raise ValueError(f"op={quoted(name)} is not one of {', '.join(aliases)}{near}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.arguments import check_bool, check_int, check_number, quoted
+from weft.arguments import check_bool, check_int, check_number, did_you_mean, quoted
 from weft.runtime.team.team import Team
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -123,7 +123,8 @@ def check_list(op: str, name: str, value: Sequence[torch.Tensor]) -> list[torch.
 
 def check_choice(op: str, name: str, value: str, choices: Sequence[str]) -> None:
     if type(value) is not str or value not in choices:
-        raise ValueError(f"{op}: {name}={quoted(value)} is not one of {', '.join(map(repr, choices))}")
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{op}: {name}={quoted(value)} is not one of {listed}{did_you_mean(value, choices)}")
 
 
 def as_words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from weft.arguments import check_instance, positive, quoted
+from weft.parallel.modes import Mode, check_mode
 from weft.parallel.sharding import Shard
-from weft.parallel.step_plan import Mode, check_mode
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team

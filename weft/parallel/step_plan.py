@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.arguments import quoted
 from weft.ops.collectives.collective import of_world
 from weft.parallel import fused as FUSED
 from weft.parallel import plain as PLAIN
+from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
 from weft.parallel.reference import Reference
 from weft.parallel.replicated import FusedNorm, Replicated
@@ -30,11 +30,6 @@ from weft.parallel.thresholds import (
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
-
-Mode = Literal["reference", "sequence_parallel", "replicated", "auto", "torch", "ag_rs", "gemm_ar"]
-MODES = ("reference", "sequence_parallel", "replicated", "auto")
-OLD_MODES = {"torch": "reference", "ag_rs": "sequence_parallel", "gemm_ar": "replicated"}
-"""Old names of modes, which are accepted too."""
 
 
 def plan_step(
@@ -80,15 +75,3 @@ def plan_layer(tokens: int, *, mode: Mode, team: Team, fused: bool | None = None
 def _local(team: Team, fused: bool | None) -> ModuleType:
     """Local work as asked for; None: in weft's kernels where the team is on GPUs."""
     return FUSED if fused or (fused is None and not team.is_simulated) else PLAIN
-
-
-def mode_named(mode: str) -> str:
-    """The name of a mode, which may be given by its old one. ValueError for an unknown mode."""
-    check_mode(mode)
-    return OLD_MODES.get(mode, mode)
-
-
-def check_mode(mode: str) -> None:
-    """ValueError unless `mode` is one of MODES or its old name."""
-    if not isinstance(mode, str) or (mode not in MODES and mode not in OLD_MODES):
-        raise ValueError(f"mode={quoted(mode)} is unknown; choose one of {', '.join(MODES)}")

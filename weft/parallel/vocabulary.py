@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from weft import ops
 from weft.ops.vocab.sample_argmax import EXCLUDED, NOT_FINITE
 from weft.parallel.linear import empty_parameter
+from weft.parallel.modes import Mode, mode_named
 from weft.parallel.sharding import Shard
-from weft.parallel.step_plan import Mode, mode_named, plan_layer
+from weft.parallel.step_plan import plan_layer
 from weft.parallel.tensors import VocabWeights, tensor_of
 
 if TYPE_CHECKING:

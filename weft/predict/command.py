@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from weft.arguments import quoted
+from weft.arguments import did_you_mean, quoted
 from weft.console import WORLD_SIZE, numbers, one_line_errors
 
 if TYPE_CHECKING:
     from weft.predict.costs import Costs
 
 
+# Without loading the models, which takes seconds.
+OPS = (
+    "ag-gemm", "gemm-rs", "all-reduce", "moe", "ag-moe", "moe-rs", "moe-dispatch", "moe-combine", "sharded-decode-attention",
+)  # fmt: skip
 # Costs of a copy engine, and the memory's bandwidth, measured apart.
 ENGINE = ("copy", "flag", "link", "memory")
 
 
 def _complete(incomplete: str) -> list[str]:
-    return [word for word in _ops() if word.startswith(incomplete)]
+    return [word for word in OPS if word.startswith(incomplete)]
 
 
 class _Predicted(NamedTuple):
@@ -89,8 +93,7 @@ def predict(
     op: Annotated[
         str,
         typer.Argument(
-            help="ag-gemm, gemm-rs, all-reduce, moe, ag-moe, moe-rs, moe-dispatch, moe-combine or "
-            "sharded-decode-attention",
+            help=f"{', '.join(OPS[:-1])} or {OPS[-1]}",
             autocompletion=_complete,
         ),
     ],
@@ -103,10 +106,9 @@ def predict(
     docs/performance/prediction.md has the errors of the model.
     """
     with one_line_errors(traceback):
-        known = _ops()
-        if op not in known:
-            raise ValueError(f"op={quoted(op)} has no model; pass one of {', '.join(known)}")
-        found = known[op]
+        if op not in OPS:
+            raise ValueError(f"op={quoted(op)} has no model; pass one of {', '.join(OPS)}{did_you_mean(op, OPS)}")
+        found = _ops()[op]
         sizes = found.example if shape is None else _sizes(shape, found.sizes)
         typer.echo(
             f"{op} {', '.join(f'{n}={s}' for n, s in zip(found.sizes, sizes, strict=True))}, bf16, predicted on H200s"

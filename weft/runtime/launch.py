@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from weft.arguments import (
+    DEVICES,
     MOST_RANKS_PER_GPU,
     check_args,
     check_bool,
@@ -39,7 +40,6 @@ from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
-DEVICES = ("auto", "cuda", "sim")
 DEFAULT_VIRTUAL_RANKS = 4
 
 

@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from weft.arguments import DEVICES
 from weft.bench.command import check_apart
-from weft.bench.names import complete_tuned_op
+from weft.bench.names import DTYPES, OPS, complete_tuned_op, shapes_by_op, unknown_op
 from weft.bench.ranks import leave, ranks
 from weft.console import (
     WORLD_SIZE,
@@ -24,6 +25,7 @@ from weft.console import (
     notices,
     numbers,
     one_line_errors,
+    one_of,
     progress,
     talks,
 )
@@ -53,16 +55,17 @@ class TuneOptions:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        from weft.bench.harness.workload import DTYPES
-        from weft.runtime.launch import DEVICES
+        # First what needs no torch, which takes seconds to load.
+        words = self.shapes_by_op()
+        for word in words:
+            if word.partition("+")[0] not in OPS:
+                raise unknown_op(word, tuple(OPS))
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("device", self.device, DEVICES)
         from weft.tune.spaces import parse
 
-        for word in self.shapes_by_op():
+        for word in words:
             parse(word)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
-        if self.device not in DEVICES:
-            raise ValueError(f"--device {self.device} is unknown; choose one of {', '.join(DEVICES)}")
         check_apart("--out", self.out, "--json", self.json)
         if self.algorithm_cache is not None and (self.out is not None or self.json is not None):
             raise ValueError(
@@ -77,8 +80,6 @@ class TuneOptions:
                 )
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        from weft.bench.ops.shapes import shapes_by_op
-
         return shapes_by_op(self.words, self.shapes)
 
 
@@ -117,9 +118,6 @@ def tune(
 
     Exit status 1: the search ended early; the file holds the results so far.
     """
-    from weft.bench.ops.shapes import stand_ins
-    from weft.tune.spaces import parse
-
     with one_line_errors(traceback):
         options = TuneOptions(
             words=tuple(ops),
@@ -132,6 +130,9 @@ def tune(
             algorithm_cache=algorithm_cache,
             device=device,
         )
+        from weft.bench.ops.shapes import stand_ins
+        from weft.tune.spaces import parse
+
         plans = plan(options)
         if talks() and any(run.device == "sim" for run in plans):
             for word, named in options.shapes_by_op().items():

@@ -32,7 +32,7 @@ from weft.bench.models.workload import ModelWorkload
 from weft.bench.render.sheets import sheets
 from weft.bench.workloads import read
 from weft.engine.config import EngineConfig
-from weft.models.config import PUBLISHED
+from weft.models.families import PUBLISHED
 from weft.models.family import AttentionOptions, ExpertOptions
 from weft.parallel.reference import Reference
 from weft.parallel.rotary import Rotary, Yarn

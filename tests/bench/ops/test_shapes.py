@@ -3,8 +3,9 @@
 import pytest
 
 from weft.bench.models.steps import config_of
+from weft.bench.names import alias_of
 from weft.bench.ops.moe_shapes import MIXTURES, SEEN_TOKENS, SENT_TOKENS
-from weft.bench.ops.shapes import DECODE_ROWS, MODELS, OPS, ROWS, alias_of, op_of, parse_shapes
+from weft.bench.ops.shapes import DECODE_ROWS, MODELS, OPS, ROWS, op_of, parse_shapes
 from weft.models import Qwen3Config
 from weft.ops.moe.moe_op import MoeShape
 

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from weft import console
+from weft.arguments import did_you_mean
+from weft.bench import names
 from weft.bench.harness.limits import Limits
 from weft.bench.harness.meters import Meter, Stuck
 from weft.bench.harness.provider import Prepared, Provider, Unavailable, Verdict, named_by
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 T = TypeVar("T")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {name: getattr(torch, console.DTYPES[name]) for name in names.DTYPES}
 # Errors that end the run.
 FATAL = (Stuck, CallMismatch, PeerFailed, PeerSilent)
 
@@ -133,7 +136,8 @@ class Workload:
         chosen = tuple(one for one in available if any(named_by(word, one.name) for word in self.words))
         if not chosen:
             names = ", ".join(one.name for one in available)
-            raise ValueError(f"{self.name} has no provider {', '.join(self.words)}; it has {names}")
+            near = did_you_mean(self.words[0], [one.name for one in available])
+            raise ValueError(f"{self.name} has no provider {', '.join(self.words)}; it has {names}{near}")
         return chosen
 
     def lacking(self, words: Sequence[str]) -> list[str]:

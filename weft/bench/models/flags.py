@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.bench.models.names import LEVELS, is_model
-from weft.console import check_simulable, layout_of
+from weft.arguments import did_you_mean
+from weft.bench.models.names import DEFAULT_MODEL, LEVELS, MODELS, OLD_NAMES, RUN_TYPES, TINY, WEFT_MODES, is_model
+from weft.console import check_simulable, layout_of, one_of
 
 if TYPE_CHECKING:
     from weft.bench.models.workload import ModelWorkload
@@ -52,19 +53,19 @@ class ModelFlags:
             raise ValueError(f"{flag} belongs to {', '.join(takers)}; {', '.join(ops)} takes --shapes")
         if not any(map(is_model, ops)):
             return
-        from weft.bench.models.providers import OLD_NAMES, WEFT_MODES
-        from weft.bench.models.steps import RUN_TYPES
-
         shapes = [words for op, words in ops.items() if is_model(op) and words]
         if shapes and (self.run_type or self.batches or self.contexts):
             raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
-        if self.run_type is not None and self.run_type not in RUN_TYPES:
-            raise ValueError(f"--run-type {self.run_type} is unknown; choose one of {', '.join(RUN_TYPES)}")
+        if self.model is not None:
+            one_of("model", self.model, MODELS)
+        if self.run_type is not None:
+            one_of("run-type", self.run_type, RUN_TYPES)
         if self.random_cache and self.check:
             raise ValueError("--check compares answers, which --random-cache makes meaningless; leave one of them out")
         for mode in self.modes:
             if OLD_NAMES.get(mode, mode) not in WEFT_MODES:
-                raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}")
+                near = did_you_mean(mode, (*WEFT_MODES, *OLD_NAMES))
+                raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}{near}")
 
     def workload(
         self,
@@ -77,7 +78,7 @@ class ModelFlags:
         words: tuple[str, ...],
     ) -> ModelWorkload:
         """Workload of ``weft bench LEVEL`` at one world size. Simulated ranks use the tiny model by default."""
-        from weft.bench.models.steps import DEFAULT_MODEL, TINY, check_split, config_of, parse_steps, words_of
+        from weft.bench.models.steps import check_split, config_of, parse_steps, words_of
         from weft.bench.models.workload import ModelWorkload
         from weft.layers.moe import check_layout
 

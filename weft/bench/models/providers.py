@@ -10,19 +10,15 @@ from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.models import generate
 from weft.bench.models.baseline import Functions
 from weft.bench.models.compiled import compiled, pipelined, symmetric
-from weft.bench.models.names import LEVELS
+from weft.bench.models.names import LEVELS, OLD_NAMES, WEFT_MODES
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.sessions import TorchSession, WeftSession, over_context
-from weft.parallel.step_plan import OLD_MODES
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Providers have the old names of modes, as in the results that are committed.
-WEFT_MODES = ("auto", "ag_rs", "gemm_ar")
 # In mode "auto", with a KV cache spread over the ranks by pages. Only where it is named.
 CONTEXT = "context_parallel"
-OLD_NAMES = {new: old for old, new in OLD_MODES.items()}
 # (problem, rows of a step) -> functions for such steps
 Compile = Callable[[StepProblem, int], Functions]
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from weft.bench.models.baseline import Baseline, Cache, Functions
 from weft.models.decoder import DEFAULT_PAGE_SIZE, Decoder
-from weft.parallel.step_plan import mode_named
+from weft.parallel.modes import mode_named
 
 if TYPE_CHECKING:
     from weft.layers.moe import Layout

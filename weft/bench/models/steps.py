@@ -15,14 +15,13 @@ from dataclasses import replace
 import torch
 
 from weft.bench.harness.workload import Shape, words_apart
-from weft.bench.models.names import LEVELS
+from weft.bench.models.names import LEVELS, MODELS, RUN_TYPES, TINY
+from weft.console import one_of
 from weft.layers.attention import check_heads
-from weft.models.config import PUBLISHED, DecoderConfig
+from weft.models.config import DecoderConfig
 from weft.models.family import AttentionOptions
 from weft.parallel.rotary import Rotary
 
-RUN_TYPES = ("prefill", "decode")
-TINY, DEFAULT_MODEL = "tiny", "qwen3-32b"
 # Default steps; simulated ranks get small ones.
 DEFAULTS = {
     "mlp": ("decode:1x128,128x128", "prefill:32x128"),
@@ -39,7 +38,6 @@ TINY_CONFIG = DecoderConfig(
     num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-6, rotary=Rotary(theta=1e4), max_position_embeddings=256,
     tie_word_embeddings=False, dtype=torch.bfloat16, attention=AttentionOptions(qk_norm=True),
 )  # fmt: skip
-MODELS = (*PUBLISHED, TINY)
 # Most tokens of all sequences for simulated ranks: the tiny model prefills 512 in half a minute (x86).
 SIMULATED_TOKENS = 1024
 
@@ -49,8 +47,7 @@ def config_of(model: str, layers: int | None = None) -> DecoderConfig:
 
     ValueError for an unknown name or an invalid number.
     """
-    if model not in MODELS:
-        raise ValueError(f"--model {model} is unknown; choose one of {', '.join(MODELS)}")
+    one_of("model", model, MODELS)
     config = TINY_CONFIG if model == TINY else DecoderConfig.named(model)
     if layers is None:
         return config

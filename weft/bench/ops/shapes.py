@@ -18,6 +18,7 @@ import torch
 import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
 from weft.bench.harness.workload import DTYPES, Shape, sizes_or_set, words_apart
+from weft.bench.names import unknown_op
 from weft.bench.ops.attention_shapes import LONG, check_sharded, read_sharded, simulable_sharded
 from weft.bench.ops.moe_shapes import MIXTURES, check_choices, read_moe, simulable_moe
 from weft.bench.ops.prefill_shapes import PROMPTED, check_heads_shared, read_prefill, simulable_prefill
@@ -65,7 +66,7 @@ def op_of(name: str) -> Op:
     except ValueError:
         op = None
     if op is None or not op.form:
-        raise ValueError(f"op {name!r} is unknown; choose one of {', '.join(OPS)}")
+        raise unknown_op(name, OPS)
     return op
 
 
@@ -77,24 +78,6 @@ def computes(op: Op) -> bool:
 def has_flops(op: Op) -> bool:
     """True for an op with a GEMM."""
     return type(op).flops is not Op.flops
-
-
-def alias_of(name: str) -> str:
-    """The name of an op in commands and reports, by its name or alias; other names as they are."""
-    try:
-        return "+".join([op_of(name).alias, *name.split("+")[1:]])
-    except ValueError:
-        return name
-
-
-def shapes_by_op(words: Sequence[str], shapes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Shapes of each op of ``words``, OP or OP@SHAPES, in order. ``shapes``: of those without their own."""
-    found: dict[str, tuple[str, ...]] = {}
-    for word in words:
-        op, _, own = word.partition("@")
-        op = alias_of(op)
-        found[op] = (*found.get(op, ()), *((own,) if own else shapes))
-    return found
 
 
 def parse_shapes(

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
+from weft.bench.names import TRAIN
 from weft.bench.training.problem import TrainProblem
 from weft.bench.training.recipe import DESIGNS, ByDesign, ByFunctions
-from weft.bench.training.shapes import TRAIN
 from weft.ops.gemm.cublas import matmul
 from weft.parallel import plain
 from weft.parallel.sequence_parallel import SequenceParallel

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from weft.bench.harness.workload import Shape, words_apart
 
-TRAIN = "train"
 DEFAULT, TINY = "qwen3-32b:1x4096,1x8192", "2x16,64,8,4,16,96"
 # Most tokens and hidden features on simulated ranks.
 MOST_SIMULATED = 256
@@ -67,7 +66,8 @@ def parse_layers(words: Sequence[str], world_size: int, *, tiny: bool) -> tuple[
 
 
 def _sizes(model: str) -> tuple[int, int, int, int, int]:
-    from weft.models.config import PUBLISHED, DecoderConfig  # it loads the models
+    from weft.models.config import DecoderConfig  # it loads the models
+    from weft.models.families import PUBLISHED
 
     config = DecoderConfig.named(model) if model in PUBLISHED else None
     if config is None or config.experts is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.arguments import did_you_mean
 from weft.kernels.operands import can_describe, has_dense_rows
 from weft.kernels.tile_schedule import place_of
 from weft.ops.gemm import cublas
@@ -86,7 +87,8 @@ class AllGatherMatmulBackward(Op):
 
     def _asked(self, design: str, scatter: Planned, machine: Machine) -> Planned:
         if design not in self.designs:
-            raise ValueError(f"{self.name}: design={design!r} is not one of {', '.join(self.designs)}")
+            near = did_you_mean(design, self.designs)
+            raise ValueError(f"{self.name}: design={design!r} is not one of {', '.join(self.designs)}{near}")
         if design != "in_turn" and (machine.world_size == 1 or machine.nodes > 1):
             raise ValueError(f"{self.name}: design={design!r} needs several ranks of one node; take in_turn")
         return Planned(design, self.designs[design](scatter=scatter), f"asked for design={design!r}")

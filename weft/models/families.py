@@ -1,0 +1,34 @@
+"""Families of models, and models whose sizes are known by name. Without torch: the command line checks names first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.arguments import did_you_mean, quoted
+from weft.models.llama import LLAMA
+from weft.models.mistral import MISTRAL
+from weft.models.mixtral import MIXTRAL
+from weft.models.qwen2 import QWEN2
+from weft.models.qwen2_moe import QWEN2_MOE
+from weft.models.qwen3 import QWEN3
+from weft.models.qwen3_moe import QWEN3_MOE
+from weft.models.seed_oss import SEED_OSS
+
+FAMILIES = {
+    family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS)
+}
+"""model_type -> the tables of its family."""
+PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}
+"""Name of a published model -> its config.json, as far as it counts."""
+
+
+def published(name: Any) -> Mapping[str, Any]:
+    """config.json of a published model by its name. ValueError for another name."""
+    content = PUBLISHED.get(name.lower()) if isinstance(name, str) else None
+    if content is None:
+        raise ValueError(
+            f"model {quoted(name)} is not one whose sizes are known; choose one of "
+            f"{', '.join(PUBLISHED)}{did_you_mean(name, PUBLISHED)}"
+        )
+    return content

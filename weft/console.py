@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -126,8 +125,6 @@ def check_output(flag: str, file: Path | None) -> None:
         check_target(file)
         if file.is_file():
             file.open("ab").close()
-        folder = next(parent for parent in file.absolute().parents if parent.exists())
-        tempfile.TemporaryFile(dir=folder).close()
     except CannotWrite as error:
         raise ValueError(f"{flag} {error}") from None
     except OSError as error:

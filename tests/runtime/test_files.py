@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import weft
 from weft.console import check_output
 from weft.errors import CannotWrite
 from weft.runtime import files
-from weft.runtime.files import put
+from weft.runtime.files import check_target, put
 
 
 @pytest.fixture
@@ -31,6 +32,22 @@ def test_a_file_is_made_with_its_folder_and_replaced(tmp_path, monkeypatch):
         os.umask(before)
     assert path.read_text(encoding="utf-8") == "two ä" and list(path.parent.iterdir()) == [path]
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_work(victim):
+    """weft.trace writes at its end, and makes the folder like every command; a place where it cannot is refused at once."""
+    for target in (victim / "x.json", Path("/proc/none/x.json")):
+        with pytest.raises(CannotWrite, match="x.json: no file can be written there .*; name another"):
+            check_target(target)
+    began = []
+
+    def main(team):
+        with weft.trace(victim / "new" / "x.json", team):
+            began.append(team.rank)
+
+    with pytest.raises(CannotWrite, match="Not a directory"):
+        weft.simulate(main, 2)
+    assert began == []
 
 
 def test_a_link_at_the_name_of_an_unfinished_file_is_not_followed(tmp_path, victim, monkeypatch):

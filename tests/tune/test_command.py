@@ -176,6 +176,10 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
         (["gemm", "--world-size", "1,2", "--out", "x.json"], "a file holds one world size"),
         (["gemm", "gemm-rs", "--out", "x.json"], "rows of a GEMM alone are of 1, the others' of 2"),
         (["gemm-rs@llama"], "neither a set"),
+        (
+            ["gemm", "ag-gemm@"],
+            "'ag-gemm@' names no shape after the @; write ag-gemm@SHAPES, or ag-gemm for its first set",
+        ),
         (["gemm", "--out", f"{__file__}/x.json"], "--out .* no file can be written there"),
         (["gemm", "--json", f"{__file__}/x.json"], "--json .* no file can be written there"),
         (["gemm", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: no file can be written there"),

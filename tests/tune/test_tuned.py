@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,41 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path, text):
     file = tmp_path / "x.json"
     file.write_text(text)
     with pytest.raises(ValueError, match="x.json: not a file of weft tune"):
+        tuned.read(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": "abc"}, r"rows\[1\]: shape='abc' is not a list of positive integers"),
+        ({"shape": []}, "is not a list of positive integers"),
+        ({"shape": [0, 8, 8]}, "is not a list of positive integers"),
+        ({"shape": [1.5, 8, 8]}, "is not a list of positive integers"),
+        ({"shape": [[4], 8, 8]}, "is not a list of positive integers"),
+        ({"shape": {"M": 4}}, "is not a list of positive integers"),
+        ({"op": 3}, r"rows\[1\]: op=3 is not a string"),
+        ({"design": None}, "design=None is not a string"),
+        ({"config": []}, r"config=\[\] is not an object"),
+        ({"us": "fast"}, "us='fast' is not a positive number"),
+        ({"us": -1}, "us=-1 is not a positive number"),
+        ({"color": "red"}, r"rows\[1\]: .*color"),
+    ],
+)  # fmt: skip
+def test_a_row_that_no_weft_tune_writes_is_refused_by_number(tmp_path, change, message):
+    file, rows = tmp_path / "x.json", [dataclasses.asdict(row("matmul", 8, 8, 8))] * 2
+    document = {"schema": 2, "gpu": "x", "world_size": 2, "simulated": False, "rows": [rows[0], rows[1] | change]}
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=f"x.json: not a file of weft tune, schema 2: .*{message}"):
+        tuned.read(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"world_size": "2"}, "world_size='2'"), ({"gpu": None}, "gpu=None"), ({"rows": 3}, "")]
+)
+def test_a_head_that_no_weft_tune_writes_is_refused(tmp_path, change, message):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"schema": 2, "gpu": "x", "world_size": 2, "rows": []} | change))
+    with pytest.raises(ValueError, match=f"x.json: not a file of weft tune, schema 2: .*{message}"):
         tuned.read(file)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.arguments import did_you_mean
+from weft.arguments import did_you_mean, quoted
 from weft.bench.models.names import LEVELS
 
 # Name on the command line: name in weft.ops, which is understood as well.
@@ -58,10 +58,15 @@ def alias_of(name: str) -> str:
 
 
 def shapes_by_op(words: Sequence[str], shapes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Shapes of each op of ``words``, OP or OP@SHAPES, in order. ``shapes``: of those without their own."""
+    """Shapes of each op of ``words``, OP or OP@SHAPES, in order. ``shapes``: of those without their own.
+
+    ValueError for a word that ends in @.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for word in words:
-        op, _, own = word.partition("@")
+        op, at, own = word.partition("@")
+        if at and not own.strip():
+            raise ValueError(f"{quoted(word)} names no shape after the @; write {op}@SHAPES, or {op} for its first set")
         op = alias_of(op)
         found[op] = (*found.get(op, ()), *((own,) if own else shapes))
     return found

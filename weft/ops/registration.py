@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -84,9 +85,10 @@ def check_flag(op: str, name: str, value: bool) -> None:
 
 
 def check_scalar(op: str, name: str, value: float) -> None:
-    """ValueError unless ``value`` is a number, or a symbolic one of torch.compile."""
-    if type(value) is not float and not isinstance(value, (torch.SymInt, torch.SymFloat)):
-        check_number(f"{op}: {name}", value, -math.inf, math.inf, "a number")
+    """ValueError unless ``value`` is a finite number, or a symbolic one of torch.compile."""
+    if (type(value) is not float or not math.isfinite(value)) and not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        most = sys.float_info.max
+        check_number(f"{op}: {name}", value, -most, most, "a finite number")
 
 
 def check_count(op: str, name: str, value: int, low: int = 0) -> None:

@@ -19,6 +19,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import torch
 
+from weft.arguments import check_bool, check_instance, check_int, check_number, check_optional, is_integer, quoted
 from weft.plan.memo import forget, remembered
 from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
@@ -76,6 +78,16 @@ class Row:
     date: str = ""
     versions: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("op", "dtype", "design", "date", "versions"):
+            check_instance(name, getattr(self, name), str, "a string")
+        shape, positive = self.shape, "a positive number of microseconds"
+        if not isinstance(shape, tuple) or not shape or not all(is_integer(size) and size > 0 for size in shape):
+            raise ValueError(f"shape={quoted(shape)} is not a list of positive integers")
+        check_instance("config", self.config, dict, "an object of the design's fields")
+        for name in ("us", "default_us"):
+            check_optional(check_number, name, getattr(self, name), sys.float_info.min, sys.float_info.max, positive)
+
     @property
     def key(self) -> str:
         """Bucket of the row as text: all_gather_matmul bfloat16 2048x2560x5120."""
@@ -118,6 +130,11 @@ class Table:
     world_size: int
     rows: tuple[Row, ...] = ()
     simulated: bool = False
+
+    def __post_init__(self) -> None:
+        check_instance("gpu", self.gpu, str, "a GPU's name")
+        check_int("world_size", self.world_size, 1)
+        check_bool("simulated", self.simulated)
 
     def with_rows(self, rows: Iterable[Row]) -> Table:
         """This table with ``rows`` in place of those of the same buckets, sorted by op, dtype and shape."""
@@ -289,10 +306,18 @@ def read(path: Path) -> Table:
         document = json.loads(path.read_text())
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
             raise ValueError("schema is another")
-        rows = tuple(Row(**{**row, "shape": tuple(row["shape"])}) for row in document.pop("rows"))
+        rows = tuple(_row(number, fields) for number, fields in enumerate(document.pop("rows")))
         return Table(rows=rows, **document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a file of weft tune, schema {SCHEMA}: {error}") from error
+
+
+def _row(number: int, fields: dict[str, Any]) -> Row:
+    shape = fields["shape"]
+    try:
+        return Row(**{**fields, "shape": tuple(shape) if isinstance(shape, list) else shape})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"rows[{number}]: {error}") from None
 
 
 def write(path: Path, table: Table) -> None:

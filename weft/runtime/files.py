@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from weft.errors import CannotWrite
 
 
 def put(path: Path, text: str) -> None:
-    """Write a file atomically: if this process is killed, the file is complete or unchanged.
+    """Write a file, with the folders that lack: if this process is killed, the file is complete or unchanged.
 
     It is written under a new unguessable name and then renamed, so that no existing link is followed. CannotWrite if that
     fails, or for targets that `check_target` refuses.
@@ -35,19 +36,27 @@ def put(path: Path, text: str) -> None:
 
 
 def check_target(path: Path) -> None:
-    """CannotWrite if the path exists and is not a regular file.
+    """CannotWrite unless ``put`` can write there: a new or regular file, in a folder that exists or can be made.
 
     Links are refused too: another user may have made one, or it is /dev/stdout; both following and replacing it would surprise.
     """
     try:
-        mode = os.lstat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return
+        mode = _mode_of(path)
+        if stat.S_ISLNK(mode):
+            raise CannotWrite(str(path), "it is a symbolic link")
+        if stat.S_ISDIR(mode):
+            raise CannotWrite(str(path), "Is a directory")
+        if mode and not stat.S_ISREG(mode):
+            raise CannotWrite(str(path), "it is a device or a pipe")
+        # Tried, since the folder's mode may say otherwise.
+        tempfile.TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())).close()
     except OSError as error:
         raise CannotWrite(str(path), error.strerror or str(error)) from None
-    if stat.S_ISLNK(mode):
-        raise CannotWrite(str(path), "it is a symbolic link")
-    if stat.S_ISDIR(mode):
-        raise CannotWrite(str(path), "Is a directory")
-    if not stat.S_ISREG(mode):
-        raise CannotWrite(str(path), "it is a device or a pipe")
+
+
+def _mode_of(path: Path) -> int:
+    """Mode of what lies there; 0 if nothing does."""
+    try:
+        return os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0

@@ -31,7 +31,8 @@ class Tracer(Protocol):
 def trace(file: str | PathLike[str], team: Team) -> Iterator[None]:
     """Write a timeline of the team's work to ``file``, for ui.perfetto.dev and ``weft trace summary``.
 
-    Collective, at its start and its end, where the ranks wait for each other and for their GPUs; rank 0 writes the file. On
+    Collective, at its start and its end, where the ranks wait for each other and for their GPUs; rank 0 writes the file, and
+    makes its folder if there is none, as for every file that weft writes. CannotWrite, at the start, where it cannot. On
     GPUs the kernels of this team are compiled anew, with records (docs/trace.md), and CUDA graphs captured meanwhile contain
     them; graphs of before have none. In the simulator the times are virtual, and programs run in their order.
 

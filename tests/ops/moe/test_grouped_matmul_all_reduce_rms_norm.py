@@ -120,7 +120,7 @@ def test_a_mistake_is_seen(mistake, tmp_path, monkeypatch):
         ("experts=6 is not an Experts of the 3 that weight has", 4, lambda x: 6),
         ("residual has shape (3, 303); it must be (3, 304)", 5, lambda x: x[:, 1:]),
         ("norm.dtype=torch.float32 is not one of bfloat16", 6, lambda x: x.float()),
-        ("eps='0' is not a number", 7, lambda x: "0"),
+        ("eps='0' is not a finite number", 7, lambda x: "0"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(message, place, change):

@@ -89,7 +89,7 @@ class AllocationMismatch(WeftError):
 
 
 class CallMismatch(WeftError):
-    """Ranks in different collective calls; raised on all of them, in the simulator on the first that learns of it.
+    """Ranks in different collective calls; raised on all of them, in the simulator on the later one.
 
     of  kind of the calls that ``number`` counts
     """

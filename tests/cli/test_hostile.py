@@ -16,6 +16,7 @@ from weft import console
 from weft.bench import command as bench_command
 from weft.bench import workloads
 from weft.bench.ops import shapes
+from weft.bench.serving.points import asks_of
 from weft.check import command as check_command
 from weft.cli import app
 from weft.models.builtin import PATH as BUILTIN
@@ -172,6 +173,9 @@ def test_nested_and_huge_json_elsewhere(tmp_path):
             with pytest.raises(ValueError, match="nested.json: not a"):
                 read(file)
         refused(run("tune", "all-reduce", "--device", "sim", "--out", file), "nested.json: not a file of weft tune")
+        refused(run("trace", "summary", file), "nested.json is not a trace that weft.trace has written")
+        with pytest.raises(ValueError, match="nested.json:1: not a line as"):
+            asks_of(file, 1, 1)
 
 
 def test_named_shapes_say_what_simulated_ranks_run_instead(monkeypatch):

@@ -107,6 +107,47 @@ def test_every_use_after_close_is_an_error():
     weft.simulate(main, 2)
 
 
+def test_a_team_is_used_in_its_simulation_only():
+    """Afterwards each call says so in one line, whatever the call needs of the simulator."""
+    [team, *_] = weft.simulate(lambda team: team, 2)
+    for use in (
+        team.barrier,
+        team.close,
+        team.synchronize,
+        lambda: team.zeros(4),
+        lambda: team.exchange(1),
+        lambda: team.subset([0]),
+        lambda: team.library.all_reduce(torch.ones(2)),
+        lambda: ops.all_reduce(torch.ones(4), team),
+        lambda: ops.barrier(team),
+    ):
+        with pytest.raises(Unsupported, match="where none of them runs, such as after weft.simulate has returned"):
+            use()
+
+
+SPARSE = torch.eye(4).to_sparse()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda team: ops.all_reduce(SPARSE, team),
+        lambda team: ops.all_gather(SPARSE.to_sparse_csr(), team),
+        lambda team: ops.all_gather_matmul(SPARSE, SPARSE, team),
+        lambda team: ops.matmul(SPARSE, torch.eye(4)),
+        lambda team: ops.add_rms_norm(SPARSE, SPARSE, torch.ones(4), 1e-5),
+        lambda team: ops.route(SPARSE, 1),
+        lambda team: team.library.all_gather(SPARSE),
+        lambda team: team.copy_engine.put(team.zeros(4), SPARSE, 0),
+        lambda team: team.is_symmetric(SPARSE),
+        lambda team: team.free(SPARSE),
+    ],
+)
+def test_a_sparse_tensor_is_refused(call):
+    with pytest.raises(ValueError, match="is a tensor of layout sparse_.*; pass a dense one, as .to_dense"):
+        weft.simulate(call, 1)
+
+
 def test_teams_are_found_by_name_and_init_makes_another():
     def main(team):
         second = weft.init(heap_bytes=1 << 20)

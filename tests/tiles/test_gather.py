@@ -112,6 +112,9 @@ def test_calls_of_different_sizes_share_a_workspace():
         ({"out": torch.zeros(M, N)}, "out has 20 rows, and 2 ranks have 20 each; pass 40 rows, or a map"),
         ({"plan": tiles.ExchangePlan()}, "plan=.*GatherPlan"),
         ({"matrices": [0]}, r"matrices=\[0\] is not a tuple of at most two"),
+        ({"matrices": 3}, "matrices=3 is not a tuple of at most two"),
+        ({"map": "x"}, "tiles.gather: map='x' is not a weft.tiles.TileMap, or None"),
+        ({"shard": torch.eye(M)[:, :K].to_sparse()}, "shard is a tensor of layout sparse_coo; pass a dense one"),
         (
             {"operands": (1, (TensorDescriptor.from_tensor(torch.zeros(16, 16), [16, 16]),))},
             "holds a tensor descriptor",

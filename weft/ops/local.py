@@ -41,7 +41,7 @@ def _probe(device: torch.device) -> capabilities.Capabilities:
 def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None, dtypes: Sequence[torch.dtype]) -> None:
     """ValueError unless ``x`` lies on ``device`` (None: any) and has one of ``dtypes``."""
     try:
-        fits = x.dtype in dtypes and (device is None or x.device == device)
+        fits = x.dtype in dtypes and (device is None or x.device == device) and x.layout is torch.strided
     except AttributeError:
         fits = False
     if fits:

@@ -296,10 +296,10 @@ class Op:
         return {**self._parameters, **dict(zip(self._parameters, arguments, strict=False))}
 
     def examine(self, given: Mapping[str, Any]) -> None:
-        """ValueError for elements of ``given`` that the op relies on. The host may read them: no graph is captured."""
+        """ValueError for wrong elements of tensors, where the host may read them."""
 
     def agreed(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Description of what all ranks must pass alike, by argument: shapes and dtypes of tensors, other values."""
+        """Shapes, dtypes and values that all ranks must pass alike, by argument."""
         return {
             name: _described(value, self.differs.get(name, ()))
             for name, value in given.items()
@@ -326,7 +326,7 @@ class Op:
 
 
 def _described(value: Any, differs: tuple[int, ...]) -> str:
-    """Shape and dtype of a tensor, with "any" for the dimensions that may differ; other values as they are written."""
+    """Shape and dtype of a tensor, with "any" for dimensions that may differ; other values as code."""
     if isinstance(value, torch.Tensor):
         sizes = ", ".join("any" if dim in differs else str(size) for dim, size in enumerate(value.shape))
         return f"({sizes}{',' * (value.dim() == 1)}) {str(value.dtype).removeprefix('torch.')}"

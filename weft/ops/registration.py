@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.arguments import check_bool, check_int, check_number, did_you_mean, quoted
+from weft.runtime.dense import check_dense
 from weft.runtime.team.team import Team
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -30,7 +31,8 @@ def check_tensor(
     """
     try:
         # An eager call takes the host about 20 µs, so the error is only looked for once there is one.
-        fits = (x.dtype.itemsize in ITEM_SIZES if dtypes is None else x.dtype in dtypes) and x.device == team.device
+        fits = x.dtype.itemsize in ITEM_SIZES if dtypes is None else x.dtype in dtypes
+        fits = fits and x.device == team.device and x.layout is torch.strided
     except AttributeError:
         fits = False
     if not fits or not isinstance(team, Team):
@@ -58,9 +60,10 @@ def _refuse_tensor(op: str, name: str, x: torch.Tensor, team: Team, dtypes: Sequ
 
 
 def check_is_tensor(op: str, name: str, x: torch.Tensor) -> None:
-    """ValueError unless ``x`` is a tensor."""
+    """ValueError unless ``x`` is a dense tensor."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{op}: {name}={quoted(x)} is not a tensor; pass a torch.Tensor")
+    check_dense(f"{op}: {name}", x)
 
 
 def check_team(op: str, team: Team, over_nodes: bool = False) -> torch.device:

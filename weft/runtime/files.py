@@ -13,9 +13,9 @@ from weft.errors import CannotWrite
 
 
 def put(path: Path, text: str) -> None:
-    """Write a file, with the folders that lack: if this process is killed, the file is complete or unchanged.
+    """Write a file atomically: if this process is killed, the file is complete or unchanged.
 
-    It is written under a new unguessable name and then renamed, so that no existing link is followed. CannotWrite if that
+    Folders that are missing are made. It is written under a new unguessable name and then renamed, so that no existing link is followed. CannotWrite if that
     fails, or for targets that `check_target` refuses.
     """
     check_target(path)
@@ -36,7 +36,7 @@ def put(path: Path, text: str) -> None:
 
 
 def check_target(path: Path) -> None:
-    """CannotWrite unless ``put`` can write there: a new or regular file, in a folder that exists or can be made.
+    """CannotWrite unless ``put`` can write there: in place of nothing or a regular file.
 
     Links are refused too: another user may have made one, or it is /dev/stdout; both following and replacing it would surprise.
     """

@@ -32,7 +32,7 @@ def is_running() -> bool:
 
 
 def settle() -> None:
-    """Wait for the main stream's work of the virtual rank whose host code this thread runs, before it reads results."""
+    """Wait for the main stream of this thread's virtual rank, before its host code reads memory."""
     if on_virtual_rank():
         _THIS_THREAD.cluster.machine.settle()
 

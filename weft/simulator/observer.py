@@ -194,7 +194,7 @@ class Observer:
         """Place of the calling host code, for ``disagreed``."""
 
     def disagreed(self, text: str, first: int, place: object, rank: int) -> None:
-        """Collective call of ``rank``'s host code that does not fit the one that rank ``first`` has made at ``place``."""
+        """Collective call of ``rank`` that differs from that of rank ``first`` at ``place``."""
 
     def fork(self, stream: str) -> None:
         """Order of the calling rank's side stream after its main stream's work so far."""

@@ -27,6 +27,7 @@ from weft.tiles.tile import (
     Tile,
     TileMap,
     check_body,
+    check_map,
     check_operands,
     check_sizes,
     identity,
@@ -411,6 +412,7 @@ def _run(
     dtype: torch.dtype,
 ) -> None:
     check_team(op, team)
+    check_map(op, map)
     check_body("body", functions["BODY"])
     given = check_operands(op, operands, matrices)
     if out.dim() != 2 or 0 in out.shape or not out.is_contiguous():

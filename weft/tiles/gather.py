@@ -26,6 +26,7 @@ from weft.tiles.tile import (
     Shard,
     TileMap,
     check_body,
+    check_map,
     check_operands,
     check_sizes,
     identity,
@@ -233,6 +234,7 @@ def gather(
     check_team("tiles.gather", team)
     check_body("body", body)
     check_instance("plan", plan, GatherPlan, "a weft.tiles.GatherPlan")
+    check_map("tiles.gather", map)
     for name, matrix in (("shard", shard), ("out", out)):
         check_tensor("tiles.gather", name, matrix, team)
         if matrix.dim() != 2 or 0 in matrix.shape:

@@ -186,9 +186,18 @@ def check_body(name: str, body: Any) -> None:
     check_instance(name, body, JITFunction, "a function decorated with @triton.jit")
 
 
+def check_map(op: str, map: Any) -> None:
+    """ValueError unless ``map`` is a TileMap or None."""
+    check_optional(check_instance, f"{op}: map", map, TileMap, "a weft.tiles.TileMap, or None for panels in rank order")
+
+
 def check_operands(op: str, operands: Any, matrices: Sequence[Any]) -> Matrices:
     """``matrices`` as arguments. ValueError for more than two, or a descriptor inside ``operands``."""
-    if len(matrices) > 2 or not all(isinstance(one, (torch.Tensor, TensorDescriptor)) for one in matrices):
+    if (
+        not isinstance(matrices, (tuple, list))
+        or len(matrices) > 2
+        or not all(isinstance(one, (torch.Tensor, TensorDescriptor)) for one in matrices)
+    ):
         raise ValueError(
             f"{op}: matrices={quoted(matrices)} is not a tuple of at most two tensors or tensor descriptors"
         )

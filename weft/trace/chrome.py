@@ -57,7 +57,7 @@ def read(file: str | Path) -> Timeline:
     """Timeline of a trace file. ValueError for a file that ``weft.trace`` has not written."""
     try:
         return _from(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise ValueError(
             f"{file} is not a trace that weft.trace has written; pass the file that it was given"
         ) from None

@@ -85,7 +85,7 @@ def asks_of(file: Path, count: int, tokens: int) -> list[Ask]:
         try:
             content = json.loads(line)
             prompt, most = content["prompt"], content.get("max_tokens", tokens)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f'--file {file}:{number}: not a line as {{"prompt": "…", "max_tokens": 16}}') from None
         if not isinstance(prompt, (str, list)) or not prompt or not is_integer(most) or most < 1:
             raise ValueError(

@@ -113,6 +113,7 @@ def check_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.devi
     """ValueError unless a[., K] and b[N, K] are matrices of one supported dtype on ``device`` (None: a's)."""
     try:
         fits = a.dtype in FLOATS and a.dtype == b.dtype and a.device == b.device and a.device == (device or a.device)
+        fits = fits and a.layout is b.layout is torch.strided
         fits = fits and a.dim() == 2 == b.dim() and 0 not in a.shape and 0 not in b.shape and a.shape[1] == b.shape[1]
     except (AttributeError, TypeError):
         fits = False

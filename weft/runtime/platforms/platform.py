@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weft.arguments import check_instance, check_int
+from weft.arguments import check_int
 from weft.errors import NotSymmetric
 from weft.runtime.capabilities import Capabilities
+from weft.runtime.dense import check_dense
 
 if TYPE_CHECKING:
     from weft.runtime.team.rail import Rail
@@ -135,7 +136,7 @@ def address_at_peer(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Address of the first element; without elements, for which torch's ``data_ptr`` is 0, where it would lie."""
+    """Address of the first element, or of its place without elements, where ``data_ptr`` is 0."""
     if tensor.numel():
         return tensor.data_ptr()
     return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
@@ -146,8 +147,7 @@ def _offset(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
 
     ValueError if it is strided or ``peer`` no rank.
     """
-    if not isinstance(tensor, torch.Tensor):
-        check_instance("tensor", tensor, torch.Tensor, "a tensor")
+    check_dense("tensor", tensor)
     if type(peer) is not int:
         peer = check_int("peer", peer)
     if not 0 <= peer < platform.size:
@@ -164,9 +164,8 @@ def _offset(platform: Platform, tensor: torch.Tensor, peer: int) -> int:
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
     """ValueError unless both are contiguous tensors of equal dtype and number of elements."""
-    for name, tensor in (("dst", dst), ("src", src)):
-        if not isinstance(tensor, torch.Tensor):
-            check_instance(name, tensor, torch.Tensor, "a tensor")
+    check_dense("dst", dst)
+    check_dense("src", src)
     if dst.dtype != src.dtype or dst.numel() != src.numel():
         raise ValueError(
             f"a copy from {tuple(src.shape)} {src.dtype} to {tuple(dst.shape)} {dst.dtype}: "

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from weft.arguments import check_instance
 from weft.errors import ArgumentMismatch, CallMismatch, NoPeerAccess, WeftError
 from weft.runtime import capabilities, codec
+from weft.runtime.dense import check_dense
 from weft.runtime.platforms.platform import address_of, at_peer, check_copy, check_signal
 from weft.runtime.team.rail import Piece, Rail
 from weft.runtime.team.rendezvous import check_alike
@@ -132,7 +132,8 @@ class VirtualPlatform:
         return [codec.decode(data) for data in self.meet(what, codec.encode(item))]
 
     def compare(self, call: str, values: Mapping[str, str], seconds: float | None) -> None:
-        """``Team.compare`` with the first rank's call. Ranks do not wait for each other: that would order their work."""
+        """``Team.compare`` with the first rank's call, without waiting, which would order the ranks' work."""
+        here = self._machine.rank  # an error outside the simulation
         if self.size == 1:
             return
         self._compared += 1
@@ -150,8 +151,7 @@ class VirtualPlatform:
                 raise CallMismatch(self.rank, self._compared, by_rank, "collective call")
             check_alike(self.rank, call, {first.rank: first.values, self.rank: values})
         except (CallMismatch, ArgumentMismatch) as error:
-            members = self._members
-            observer.disagreed(str(error), members[first.rank], first.place, members[self.rank])
+            observer.disagreed(str(error), self._members[first.rank], first.place, here)
             raise
 
     def meet(self, what: str, item: Any, streams: bool = False) -> list[Any]:
@@ -395,7 +395,7 @@ class HostLibrary:
         return self._sum(shards).to(x.dtype)
 
     def _exchange(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
-        check_instance("x", x, torch.Tensor, "a tensor")
+        check_dense("x", x)
         # A copy, since a rank that is ahead may write to x before the others have read it.
         found = self._platform.meet(what, x.detach().clone(), streams=True)
         passed = {rank: {"x": f"{tuple(part.shape)} {part.dtype}"} for rank, part in enumerate(found)}

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from weft.arguments import check_instance, check_int, quoted
+from weft.runtime.dense import check_dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class Rail:
                 raise ValueError(f"{name}: {what} and {which} go together; pass both or neither")
             if tensor is None:
                 continue
-            check_instance(f"{name}.{what}", tensor, torch.Tensor, "a tensor")
+            check_dense(f"{name}.{what}", tensor)
             if not tensor.is_contiguous():
                 raise ValueError(f"{name}.{what} has strides {tensor.stride()}; pass a contiguous tensor")
             if check_int(f"{name}.{which}", node, 0, self.size - 1) == self.index:

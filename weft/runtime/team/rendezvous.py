@@ -49,7 +49,7 @@ class Rendezvous:
         self._failed = False
 
     def exchange(self, what: str, item: Any, patience: float | None = None) -> list[Any]:
-        """Items of all ranks, in rank order; ``what`` names the call, ``patience`` is other than the rendezvous's.
+        """Items of all ranks, in rank order; ``what`` names the call. patience: None, that of the rendezvous.
 
         NotExchangeable for an item that cannot be sent, CallMismatch if the ranks are in different calls, PeerSilent after the
         patience, PeerFailed as soon as a peer has failed, ForeignMessage for a message that no rank of this run wrote.
@@ -77,7 +77,7 @@ class Rendezvous:
         return [self._decoded(item, peer, called) for peer, (_, item) in enumerate(found)]
 
     def compare(self, what: str, values: Mapping[str, str], patience: float | None) -> None:
-        """ArgumentMismatch, on all ranks, unless all pass these ``values`` to the call ``what``; errors of ``exchange``."""
+        """``exchange``, with ArgumentMismatch on all ranks unless all pass these ``values`` to ``what``."""
         by_rank = self.exchange(what, dict(values), patience)
         check_alike(self._rank, what, dict(enumerate(by_rank)))
 

@@ -23,6 +23,7 @@ from weft.arguments import (
 )
 from weft.errors import AllocationMismatch, NotSymmetric, SeveralNodes, TeamClosed, Unsupported
 from weft.runtime import virtual_rank
+from weft.runtime.dense import check_dense
 from weft.runtime.logs import logger_of
 from weft.runtime.platforms.platform import CopyEngine, Library, Platform, address_of, at_peer
 from weft.runtime.team.channel import Channel
@@ -171,7 +172,7 @@ class Team(TakenByView):
         AllocationMismatch, on all ranks, if they free different tensors.
         """
         self._check_heap("free()")
-        _check_tensor(tensor)
+        check_dense("tensor", tensor)
         if not self.is_symmetric(tensor):
             raise NotSymmetric(self.rank, "tensor", tensor.shape)
         offset = address_of(tensor) - self._platform.heap.data_ptr()
@@ -203,14 +204,17 @@ class Team(TakenByView):
         return self._layout.largest_free_bytes
 
     def at_peer(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank. NotSymmetric for others with elements."""
+        """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank.
+
+        NotSymmetric for others, unless they have no elements.
+        """
         self._check_heap("at_peer()")
-        _check_tensor(tensor)
+        check_dense("tensor", tensor)
         peer = check_int("peer", peer)
         return at_peer(self._platform, tensor, peer)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
-        _check_tensor(tensor)
+        check_dense("tensor", tensor)
         self._check_heap("is_symmetric()")
         heap = self._platform.heap
         return heap.data_ptr() <= address_of(tensor) < heap.data_ptr() + heap.numel() + (tensor.numel() == 0)
@@ -293,7 +297,7 @@ class Team(TakenByView):
         return self._platform.exchange("exchange", item)
 
     def compare(self, call: str, values: Mapping[str, str]) -> None:
-        """Compare a collective call with those of the other ranks: nothing, unless the team is simulated or debug. Collective.
+        """Compare a collective call with the other ranks', on virtual ranks and in debug builds. Collective.
 
         call    its name
         values  what all ranks must pass alike, by argument
@@ -475,11 +479,6 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
         if not is_integer(extent) or extent < 0:
             raise ValueError(f"shape={quoted(shape)} is not a tuple of integers of at least 0, as in (4, 128)")
     return tuple(map(int, shape))
-
-
-def _check_tensor(tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        check_instance("tensor", tensor, torch.Tensor, "a tensor")
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from weft.errors import InvalidAccess, WeftError
+from weft.errors import InvalidAccess, Unsupported, WeftError
 from weft.simulator.interpreter import CodeLine, Interpreter
 from weft.simulator.machine.grids import Program
 from weft.simulator.machine.memory import Memory
@@ -45,8 +45,14 @@ class Accesses:
 
     @property
     def rank(self) -> int:
-        """Rank of the running task."""
-        return self.scheduler.current.rank
+        """Rank of the running task. Unsupported where none runs: a team is used outside its simulation."""
+        task = self.scheduler.current
+        if task is None:
+            raise Unsupported(
+                "a team of virtual ranks is used where none of them runs, such as after weft.simulate has returned; use it in "
+                "main(team), and return plain values"
+            )
+        return task.rank
 
     def who(self) -> str:
         """Label of the running task and, in a kernel, its source line, for messages."""

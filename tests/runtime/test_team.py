@@ -132,7 +132,7 @@ SPARSE = torch.eye(4).to_sparse()
     "call",
     [
         lambda team: ops.all_reduce(SPARSE, team),
-        lambda team: ops.all_gather(SPARSE.to_sparse_csr(), team),
+        lambda team: ops.all_gather(SPARSE, team),
         lambda team: ops.all_gather_matmul(SPARSE, SPARSE, team),
         lambda team: ops.matmul(SPARSE, torch.eye(4)),
         lambda team: ops.add_rms_norm(SPARSE, SPARSE, torch.ones(4), 1e-5),

@@ -15,8 +15,8 @@ from weft.errors import CannotWrite
 def put(path: Path, text: str) -> None:
     """Write a file atomically: if this process is killed, the file is complete or unchanged.
 
-    Folders that are missing are made. It is written under a new unguessable name and then renamed, so that no existing link is followed. CannotWrite if that
-    fails, or for targets that `check_target` refuses.
+    Folders that are missing are made. The file is written under a new unguessable name and then renamed, so that no existing
+    link is followed. CannotWrite if that fails, or for targets that `check_target` refuses.
     """
     check_target(path)
     unfinished = path.with_name(f".weft-{secrets.token_hex(8)}.part")

@@ -48,3 +48,49 @@ def channel_reused_without_a_new_call(team, bug):
             landed.begin()
         push_of_a_call[(1,)](data[call], got[call], landed.view, team.view, N)
     return got
+
+
+@triton.jit
+def push_halves(data, got, landed, team, N: tl.constexpr, BUG: tl.constexpr):
+    """Every program sends a part to the peer, in one half of the buffer by turns."""
+    call, at, peer = wl.next_call(landed), tl.program_id(0) * N + tl.arange(0, N), 1 - wl.rank(team)  # here
+    tl.store(wl.symm_at(data, peer, team) + at, call.now.to(tl.float32))
+    wl.chunk_notify(call, peer, tl.program_id(0), team)
+    wl.chunk_wait(call, peer, tl.program_id(0), team)
+    tl.store(got + at, tl.load(data + at))
+    wl.barrier(team)
+    if (tl.program_id(0) == 0) | (not BUG):
+        wl.advance_call(call)
+
+
+@exhibit("unadvanced", "landed.epoch, argument of push_halves", "a program ends without the end of its channel's call",
+         push_halves)  # fmt: skip
+def call_that_one_program_does_not_end(team, bug):
+    data, landed = team.zeros(2 * N, torch.float32, name="data"), team.channel(2, name="landed")
+    got = team.local((3, 2 * N), torch.float32)
+    for call in range(3):
+        push_halves[(2,)](data, got[call], landed.view, team.view, N, bug)
+    return got
+
+
+@triton.jit
+def send_in_epochs(data, landed, epoch, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    now, at, peer = wl.next_epoch(epoch), tl.arange(0, N), 1 - wl.rank(team)  # here
+    half = data + (now & 1) * N + at
+    tl.store(wl.symm_at(half, peer, team), now.to(tl.float32))
+    wl.notify(landed, peer, now, team)
+    wl.wait(landed, now, team)
+    tl.store(got + at, tl.load(half))
+    if not BUG:
+        wl.advance_epoch(epoch, now)
+
+
+@exhibit("unadvanced", "epoch, argument of send_in_epochs", "a kernel does not end its epoch, so that the next wait is for the "
+         "same one", send_in_epochs)  # fmt: skip
+def epoch_that_does_not_end(team, bug):
+    data, landed = team.zeros((2, N), torch.float32, name="data"), team.signals(1, name="landed")
+    epoch, got = team.local(2, torch.int32), team.local((3, N), torch.float32)
+    for call in range(3):
+        send_in_epochs[(1,)](data, landed, epoch, got[call], team.view, N, bug)
+        team.barrier()
+    return got

@@ -9,6 +9,8 @@
     an ordering finding           under one of the signal through which its second side synchronised last; or under one of the
                                   same tensor that shares a line with it and names a more specific cause
     early-access                  under another one, or `unfollowed`, of the same kernel
+    a finding of that kernel,     under unadvanced
+    or one without a place
     uncleared                     under an ordering finding of two stores to that stage; a race with a load follows from it
 
 Only findings of a common run are folded (`divergence`: of a common world size), and only under findings that no marker allows.
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.check.detector.findings import RACES, TILES, Finding
+from weft.check.detector.findings import RACES, TILES, Finding, Side
 
 # Kinds that may make results differ between schedules.
 DISORDER = RACES | {"uncleared"}
@@ -58,8 +60,11 @@ def _explains(cause: Seen, effect: Seen, *, earlier: bool) -> bool:
     kind, is_ordering = other.kind, one.kind in RACES
     same = bool(one.tensor) and one.tensor == other.tensor
     touching = same and bool(_places(one) & _places(other))
+    if one.kind == "unadvanced":
+        follows = kind in RACES | {"uninitialised", "overshoot", "deadlock", "divergence"} or _is_assertion(other)
+        return follows and (not other.sides or _is_assertion(other) or _kernel(one) in map(_kernel_of, other.sides))
     if one.kind in TILES or one.kind == "call-mismatch":
-        wrong = kind == "error" and other.message.startswith("AssertionError") and effect.runs <= cause.runs
+        wrong = _is_assertion(other) and effect.runs <= cause.runs
         misplaced = one.kind == "tile-owner" and kind in ("tile-read", "tile-store", "out-of-bounds")
         return wrong or misplaced or kind in ("divergence", "overshoot", "deadlock")
     if kind == "divergence":
@@ -67,7 +72,7 @@ def _explains(cause: Seen, effect: Seen, *, earlier: bool) -> bool:
     if kind == "overshoot":
         return is_ordering
     if kind == "error":
-        return one.kind in DISORDER and other.message.startswith("AssertionError") and effect.runs <= cause.runs
+        return one.kind in DISORDER and _is_assertion(other) and effect.runs <= cause.runs
     if kind == "uninitialised":
         return is_ordering and touching
     if kind == "deadlock":
@@ -94,7 +99,15 @@ def _is_of_stores(finding: Finding) -> bool:
     return all("load" not in side.verb for side in finding.sides)
 
 
+def _is_assertion(finding: Finding) -> bool:
+    return finding.kind == "error" and finding.message.startswith("AssertionError")
+
+
 def _kernel(finding: Finding) -> str:
-    """Kernel of the later side, from "rank 0 kernel NAME program 1"."""
-    task = finding.sides[-1].task if finding.sides else ""
-    return task.partition(" kernel ")[2].partition(" program ")[0]
+    """Kernel of the later side."""
+    return _kernel_of(finding.sides[-1]) if finding.sides else ""
+
+
+def _kernel_of(side: Side) -> str:
+    """Kernel of a side's task, from "rank 0 kernel NAME program 1"."""
+    return side.task.partition(" kernel ")[2].partition(" program ")[0]

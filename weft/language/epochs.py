@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 
 from weft.language.arguments import check_epoch
+from weft.language.lowering import stock
 
 
 @triton.jit
 def next_epoch(epoch):
     """Number of this launch, 1 at the first, the same in all its programs."""
     check_epoch("next_epoch", epoch)
+    stock.begins_epoch(epoch)
     return tl.load(epoch) + 1
 
 
@@ -24,6 +26,7 @@ def advance_epoch(epoch, now):
     Every program calls it once, at its end.
     """
     check_epoch("advance_epoch", epoch)
+    stock.ends_epoch(epoch)
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     # acq_rel: every program reads the epoch before it adds to the arrival counter, and so before the last one's store.
     tl.debug_barrier()

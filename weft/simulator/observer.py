@@ -129,6 +129,14 @@ class Observer:
     def names_words(self, address: int) -> None:
         """Name of the exchange of the program's next Lamport load: the address of its puts in ``recorded``."""
 
+    # --- epochs ------------------------------------------------------------------------------------------------------
+
+    def epoch_began(self, address: int, itemsize: int) -> None:
+        """Look of the program at the number of an epoch that begins, the word at ``address`` and one."""
+
+    def epoch_ended(self, address: int, itemsize: int) -> None:
+        """End of the program's part of that epoch."""
+
     # --- waits and deadlocks -----------------------------------------------------------------------------------------
 
     def waits(self, addresses: list[int], itemsize: int, wanted: int, comparison: str) -> None:

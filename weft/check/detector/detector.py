@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from weft.check.detector.epochs import Epochs
 from weft.check.detector.happens_before import HappensBefore
 from weft.check.detector.host_operations import HostOperations
 from weft.check.detector.races import kind_of
@@ -50,7 +51,7 @@ class Detector(HappensBefore):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed
-        self.tiles = Tiles(self.races)
+        self.tiles, self.epochs = Tiles(self.races), Epochs(self.races)
         # Accesses that messages named, by the text of ``Machine.who``: an error holds that text only.
         self.named: dict[str, Access] = {}
         self.unstarted = 0  # programs of the largest grid that could not start in a deadlock
@@ -154,6 +155,14 @@ class Detector(HappensBefore):
 
     def host(self, rank: int) -> HostOperations:
         return HostOperations(self, rank)
+
+    # --- epochs ------------------------------------------------------------------------------------------------------
+
+    def epoch_began(self, address: int, itemsize: int) -> None:
+        self.epochs.began(self.thread(), address, itemsize)
+
+    def epoch_ended(self, address: int, itemsize: int) -> None:
+        self.epochs.ended(self.thread(), address)
 
     # --- tiles -------------------------------------------------------------------------------------------------------
 
@@ -399,6 +408,7 @@ class Detector(HappensBefore):
     def removed(self, low: int, high: int) -> None:
         self.races.forget(low)
         self.signals.drop(low, high)
+        self.epochs.drop(low, high)
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

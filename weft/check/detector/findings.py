@@ -25,6 +25,7 @@ REMEDIES = {
     "untranslated": "reach a peer's memory through wl.symm_at(ptr, peer, team)",
     "signal-reset": "do not reset signals: let them grow, and wait for the next epoch (wl.next_epoch)",
     "epoch-back": "signals only grow: notify with a value larger than the last",
+    "unadvanced": "call wl.advance_call (wl.advance_epoch) at the end of every program that calls wl.next_call (wl.next_epoch)",
     "uncleared": "clear a stage (wl.lamport_clear) after it is read and before peers write it again: rotate three stages",
     "overtaken": "put wl.fence(team) between the clear and the next words sent, or read the cleared words back (volatile)",
     "tile-store": "store rows tile.row .. and the columns of tile.column alone, and mask rows from tile.rows on",

@@ -207,6 +207,24 @@ def _meets_by_first_index(machine: Any) -> None:
         )
 
 
+@simulated(stock.begins_epoch)
+def _begins_epoch(machine: Any, epoch: Any) -> None:
+    machine.observer.epoch_began(*_word(machine, epoch))
+
+
+@simulated(stock.ends_epoch)
+def _ends_epoch(machine: Any, epoch: Any) -> None:
+    machine.observer.epoch_ended(*_word(machine, epoch))
+
+
+def _word(machine: Any, pointer: Any) -> tuple[int, int]:
+    """(address, bytes) of the scalar at a pointer."""
+    from weft.simulator import interpreter as interp
+
+    itemsize = interp.element_dtype(pointer).primitive_bitwidth // 8
+    return int(machine.plain(interp.addresses_of(pointer), np.ones(1, bool), itemsize, "load")[0]), itemsize
+
+
 @simulated(stock.names_chunk)
 def _names_chunk(machine: Any, rank: Any, chunk: Any, chunks: Any, team: Any) -> None:
     from weft.simulator import interpreter as interp

@@ -164,6 +164,16 @@ def names_chunk(rank, chunk, chunks, team):
 
 
 @triton.jit
+def begins_epoch(epoch):
+    """Mark the begin of an epoch; only the checker looks whether the one before has ended."""
+
+
+@triton.jit
+def ends_epoch(epoch):
+    """Mark the end of this program's part of an epoch."""
+
+
+@triton.jit
 def meets_by_first_index():
     """Mark a barrier by ``tl.program_id(0)`` alone; only the simulator checks the grid."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from weft.engine import limited_process
 from weft.engine import renderer as module
 from weft.engine.chat import ChatTemplate
 from weft.engine.renderer import Renderer, RenderError, as_json
@@ -59,16 +60,16 @@ def test_a_chat_with_a_template_that_loops_is_one_line(tmp_path, renderer):
 
 def test_one_process_renders_all_and_an_interrupt_does_not_mix_up_answers(renderer, monkeypatch):
     renderer.render("x", {})
-    process = renderer._process.pid
+    process = renderer._process
     started = time.monotonic()
     assert [renderer.render("{{ n }}", {"n": n}) for n in range(50)] == [str(n) for n in range(50)]
-    assert renderer._process.pid == process and time.monotonic() - started < 2
+    assert renderer._process is process and time.monotonic() - started < 2
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "read", interrupt)
+        patch.setattr(limited_process.os, "read", interrupt)
         with pytest.raises(KeyboardInterrupt):
             renderer.render("old", {})
     assert renderer.render("new", {}) == "new"
@@ -77,7 +78,7 @@ def test_one_process_renders_all_and_an_interrupt_does_not_mix_up_answers(render
 def test_the_process_ends_with_its_renderer_and_with_this_process():
     made = Renderer()
     made.compile("x")
-    process, end = made._process, made._end
+    process, end = made._process.process, made._process.end
     assert end.atexit and process.poll() is None
     del made
     gc.collect()
@@ -90,8 +91,9 @@ def test_a_process_that_has_lost_its_parent_ends():
         ([{"source": LOOP, "variables": {}, "seconds": -0.9, "characters": 1}], -signal.SIGALRM),
     ):
         process = subprocess.Popen(
-            [sys.executable, "-I", str(module._PROCESS)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-        )
+            [sys.executable, "-I", str(limited_process._MAIN), str(module._WORKER)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
         for message in ({"path": sys.path, "memory": 1 << 30}, *request):
             process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.close()
@@ -104,13 +106,13 @@ def test_the_process_neither_takes_this_folders_modules_nor_writes_files(tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     made = Renderer()
     assert made.render("ok", {}) == "ok"
-    assert "Max file size             0 " in Path(f"/proc/{made._process.pid}/limits").read_text()
+    assert "Max file size             0 " in Path(f"/proc/{made._process.process.pid}/limits").read_text()
     made.close()
 
 
 def test_a_process_that_does_not_start_is_said(monkeypatch):
-    monkeypatch.setattr(module.sys, "path", [])
-    with pytest.raises(WeftError, match="the process that renders chat templates does not start"):
+    monkeypatch.setattr(limited_process.sys, "path", [])
+    with pytest.raises(WeftError, match="the process of template_process.py does not start"):
         Renderer().render("x", {})
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from weft.errors import WeftError
+from weft.engine.limited_process import LimitedProcess, ProcessFailed
 
 SECONDS = 5.0
 # Limit on the output: a context of a million tokens has four million characters.
 CHARACTERS = 16 << 20
 MEMORY = 1 << 30
-# Limit on the start of the process, which is slow on a busy machine.
-_START_SECONDS = 60.0
-_PROCESS = Path(__file__).with_name("template_process.py")
+_WORKER = Path(__file__).with_name("template_process.py")
 
 
 class RenderError(Exception):
@@ -44,9 +35,7 @@ class Renderer:
     def __init__(self, seconds: float = SECONDS, characters: int = CHARACTERS, memory: int = MEMORY) -> None:
         self.seconds, self.characters, self.memory = seconds, characters, memory
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize | None = None
-        self._owner = os.getpid()
+        self._process: LimitedProcess | None = None
 
     def compile(self, source: str) -> None:
         """RenderError unless `source` is a template."""
@@ -57,79 +46,28 @@ class Renderer:
         return self._ask(source, variables)["text"]
 
     def close(self) -> None:
-        if self._end is not None:
-            self._end()
-        self._process = self._end = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def _ask(self, source: str, variables: dict[str, Any] | None) -> dict[str, str]:
         request = {"source": source, "variables": variables, "seconds": self.seconds, "characters": self.characters}
         with self._lock:
             try:
-                if self._owner != os.getpid() and self._end is not None:  # after a fork: another process's child
-                    self._end.detach()
-                    self._process = self._end = None
-                if self._process is None or self._process.poll() is not None:
-                    self._start()
-                answer = self._exchange(request, self.seconds)
-            except BaseException:  # also interrupts: a late answer would be taken for the next one
+                if self._process is None or not self._process.usable:
+                    self.close()
+                    # A character has up to 6 bytes in JSON.
+                    self._process = LimitedProcess(_WORKER, {}, memory=self.memory, most=8 * self.characters + (1 << 16))
+                answer = self._process.ask(request, self.seconds)
+            except BaseException as error:  # also interrupts
                 self.close()
+                if isinstance(error, ProcessFailed):
+                    raise RenderError("failed", str(error)) from None
                 raise
         for kind in ("invalid", "refused", "failed"):
             if kind in answer:
                 raise RenderError(kind, answer[kind])
         return answer
-
-    def _start(self) -> None:
-        self.close()
-        # -I: only the path of this process decides what it imports, not the current folder or the environment.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(_PROCESS)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-        )  # fmt: skip
-        self._end, self._owner = weakref.finalize(self, _end, self._process), os.getpid()
-        for pipe in (self._process.stdin, self._process.stdout):
-            os.set_blocking(pipe.fileno(), False)
-        path = [os.path.abspath(folder) for folder in sys.path]
-        try:
-            self._exchange({"path": path, "memory": self.memory}, _START_SECONDS)
-        except RenderError as error:
-            raise WeftError(f"the process that renders chat templates does not start: {error}") from None
-
-    def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, str]:
-        """Answer of the process to a message; each is one line. RenderError "failed" if none arrives."""
-        process, deadline = self._process, time.monotonic() + seconds
-        left = memoryview(json.dumps(message).encode() + b"\n")
-        found = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdin, selectors.EVENT_WRITE)
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while not found.endswith(b"\n"):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise RenderError("failed", f"it does not end within {seconds:g} s")
-                for key, _ in ready:
-                    if key.fileobj is process.stdin:
-                        try:
-                            left = left[os.write(key.fd, left[: 1 << 16]) :]
-                        except BrokenPipeError:
-                            left = left[:0]
-                        if not left:
-                            selector.unregister(process.stdin)
-                        continue
-                    piece = os.read(key.fd, 1 << 20)
-                    if not piece:
-                        raise RenderError("failed", "its process ended, as for want of memory or by too deep a nesting")
-                    found += piece
-                    if len(found) > 8 * self.characters + (1 << 16):
-                        raise RenderError("failed", f"it writes more than {self.characters:,} characters")
-        return json.loads(found.decode("utf-8", "surrogatepass"))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
 
 
 def as_json(name: str, value: Any, depth: int = 0) -> Any:

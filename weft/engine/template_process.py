@@ -1,46 +1,23 @@
-"""Main program of the process that renders chat templates. It imports jinja2, and nothing of weft.
+"""Worker of weft.engine.limited_main that renders chat templates. It imports jinja2, and nothing of weft.
 
-Each request and each answer is a line of JSON. The first request is {"path", "memory"} (sys.path, bytes); then {"source",
-"variables", "seconds", "characters"} any number of times, where variables null compiles only. Answers are {"text"},
-{"invalid"}, {"refused"} or {"failed"}.
+Requests are {"source", "variables", "characters"}, where variables null compiles only. Answers are {"text"}, {"invalid"},
+{"refused"} or {"failed"}.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import sys
 from collections.abc import Callable
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes stdin
-    hello = json.loads(sys.stdin.buffer.readline())
-    sys.path[:] = hello["path"]
-    environment = make_environment()
-    compiled = lru_cache(8)(environment.from_string)  # compiling takes milliseconds
+def begin(hello: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, str]]:
+    """Function that answers requests."""
+    compiled = lru_cache(8)(make_environment().from_string)  # compiling takes milliseconds
     compiled("{{ range(2) | list | tojson }}").render()  # late imports of jinja2, before the limits
-    limit(resource.RLIMIT_AS, hello["memory"])
-    limit(resource.RLIMIT_FSIZE, 0)
-    limit(resource.RLIMIT_CORE, 0)
-    say({})
-    while line := sys.stdin.buffer.readline():
-        request = json.loads(line)
-        # The parent ends this process when the time is up; the alarm does if the parent is gone.
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1)
-        say(answer(compiled, request))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def limit(kind: int, value: int) -> None:
-    """Lower a resource limit; a lower one stays."""
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
+    return partial(answer, compiled)
 
 
 def answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str, str]:
@@ -66,15 +43,6 @@ def answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str,
         return {"refused": line_of(error)}
     except Exception as error:  # in its own arithmetic, or where content is None
         return {"failed": f"{type(error).__name__}: {line_of(error)}".removesuffix(": ")}
-
-
-def say(message: dict[str, str]) -> None:
-    try:
-        line = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    except MemoryError:
-        line = b'{"failed": "MemoryError"}'
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()
 
 
 def make_environment() -> Any:
@@ -119,7 +87,3 @@ def refuse(message: str) -> None:
 
 def line_of(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
-
-
-if __name__ == "__main__":
-    main()

@@ -94,6 +94,9 @@ class EngineFlags:
     warm_up: Annotated[
         bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")
     ] = DEFAULTS["warm_up"]
+    grammar_seconds: Annotated[float, typer.Option(help="Longest time to compile a request's grammar")] = DEFAULTS[
+        "grammar_seconds"
+    ]
     heap_bytes: Annotated[
         int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
     ] = None
@@ -138,6 +141,7 @@ PASSED_ON = (
     "context_parallel",
     "pipeline_parallel",
     "warm_up",
+    "grammar_seconds",
     "algorithm_cache",
 )
 

@@ -17,9 +17,10 @@ from weft.arguments import check_heap_bytes, quoted
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine, check_model
+from weft.engine.grammar_guard import GrammarGuard
 from weft.engine.live import LiveProcesses, LiveVirtualRanks
 from weft.engine.outputs import Completion, Load, Piece, join_pieces
-from weft.engine.params import Prompt, SamplingParams, check_prompt, sampling_defaults
+from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, check_prompt, sampling_defaults
 from weft.engine.placement import Placement
 from weft.engine.progress import watchers_of
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
@@ -121,6 +122,7 @@ class AsyncLLM:
                 self.tokenizer = load_tokenizer(self.directory)
         self.load, self.error = Load(), None
         self._template: ChatTemplate | None = None
+        self._guard: GrammarGuard | None = None  # once a request has a grammar
         self._numbers = count()
         self._requests: dict[int, Request] = {}
         self._lock = threading.Lock()  # of `_requests` and `error`
@@ -150,6 +152,8 @@ class AsyncLLM:
             prompt = (await asyncio.to_thread(self.tokenizer.encode, prompt)).ids
         if not isinstance(prompt, str):
             prompt = list(map(int, prompt))
+        if params.structured_outputs is not None:
+            await self._try_grammar(params.structured_outputs)
         number = next(self._numbers)
         request = Request(self, number, f"request-{number}" if request_id is None else request_id, prompt)
         with self._lock:
@@ -201,6 +205,22 @@ class AsyncLLM:
     def close(self) -> None:
         """End the ranks with the step that runs, and requests by an error. A second call does nothing."""
         self._ranks.close()
+        if self._guard is not None:
+            self._guard.close()
+
+    async def _try_grammar(self, asked: StructuredOutputsParams) -> None:
+        """Wait until a grammar has passed its trial, which ends where nothing waits for it. ValueError if it does not."""
+        if self.directory is None or self.tokenizer is None:
+            return  # the engine refuses it
+        if self._guard is None:
+            checkpoint = Checkpoint(self.directory)
+            vocab_size, ends = DecoderConfig.of(checkpoint).vocab_size, checkpoint.eos_token_ids()
+            self._guard = GrammarGuard(self.tokenizer, vocab_size, ends, self.config.grammar_seconds)
+        trial = self._guard.begin(asked)
+        try:
+            await asyncio.shield(asyncio.wrap_future(trial.future))
+        finally:
+            self._guard.leave(trial)
 
     def _chat_prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
         if self._template is None:

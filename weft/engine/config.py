@@ -70,6 +70,7 @@ class EngineConfig:
     warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, about 170 with
                      context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is
                      reserved before the KV cache's
+    grammar_seconds  longest time that a grammar of structured_outputs may take to compile; others go on meanwhile
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """
@@ -92,6 +93,7 @@ class EngineConfig:
     microbatch_tokens: int = 256
     cuda_graph: bool = True
     warm_up: bool = False
+    grammar_seconds: float = 10.0
     algorithm_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +127,7 @@ class EngineConfig:
         check_page_size(self.page_size)
         if self.pages is not None and self.pages < 2:
             raise ValueError(f"pages={self.pages} is less than 2: page 0 is reserved for padding")
+        check_number("grammar_seconds", self.grammar_seconds, 1e-3, 3600, "in [0.001, 3600] seconds")
         check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
 
     @classmethod

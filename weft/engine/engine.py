@@ -28,6 +28,7 @@ from weft.engine.answers import Answer
 from weft.engine.batch import Batch
 from weft.engine.cache_plan import plan_cache
 from weft.engine.config import EngineConfig
+from weft.engine.grammar_guard import GrammarGuard, TeamGuard
 from weft.engine.guided import Guides
 from weft.engine.outputs import Completion, Load, Piece, Stats, join_pieces
 from weft.engine.params import (
@@ -148,6 +149,7 @@ class Engine:
         ready = time.perf_counter() - begin
         logger.info("engine ready in %.1f s, mode %s, up to %d requests at once", ready, config.mode, config.max_batch)
         self._guides: Guides | None = None  # once a request asks for one
+        self._guard: TeamGuard | None = None  # with them
         self._token_texts: dict[bool, TokenTexts | None] = {}  # by skip_special_tokens
         self._entered = 0
         self._submitted: dict[int, Answer] = {}  # by the number of the request
@@ -213,6 +215,7 @@ class Engine:
         if not prompts:
             raise ValueError("prompts is empty; pass at least one")
         params = self._seeded(params)
+        self._try_grammars(params)
         encoded = [self._encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
         answers: list[Answer] = []
         for prompt, (ids, asked) in enumerate(zip(encoded, params, strict=True)):
@@ -235,6 +238,7 @@ class Engine:
         number = self._entered if number is None else number
         if number in self._submitted:
             raise ValueError(f"number={number} is that of a request that has not ended; pass another, or None")
+        self._try_grammars([params])
         answer = self._answer_to(self._encode("prompt", prompt), params, number, 0)
         self.batch.scheduler.check("prompt", answer)
         answer.pieces, self._submitted[number] = self._held, answer
@@ -244,10 +248,15 @@ class Engine:
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Have a request's grammar compiled in a thread; until the future is done, `submit` would wait for it.
 
-        None: the request has none, or `submit` will refuse it.
+        The caller has tried it (weft.engine.grammar_guard). Collective, as `submit`. None: the request has none, or `submit`
+        will refuse it.
         """
+        if (asked := params.structured_outputs) is None:
+            return None
         try:
-            return params.structured_outputs and self._grammars().prepare(params.structured_outputs)
+            found = self._grammars().prepare(asked)
+            self._guard.note(asked)
+            return found
         except ValueError:
             return None
 
@@ -411,8 +420,17 @@ class Engine:
         if self._guides is None:
             if self.tokenizer is None:
                 raise ValueError(f"structured_outputs need text, and {self._no_text}")
-            self._guides = Guides(self.tokenizer, self.model.config.vocab_size, self.eos_token_ids)
+            source = self.tokenizer, self.model.config.vocab_size, self.eos_token_ids
+            self._guides = Guides(*source)
+            self._guard = TeamGuard(self.team, GrammarGuard(*source, self.config.grammar_seconds))
         return self._guides
+
+    def _try_grammars(self, params: Sequence[Any]) -> None:
+        """Try the grammars of these requests, as TeamGuard does."""
+        asked = [one.structured_outputs for one in params if isinstance(one, SamplingParams) and one.structured_outputs]
+        if asked:
+            self._grammars()
+            self._guard.check(asked, self.settle)
 
     def _seeded(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """The parameters, those without a seed with one that rank 0 has drawn."""

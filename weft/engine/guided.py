@@ -3,24 +3,25 @@
 A grammar's state depends on the tokens alone, so all ranks compute the same masks and exchange nothing. A mask needs the token
 before it on the host: meanwhile the GPU computes the next logits, and it waits for the mask only to choose.
 
-A large grammar takes a second to compile. A thread does it, without Python's lock for most of the time, so that steps go on;
-compiled ones are kept, and an answer takes a copy, in microseconds.
+A large grammar takes a second to compile. Threads do it, without Python's lock for most of the time, so that steps go on;
+compiled ones are kept, and an answer takes a copy, in microseconds. What others wrote passes weft.engine.grammar_guard first.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy
 import torch
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
-from weft.arguments import shortened
+from weft.engine.grammar_guard import AT_ONCE, check_guided, refusal
+from weft.engine.grammar_process import RANK_STACK, compile_grammar, read_tokenizer
 from weft.engine.params import StructuredOutputsParams
 from weft.runtime.arithmetic import cdiv
 
@@ -65,7 +66,7 @@ class Guide:
 
 
 class Guides:
-    """Grammars over the tokens of one tokenizer, compiled in a thread.
+    """Grammars over the tokens of one tokenizer, compiled in threads.
 
     The MOST_GRAMMARS last used are kept.
 
@@ -76,20 +77,12 @@ class Guides:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
-        try:
-            import llguidance
-        except ImportError:
-            raise ValueError(
-                "structured_outputs need llguidance, which is not installed: pip install 'weft[guided]'"
-            ) from None
-        ends = sorted(ends)
-        if not ends:
-            raise ValueError("structured_outputs need an end-of-sequence token, and this model has none")
-        self._library, self._source = llguidance, (tokenizer, vocab_size, ends)
-        self._tokenizer: LLTokenizer | None = (
-            None  # once the thread has read it, which takes a second for 150,000 tokens
-        )
-        self._thread = ThreadPoolExecutor(1, "weft grammars")
+        ends = check_guided(ends)
+        self._source = tokenizer, vocab_size, ends
+        # Once a thread has read it, which takes a second for 150,000 tokens.
+        self._tokenizer: LLTokenizer | None = None
+        self._reading = threading.Lock()
+        self._threads = _threads(AT_ONCE, RANK_STACK)
         # By kind and text: those that are still referred to, and of these the kept ones, least recently used first.
         self._found: WeakValueDictionary[tuple[str, str], Future[LLMatcher]] = WeakValueDictionary()
         self._kept: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
@@ -105,7 +98,7 @@ class Guides:
         key = asked.grammar_text
         future = self._found.get(key)
         if future is None:
-            self._found[key] = future = self._thread.submit(self._compile, *key)
+            self._found[key] = future = self._threads.submit(self._compile, *key)
         self._kept[key] = future
         self._kept.move_to_end(key)
         if len(self._kept) > MOST_GRAMMARS:
@@ -120,44 +113,23 @@ class Guides:
         return Guide(asked.grammar_text[0], self.prepare(asked).result().deep_copy(), self._ends)
 
     def _compile(self, kind: str, text: str) -> LLMatcher:
-        """Matcher at the begin of a grammar, with its first mask, which takes longest."""
-        if self._tokenizer is None:
-            self._tokenizer = self._read_tokenizer()
+        """Matcher at the begin of a grammar."""
         try:
-            grammar = self._library.grammar_from(kind, text)
-            matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
-            if not (wrong := matcher.get_error()):
-                matcher.compute_bitmask()
-        except Exception as error:  # of the library's own
-            wrong = str(error)
-        if wrong:
-            raise ValueError(f"structured_outputs: {shortened(wrong)}")
-        return matcher
-
-    def _read_tokenizer(self) -> LLTokenizer:
-        tokenizer, vocab_size, ends = self._source
-        try:
-            source = tokenizer.to_str()
-            if isinstance(tokenizer.decoder, decoders.Fuse):  # llguidance does not know it
-                source = self._library.TokenizerWrapper(_spelled_out(tokenizer, ends[0]))
-            return self._library.LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
-        except Exception as error:  # of the library's own
-            raise ValueError(f"structured_outputs: llguidance cannot read this tokenizer: {shortened(error)}") from None
+            with self._reading:
+                if self._tokenizer is None:
+                    self._tokenizer = read_tokenizer(*self._source)
+            return compile_grammar(self._tokenizer, kind, text)
+        except ValueError as error:
+            raise refusal(str(error)) from None
 
 
-def _spelled_out(tokenizer: Tokenizer, end: int) -> _SpelledOut:
-    """Tokenizer as llguidance asks for it, of one whose tokens' texts are joined as they are."""
-    texts = [tokenizer.decode([token]).encode() for token in range(tokenizer.get_vocab_size())]
-    return _SpelledOut(
-        eos_token_id=end,
-        bos_token_id=None,
-        # llguidance's mark of tokens without text.
-        tokens=[text or b"\xff<%d>" % token for token, text in enumerate(texts)],
-        special_token_ids=[token for token, text in enumerate(texts) if not text],
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-    )
-
-
-class _SpelledOut(SimpleNamespace):
-    def __call__(self, text: str) -> list[int]:
-        return self.encode(text)
+def _threads(count: int, stack: int) -> ThreadPoolExecutor:
+    """Threads with stacks of this size."""
+    found, all_run = ThreadPoolExecutor(count, "weft grammars"), threading.Barrier(count)
+    before = threading.stack_size(stack)
+    try:
+        for _ in range(count):  # one that waits at the barrier takes no further call, so each call starts a thread
+            found.submit(all_run.wait)
+    finally:
+        threading.stack_size(before)
+    return found

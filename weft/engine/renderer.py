@@ -57,7 +57,9 @@ class Renderer:
                 if self._process is None or not self._process.usable:
                     self.close()
                     # A character has up to 6 bytes in JSON.
-                    self._process = LimitedProcess(_WORKER, {}, memory=self.memory, most=8 * self.characters + (1 << 16))
+                    self._process = LimitedProcess(
+                        _WORKER, {}, memory=self.memory, most=8 * self.characters + (1 << 16)
+                    )
                 answer = self._process.ask(request, self.seconds)
             except BaseException as error:  # also interrupts
                 self.close()

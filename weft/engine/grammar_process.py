@@ -1,0 +1,122 @@
+"""Compilation of grammars by llguidance, and the worker of weft.engine.limited_main that tries them first.
+
+The worker imports llguidance and tokenizers, and nothing of weft. Its `hello` has {"tokenizer", "vocab_size", "ends"}; requests
+are {"kind", "text"}, and answers {}, or {"refused"} with the library's text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer, decoders
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# The library follows a grammar's rules by recursion, and has no limit on its depth: 8 MiB, the usual stack of a thread, serve
+# 2,300 rules in a chain. A rank, where an overflow would end the server, gives it twice the trial's stack.
+TRIAL_STACK, RANK_STACK = 8 << 20, 16 << 20
+# Masks and tokens are computed on the main thread of a rank, whose stack is larger. 128 KiB serve the longest chains.
+MASK_STACK = 1 << 20
+# Tokens that a trial goes on by.
+STEPS = 8
+
+
+def read_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> LLTokenizer:
+    """Tokenizer of the library. ValueError for one that it cannot read."""
+    import llguidance
+
+    try:
+        source = tokenizer.to_str()
+        if isinstance(tokenizer.decoder, decoders.Fuse):  # llguidance does not know it
+            source = llguidance.TokenizerWrapper(_spelled_out(tokenizer, ends[0]))
+        return llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
+    except Exception as error:  # of the library's own
+        raise ValueError(f"llguidance cannot read this tokenizer: {error}") from None
+
+
+def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """Matcher at the begin of a grammar, with its first mask, which takes longest. ValueError with the library's text."""
+    import llguidance
+
+    try:
+        matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from(kind, text), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        wrong = matcher.get_error()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
+        wrong = f"{type(error).__name__}: {error}"
+    if wrong:
+        raise ValueError(wrong)
+    return matcher
+
+
+def begin(hello: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, str]]:
+    """Function that answers requests."""
+    ends = hello["ends"]
+    tokenizer = read_tokenizer(Tokenizer.from_str(hello["tokenizer"]), hello["vocab_size"], ends)
+    compile_grammar(tokenizer, "regex", "a?")  # late imports, before the limits
+    return partial(_answer, tokenizer, ~sum(1 << token for token in ends))
+
+
+def _answer(tokenizer: LLTokenizer, others: int, request: dict[str, Any]) -> dict[str, str]:
+    try:
+        matcher = _on_stack(TRIAL_STACK, lambda: compile_grammar(tokenizer, request["kind"], request["text"]))
+        _on_stack(MASK_STACK, lambda: _walk(matcher.deep_copy(), others))
+    except ValueError as error:
+        return {"refused": str(error)[:10_000]}
+    return {}
+
+
+def _on_stack(size: int, run: Callable[[], Any]) -> Any:
+    """Result of a call on a thread with this stack."""
+    found: list[Any] = []
+
+    def target() -> None:
+        try:
+            found.append((run(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    threading.stack_size(size)
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    result, error = found[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _walk(matcher: LLMatcher, others: int) -> None:
+    """Take some tokens that the grammar allows, and begin again. `others`: bits of the tokens that end no answer."""
+    for _ in range(STEPS):
+        allowed = 0 if matcher.is_stopped() else int.from_bytes(matcher.compute_bitmask(), "little") & others
+        if not allowed:
+            break
+        matcher.consume_token((allowed & -allowed).bit_length() - 1)
+    matcher.reset()
+
+
+def _spelled_out(tokenizer: Tokenizer, end: int) -> _SpelledOut:
+    """Tokenizer as llguidance asks for it, of one whose tokens' texts are joined as they are."""
+    texts = [tokenizer.decode([token]).encode() for token in range(tokenizer.get_vocab_size())]
+    return _SpelledOut(
+        eos_token_id=end,
+        bos_token_id=None,
+        # llguidance's mark of tokens without text.
+        tokens=[text or b"\xff<%d>" % token for token, text in enumerate(texts)],
+        special_token_ids=[token for token, text in enumerate(texts) if not text],
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+    )
+
+
+class _SpelledOut(SimpleNamespace):
+    def __call__(self, text: str) -> list[int]:
+        return self.encode(text)

@@ -19,8 +19,8 @@ class Alone:
         pass
 
 
-def launch_two(main, pipes, args, heap_bytes):
+def launch_two(main, pipes, started, args, heap_bytes):
     """As `launch_on_pipes` of two ranks."""
     with private_folder() as folder:
         job = launch._Job(Given(folder, b""), 2, 0, heap_bytes, False)
-        launch._run(2, (Alone, job, pickle.dumps((main, args))), pipes)
+        launch._run(2, (Alone, job, pickle.dumps((main, args))), pipes, started)

@@ -147,7 +147,7 @@ def ranks(monkeypatch):
     together = threading.Barrier(3)
     engines = [CountedEngine(together) for _ in range(3)]
 
-    def launch_on_pipes(main, given, args, heap_bytes):
+    def launch_on_pipes(main, given, started, args, heap_bytes):
         errors = []
 
         def run(rank):

@@ -57,7 +57,7 @@ class Ranks:
         self.engines = [CountedEngine(together) for _ in range(3)]
         self.stats, errors = [], []
 
-        def launch_on_pipes(main, pipes, args, heap_bytes):
+        def launch_on_pipes(main, pipes, started, args, heap_bytes):
             def run(rank):
                 try:
                     main(SimpleNamespace(rank=rank), pipes[rank], *args)
@@ -434,3 +434,36 @@ def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, m
     assert [(tmp_path / f"{rank}").read_text().split()[:2] for rank in range(2)] == [[str(LONG), "64"]] * 2
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
         assert "in rank 1:" in caught.value.__notes__[0]
+
+
+def test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped(tmp_path, monkeypatch):
+    """Ctrl-C and SIGTERM reach a whole group; the parent ends ranks, by a kill if need be, and nobody else does."""
+    monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
+    monkeypatch.setattr(processes, "CLOSE_SECONDS", 1.0)
+    params = [SamplingParams(max_tokens=LONG)]
+    ranks = processes.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, {})
+    for process in ranks._started:
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
+    stream = ranks.ask((["x"], params), lambda stats: None)
+    fork = os.fork()
+    if fork == 0:
+        said = []
+        for ask in (lambda: ranks.ask((["x"], params), lambda stats: None), lambda: list(stream)):
+            try:
+                ask()
+            except WeftError as error:
+                said.append(
+                    f"a fork of it; make an LLM of its own here, or have process {os.getppid()} ask" in str(error)
+                )
+        ranks.close()
+        os._exit(0 if said == [True, True] else 1)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert numbers(stream) == list(range(1, LONG + 1))
+    os.kill(ranks._started[1].pid, signal.SIGSTOP)
+    stream = ranks.ask((["x"], params), lambda stats: None)
+    for _ in range(2):
+        ranks.close()
+        assert [process.is_alive() for process in ranks._started] == [False, False]
+    with pytest.raises(WeftError, match="this LLM is closed"):
+        list(stream)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pickle
 import secrets
+import signal
 import socket
 import stat
 import subprocess
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import weft
 from tests.runtime.sockets import listening
 from weft.errors import ForeignMessage, PeerFailed
-from weft.runtime import codec, launch
+from weft.runtime import codec, launch, store
 from weft.runtime.store import FolderStore, Given, given, private_folder
 from weft.runtime.team.rendezvous import Rendezvous
 
@@ -75,43 +76,90 @@ def test_ranks_on_one_machine_listen_on_loopback_only_and_the_parent_nowhere():
 
 
 def seen_and_asleep(team, file):
-    Path(file).with_suffix(f".{team.rank}").write_text(f"{os.getpid()} {given().folder}")
-    time.sleep(60)
+    Path(file).with_suffix(f".{team.rank}").touch()
+    time.sleep(600)
 
 
 ORPHANS = """
-import pickle, secrets, sys
+import multiprocessing, os, pickle, secrets, signal, sys
 from tests.runtime.test_security import OnCPU, seen_and_asleep
-from weft.runtime import launch
+from weft.runtime import launch, store
 from weft.runtime.store import Given, private_folder
+def fork(*_):  # it has what the parent has of its ranks, and lives on until stdin ends
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("forked", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+def collect(pipes, collected=launch._collect):
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    return collected(pipes)
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, fork)
+    launch._collect, store._MEMORY, store._LEAST_FREE = collect, sys.argv[2], 0
     with private_folder() as folder:
         job = launch._Job(Given(folder, secrets.token_bytes(32)), 2, 0, None, False)
         launch._run(2, (OnCPU, job, pickle.dumps((seen_and_asleep, (sys.argv[1],)))))
 """
 
 
-def test_ranks_and_their_folder_are_gone_when_the_parent_is_killed(tmp_path):
+@pytest.mark.parametrize("begun", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["starting", "running"])
+def test_ranks_and_their_folder_are_gone_when_sigterm_comes_to_all_of_them(tmp_path, begun):
+    """As systemd, `timeout` and Slurm send it. A fork of the parent that lives on keeps no rank."""
     script, file = tmp_path / "orphans.py", tmp_path / "rank"
     script.write_text(ORPHANS)
+    (memory := tmp_path / "memory").mkdir()
     root = Path(weft.__file__).parent.parent
-    parent = subprocess.Popen([sys.executable, script, file], env=os.environ | {"PYTHONPATH": str(root)})
+    parent = subprocess.Popen(
+        [sys.executable, script, file, memory], env=os.environ | {"PYTHONPATH": str(root)}, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        told = [file.with_suffix(f".{rank}") for rank in range(2)]
-        wait_until(lambda: parent.poll() is not None or all(one.exists() and one.read_text() for one in told))
-        ranks = [one.read_text().split() for one in told]
+        ranks = parent.stdout.readline().decode().split()
+        assert len(ranks) == 2 and len(list(memory.iterdir())) == 1
+        told = [file.with_suffix(f".{rank}") for rank in range(2)] if begun else []
+        wait_until(lambda: parent.poll() is not None or all(map(Path.exists, told)))
+        os.kill(parent.pid, signal.SIGUSR1)
+        assert parent.stdout.readline() == b"forked\n"
+        os.killpg(parent.pid, signal.SIGTERM)
+        assert parent.wait() == -signal.SIGTERM
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+        assert not list(memory.iterdir())
     finally:
         parent.kill()
-        parent.wait()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid, _ in ranks))
-    assert not any(os.path.exists(folder) for _, folder in ranks)
+        parent.communicate()
 
 
 def wait_until(done):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_folders_whose_owners_have_ended_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_MEMORY", str(tmp_path))
+    monkeypatch.setattr(store, "_LEAST_FREE", 0)
+    (tmp_path / "weft-new").mkdir()  # its owner is about to lock it
+    (tmp_path / "weft-file").touch()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / store._OWNED).touch()
+    (tmp_path / "weft-link").symlink_to(elsewhere)
+    with private_folder() as living:
+        Path(living, "torch").touch()
+        ended = os.fork()
+        if ended == 0:
+            with private_folder() as stale:
+                Path(stale, "torch").touch()
+                os._exit(0)
+        os.waitpid(ended, 0)
+        before = set(tmp_path.iterdir())
+        with private_folder() as another:
+            [stale] = before - set(tmp_path.iterdir())
+            assert stale.name.startswith("weft-") and stale != Path(living)
+            assert {Path(living, "torch"), elsewhere / store._OWNED} <= set(tmp_path.rglob("*"))
+        assert os.path.exists(living) and not os.path.exists(another)
+    assert {path.name for path in tmp_path.iterdir()} == {"weft-new", "weft-file", "weft-link", "elsewhere"}
 
 
 def test_this_test_would_see_a_socket_on_all_interfaces():

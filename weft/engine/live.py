@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weft.engine.outputs import columns_of
 from weft.engine.processes import ParentClosed, RankProcesses, load, receive
 from weft.engine.progress import Watchers
-from weft.engine.workers import Make, Message, VirtualRun, VirtualWorkers, llm_closed
+from weft.engine.workers import Make, Message, VirtualRun, VirtualWorkers, check_process, llm_closed
 from weft.errors import PeerFailed
 from weft.runtime.codec import decode, encode
 
@@ -96,14 +96,17 @@ class LiveProcesses(RankProcesses):
 
     def put(self, command: Command) -> None:
         """Send a command; from any thread, without waiting. NotExchangeable for one that cannot be sent."""
+        check_process(self._owner)
         self._commands.put(encode(command))
 
     def close(self) -> None:
         """End the ranks with the step that runs."""
-        self._commands.put(None)
         super().close()
         if self._talker.ident is not None:
             self._talker.join(timeout=30)
+
+    def _finish(self, seconds: float) -> None:
+        self._commands.put(None)
 
     def _send(self) -> None:
         with suppress(OSError):  # the ranks have ended, which `_talk` reports
@@ -215,6 +218,7 @@ class LiveVirtualRanks:
 
     def put(self, command: Command) -> None:
         """Send a command; from any thread, without waiting."""
+        check_process(self._run.owner)
         self._commands.put(command)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -15,11 +16,23 @@ from functools import partial
 from itertools import chain, count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from weft.engine.outputs import columns_of, pieces_of_columns
 from weft.engine.progress import Watchers
-from weft.engine.workers import STREAM, Keep, Make, Message, Pace, Pieces, Requests, llm_closed, pieces_of
+from weft.engine.workers import (
+    STREAM,
+    Keep,
+    Make,
+    Message,
+    Pace,
+    Pieces,
+    Requests,
+    check_process,
+    llm_closed,
+    pieces_of,
+)
 from weft.errors import WeftError
 from weft.runtime.codec import decode, encode
 from weft.runtime.launch import launch_on_pipes
@@ -29,6 +42,8 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 GO, STOP = encode(("go", None)), encode(("stop", None))
+# Seconds that ranks have to end by themselves: for the step that runs, and for NCCL.
+CLOSE_SECONDS = 10.0
 
 
 class ParentClosed(Exception):
@@ -70,12 +85,14 @@ class RankProcesses:
     ) -> None:
         self._error: BaseException | None = None  # of the processes
         self._closed = False
+        self._owner = os.getpid()
+        self._started: list[BaseProcess] = []
         self._pipes, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
         given = [(end, *link) for end, link in zip(theirs, links, strict=True)] if links else theirs
 
         def run() -> None:
             try:
-                launch_on_pipes(main, given, args=(make,), heap_bytes=heap_bytes)
+                launch_on_pipes(main, given, self._started, args=(make,), heap_bytes=heap_bytes)
             except BaseException as error:
                 self._error = error
             for end in theirs:
@@ -94,12 +111,22 @@ class RankProcesses:
             raise
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks, those that do not end by themselves by a kill. In a fork of this process it does nothing."""
+        if self._owner != os.getpid():
+            return
+        deadline = time.monotonic() + CLOSE_SECONDS
         self._closed = True
+        self._finish(CLOSE_SECONDS)
         for pipe in self._pipes:
             with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)  # unlike close(), even while the talker reads
-        self._processes.join(timeout=30)
+        self._processes.join(timeout=max(0.0, deadline - time.monotonic()))
+        for process in self._started if self._processes.is_alive() else ():
+            process.kill()  # it is stopped, or hangs
+        self._processes.join(timeout=CLOSE_SECONDS)
+
+    def _finish(self, seconds: float) -> None:
+        """Send what is still to be sent, before the pipes are closed."""
 
     def _talk(self) -> None:
         """Read what the ranks tell. No interrupt reaches its thread, so a message is read whole."""
@@ -142,6 +169,7 @@ class ProcessWorkers(RankProcesses):
         An answer that was not drawn to its end is computed to its end before the next begins, and can still be drawn; a closed
         one ends with the next verdict.
         """
+        check_process(self._owner)
         answer = _Answer(request=encode(("request", (*requests, pace.every))), pace=pace)
 
         def take() -> Message:
@@ -167,14 +195,12 @@ class ProcessWorkers(RankProcesses):
             leave()
             raise
 
-    def close(self) -> None:
-        """End the ranks; in an answer, at its next verdict."""
-        self._closed = True
+    def _finish(self, seconds: float) -> None:
+        """Have the talker end, in an answer with its next verdict: what one rank has been told, all have."""
         self._asked.put(None)
         self._changed.put(None)
         if self._talker.ident is not None:
-            self._talker.join(timeout=30)  # what one rank has been told, all have
-        super().close()
+            self._talker.join(timeout=seconds)
 
     def _talk(self) -> None:
         answer = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import time
@@ -50,6 +51,15 @@ def llm_closed() -> WeftError:
     return WeftError("this LLM is closed; make a new one")
 
 
+def check_process(owner: int) -> None:
+    """WeftError in a fork of the process `owner`, whose threads a fork does not have."""
+    if (number := os.getpid()) != owner:
+        raise WeftError(
+            f"this LLM is at work for process {owner}, and process {number} is a fork of it; make an LLM of its own here, or "
+            f"have process {owner} ask"
+        )
+
+
 @dataclass(slots=True, eq=False)
 class VirtualRun:
     """Thread in which virtual ranks compute an answer, or serve requests.
@@ -58,6 +68,7 @@ class VirtualRun:
     ended    its simulation has ended
     serving  it goes on until `end`
     wake     called by `end`, for ranks that wait for requests
+    owner    id of the process that has the thread
     """
 
     thread: threading.Thread
@@ -65,6 +76,7 @@ class VirtualRun:
     wake: Callable[[], None] = field(default=lambda: None)
     left: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
+    owner: int = field(default_factory=os.getpid)
 
     def end(self) -> None:
         """End it with the step that runs, and wait until its thread is gone."""
@@ -164,7 +176,10 @@ class VirtualWorkers:
 
     @classmethod
     def _check_free(cls) -> None:
-        if cls._latest is not None and cls._latest.serving and not cls._latest.ended.is_set():
+        if cls._latest is None or cls._latest.ended.is_set():
+            return
+        check_process(cls._latest.owner)
+        if cls._latest.serving:
             raise WeftError("the virtual ranks of this process serve an AsyncLLM; close it first")
 
     @classmethod
@@ -210,6 +225,8 @@ def pieces_of(take: Callable[[], Message], leave: Callable[[], None], keep: Keep
     collector may do so at any line of the program.
     """
 
+    owner = os.getpid()
+
     def drawn() -> Generator[Piece | None, None, None]:
         try:
             kind, value = take()
@@ -217,6 +234,7 @@ def pieces_of(take: Callable[[], Message], leave: Callable[[], None], keep: Keep
                 yield None  # drawn below: a generator that has not begun would not notice that it is closed
             while kind == "pieces":
                 yield from value
+                check_process(owner)
                 kind, value = take()
             if kind == "error":
                 raise value

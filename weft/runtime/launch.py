@@ -7,13 +7,14 @@ import multiprocessing.util
 import os
 import pickle
 import secrets
-import shutil
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -35,12 +36,15 @@ from weft.runtime import logs
 from weft.runtime import simulate as simulation
 from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local, stand_for_machine
 from weft.runtime.mains import check_main, checked_result
-from weft.runtime.store import Given, give, private_folder
+from weft.runtime.signals import held_for_children, leave_end_to_parent
+from weft.runtime.store import Given, give, kept, private_folder, remove
 from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
 DEFAULT_VIRTUAL_RANKS = 4
+# Seconds that ranks have to end by themselves once their results are here or their parent was interrupted.
+END_SECONDS = 5.0
 
 
 def launch(
@@ -106,17 +110,24 @@ def launch(
             f"world_size={world_size}: at most {MOST_RANKS_PER_GPU} ranks share a GPU, since each takes about 0.5 GB of its "
             f"memory; take up to {most}"
         )
-    return _spawn(main, world_size, gpus, args, heap_bytes, debug, check_node_size(node_size, world_size))
+    return _spawn(main, world_size, args, heap_bytes, debug, check_node_size(node_size, world_size))
 
 
 def launch_on_pipes(
-    main: Callable[..., Any], pipes: Sequence[Connection], *, args: Sequence[Any] = (), heap_bytes: int | None = None
+    main: Callable[..., Any],
+    pipes: Sequence[Connection],
+    started: list[BaseProcess],
+    *,
+    args: Sequence[Any] = (),
+    heap_bytes: int | None = None,
 ) -> list[Any]:
     """Run ``main(team, pipe, *args)`` as ``launch`` does, on GPUs; rank r gets ``pipes[r]``.
 
     Only the caller and its ranks hold such a pipe. The caller closes its copies of ``pipes`` when this returns.
+
+    started  gets the process of each rank, in order, which the caller may kill
     """
-    return _spawn(main, len(pipes), torch.cuda.device_count(), args, heap_bytes, False, None, pipes)
+    return _spawn(main, len(pipes), args, heap_bytes, False, None, pipes, started)
 
 
 def is_simulated(world_size: int | None, device: str) -> bool:
@@ -148,12 +159,12 @@ def _in_place(
 def _spawn(
     main: Callable[..., Any],
     world_size: int,
-    gpus: int,
     args: Sequence[Any],
     heap_bytes: int | None,
     debug: bool | float,
     node_size: int | None,
     pipes: Sequence[Connection] = (),
+    started: list[BaseProcess] | None = None,
 ) -> list[Any]:
     try:
         work = pickle.dumps((main, tuple(args)))
@@ -162,37 +173,55 @@ def _spawn(
             f"launch(device='cuda') starts processes, so main and its args must be picklable ({error}); define main at the top "
             f"level of a module, or use torchrun"
         ) from error
+    gpus = torch.cuda.device_count()
     with private_folder() as folder:
         job = _Job(
             Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug, node_size, logs.verbosity()
         )
-        return _run(world_size, (_on_gpu, job, work), pipes)
+        return _run(world_size, (_on_gpu, job, work), pipes, started)
 
 
-def _run(world_size: int, arguments: tuple, pipes_for_main: Sequence[Connection] = ()) -> list[Any]:
-    """Results of `_worker` in processes of their own, which end with this call.
+def _run(
+    world_size: int,
+    arguments: tuple,
+    pipes_for_main: Sequence[Connection] = (),
+    started: list[BaseProcess] | None = None,
+) -> list[Any]:
+    """Results of `_worker` in processes of their own, which end with this call, and with this process.
 
     Private data reach them by a pipe that no other process can read, not by command line or environment.
     """
+    processes = [] if started is None else started
     context = multiprocessing.get_context("spawn")
-    processes, pipes = [], []
+    pipes = []
+    # Otherwise Python would end them by SIGTERM, and wait.
+    at_exit = multiprocessing.util.Finalize(None, _end_all, (processes, 0.0), exitpriority=0)
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_worker, args=(theirs, rank, *arguments, *pipes_for_main[rank : rank + 1]), daemon=True
             )
-            process.start()
+            with held_for_children():
+                process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
         return _collect(pipes)
     finally:
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        _end_all(processes, END_SECONDS)
+        at_exit.cancel()
+
+
+def _end_all(processes: Sequence[BaseProcess], seconds: float) -> None:
+    """Wait for processes to end, and kill those that run longer."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
 
 
 def _collect(pipes: list[Connection]) -> list[Any]:
@@ -249,6 +278,7 @@ def _worker(
     if job.verbosity is not None:
         logs.show(job.verbosity)
     try:
+        leave_end_to_parent()
         # As under torchrun: one thread for each CPU in every rank would oversubscribe the CPUs.
         torch.set_num_threads(1)
         team = join(job, rank)
@@ -268,8 +298,10 @@ def _end_with_parent(folder: str) -> None:
     """End this rank once its parent has ended or was killed; otherwise a kernel might wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)
+        # A fork of the parent holds the sentinel's other end too, and may live on.
+        while os.getppid() == parent.pid and not wait([parent.sentinel], timeout=1.0):
+            pass
+        remove(folder)
         os._exit(1)
 
 
@@ -289,7 +321,8 @@ def connect(backend: str, run: Given, rank: int, world_size: int) -> None:
     """Make this process a rank of torch.distributed, by private files and loopback sockets only."""
     keep_sockets_local()
     give(run)
-    store = torch.distributed.FileStore(os.path.join(run.folder, "torch"))
+    with kept(run.folder):  # without it torch tries for minutes, and holds the lock that the parent watch needs
+        store = torch.distributed.FileStore(os.path.join(run.folder, "torch"))
     store.set_timeout(timedelta(seconds=60))
     # No device_id: with it NCCL connects at once, and all ranks must take part in making a group of some ranks.
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES |= {name: name for name in DTYPES.values()}
 T = TypeVar("T")
+_LONGEST_KEY = 4096
 notices = logs.logger_of(logs.NOTICES)
 
 
@@ -129,6 +130,31 @@ def check_output(flag: str, file: Path | None) -> None:
         raise ValueError(f"{flag} {error}") from None
     except OSError as error:
         raise ValueError(f"{flag} {CannotWrite(str(file), error.strerror)}") from error
+
+
+def api_key_of(key: str | None, file: Path | None) -> str | None:
+    """API key of --api-key, else of the file of --api-key-file, else of the environment. ValueError for an empty one."""
+    from weft.runtime.environment import api_key
+
+    if key is not None and file is not None:
+        raise ValueError(f"--api-key and --api-key-file {file} are both given; leave one out, best --api-key")
+    source = "--api-key"
+    if file is not None:
+        source = f"--api-key-file {file}"
+        try:
+            with file.open("rb") as opened:
+                key = opened.read(_LONGEST_KEY + 1).decode().strip()
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"{source} cannot be read: {error}; pass a file that holds the key alone") from None
+        if len(key) > _LONGEST_KEY:
+            raise ValueError(
+                f"{source} holds more than {_LONGEST_KEY:,} characters; pass a file that holds the key alone"
+            )
+    elif key is None and (key := api_key()) is not None:
+        source = "WEFT_API_KEY in the environment"
+    if key is not None and (not key or key != key.strip() or not key.isprintable()):
+        raise ValueError(f"{source} is no key: it is empty, has blanks around it, or characters that are not printable")
+    return key
 
 
 @contextmanager

@@ -1,16 +1,22 @@
 """`weft bench serve` measures a server, and says what it could not measure."""
 
 import asyncio
+import http.server
 import json
+import re
 import statistics
+import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from weft.bench.serving import client
+from weft.bench.serving.command import _without
 from weft.cli import app
+from weft.console import api_key_of
 
 
 def bench(*arguments):
@@ -42,6 +48,88 @@ def test_mistakes_and_refusals_are_one_line(served):
     ]:
         result = bench(*arguments)
         assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
+
+
+LISTS = {
+    "empty": (200, b'{"object": "list", "data": []}', "its list of models is empty; pass --model"),
+    "html": (200, b"<html>", "no list of models of OpenAI's API; pass the URL up to /v1"),
+    "other": (200, b"[1]", "no list of models"),
+    "numbers": (200, b'{"data": [{"id": 1}]}', "no list of models"),
+    "deep": (200, b"[" * 100_000, "no list of models"),
+    "key": (401, b'{"error": {}}', "status 401 for its list of models; pass the server's key by --api-key-file"),
+    "path": (404, b"Not Found", "status 404 for its list of models; pass the URL up to /v1"),
+    "moved": (307, b"", "status 307 for its list of models"),
+    "broken": (500, b"", "status 500 for its list of models; see the server's log"),
+    "leaves": (0, b"", "no list of models comes from it"),
+}
+# Ends of a stream, and what a request says of it.
+STREAMS = {
+    "usage": (b'data: {"usage": {"completion_tokens": 1}}\n\n', "the stream ended without its usage"),
+    "text": (b'data: {"usage": {"prompt_tokens": "1", "completion_tokens": "1"}}\n\n', "without its usage"),
+    "nested": (b"data: {" + b'"a":[' * 50_000 + b"\n\n", "the first: "),
+    "html": (b"<html>", "the stream ended without its usage"),
+}
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """A server that is none of OpenAI's API; its paths say how."""
+
+    def do_GET(self):
+        self.answer(*LISTS.get(self.path.split("/")[1], LISTS["empty"])[:2])
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, STREAMS[self.path.split("/")[1]][0])
+
+    def answer(self, status, body):
+        if status:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *given):
+        pass
+
+
+def test_servers_that_are_none_of_openais_api_are_one_line():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as foreign:
+        threading.Thread(target=foreign.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{foreign.server_port}"
+        cases = [(("--url", f"{url}/{name}"), said) for name, (_, _, said) in LISTS.items()]
+        cases += [(("--url", f"{url}/{name}", "--model", "m"), said) for name, (_, said) in STREAMS.items()]
+        cases += [(("--url", one), "is no URL of a server") for one in ("localhost:8000/v1", "http://[::1/v1", "x")]
+        for arguments, said in cases:
+            result = bench(*arguments, "--requests", 1, "--warmup", 0, "--concurrency", 1)
+            [line] = result.stderr.splitlines()[-1:]
+            assert result.exit_code == 2 and said in line and line.startswith("weft: "), (arguments, result.stderr)
+        foreign.shutdown()
+
+
+def test_a_key_comes_from_a_flag_a_file_or_the_environment_and_is_in_no_output(tmp_path, monkeypatch):
+    (file := tmp_path / "key").write_text("from a file\n")
+    (bad := tmp_path / "bad").write_text("two\nlines")
+    monkeypatch.delenv("WEFT_API_KEY", raising=False)
+    assert api_key_of(None, None) is None
+    monkeypatch.setenv("WEFT_API_KEY", "from the environment")
+    assert api_key_of(None, None) == "from the environment"
+    assert api_key_of("flag", None) == "flag" and api_key_of(None, file) == "from a file"
+    for key, path, said in [
+        ("", None, "--api-key is no key: it is empty"),
+        (" secret", None, "--api-key is no key"),
+        ("secret", file, f"--api-key and --api-key-file {file} are both given; leave one out"),
+        (None, bad, f"--api-key-file {bad} is no key"),
+        (None, tmp_path, "cannot be read"),
+        (None, Path("/dev/zero"), "holds more than 4,096 characters"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(said)) as caught:
+            api_key_of(key, path)
+        assert "secret" not in str(caught.value) and "lines" not in str(caught.value)
+    monkeypatch.setenv("WEFT_API_KEY", "")  # as of a secret that was not found: no server without a key
+    for command in (["serve"], ["bench", "serve"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2 and "WEFT_API_KEY in the environment is no key: it is empty" in result.stderr
+    assert _without("sec", ["--api-key", "sec", "--api-key=sec"]) == ["--api-key", "KEY", "--api-key=KEY"]
 
 
 def test_arrivals_are_a_poisson_process_and_percentiles_are_values():

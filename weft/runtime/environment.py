@@ -1,4 +1,4 @@
-"""torchrun's coordinates, the switch of the vLLM plugin, and settings of torch and NCCL.
+"""torchrun's coordinates, the switch of the vLLM plugin, a server's API key, and settings of torch and NCCL.
 
 The only file of weft that reads or sets environment variables.
 """
@@ -46,6 +46,11 @@ def coordinates() -> Coordinates | None:
 def vllm_is_asked_for() -> bool:
     """True with WEFT_VLLM=1: vLLM starts its plugins by itself, so a program has no other way to say it."""
     return os.environ.get("WEFT_VLLM", "0") == "1"
+
+
+def api_key() -> str | None:
+    """WEFT_API_KEY: unlike an argument, other users of the machine cannot read it. None if it is not set."""
+    return os.environ.get("WEFT_API_KEY")
 
 
 def allow_shared_gpus() -> None:

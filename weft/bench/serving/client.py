@@ -12,8 +12,16 @@ from typing import Any
 
 import httpx
 
+from weft.arguments import is_integer, shortened
+
 # Longer than any answer takes; a server that has gone fails at once.
 TIMEOUT_SECONDS = 3600.0
+# For each status of a list of models.
+REMEDIES = {
+    401: "pass the server's key by --api-key-file or WEFT_API_KEY",
+    403: "pass a key that may list them",
+    404: "pass the URL up to /v1",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +41,19 @@ class Target:
     model: str
     api_key: str | None = None
 
+    def __post_init__(self) -> None:
+        try:
+            url = httpx.URL(self.url)
+        except httpx.InvalidURL:
+            url = httpx.URL()
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(
+                f"--url {shortened(self.url)} is no URL of a server; pass one as in http://127.0.0.1:8000/v1"
+            )
+
     @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+    def headers(self) -> dict[str, bytes]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}".encode()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +73,26 @@ class Answered:
 
 
 def models_of(target: Target) -> list[str]:
-    """Names of the models that the server has. OSError or ValueError where it does not say."""
+    """Names of the models that the server has, one at least. ValueError where it does not say."""
+    flag = f"--url {target.url}"
     try:
         answer = httpx.get(f"{target.url}/models", headers=target.headers, timeout=30)
-        answer.raise_for_status()
-        return [model["id"] for model in answer.json()["data"]]
     except httpx.HTTPError as error:
-        raise ValueError(f"--url {target.url}: no list of models comes from it ({error})") from None
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"--url {target.url}: what it sends is no list of models of OpenAI's API") from None
+        raise ValueError(f"{flag}: no list of models comes from it ({shortened(error)})") from None
+    if answer.status_code != 200:
+        remedy = REMEDIES.get(answer.status_code, "see the server's log")
+        raise ValueError(f"{flag}: status {answer.status_code} for its list of models; {remedy}")
+    try:
+        models = [model["id"] for model in answer.json()["data"]]
+        if not all(isinstance(model, str) for model in models):
+            raise TypeError
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise ValueError(
+            f"{flag}: what it sends is no list of models of OpenAI's API; pass the URL up to /v1, or --model"
+        ) from None
+    if not models:
+        raise ValueError(f"{flag}: its list of models is empty; pass --model, or have the server load one")
+    return models
 
 
 async def run(
@@ -92,7 +121,7 @@ async def run(
             sent = time.monotonic()
             try:
                 first, last, usage = await _answer(http, target.model, ask)
-            except (httpx.HTTPError, ValueError) as error:
+            except (httpx.HTTPError, ValueError, RecursionError) as error:
                 return Answered(sent=sent - start, error=" ".join(f"{type(error).__name__}: {error}".split()))
             finally:
                 idle.append(http)
@@ -150,6 +179,8 @@ def _usage(event: bytes) -> dict[str, int]:
     content: Any = json.loads(event.removeprefix(b"data: ") or b"{}")
     if "error" in content:
         raise ValueError(str(content["error"]))
-    if not isinstance(content.get("usage"), dict) or not content["usage"].get("completion_tokens"):
+    usage = content.get("usage")
+    counts = [usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")] if isinstance(usage, dict) else [None]
+    if not all(map(is_integer, counts)) or not counts[-1]:
         raise ValueError("the stream ended without its usage")
-    return content["usage"]
+    return usage

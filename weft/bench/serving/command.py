@@ -6,7 +6,8 @@ import math
 import shlex
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.arguments import check_int, positive, shortened
-from weft.console import check_output, from_flags, notices, numbers, one_line_errors, progress, words
+from weft.console import api_key_of, check_output, from_flags, notices, numbers, one_line_errors, progress, words
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -34,7 +35,13 @@ class ServeBenchFlags:
         "http://127.0.0.1:8000/v1"
     )
     model: Annotated[str | None, typer.Option(help="[default: the first that the server names]")] = None
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token")] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Sent as a bearer token; `ps` shows it to other users [default: WEFT_API_KEY in the environment]"
+        ),
+    ] = None
+    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, in place of --api-key")] = None
     rates: Annotated[
         str | None, typer.Option(help="Poisson arrivals per second, as in 1,4,16; inf: all at once (open loop)")
     ] = None
@@ -72,12 +79,14 @@ def serve(flags: ServeBenchFlags) -> None:
         loads = _loads(flags)
         # Prompts of its own for each load: a server may keep what it has read.
         asks = [_asks(flags, number) for number in range(len(loads))]
-        target = Target(url=flags.url.rstrip("/"), model=flags.model or "", api_key=flags.api_key)
-        target = Target(url=target.url, model=flags.model or models_of(target)[0], api_key=flags.api_key)
+        api_key = api_key_of(flags.api_key, flags.api_key_file)
+        target = Target(url=flags.url.rstrip("/"), model=flags.model or "", api_key=api_key)
+        if not flags.model:
+            target = replace(target, model=models_of(target)[0])
         about = {
             "schema": SCHEMA,
             "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "command": shlex.join(["weft", *sys.argv[1:]]),
+            "command": shlex.join(["weft", *_without(flags.api_key, sys.argv[1:])]),
             "url": target.url,
             "model": target.model,
         }
@@ -97,6 +106,11 @@ def serve(flags: ServeBenchFlags) -> None:
 
 
 command = from_flags(ServeBenchFlags, serve)
+
+
+def _without(key: str | None, words: Sequence[str]) -> list[str]:
+    """Words of a command line without the key."""
+    return [word.replace(key, "KEY") if key else word for word in words]
 
 
 def _loads(flags: ServeBenchFlags) -> list[Load]:

@@ -81,7 +81,11 @@ def random_asks(
 def asks_of(file: Path, count: int, tokens: int) -> list[Ask]:
     """Requests of a file's lines, {"prompt": ..., "max_tokens": ...}, repeated where there are too few."""
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--file {file} cannot be read: {error}; pass a file of text in UTF-8") from None
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             content = json.loads(line)
             prompt, most = content["prompt"], content.get("max_tokens", tokens)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -329,6 +331,7 @@ class Commands(TyperGroup):
             try:
                 return super().main(*args, **extra)
             finally:
+                atexit.register(_end_without_traceback)  # now, to run before what was registered meanwhile
                 if sys.stdout is not None:  # None if it was closed before Python began
                     sys.stdout.flush()  # not later, where nothing would turn its error into a line
         except OSError as error:
@@ -343,6 +346,12 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             _drop_output()
             sys.exit(130)
+
+
+def _end_without_traceback() -> None:
+    """Let a further interrupt end this process at once, as it exits: in an exit handler it would be a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

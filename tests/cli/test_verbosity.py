@@ -1,8 +1,10 @@
 """Records of weft's loggers: their ranks, who sees them without a command, and the flags of the commands that show them."""
 
+import atexit
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
@@ -135,3 +137,15 @@ def test_ranks_processes_get_the_verbosity_of_the_command(monkeypatch):
 
 def _no_team(job, rank):
     raise RuntimeError("no GPU")
+
+
+def test_an_interrupt_while_a_command_exits_ends_it_without_a_traceback(monkeypatch):
+    at_exit, before = [], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    assert CliRunner().invoke(app, ["--version"]).exit_code == 0
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        at_exit[-1]()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)

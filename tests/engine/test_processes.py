@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.spawning import launch_two
-from weft.engine import SamplingParams, processes
+from weft.engine import SamplingParams, processes, workers
 from weft.engine.outputs import Piece, Stats
 from weft.engine.progress import every_tenth
 from weft.errors import NotExchangeable, PeerFailed, WeftError
@@ -467,3 +467,14 @@ def test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped(tmp_path,
         assert [process.is_alive() for process in ranks._started] == [False, False]
     with pytest.raises(WeftError, match="this LLM is closed"):
         list(stream)
+
+
+def test_an_interrupt_of_the_wait_for_virtual_ranks_at_exit_ends_the_process(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr(workers.os, "_exit", ended.append)
+    monkeypatch.setattr(workers.VirtualWorkers, "_latest", SimpleNamespace(end=interrupted))
+    workers.VirtualWorkers.end()
+    assert ended == [130]

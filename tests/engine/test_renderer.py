@@ -61,6 +61,8 @@ def test_a_chat_with_a_template_that_loops_is_one_line(tmp_path, renderer):
 def test_one_process_renders_all_and_an_interrupt_does_not_mix_up_answers(renderer, monkeypatch):
     renderer.render("x", {})
     process = renderer._process
+    for number in (signal.SIGINT, signal.SIGTERM):  # which reach all processes of a group; the parent ends this one
+        os.kill(process.process.pid, number)
     started = time.monotonic()
     assert [renderer.render("{{ n }}", {"n": n}) for n in range(50)] == [str(n) for n in range(50)]
     assert renderer._process is process and time.monotonic() - started < 2

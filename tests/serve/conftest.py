@@ -35,11 +35,11 @@ def serving(directory, world_size=2, max_batch=4, **options):
     )
     service = app.Service(llm, app.ServeOptions(model_name="adder", **options))
     with server.bound("127.0.0.1", 0) as at:
-        running = server.Server(service)
+        listening = threading.Event()
+        running = server.Server(service, listening.set)
         thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[at])), daemon=True)
         thread.start()
-        until(lambda: running.started)
-
+        assert listening.wait(timeout=300) and running.started
         try:
             yield SimpleNamespace(url=server.url(at), service=service, llm=llm, thread=thread, server=running)
         finally:

@@ -245,7 +245,7 @@ def test_a_client_that_leaves_ends_its_request_and_metrics_count_it(client, serv
     assert float(found['weft:generation_tokens_total{model_name="adder"}']) > 0
 
 
-def test_keys_limits_and_the_end_of_a_server(directory, served):
+def test_keys_limits_and_the_end_of_a_server(served, monkeypatch):
     """Its engine is that of `served`, since a process has virtual ranks once."""
     import httpx
 
@@ -255,6 +255,18 @@ def test_keys_limits_and_the_end_of_a_server(directory, served):
     service = app.Service(served.llm, app.ServeOptions(model_name="adder", api_key="key-ä", max_waiting=1))
     transport = httpx.ASGITransport(app.create_app(service))
     assert options.api_key is None
+    begun = []
+
+    async def sends():
+        yield b"{"
+        begun.append("a body")
+        await asyncio.Event().wait()
+
+    async def renders(messages, variables):
+        begun.append("a prompt")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(served.llm, "chat_prompt", renders)
 
     async def main():
         async with httpx.AsyncClient(transport=transport, base_url="http://weft") as http:
@@ -264,11 +276,22 @@ def test_keys_limits_and_the_end_of_a_server(directory, served):
             codes.append((await http.get("/health")).status_code)
             key = {"Authorization": "Bearer key-ä".encode()}
             many = await http.post("/v1/completions", json={"prompt": "1", "n": 6}, headers=key)
+            slashes = await http.post("/v1/completions/", json={"prompt": "1"}, headers={**key, "Host": "elsewhere"})
+            codes.append(slashes.status_code)  # no redirect, which would name the host and have the key sent there
+            send, chat = {**key, "Content-Type": "application/json"}, [{"role": "user", "content": "1"}]
+            posts = (
+                http.post("/v1/completions", content=sends(), headers=send),
+                http.post("/v1/chat/completions", json={"messages": chat}, headers=key),
+            )
+            posted = [asyncio.create_task(post) for post in posts]
+            while len(begun) < 2:
+                await asyncio.sleep(0.001)
             service.stop()
             ended = [await http.post("/v1/completions", json={"prompt": "1"}, headers=key), await http.get("/health")]
-            return codes, many, ended
+            return codes, many, [*ended, *[await post for post in posted]]
 
     codes, many, ended = asyncio.run(main())
-    assert codes == [401, 401, 200, 401, 200]
+    assert codes == [401, 401, 200, 401, 200, 404]
     assert many.status_code == 503 and many.json()["error"]["code"] == "overloaded" and many.headers["Retry-After"]
-    assert [one.json()["error"]["message"] for one in ended] == ["the server is shutting down"] * 2
+    assert [one.json()["error"]["message"] for one in ended] == ["the server is shutting down"] * 4
+    assert not service._begun and service._entering == 0

@@ -90,8 +90,9 @@ def test_a_signal_ends_streams_and_the_process(number):
 
     arguments = ["serve", "--device", "sim", "--world-size", "2", "--mode", "reference", "--port", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "weft", *arguments], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
-    )
+        [sys.executable, "-m", "weft", *arguments], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ),
+        start_new_session=True,
+    )  # fmt: skip
     try:
         line = process.stderr.readline()
         assert line.startswith("weft: adder on 2 virtual ranks at http://127.0.0.1:")
@@ -100,7 +101,7 @@ def test_a_signal_ends_streams_and_the_process(number):
                 model="adder", prompt=["1+1="] * 64, max_tokens=60, stream=True, n=8, extra_body={"ignore_eos": True}
             )
             next(stream)
-            process.send_signal(number)
+            os.killpg(process.pid, number)  # as a terminal, systemd, `timeout` and Slurm do
             with pytest.raises(openai.APIError, match="the server is shutting down"):
                 list(stream)
         assert process.wait(timeout=30) == 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli.engine_flags import EngineFlags, starting
-from weft.console import from_flags, notices, one_line_errors, single_valued
+from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
 
 if TYPE_CHECKING:
     from weft.models import DecoderConfig
@@ -33,12 +34,25 @@ class ServeFlags(EngineFlags):
     ] = True
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0: a free one")] = 8000
-    api_key: Annotated[str | None, typer.Option(help="Requests under /v1 must send it as a bearer token")] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests under /v1 must send it as a bearer token; `ps` shows it to other users [default: WEFT_API_KEY in "
+            "the environment]"
+        ),
+    ] = None
+    api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key, in place of --api-key")] = None
     served_model_name: Annotated[
         str | None, typer.Option(help="In requests and answers [default: MODEL as typed, or adder]")
     ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request")] = 16 << 20
     max_waiting: Annotated[int, typer.Option(help="Requests beyond a full batch; further ones get status 503")] = 1024
+    keep_alive: Annotated[
+        int,
+        typer.Option(
+            "--keep-alive", "--timeout-keep-alive", help="Seconds that a connection without a request stays open"
+        ),
+    ] = 75
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
 
 
@@ -54,9 +68,10 @@ def serve(flags: ServeFlags) -> None:
 
         options = app.ServeOptions(
             model_name=flags.served_model_name or flags.model or "adder",
-            api_key=flags.api_key,
+            api_key=api_key_of(flags.api_key, flags.api_key_file),
             max_body_bytes=flags.max_body_bytes,
             max_waiting=flags.max_waiting,
+            keep_alive=flags.keep_alive,
         )
         config, model = flags.engine_config(), _model(flags)
         with server.bound(flags.host, flags.port) as at:
@@ -71,8 +86,8 @@ def serve(flags: ServeFlags) -> None:
                 )
             try:
                 where = f"{llm.world_size} {'virtual ranks' if llm.device == 'sim' else 'GPUs'}"
-                notices.info("weft: %s on %s at %s/v1", options.model_name, where, server.url(at))
-                server.serve(app.Service(llm, options), at)
+                said = "weft: %s on %s at %s/v1", options.model_name, where, server.url(at)
+                server.serve(app.Service(llm, options), at, lambda: notices.info(*said))
             finally:
                 llm.close()
 

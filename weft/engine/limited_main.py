@@ -17,7 +17,8 @@ from typing import Any
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes stdin
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may go to the whole group: the parent's end closes stdin
+        signal.signal(number, signal.SIG_IGN)
     hello = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = hello["path"]
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError
+from weft.runtime.signals import held_for_children
 
 # Limit on the start of the process, which is slow on a busy machine.
 _START_SECONDS = 60.0
@@ -37,10 +38,11 @@ class LimitedProcess:
     def __init__(self, worker: Path, hello: dict[str, Any], *, memory: int, most: int) -> None:
         self._most, self._owner = most, os.getpid()
         # -I: only the path of this process decides what it imports, not the current folder or the environment.
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(_MAIN), str(worker)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-        )  # fmt: skip
+        with held_for_children():
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-B", str(_MAIN), str(worker)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            )  # fmt: skip
         self.end = weakref.finalize(self, _end, self.process)
         try:
             for pipe in (self.process.stdin, self.process.stdout):

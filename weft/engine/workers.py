@@ -184,9 +184,12 @@ class VirtualWorkers:
 
     @classmethod
     def end(cls) -> None:
-        """End the latest call of any LLM of this process."""
+        """End the latest call of any LLM of this process, which ends. A further interrupt ends it at once."""
         if cls._latest is not None:
-            cls._latest.end()
+            try:
+                cls._latest.end()
+            except KeyboardInterrupt:
+                os._exit(130)
 
 
 # The end of the process would cut off a thread in the middle of torch, which aborts.

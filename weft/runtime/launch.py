@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -193,6 +194,7 @@ def _run(
     """
     processes = [] if started is None else started
     context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # otherwise the first rank's start would start it, which ends the hold of signals
     pipes = []
     # Otherwise Python would end them by SIGTERM, and wait.
     at_exit = multiprocessing.util.Finalize(None, _end_all, (processes, 0.0), exitpriority=0)

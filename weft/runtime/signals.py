@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from types import FrameType
 
 _TO_GROUPS = (signal.SIGINT, signal.SIGTERM)
@@ -21,7 +20,6 @@ def held_for_children() -> Iterator[None]:
 
     A child that imports modules cannot take a signal yet; it calls `leave_end_to_parent` when it can.
     """
-    resource_tracker.ensure_running()  # otherwise started with the first child, which ends the hold
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_GROUPS)
     try:
         yield

@@ -7,9 +7,9 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -31,10 +31,13 @@ from weft.serve.metrics import Metrics
 
 MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 1024
+# Seconds: longer than the 60 that proxies keep a connection, which would otherwise send a request into one that closes.
+KEEP_ALIVE = 75
 # Status of a request whose client has left, as in the log of nginx.
 CLIENT_LEFT = 499
 as_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 logger = logger_of(__name__)
+T = TypeVar("T")
 
 
 class ApiError(Exception):
@@ -60,15 +63,17 @@ class ServeOptions:
     api_key         required of requests under /v1; None: none is
     max_body_bytes  of a request
     max_waiting     requests beyond a full batch; a further one gets status 503
+    keep_alive      seconds that a connection without a request stays open
     """
 
     model_name: str
     api_key: str | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     max_waiting: int = MAX_WAITING
+    keep_alive: int = KEEP_ALIVE
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_waiting"):
+        for name in ("max_body_bytes", "max_waiting", "keep_alive"):
             positive(name, getattr(self, name))
         for name in ("model_name", "api_key"):
             if getattr(self, name) == "":
@@ -85,6 +90,7 @@ class Service:
         self.token_bytes = None if llm.tokenizer is None else TokenBytes(llm.tokenizer)
         self._answers: set[Choices] = set()
         self._entering = 0  # choices that the engine has not accepted yet
+        self._begun: set[asyncio.Task[Any]] = set()  # whose answers have not begun
         self._stopping = False
 
     def stop(self) -> None:
@@ -92,6 +98,21 @@ class Service:
         self._stopping = True
         for answer in list(self._answers):
             answer.end()
+        for task in self._begun:
+            task.cancel()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Result of what is done before an answer begins. ApiError if the server stops meanwhile, which cancels it."""
+        task = asyncio.create_task(work)
+        self._begun.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            self.check_ready()
+            raise
+        finally:
+            self._begun.discard(task)
+            task.cancel()
 
     def check_ready(self) -> None:
         """ApiError where no request can be served."""
@@ -154,6 +175,8 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # the server ends, and the client does not read: no error for the log
+            pass
         finally:  # a client may have left before the first event was drawn
             self._end()
 
@@ -198,7 +221,7 @@ COMPLETION = Shape(
 
 def create_app(service: Service) -> FastAPI:
     """Application that serves OpenAI's API, /health and /metrics."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     api = APIRouter(prefix="/v1", dependencies=[Depends(_authorised(service.options.api_key))])
 
     @api.post("/chat/completions")
@@ -301,12 +324,14 @@ def _no_constant(name: str) -> None:
 
 
 async def _answer(service: Service, request: Request, shape: Shape) -> Response:
-    body = await _body(request, service.options.max_body_bytes)
+    body = await service.unless_stopped(_body(request, service.options.max_body_bytes))
     asked = Asked.of(body, shape is CHAT, service.llm.defaults)
     _check_model(service, asked.model)
     answer_id = f"{shape.prefix}-{secrets.token_hex(12)}"
     try:
-        answer = await _unless_left(request, asyncio.create_task(service.choices(asked, answer_id)))
+        answer = await _unless_left(
+            request, asyncio.create_task(service.unless_stopped(service.choices(asked, answer_id)))
+        )
     except Exception as error:
         raise service.failure(error) from None
     if answer is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any
 
@@ -27,20 +28,27 @@ class Server(uvicorn.Server):
     """HTTP server of a service.
 
     A signal ends the answers that are being computed, and an error of the engine ends the server. It listens once a first
-    request of its own has run.
+    request of its own has run, and then calls `listening`.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, listening: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
             create_app(service), lifespan="off", ws="none", log_level="warning", access_log=False, server_header=False,
-            proxy_headers=False, timeout_graceful_shutdown=GRACE_SECONDS,
+            proxy_headers=False, timeout_graceful_shutdown=GRACE_SECONDS, timeout_keep_alive=service.options.keep_alive,
         )  # fmt: skip
         super().__init__(config)
-        self._service = service
+        self._service, self._listening = service, listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await run_once(self._service.llm)
-        await super().startup(sockets)
+        for one in sockets or ():
+            share(one)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another program was faster
+            host, port = sockets[0].getsockname()[:2]
+            raise not_bound(host, port, error) from None
+        self._listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stop()
@@ -68,7 +76,10 @@ async def run_once(llm: AsyncLLM) -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Socket at an address, which does not listen yet. ValueError in one line where there can be none."""
+    """Socket at an address that no other can have, which does not listen yet.
+
+    ValueError in one line where there can be none.
+    """
     check_int("--port", port, 0, 65535)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -78,12 +89,28 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"--host {host}: {error.strerror}; pass an address of this machine") from None
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        try:
+            found.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # A server that has just ended leaves connections on the port for a minute, which only a shared one passes over.
+            share(found)
+            found.bind(address)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         found.close()
-        raise ValueError(f"--port {port} on {host}: {error.strerror}; pass another, or 0 for a free one") from None
+        raise not_bound(host, port, error) from None
     return found
+
+
+def share(end: socket.socket) -> None:
+    """Let the port be bound again. Its connections inherit that, so that the next server gets the port at once."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def not_bound(host: str, port: int, error: OSError) -> ValueError:
+    return ValueError(f"--port {port} on {host}: {error.strerror}; pass another, or 0 for a free one")
 
 
 def url(at: socket.socket) -> str:
@@ -92,17 +119,23 @@ def url(at: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def serve(service: Service, at: socket.socket) -> None:
-    """Serve until SIGINT, SIGTERM or an error of the engine, which is raised."""
+def serve(service: Service, at: socket.socket, listening: Callable[[], None]) -> None:
+    """Serve until SIGINT, SIGTERM or an error of the engine, which is raised, and close the engine.
 
-    def nothing(number: int, frame: FrameType | None) -> None:
-        """Take the signal that uvicorn raises again after it has shut down."""
+    listening  called once connections are accepted
+    """
+    server = Server(service, listening)
 
-    before = {number: signal.signal(number, nothing) for number in (signal.SIGINT, signal.SIGTERM)}
+    def end(number: int, frame: FrameType | None) -> None:
+        """Take a signal that comes before uvicorn takes them, or that uvicorn raises again after it has shut down."""
+        server.should_exit = True
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        asyncio.run(Server(service).serve(sockets=[at]))
+        asyncio.run(server.serve(sockets=[at]))
+        if service.llm.error is not None:
+            raise service.llm.error
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if service.llm.error is not None:
-        raise service.llm.error
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        service.llm.close()
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])

@@ -99,25 +99,9 @@ def measurements(results: Path = RESULTS) -> Iterator[Measured]:
 
 
 def predicted(costs: Costs, row: Measured) -> float:
-    if row.op == "all-reduce":
-        return ops.all_reduce(costs, *row.shape, row.world_size)
     if row.provider == "cublas":
         return ops.gemm(costs, *row.shape)
-    if row.op in ("ag-gemm", "gemm-rs"):
-        return (ops.ag_gemm if row.op == "ag-gemm" else ops.gemm_rs)(costs, *row.shape, row.world_size)
-    if row.op == DECODE:
-        return ops.decode_attention(costs, *row.shape[:5], row.world_size)
-    tokens, top, experts, _, hidden, inner, _ = row.shape
-    if row.op == "grouped-gemm":
-        return ops.grouped(costs, tokens, top, experts, 1, hidden, inner)
-    if row.op == "grouped-gemm-silu":
-        return ops.grouped(costs, tokens, top, experts, 1, 2 * inner, hidden)
-    tokens *= row.world_size  # of each rank
-    if row.op in ("ag-moe", "moe-rs"):
-        time = ops.ag_moe if row.op == "ag-moe" else ops.moe_rs
-        return time(costs, tokens, hidden, inner, experts, top, row.world_size)
-    time = ops.moe_dispatch if row.op == "moe-dispatch" else ops.moe_combine
-    return time(costs, tokens, hidden, experts, top, row.world_size)
+    return ops.of_shape(costs, row.op, row.shape, row.world_size)
 
 
 def fit(rows: Sequence[Measured], costs: Costs) -> Costs:

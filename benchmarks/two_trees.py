@@ -18,15 +18,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from weft.bench.harness.report import RENAMED  # older trees have the former names
 from weft.runtime.files import put
 
 # Times of a report's row: alone in a CUDA graph, in a row, without a graph.
 TIMES = {"median_us": "alone", "chain_us": "in a row", "eager_us": "eager"}
-# Names of designs and modes in older trees.
-NAMES = {
-    "weft.segments": "weft.pipelined", "weft.library": "weft.sequential", "weft.ag_rs": "weft.sequence_parallel",
-    "weft.gemm_ar": "weft.replicated",
-}  # fmt: skip
 Key = tuple[str, str, str, str]
 
 
@@ -39,7 +35,7 @@ def times_of(folder: Path) -> dict[Key, float]:
             for row in report["rows"]:
                 for field, way in TIMES.items():
                     if row.get(field):
-                        provider = NAMES.get(row["provider"], row["provider"])
+                        provider = RENAMED.get(row["provider"], row["provider"])
                         found[op, row["label"], provider, way] = row[field]
     return found
 

@@ -40,8 +40,9 @@ LAYERS = (
 )
 # Beside the cli: they may use everything but it and one another.
 BESIDE_CLI = ("bench", "check", "integrations", "tune", "trace", "predict")
-# The one exception: what is tuned is measured and checked by the harness, not by a second one that may differ from it.
-ALONGSIDE = {("tune", "bench")}
+# Two exceptions: what is tuned is measured and checked by the harness, not by a second one that may differ from it; and shapes
+# are read in one place.
+ALONGSIDE = {("tune", "bench"), ("predict", "bench")}
 
 ENVIRONMENT_FILE = "weft/runtime/environment.py"
 ASSEMBLY_FILES = ("weft/language/lowering/gcn.py", "weft/language/lowering/ptx.py")

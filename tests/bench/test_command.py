@@ -103,14 +103,16 @@ def test_words_that_no_workload_knows_are_refused_with_what_each_has(ops):
     assert result.exit_code == 2 and result.stdout == ""
     has = {
         "all-reduce": "all-reduce has weft.auto, weft.one_shot, ",
-        "mlp": "mlp has weft.auto, weft.ag_rs, weft.gemm_ar, torch.eager, torch.compile",
+        "mlp": "mlp has weft.auto, weft.sequence_parallel, weft.replicated, torch.eager, torch.compile",
         "train": "train has weft.auto, weft.under_scatter, ",
     }
     assert result.stderr.startswith(f"weft: provider 'torch.eagre' is unknown; {has[ops[0]]}")
     assert all(f"; {has[op]}" in result.stderr for op in ops)
     result = CliRunner().invoke(app, [*ops, "--providers", "nccl,torch.fused"])
     assert result.exit_code == 2
-    assert result.stderr.startswith("weft: mlp has no provider nccl, torch.fused; it has weft.auto, weft.ag_rs, ")
+    assert result.stderr.startswith(
+        "weft: mlp has no provider nccl, torch.fused; it has weft.auto, weft.sequence_parallel, "
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,13 +242,17 @@ def test_shapes_and_flags_belong_to_those_that_take_them(tmp_path):
         "--check",
         "--check-only",
     ]
-    result = CliRunner().invoke(app, [*words, "--providers", "weft.auto,weft.ag_rs", "--json", str(tmp_path / "x")])
-    assert result.exit_code == 2 and "provider 'weft.ag_rs' is unknown; gemm has" in result.stderr
-    result = CliRunner().invoke(app, [*words, "--providers", "weft.auto,weft.gemm_ar", "--json", str(tmp_path / "x")])
+    result = CliRunner().invoke(
+        app, [*words, "--providers", "weft.auto,weft.sequence_parallel", "--json", str(tmp_path / "x")]
+    )
+    assert result.exit_code == 2 and "provider 'weft.sequence_parallel' is unknown; gemm has" in result.stderr
+    result = CliRunner().invoke(
+        app, [*words, "--providers", "weft.auto,weft.replicated", "--json", str(tmp_path / "x")]
+    )
     assert result.exit_code == 0, result.output
     assert [report.providers_of(one) for one in read(tmp_path / "x")] == [
         ["weft.auto"],
         ["weft.auto"],
-        ["weft.gemm_ar"],
+        ["weft.replicated"],
     ]
     assert [report.shapes_of(one) for one in read(tmp_path / "x")] == [[(3, 16, 16)], [(4, 16, 16)], [(1, 3, 1)]]

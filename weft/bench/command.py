@@ -205,7 +205,7 @@ def bench(
     run_type: Annotated[str | None, typer.Option(help="prefill or decode [default: both]")] = None,
     bsz: Annotated[str | None, typer.Option(help="Numbers of sequences, as in 1,32")] = None,
     ctx: Annotated[str | None, typer.Option(help="Tokens per sequence, as in 128,1024")] = None,
-    mode: Annotated[str | None, typer.Option(help="auto, ag_rs, gemm_ar [default: all]")] = None,
+    mode: Annotated[str | None, typer.Option(help="auto, sequence_parallel, replicated [default: all]")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="First compare logits over given tokens, or all layers [generate: always]")
     ] = False,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from weft.arguments import did_you_mean, quoted
+from weft.bench.names import alias_of
 from weft.console import WORLD_SIZE, numbers, one_line_errors
 
 if TYPE_CHECKING:
@@ -98,7 +100,14 @@ def predict(
         ),
     ],
     world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 8,16,32")] = "2,4,8,16,32,64",
-    shape: Annotated[str | None, typer.Option(help="Sizes of all ranks together, as in 8192x51200x5120")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="As to weft bench: qwen3-32b/down:8192; 8192,5120,3200, of one rank; 64KiB,1MiB. Or sizes of all ranks "
+            "together, with x between them: 8192x5120x25600. Several with commas, or repeated"
+        ),
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(hidden=True, help="The former name of --shapes")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,
 ) -> None:
     """Predict an op's time on H200s by its tile schedule, with the costs that it assumes.
@@ -106,29 +115,66 @@ def predict(
     docs/performance/prediction.md has the errors of the model.
     """
     with one_line_errors(traceback):
+        op = alias_of(op)
         if op not in OPS:
             raise ValueError(f"op={quoted(op)} has no model; pass one of {', '.join(OPS)}{did_you_mean(op, OPS)}")
-        found = _ops()[op]
-        sizes = found.example if shape is None else _sizes(shape, found.sizes)
-        typer.echo(
-            f"{op} {', '.join(f'{n}={s}' for n, s in zip(found.sizes, sizes, strict=True))}, bf16, predicted on H200s"
-        )
+        known = _ops()
         from weft.predict.costs import read
 
-        costs = read()
-        for count in numbers("world-size", world_size):
-            us = found.time(costs, sizes, count)
-            typer.echo(f"W = {count:<4} {us:10.1f} us")
+        costs, found, counts = read(), known[op], numbers("world-size", world_size)
+        for title, times in _cases(op, found, [*(shapes or ()), *(shape or ())], costs, counts):
+            typer.echo(f"{op} {title}, bf16, predicted on H200s")
+            for count, us in times.items():
+                typer.echo(f"W = {count:<4} {us:10.1f} us")
         for line in _basis(op, found, costs):
             typer.echo(line)
 
 
+def _cases(
+    op: str, found: _Predicted, words: Sequence[str], costs: Costs, counts: Sequence[int]
+) -> Iterator[tuple[str, dict[int, float]]]:
+    """Yield each problem as text, with its time by world size."""
+    of_ranks: list[str] = []
+    for word in words:
+        if re.fullmatch(r"\s*\d+\s*x.*", word.lower()):
+            for part in word.split(","):
+                yield _of_all_ranks(found, _sizes(part, found), costs, counts)
+        else:
+            of_ranks.append(word)
+    if of_ranks:
+        yield from _of_each_rank(op, of_ranks, costs, counts)
+    if not words:
+        yield _of_all_ranks(found, found.example, costs, counts)
+
+
+def _of_all_ranks(
+    found: _Predicted, sizes: Sequence[int], costs: Costs, counts: Sequence[int]
+) -> tuple[str, dict[int, float]]:
+    title = ", ".join(f"{name}={size}" for name, size in zip(found.sizes, sizes, strict=True))
+    return f"{title} of all ranks together", {count: found.time(costs, sizes, count) for count in counts}
+
+
+def _of_each_rank(
+    op: str, words: Sequence[str], costs: Costs, counts: Sequence[int]
+) -> Iterator[tuple[str, dict[int, float]]]:
+    """Yield the problems that `weft bench` reads in these words; a set has other sizes at each world size."""
+    from weft.bench.ops.shapes import parse_shapes
+    from weft.predict.ops import of_shape
+
+    times: dict[str, dict[int, float]] = {}
+    for count in counts:
+        for shape in parse_shapes("ag-moe" if op == "moe" else op, words, count):
+            times.setdefault(shape.label, {})[count] = of_shape(costs, op, shape.size, count)
+    for label, found in times.items():
+        yield f"{label} as in weft bench", found
+
+
 def _basis(op: str, found: _Predicted, costs: Costs) -> Iterator[str]:
     """Lines on the costs that were fitted, measured apart and assumed, and on the errors."""
-    from weft.predict.costs import ASSUMED, FITTED, errors
+    from weft.predict.costs import ASSUMED, FITTED, errors, shown
 
     def listed(names: Sequence[str]) -> str:
-        return ", ".join(f"{name} {getattr(costs, name):g}" for name in names)
+        return ", ".join(shown(costs, name) for name in names)
 
     yield f"fitted:    {listed([name for group in found.groups for name in FITTED[group]])}"
     yield f"measured:  {listed(found.measured)}"
@@ -140,13 +186,14 @@ def _basis(op: str, found: _Predicted, costs: Costs) -> Iterator[str]:
         yield "error:     not known over ranks, for which no row is committed"
 
 
-def _sizes(text: str, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Sizes of ``--shape``. ValueError unless there is a positive one for each name."""
-    parts = text.lower().split("x")
-    if len(parts) != len(names) or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+def _sizes(text: str, found: _Predicted) -> tuple[int, ...]:
+    """Sizes of all ranks together. ValueError unless there is a positive one for each name."""
+    parts = text.strip().lower().split("x")
+    if len(parts) != len(found.sizes) or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(
-            f"--shape {quoted(text)} is not {'x'.join(names)}; pass positive numbers, as in 8192x51200x5120"
+            f"--shapes {quoted(text)} is not {'x'.join(found.sizes)}; pass positive numbers, as in "
+            f"{'x'.join(map(str, found.example))}"
         )
     if math.prod(map(int, parts)) >= 1 << 60:
-        raise ValueError(f"--shape {quoted(text)} is larger than any machine; pass the sizes of a problem")
+        raise ValueError(f"--shapes {quoted(text)} is larger than any machine; pass the sizes of a problem")
     return tuple(map(int, parts))

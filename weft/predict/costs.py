@@ -54,6 +54,16 @@ class Costs:
     sms: int = 132
 
 
+# As `weft predict` prints them; others are factors and counts.
+UNITS = {
+    "mac": "fs",
+    **dict.fromkeys(
+        ("tile", "call", "copy", "flag", "push", "hop", "grouped", "attention", "rail"), "us"
+    ),
+    **dict.fromkeys(("memory", "link", "add", "push_link", "weights", "cache", "rail_link"), "GB/s"),
+}  # fmt: skip
+
+
 # A group is fitted to the rows of an op: of W = 1 or, overlap and collectives, of 2.
 FITTED = {
     "gemm": ("mac", "smaller", "tile"),
@@ -76,6 +86,13 @@ def read(file: Path = FILE) -> Costs:
 def errors(file: Path = ERRORS) -> dict[str, dict[str, tuple[int, float, float]]]:
     """Errors of the shipped costs on committed rows."""
     return json.loads(file.read_text())
+
+
+def shown(costs: Costs, name: str) -> str:
+    """A cost as text with its unit, as in "link 375 GB/s"."""
+    unit = UNITS.get(name, "")
+    value = getattr(costs, name) / (1e3 if unit == "GB/s" else 1)  # bytes per microsecond
+    return f"{name} {value:.4g} {unit}".rstrip()
 
 
 def to_json(costs: Costs) -> str:

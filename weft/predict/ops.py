@@ -28,6 +28,26 @@ CHUNKS = (1, 2, 4)
 GROUPED_COLUMNS, SLABS = 256, 4
 
 
+def of_shape(costs: Costs, op: str, shape: Sequence[int], world_size: int) -> float:
+    """Time of a shape as `weft bench` has it, of one rank; "moe" has those of "ag-moe"."""
+    if op == "all-reduce":
+        return all_reduce(costs, *shape, world_size)
+    if op in ("ag-gemm", "gemm-rs"):
+        return (ag_gemm if op == "ag-gemm" else gemm_rs)(costs, *shape, world_size)
+    if op == "sharded-decode-attention":
+        return decode_attention(costs, *shape[:5], world_size)
+    tokens, top, experts, _, hidden, inner, _ = shape
+    if op == "grouped-gemm":
+        return grouped(costs, tokens, top, experts, 1, hidden, inner)
+    if op == "grouped-gemm-silu":
+        return grouped(costs, tokens, top, experts, 1, 2 * inner, hidden)
+    tokens *= world_size
+    if op in ("moe", "ag-moe", "moe-rs"):
+        time = {"moe": moe, "ag-moe": ag_moe, "moe-rs": moe_rs}[op]
+        return time(costs, tokens, hidden, inner, experts, top, world_size)
+    return (moe_dispatch if op == "moe-dispatch" else moe_combine)(costs, tokens, hidden, experts, top, world_size)
+
+
 def tile_time(costs: Costs, tile: tuple[int, int, int], K: int) -> float:
     m, n, halvings = tile
     return m * n * K * costs.mac * costs.smaller**halvings * 1e-9 + costs.tile

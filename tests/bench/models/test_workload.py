@@ -11,9 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 import weft
+from tests.bench import canned
 from tests.teacher_forced import all_logits
 from weft.bench.command import bench
-from weft.bench.harness import runner
+from weft.bench.harness import report, runner
 from weft.bench.harness.bench import Options
 from weft.bench.harness.limits import Limits
 from weft.bench.harness.provider import Unavailable
@@ -332,11 +333,11 @@ def test_a_model_is_checked_and_timed(tmp_path):
     assert (found.op, found.subject, found.is_simulated) == ("model", "tiny", True)
     assert "relative RMS" not in result.stdout
     rows = {row.provider: row for row in found.rows}
-    assert list(rows) == ["weft.gemm_ar", "torch.eager", *COMPILED]
-    for name in ("weft.gemm_ar", "torch.eager"):
+    assert list(rows) == ["weft.replicated", "torch.eager", *COMPILED]
+    for name in ("weft.replicated", "torch.eager"):
         assert rows[name].median_us > 0
         assert rows[name].reason is None
-    assert 0 < rows["weft.gemm_ar"].rms_error < 0.05
+    assert 0 < rows["weft.replicated"].rms_error < 0.05
     for name in COMPILED:
         assert "does not run on simulated ranks" in rows[name].reason
     assert "given tokens" in found.protocol["check"]
@@ -454,10 +455,16 @@ def test_the_protocol_says_what_is_compared_first(level, said):
     assert found["check"] == plain["check"] + said
 
 
-def test_modes_have_two_names_and_providers_one():
-    for mode in ("replicated", "gemm_ar"):
-        ModelFlags(modes=(mode,)).check_ops({"model": ()}, False)
-        assert workload("model", "decode:2x6", modes=(mode,), providers=("weft",)).providers()[0].name == "weft.gemm_ar"
+def test_modes_and_their_providers_have_a_former_name_too():
+    for name in ("replicated", "gemm_ar"):
+        ModelFlags(modes=(name,)).check_ops({"model": ()}, False)
+        for asked in ({"modes": (name,), "providers": ("weft",)}, {"providers": (f"weft.{name}",)}):
+            assert [one.name for one in workload("model", "decode:2x6", **asked).providers()] == ["weft.replicated"]
+    flags = next(one for one in typer.main.get_command(app).params if one.name == "mode")
+    assert flags.help.startswith("auto, sequence_parallel, replicated")
+    made = canned.model()
+    made.rows = [replace(made.rows[0], provider="weft.gemm_ar")]
+    assert [row.provider for row in report.from_json(report.to_json([made]))[0].rows] == ["weft.replicated"]
 
 
 def test_answers_are_timed_beside_torch_compile_with_nccl_and_with_symmetric_memory(monkeypatch):
@@ -840,16 +847,22 @@ def test_generate_checks_every_token_with_check_or_without():
         (["model", "--bsz", "1", "--shapes", "decode:1x4"], "leave one of them out"),
         (["model", "--ctx", "300"], "300 tokens, but the model has 256 positions"),
         (["attn", "--mode", " , "], "--mode ' , ' names nothing"),
-        (["attn", "--mode", "torch"], "--mode torch is unknown; choose from auto, ag_rs, gemm_ar"),
+        (["attn", "--mode", "torch"], "--mode torch is unknown; choose from auto, sequence_parallel, replicated"),
         (["mlp", "--shapes", "4,5,6"], "is no step of mlp"),
         (["mlp", "--shapes", "decode:1x4x5"], "is no step of mlp"),
         (["generate", "--shapes", "decode:1x4"], "is nothing to generate"),
         (
             ["model", "--providers", "nccl"],
-            "model has no provider nccl; it has weft.auto, weft.ag_rs, weft.gemm_ar, torch.eager, torch.compile",
+            "model has no provider nccl; it has weft.auto, weft.sequence_parallel, weft.replicated, torch.eager, torch.compile",
         ),
-        (["model", "--providers", "vllm"], "provider 'vllm' is unknown; model has weft.auto, weft.ag_rs, weft.gemm_ar"),
-        (["model", "--mode", "auto", "--providers", "weft.ag_rs"], "model has weft.auto, torch.eager, torch.compile"),
+        (
+            ["model", "--providers", "vllm"],
+            "provider 'vllm' is unknown; model has weft.auto, weft.sequence_parallel, weft.replicated",
+        ),
+        (
+            ["model", "--mode", "auto", "--providers", "weft.sequence_parallel"],
+            "model has weft.auto, torch.eager, torch.compile",
+        ),
         (
             ["model", "--world-size", "3"],
             "--model tiny: num_attention_heads=8 (num_key_value_heads=4) cannot be split over world_size=3; use a world size "

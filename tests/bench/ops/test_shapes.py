@@ -67,6 +67,9 @@ def test_sets_and_sizes_are_listed_with_commas():
 
 def test_collectives_take_bytes_and_powers_of_four():
     assert sizes("all-reduce", "64KiB,1MiB", "4096", "65536") == [(65536,), (1 << 20,), (4096,)]
+    assert sizes("all-reduce", "4KB,4K,4kib,2M,1GB,16B") == [(4096,), (2 << 20,), (1 << 30,), (16,)]
+    with pytest.raises(ValueError, match="'4TB' is neither"):
+        sizes("all-reduce", "4TB")
     assert sizes("all-gather")[0] == (1024,)
     assert sizes("all-gather")[-1] == (256 << 20,)
     assert [shape.label for shape in parse_shapes("all-reduce", ["74752,64KiB,1000"], 2)] == [

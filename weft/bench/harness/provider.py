@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from weft.bench.harness.report import RENAMED
 from weft.runtime.codec import exchangeable
 
 
@@ -77,10 +78,6 @@ class Provider:
     make: Callable[[Any], Prepared]
     on_request: bool = False
     rare: bool = False
-
-
-# Former names, which commands and results name.
-RENAMED = {"weft.segments": "weft.pipelined", "weft.library": "weft.sequential", "seed": "sorted-blocks"}
 
 
 def named_by(word: str, name: str) -> bool:

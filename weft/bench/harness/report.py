@@ -18,6 +18,11 @@ ROLES = ("weft", "other", "ceiling")
 # "graph": events in a CUDA graph. "around": whole graphs (see the protocol). "eager": events on the stream.
 # "wall": the host's clock. "host": the simulator's, which means nothing.
 MODES = ("graph", "around", "eager", "wall", "host")
+# Former names of providers, which commands and results name.
+RENAMED = {
+    "weft.segments": "weft.pipelined", "weft.library": "weft.sequential", "seed": "sorted-blocks",
+    "weft.ag_rs": "weft.sequence_parallel", "weft.gemm_ar": "weft.replicated",
+}  # fmt: skip
 
 
 @exchangeable
@@ -100,15 +105,19 @@ def file_name(op: str, world_size: int) -> str:
 
 
 def from_json(text: str) -> list[Report]:
-    """Reports of a document. ValueError, TypeError or KeyError for another schema."""
+    """Reports of a document, with the names of today. ValueError, TypeError or KeyError for another schema."""
     document = json.loads(text)
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"schema is {schema!r}")
     return [
-        Report(**{**fields, "rows": [Row(**{**row, "shape": tuple(row["shape"])}) for row in fields["rows"]]})
+        Report(**{**fields, "rows": [_row(**{**row, "shape": tuple(row["shape"])}) for row in fields["rows"]]})
         for fields in document["reports"]
     ]
+
+
+def _row(provider: str, **fields: Any) -> Row:
+    return Row(provider=RENAMED.get(provider, provider), **fields)
 
 
 def shapes_of(report: Report) -> list[tuple[int, ...]]:

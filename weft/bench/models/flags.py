@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.arguments import did_you_mean
-from weft.bench.models.names import DEFAULT_MODEL, LEVELS, MODELS, OLD_NAMES, RUN_TYPES, TINY, WEFT_MODES, is_model
+from weft.bench.models.names import DEFAULT_MODEL, LEVELS, MODELS, RUN_TYPES, TINY, WEFT_MODES, is_model
 from weft.console import check_simulable, layout_of, one_of
+from weft.parallel.modes import OLD_MODES
 
 if TYPE_CHECKING:
     from weft.bench.models.workload import ModelWorkload
@@ -63,8 +64,8 @@ class ModelFlags:
         if self.random_cache and self.check:
             raise ValueError("--check compares answers, which --random-cache makes meaningless; leave one of them out")
         for mode in self.modes:
-            if OLD_NAMES.get(mode, mode) not in WEFT_MODES:
-                near = did_you_mean(mode, (*WEFT_MODES, *OLD_NAMES))
+            if OLD_MODES.get(mode, mode) not in WEFT_MODES:
+                near = did_you_mean(mode, (*WEFT_MODES, *OLD_MODES))
                 raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}{near}")
 
     def workload(

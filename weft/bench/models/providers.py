@@ -10,9 +10,10 @@ from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.models import generate
 from weft.bench.models.baseline import Functions
 from weft.bench.models.compiled import compiled, pipelined, symmetric
-from weft.bench.models.names import LEVELS, OLD_NAMES, WEFT_MODES
+from weft.bench.models.names import LEVELS, WEFT_MODES
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.sessions import TorchSession, WeftSession, over_context
+from weft.parallel.modes import OLD_MODES
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -76,7 +77,7 @@ def providers_for(level: str, modes: Sequence[str], words: Sequence[str]) -> tup
 
     ``words``: names that were asked for. Only by its own name there is a cache spread over the ranks.
     """
-    named = {OLD_NAMES.get(mode, mode) for mode in modes or WEFT_MODES}
+    named = {OLD_MODES.get(mode, mode) for mode in modes or WEFT_MODES}
     ours, others = weft, {"torch.eager": eager}
     others |= {name: partial(by_compile, make=make) for name, make in COMPILED.items()}
     if level == "generate":

@@ -162,10 +162,11 @@ def _read_bytes(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
 
 
 def _bytes(op: Op, text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*(b|kib|mib|gib)?", text.strip().lower())
+    # KB and K are KiB, as to nccl-tests; labels say so.
+    match = re.fullmatch(r"(\d+)\s*(?:([kmg])(?:i?b)?|b)?", text.strip().lower())
     if not match or int(match[1]) == 0:
         raise ValueError(f"--shapes {text!r} is neither a set of {op.alias} (sizes) nor bytes (4096, 64KiB, 1MiB)")
-    return int(match[1]) * {None: 1, "b": 1, "kib": KIB, "mib": MIB, "gib": 1 << 30}[match[2]]
+    return int(match[1]) * {None: 1, "k": KIB, "m": MIB, "g": 1 << 30}[match[2]]
 
 
 def _simulable_bytes(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str, tuple[int, ...]]:

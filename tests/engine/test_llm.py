@@ -361,13 +361,22 @@ def test_the_heap_is_as_large_as_was_asked_for(byte_model, as_processes, monkeyp
 def test_a_large_checkpoint_does_not_become_a_simulation(byte_model, tmp_path, monkeypatch):
     config = json.loads((byte_model / "config.json").read_text()) | LARGE
     (tmp_path / "config.json").write_text(json.dumps(config))
-    says = r"has 0\.2. billion parameters, and simulated ranks take at most 0.1; "
+    says = r"has 0\.2. billion parameters, and simulated ranks take at most 0.1 \(2 with mode='reference'\); "
     with pytest.raises(ValueError, match=rf"model='{tmp_path}' {says}run it on GPUs"):
         weft.LLM(tmp_path, 2, device="sim")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for model in (tmp_path, Qwen3Config.from_dict(config)):
         with pytest.raises(ValueError, match=f"{says}world_size=4 needs 4 GPUs and this machine has 2"):
             weft.LLM(model, 4)
+
+
+def test_virtual_ranks_take_larger_models_in_mode_reference():
+    for mode in ("reference", "torch"):
+        weft.LLM(Qwen3Config.named("qwen3-1.7b"), 1, device="sim", mode=mode).close()
+    with pytest.raises(ValueError, match=r"has 33 billion parameters, and simulated ranks take at most 2; run it"):
+        weft.LLM(Qwen3Config.named("qwen3-32b"), 2, device="sim", mode="reference")
+    with pytest.raises(ValueError, match=r"has 33 billion parameters, and simulated ranks take at most 0.1; run it"):
+        weft.LLM(Qwen3Config.named("qwen3-32b"), 2, device="sim")
 
 
 def test_an_llm_on_a_virtual_rank_is_refused_by_what_to_use(byte_model):

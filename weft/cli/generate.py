@@ -226,7 +226,13 @@ def _check_simulable(flags: GenerateFlags, options: GenerateOptions) -> None:
     remedy = f"run it on a machine with GPUs, or run the built-in model, without {names}"
     if flags.device == "auto" and (gpus := torch.cuda.device_count()):
         remedy = f"--world-size {flags.world_size} needs {flags.world_size} GPUs and this machine has {gpus}"
-    check_simulable(f"--model {flags.model}", config, remedy)
+    check_simulable(
+        f"--model {flags.model}",
+        config,
+        remedy,
+        mode=options.engine.mode,
+        reference="--mode reference",
+    )
 
 
 def _as_chat(prompts: list[str], model: Path | None) -> list[list[int]]:

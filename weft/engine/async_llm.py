@@ -110,7 +110,7 @@ class AsyncLLM:
         check_model(model)
         watchers = watchers_of(progress, warm_up_progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
-        placed = Placement.of(model, world_size, device)
+        placed = Placement.of(model, world_size, device, config.mode)
         if placed.torchrun:
             raise WeftError("AsyncLLM starts a process per GPU itself; run it without torchrun")
         self.world_size, self.device, self.directory = placed.world_size, placed.device, placed.directory

@@ -37,7 +37,8 @@ class LLM:
                 text
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
-                process, made anew for every call, for models of up to 0.1 billion parameters; "auto": GPUs if there are enough
+                process, made anew for every call, for models of up to 0.1 billion parameters, 2 in mode "reference";
+                "auto": GPUs if there are enough
     heap_bytes  symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted says how much is needed
                 where `chunk_tokens` of a wide model need more
     progress    called with (bytes read, bytes to read) while rank 0's weights load
@@ -70,7 +71,7 @@ class LLM:
         check_model(model)
         watchers = watchers_of(progress, warm_up_progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
-        placed = Placement.of(model, world_size, device)
+        placed = Placement.of(model, world_size, device, config.mode)
         self.world_size, self.device, self.directory = placed.world_size, placed.device, placed.directory
         self.defaults = SamplingParams() if self.directory is None else sampling_defaults(Checkpoint(self.directory))
         self.stats: Stats | None = None

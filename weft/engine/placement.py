@@ -15,6 +15,7 @@ from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint
 from weft.models.config import check_simulable
 from weft.models.hub import find_checkpoint
+from weft.parallel.step_plan import Mode
 from weft.runtime.environment import coordinates
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, is_simulated
 from weft.runtime.virtual_rank import on_virtual_rank
@@ -35,7 +36,9 @@ class Placement:
     torchrun: bool
 
     @classmethod
-    def of(cls, model: str | PathLike[str] | DecoderConfig | None, world_size: int | None, device: str) -> Placement:
+    def of(
+        cls, model: str | PathLike[str] | DecoderConfig | None, world_size: int | None, device: str, mode: Mode
+    ) -> Placement:
         """Placement by the arguments of LLM, whose docstring has the rules and the errors."""
         check_choice("device", device, DEVICES)
         if world_size is not None:
@@ -61,7 +64,7 @@ class Placement:
         if simulated:
             check_virtual_ranks("world_size", world_size)
             too_few = f"world_size={world_size} needs {world_size} GPUs and this machine has {gpus}"
-            _check_virtual(source, too_few if device == "auto" and gpus else "run it on GPUs")
+            _check_virtual(source, mode, too_few if device == "auto" and gpus else "run it on GPUs")
         elif not 0 < world_size <= gpus:
             raise NotEnoughGPUs(world_size or 1, gpus)
         return cls(source=source, world_size=world_size, device="sim" if simulated else "cuda", torchrun=False)
@@ -78,15 +81,13 @@ class Placement:
         return sizes.max_position_embeddings
 
 
-def _check_virtual(model: Path | DecoderConfig, remedy: str) -> None:
+def _check_virtual(model: Path | DecoderConfig, mode: Mode, remedy: str) -> None:
     """ValueError for a model too large for virtual ranks; WeftError on a virtual rank."""
     if on_virtual_rank():
         raise WeftError(
             "LLM starts virtual ranks, and this code runs on one that exists already; use weft.Engine(model, team)"
         )
-    if isinstance(model, DecoderConfig):
-        check_simulable("this model", model, remedy)
-    else:
-        check_simulable(
-            f"model={shortened(repr(str(model)))}", DecoderConfig.from_dict(Checkpoint(model).config), remedy
-        )
+    name, config = "this model", model
+    if not isinstance(model, DecoderConfig):
+        name, config = f"model={shortened(repr(str(model)))}", DecoderConfig.from_dict(Checkpoint(model).config)
+    check_simulable(name, config, remedy, mode=mode, reference="mode='reference'")

@@ -17,6 +17,7 @@ from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, published
 from weft.models.family import AttentionOptions, ExpertOptions, Family
 from weft.parallel.rotary import Rotary
+from weft.parallel.step_plan import Mode, mode_named
 from weft.runtime.logs import logger_of
 
 logger = logger_of(__name__)
@@ -102,8 +103,10 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
 }
 
-# A model of 0.6 billion parameters takes a minute for two tokens on two virtual ranks (2 cores).
+# Largest models on virtual ranks, whose kernels are interpreted: one of 0.6 billion parameters takes a minute for two tokens on
+# two ranks (2 cores). Mode "reference" computes with torch's operations alone: 0.135 billion give 4 tokens a second.
 SIMULATED_PARAMETERS = 100_000_000
+SIMULATED_REFERENCE_PARAMETERS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,10 +297,21 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_simulable(model: str, config: DecoderConfig, remedy: str) -> None:
-    """ValueError for a model too large for virtual ranks. `model`: its name in the message."""
-    if config.parameters > SIMULATED_PARAMETERS:
-        raise ValueError(
-            f"{model} has {config.parameters / 1e9:.2g} billion parameters, and simulated ranks take at most "
-            f"{SIMULATED_PARAMETERS / 1e9:g}; {remedy}"
-        )
+def check_simulable(
+    model: str, config: DecoderConfig, remedy: str, *, mode: Mode = "auto", reference: str | None = None
+) -> None:
+    """ValueError for a model too large for virtual ranks.
+
+    model      its name in the message
+    reference  how the caller asks for mode "reference", for the message; None: not at all
+    """
+    size = config.parameters
+    limit = SIMULATED_REFERENCE_PARAMETERS if mode_named(mode) == "reference" else SIMULATED_PARAMETERS
+    if size <= limit:
+        return
+    most = f"{limit / 1e9:g}"
+    if reference is not None and limit < size <= SIMULATED_REFERENCE_PARAMETERS:
+        most += f" ({SIMULATED_REFERENCE_PARAMETERS / 1e9:g} with {reference})"
+    raise ValueError(
+        f"{model} has {size / 1e9:.2g} billion parameters, and simulated ranks take at most {most}; {remedy}"
+    )

@@ -58,7 +58,8 @@ class SequentialPort:
     def program(self):
         return self.index, self.grid
 
-    def load(self, addresses, mask, itemsize, access):
+    def load(self, places, access):
+        addresses, mask, itemsize = places.addresses, places.mask, places.itemsize
         assert addresses.dtype == np.uint64 and mask.dtype == np.bool_ and addresses.shape == mask.shape
         self.calls.append(("load", access))
         out = np.zeros(addresses.shape, np.dtype(f"uint{8 * itemsize}"))
@@ -67,7 +68,8 @@ class SequentialPort:
             out[mask] = memory[at]
         return out
 
-    def store(self, addresses, bits, mask, access):
+    def store(self, places, bits, access):
+        addresses, mask = places.addresses, places.mask
         assert addresses.shape == mask.shape == bits.shape and bits.dtype.kind == "u"
         self.calls.append(("store", access))
         if mask.any():

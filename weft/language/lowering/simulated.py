@@ -19,6 +19,7 @@ from weft.runtime.team.view import MAX_BARRIER_PROGRAMS
 from weft.simulator.intrinsics import simulated
 from weft.simulator.machine.memory import signed
 from weft.simulator.machine.pointers import ADDRESS
+from weft.simulator.places import Scattered
 
 
 @simulated(signals.wait)
@@ -92,7 +93,7 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any, words: Any = Non
         machine.wait_for_bytes(
             low, high, lambda: missing() == 0, lambda: f"waits for {missing()} unwritten elements from {what}"
         )
-    bits = machine.load(addresses, active, itemsize, "lamport")
+    bits = machine.load(Scattered(addresses, active, itemsize), "lamport")
     return interp.block(bits.view(interp.numpy_dtype(dtype)), dtype)
 
 
@@ -112,7 +113,8 @@ def _store_flagged(machine: Any, ptr: Any, x: Any, mask: Any) -> None:
     addresses = interp.addresses_of(ptr)
     values = np.broadcast_to(interp.value_of(x.to(interp.element_dtype(ptr))), addresses.shape)
     active = np.broadcast_to(np.asarray(interp.value_of(mask), dtype=bool), addresses.shape)
-    machine.store(addresses, np.ascontiguousarray(values).view(f"uint{8 * values.itemsize}"), active, "lamport")
+    bits = np.ascontiguousarray(values).view(f"uint{8 * values.itemsize}")
+    machine.store(Scattered(addresses, active, values.itemsize), bits, "lamport")
 
 
 @simulated(stock.store_release)

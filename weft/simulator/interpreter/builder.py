@@ -13,7 +13,8 @@ from weft.simulator.interpreter import libdevice
 from weft.simulator.interpreter.assembly import instead_of
 from weft.simulator.interpreter.descriptors import Descriptor
 from weft.simulator.interpreter.port import Port
-from weft.simulator.interpreter.values import SCALAR_SHAPE, Handle, everywhere, not_interpretable, numpy_dtype, plain
+from weft.simulator.interpreter.values import SCALAR_SHAPE, Handle, not_interpretable, numpy_dtype, plain
+from weft.simulator.places import Places, Scattered, everywhere
 from weft.triton_api import InterpreterBuilder, InterpreterOptions, ir
 
 _SEMANTICS = {
@@ -106,24 +107,23 @@ class Builder(InterpreterBuilder):
 
     # memory
 
-    def load(self, ptr: np.ndarray, mask: np.ndarray, element: tl.dtype, access: str) -> np.ndarray:
-        dtype = numpy_dtype(element)
-        bits = self.port.load(ptr, mask, dtype.itemsize, access)
+    def load(self, places: Places, element: tl.dtype, access: str) -> np.ndarray:
+        bits, dtype = self.port.load(places, access), numpy_dtype(element)
         return bits.astype(np.bool_) if dtype == np.bool_ else bits.view(dtype)
 
-    def store(self, ptr: np.ndarray, values: np.ndarray, mask: np.ndarray, access: str) -> None:
-        self.port.store(ptr, values.view(numerics.BITS[values.dtype.itemsize]), mask, access)
+    def store(self, places: Places, values: np.ndarray, access: str) -> None:
+        self.port.store(places, values.view(numerics.BITS[values.dtype.itemsize]), access)
 
     def create_masked_load(self, ptr: Handle, mask: np.ndarray | Handle, other: Handle | None, *_: object) -> Handle:
         """Load through a block pointer, which Triton's own code makes."""
         element, mask = ptr.get_element_ty(), _array(mask)
-        values = self.load(ptr.data, mask, element, "plain")
+        values = self.load(Scattered(ptr.data, mask, numpy_dtype(element).itemsize), element, "plain")
         if other is not None:
             values = np.where(mask, values, other.data.view(values.dtype))
         return Handle(values, element)
 
     def create_masked_store(self, ptr: Handle, value: Handle, mask: np.ndarray | Handle, *_: object) -> None:
-        self.store(ptr.data, value.data, _array(mask), "plain")
+        self.store(Scattered(ptr.data, _array(mask), value.data.dtype.itemsize), value.data, "plain")
 
     def create_atomic_rmw(
         self, op: ir.ATOMIC_OP, ptr: Handle, value: Handle, mask: Handle, sem: ir.MEM_SEMANTIC, scope: ir.MEM_SYNC_SCOPE
@@ -185,27 +185,27 @@ class Builder(InterpreterBuilder):
         return Descriptor(base.data.item(), base.dtype.scalar.element_ty, sizes, steps, tuple(block_shape), nan)
 
     def descriptor_load(self, descriptor: Descriptor, offsets: list[int | np.ndarray]) -> np.ndarray:
-        addresses, mask = descriptor.locate(offsets)
-        values = self.load(addresses, mask, descriptor.element, "tma")
+        places = descriptor.locate(offsets)
+        values = self.load(places, descriptor.element, "tma")
         if descriptor.nan:
-            values = np.where(mask, values, values.dtype.type(float("nan")))
+            values = np.where(places.mask, values, values.dtype.type(float("nan")))
         return numerics.round_to_tf32(values) if descriptor.round_to_tf32 else values
 
     def descriptor_store(self, descriptor: Descriptor, values: np.ndarray, offsets: list[int | np.ndarray]) -> None:
-        addresses, mask = descriptor.locate(offsets)
-        self.store(addresses, np.broadcast_to(values, addresses.shape), mask, "tma")
+        places = descriptor.locate(offsets)
+        self.store(places, values if values.shape == places.shape else np.broadcast_to(values, places.shape), "tma")
 
     def create_descriptor_reduce(
         self, kind: ir.DESCRIPTOR_REDUCE_KIND, descriptor: Descriptor, value: Handle, offsets: list[Handle]
     ) -> None:
-        addresses, mask = descriptor.locate([x.data.item() for x in offsets])
+        places = descriptor.locate([x.data.item() for x in offsets])
         op, dtype = _REDUCTIONS[kind], value.data.dtype
         if op == "add" and dtype in numerics.FLOATS:
             op = "fadd"
         elif op in ("min", "max") and dtype.kind == "u":
             op = "u" + op
-        bits = np.broadcast_to(value.data.view(numerics.BITS[dtype.itemsize]), addresses.shape)
-        self.port.atomic(op, addresses, bits, mask, dtype, "relaxed", "gpu", "tma")
+        bits = np.broadcast_to(value.data.view(numerics.BITS[dtype.itemsize]), places.shape)
+        self.port.atomic(op, places.addresses, bits, places.mask, dtype, "relaxed", "gpu", "tma")
 
     def create_descriptor_gather(self, descriptor: Descriptor, rows: Handle, column: Handle, _: object) -> Handle:
         offsets = [rows.data.astype(np.int64).reshape(-1, 1), column.data.item()]

@@ -8,7 +8,8 @@ import numpy as np
 import triton.language as tl
 
 from weft.errors import Misaligned
-from weft.simulator.interpreter.values import everywhere, numpy_dtype
+from weft.simulator.interpreter.values import numpy_dtype
+from weft.simulator.places import Box, Places, Scattered
 
 
 @cache
@@ -43,25 +44,33 @@ class Descriptor:
                 raise Misaligned(f"a descriptor's strides must be multiples of 16 bytes, got {stride} of {element}")
         if strides[-1] != 1:
             raise ValueError(f"the last stride of a tensor descriptor must be 1, got {strides[-1]}")
+        self._bytes = tuple(stride * self.itemsize for stride in strides)
+        self._is_box = min(strides) >= 0
         self._relative: np.ndarray | None = None
 
-    def locate(self, offsets: list[int | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses and in-bounds mask of the block at ``offsets``; an offset may be an array (gather)."""
-        if np.any(offsets[-1] * self.itemsize % 16):
+    def locate(self, offsets: list[int | np.ndarray]) -> Places:
+        """Places of the block at ``offsets``, out of bounds masked off; all but the last may be arrays (gather)."""
+        if offsets[-1] * self.itemsize % 16:
             raise Misaligned(
                 f"a descriptor's block must start at a multiple of 16 bytes, got offset {offsets[-1]} of {self.element}"
             )
+        if not self._is_box or np.ndarray in map(type, offsets):
+            return self._scattered(offsets)
+        start, inside = self.base, []
+        for offset, stride, size, length in zip(offsets, self._bytes, self.block_shape, self.shape, strict=True):
+            start += offset * stride
+            inside.append((max(0, -offset), min(size, length - offset)))
+        return Box(start, self.block_shape, self._bytes, tuple(inside), self.itemsize)
+
+    def _scattered(self, offsets: list[int | np.ndarray]) -> Scattered:
         steps = _steps(self.block_shape)
-        bytes_of = [stride * self.itemsize for stride in self.strides]
         if self._relative is None:
-            self._relative = sum(step * by for step, by in zip(steps, bytes_of, strict=True)).view(np.uint64)
-        start = sum(offset * by for offset, by in zip(offsets, bytes_of, strict=True)) + self.base
+            self._relative = sum(step * by for step, by in zip(steps, self._bytes, strict=True)).view(np.uint64)
+        start = sum(offset * by for offset, by in zip(offsets, self._bytes, strict=True)) + self.base
         start = start.view(np.uint64) if isinstance(start, np.ndarray) else np.uint64(start % 2**64)
-        addresses = self._relative + start
-        mask = None
+        addresses, mask = self._relative + start, None
         for offset, step, size in zip(offsets, steps, self.shape, strict=True):
-            if isinstance(offset, np.ndarray) or not 0 <= offset <= size - step.size:
-                at = step + offset
-                inside = (at >= 0) & (at < size)
-                mask = inside if mask is None else mask & inside
-        return addresses, everywhere(addresses.shape) if mask is None else np.broadcast_to(mask, addresses.shape)
+            at = step + offset
+            inside = (at >= 0) & (at < size)
+            mask = inside if mask is None else mask & inside
+        return Scattered(addresses, np.broadcast_to(mask, addresses.shape), self.itemsize)

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from weft.simulator.places import Places
 from weft.triton_api import JITFunction
 
 # Argument in ``kernel[grid]``: sizes, or a function that makes them from the bound arguments.
@@ -17,7 +18,8 @@ GridSizes = Sequence[int] | Callable[[Mapping[str, object]], Sequence[int]]
 class Port(Protocol):
     """Interface of the virtual machine to the interpreter.
 
-    Address, bit and mask arrays of a call have one shape, (1,) for a scalar. They may be read-only and not contiguous.
+    Places, and address, bit and mask arrays of a call have one shape, (1,) for a scalar. Arrays may be read-only and not
+    contiguous.
     Addresses are results of ``pointer`` plus the kernel's pointer arithmetic.
     """
 
@@ -27,15 +29,13 @@ class Port(Protocol):
     def program(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """(program index, grid) of the running program."""
 
-    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
-        """Raw bits (uint8/16/32/64 by ``itemsize``) at ``addresses`` (uint64), as a new array.
-
-        Zeros where masked off.
+    def load(self, places: Places, access: str) -> np.ndarray:
+        """Raw bits (uint8/16/32/64 by the element size) as a new array. Zeros where masked off.
 
         ``access`` is "plain", "volatile" or "tma".
         """
 
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None: ...
+    def store(self, places: Places, bits: np.ndarray, access: str) -> None: ...
 
     def atomic(
         self,

@@ -14,13 +14,13 @@ from weft.simulator.interpreter.values import (
     Integer,
     Number,
     Operand,
-    everywhere,
     make,
     not_interpretable,
     numpy_dtype,
     plain,
     value_of,
 )
+from weft.simulator.places import Scattered, everywhere
 from weft.triton_api import IncompatibleTypeErrorImpl, TritonSemantic
 
 
@@ -40,6 +40,11 @@ def _comparison(op: Callable) -> Callable:
         return make(op(left, right), tl.int1, is_block)
 
     return method
+
+
+def _is_zero(x: Operand) -> bool:
+    """True for a number whose bits are zeros in every type."""
+    return type(x) in (int, float) and x == 0 and str(x) != "-0.0"
 
 
 class Semantic(TritonSemantic):
@@ -258,8 +263,8 @@ class Semantic(TritonSemantic):
 
     # memory
 
-    def _mask(self, ptr: tl.tensor, mask: Operand | None, may_grow: bool) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Addresses and mask of equal shape.
+    def _mask(self, ptr: tl.tensor, mask: Operand | None, may_grow: bool) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """Addresses, and a mask of equal shape or None.
 
         A larger mask broadcasts the pointers of a load; a store refuses it.
         """
@@ -267,7 +272,7 @@ class Semantic(TritonSemantic):
             raise ValueError(f"a pointer is needed, got {ptr.type}")
         addresses, is_block = ptr.handle.data, ptr.type is not ptr.dtype
         if mask is None:
-            return addresses, everywhere(addresses.shape), is_block
+            return addresses, None, is_block
         mask = self.to_tensor(mask)
         if mask.dtype is not tl.int1 and mask.dtype != tl.int1:
             raise ValueError(f"Mask must have boolean scalar type, got {mask.dtype}")
@@ -303,9 +308,12 @@ class Semantic(TritonSemantic):
         ):
             shape = np.broadcast_shapes(addresses.shape, other.handle.data.shape)
             addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
-        values = self.builder.load(addresses, enable, element, access)
+        places = Scattered(addresses, enable, numpy_dtype(element).itemsize)
+        values = self.builder.load(places, element, access)
         if other is not None:
-            values = np.where(enable, values, self._values(other, element, addresses.shape, is_block))
+            instead = self._values(other, element, addresses.shape, is_block)
+            if not places.is_whole and not _is_zero(other):  # what is masked off was read as zeros
+                values = np.where(enable, values, instead)
         return make(values, element, is_block)
 
     def put(self, ptr: tl.tensor, value: Operand, mask: Operand | None) -> None:
@@ -313,7 +321,7 @@ class Semantic(TritonSemantic):
         if ptr.dtype.const:
             raise ValueError("Cannot store to a constant pointer")
         data = self._values(value, ptr.dtype.element_ty, addresses.shape, is_block)
-        self.builder.store(addresses, data, enable, "plain")
+        self.builder.store(Scattered(addresses, enable, data.dtype.itemsize), data, "plain")
 
     def atom_red_typechecking_impl(self, ptr: tl.tensor, val: Operand, mask: Operand | None, op: str) -> tuple:
         addresses, enable, is_block = self._mask(ptr, mask, False)
@@ -324,6 +332,7 @@ class Semantic(TritonSemantic):
         if bits < 16 or (bits == 16 and (element.is_int() or op != "add")):
             raise ValueError(f"atomic_{op} does not support {element}")
         data = self._values(val, element, addresses.shape, is_block)
+        enable = everywhere(addresses.shape) if enable is None else enable
         return ptr, make(data, element, is_block), make(enable, tl.int1, is_block)
 
     def _offsets(self, descriptor: tl.tensor_descriptor_base, offsets: Sequence[Operand]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -41,14 +40,6 @@ def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
     if found is None or found.element_ty is not element:
         found = _blocks[element.name, shape] = tl.block_type(element, list(shape))
     return found
-
-
-@cache
-def everywhere(shape: tuple[int, ...]) -> np.ndarray:
-    """All-true mask, for an access without a mask."""
-    mask = np.ones(shape, np.bool_)
-    mask.flags.writeable = False
-    return mask
 
 
 def plain(x: Any) -> Any:

@@ -5,6 +5,7 @@ Each access is one step of the scheduler, of which the observer is then told.
 
 from __future__ import annotations
 
+import math
 import os.path
 from collections.abc import Callable, Mapping
 
@@ -21,6 +22,7 @@ from weft.simulator.machine.stores import Stores
 from weft.simulator.machine.strategy import Uniform
 from weft.simulator.machine.tasks import GreenletTask, Task, Waiting
 from weft.simulator.observer import Observer
+from weft.simulator.places import UNSIGNED, Places, Scattered
 
 # New element of memory from (old element, operand).
 Combine = Callable[[np.generic, np.generic], np.generic]
@@ -72,49 +74,51 @@ class Accesses:
         task = self.scheduler.current
         return task.index, task.grid.launch.grid
 
-    def step(
-        self,
-        addresses: np.ndarray,
-        mask: np.ndarray,
-        itemsize: int,
-        write: bool,
-        releases: bool = False,
-        late: bool = False,
-    ) -> None:
+    def step(self, places: Places, write: bool, releases: bool = False, late: bool = False) -> None:
         """Let other tasks run before this access. ``late``: the access only enters the store buffer."""
         if self.scheduler.strategy.explores:
-            task, active = self.scheduler.current, addresses[mask]
-            low, high = (int(active.min()), int(active.max()) + itemsize) if active.size else (0, 0)
-            own = ((low, high, write),) if active.size and not late else ()
+            task, is_active = self.scheduler.current, not places.is_empty
+            low, high = (places.low, places.high) if is_active else (0, 0)
+            own = ((low, high, write),) if is_active and not late else ()
             task.next = own + self.stores.footprint(low, high, releases)
             task.next_line = self.interpreter.kernel_line()
         self.scheduler.step()
 
     def plain(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, verb: str) -> np.ndarray:
         """Addresses of the running kernel's pointers. InvalidAccess where a pointer has left its tensor."""
-        return self.pointers.plain(addresses, mask, itemsize, self.who, verb)
+        return self._plain(Scattered(addresses, mask, itemsize), verb).addresses
 
-    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, access: str) -> np.ndarray:
-        addresses = self.plain(addresses, mask, itemsize, "load")
-        key = self.before_read(addresses, mask, itemsize)
-        self.step(addresses, mask, itemsize, False)
+    def _plain(self, places: Places, verb: str) -> Places:
+        return self.pointers.plain(places, self.who, verb)
+
+    def load(self, places: Places, access: str) -> np.ndarray:
+        places = self._plain(places, "load")
+        key = self.before_read(places)
+        self.step(places, False)
         if self._on_event is not None:
-            self.note("load", self._first(addresses, mask))
-        self.stores.before_access(addresses, mask, itemsize)
-        bits = self.memory.load(addresses, mask, itemsize, self.who)
-        self.after_read(key, Read(f"{access} load", addresses, mask, itemsize, bits))
-        self.observer.load(addresses, mask, itemsize, access, bits)
+            self.note("load", self._first(places))
+        self.stores.before_access(places)
+        bits = self.memory.read(places, self.who)
+        self.after_read(key, Read(f"{access} load", places, bits))
+        if self.observes:
+            self.observer.load(places.addresses, places.mask, places.itemsize, access, bits)
         return bits
 
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str) -> None:
-        addresses = self.plain(addresses, mask, bits.dtype.itemsize, "store")
-        self.step(addresses, mask, bits.dtype.itemsize, True, late=self.stores.is_late)
+    def store(self, places: Places, bits: np.ndarray, access: str) -> None:
+        places = self._plain(places, "store")
+        self.step(places, True, late=self.stores.is_late)
         self.note_write()
         if self._on_event is not None:
-            self.note("store", self._first(addresses, mask))
-        self.stores.before_access(addresses, mask, bits.dtype.itemsize)
-        self.memory.check(addresses, mask, bits.dtype.itemsize, self.who)
-        self.stores.take(addresses, bits, mask, access, self.observer.store(addresses, bits, mask, access))
+            self.note("store", self._first(places))
+        self.stores.before_access(places)
+        self.memory.check(places, self.who)
+        landed = self.observer.store(places.addresses, bits, places.mask, access) if self.observes else None
+        self.stores.take(places, bits, access, landed)
+
+    @property
+    def observes(self) -> bool:
+        """True if a check or a trace observes: an ``Observer`` by itself ignores the arrays that are made for it."""
+        return type(self.observer) is not Observer
 
     def atomic(
         self,
@@ -144,17 +148,16 @@ class Accesses:
 
     # --- polling programs --------------------------------------------------------------------------------------------
 
-    def before_read(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> Key | None:
+    def before_read(self, places: Places) -> Key | None:
         """Note a read that is about to come.
 
         A program that only polls is blocked until the polled bytes change.
         """
-        first = 0 if mask.flat[0] else int(mask.argmax())
-        if not mask.flat[first]:
+        if places.is_empty:
             return None
         task = self.scheduler.current
         history = task.history = task.history or ReadHistory()
-        key = int(addresses.flat[first]), addresses.size, itemsize
+        key = places.first, math.prod(places.shape), places.itemsize
         if history.repeats(key, self.interpreter.kernel_state):
             self._spin(task, history)
             task.history = ReadHistory(counts={key: 1})
@@ -178,20 +181,16 @@ class Accesses:
 
     def _spin(self, task: Task, history: ReadHistory) -> None:
         reads = list(history.round.reads.values())
-        ranges = [read.extent for read in reads]
         history.code = self.interpreter.kernel_line()
 
         def done() -> bool:
             try:
-                return any(
-                    not np.array_equal(self.memory.load(k.addresses, k.mask, k.itemsize, lambda: task.label), k.bits)
-                    for k in reads
-                )
+                return any(not np.array_equal(self.memory.read(k.places, lambda: task.label), k.bits) for k in reads)
             except InvalidAccess:  # freed since then: the program's next read raises
                 return True
 
-        self.observer.spins(ranges[0][0], history.code)
-        low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
+        self.observer.spins(reads[0].places.low, history.code)
+        low, high = min(read.places.low for read in reads), max(read.places.high for read in reads)
         self.scheduler.block(Waiting(done, lambda: self.describe_spin(reads, history.code), low, high))
 
     def describe_spin(self, reads: list[Read], code: CodeLine | None) -> str:
@@ -202,11 +201,11 @@ class Accesses:
         return f"spins{place}: {seen}{more}"
 
     def _seen(self, read: Read) -> str:
-        active = read.bits[read.mask]
+        active = read.bits[read.places.mask]
         first = int(active.flat[0])
-        bits = 8 * read.itemsize
+        bits = 8 * read.places.itemsize
         value = first - (1 << bits) if first >> (bits - 1) else first
-        name = self.memory.describe(read.extent[0])
+        name = self.memory.describe(read.places.low)
         return f"{name} sees {value}" if active.size == 1 else f"{active.size} elements from {name} sees {value} first"
 
     def barrier(self) -> None:
@@ -216,16 +215,15 @@ class Accesses:
 
     def release_store(self, address: int, bits: int, itemsize: int) -> None:
         """Release store by one thread at system scope."""
-        at = self.plain(np.array([address], np.uint64), np.ones(1, bool), itemsize, "store")
-        everywhere = np.ones(1, bool)
-        self.step(at, everywhere, itemsize, True, late=self.stores.is_late)
+        at = self._plain(Scattered(np.array([address], np.uint64), None, itemsize), "store")
+        self.step(at, True, late=self.stores.is_late)
         self.note_write()
         value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
         if self._on_event is not None:
-            self.note("store", self._first(at, everywhere))
-        self.stores.before_access(at, everywhere, itemsize)
-        self.memory.check(at, everywhere, itemsize, self.who)
-        self.stores.take_release(at, value, self.observer.notified(int(at[0]), int(value[0]), itemsize))
+            self.note("store", self._first(at))
+        self.stores.before_access(at)
+        self.memory.check(at, self.who)
+        self.stores.take_release(at, value, self.observer.notified(at.low, int(value[0]), itemsize))
 
     def copy_later(
         self,
@@ -240,26 +238,24 @@ class Accesses:
 
         what  "put", "get", or "put_signal" (a put delivered before the program's next signal)
         """
-        task, everywhere = self.scheduler.current, np.ones(sources.shape, bool)
-        sources = self.plain(sources, everywhere, source_itemsize, "load")
-        targets = self.plain(targets, everywhere, itemsize, "store")
-        for addresses, size in ((sources, source_itemsize), (targets, itemsize)):
-            self.step(addresses, everywhere, size, False, late=True)
-            self.stores.before_access(addresses, everywhere, size)
-        bits = self.memory.load(sources, everywhere, source_itemsize, self.who)
-        self.memory.check(targets, everywhere, itemsize, self.who)
-        landed = self.observer.copies(targets, itemsize, sources, source_itemsize, bits, what)
-        low, high = int(targets.min()), int(targets.max()) + itemsize
-        first, last = int(sources.min()), int(sources.max()) + source_itemsize
+        task = self.scheduler.current
+        source = self._plain(Scattered(sources, None, source_itemsize), "load")
+        target = self._plain(Scattered(targets, None, itemsize), "store")
+        for places in (source, target):
+            self.step(places, False, late=True)
+            self.stores.before_access(places)
+        bits = self.memory.read(source, self.who)
+        self.memory.check(target, self.who)
+        landed = self.observer.copies(target.addresses, itemsize, source.addresses, source_itemsize, bits, what)
 
         def move() -> None:
-            self.scheduler.current.next = ((low, high, True), (first, last, False))
+            self.scheduler.current.next = ((target.low, target.high, True), (source.low, source.high, False))
             self.scheduler.step()
             if landed is not None:
                 landed()
-            found = self.memory.load(sources, everywhere, source_itemsize, lambda: task.label)
-            self.memory.store(targets, convert(found), everywhere, lambda: task.label)
-            self.scheduler.written(low, high)
+            found = self.memory.read(source, lambda: task.label)
+            self.memory.write(target, convert(found), lambda: task.label)
+            self.scheduler.written(target.low, target.high)
 
         if what == "put_signal":
             move()
@@ -306,13 +302,13 @@ class Accesses:
     def fence(self) -> None:
         """Fence at system scope in every thread of the running program."""
         self.complete_copies("put")
-        self.step(np.zeros(0, np.uint64), np.zeros(0, bool), 1, True)
+        self.step(Scattered(np.zeros(0, np.uint64), None, 1), True)
         self.observer.fence()
         self.stores.fence()
 
-    def _check_remote(self, op: str, addresses: np.ndarray, mask: np.ndarray) -> None:
+    def _check_remote(self, op: str, places: Places) -> None:
         """WeftError for an atomic on a peer's memory over links that carry none."""
-        for address in () if self.remote_atomics else np.unique(addresses[mask]).tolist():
+        for address in () if self.remote_atomics else np.unique(places.active).tolist():
             heap = self.memory.heap_of(address)
             if heap is not None and self.memory.heap_rank(heap) != self.rank:
                 raise WeftError(
@@ -333,45 +329,45 @@ class Accesses:
         access: str = "plain",
     ) -> np.ndarray:
         """Atomic, element by element: duplicates among the addresses must see each other."""
-        mask = np.broadcast_to(mask, addresses.shape)
-        addresses = self.plain(addresses, mask, dtype.itemsize, f"atomic {op}")
-        self._check_remote(op, addresses, mask)
+        places = self._plain(
+            Scattered(addresses, np.broadcast_to(mask, addresses.shape), dtype.itemsize), f"atomic {op}"
+        )
+        self._check_remote(op, places)
         only_reads = op == "add" and not np.asarray(values).any()
-        key = self.before_read(addresses, mask, dtype.itemsize)
-        self.step(addresses, mask, dtype.itemsize, not only_reads, releases="rel" in sem)
-        unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
-        values = np.broadcast_to(values, addresses.shape)
+        key = self.before_read(places)
+        self.step(places, not only_reads, releases="rel" in sem)
+        unsigned = UNSIGNED[dtype.itemsize]
+        values = np.broadcast_to(values, places.shape)
         if self._on_event is not None:
-            self.note(op, self._first(addresses, mask))
-        self.stores.before_access(addresses, mask, dtype.itemsize)
-        self.stores.before_atomic(addresses[mask], sem, scope)
-        before = np.zeros(addresses.size, unsigned)
-        after = before.copy()
-        one, changed = np.ones(1, bool), []
-        flat_addresses, flat_values, flat_mask = addresses.ravel(), values.ravel(), mask.ravel()
-        for i in np.flatnonzero(flat_mask):
-            at = flat_addresses[i : i + 1]
-            old = self.memory.load(at, one, dtype.itemsize, self.who)
-            new = np.asarray(combine(old.view(dtype)[0], flat_values[i]), dtype=dtype).reshape(1).view(unsigned)
-            before[i], after[i] = old[0], new[0]
-            if new[0] != old[0]:
-                self.memory.store(at, new, one, self.who)
-                changed.append(int(at[0]))
+            self.note(op, self._first(places))
+        self.stores.before_access(places)
+        active = places.active.ravel()
+        self.stores.before_atomic(active, sem, scope)
+        old = np.zeros(active.size, unsigned)
+        new, changed = old.copy(), []
+        for i, value in enumerate(values.ravel() if places.is_whole else values[places.mask]):
+            at = Scattered(active[i : i + 1], None, dtype.itemsize)
+            bits = self.memory.read(at, self.who)
+            result = np.asarray(combine(bits.view(dtype)[0], value), dtype=dtype).reshape(1).view(unsigned)
+            old[i], new[i] = bits[0], result[0]
+            if result[0] != bits[0]:
+                self.memory.write(at, result, self.who)
+                changed.append(at.low)
+        before = np.zeros(places.shape, unsigned)
+        before[places.mask] = old
         if changed:
             self.note_write()
             self.scheduler.written(min(changed), max(changed) + dtype.itemsize)
         else:
-            self.after_read(key, Read(f"atomic {op}", addresses, mask, dtype.itemsize, before.reshape(addresses.shape)))
-        active, old, new = flat_addresses[flat_mask], before[flat_mask], after[flat_mask]
+            self.after_read(key, Read(f"atomic {op}", places, before))
         if access == "tma":
             self.observer.reduced(op, active, new, scope)
         else:
             self.observer.atomic(op, active, old, new, sem, scope)
-        return before.reshape(addresses.shape)
+        return before
 
-    def _first(self, addresses: np.ndarray, mask: np.ndarray) -> str:
-        active = addresses[mask]
-        return self.memory.describe(int(active.ravel()[0])) if active.size else "nothing"
+    def _first(self, places: Places) -> str:
+        return "nothing" if places.is_empty else self.memory.describe(places.first)
 
 
 _COMBINE: dict[str, Combine] = {

@@ -9,16 +9,16 @@ from __future__ import annotations
 import ctypes
 import zlib
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from weft.errors import InvalidAccess
+from weft.simulator.places import UNSIGNED, Places, Scattered
 
 Who = Callable[[], str]
-_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Extent:
         if itemsize not in self._words:
             count = self.size // itemsize
             raw = (ctypes.c_uint8 * (count * itemsize)).from_address(self.base)
-            self._words[itemsize] = np.frombuffer(raw, _UNSIGNED[itemsize])
+            self._words[itemsize] = np.frombuffer(raw, UNSIGNED[itemsize])
         return self._words[itemsize]
 
     def index(self, address: int) -> str:
@@ -136,67 +136,74 @@ class Memory:
         return extent.index(address) if extent else f"{address:#x}"
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Who) -> np.ndarray:
-        """Raw bits at the addresses, zeros where masked off. InvalidAccess outside all known extents."""
-        whole = bool(mask.all())
-        active = addresses if whole else addresses[mask]
-        bits = np.zeros(addresses.shape, _UNSIGNED[itemsize])
-        if active.size == 0:
-            return bits
-        extent = self._one_extent(active, itemsize)
-        if extent is not None:
-            found = extent.words(itemsize)[self._offsets(active, extent, itemsize, who, "load")]
-        else:
-            found = np.empty(active.shape, bits.dtype)
-            for part, extent in self._parts(active, itemsize, who, "load"):
-                found[part] = extent.words(itemsize)[self._offsets(active[part], extent, itemsize, who, "load")]
-        if whole:
-            return found.reshape(addresses.shape)
-        bits[mask] = found
-        return bits
+        """``read`` of an array of addresses."""
+        return self.read(Scattered(addresses, mask, itemsize), who)
 
     def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, who: Who) -> None:
-        whole = bool(mask.all())
-        active = addresses if whole else addresses[mask]
-        if active.size == 0:
-            return
-        itemsize = bits.dtype.itemsize
-        values = bits if whole else bits[mask]
-        extent = self._one_extent(active, itemsize)
-        if extent is not None:
-            extent.words(itemsize)[self._offsets(active, extent, itemsize, who, "store")] = values
-            return
-        for part, extent in self._parts(active, itemsize, who, "store"):
-            extent.words(itemsize)[self._offsets(active[part], extent, itemsize, who, "store")] = values[part]
+        """``write`` to an array of addresses."""
+        self.write(Scattered(addresses, mask, bits.dtype.itemsize), bits, who)
 
-    def check(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Who) -> None:
-        """Raise the error that ``store`` would raise, without storing."""
-        active = addresses[mask]
-        if active.size == 0:
+    def read(self, places: Places, who: Who) -> np.ndarray:
+        """Raw bits at the places, zeros where masked off. InvalidAccess outside all known extents."""
+        if places.is_empty:
+            return np.zeros(places.shape, UNSIGNED[places.itemsize])
+        extent = self._one_extent(places)
+        if extent is not None:
+            self._check_aligned(places, extent, who, "load")
+            return places.take(extent.words(places.itemsize), extent.base)
+        active = places.active
+        found = np.empty(active.shape, UNSIGNED[places.itemsize])
+        for index, part, extent in self._parts(active, places.itemsize, who, "load"):
+            found[index] = part.take(extent.words(places.itemsize), extent.base)
+        if places.is_whole:
+            return found.reshape(places.shape)
+        bits = np.zeros(places.shape, found.dtype)
+        bits[places.mask] = found
+        return bits
+
+    def write(self, places: Places, bits: np.ndarray, who: Who) -> None:
+        """Store raw bits of the places' shape. InvalidAccess outside all known extents."""
+        if places.is_empty:
             return
-        extent = self._one_extent(active, itemsize)
-        parts = [(slice(None), extent)] if extent is not None else self._parts(active, itemsize, who, "store")
-        for part, found in parts:
-            self._offsets(active[part], found, itemsize, who, "store")
+        extent = self._one_extent(places)
+        if extent is not None:
+            self._check_aligned(places, extent, who, "store")
+            places.put(extent.words(places.itemsize), extent.base, bits)
+            return
+        values = bits if places.is_whole else bits[places.mask]
+        for index, part, extent in self._parts(places.active, places.itemsize, who, "store"):
+            part.put(extent.words(places.itemsize), extent.base, values[index])
+
+    def check(self, places: Places, who: Who) -> None:
+        """Raise the error that ``write`` would raise, without storing."""
+        if places.is_empty:
+            return
+        extent = self._one_extent(places)
+        if extent is not None:
+            self._check_aligned(places, extent, who, "store")
+        else:
+            for _ in self._parts(places.active, places.itemsize, who, "store"):
+                pass
 
     def read_word(self, address: int, itemsize: int, who: Who) -> int:
         """Unsigned integer of ``itemsize`` bytes at ``address``."""
         at = np.array([address], np.uint64)
         return int(self.load(at, np.ones(1, bool), itemsize, who)[0])
 
-    def _one_extent(self, active: np.ndarray, itemsize: int) -> Extent | None:
-        """Extent that holds all addresses, the common case; None if no single one does."""
-        extent = self.find(int(active.min()))
-        return extent if extent and int(active.max()) + itemsize <= extent.base + extent.size else None
+    def _one_extent(self, places: Places) -> Extent | None:
+        """Extent that holds all places, the common case; None if no single one does."""
+        extent = self.find(places.low)
+        return extent if extent and places.high <= extent.base + extent.size else None
 
-    def _offsets(self, active: np.ndarray, extent: Extent, itemsize: int, who: Who, verb: str) -> np.ndarray:
-        offsets = (active - np.uint64(extent.base)).astype(np.int64)
-        if itemsize > 1 and (offsets & (itemsize - 1)).any():
-            address = int(active.ravel()[np.argmax((offsets & (itemsize - 1)).ravel() != 0)])
-            raise InvalidAccess(who(), f"misaligned {verb}", address, itemsize, extent.index(address))
-        return offsets // itemsize
+    def _check_aligned(self, places: Places, extent: Extent, who: Who, verb: str) -> None:
+        address = places.misaligned(extent.base)
+        if address is not None:
+            raise InvalidAccess(who(), f"misaligned {verb}", address, places.itemsize, extent.index(address))
 
-    def _parts(self, active: np.ndarray, itemsize: int, who: Who, verb: str):
-        """Pairs of (indices into ``active``, extent that holds them)."""
+    def _parts(
+        self, active: np.ndarray, itemsize: int, who: Who, verb: str
+    ) -> Iterator[tuple[np.ndarray, Scattered, Extent]]:
+        """(indices into ``active``, places there, extent that holds them), of all extents."""
         left = np.ones(active.shape, bool)
         while left.any():
             address = int(active[left].min())
@@ -207,7 +214,9 @@ class Memory:
                 left & (active >= np.uint64(extent.base)) & (active <= np.uint64(extent.base + extent.size - itemsize))
             )
             left &= ~part
-            yield part, extent
+            places = Scattered(active[part], None, itemsize)
+            self._check_aligned(places, extent, who, verb)
+            yield part, places, extent
 
     def _nearest(self, address: int) -> str:
         for extent in reversed(self.freed):

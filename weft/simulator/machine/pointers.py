@@ -16,6 +16,7 @@ import torch
 
 from weft.errors import InvalidAccess
 from weft.simulator.machine.memory import Extent, Memory
+from weft.simulator.places import Places
 
 _SHIFT = 48
 ADDRESS = (1 << _SHIFT) - 1  # the bits of a pointer that are its address
@@ -60,21 +61,16 @@ class Pointers:
         extent = self._extents.get(pointer >> _SHIFT) or self._memory.find(address)
         return (extent.base, extent.name) if extent is not None else (address, f"{address:#x}")
 
-    def plain(
-        self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Callable[[], str], verb: str
-    ) -> np.ndarray:
-        """Addresses without numbers. InvalidAccess where an unmasked one has left its tensor."""
-        active = addresses if mask.all() else addresses[mask]
-        if active.size == 0:
-            return addresses
-        low, high = int(active.min()), int(active.max())
-        if high <= ADDRESS:
-            return addresses
+    def plain(self, places: Places, who: Callable[[], str], verb: str) -> Places:
+        """Places without numbers. InvalidAccess where an unmasked address has left its tensor."""
+        low, last = places.low, places.last
+        if last <= ADDRESS:
+            return places
         number, extent = low >> _SHIFT, self._memory.find(low & ADDRESS)
-        is_one = extent is not None and (high & ADDRESS) + itemsize <= extent.base + extent.size
-        if number != high >> _SHIFT or not is_one or not self._reaches(number, extent):
-            self._inspect(active, itemsize, who, verb)
-        return addresses & np.uint64(ADDRESS)
+        is_one = extent is not None and (last & ADDRESS) + places.itemsize <= extent.base + extent.size
+        if number != last >> _SHIFT or not is_one or not self._reaches(number, extent):
+            self._inspect(places.active, places.itemsize, who, verb)
+        return places.masked(ADDRESS)
 
     def _number(self, extent: Extent) -> int:
         known = self._numbers.get(extent)

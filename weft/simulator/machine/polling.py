@@ -18,6 +18,7 @@ from types import CodeType
 import numpy as np
 
 from weft.simulator.interpreter.rewriting import compile_expression
+from weft.simulator.places import Places
 
 # Reads of the same bytes after which a program's rounds are compared, and most places remembered of a program.
 _READS = 8
@@ -38,15 +39,8 @@ class Read:
     """Load, or atomic that changed nothing, with the bits that it has seen."""
 
     verb: str
-    addresses: np.ndarray
-    mask: np.ndarray
-    itemsize: int
+    places: Places
     bits: np.ndarray
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        active = self.addresses[self.mask]
-        return int(active.min()), int(active.max()) + self.itemsize
 
 
 @dataclass(slots=True)

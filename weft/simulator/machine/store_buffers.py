@@ -16,6 +16,7 @@ than a reply to a later store of its program.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from weft.simulator.machine.memory import Memory
 from weft.simulator.machine.scheduler import Scheduler
 from weft.simulator.machine.stores import Landed, Stores
 from weft.simulator.machine.tasks import Footprint, GreenletTask, Task
+from weft.simulator.places import Places, Scattered
 
 # Probability for each access that some buffered store arrives, and for each line that its stores are held back.
 _LEAK = 0.08
@@ -94,19 +96,18 @@ class StoreBuffers(Stores):
 
     # --- actions of the running program ------------------------------------------------------------------------------
 
-    def take(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str, landed: Landed) -> None:
-        if mask.any():
-            one_thread = addresses.size == 1 and access != "tma"
-            self._add(addresses[mask], bits[mask], access == "tma", one_thread, self._before(), landed)
+    def take(self, places: Places, bits: np.ndarray, access: str, landed: Landed) -> None:
+        if not places.is_empty:
+            one_thread = math.prod(places.shape) == 1 and access != "tma"
+            self._add(places, bits[places.mask], access == "tma", one_thread, self._before(), landed)
 
-    def take_release(self, address: np.ndarray, bits: np.ndarray, landed: Landed) -> None:
-        self._add(address, bits, False, True, [*self._before(), *self._covered("sys")], landed)
+    def take_release(self, place: Places, bits: np.ndarray, landed: Landed) -> None:
+        self._add(place, bits, False, True, [*self._before(), *self._covered("sys")], landed)
 
-    def before_access(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
+    def before_access(self, places: Places) -> None:
         self._leak()
-        active = addresses[mask]
-        if active.size:
-            self.touch(int(active.min()), int(active.max()) + itemsize)
+        if not places.is_empty:
+            self.touch(places.low, places.high)
 
     def touch(self, low: int, high: int) -> None:
         self._arrive([late for late in self._mine() if late.overlaps(low, high)])
@@ -181,17 +182,20 @@ class StoreBuffers(Stores):
 
     def _add(
         self,
-        addresses: np.ndarray,
+        places: Places,
         bits: np.ndarray,
         tma: bool,
         covered: bool,
         after: list[BufferedStore],
         landed: Landed,
     ) -> None:
-        low, high = int(addresses.min()), int(addresses.max()) + bits.dtype.itemsize
+        """``bits``: of the places that are not masked off."""
+        low, high = places.low, places.high
         self.touch(low, high)
         after = [late for late in after if not late.arrived]
-        late = BufferedStore(self._task, addresses, bits, low, high, tma, covered, self._line(), after, landed)
+        late = BufferedStore(
+            self._task, places.active.ravel(), bits.ravel(), low, high, tma, covered, self._line(), after, landed
+        )
         self._buffers.setdefault(self._task, []).append(late)
         if self._tasks:
             self._spawn(late)
@@ -247,8 +251,9 @@ class StoreBuffers(Stores):
                     one.task.next = None  # nothing is left of it to order
                 if one.landed is not None:
                     one.landed()
-                everywhere = np.ones(one.addresses.shape, bool)
-                self._memory.store(one.addresses, one.bits, everywhere, lambda owner=one.owner: owner.label)
+
+                places = Scattered(one.addresses, None, one.bits.dtype.itemsize)
+                self._memory.write(places, one.bits, lambda owner=one.owner: owner.label)
                 self._scheduler.written(one.low, one.high)
 
 

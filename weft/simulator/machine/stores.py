@@ -9,6 +9,7 @@ import numpy as np
 from weft.simulator.machine.memory import Memory
 from weft.simulator.machine.scheduler import Scheduler
 from weft.simulator.machine.tasks import Footprint, Task
+from weft.simulator.places import Places
 
 # Called just before a store's bits are in memory.
 Landed = Callable[[], None] | None
@@ -25,20 +26,19 @@ class Stores:
     def __init__(self, scheduler: Scheduler, memory: Memory) -> None:
         self._scheduler, self._memory = scheduler, memory
 
-    def take(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, access: str, landed: Landed) -> None:
-        """Take a weak store, whose addresses are in known extents. ``access``: as in ``Port.store``."""
+    def take(self, places: Places, bits: np.ndarray, access: str, landed: Landed) -> None:
+        """Take a weak store, to places in known extents. ``access``: as in ``Port.store``."""
         if landed is not None:
             landed()
-        self._memory.store(addresses, bits, mask, lambda: self._scheduler.current.label)
-        active = addresses[mask]
-        if active.size:
-            self._scheduler.written(int(active.min()), int(active.max()) + bits.dtype.itemsize)
+        self._memory.write(places, bits, lambda: self._scheduler.current.label)
+        if not places.is_empty:
+            self._scheduler.written(places.low, places.high)
 
-    def take_release(self, address: np.ndarray, bits: np.ndarray, landed: Landed) -> None:
+    def take_release(self, place: Places, bits: np.ndarray, landed: Landed) -> None:
         """Take a release store by one thread at system scope."""
-        self.take(address, bits, np.ones(1, bool), "plain", landed)
+        self.take(place, bits, "plain", landed)
 
-    def before_access(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
+    def before_access(self, places: Places) -> None:
         """Deliver some stores, and the program's own to the bytes that it is about to access."""
 
     def touch(self, low: int, high: int) -> None:

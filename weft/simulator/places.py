@@ -1,0 +1,209 @@
+"""Places in memory that one access reaches: scattered addresses, or a box of a strided tensor.
+
+What the machine needs of either (the range of addresses, the bits) is computed once, here. The addresses and the mask of a box
+are made only for those who ask: an observer, a search.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+_SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}  # of element sizes, to divide by them
+UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in _SHIFTS}
+
+
+@cache
+def everywhere(shape: tuple[int, ...]) -> np.ndarray:
+    """All-true mask, for an access without a mask."""
+    mask = np.ones(shape, np.bool_)
+    mask.flags.writeable = False
+    return mask
+
+
+class Places:
+    """Block of elements of ``itemsize`` bytes, some of which may be masked off.
+
+    is_whole   no element is masked off
+    low, last  least and greatest address that is not masked off; without one 0 and -1
+    addresses, mask  of all elements (uint64, bool), in the block's shape
+    active     addresses that are not masked off, in the block's order and of any shape
+    first      the first of them
+    """
+
+    __slots__ = ("is_whole", "itemsize", "last", "low")
+
+    shape: tuple[int, ...]
+    addresses: np.ndarray
+    mask: np.ndarray
+    active: np.ndarray
+    first: int
+
+    @property
+    def is_empty(self) -> bool:
+        """True if all elements are masked off."""
+        return self.last < self.low
+
+    @property
+    def high(self) -> int:
+        """The byte after the last, unless empty."""
+        return self.last + self.itemsize
+
+    def masked(self, bits: int) -> Places:
+        """The same places with addresses ``& bits``."""
+        raise NotImplementedError
+
+    def misaligned(self, base: int) -> int | None:
+        """First address that is no multiple of the element size beyond ``base``; None if there is none."""
+        raise NotImplementedError
+
+    def take(self, words: np.ndarray, base: int) -> np.ndarray:
+        """Bits of the elements in ``words`` at ``base``, as a new array; zeros where masked off."""
+        raise NotImplementedError
+
+    def put(self, words: np.ndarray, base: int, bits: np.ndarray) -> None:
+        """Store ``bits``, of the block's shape."""
+        raise NotImplementedError
+
+
+class Scattered(Places):
+    """Places at any addresses."""
+
+    __slots__ = ("_mask", "active", "addresses")
+
+    def __init__(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> None:
+        """``mask``: None where no element is masked off."""
+        self.addresses, self._mask, self.itemsize = addresses, mask, itemsize
+        self.is_whole = mask is None or bool(np.logical_and.reduce(mask, axis=None))
+        self.active = active = addresses if self.is_whole else addresses[mask]
+        if active.size == 1:
+            self.low = self.last = active.item()
+        elif active.size:
+            self.low, self.last = int(np.minimum.reduce(active, axis=None)), int(np.maximum.reduce(active, axis=None))
+        else:
+            self.low, self.last = 0, -1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.addresses.shape
+
+    @property
+    def mask(self) -> np.ndarray:
+        return everywhere(self.addresses.shape) if self._mask is None else self._mask
+
+    @property
+    def first(self) -> int:
+        return self.active.item(0)
+
+    def masked(self, bits: int) -> Scattered:
+        return Scattered(self.addresses & np.uint64(bits), None if self.is_whole else self._mask, self.itemsize)
+
+    def misaligned(self, base: int) -> int | None:
+        if self.itemsize == 1:
+            return None
+        wrong = (self.active - np.uint64(base)) & np.uint64(self.itemsize - 1)
+        return self.active.item(int(wrong.argmax())) if np.logical_or.reduce(wrong, axis=None) else None
+
+    def take(self, words: np.ndarray, base: int) -> np.ndarray:
+        found = words.take(self._indices(base))
+        if self.is_whole:
+            return found
+        bits = np.zeros(self.shape, words.dtype)
+        bits[self._mask] = found
+        return bits
+
+    def put(self, words: np.ndarray, base: int, bits: np.ndarray) -> None:
+        words[self._indices(base)] = bits if self.is_whole else bits[self._mask]
+
+    def _indices(self, base: int) -> np.ndarray:
+        return ((self.active - np.uint64(base)) >> np.uint64(_SHIFTS[self.itemsize])).view(np.int64)
+
+
+class Box(Places):
+    """Box of a strided tensor: the element at index i along dimension d lies ``i * strides[d]`` bytes beyond ``start``.
+
+    strides  multiples of the element size, not negative
+    inside   for each dimension the range of indices that are not masked off
+    """
+
+    __slots__ = ("_arrays", "inside", "shape", "start", "strides")
+
+    def __init__(
+        self,
+        start: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        inside: tuple[tuple[int, int], ...],
+        itemsize: int,
+    ) -> None:
+        self.start, self.shape, self.strides, self.inside, self.itemsize = start, shape, strides, inside, itemsize
+        self._arrays: Scattered | None = None
+        self.low = self.last = start
+        self.is_whole = True
+        for size, stride, (begin, end) in zip(shape, strides, inside, strict=True):
+            if end - begin != size:
+                self.is_whole = False
+                if end <= begin:
+                    self.low, self.last = 0, -1
+                    return
+            self.low += begin * stride
+            self.last += (end - 1) * stride
+
+    @property
+    def addresses(self) -> np.ndarray:
+        return self._scattered().addresses
+
+    @property
+    def mask(self) -> np.ndarray:
+        return self._scattered().mask
+
+    @property
+    def active(self) -> np.ndarray:
+        return self._scattered().active
+
+    @property
+    def first(self) -> int:
+        return self.low
+
+    def masked(self, bits: int) -> Places:
+        if self.low & ~bits != self.last & ~bits:
+            return self._scattered().masked(bits)
+        return Box(self.start - self.low + (self.low & bits), self.shape, self.strides, self.inside, self.itemsize)
+
+    def misaligned(self, base: int) -> int | None:
+        return self.low if (self.low - base) % self.itemsize else None
+
+    def take(self, words: np.ndarray, base: int) -> np.ndarray:
+        found = self._view(words, base)
+        if self.is_whole:
+            return found.copy()
+        bits = np.zeros(self.shape, words.dtype)
+        bits[self._slices()] = found
+        return bits
+
+    def put(self, words: np.ndarray, base: int, bits: np.ndarray) -> None:
+        self._view(words, base)[...] = bits if self.is_whole else bits[self._slices()]
+
+    def _view(self, words: np.ndarray, base: int) -> np.ndarray:
+        shape = self.shape if self.is_whole else [end - begin for begin, end in self.inside]
+        return np.ndarray(shape, words.dtype, words, self.low - base, self.strides)
+
+    def _slices(self) -> tuple[slice, ...]:
+        return tuple(slice(begin, end) for begin, end in self.inside)
+
+    def _scattered(self) -> Scattered:
+        if self._arrays is None:
+            steps = [
+                np.arange(size, dtype=np.int64).reshape([-1 if d == axis else 1 for d in range(len(self.shape))])
+                * stride
+                for axis, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))
+            ]
+            addresses = sum(steps).view(np.uint64) + np.uint64(self.start % 2**64)
+            mask = None
+            if not self.is_whole:
+                mask = np.zeros(self.shape, np.bool_)
+                if not self.is_empty:
+                    mask[self._slices()] = True
+            self._arrays = Scattered(addresses, mask, self.itemsize)
+        return self._arrays

@@ -135,7 +135,7 @@ def check_output(flag: str, file: Path | None) -> None:
 
 
 def api_key_of(key: str | None, file: Path | None) -> str | None:
-    """API key of --api-key, else of the file of --api-key-file, else of the environment. ValueError for an empty one."""
+    """API key of --api-key, --api-key-file or the environment. ValueError for one that cannot be sent."""
     from weft.runtime.environment import api_key
 
     if key is not None and file is not None:
@@ -349,7 +349,7 @@ class Commands(TyperGroup):
 
 
 def _end_without_traceback() -> None:
-    """Let a further interrupt end this process at once, as it exits: in an exit handler it would be a traceback."""
+    """Let a further interrupt end this process, which exits, without a traceback of exit handlers."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -115,13 +115,13 @@ def test_with_v_rank_0_speaks_for_all_and_warnings_name_their_rank(capsys):
 
 def test_ranks_processes_get_the_verbosity_of_the_command(monkeypatch):
     jobs, ends = [], []
-    monkeypatch.setattr(launch, "_run", lambda world_size, arguments, pipes: jobs.append(arguments[1]))
+    monkeypatch.setattr(launch, "_run", lambda world_size, arguments, *pipes: jobs.append(arguments[1]))
     logs.show(1)
     try:
-        launch._spawn(os.getcwd, 2, 2, (), None, False, None)
+        launch._spawn(os.getcwd, 2, (), None, False, None)
     finally:
         logs.hide()
-    launch._spawn(os.getcwd, 2, 2, (), None, False, None)
+    launch._spawn(os.getcwd, 2, (), None, False, None)
     assert [job.verbosity for job in jobs] == [1, None]
 
     monkeypatch.setattr(launch, "_end", ends.append)

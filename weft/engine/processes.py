@@ -111,7 +111,7 @@ class RankProcesses:
             raise
 
     def close(self) -> None:
-        """End the ranks, those that do not end by themselves by a kill. In a fork of this process it does nothing."""
+        """End the ranks, by a kill where they do not end by themselves. A fork of this process ends none."""
         if self._owner != os.getpid():
             return
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -196,7 +196,7 @@ class ProcessWorkers(RankProcesses):
             raise
 
     def _finish(self, seconds: float) -> None:
-        """Have the talker end, in an answer with its next verdict: what one rank has been told, all have."""
+        """End the talker, in an answer with its next verdict: what one rank has been told, all have."""
         self._asked.put(None)
         self._changed.put(None)
         if self._talker.ident is not None:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM that reach a whole group of processes, and children that leave their end to their parent.
+"""SIGINT and SIGTERM to a whole group of processes, of which only the parent follows them.
 
 Ctrl-C goes to every process of a terminal; systemd, `timeout` and Slurm send SIGTERM to every process of a job. The parent
 decides what that means, and ends its children.

@@ -102,7 +102,7 @@ class Service:
             task.cancel()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Result of what is done before an answer begins. ApiError if the server stops meanwhile, which cancels it."""
+        """Result of work before an answer. ApiError if the server stops meanwhile, which cancels the work."""
         task = asyncio.create_task(work)
         self._begun.add(task)
         try:

@@ -105,7 +105,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def share(end: socket.socket) -> None:
-    """Let the port be bound again. Its connections inherit that, so that the next server gets the port at once."""
+    """Let the port be bound again, past its connections, which the next server need not wait for."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
@@ -127,7 +127,7 @@ def serve(service: Service, at: socket.socket, listening: Callable[[], None]) ->
     server = Server(service, listening)
 
     def end(number: int, frame: FrameType | None) -> None:
-        """Take a signal that comes before uvicorn takes them, or that uvicorn raises again after it has shut down."""
+        """Take a signal that comes before uvicorn takes them, or that uvicorn raises again at its end."""
         server.should_exit = True
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -113,7 +113,6 @@ def front_end_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> bool:
     kinds = [kind for kind, _ in specialisation]
     assert (list(bound), kinds, options) == (["x", "block"], ["*fp32", "constexpr"], {"num_warps": 8})
     assert triton_api.find_paths_if(kinds, lambda _, kind: kind == "constexpr") == [(1,)]
-    assert triton_api.driver._active is None or torch.cuda.is_available()
     end = front_end.FrontEnd()
     end.note(refused, (torch.zeros(4), 2), {"num_warps": 8, "waves_per_eu": 2})
     end.note(kernel, (None, 1), {"block": 2})

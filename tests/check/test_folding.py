@@ -206,7 +206,7 @@ def polled_plainly(team, _):
         (reusing.sum_without_an_atomic, "read and write in one step, with an atomic (tl.atomic_add)"),
         (notified_before_following, "call wl.wait_for_previous_kernel() before the notify in test_folding.py:"),
         (polled_plainly, "poll with wl.wait, or with an atomic that acquires"),
-        (publishing.notify_before_store, "order the two: after the first, a notify (release)"),
+        (publishing.notify_before_store, "if the load in publishing.py:"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -101,3 +101,32 @@ def source_of_put_signal_nbi_filled_again(team, bug):
     put_signal_twice[(1,)](data, source, landed, got, team.view, N, bug)
     team.barrier()
     return got
+
+
+@triton.jit
+def put_and_answer(data, source, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
+    """The receiver answers by what it has read, so that the data have been read; only quiet gives the source back."""
+    at = tl.arange(0, N)
+    if wl.rank(team) == 0:
+        wl.put_nbi(data, source, N, 1, team)  # here
+        wl.fence(team)
+        wl.notify(landed, 1, 1, team)
+        wl.wait(landed, 1, team)
+        if not BUG:
+            wl.quiet(team)
+        tl.store(source + at, 2.0)  # here
+    else:
+        wl.wait(landed, 1, team)
+        seen = tl.load(data + at)
+        tl.store(got + at, seen)
+        wl.notify(landed, 0, tl.max(seen).to(tl.int32), team)
+
+
+@exhibit("unquieted", "source, argument of put_and_answer", "the source of put_nbi is overwritten after an answer to it",
+         put_and_answer)  # fmt: skip
+def source_of_put_nbi_overwritten_after_an_answer(team, bug):
+    data, landed, got = tensors(team)
+    source = team.local(N, torch.float32).fill_(1.0)
+    put_and_answer[(1,)](data, source, landed, got, team.view, N, bug)
+    team.barrier()
+    return got

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from weft.check.detector.advice import early_load
 from weft.check.detector.findings import Finding
 from weft.check.digests import Digest, first_difference
 from weft.check.folding import Seen, causes_of
@@ -69,5 +70,7 @@ class Gathered:
         for index, (found, _) in enumerate(every):
             if causes[index] == index:
                 also = tuple(every[i][0].finding for i, cause in enumerate(causes) if cause == index != i)
-                kept.append(replace(found, also=also))
+                advice = early_load(found.finding, also) or found.finding.advice
+                finding = replace(found.finding, advice=advice)
+                kept.append(replace(found, finding=finding, also=also))
         return kept

@@ -11,6 +11,12 @@ from weft.check.detector.findings import Finding, Side
 DEFAULT_SMS = 8  # resident programs of a rank by default
 # weft.runtime.capabilities.NVLINK, whose module needs torch, which the command's help does without.
 DEFAULT_LINK = "nvlink"
+# What a search by strategy "exhaustive" has left out, by the way it ended.
+_UNEXPLORED = {
+    "exhausted": ", except for what the model leaves out: atomics take effect at once and loads are never early, so that store "
+    "buffering between atomics and load buffering do not occur; host code is not permuted",
+    "bounded": " by --schedules: other orders are left",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +97,7 @@ class Report:
     @property
     def summary(self) -> str:
         sizes = ", ".join(map(str, self.world_sizes))
-        searched = f"; {self.exhaustive}" if self.exhaustive else ""
+        searched = f"; {self.exhaustive}{_UNEXPLORED[self.exhaustive]}" if self.exhaustive else ""
         lines = [f"{len(self.wrong)} finding(s) in {self.schedules} schedules at world size {sizes}{searched}"]
         if max(self.world_sizes) > 1 and all(size & (size - 1) == 0 for size in self.world_sizes):
             lines[0] += "; all powers of two: try world size 3 as well"
@@ -142,6 +148,7 @@ def _head(finding: Finding) -> str:
 
 def _side(side: Side) -> list[str]:
     last = [f"        last synchronisation: {side.sync}"] if side.sync else []
+    last += [f"        ended by {side.ended}"] if side.ended else []
     if side.place is None:
         return [f"   {side.verb} by {side.task}", *last]
     return [

@@ -118,6 +118,7 @@ class Runner:
             findings.append((_of_error(error, machine, detector), 1))
         if machine.front_end is not None:
             findings += [(_of_refusal(refusal), 1) for refusal in machine.front_end.refusals()]
+        findings = [(detector.arguments.named(finding), count) for finding, count in findings]
         return Outcome(
             findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once,
             is_sized=machine.is_sized, unstarted=detector.unstarted,
@@ -132,6 +133,10 @@ def _of_refusal(refusal: Refusal) -> Finding:
     return Finding(kind="compile-error", message=message, sides=sides, allowed=allowed_by("compile-error", sides))
 
 
+_DETAIL, _LINE = 12, 160  # most further lines kept of an error's message, and characters of each
+_OF_VALUES = (
+    "no other finding explains it, so values are wrong and not their order: look at indices, counts, the reference"
+)
 _PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank (\d+)")
 
 
@@ -160,7 +165,13 @@ def _of_error(error: Exception, machine: Machine, detector: Detector) -> Finding
         sides = (Side(rank=failed.rank, task=failed.label, verb=verb, place=races.place(code), sync=""),)
     if isinstance(error, WeftError) and "programs that wait for each other" in str(error):
         kind = "residency"
+    first, *rest = [line for line in message.splitlines() if line.strip()] or [kind]
     return Finding(
-        kind=kind, message=message.splitlines()[0] if message else kind, tensor=tensor, rank=rank, first=index, last=index,
-        sides=sides, allowed=allowed_by(kind, sides),
+        kind=kind, message=first, tensor=tensor, rank=rank, first=index, last=index, sides=sides,
+        detail=tuple(_cut(line) for line in rest[:_DETAIL]), allowed=allowed_by(kind, sides),
+        advice=_OF_VALUES if isinstance(error, AssertionError) else "",
     )  # fmt: skip
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LINE else f"{line[:_LINE]} ..."

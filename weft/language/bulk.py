@@ -91,7 +91,8 @@ def put_nbi(dst, src, nelems, peer, team, BLOCK: tl.constexpr = 4096):
     """``put`` that may return early: ``src`` may be overwritten after ``quiet(team)`` only.
 
     A later ``notify`` does not wait for the data, nor does a later store to the same place: call ``fence(team)``, which orders
-    deliveries, or ``quiet(team)`` in between. The end of the kernel completes the copy too.
+    deliveries, or ``quiet(team)`` in between. The end of the kernel completes the copy too. An answer of the receiver does not
+    give ``src`` back, also if it depends on the data: OpenSHMEM asks for ``quiet``, and ``weft check`` with it.
     """
     check_pointers("put_nbi", dst=dst, src=src)
     check_scalars("put_nbi", nelems=nelems, peer=peer)

@@ -1,23 +1,30 @@
-"""Remedies for a race by its two sides: copies, host code, two writers, a polling loop."""
+"""Remedies for a race by its two sides: copies, rails, host code, two writers, a polling loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from weft.check.detector.findings import Place
-from weft.check.detector.thread_clocks import Access
+from weft.check.detector.findings import Finding, Place
+from weft.check.detector.thread_clocks import COPYING, DELIVERY, Access
 from weft.check.detector.vector_clocks import at
 from weft.simulator.machine.polling import is_polled
 
-_STORES = ("store", "descriptor store")
-_COPY, _HOST = "copy", "host"
+_STORES, _LOADS = ("store", "descriptor store"), ("load", "descriptor load")
+_COPY, _HOST, _RAIL = "copy", "host", "rail"
+_NBI = (DELIVERY, COPYING)
 
 
 def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple | None], Place | None]) -> str:
     """Remedy in one line for a race of two accesses; "" where the remedy of its kind suffices."""
+    if kind == "unquieted":
+        return _of_late_copies(earlier, later)
     if kind != "race":
         return ""
     same_rank = earlier.thread.rank == later.thread.rank
+    if _RAIL in (earlier.thread.stream, later.thread.stream):
+        return _of_rails(earlier, later)
+    if any(access.thread.stream.startswith("put ") for access in (earlier, later)):  # platforms/virtual_put.py
+        return "put fence(to) or a strong signal behind the transfer; its source may be written after quiet()"
     if _COPY in (earlier.kind, later.kind):
         return _of_copies(earlier, later) if same_rank else _of_peers_copies(earlier, later)
     if _HOST in (earlier.kind, later.kind):
@@ -41,8 +48,73 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
     if earlier.verb in _STORES and later.verb in _STORES:
         return "write to separate places, or mask all stores but one; order the two only if the later value must remain"
     if earlier.code is not None and earlier.code == later.code:
-        return "read and write in one step, with an atomic (tl.atomic_add), or use a separate place for each program"
+        if any(access.sync.address is not None for access in (earlier, later)):  # they take turns by signals
+            return (
+                "let each turn notify after its store and wait for the turn before it ahead of its load; an atomic "
+                "(tl.atomic_add) only if the order does not matter"
+            )
+        return (
+            "read and write in one step, with an atomic (tl.atomic_add), or use a separate place for each program, if the "
+            "order is to be fixed"
+        )
+    if earlier.verb in _LOADS and later.verb in _STORES:
+        load, store = place(earlier.code), place(later.code)
+        return (
+            f"if the load in {load} wants what {store} stores: notify after the store, wait before the load; else it wants "
+            f"what was there before: notify after the load, wait before the store"
+        )
     return ""
+
+
+def early_load(finding: Finding, also: Sequence[Finding]) -> str:
+    """Remedy for a race whose load came too early, as it has read unwritten memory; "" for others."""
+    loads = [side for side in finding.sides if side.verb in _LOADS]
+    stores = [side for side in finding.sides if side.verb in _STORES]
+    if finding.kind != "race" or not (loads and stores):
+        return ""
+    unwritten = {side.place for one in also if one.kind == "uninitialised" for side in one.sides}
+    if loads[0].place not in unwritten:
+        return ""
+    return (
+        f"the load comes too early: notify (release) after the store in {stores[0].place}, and wait for it (acquire) before "
+        f"the load in {loads[0].place}"
+    )
+
+
+def _of_late_copies(earlier: Access, later: Access) -> str:
+    """Remedy for an access to what a copy that is complete only after ``quiet`` may still read or write."""
+    copy = earlier if earlier.kind in _NBI else later
+    reads, name = copy.verb.startswith("load"), copy.verb.rpartition(" ")[2]
+    if earlier.thread is later.thread:
+        if reads and not name.startswith("get"):
+            return (
+                f"call wl.quiet(team) before the source of {name} is written again: wl.fence completes nothing, nor does an "
+                f"answer of the receiver that depends on the data (docs/check.md, The model)"
+            )
+        return f"call wl.quiet(team) between {name} and the access: only that completes it"
+    if copy.kind == DELIVERY:
+        return f"call wl.fence(team) or wl.quiet(team) between {name} and the notify: a notify alone does not wait for the copy"
+    return f"call wl.quiet(team) between {name} and the notify: a fence orders the delivery of puts alone"
+
+
+def _of_rails(earlier: Access, later: Access) -> str:
+    """Remedy for pieces of a rail, by the order of issue."""
+    rail, other = (earlier, later) if earlier.thread.stream == _RAIL else (later, earlier)
+    forked = "call rail.fork() after it: a rail waits only for main-stream work before fork()"
+    if rail.verb == "read":  # at the receiver, so that the order of issue is not known
+        return (
+            f"if the piece sends what is written here, {forked}; else write only after rail.after(mark) or rail.join()"
+        )
+    if other.thread.grid is not None:
+        rail_first = rail.launches is None or other.thread.launch > rail.launches
+    else:
+        rail_first = rail.issued is None or other.issued is None or rail.issued < other.issued
+    if not rail_first:
+        return f"if the piece is to come after the other access, {forked}"
+    return (
+        "call rail.after(mark) of the piece, or rail.join(), before it is used; a kernel may wait for the piece's own flag "
+        "instead (Piece(landed=...), wl.wait)"
+    )
 
 
 def _of_copies(earlier: Access, later: Access) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from weft.check.detector.argument_names import ArgumentNames
 from weft.check.detector.epochs import Epochs
 from weft.check.detector.happens_before import HappensBefore
 from weft.check.detector.host_operations import HostOperations
@@ -51,7 +52,7 @@ class Detector(HappensBefore):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.memory.on_remove = self.removed
-        self.tiles, self.epochs = Tiles(self.races), Epochs(self.races)
+        self.tiles, self.epochs, self.arguments = Tiles(self.races), Epochs(self.races), ArgumentNames(self.memory)
         # Accesses that messages named, by the text of ``Machine.who``: an error holds that text only.
         self.named: dict[str, Access] = {}
         self.unstarted = 0  # programs of the largest grid that could not start in a deadlock
@@ -175,6 +176,10 @@ class Detector(HappensBefore):
 
     def tile_ended(self) -> None:
         self.tiles.ended(self.thread())
+
+    def launch(self, grid: Grid) -> None:
+        super().launch(grid)
+        self.arguments.launched(grid)
 
     def grid_ended(self, grid: Grid) -> None:
         super().grid_ended(grid)

@@ -1,4 +1,4 @@
-"""Epochs that a kernel begins again, since an earlier launch has not ended them (``wl.advance_epoch``, ``wl.advance_call``)."""
+"""Epochs that a kernel begins again, since no program has ended them (``wl.advance_epoch``)."""
 
 from __future__ import annotations
 

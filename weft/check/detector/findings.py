@@ -40,7 +40,7 @@ REMEDIES = {
     "compile-error": "write that line in the part of Python that Triton compiles; the simulator runs more of it",
     "call-mismatch": "make the same collective calls on all ranks, in one order, with equal arguments where the op needs them",
     "divergence": "fix the order in which values are combined, or pass deterministic=False if the op does not promise one",
-    "error": "see the message",
+    "error": "correct the line that raises it; the replay raises it again",
 }  # fmt: skip
 # Kinds that name the cause of a race. They are still races: `allow(race)` covers them.
 RACES = frozenset(
@@ -83,6 +83,7 @@ class Side:
     """One of a finding's accesses: its task, verb and place, and the last synchronisation before it.
 
     through  tensor of signals of that synchronisation, "" if none
+    ended    write that a wait or acquire has seen there, "" if none
     """
 
     rank: int
@@ -91,6 +92,7 @@ class Side:
     place: Place | None
     sync: str
     through: str = ""
+    ended: str = ""
 
     @property
     def line(self) -> int | None:

@@ -7,6 +7,7 @@ met by ``exchange`` only, know nothing of earlier kernels.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -71,6 +72,7 @@ class HappensBefore(Observer):
         self._rendezvous: dict[str, np.ndarray] = {}
         self._held: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(machine.world_size)]
         self._launches = [0] * machine.world_size
+        self._issues = itertools.count()
         # The kernel directly before a rank's next one (None if host code came in between), and the knowledge of the side
         # streams joined since.
         self._previous: list[GridOrder | None] = [None] * machine.world_size
@@ -159,6 +161,7 @@ class HappensBefore(Observer):
         main.learn(self._cpu[rank])
         main.code = host_line()
         access = self.races.access(main, "host", f"host {verb}")
+        access.issued = next(self._issues)
         if not write:
             self.races.read(main, access, addresses, itemsize, self._bits(addresses, itemsize))
             return
@@ -215,6 +218,7 @@ class HappensBefore(Observer):
     def enqueued(self, stream: str, label: str, tensors: list[torch.Tensor]) -> Callable[[], None]:
         thread, line = self.stream(stream), host_line()
         known, launches = self._cpu[thread.rank].copy(), self._launches[thread.rank]
+        issued = next(self._issues)
         if (thread.rank, stream) in self._forks:
             known = joined(known, self._forks[thread.rank, stream])
         self.hold(thread.rank, tensors, f"tensor of the {stream}")
@@ -222,6 +226,7 @@ class HappensBefore(Observer):
         def begin() -> None:
             thread.learn(known)
             thread.label, thread.code, thread.launch = f"rank {thread.rank}'s {stream} ({label})", line, launches
+            thread.issued = issued
             self._threads[self.machine.scheduler.current] = thread
 
         return begin
@@ -230,6 +235,7 @@ class HappensBefore(Observer):
         thread, steps = self.thread(), np.arange(0, nbytes, itemsize).astype(np.uint64)
         reads, writes = (self.races.access(thread, "copy", verb) for verb in ("read", "write"))
         reads.launches = writes.launches = thread.launch
+        reads.issued = writes.issued = thread.issued
         self.races.read(thread, reads, np.uint64(source) + steps, itemsize, None)
         if not is_signal:
             self.races.write(thread, writes, np.uint64(target) + steps, itemsize)

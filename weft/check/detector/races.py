@@ -369,6 +369,7 @@ class Races:
             place=self.place(access.code),
             sync=self.describe_sync(access.sync),
             through=self._signals(access.sync),
+            ended=self._ended(access.sync),
         )
 
     def place(self, code: tuple | None) -> Place | None:
@@ -387,8 +388,16 @@ class Races:
         return f"{sync.verb}{target}{f' in {self.place(sync.code)}' if sync.code else ''}"
 
     def _signals(self, sync: Sync) -> str:
-        extent = self.memory.find(sync.address) if sync.address is not None else None
+        extent = self.memory.remembered(sync.address) if sync.address is not None else None
         return extent.name if extent is not None else ""
+
+    def _ended(self, sync: Sync) -> str:
+        write = sync.write
+        if write is None:
+            return ""
+        place = self.place(write.access.code)
+        who = f"{write.access.verb} of {write.access.thread.label}"
+        return f"{who}{f' in {place}' if place else ''}, from {write.old} to {write.value}"
 
     def line_of(self, access: Access) -> str:
         place = self.place(access.code)

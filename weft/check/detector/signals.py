@@ -80,7 +80,7 @@ class Signals:
         add_notes(thread.notes, self._missed(signal, code, thread.rank, scope))
         thread.early_release = signal.early_release
         add_notes(thread.notes, signal.notes)
-        thread.sync = Sync(verb, signal.address, code)
+        thread.sync = Sync(verb, signal.address, code, signal.writers[-1] if signal.writers else None)
 
     def relaxed(self, thread: ThreadClock, signal: Signal, scope: str) -> None:
         """Note a read without acquire order, which only a later fence turns into an acquire."""

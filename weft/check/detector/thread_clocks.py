@@ -68,6 +68,7 @@ class Access:
     message: np.ndarray | None = None
     resets: bool = False  # it decreased a signal
     launches: int | None = None  # of a copy: kernels that its rank had launched when it was enqueued
+    issued: int | None = None  # of a copy or host code: number in the order in which its rank has issued them
 
 
 class ThreadClock:
@@ -75,6 +76,7 @@ class ThreadClock:
 
     def __init__(self, slots: Slots, rank: int, label: str, name: object, clock: np.ndarray) -> None:
         self.slots, self.rank, self.label = slots, rank, label
+        self.stream = name if isinstance(name, str) else ""  # "main", "copy engine", "rail"; of no program
         self.sync = Sync("start of " + label)
         self.accesses: dict[tuple, Access] = {}
         self.code: tuple | None = None  # of host code and streams: the line that issued the operation
@@ -83,6 +85,7 @@ class ThreadClock:
         # line.
         self.early_release: tuple[np.ndarray, tuple | None] | None = None
         self.grid: Grid | None = None  # of a program
+        self.issued: int | None = None  # of a stream's running operation
         self.launch = 0  # kernels that the rank had launched: of a program with its own, of a copy when it was enqueued
         self.waits: tuple[int, tuple | None] | None = None  # address that it waits for or has waited for last, line
         self.reached: set[tuple[int, int]] = set()  # of a program: heaps to which it may have pointers
@@ -119,9 +122,10 @@ class ThreadClock:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Missing release or acquire: kind and sentence of a finding, and the clock that it would have passed on.
+    """Missing release or acquire, and the clock that it would have passed on.
 
-    within  scope within which the release does pass it on, "" if nowhere
+    kind, sentence  of a finding
+    within          scope within which the release does pass it on, "" if nowhere
     """
 
     kind: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from weft.simulator.interpreter import Launch
 from weft.simulator.machine.tasks import GreenletTask
@@ -11,13 +11,14 @@ from weft.simulator.machine.tasks import GreenletTask
 class Grid:
     """Kernel launch: its programs start in order as the rank's SMs become free."""
 
-    def __init__(self, rank: int, launch: Launch, bases: list[int], overlaps: bool) -> None:
+    def __init__(self, rank: int, launch: Launch, bases: list[int], overlaps: bool, names: Mapping[int, str]) -> None:
         """
         bases     bases of the extents that memory knows while the kernel runs
         overlaps  programmatic dependent launch: the kernel may start while the one before it runs. Only the checker
                   takes this into account
+        names     of its arguments, by data_ptr
         """
-        self.rank, self.launch, self.bases, self.overlaps = rank, launch, bases, overlaps
+        self.rank, self.launch, self.bases, self.overlaps, self.names = rank, launch, bases, overlaps, names
         x, y, z = launch.grid
         self.total = x * y * z
         self.ended = 0

@@ -64,7 +64,8 @@ class Launches(Accesses):
             launch = self.interpreter.prepare(jit_fn, grid, args, kwargs)
             if self.front_end is not None:
                 self.front_end.note(jit_fn, args, kwargs)
-            run = Grid(task.rank, launch, bases, overlaps=bool(kwargs.get("launch_pdl", False)))
+            overlaps = bool(kwargs.get("launch_pdl", False))
+            run = Grid(task.rank, launch, bases, overlaps=overlaps, names=self._names)
             if bool(kwargs.get("launch_cooperative_grid", False)) and run.total > self.sms:
                 raise WeftError(
                     f"rank {task.rank}: kernel {launch.name} asks for {run.total} programs that wait for each other and this "

@@ -19,6 +19,7 @@ from weft.errors import InvalidAccess
 from weft.simulator.places import UNSIGNED, Places, Scattered
 
 Who = Callable[[], str]
+_GONE = 256  # most removed extents whose names are kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +57,7 @@ class Memory:
         # Called with the byte range (low, high) of a removed extent.
         self.on_remove: Callable[[int, int], None] | None = None
         self.freed: list[Extent] = []
+        self._gone: dict[int, Extent] = {}  # removed ones, by base, to describe their addresses in messages
 
     def add_heap(self, base: int, size: int, rank: int) -> None:
         self._heaps.append((base, base + size))
@@ -106,6 +108,10 @@ class Memory:
             extent = self._extents.pop(base)
             del self._counts[base]
             self._bases.pop(bisect_right(self._bases, base) - 1)
+            self._gone.pop(base, None)
+            self._gone[base] = extent
+            if len(self._gone) > _GONE:
+                del self._gone[next(iter(self._gone))]
             if self.in_heap(base):
                 self.freed.append(extent)
             if self.on_remove is not None:
@@ -131,8 +137,13 @@ class Memory:
         extent = self._extents[self._bases[at]]
         return extent if address < extent.base + extent.size else None
 
+    def remembered(self, address: int) -> Extent | None:
+        """Extent that holds the address, or held it last."""
+        gone = (one for one in reversed(self._gone.values()) if one.base <= address < one.base + one.size)
+        return self.find(address) or next(gone, None)
+
     def describe(self, address: int) -> str:
-        extent = self.find(address)
+        extent = self.remembered(address)
         return extent.index(address) if extent else f"{address:#x}"
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, who: Who) -> np.ndarray:

@@ -206,7 +206,7 @@ def _innermost(loops: list[ast.While], line: int) -> ast.While | None:
 
 @cache
 def is_discarded(file: str, line: int) -> bool:
-    """True if what a primitive or atomic reads in ``line`` is not used: a statement that reads nothing else."""
+    """True if the value that an atomic or a primitive reads in ``line`` is not used."""
     for node in _statements(file):
         if isinstance(node, ast.Expr) and node.lineno <= line <= (node.end_lineno or line):
             calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]

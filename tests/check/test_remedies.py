@@ -7,7 +7,7 @@ import triton.language as tl
 
 import weft.check
 import weft.language as wl
-from tests.zoo import copying, railing
+from tests.zoo import copying, railing, sticking
 from weft.check.report import Report
 
 N = 16
@@ -124,3 +124,11 @@ def test_an_assertion_keeps_the_lines_with_its_numbers():
 @pytest.mark.parametrize(("how", "says"), [("exhausted", "atomics take effect at once"), ("bounded", "other orders")])
 def test_a_search_says_what_it_has_left_out(how, says):
     assert says in Report(findings=(), schedules=9, world_sizes=(3,), exhaustive=how).summary
+
+
+def test_a_divergence_names_its_line_and_counts_once_for_all_world_sizes():
+    report = weft.check.check(sticking.rows_in_order_of_arrival, [1, 2, 3], schedules=6, args=(True,))
+    (found,) = report.wrong
+    assert found.finding.kind == "divergence"
+    assert [side.place.text[:24] for side in found.finding.sides] == ["row = tl.atomic_add(tick"]
+    assert "at world size 1" in found.finding.message and "at world size 3" in found.finding.detail[-1]

@@ -209,7 +209,7 @@ def add_floats(total, parts, team, BUG: tl.constexpr):
     world: tl.constexpr = wl.num_ranks(team)
     x = 1e8 * (me == 0).to(tl.float32) + 3.3 * (me == 1).to(tl.float32) - 1e8 * (me == 2).to(tl.float32)
     if BUG:
-        tl.atomic_add(wl.symm_at(total, 0, team), x, sem="relaxed", scope="sys")
+        tl.atomic_add(wl.symm_at(total, 0, team), x, sem="relaxed", scope="sys")  # here
     else:
         tl.store(wl.symm_at(parts, 0, team) + me, x)
     wl.barrier(team)
@@ -220,7 +220,7 @@ def add_floats(total, parts, team, BUG: tl.constexpr):
         tl.store(total, x)
 
 
-@exhibit("divergence", "", "ranks add floats into one sum, in order of arrival", world_size=3)
+@exhibit("divergence", "", "ranks add floats into one sum, in order of arrival", add_floats, world_size=3)
 def sum_in_order_of_arrival(team, bug):
     total, parts = team.zeros(1, torch.float32, name="total"), team.zeros(3, torch.float32, name="parts")
     add_floats[(1,)](total, parts, team.view, bug)
@@ -230,14 +230,14 @@ def sum_in_order_of_arrival(team, bug):
 
 @triton.jit
 def take_rows(rows, ticket, out, N: tl.constexpr, BUG: tl.constexpr):
-    row = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+    row = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")  # here
     if not BUG:
         row = tl.program_id(0)
     at = tl.arange(0, N)
     tl.store(out + row * N + at, tl.load(rows + tl.program_id(0) * N + at))
 
 
-@exhibit("divergence", "", "rows are compacted in order of the programs' arrival")
+@exhibit("divergence", "", "rows are compacted in order of the programs' arrival", take_rows)
 def rows_in_order_of_arrival(team, bug):
     rows = torch.arange(4 * N, dtype=torch.float32)
     out = torch.zeros(4 * N)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from weft.check.detector.advice import early_load
-from weft.check.detector.findings import Finding
-from weft.check.digests import Digest, first_difference
+from weft.check.detector.findings import LOADS, STORES, Arrivals, Finding, Side
+from weft.check.digests import first_difference
 from weft.check.folding import Seen, causes_of
 from weft.check.report import Found, Schedule
 from weft.check.runner import Outcome
+
+_MOST = 4  # lines that a divergence names
 
 
 class Gathered:
@@ -21,7 +22,7 @@ class Gathered:
         self.runs, self._strategy, self._deterministic, self._on_results = 0, strategy, deterministic, on_results
         self._found: dict[tuple, Found] = {}
         self._seen: dict[tuple, set[int]] = {}
-        self._digests: dict[tuple[int, int], tuple[Digest, Schedule]] = {}  # by world size and SMs
+        self._first: dict[tuple[int, int], tuple[Outcome, Schedule]] = {}  # by world size and SMs
         self._runs_of: dict[int, set[int]] = {}  # by world size
 
     def add(self, schedule: Schedule, outcome: Outcome) -> None:
@@ -33,15 +34,16 @@ class Gathered:
             self._on_results(outcome.results)
         if outcome.digest is not None and self._deterministic:
             size = schedule.world_size
-            first, other = self._digests.setdefault((size, schedule.sms), (outcome.digest, schedule))
-            where = first_difference(first, outcome.digest)
+            first, other = self._first.setdefault((size, schedule.sms), (outcome, schedule))
+            where = first_difference(first.digest, outcome.digest)
             if where:
                 text = (
                     f"{where} differs bitwise between strategy {other.strategy}, seed {other.seed} and strategy "
                     f"{schedule.strategy}, seed {schedule.seed} at world size {size}"
                 )
                 both = self._range(other, schedule)
-                self._merge(Finding(kind="divergence", message=text), 1, both, ("divergence", size))
+                sides = _lines_that_differ(first.arrivals, outcome.arrivals)
+                self._merge(Finding(kind="divergence", message=text, sides=sides), 1, both, ("divergence", size))
 
     def _range(self, first: Schedule, last: Schedule) -> Schedule:
         """Schedule that repeats both."""
@@ -69,8 +71,47 @@ class Gathered:
         kept = []
         for index, (found, _) in enumerate(every):
             if causes[index] == index:
-                also = tuple(every[i][0].finding for i, cause in enumerate(causes) if cause == index != i)
-                advice = early_load(found.finding, also) or found.finding.advice
+                also = _once(every[i][0].finding for i, cause in enumerate(causes) if cause == index != i)
+                advice = _early_load(found.finding, also) or found.finding.advice
                 finding = replace(found.finding, advice=advice)
                 kept.append(replace(found, finding=finding, also=also))
-        return kept
+        return _of_all_sizes(kept)
+
+
+def _once(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings, with one divergence for all world sizes."""
+    listed = list(findings)
+    first = next((finding for finding in listed if finding.kind == "divergence"), None)
+    return tuple(finding for finding in listed if finding.kind != "divergence" or finding is first)
+
+
+def _of_all_sizes(found: list[Found]) -> list[Found]:
+    """The findings, with those of one divergence at several world sizes as one."""
+    first, *more = [one for one in found if one.finding.kind == "divergence"] or [None]
+    if not more:
+        return found
+    count, schedules = (sum(getattr(one, name) for one in (first, *more)) for name in ("count", "schedules"))
+    finding = replace(first.finding, detail=tuple(f"also: {one.finding.message}" for one in more))
+    merged = replace(first, finding=finding, count=count, schedules=schedules)
+    return [merged if one is first else one for one in found if one not in more]
+
+
+def _lines_that_differ(one: Arrivals, other: Arrivals) -> tuple[Side, ...]:
+    """Lines whose atomics have read other values in the two runs: those that add floats, if there are any."""
+    sides = [side for side, read in one.items() if side in other and other[side] != read]
+    return tuple([side for side in sides if one[side][1]] or sides)[:_MOST]
+
+
+def _early_load(finding: Finding, also: Iterable[Finding]) -> str:
+    """Remedy for a race whose load came too early, as it has read unwritten memory; "" for others."""
+    loads = [side for side in finding.sides if side.verb in LOADS]
+    stores = [side for side in finding.sides if side.verb in STORES]
+    if finding.kind != "race" or not (loads and stores):
+        return ""
+    unwritten = {side.place for one in also if one.kind == "uninitialised" for side in one.sides}
+    if loads[0].place not in unwritten:
+        return ""
+    return (
+        f"the load comes too early: notify (release) after the store in {stores[0].place}, and wait for it (acquire) before "
+        f"the load in {loads[0].place}"
+    )

@@ -133,7 +133,8 @@ def paragraph(number: int, found: Found, script: str) -> str:
     lines.append(f"   remedy: {finding.remedy}")
     for other in found.also:
         places = ", ".join(dict.fromkeys(str(side.place) for side in other.sides if side.place is not None))
-        lines.append(f"   also seen: {_head(other)}{f' ({places})' if places else f': {other.message}'}")
+        what = f" ({places})" if places and other.kind != "divergence" else f": {other.message}"
+        lines.append(f"   also seen: {_head(other)}{what}")
     times = f"{found.count} time(s) in {found.schedules} schedule(s)"
     lines.append(f"   seen {times}; replay: {found.replay.command(script)}")
     return "\n".join(lines)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import triton
 
-from weft.check.detector.findings import Finding, Place, Side, allowed_by
+from weft.check.detector.findings import Arrivals, Finding, Place, Side, allowed_by
 from weft.check.detector.host_lines import host_line_of
 from weft.check.digests import Digest, digest_of
 from weft.check.folding import Seen, causes_of
@@ -30,6 +30,7 @@ class Outcome:
     """Outcome of one run.
 
     digest     of the ranks' ``results``; None if the run ended early
+    arrivals   lines whose values depend on the order of arrival, with these values
     programs   most programs of a rank resident at once
     is_sized   main has asked how many programs can be resident
     unstarted  size of the largest grid that had unstarted programs in a deadlock, 0 if there was none
@@ -41,6 +42,7 @@ class Outcome:
     programs: int
     is_sized: bool = False
     unstarted: int = 0
+    arrivals: Arrivals = field(default_factory=dict)
 
     @property
     def needs_more_sms(self) -> bool:
@@ -121,7 +123,7 @@ class Runner:
         findings = [(detector.arguments.named(finding), count) for finding, count in findings]
         return Outcome(
             findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once,
-            is_sized=machine.is_sized, unstarted=detector.unstarted,
+            is_sized=machine.is_sized, unstarted=detector.unstarted, arrivals=detector.arrivals.by_line(),
         )  # fmt: skip
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from weft.check.detector.findings import Finding, Place
+from weft.check.detector.findings import LOADS, STORES, Place
 from weft.check.detector.thread_clocks import COPYING, DELIVERY, Access
 from weft.check.detector.vector_clocks import at
 from weft.simulator.machine.polling import is_polled
 
-_STORES, _LOADS = ("store", "descriptor store"), ("load", "descriptor load")
 _COPY, _HOST, _RAIL = "copy", "host", "rail"
 _NBI = (DELIVERY, COPYING)
 
@@ -45,7 +44,7 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
             "poll with wl.wait, or with an atomic that acquires: a plain load orders nothing, and a compiler may take it out "
             "of the loop, which then never ends"
         )
-    if earlier.verb in _STORES and later.verb in _STORES:
+    if earlier.verb in STORES and later.verb in STORES:
         return "write to separate places, or mask all stores but one; order the two only if the later value must remain"
     if earlier.code is not None and earlier.code == later.code:
         if any(access.sync.address is not None for access in (earlier, later)):  # they take turns by signals
@@ -57,28 +56,13 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
             "read and write in one step, with an atomic (tl.atomic_add), or use a separate place for each program, if the "
             "order is to be fixed"
         )
-    if earlier.verb in _LOADS and later.verb in _STORES:
+    if earlier.verb in LOADS and later.verb in STORES:
         load, store = place(earlier.code), place(later.code)
         return (
             f"if the load in {load} wants what {store} stores: notify after the store, wait before the load; else it wants "
             f"what was there before: notify after the load, wait before the store"
         )
     return ""
-
-
-def early_load(finding: Finding, also: Sequence[Finding]) -> str:
-    """Remedy for a race whose load came too early, as it has read unwritten memory; "" for others."""
-    loads = [side for side in finding.sides if side.verb in _LOADS]
-    stores = [side for side in finding.sides if side.verb in _STORES]
-    if finding.kind != "race" or not (loads and stores):
-        return ""
-    unwritten = {side.place for one in also if one.kind == "uninitialised" for side in one.sides}
-    if loads[0].place not in unwritten:
-        return ""
-    return (
-        f"the load comes too early: notify (release) after the store in {stores[0].place}, and wait for it (acquire) before "
-        f"the load in {loads[0].place}"
-    )
 
 
 def _of_late_copies(earlier: Access, later: Access) -> str:
@@ -137,7 +121,7 @@ def _of_peers_copies(earlier: Access, later: Access) -> str:
             "it, or join() on its rank and team.barrier()"
         )
     keep = "call team.barrier() before the copy, or fork() after a kernel that waits for the other rank"
-    if earlier.verb in _STORES or earlier.kind in (_COPY, _HOST):
+    if earlier.verb in STORES or earlier.kind in (_COPY, _HOST):
         return keep
     # A load too early for what the copy brings, or a copy too early for what the load wants: a schedule cannot tell.
     return (

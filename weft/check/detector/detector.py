@@ -9,10 +9,12 @@ from functools import partial
 import numpy as np
 
 from weft.check.detector.argument_names import ArgumentNames
+from weft.check.detector.arrivals import ArrivalOrders
 from weft.check.detector.epochs import Epochs
 from weft.check.detector.happens_before import HappensBefore
 from weft.check.detector.host_operations import HostOperations
 from weft.check.detector.races import kind_of
+from weft.check.detector.signal_states import Signal
 from weft.check.detector.signals import addresses_in
 from weft.check.detector.thread_clocks import (
     ASYNC,
@@ -26,7 +28,6 @@ from weft.check.detector.thread_clocks import (
     Access,
     Block,
     ProgramClock,
-    Signal,
     Sync,
     ThreadClock,
 )
@@ -53,6 +54,7 @@ class Detector(HappensBefore):
         super().__init__(machine)
         self.memory.on_remove = self.removed
         self.tiles, self.epochs, self.arguments = Tiles(self.races), Epochs(self.races), ArgumentNames(self.memory)
+        self.arrivals = ArrivalOrders(self.races)
         # Accesses that messages named, by the text of ``Machine.who``: an error holds that text only.
         self.named: dict[str, Access] = {}
         self.unstarted = 0  # programs of the largest grid that could not start in a deadlock
@@ -281,6 +283,7 @@ class Detector(HappensBefore):
                 signal = self.signals.at(address, itemsize)
                 self._on_signal(op, thread, access, signal, int(old[i]), int(new[i]), sem, scope, changes)
         if changes:
+            self.arrivals.note(op, access, old)
             self.races.write(thread, access, addresses, itemsize)
         else:
             self.races.read(thread, access, addresses, itemsize, None)

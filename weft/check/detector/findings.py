@@ -62,6 +62,9 @@ RACES = frozenset(
 # Kinds about bodies and maps of weft.tiles.
 TILES = frozenset({"tile-store", "tile-read", "tile-owner", "tile-map"})
 
+# Verbs of a kernel's accesses to data.
+STORES, LOADS = ("store", "descriptor store"), ("load", "descriptor load")
+
 _MARKER = re.compile(r"#\s*weft:\s*allow\(([\w, -]+)\)\s*(.*)")
 
 
@@ -97,6 +100,10 @@ class Side:
     @property
     def line(self) -> int | None:
         return self.place.line if self.place else None
+
+
+# Line, as the side of a finding -> what its atomics have read in a run, and whether they add floats.
+Arrivals = dict[Side, tuple[int, bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.check.detector.thread_clocks import SCALAR, Access, Signal, ThreadClock
+from weft.check.detector.signal_states import Signal
+from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock
 from weft.simulator.machine.grids import Grid
 from weft.simulator.machine.memory import Memory
 

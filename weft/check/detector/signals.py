@@ -16,6 +16,7 @@ import numpy as np
 
 from weft.check.detector.one_value import OneValueWaits
 from weft.check.detector.races import Races
+from weft.check.detector.signal_states import Signal, Write
 from weft.check.detector.thread_clocks import (
     SCALAR,
     Access,
@@ -23,10 +24,8 @@ from weft.check.detector.thread_clocks import (
     Notes,
     ProgramClock,
     Release,
-    Signal,
     Sync,
     ThreadClock,
-    Write,
     add_notes,
 )
 from weft.check.detector.vector_clocks import joined, new_clock

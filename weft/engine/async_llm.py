@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any
 
 from weft.arguments import check_heap_bytes, quoted
-from weft.engine.chat import ChatTemplate, Message, prompt_of
+from weft.engine.chat import ChatTemplate, Message
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine, check_model
 from weft.engine.grammar_guard import GrammarGuard
@@ -23,10 +23,15 @@ from weft.engine.outputs import Completion, Load, Piece, join_pieces
 from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, check_prompt, sampling_defaults
 from weft.engine.placement import Placement
 from weft.engine.progress import watchers_of
+from weft.engine.prompt_length import PromptReader, check_room
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import RequestCancelled, WeftError
 from weft.models import DecoderConfig
 from weft.models.checkpoint import Checkpoint, Progress
+
+
+class TokenIds(list[int]):
+    """Token ids of a prompt that has been checked."""
 
 
 class Request:
@@ -120,6 +125,7 @@ class AsyncLLM:
             self.defaults = sampling_defaults(Checkpoint(self.directory))
             if has_tokenizer(self.directory):
                 self.tokenizer = load_tokenizer(self.directory)
+                self._reader = PromptReader(self.tokenizer, self.max_seq_len)
         self.load, self.error = Load(), None
         self._template: ChatTemplate | None = None
         self._guard: GrammarGuard | None = None  # once a request has a grammar
@@ -135,7 +141,7 @@ class AsyncLLM:
     ) -> Request:
         """Submit a request, and wait until the engine has accepted it.
 
-        prompt      text or a list of token ids
+        prompt      text or a list of token ids, or what `encode` has made of it
         params      None: `defaults`
         request_id  to tell requests apart; None: one that no other has
 
@@ -146,12 +152,7 @@ class AsyncLLM:
             raise ValueError(f"params={quoted(params)} is not a SamplingParams")
         if params.seed is None:  # the same for all ranks
             params = replace(params, seed=secrets.randbits(63))
-        check_prompt("prompt", prompt)
-        if isinstance(prompt, str) and self.tokenizer is not None:
-            # In a thread, since a long text takes a while, and it would hold up the streams of others.
-            prompt = (await asyncio.to_thread(self.tokenizer.encode, prompt)).ids
-        if not isinstance(prompt, str):
-            prompt = list(map(int, prompt))
+        prompt = await self.encode(prompt)
         if params.structured_outputs is not None:
             await self._try_grammar(params.structured_outputs)
         number = next(self._numbers)
@@ -161,12 +162,20 @@ class AsyncLLM:
                 raise self.error
             self._requests[number] = request
         try:
-            self._ranks.put(("submit", number, prompt, params))
+            self._ranks.put(("submit", number, prompt if isinstance(prompt, str) else list(prompt), params))
             await request._accepted
         except BaseException:
             request.cancel()
             raise
         return request
+
+    async def encode(self, prompt: Prompt) -> Prompt:
+        """Token ids of a prompt, for several requests with it; a text stays where the model has no tokenizer.
+
+        ValueError for one that leaves no room for an answer.
+        """
+        # In a thread, since a long prompt takes a while, and it would hold up the streams of others.
+        return prompt if isinstance(prompt, TokenIds) else await asyncio.to_thread(self._encode, prompt)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -225,7 +234,16 @@ class AsyncLLM:
     def _chat_prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
         if self._template is None:
             self._template = ChatTemplate(self.directory)
-        return prompt_of(self._template, self.tokenizer, messages, variables)
+        text = self._template.render(messages, variables)
+        # The template has written the special tokens already.
+        return TokenIds(self._reader.read("prompt", text, add_special_tokens=False))
+
+    def _encode(self, prompt: Prompt) -> Prompt:
+        check_prompt("prompt", prompt)
+        if isinstance(prompt, str):
+            return prompt if self.tokenizer is None else TokenIds(self._reader.read("prompt", prompt))
+        check_room("prompt", len(prompt), self.max_seq_len)
+        return TokenIds(map(int, prompt))
 
     def _cancel(self, request: Request) -> None:
         with self._lock:

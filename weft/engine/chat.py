@@ -72,10 +72,12 @@ class ChatTemplate:
         if name not in self._sources:
             raise ValueError(f"of the chat templates {', '.join(map(quoted, self._sources))} none is named 'default'")
         try:
-            return self._renderer.render(self._sources[name], known)
+            text = self._renderer.render(self._sources[name], known)
         except RenderError as error:
             verb = "refuses" if error.kind == "refused" else "fails on"
             raise ValueError(f"the chat template {verb} these messages: {error}") from None
+        check_prompt("a message", text)
+        return text
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +94,8 @@ def prompt_of(
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of the rendered prompt. ValueError as in `ChatTemplate.render`."""
-    text = template.render(messages, variables)
-    check_prompt("a message", text)
     # The template has written the special tokens already.
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.encode(template.render(messages, variables), add_special_tokens=False).ids
 
 
 def _sources(directory: Path) -> dict[str, str]:

@@ -42,6 +42,7 @@ from weft.engine.params import (
     unused_defaults,
 )
 from weft.engine.pipeline import Pipeline
+from weft.engine.prompt_length import PromptReader, check_room
 from weft.engine.runner import Runner
 from weft.engine.tokenizer import TextStream, TokenTexts, has_tokenizer, load_tokenizer, spellings, token_texts
 from weft.errors import CheckpointError
@@ -122,6 +123,7 @@ class Engine:
             self.eos_token_ids = checkpoint.eos_token_ids()
             if has_tokenizer(checkpoint.directory):
                 self.tokenizer = load_tokenizer(checkpoint.directory)
+                self._reader = PromptReader(self.tokenizer, config.max_seq_len)
                 _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
             self._no_text = f"{checkpoint.directory} has no tokenizer.json"
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
@@ -350,7 +352,7 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"{name}={quoted(prompt)} is text, and {self._no_text}; pass token ids")
-            ids = self.tokenizer.encode(prompt).ids
+            ids = self._reader.read(name, prompt)
         else:
             ids = list(map(int, prompt))
         if not ids:
@@ -359,11 +361,7 @@ class Engine:
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
             raise ValueError(f"{name}[{index}]={quoted(ids[index])} is a token id outside 0 .. {vocab_size - 1}")
-        if len(ids) >= self.config.max_seq_len:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens and leaves no room for an answer in max_seq_len={self.config.max_seq_len}; "
-                f"shorten it to {self.config.max_seq_len - 1} tokens"
-            )
+        check_room(name, len(ids), self.config.max_seq_len)
         return ids
 
     def _answer_to(self, ids: list[int], params: SamplingParams, prompt: int, index: int) -> Answer:

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from weft.arguments import positive, quoted, shortened
 from weft.engine.async_llm import AsyncLLM
 from weft.engine.outputs import Piece
+from weft.engine.params import SamplingParams
 from weft.engine.token_bytes import TokenBytes
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
@@ -33,6 +34,7 @@ MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 1024
 # Seconds: longer than the 60 that proxies keep a connection, which would otherwise send a request into one that closes.
 KEEP_ALIVE = 75
+LONG_BODY_BYTES = 1 << 16
 # Status of a request whose client has left, as in the log of nginx.
 CLIENT_LEFT = 499
 as_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -303,8 +305,8 @@ def _check_model(service: Service, name: str | None) -> None:
         )
 
 
-async def _body(request: Request, limit: int) -> Any:
-    """Decoded JSON body. ApiError for one that is too long or is no JSON."""
+async def _body(request: Request, limit: int) -> bytearray:
+    """Body of a request. ApiError for one that is too long or says that it is no JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which no page of another site can send unasked
         raise ApiError(415, f"content-type {quoted(kind)} is not application/json; send JSON")
@@ -313,10 +315,16 @@ async def _body(request: Request, limit: int) -> Any:
         body += piece
         if len(body) > limit:
             raise ApiError(413, f"the body has more than {limit:,} bytes; send less, or raise --max-body-bytes")
+    return body
+
+
+def _asked(body: bytearray, chat: bool, defaults: SamplingParams) -> Asked:
+    """Fields of a body. ApiError for one that is no JSON, BadField as `Asked.of`."""
     try:
-        return json.loads(body, parse_constant=_no_constant)
+        found = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {shortened(error)}") from None
+    return Asked.of(found, chat, defaults)
 
 
 def _no_constant(name: str) -> None:
@@ -325,7 +333,9 @@ def _no_constant(name: str) -> None:
 
 async def _answer(service: Service, request: Request, shape: Shape) -> Response:
     body = await service.unless_stopped(_body(request, service.options.max_body_bytes))
-    asked = Asked.of(body, shape is CHAT, service.llm.defaults)
+    reading = body, shape is CHAT, service.llm.defaults
+    # In a thread, since a long body takes a while; a thread takes longer than a short one.
+    asked = _asked(*reading) if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(_asked, *reading)
     _check_model(service, asked.model)
     answer_id = f"{shape.prefix}-{secrets.token_hex(12)}"
     try:

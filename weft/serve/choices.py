@@ -76,7 +76,9 @@ class Choices:
     ) -> Choices:
         """Submit the requests, all of them or none. ValueError where the engine refuses one."""
         begin = time.perf_counter()
-        asked = [(prompt, one) for prompt in prompts for one in one_each(params, n)]
+        # Once for the n choices.
+        encoded = [await llm.encode(prompt) for prompt in prompts]
+        asked = [(prompt, one) for prompt in encoded for one in one_each(params, n)]
         submitting = [asyncio.create_task(llm.submit(prompt, one, request_id=name)) for prompt, one in asked]
         try:
             submitted = await asyncio.gather(*submitting, return_exceptions=True)

@@ -26,15 +26,15 @@ import torch
 from weft import ops
 from weft.arguments import quoted
 from weft.engine.guided import Guide
-from weft.engine.params import SamplingParams
+from weft.engine.params import MOST_BAD_WORDS, SamplingParams
 from weft.engine.slots import rows_of
 from weft.ops.vocab.adjust_logits import ANY_TOKEN, NO_TOKEN, LogitChanges, adjusted
 from weft.ops.vocab.note_tokens import note
 from weft.parallel.vocabulary import VocabParallelHead
 from weft.runtime.copying import upload
 
-# Bounds of static tensors, powers of two: end-of-sequence and stop tokens, bad words as token ids, and the length of these.
-MOST_ENDS, MOST_BAD_WORDS, LONGEST_BAD_WORD = 64, 128, 16
+# Bounds of static tensors, powers of two, with MOST_BAD_WORDS: end-of-sequence and stop tokens, token ids of a bad word.
+MOST_ENDS, LONGEST_BAD_WORD = 64, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import repeat, zip_longest
 from os import PathLike
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer
 
@@ -44,6 +45,7 @@ from weft.engine.params import (
 from weft.engine.pipeline import Pipeline
 from weft.engine.prompt_length import PromptReader, check_room
 from weft.engine.runner import Runner
+from weft.engine.stop_strings import StopStrings
 from weft.engine.tokenizer import TextStream, TokenTexts, has_tokenizer, load_tokenizer, spellings, token_texts
 from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
@@ -153,6 +155,7 @@ class Engine:
         self._guides: Guides | None = None  # once a request asks for one
         self._guard: TeamGuard | None = None  # with them
         self._token_texts: dict[bool, TokenTexts | None] = {}  # by skip_special_tokens
+        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         self._entered = 0
         self._submitted: dict[int, Answer] = {}  # by the number of the request
         self._held: list[Piece] = []  # pieces of submitted requests that were not yet given out
@@ -396,7 +399,9 @@ class Engine:
         if skips not in self._token_texts:
             self._token_texts[skips] = token_texts(self.tokenizer, keep_special=not skips)
         options = {"keep_stop": params.include_stop_str_in_output, "keep_special": not skips}
-        return TextStream(self.tokenizer, params.stop, **options, alone=self._token_texts[skips])
+        if (stop := self._stops.get(params.stop)) is None:  # the answers of a prompt share it
+            stop = self._stops[params.stop] = StopStrings(params.stop)
+        return TextStream(self.tokenizer, stop, **options, alone=self._token_texts[skips])
 
     def _adjusted(self, params: SamplingParams) -> Adjusted | None:
         """Changes of logits that a request asks for."""

@@ -35,6 +35,10 @@ MAX_TEMPERATURE = 1e30
 MAX_LOGIT_BIAS = 100.0
 # vLLM's default of max_logprobs.
 MOST_LOGPROBS = 20
+# Each is at least one of the spellings that a batch slot has room for.
+MOST_BAD_WORDS = 128
+# The automaton that finds stop strings takes 300 bytes a character.
+MOST_STOPS, MOST_CHARACTERS = 1 << 12, 1 << 16
 # vLLM's limit of n.
 MOST_ANSWERS = 1 << 14
 
@@ -166,7 +170,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Plain values, as ranks exchange them, also from NumPy's numbers and strings.
         for name in ("stop", "bad_words"):
-            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+            strings = _strings(name, getattr(self, name))
+            check_strings(name, strings, MOST_BAD_WORDS if name == "bad_words" else MOST_STOPS, MOST_CHARACTERS)
+            object.__setattr__(self, name, strings)
         stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", stop_token_ids))
         if self.allowed_token_ids is not None:
@@ -293,6 +299,14 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     for one in value:
         _check_utf_8(name, one)
     return tuple(map(str, value))
+
+
+def check_strings(name: str, strings: Sequence[str], most: int, characters: int) -> None:
+    """ValueError for more than `most` strings, or for more characters in all of them together."""
+    if len(strings) > most:
+        raise ValueError(f"{name} has {len(strings):,} strings; pass at most {most:,}")
+    if (together := sum(map(len, strings))) > characters:
+        raise ValueError(f"{name} has {together:,} characters in all; pass at most {characters:,}")
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders
 
 from weft.arguments import quoted
+from weft.engine.stop_strings import StopStrings
 from weft.engine.tokenizer_class import DEFAULTS, class_of, follow_class
 from weft.errors import CheckpointError
 from weft.models.files import check_regular, read_object
@@ -172,13 +173,14 @@ class TextStream:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
+        stop: StopStrings | Sequence[str] = (),
         *,
         keep_stop: bool = False,
         keep_special: bool = False,
         alone: TokenTexts | None = None,
     ) -> None:
-        self.tokenizer, self.stop, self.alone = tokenizer, tuple(stop), alone
+        self.tokenizer, self.alone = tokenizer, alone
+        self._stops, self._state = stop if isinstance(stop, StopStrings) else StopStrings(stop), 0
         self.keep_stop, self.keep_special = keep_stop, keep_special
         self.token_ids: list[int] = []
         self.held = ""
@@ -199,7 +201,7 @@ class TextStream:
         self.token_ids.append(token_id)
         if decided and self.alone is not None and "\ufffd" not in (new := self.alone[token_id]):
             self.first, self.read = self.read, self.read + 1
-            if not self.stop:
+            if self._stops.empty:
                 self._given += len(new)
                 return new, False
             self.held += new
@@ -223,7 +225,7 @@ class TextStream:
         self.first, self.read, self.ahead, self._waiting = len(self.token_ids), len(self.token_ids), 0, 0
         text, stopped = self._release()
         self._given += len(self.held)
-        rest, self.held = self.held, ""
+        rest, self.held, self._state = self.held, "", 0
         return (text, True) if stopped else (text + rest, False)
 
     def _new_text(self) -> str:
@@ -234,18 +236,12 @@ class TextStream:
         return self.tokenizer.decode(token_ids, skip_special_tokens=not self.keep_special)
 
     def _release(self) -> tuple[str, bool]:
-        found = [(at + len(stop), at) for stop in self.stop if (at := self.held.find(stop)) >= 0]
-        if found:
-            end, begin = min(found)
-            text, self.held = self.held[: end if self.keep_stop else begin], ""
-            self._given += len(text)
-            return text, True
-        keep = max((_overlap(self.held, stop) for stop in self.stop), default=0)
-        text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        # What was held back is what the state stands for.
+        state, end = self._stops.advance(self._state, self.held, self._stops.depth[self._state])
+        if stop := self._stops.longest[state]:
+            text, self.held, self._state = self.held[: end if self.keep_stop else end - stop], "", 0
+        else:
+            keep = self._stops.depth[state]
+            text, self.held, self._state = self.held[: end - keep], self.held[end - keep :], state
         self._given += len(text)
-        return text, False
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest ending of `text` that `stop` begins with."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+        return text, stop > 0

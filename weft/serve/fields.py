@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.arguments import check_bool, check_int, check_optional, quoted, shortened
-from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, as_prompts
+from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, as_prompts, check_strings
 
 # OpenAI's.
 MOST_CHOICES = 128
 COMPLETION_TOKENS = 16
+# Strings of `stop` and of `bad_words`, and their characters together: OpenAI's limit is 4 strings.
+MOST_STRINGS, MOST_CHARACTERS = 128, 8192
 
 # Field of a request: parameter of SamplingParams.
 SAMPLING = {
@@ -175,6 +177,11 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
         if (parameter := SAMPLING.get(name)) is not None:
             # JSON has text for keys.
             found[parameter] = _by_token_id(value) if name == "logit_bias" else value
+    for name in ("stop", "bad_words"):
+        if isinstance(found.get(name), list) and all(isinstance(one, str) for one in found[name]):
+            _checked(
+                name, lambda name, strings: check_strings(name, strings, MOST_STRINGS, MOST_CHARACTERS), found[name]
+            )
     try:
         return replace(defaults, **found)
     except ValueError as error:

@@ -1,5 +1,7 @@
 """Prefix caching: pages are shared by what they hold, never written while shared, and never lost."""
 
+from array import array
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -34,8 +36,9 @@ class Device:
         self.texts = {}  # prompt and answer, tokens in flight included
         self.open = []
 
-    def submit(self, prompt, budget):
-        one = Sequence(number=len(self.texts), prompt=prompt, params=SamplingParams(), budget=budget)
+    def submit(self, prompt, budget, salt=None):
+        params = SamplingParams(cache_salt=salt)
+        one = Sequence(number=len(self.texts), prompt=prompt, params=params, budget=budget)
         if self.scheduler.pool.needed_at_once(len(prompt) + budget - 1) > self.scheduler.pool.capacity:
             return
         self.scheduler.submit(one)
@@ -152,10 +155,10 @@ def test_no_page_is_lost_or_misread_whatever_comes_and_goes(events, pages, max_b
 
 
 def finished(device, *sizes):
-    """Tokens read for each prompt, one after the other; each runs to its end."""
+    """Tokens read for each prompt, one after the other; each runs to its end. A third element is its salt."""
     read = []
-    for prompt, budget in sizes:
-        device.submit(prompt, budget)
+    for prompt, *rest in sizes:
+        device.submit(prompt, *rest)
         [one] = device.open
         while device.open:
             device.step(collect=True)
@@ -171,6 +174,25 @@ def test_prompts_and_answers_are_found_and_a_token_is_always_read():
     assert finished(device, ([*answered, 1, 1, 1], 1)) == [17 - 12]
     assert finished(device, ([9, *prompt[1:]], 1)) == [8], "a page counts only behind the same tokens"
     assert device.scheduler.hit_tokens == 4 + 8 + 12
+
+
+def test_a_salt_shares_pages_only_with_itself():
+    device, prompt = Device(30, 4, 64), [1] * 13
+    asked = [(prompt, 1), (prompt, 1, "a"), (prompt, 1, "b"), (prompt, 1), (prompt, 1, "a"), ([*prompt, 2], 1, "b")]
+    assert finished(device, *asked) == [13, 13, 13, 1, 1, 2]
+    for salt in "ab":
+        device.submit([3] * 9, 2, salt)
+    device.submit([3] * 9, 2, "a")
+    device.step(collect=False)
+    device.step(collect=False)
+    assert [one.hit_tokens for one in device.open] == [0, 0, 8], "also while pages are being filled"
+
+
+def test_no_salt_stands_for_a_page():
+    """One that has the bytes of a page: behind it another prompt's second page would be found."""
+    device, tokens = Device(30, 4, 64), [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    page = array("q", tokens[:PAGE]).tobytes().decode()
+    assert finished(device, (tokens, 1), (tokens[PAGE:], 1, page), (tokens[PAGE:], 1)) == [9, 5, 5]
 
 
 def test_a_prompt_that_is_to_be_read_whole_shares_nothing_and_can_be_shared():

@@ -131,3 +131,9 @@ class PagePool:
 def digest_of(before: bytes, tokens: Sequence[int]) -> bytes:
     """Digest of a page's tokens and of all before them, whose digest is `before`: the same on every rank."""
     return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
+
+
+def digest_of_salt(salt: str | None) -> bytes:
+    """Digest of what stands before the first page: pages of other salts have other digests."""
+    # No page begins with the name, since no token id is as large: otherwise a salt could be made that stands for a page.
+    return b"" if salt is None else hashlib.sha256(b"cache_salt " + salt.encode()).digest()

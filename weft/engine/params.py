@@ -142,6 +142,8 @@ class SamplingParams:
     stop_token_ids  tokens that end an answer; their text is not part of it
     ignore_eos      continue after an end-of-sequence token
     skip_special_tokens  special tokens give no text
+    cache_salt      pages of the KV cache are shared only with requests of the same salt (prefix caching); None: with those that
+                    have none
     """
 
     n: int = 1
@@ -166,6 +168,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         # Plain values, as ranks exchange them, also from NumPy's numbers and strings.
@@ -219,6 +222,10 @@ class SamplingParams:
             object.__setattr__(self, name, float(getattr(self, name)))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
+        if (salt := self.cache_salt) is not None:
+            if not isinstance(salt, str) or not salt:
+                raise ValueError(f"cache_salt={quoted(salt)} is not a non-empty string, or None")
+            _check_utf_8("cache_salt", salt)
 
     @property
     def kind(self) -> Kind:

@@ -29,7 +29,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.engine.adjustments import Adjusted
-from weft.engine.kv_cache import PagePool, digest_of
+from weft.engine.kv_cache import PagePool, digest_of, digest_of_salt
 from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.runtime.logs import logger_of
 
@@ -318,7 +318,8 @@ class Scheduler:
         if len(found) < pages:
             tokens = sequence.prompt + sequence.tokens
             for start in range(len(found) * size, pages * size, size):
-                found.append(digest_of(found[-1] if found else b"", tokens[start : start + size]))
+                before = found[-1] if found else digest_of_salt(sequence.params.cache_salt)
+                found.append(digest_of(before, tokens[start : start + size]))
         return found[:pages]
 
     def _being_filled(self, ranges: list[SequenceRange]) -> set[bytes]:

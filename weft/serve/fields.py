@@ -36,6 +36,7 @@ SAMPLING = {
     "ignore_eos": "ignore_eos",
     "include_stop_str_in_output": "include_stop_str_in_output",
     "skip_special_tokens": "skip_special_tokens",
+    "cache_salt": "cache_salt",
 }
 # Fields that this server reads itself.
 OF_BOTH = (

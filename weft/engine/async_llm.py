@@ -218,7 +218,10 @@ class AsyncLLM:
             self._guard.close()
 
     async def _try_grammar(self, asked: StructuredOutputsParams) -> None:
-        """Wait until a grammar has passed its trial, which ends where nothing waits for it. ValueError if it does not."""
+        """Wait until a grammar has passed its trial. ValueError if it does not.
+
+        A trial that nothing waits for any more ends.
+        """
         if self.directory is None or self.tokenizer is None:
             return  # the engine refuses it
         if self._guard is None:

@@ -1,4 +1,4 @@
-"""Trial of grammars that others wrote: each is compiled first in a process with limits on time, memory and stack.
+"""Trial of untrusted grammars: each is first compiled in a process with limits.
 
 A grammar of a few kilobytes can overflow the stack of the library that compiles it, which ends the process, or take minutes.
 Ranks compile only what has passed.
@@ -48,9 +48,9 @@ class Trial:
 
 
 class GrammarGuard:
-    """Trials of grammars over the tokens of one tokenizer, AT_ONCE at a time; ValueError as `check_guided`.
+    """Trials of grammars over the tokens of one tokenizer, AT_ONCE at a time.
 
-    Equal grammars are tried once, and those that passed last are remembered. Processes start when first needed: a second for
+    ValueError as `check_guided`. Equal grammars are tried once, and those that passed last are remembered. Processes start when first needed: a second for
     150,000 tokens.
 
     seconds  limit of a trial
@@ -91,7 +91,7 @@ class GrammarGuard:
                     trial.process.kill()
 
     def check(self, grammars: Iterable[StructuredOutputsParams]) -> None:
-        """ValueError for a grammar that is none, or is beyond the limits; waits for all trials."""
+        """Wait for all trials. ValueError for a grammar that is none, or is beyond the limits."""
         trials = [self.begin(asked) for asked in grammars]
         try:
             for trial in trials:
@@ -194,7 +194,7 @@ class TeamGuard:
         self._passed.add(key_of(asked))
 
     def check(self, grammars: Iterable[StructuredOutputsParams], settle: Callable[[], None]) -> None:
-        """ValueError, the same on all ranks, for a grammar that does not pass. Collective.
+        """Wait for all trials. ValueError, the same on all ranks, for one that fails. Collective.
 
         settle  called before ranks exchange anything
         """
@@ -215,7 +215,7 @@ class TeamGuard:
 
 
 def check_guided(ends: Iterable[int]) -> list[int]:
-    """The tokens that end an answer, in order. ValueError without llguidance, and where there is no such token."""
+    """Tokens that end an answer, in order. ValueError for none, and without llguidance."""
     if not _has_library():
         raise ValueError("structured_outputs need llguidance, which is not installed: pip install 'weft[guided]'")
     ends = sorted(ends)
@@ -238,7 +238,7 @@ def key_of(asked: StructuredOutputsParams) -> bytes:
 
 
 def refusal(wrong: str) -> ValueError:
-    """Error in one line for the library's text, whose second part is a dump of its state and the grammar."""
+    """Error in one line for the library's text, without its dump of the state and the grammar."""
     text: Any = wrong.partition("\n<state>")[0]
     if "panic" in text.lower():
         text = "llguidance fails on this grammar by an error of its own; write it in another way"

@@ -1,4 +1,4 @@
-"""Compilation of grammars by llguidance, and the worker of weft.engine.limited_main that tries them first.
+"""Compilation of grammars by llguidance; also a worker of weft.engine.limited_main, which tries them.
 
 The worker imports llguidance and tokenizers, and nothing of weft. Its `hello` has {"tokenizer", "vocab_size", "ends"}; requests
 are {"kind", "text"}, and answers {}, or {"refused"} with the library's text.
@@ -40,7 +40,10 @@ def read_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> LL
 
 
 def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """Matcher at the begin of a grammar, with its first mask, which takes longest. ValueError with the library's text."""
+    """Matcher at the begin of a grammar, after its first mask. ValueError with the library's text.
+
+    The first mask takes longest.
+    """
     import llguidance
 
     try:
@@ -95,7 +98,10 @@ def _on_stack(size: int, run: Callable[[], Any]) -> Any:
 
 
 def _walk(matcher: LLMatcher, others: int) -> None:
-    """Take some tokens that the grammar allows, and begin again. `others`: bits of the tokens that end no answer."""
+    """Take some tokens that the grammar allows, and begin again.
+
+    others  bits of the tokens that end no answer
+    """
     for _ in range(STEPS):
         allowed = 0 if matcher.is_stopped() else int.from_bytes(matcher.compute_bitmask(), "little") & others
         if not allowed:

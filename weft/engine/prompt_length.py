@@ -1,4 +1,4 @@
-"""Prompts as token ids, and a lower bound of their number that refuses a long text before it is tokenized.
+"""Prompts as token ids, and a lower bound of their number, by which long texts are refused at once.
 
 A token of L characters is worth at most 1 if each of its characters counts 1 / (length of the longest token that has this
 character). So the sum over a text is at most its number of tokens.
@@ -91,7 +91,10 @@ class PromptReader:
         self._bound: TokenBound | None = None
 
     def read(self, name: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. ValueError for one that leaves no room for an answer, before it is tokenized if it is long."""
+        """Token ids of a text. ValueError for one that leaves no room for an answer.
+
+        A long text is refused before it is tokenized, where the bound says so.
+        """
         if len(text) > max(SHORT, self._max_seq_len):
             if self._bound is None:
                 self._bound = TokenBound(self._tokenizer)
@@ -102,7 +105,7 @@ class PromptReader:
 
 
 def check_room(name: str, tokens: int, max_seq_len: int, *, least: bool = False) -> None:
-    """ValueError for a prompt that leaves no room for an answer. `least`: it has this many tokens or more."""
+    """ValueError for a prompt that leaves no room for an answer. `least`: it may have more tokens."""
     most = max_seq_len - 1
     if tokens > most:
         count = f"more than {most}" if least else tokens

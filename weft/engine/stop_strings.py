@@ -1,4 +1,4 @@
-"""Search for stop strings in a text that grows, whose time does not depend on their number (Aho and Corasick, 1975)."""
+"""Search for any number of stop strings in a text that grows, by the automaton of Aho and Corasick."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Automaton of strings. A state is the longest ending of the text so far that some string begins with; 0 is the empty one.
+    """Automaton of strings.
+
+    A state is the longest ending of the text so far that some string begins with; 0 is the empty one.
 
     empty    there is no string
     depth    of each state, its length

@@ -1,6 +1,6 @@
-"""Worker of weft.engine.limited_main that renders chat templates. It imports jinja2, and nothing of weft.
+"""Worker of weft.engine.limited_main that renders chat templates.
 
-Requests are {"source", "variables", "characters"}, where variables null compiles only. Answers are {"text"}, {"invalid"},
+It imports jinja2, and nothing of weft. Requests are {"source", "variables", "characters"}, where variables null compiles only. Answers are {"text"}, {"invalid"},
 {"refused"} or {"failed"}.
 """
 

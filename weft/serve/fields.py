@@ -179,15 +179,19 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
             # JSON has text for keys.
             found[parameter] = _by_token_id(value) if name == "logit_bias" else value
     for name in ("stop", "bad_words"):
-        if isinstance(found.get(name), list) and all(isinstance(one, str) for one in found[name]):
-            _checked(
-                name, lambda name, strings: check_strings(name, strings, MOST_STRINGS, MOST_CHARACTERS), found[name]
-            )
+        _checked(name, _few_strings, found.get(name))
     try:
         return replace(defaults, **found)
     except ValueError as error:
         name = str(error).partition("=")[0]
         raise BadField(str(error), name if name in given else None) from None
+
+
+def _few_strings(name: str, value: Any) -> None:
+    """ValueError for more strings than the server takes; values of another type are refused later."""
+    strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list) and all(isinstance(one, str) for one in strings):
+        check_strings(name, strings, MOST_STRINGS, MOST_CHARACTERS)
 
 
 def _logprobs(given: Mapping[str, Any], chat: bool) -> Any:

@@ -50,8 +50,8 @@ class Trial:
 class GrammarGuard:
     """Trials of grammars over the tokens of one tokenizer, AT_ONCE at a time.
 
-    ValueError as `check_guided`. Equal grammars are tried once, and those that passed last are remembered. Processes start when first needed: a second for
-    150,000 tokens.
+    ValueError as `check_guided`. Equal grammars are tried once, and those that passed last are remembered. Processes
+    start when first needed, in a second for 150,000 tokens.
 
     seconds  limit of a trial
     """

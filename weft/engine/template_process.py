@@ -1,7 +1,7 @@
 """Worker of weft.engine.limited_main that renders chat templates.
 
-It imports jinja2, and nothing of weft. Requests are {"source", "variables", "characters"}, where variables null compiles only. Answers are {"text"}, {"invalid"},
-{"refused"} or {"failed"}.
+It imports jinja2, and nothing of weft. Requests are {"source", "variables", "characters"}, where variables null compiles
+only. Answers are {"text"}, {"invalid"}, {"refused"} or {"failed"}.
 """
 
 from __future__ import annotations

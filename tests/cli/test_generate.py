@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from weft import LLM, SamplingParams
-from weft.cli import app
+from weft.cli import app, generate
 from weft.engine import engine as engine_module
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.families import PUBLISHED
@@ -88,6 +88,36 @@ def test_a_file_without_prompts_is_one_line(tmp_path, content, flags, says):
         file.write_bytes(content)
     result = weft("--prompts-file", file, *flags)
     assert result.exit_code == 2 and says in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_prompts_without_end_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "MOST_PROMPT_BYTES", 20)
+    (tmp_path / "long").write_text("1+1=\n" * 4 + "é")
+    (tmp_path / "fits").write_text("1+1=\n" * 4)
+    for file in ("/dev/zero", tmp_path / "long"):
+        result = weft("--prompts-file", file)
+        assert (result.exit_code, result.stderr) == (
+            2, f"weft: --prompts-file {file} holds more than 20 bytes; split it\n"
+        )  # fmt: skip
+    given = CliRunner().invoke(app, ["generate", "--device", "sim", "--prompts-file", "-"], input="1+1=\n" * 5)
+    assert given.exit_code == 2 and given.stderr == "weft: --prompts-file - holds more than 20 bytes; split it\n"
+    assert weft("--prompts-file", tmp_path / "fits", "--world-size", 1, "--json").exit_code == 0
+
+
+@pytest.mark.parametrize("schema", ["{", "", "x", '{"a": 1,}', "[" * 100_000])
+def test_a_schema_that_is_no_json_names_the_flag_and_the_column(schema):
+    result = weft("--json-schema", schema, "--world-size", 1)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and len(result.stderr) < 1000
+    assert result.stderr.startswith("weft: --json-schema '") and "is not a JSON schema: " in result.stderr
+    assert "column" in result.stderr or "recursion" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_served_name_is_some_text(name):
+    result = CliRunner().invoke(app, ["serve", "--served-model-name", name])
+    assert (result.exit_code, result.stderr) == (
+        2, f"weft: --served-model-name {name!r} names nothing; pass some text, or leave it out\n"
+    )  # fmt: skip
 
 
 def test_a_chat_puts_prompts_into_the_template(checkpoint):

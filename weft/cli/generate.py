@@ -34,7 +34,7 @@ class GenerateFlags(EngineFlags):
 
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated [default: 123+456=]")] = None
     prompts_file: Annotated[
-        Path | None, typer.Option(help="A prompt a line, in place of --prompt; -: from standard input")
+        Path | None, typer.Option(help="A prompt a line, in place of --prompt, up to 256 MiB; -: from standard input")
     ] = None
     prompt_token_ids: Annotated[
         list[str] | None,
@@ -84,6 +84,8 @@ class GenerateFlags(EngineFlags):
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
 
 
+# Most bytes of --prompts-file: a device such as /dev/zero has no end.
+MOST_PROMPT_BYTES = 256 << 20
 # Flags that are sampling parameters by the same names.
 SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty",
@@ -122,7 +124,10 @@ class GenerateOptions:
             "json": flags.json_schema
         }
         if any(value is not None for value in structure.values()):
-            sampling["structured_outputs"] = StructuredOutputsParams(**structure)
+            try:
+                sampling["structured_outputs"] = StructuredOutputsParams(**structure)
+            except ValueError as error:
+                raise ValueError(str(error).replace("json=", "--json-schema ", 1)) from None
         return cls(model=model, engine=engine, inputs=inputs, shown=shown, sampling=sampling, as_json=flags.as_json)
 
 
@@ -197,12 +202,18 @@ def _prompts(flags: GenerateFlags) -> list[str]:
     if str(file) == "-":
         if coordinates() is not None:
             raise ValueError("--prompts-file - reads standard input, which torchrun gives to no rank; pass a file")
-        text = sys.stdin.read()
+        text = sys.stdin.read(MOST_PROMPT_BYTES + 1)
+        long = len(text) > MOST_PROMPT_BYTES
     else:
         try:
-            text = file.read_text(encoding="utf-8")
+            with file.open("rb") as opened:
+                content = opened.read(MOST_PROMPT_BYTES + 1)
+            long = len(content) > MOST_PROMPT_BYTES
+            text = "" if long else content.decode("utf-8")
         except (OSError, UnicodeError) as error:
             raise ValueError(f"--prompts-file {file} cannot be read: {error}; pass a file of text in UTF-8") from None
+    if long:
+        raise ValueError(f"--prompts-file {file} holds more than {MOST_PROMPT_BYTES:,} bytes; split it")
     if not (lines := [line for line in text.splitlines() if line]):
         raise ValueError(f"--prompts-file {file} holds no prompt; write one on each line")
     return lines

@@ -63,6 +63,10 @@ def serve(flags: ServeFlags) -> None:
 
         check_packages()
         flags.check_names()
+        if flags.served_model_name is not None and not flags.served_model_name.strip():
+            raise ValueError(
+                f"--served-model-name {flags.served_model_name!r} names nothing; pass some text, or leave it out"
+            )
         from weft.engine import AsyncLLM
         from weft.serve import app, server
 

@@ -90,6 +90,11 @@ class StructuredOutputsParams:
                 object.__setattr__(self, name, json.dumps(value))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"json={quoted(value)} is not a JSON schema: {error}") from None
+        elif name == "json" and isinstance(value, str):
+            try:
+                json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"json={quoted(value)} is not a JSON schema: {error}") from None
         elif name == "choice":
             if isinstance(value, str) or not (choice := _strings(name, value)):
                 raise ValueError(f"choice={quoted(value)} is not a list of texts")

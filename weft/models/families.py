@@ -1,4 +1,7 @@
-"""Families of models, and models whose sizes are known by name. Without torch: the command line checks names first."""
+"""Families of models, and models whose sizes are known by name.
+
+Without torch: the command line checks names before it loads it.
+"""
 
 from __future__ import annotations
 

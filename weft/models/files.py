@@ -1,4 +1,7 @@
-"""Files of a checkpoint that hold text, and its directory. Without torch: the command line reads them first."""
+"""Files of a checkpoint that hold text, and its directory.
+
+Without torch: the command line checks directories before it loads it.
+"""
 
 from __future__ import annotations
 

@@ -166,7 +166,6 @@ NEVER = [
      "bad_words and structured_outputs (choice)"),
     ({"structured_outputs": StructuredOutputsParams(grammar="start: /[0-9]+/"), "allowed_token_ids": (1, 13)},
      "allowed_token_ids and structured_outputs (grammar)"),
-    ({"structured_outputs": StructuredOutputsParams(regex="[x-z]+")}, "structured_outputs (regex)"),
 ]  # fmt: skip
 # Parameters that come to exclude every token, the tokens before, and the names.
 AT_LAST = [

@@ -291,10 +291,11 @@ def test_defaults_that_mean_nothing_are_refused(byte_model, tmp_path):
 def test_weights_that_are_no_numbers_give_one_line(byte_model, tmp_path, caplog):
     directory = shutil.copytree(byte_model, tmp_path / "copy")
     tensors = load_file(directory / "model.safetensors")
-    tensors["lm_head.weight"][-1] = math.nan  # <eos>, which then always wins: the answer is empty
+    tensors["lm_head.weight"][-1] = math.nan  # of <eos>
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     with weft.LLM(directory, 2, device="sim", mode="torch") as llm:
-        assert llm.generate("x")[0].token_ids == [256]
+        [found] = llm.generate("x")
+    assert (found.token_ids, found.finish_reason) == ([], "error") and "not finite" in found.error.message
     [line] = [record.getMessage() for record in caplog.records]
     assert line == f"{directory}: NaN or infinite weights in float32, so answers mean nothing: lm_head.weight"
 
@@ -619,5 +620,4 @@ def test_several_answers_of_a_prompt_are_those_of_their_own_seeds(byte_model):
     assert len({tuple(one.token_ids) for one in found[:3]}) == 3
     assert [one.prompt_logprobs is None for one in found] == [False, True, True, False]
     assert join_pieces(iter(pieces), 1) == found[:3] and {piece.prompt for piece in pieces} == {0}
-    with pytest.raises(ValueError, match="n=2 with temperature=0 would give equal answers; raise the temperature"):
-        SamplingParams(n=2)
+    assert len(SamplingParams(n=2).answers()) == 2  # equal ones

@@ -297,7 +297,7 @@ def operands(team):
 
 def operands_of_experts(team):
     """``operands`` of the ops of weft.ops.moe."""
-    x, ids = torch.ones(3, 8), torch.zeros((3, 2), dtype=torch.int32)
+    x, ids = torch.ones(3, 8), torch.arange(2, dtype=torch.int32).repeat(3, 1)
     routing, experts = ops.Routing(ids, torch.ones(3, 2)), ops.Experts(4, 0, 4)
     scoring = {"scoring": CHOICE, "renormalize": FLAG, "scale": ("x", None), "bias": TENSOR[1:]}
     yield (

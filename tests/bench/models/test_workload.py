@@ -868,7 +868,7 @@ def test_generate_checks_every_token_with_check_or_without():
             "--model tiny: num_attention_heads=8 (num_key_value_heads=4) cannot be split over world_size=3; use a world size "
             "of 1, 2, 4, 8",
         ),
-        (["model", "--dtype", "int8"], "dtype 'int8' is unknown"),
+        (["model", "--dtype", "int8"], "--dtype int8 is unknown"),
         (["all-reduce", "--bsz", "4"], "--bsz belongs to mlp, attn, model, generate"),
         (["gemm", "--check"], "--check belongs to mlp, attn, model, generate"),
         (["gemm", "--breakdown"], "--breakdown belongs to mlp, attn, model; gemm takes --shapes"),

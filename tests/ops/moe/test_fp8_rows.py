@@ -121,7 +121,7 @@ def test_gpus_without_a_conversion_are_refused():
 )  # fmt: skip
 def test_wrong_arguments_of_dispatch_are_refused(message, run):
     def main(team):
-        routing = Routing(torch.zeros(3, 2).int(), torch.zeros(3, 2).bfloat16())
+        routing = Routing(torch.arange(2).expand(3, 2).int(), torch.zeros(3, 2).bfloat16())
         check_refused(run, (team, torch.zeros(3, 200).bfloat16(), routing), message)
 
     weft.simulate(main, 2)

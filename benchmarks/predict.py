@@ -289,18 +289,18 @@ def picture() -> str:
         for (name, time), colour in zip(curves(read()).items(), COLOURS, strict=False):
             points = [(w, us) for w in WORLD_SIZES if (us := time(w))]
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=name, gid=name)
-        axes.axvspan(1, 4, color="#eeeeee")
-        axes.text(0.06, 0.04, "measured sizes", transform=axes.transAxes)
+        axes.axvspan(1, 4, color="#eeeeee", label="measured sizes")
         axes.set(
             xscale="log",
             yscale="log",
             xlabel="GPUs",
-            ylabel="µs, predicted",
+            ylabel="µs of a call",
             xticks=WORLD_SIZES,
             xticklabels=WORLD_SIZES,
         )
         axes.minorticks_off()
-        axes.legend(fontsize=8)
+        axes.set_title("Predicted for H200s: one problem on more GPUs", loc="left")
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=PLAIN)
     text = file.getvalue()

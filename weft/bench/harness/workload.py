@@ -182,6 +182,16 @@ class Workload:
         return None
 
     @property
+    def axis(self) -> str:
+        """Name of a picture's x axis."""
+        return ""
+
+    @property
+    def timed(self) -> str:
+        """What the times are of."""
+        return "a call"
+
+    @property
     def in_milliseconds(self) -> bool:
         """True if tables give times in ms, False for µs."""
         return False

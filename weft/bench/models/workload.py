@@ -158,6 +158,14 @@ class ModelWorkload(Workload):
         return None if found is None else found.floor
 
     @property
+    def axis(self) -> str:
+        return "prompts" if self.generates else "step"
+
+    @property
+    def timed(self) -> str:
+        return "a token after the first" if self.generates else "a step"
+
+    @property
     def in_milliseconds(self) -> bool:
         return self.is_whole
 

@@ -314,7 +314,7 @@ def _simulable_attention(op: Op, size: tuple[int, ...], world_size: int) -> tupl
 class Form:
     """One form of shapes.
 
-    dimensions  of a shape
+    dimensions  of a shape; axis: what they are, for pictures
     sets        named ones
     read        (op, word, world_size, tiny) -> the shapes that a word names
     check       (op, word, size, dtype): ValueError for a size that the op refuses
@@ -322,6 +322,7 @@ class Form:
     """
 
     dimensions: int
+    axis: str
     sets: tuple[str, ...]
     read: Callable[[Op, str, int, bool], list[Shape]]
     check: Callable[[Op, str, tuple[int, ...], str], None]
@@ -330,22 +331,61 @@ class Form:
 
 GEMM_SETS = (*MODELS, "symm-mem-recipes")
 FORMS = {
-    "bytes": Form(dimensions=1, sets=("sizes",), read=_read_bytes, check=_no_check, simulable=_simulable_bytes),
-    "rows": Form(dimensions=2, sets=tuple(MODELS), read=_read_rows, check=_check_width, simulable=_simulable_rows),
-    "gemm": Form(dimensions=3, sets=GEMM_SETS, read=_read_gemm, check=_no_check, simulable=_simulable_gemm),
+    "bytes": Form(
+        dimensions=1,
+        axis="size of the whole tensor of a rank",
+        sets=("sizes",),
+        read=_read_bytes,
+        check=_no_check,
+        simulable=_simulable_bytes,
+    ),
+    "rows": Form(
+        dimensions=2,
+        axis="rows x columns",
+        sets=tuple(MODELS),
+        read=_read_rows,
+        check=_check_width,
+        simulable=_simulable_rows,
+    ),
+    "gemm": Form(
+        dimensions=3,
+        axis="rows M of the whole GEMM",
+        sets=GEMM_SETS,
+        read=_read_gemm,
+        check=_no_check,
+        simulable=_simulable_gemm,
+    ),
     "attention": Form(
-        dimensions=3, sets=tuple(MODELS), read=_read_attention, check=_check_heads, simulable=_simulable_attention
+        dimensions=3,
+        axis="KV heads of all sequences x tokens x head_dim",
+        sets=tuple(MODELS),
+        read=_read_attention,
+        check=_check_heads,
+        simulable=_simulable_attention,
     ),
     "sharded": Form(
-        dimensions=6, sets=tuple(LONG), read=read_sharded, check=check_sharded, simulable=simulable_sharded
+        dimensions=6,
+        axis="sequences x query heads x KV heads x head_dim x context",
+        sets=tuple(LONG),
+        read=read_sharded,
+        check=check_sharded,
+        simulable=simulable_sharded,
     ),
     "prefill": Form(
         dimensions=4,
+        axis="tokens x query heads x KV heads x head_dim",
         sets=tuple(PROMPTED),
         read=read_prefill,
         check=check_heads_shared,
         simulable=simulable_prefill,
     ),
-    "moe": Form(dimensions=7, sets=tuple(MIXTURES), read=read_moe, check=check_choices, simulable=simulable_moe),
+    "moe": Form(
+        dimensions=7,
+        axis="tokens T of a rank",
+        sets=tuple(MIXTURES),
+        read=read_moe,
+        check=check_choices,
+        simulable=simulable_moe,
+    ),
 }
 OPS = tuple(op.alias for form in FORMS for op in registered() if op.form == form)

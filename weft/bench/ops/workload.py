@@ -11,7 +11,7 @@ from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Shape, Workload
 from weft.bench.ops.problem import MOST_SETS, OpProblem
 from weft.bench.ops.providers import providers_for
-from weft.bench.ops.shapes import computes, has_flops, op_of
+from weft.bench.ops.shapes import FORMS, computes, has_flops, op_of
 from weft.ops.op import Op
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class OpWorkload(Workload):
         if not computes(self.op):
             return "busbw GB/s"
         return "TFLOP/s" if has_flops(self.op) else "GB/s"
+
+    @property
+    def axis(self) -> str:
+        return FORMS[self.op.form].axis
 
     def available(self) -> tuple[Provider, ...]:
         return providers_for(self.name)

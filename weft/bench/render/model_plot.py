@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weft.bench.harness.limits import GPUS
 from weft.bench.harness.report import Report, providers_of, row_of, shapes_of
 from weft.bench.models.breakdown import KINDS
+from weft.bench.render.sheets import title_of
 from weft.bench.workloads import workload_of
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ GAP_COLOUR = "#dddddd"
 
 
 def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    """Draw each step's time over the roofline's, a bar per provider with its milliseconds.
+    """Draw each step's time over the roofline's, a bar per provider; the roofline's milliseconds stand below the step.
 
-    Without a roofline the bars are the milliseconds themselves.
+    Without a roofline the bars are milliseconds.
     """
     shapes = shapes_of(report)
     workload, limits = workload_of(report), GPUS.get(report.machine["gpu"])
@@ -31,19 +32,20 @@ def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
     for number, provider in enumerate(timed):
         found = [(place, _us(report, shape, provider)) for place, shape in enumerate(shapes)]
         at = [(place - 0.4 + (number + 0.5) * width, us, units[place]) for place, us in found if us]
-        bars = axes.bar(
+        axes.bar(
             [place for place, _, _ in at], [us / unit for _, us, unit in at], width, label=provider,
             color=colours[number % len(colours)], gid=provider,
         )  # fmt: skip
-        axes.bar_label(bars, [f"{us / 1e3:.3g}" for _, us, _ in at], fontsize=6)
     if all(floors):
         axes.axhline(1, color="black", linewidth=1.2, label="roofline")
     labels = [next(row.label for row in report.rows if row.shape == shape) for shape in shapes]
+    if all(floors):
+        unit, each = (1e3, "ms") if workload.in_milliseconds else (1, "µs")
+        labels = [f"{label}\n{floor / unit:.3g} {each}" for label, floor in zip(labels, floors, strict=True)]
     axes.set_xticks(range(len(shapes)), labels, fontsize=7)
-    what = "times the roofline; ms" if all(floors) else "ms"
-    axes.set_title(
-        f"{report.op} of {report.subject}, {report.dtype}, world size {report.world_size}: {what}", loc="left"
-    )
+    axes.set_xlabel(f"{workload.axis}, and the roofline of {workload.timed}" if all(floors) else workload.axis)
+    axes.set_ylabel("time over the roofline's" if all(floors) else f"ms of {workload.timed}")
+    axes.set_title(title_of(report), loc="left")
     if timed:
         _dress(axes)
 
@@ -60,7 +62,9 @@ def parts(axes: Axes, report: Report, colours: Sequence[str]) -> None:
         lefts = [left + value for left, value in zip(lefts, values, strict=True)]
     axes.set_yticks(range(len(rows)), [f"{row.label}  {row.provider}" for row in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set_title(f"{report.op} of {report.subject}, world size {report.world_size}: µs per layer", loc="left")
+    axes.set_xlabel("µs per layer")
+    axes.set_ylabel("step and provider", labelpad=12)
+    axes.set_title(f"{title_of(report)}: breakdown", loc="left")
     _dress(axes, "x")
 
 

@@ -25,6 +25,11 @@ FILL = "tile fill"
 CEILINGS = {**moe_baselines.CEILINGS, **attention_baselines.CEILINGS, **prefill_baselines.CEILINGS}
 
 
+def ceiling_of(provider: str) -> str:
+    """What a ceiling computes in place of the op."""
+    return CEILINGS.get(provider, "the GEMM alone")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
     """Title, header and cells as text.
@@ -216,8 +221,8 @@ def _notes(report: Report, providers: Sequence[str]) -> list[str]:
         notes.append("*: could not be captured in a CUDA graph.")
     ceilings = dict.fromkeys(row.provider for row in rows if row.role == "ceiling")
     if alone := [name for name in ceilings if name not in CEILINGS]:
-        notes.append(f"{', '.join(alone)}: the GEMM alone, not the whole op.")
-    notes += [f"{name}: {CEILINGS[name]}; not the same computation." for name in ceilings if name in CEILINGS]
+        notes.append(f"{', '.join(alone)}: {ceiling_of(alone[0])}, not the whole op.")
+    notes += [f"{name}: {ceiling_of(name)}; not the same computation." for name in ceilings if name in CEILINGS]
     return [*notes, *workload.notes, *reasons(report, providers)]
 
 

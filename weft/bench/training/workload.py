@@ -25,6 +25,10 @@ class TrainWorkload(Workload):
     def unit(self) -> str:
         return "TFLOP/s"
 
+    @property
+    def axis(self) -> str:
+        return "sequences x tokens"
+
     def available(self) -> tuple[Provider, ...]:
         return PROVIDERS
 

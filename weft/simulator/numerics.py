@@ -57,12 +57,10 @@ def convert(x: np.ndarray, to: np.dtype, toward_zero: bool = False) -> np.ndarra
 
 def _to_float(x: np.ndarray, to: np.dtype, toward_zero: bool) -> np.ndarray:
     source = x.dtype
-    if source == BF16:
+    if source == BF16 or source in _FP8:
+        x, source = x.astype(np.float32), _F32  # exact, NaN's bits too
         if to == _F32:
-            return bf16_to_f32(x)
-        x, source = bf16_to_f32(x), _F32
-    elif source in _FP8:
-        x, source = x.astype(np.float32), _F32
+            return x
     if to in (_F32, _F64):
         return _f64_to_f32_toward_zero(x) if toward_zero and source == _F64 and to == _F32 else x.astype(to)
     # 16 and 8 bits: to fp32 first, keeping the bits that decide the last rounding.
@@ -82,17 +80,13 @@ def _to_float(x: np.ndarray, to: np.dtype, toward_zero: bool) -> np.ndarray:
     return x.astype(to)
 
 
-def bf16_to_f32(x: np.ndarray) -> np.ndarray:
-    return (x.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
 def f32_to_bf16(x: np.ndarray) -> np.ndarray:
-    bits = x.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    rounded = x.astype(BF16)
     nan = np.isnan(x)
-    if nan.any():  # a NaN whose payload lies in the lost bits must not become infinity
-        rounded = np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
-    return rounded.astype(np.uint16).view(BF16)
+    if np.logical_or.reduce(nan, axis=None):  # ml_dtypes drops its payload
+        bits = (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16) | np.uint16(0x40)
+        rounded = np.where(nan, bits, rounded.view(np.uint16)).view(BF16)
+    return rounded
 
 
 def f64_to_f32_odd(x: np.ndarray) -> np.ndarray:
@@ -148,7 +142,7 @@ def _float_to_int(x: np.ndarray, to: np.dtype) -> np.ndarray:
 def divide_int(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Quotient rounded toward zero, as in C; NumPy's own rounds down."""
     quotient = a // b
-    if quotient.dtype.kind == "i":
+    if (quotient.item() if quotient.size == 1 else np.minimum.reduce(quotient, axis=None)) < 0:
         inexact = (a - quotient * b) != 0
         quotient = quotient + (inexact & ((a < 0) != (b < 0)))
     return quotient
@@ -270,7 +264,7 @@ def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
         return accumulator + product.astype(np.int64).astype(accumulator.dtype)
     if a.dtype == _F64:
         return np.matmul(a, b) + accumulator
-    product = np.matmul(convert(a, _F32), convert(b, _F32))
+    product = np.matmul(a.astype(_F32, copy=False), b.astype(_F32, copy=False))
     if accumulator.dtype == _F32:
         return np.add(product, accumulator, out=product)
     return convert(product + convert(accumulator, _F32), accumulator.dtype)

@@ -242,6 +242,12 @@ class Semantic(TritonSemantic):
             raise TypeError(f"Shape elements must have type `constexpr[int]`, got {shape}")
         return make(np.broadcast_to(data, shape) if shape else data, dtype, bool(shape))
 
+    def permute(self, x: tl.tensor, dims: Sequence[Integer]) -> tl.tensor:
+        order = [plain(d) for d in dims]
+        if sorted(order) != list(range(x.handle.data.ndim)) or x.type is x.dtype:
+            return super().permute(x, dims)  # its errors
+        return make(x.handle.data.transpose(order), x.dtype, True)
+
     def dot_fp32(self, a: tl.tensor, b: tl.tensor, acc: tl.tensor | None) -> tl.tensor | None:
         """Common cases of ``tl.dot`` with an fp32 result; None for cases left to Triton's own code."""
         if a.dtype.name != b.dtype.name or a.dtype.name not in ("bf16", "fp16", "fp32"):

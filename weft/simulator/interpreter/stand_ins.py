@@ -162,7 +162,7 @@ class StandIns:
             result = self.semantic.dot_fp32(input, other, plain(acc))
         if result is None:
             result = self._stock_dot(input, other, acc, *args, **kwargs)
-        self.semantic.builder.port.computed(2 * plain(input.shape[-1]) * result.handle.data.size)
+        self.semantic.builder.port.computed(2 * input.handle.data.shape[-1] * result.handle.data.size)
         return result
 
     def _extreme(self, of_numbers: Callable, operation: Callable, *args: Operand) -> Operand:

@@ -32,6 +32,7 @@ class Handle(TensorHandle):
         self.data, self.dtype = data, dtype
 
 
+_new = object.__new__
 _blocks: dict[tuple, tl.block_type] = {}  # cache: building a block type costs as much as an operation
 
 
@@ -68,7 +69,11 @@ def make(data: np.ndarray, element: tl.dtype, is_block: bool) -> tl.tensor:
 
     A block's ``type`` is not its ``dtype``.
     """
-    return tl.tensor(Handle(data, element), _block_type(element, data.shape) if is_block else element)
+    # Without the calls of __init__ (_init_tensor in patching): kernels make most of their values here.
+    handle, x = _new(Handle), _new(tl.tensor)
+    handle.data, handle.dtype = data, element
+    x.handle, x.type, x.dtype = handle, _block_type(element, data.shape) if is_block else element, element
+    return x
 
 
 def scalar(value: int | float | bool, dtype: tl.dtype) -> tl.tensor:

@@ -120,6 +120,15 @@ def test_a_served_name_is_some_text(name):
     )  # fmt: skip
 
 
+def test_the_built_in_model_chats(checkpoint):
+    result = weft("--chat", "--prompt", "20+22=", "--world-size", 1)
+    assert result.stdout == "20+22=\n42\n", result.stderr
+    settings = checkpoint / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": None}))
+    says = "no chat template in tokenizer_config.json and no chat_template.jinja; give it text, not a chat"
+    one_line(weft("--model", checkpoint, "--chat", "--world-size", 1), says)
+
+
 def test_a_chat_puts_prompts_into_the_template(checkpoint):
     (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}=")
     result = weft("--model", checkpoint, "--chat", "--prompt", "1+1", "--prompt", "20+22", "--world-size", 1)
@@ -238,7 +247,12 @@ def test_a_checkpoint_that_cannot_be_loaded(checkpoint, spoil, says):
         (["--dummy-weights"], "--model NAME, such as qwen3-32b"),
         (["--dummy-weights", "--model", "llama"], "choose one of qwen3-0.6b, "),
         (["--dummy-weights", "--model", "qwen3-32b"], "or run the built-in model, without --model and --dummy-weights"),
-        (["--chat"], "no chat template in tokenizer_config.json and no chat_template.jinja; give it text, not a chat"),
+        (
+            ["--prompt", "hello"],
+            "prompts[0]='hello' has 'h', 'e', 'l', 'o', which this model does not read; it reads + 0 1 ",
+        ),
+        (["--chat", "--prompt", "hi"], "the rendered conversation='hi' has 'h', 'i', which this model does not read"),
+        (["--bad-words", "x"], "bad_words='x' has 'x', which this model does not read"),
         (["--dummy-weights", "--model", "qwen3-32b", "--chat"], "instead of --prompt and --chat"),
         (["--model", ""], "model='' names no directory"),
         (["--prompt-tokens", "3"], "goes with --dummy-weights"),

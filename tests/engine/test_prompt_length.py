@@ -76,6 +76,8 @@ def test_the_bound_is_never_more_than_the_tokens(monkeypatch):
         for name, tokenizer in kinds().items():
             bound = TokenBound(tokenizer)
             for text in texts:
+                if name == "builtin":  # which refuses other characters
+                    text = "".join(letter for letter in text if letter in "0123456789+=")
                 tokens = len(tokenizer.encode(text).ids)
                 assert bound.least(text, 1 << 30) <= tokens, (name, text[:40])
 

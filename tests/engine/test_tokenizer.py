@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from weft.engine.tokenizer import TextStream, load_tokenizer, token_texts
+from weft.engine.tokenizer import TextStream, load_tokenizer, spellings, token_ids_of, token_texts
 from weft.errors import CheckpointError
 
 
@@ -283,3 +283,31 @@ def test_bytes_that_are_no_character_come_without_decoding_all_of_them_again(tok
         found = [stream.push(token)[0] for token in ids]
         assert "".join(found) + stream.finish()[0] == tokenizer.decode(ids)
         assert max(decoded) < 64
+
+
+UNKNOWN = {
+    "words": (
+        models.WordLevel({"up": 0, "down": 1}, unk_token="<unk>"),
+        "prompt='up left right left' has 'left', 'right', which this model does not read; it reads down up",
+    ),
+    "many words": (
+        models.WordLevel({f"w{index}": index for index in range(1000)}, unk_token="<unk>"),
+        "has 'up', 'left', 'right', which this model does not read; it reads 1,000 words",
+    ),
+    "pieces": (models.WordPiece({"up": 0}, unk_token="<unk>"), "prompt='up left right left' WordPiece error: Missing"),
+    "likely pieces": (models.Unigram([("up", -1.0)]), "prompt='up left right left' Encountered an unknown token"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_text_without_tokens_is_one_line(name):
+    """A vocabulary without `<unk>` makes tokenizers raise a bare Exception."""
+    model, says = UNKNOWN[name]
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<eos>"])
+    with pytest.raises(ValueError) as caught:
+        token_ids_of(tokenizer, "prompt", "up left right left")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="^bad_words='left' "):
+        spellings(tokenizer, ["left"])

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.documents import ROOT
+from weft.engine.chat import ChatTemplate, prompt_of
+from weft.engine.tokenizer import load_tokenizer, token_ids_of
 from weft.models.builtin import PATH, PATHS
 from weft.models.builtin.train import MODELS, TrainConfig, both_orders, count_right, held_out_sums, make_batch
 
@@ -82,9 +84,23 @@ def test_the_tokenizer_gives_back_what_it_was_given(text):
 
 
 @pytest.mark.parametrize("text", ["1 2", "12-3=", "1\n", "x", "９"])
-def test_the_tokenizer_marks_characters_it_does_not_know(text):
-    alone = Tokenizer.from_file(str(PATH / "tokenizer.json"))
-    assert alone.token_to_id("<unk>") in alone.encode(text).ids
+def test_the_tokenizer_refuses_characters_it_does_not_know(text):
+    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):
+        Tokenizer.from_file(str(PATH / "tokenizer.json")).encode(text)
+    with pytest.raises(
+        ValueError, match=r"^prompt=.*, which this model does not read; it reads \+ 0 1 2 3 4 5 6 7 8 9 =$"
+    ):
+        token_ids_of(load_tokenizer(PATH), "prompt", text)
+
+
+@both
+def test_the_template_passes_the_last_message_through(name):
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    messages.append({"role": "user", "content": "123+456="})
+    tokenizer = AutoTokenizer.from_pretrained(PATHS[name])
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "123+456="
+    expected = load_tokenizer(PATHS[name]).encode("123+456=").ids
+    assert prompt_of(ChatTemplate(PATHS[name]), load_tokenizer(PATHS[name]), messages) == expected
 
 
 def test_training_batches_hold_no_held_out_sum():

@@ -4,9 +4,11 @@ import asyncio
 import json
 import logging
 import math
+import re
 
 import pytest
 
+from tests.documents import ROOT
 from tests.serve.conftest import until
 from weft.engine import Load
 from weft.serve import fields
@@ -32,6 +34,20 @@ def test_a_prompt_and_a_conversation_are_answered(client):
         extra_body={"chat_template_kwargs": {"suffix": "56="}},
     )  # fmt: skip
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("57", "length")
+
+
+def test_the_examples_of_the_page_are_answered(served):
+    """Those that it sends to the built-in model with curl."""
+    import httpx
+
+    found = re.findall(r"(/v1/\S+)[^']*(?:'[A-Z][^']*'[^']*)*-d '(\{.*\})'", (ROOT / "docs/serving.md").read_text())
+    assert {path for path, _ in found} == {"/v1/completions", "/v1/chat/completions"}
+    for path, body in found:
+        answer = httpx.post(served.url + path, content=body, headers={"Content-Type": "application/json"})
+        lines = answer.text.removesuffix("data: [DONE]\n\n").split("data: ")
+        choices = [choice for line in lines if line for choice in json.loads(line)["choices"]]
+        texts = [one.get("text") or one.get("delta", {}).get("content") or "" for one in choices]
+        assert answer.status_code == 200 and "".join(texts) == "579", (path, answer.text)
 
 
 def test_streams_are_the_whole_answer_in_pieces_with_usage_at_the_end(client):
@@ -157,6 +173,7 @@ BODIES = [
     ({"prompt": ["1", 2]}, 400, "prompts[1]=2 is not a string or a list of token ids"),
     ({"prompt": [10**30]}, 400, "is a token id outside 0 .. "),
     ({"prompt": "1" * 200}, 400, "prompt has 200 tokens and leaves no room for an answer in max_seq_len=64"),
+    ({"prompt": "hello"}, 400, "prompt='hello' has 'h', 'e', 'l', 'o', which this model does not read; it reads + 0 1 2"),
     ({"prompt": "1", "model": "gpt"}, 404, "model 'gpt' is not served; the one that is: adder"),
     ({"prompt": "1", "model": 1}, 400, "model=1 is not a string"),
     ({"prompt": "1", "n": 0}, 400, "n=0 is not an integer in 1 .. 128"),
@@ -181,6 +198,7 @@ MESSAGES = [
     ([{"role": "user"}], "messages[0].content=None is not text"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content holds {'type': 'image_url'}; only text"),
     ([{"role": "user", "content": "x", "name": "me"}], "messages[0].name is not supported"),
+    ([{"role": "user", "content": "What?"}], "prompt='What?' has 'W', 'h', 'a', 't', '?', which this model"),
     ([{"role": "system", "content": "x"}], "the chat template refuses these messages: no system messages"),
 ]  # fmt: skip
 

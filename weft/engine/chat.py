@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.arguments import quoted
 from weft.engine.params import check_prompt
 from weft.engine.renderer import Renderer, RenderError, as_json
-from weft.engine.tokenizer import named_tokens
+from weft.engine.tokenizer import named_tokens, token_ids_of
 from weft.errors import CheckpointError
 from weft.models.files import read_file, read_object
 
@@ -95,7 +95,8 @@ def prompt_of(
 ) -> list[int]:
     """Token ids of the rendered prompt. ValueError as in `ChatTemplate.render`."""
     # The template has written the special tokens already.
-    return tokenizer.encode(template.render(messages, variables), add_special_tokens=False).ids
+    text = template.render(messages, variables)
+    return token_ids_of(tokenizer, "the rendered conversation", text, special=False)
 
 
 def _sources(directory: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models
 
 from weft.engine.token_bytes import BYTE_OF
+from weft.engine.tokenizer import token_ids_of
 
 # A text up to this length is tokenized, which takes a millisecond.
 SHORT = 4096
@@ -99,7 +100,7 @@ class PromptReader:
             if self._bound is None:
                 self._bound = TokenBound(self._tokenizer)
             check_room(name, self._bound.least(text, self._max_seq_len), self._max_seq_len, least=True)
-        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        found = token_ids_of(self._tokenizer, name, text, special=add_special_tokens)
         check_room(name, len(found), self._max_seq_len)
         return found
 

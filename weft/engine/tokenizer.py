@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from weft.arguments import quoted
+from weft.arguments import quoted, shortened
 from weft.engine.stop_strings import StopStrings
 from weft.engine.tokenizer_class import DEFAULTS, class_of, follow_class
 from weft.errors import CheckpointError
@@ -18,6 +18,8 @@ from weft.models.files import check_regular, read_object
 JOINING = (decoders.ByteLevel, decoders.Fuse)
 # Tokens behind which a character that has not ended is none: it has up to 4 bytes.
 MOST_UNDECIDED = 16
+# Words of a vocabulary that a message lists.
+MOST_LISTED = 40
 # transformers' named special tokens, in the order in which it adds them.
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -123,11 +125,45 @@ def _content(token: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def token_ids_of(tokenizer: Tokenizer, name: str, text: str, *, special: bool = True) -> list[int]:
+    """Token ids of a text. ValueError for one that the tokenizer has no tokens for.
+
+    name     of the text, in messages
+    special  with the tokens that the tokenizer puts around a text
+    """
+    try:
+        return tokenizer.encode(text, add_special_tokens=special).ids
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ValueError(f"{name}={quoted(text)} {_unreadable(tokenizer, text) or error}") from None
+
+
+def _unreadable(tokenizer: Tokenizer, text: str) -> str:
+    """Rule that a text breaks whose words or characters a vocabulary of whole words lacks; "" for another one."""
+    if not isinstance(tokenizer.model, models.WordLevel):
+        return ""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token in added:
+        text = text.replace(token, "")
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    words = [text]
+    if tokenizer.pre_tokenizer is not None:
+        words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    known = [word for word in tokenizer.get_vocab(with_added_tokens=False) if word not in added]
+    lacking = ", ".join(map(repr, dict.fromkeys(word for word in words if word not in {*known})))
+    reads = f"{len(known):,} words" if len(known) > MOST_LISTED else " ".join(sorted(known))
+    return f"has {shortened(lacking)}, which this model does not read; it reads {reads}"
+
+
 def spellings(tokenizer: Tokenizer | None, words: Sequence[str]) -> list[list[int]]:
     """Token ids of each word, and of it behind a blank if its first token alone changes, as in vLLM."""
     found = []
     for word in words:
-        alone, behind = (tokenizer.encode(blank + word.lstrip(), add_special_tokens=False).ids for blank in ("", " "))
+        alone = token_ids_of(tokenizer, "bad_words", word.lstrip(), special=False)
+        try:
+            behind = token_ids_of(tokenizer, "bad_words", " " + word.lstrip(), special=False)
+        except ValueError:  # the tokenizer has no blank
+            behind = []
         if not alone:
             raise ValueError(f"bad_words: {quoted(word)} has no tokens")
         found.append(alone)

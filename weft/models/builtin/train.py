@@ -128,8 +128,9 @@ MODELS = {
 
 
 def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """One token a character; any character but digits, `+` and `=` becomes `<unk>`."""
-    tokenizer = Tokenizer(WordLevel(VOCABULARY, unk_token=UNK))
+    """One token a character: digits, `+` and `=`. Text with another one is refused."""
+    # UNK is in the vocabulary, but stands for nothing.
+    tokenizer = Tokenizer(WordLevel(VOCABULARY, unk_token=""))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
@@ -247,6 +248,7 @@ def save(kind: BuiltIn, model: PreTrainedModel, out: Path) -> None:
     # transformers 5 calls the class TokenizersBackend, which 4 does not know; both know this name.
     path = out / "tokenizer_config.json"
     tokenizer_config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer_config["chat_template"] = "{{ messages[-1].content }}"
     put(path, json.dumps(tokenizer_config, indent=2) + "\n")
     (out / "model.safetensors").chmod(0o644)  # save_pretrained leaves it readable by its owner alone
 

@@ -138,7 +138,7 @@ def token_ids_of(tokenizer: Tokenizer, name: str, text: str, *, special: bool = 
 
 
 def _unreadable(tokenizer: Tokenizer, text: str) -> str:
-    """Rule that a text breaks whose words or characters a vocabulary of whole words lacks; "" for another one."""
+    """Rule broken by a text with words that a vocabulary of whole words lacks; "" for another model."""
     if not isinstance(tokenizer.model, models.WordLevel):
         return ""
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

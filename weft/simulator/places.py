@@ -121,7 +121,7 @@ class Scattered(Places):
 
 
 class Box(Places):
-    """Box of a strided tensor: the element at index i along dimension d lies ``i * strides[d]`` bytes beyond ``start``.
+    """Box of a strided tensor: index i along dimension d lies ``i * strides[d]`` bytes beyond ``start``.
 
     strides  multiples of the element size, not negative
     inside   for each dimension the range of indices that are not masked off

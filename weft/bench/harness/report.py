@@ -105,7 +105,7 @@ def file_name(op: str, world_size: int) -> str:
 
 
 def from_json(text: str) -> list[Report]:
-    """Reports of a document, with the names of today. ValueError, TypeError or KeyError for another schema."""
+    """Reports of a document, under today's names. ValueError, TypeError or KeyError for another schema."""
     document = json.loads(text)
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:

@@ -188,7 +188,7 @@ class Workload:
 
     @property
     def timed(self) -> str:
-        """What the times are of."""
+        """Unit of work that the times are of."""
         return "a call"
 
     @property

@@ -19,7 +19,7 @@ GAP_COLOUR = "#dddddd"
 
 
 def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    """Draw each step's time over the roofline's, a bar per provider; the roofline's milliseconds stand below the step.
+    """Draw each step's time over its roofline's, a bar per provider; the label has the milliseconds.
 
     Without a roofline the bars are milliseconds.
     """

@@ -106,7 +106,7 @@ def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
 
 
 def _places(axes: Axes, report: Report) -> list[dict[tuple[int, ...], float]]:
-    """Place of each shape on the x axis, by runs of shapes that differ in one size, which grows. Names the axis.
+    """Place of each shape on the x axis, by runs of shapes in which one size grows. Names the axis.
 
     Bytes are on a scale of powers of 2; other shapes stand side by side.
     """

@@ -26,7 +26,7 @@ CEILINGS = {**moe_baselines.CEILINGS, **attention_baselines.CEILINGS, **prefill_
 
 
 def ceiling_of(provider: str) -> str:
-    """What a ceiling computes in place of the op."""
+    """Work that a ceiling computes in place of the op."""
     return CEILINGS.get(provider, "the GEMM alone")
 
 

@@ -49,7 +49,7 @@ class Descriptor:
         self._relative: np.ndarray | None = None
 
     def locate(self, offsets: list[int | np.ndarray]) -> Places:
-        """Places of the block at ``offsets``, out of bounds masked off; all but the last may be arrays (gather)."""
+        """Places of the block at ``offsets``, masked within bounds; all but the last may be arrays (gather)."""
         if offsets[-1] * self.itemsize % 16:
             raise Misaligned(
                 f"a descriptor's block must start at a multiple of 16 bytes, got offset {offsets[-1]} of {self.element}"

@@ -117,7 +117,7 @@ class Accesses:
 
     @property
     def observes(self) -> bool:
-        """True if a check or a trace observes: an ``Observer`` by itself ignores the arrays that are made for it."""
+        """True if a check or a trace observes: a plain ``Observer`` ignores the arrays made for it."""
         return type(self.observer) is not Observer
 
     def atomic(

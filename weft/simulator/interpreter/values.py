@@ -50,11 +50,12 @@ def plain(x: Any) -> Any:
 
 def numpy_dtype(element: tl.dtype) -> np.dtype:
     """NumPy dtype for a Triton element type; uint64 for pointers."""
-    if isinstance(element, tl.pointer_type):
-        return numerics.BITS[8]
-    if element.name not in numerics.DTYPES:
-        raise not_interpretable(f"element type {element}")
-    return numerics.DTYPES[element.name]
+    found = numerics.DTYPES.get(element.name)
+    if found is None:
+        if not isinstance(element, tl.pointer_type):
+            raise not_interpretable(f"element type {element}")
+        found = numerics.BITS[8]
+    return found
 
 
 def not_interpretable(what: str) -> NotInterpretable:
@@ -92,12 +93,10 @@ def value_of(x: Any) -> Any:
     A Python number for a scalar tensor (an address for a pointer), the array of a block, the value of a constexpr; anything
     else unchanged.
     """
-    if isinstance(x, tl.constexpr):
-        return x.value
     if isinstance(x, tl.tensor):
         data = x.handle.data
         return data if x.type is not x.dtype else data.item()
-    return x
+    return x.value if isinstance(x, tl.constexpr) else x
 
 
 def addresses_of(pointer: tl.tensor) -> np.ndarray:

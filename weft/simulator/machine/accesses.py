@@ -89,10 +89,11 @@ class Accesses:
         return self._plain(Scattered(addresses, mask, itemsize), verb).addresses
 
     def _plain(self, places: Places, verb: str) -> Places:
-        return self.pointers.plain(places, self.who, verb)
+        self.pointers.plain(places, self.who, verb)
+        return places
 
     def load(self, places: Places, access: str) -> np.ndarray:
-        places = self._plain(places, "load")
+        self.pointers.plain(places, self.who, "load")
         key = self.before_read(places)
         self.step(places, False)
         if self._on_event is not None:
@@ -105,7 +106,7 @@ class Accesses:
         return bits
 
     def store(self, places: Places, bits: np.ndarray, access: str) -> None:
-        places = self._plain(places, "store")
+        self.pointers.plain(places, self.who, "store")
         self.step(places, True, late=self.stores.is_late)
         self.note_write()
         if self._on_event is not None:

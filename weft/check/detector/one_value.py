@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from weft.check.detector.races import Races
-from weft.check.detector.signal_states import OneValue, Signal, Write
-from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock
+from weft.check.detector.signal_states import OneValue, Signal
+from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock, Write
 from weft.check.detector.vector_clocks import at
 from weft.simulator.interpreter import CodeLine
 from weft.simulator.machine.memory import signed

@@ -7,20 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weft.check.detector.thread_clocks import Access, Note, Notes, ThreadClock
+from weft.check.detector.thread_clocks import Access, Note, Notes, ThreadClock, Write
 from weft.check.detector.vector_clocks import joined
 from weft.simulator.machine.memory import signed
 
 _WRITES = 32  # latest writes kept of a signal
-
-
-@dataclass(slots=True)
-class Write:
-    """Write of a signal, which ``access`` took from ``old`` to ``value``."""
-
-    access: Access
-    old: int
-    value: int
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from weft.check.detector.one_value import OneValueWaits
 from weft.check.detector.races import Races
-from weft.check.detector.signal_states import Signal, Write
+from weft.check.detector.signal_states import Signal
 from weft.check.detector.thread_clocks import (
     SCALAR,
     Access,
@@ -26,6 +26,7 @@ from weft.check.detector.thread_clocks import (
     Release,
     Sync,
     ThreadClock,
+    Write,
     add_notes,
 )
 from weft.check.detector.vector_clocks import joined, new_clock

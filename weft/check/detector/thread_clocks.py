@@ -26,15 +26,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weft.check.detector.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, at, fit, joined
 from weft.simulator.machine.grids import Grid
-
-if TYPE_CHECKING:
-    from weft.check.detector.signal_states import Write
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 DELIVERY, COPYING = "delivery", "copying"
@@ -70,6 +66,15 @@ class Access:
     resets: bool = False  # it decreased a signal
     launches: int | None = None  # of a copy: kernels that its rank had launched when it was enqueued
     issued: int | None = None  # of a copy or host code: number in the order in which its rank has issued them
+
+
+@dataclass(slots=True)
+class Write:
+    """Write of a signal, which ``access`` took from ``old`` to ``value``."""
+
+    access: Access
+    old: int
+    value: int
 
 
 class ThreadClock:

@@ -369,3 +369,25 @@ def test_a_simulation_ends_with_what_its_ranks_held_in_thread_local_variables(fa
     else:
         weft.simulate(main, 2)
     assert len(gone) == 2
+
+
+@triton.jit
+def of_two_tensors(x, y, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, tl.load(tl.where(at % 2 == 0, x + at, y + at)))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_one_load_reads_two_tensors_in_either_order(swapped):
+    """Numbers in the upper bits of addresses, by which tensors are told apart, may order them otherwise than memory does."""
+
+    def main(team):
+        first, second = (team.zeros(64, dtype=torch.float32) for _ in range(2))
+        first.fill_(1.0)
+        second.fill_(2.0)
+        out, (x, y) = team.local(8, torch.float32), (second, first) if swapped else (first, second)
+        of_two_tensors[(1,)](y, x, team.local(8, torch.float32), 8)  # numbers them in this order
+        of_two_tensors[(1,)](x, y, out, 8)
+        return out.tolist()
+
+    assert weft.simulate(main, 1) == [[2.0, 1.0] * 4 if swapped else [1.0, 2.0] * 4]

@@ -47,7 +47,7 @@ class Places:
         return self.last + self.itemsize
 
     def cut(self, bits: int) -> None:
-        """Replace all addresses by ``address & bits``, which takes the same from each."""
+        """Replace all addresses by ``address & bits``."""
         raise NotImplementedError
 
     def misaligned(self, base: int) -> int | None:
@@ -94,9 +94,12 @@ class Scattered(Places):
         return self.active.item(0)
 
     def cut(self, bits: int) -> None:
-        self.low, self.last = self.low & bits, self.last & bits
         self.active = self.active & np.uint64(bits)
         self.addresses = self.active if self.is_whole else self.addresses & np.uint64(bits)
+        if self.low & ~bits == self.last & ~bits:
+            self.low, self.last = self.low & bits, self.last & bits
+        else:  # the bits that are cut ordered them otherwise
+            self.low, self.last = int(self.active.min()), int(self.active.max())
 
     def misaligned(self, base: int) -> int | None:
         if self.itemsize == 1:
@@ -166,6 +169,7 @@ class Box(Places):
 
     def cut(self, bits: int) -> None:
         less = self.low & ~bits
+        assert less == self.last & ~bits
         self.start, self.low, self.last, self._arrays = self.start - less, self.low - less, self.last - less, None
 
     def misaligned(self, base: int) -> int | None:

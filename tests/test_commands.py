@@ -28,6 +28,7 @@ NOT_RUN = {
     r"weft --install-completion": "changes the reader's shell; tests/cli/test_completion.py",
     r"python -m benchmarks\.(over_nodes|performance|predict)": "writes pages, which tests/benchmarks compares",
     r"python -m tests\.language\.primitives_page": "writes a page, which test_primitives_page.py compares",
+    r"python -m tests\.runtime\.host_page": "writes a page, which test_host_page.py compares",
     r"python -m tests\.simulator\.simulated_triton": "writes a page, which tests/simulator compares",
     r"python -m tests\.zoo\.table": "writes tables, which tests/zoo/test_zoo.py compares",
     # GPUs.

@@ -16,6 +16,7 @@ NOW = [page for page in PAGES if page not in PAST]
 # Pages whose Python a test of their own runs.
 RUN_ELSEWHERE = FOLLOWED | {
     ROOT / "README.md": "tests/test_readme.py",
+    ROOT / "docs" / "host.md": "tests/runtime/test_host_page.py",
     ROOT / "docs" / "nodes.md": "tests/runtime/test_nodes.py",
     ROOT / "docs" / "porting.md": "tests/test_porting.py",
     ROOT / "docs" / "primitives.md": "tests/language/test_primitives_page.py",

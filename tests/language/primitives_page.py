@@ -36,6 +36,10 @@ ORDER = (
 )
 
 
+# Of parameters or fields, in front of a line that describes them.
+NAMES = r"\w+(?:, \w+)*"
+
+
 class Lowering(NamedTuple):
     nvidia: str
     amd: str
@@ -293,8 +297,8 @@ def promise(described: Any) -> str:
     for paragraph in text.split("\n\n"):
         lines = paragraph.splitlines()
         # A table of arguments, such as "ptr     a block of pointers", as a list.
-        if re.match(r"\w+ {2,}\S", lines[0]):
-            paragraph = re.sub(r"^(\w+) {2,}", r"- `\1`: ", paragraph, flags=re.MULTILINE)
+        if re.match(rf"{NAMES} {{2,}}\S", lines[0]):
+            paragraph = re.sub(rf"^({NAMES}) {{2,}}", r"- `\1`: ", paragraph, flags=re.MULTILINE)
             paragraph = re.sub(r"\n {3,}", "\n  ", paragraph)
         paragraphs.append(paragraph)
     return "\n\n".join(paragraphs)

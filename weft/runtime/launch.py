@@ -65,6 +65,7 @@ def launch(
     world_size  None: torchrun's, else the number of GPUs, else 4 virtual ranks
     device      "cuda": one process per GPU (``main`` must be importable: defined at the top of a module); "sim": virtual ranks
                 in this process; "auto": GPUs if there are enough, else "sim". Under torchrun ``main`` runs in place
+    args        further arguments of ``main``
     seed        of the simulator's scheduler
     heap_bytes  as in ``weft.init``
     debug       as in ``weft.init``, on GPUs. Virtual ranks ignore it: the simulator raises Deadlock at once

@@ -46,15 +46,17 @@ def simulate(
 ) -> list[Any]:
     """Run ``main(team, *args)`` on ``world_size`` virtual ranks; their results in rank order.
 
-    seed      of the scheduler: the same seed gives the same run, event for event
-    sms       programs of a rank that can be resident at once; further ones start when others end
-    slow      rank -> factor by which the scheduler picks it less often than the others
-    node_size ranks of each node: those of different nodes do not reach each other's memory; None: one node
-    link      kind of the links within a node: "nvlink", or "pcie", on which a peer's memory has no atomics
-    compile   afterwards take each launched kernel to Triton IR for sm_90, and raise KernelRefused if Triton refuses one: the
-              simulator runs more of Python than Triton compiles
-    on_event  called with (step, task, kind, detail) for every access, launch and wait
-    prepare   called with the machine before it runs (``weft.check`` installs its observer and strategy there)
+    seed        of the scheduler: the same seed gives the same run, event for event
+    sms         programs of a rank that can be resident at once; further ones start when others end
+    slow        rank -> factor by which the scheduler picks it less often than the others
+    heap_bytes  as in ``weft.init``
+    node_size   ranks of each node: those of different nodes do not reach each other's memory; None: one node
+    link        kind of the links within a node: "nvlink", or "pcie", on which a peer's memory has no atomics
+    compile     afterwards take each launched kernel to Triton IR for sm_90, and raise KernelRefused if Triton refuses one: the
+                simulator runs more of Python than Triton compiles
+    args        further arguments of ``main``
+    on_event    called with (step, task, kind, detail) for every access, launch and wait
+    prepare     called with the machine before it runs (``weft.check`` installs its observer and strategy there)
 
     Raises the first error of a rank (the others are stopped), Deadlock as soon as no task can go on, InvalidAccess for a kernel
     access outside its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.

@@ -19,9 +19,9 @@ GAP_COLOUR = "#dddddd"
 
 
 def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
-    """Draw each step's time over its roofline's, a bar per provider; the label has the milliseconds.
+    """Draw each step's time over the roofline's, a bar per provider.
 
-    Without a roofline the bars are milliseconds.
+    The roofline's time stands below the step. Without a roofline the bars are milliseconds.
     """
     shapes = shapes_of(report)
     workload, limits = workload_of(report), GPUS.get(report.machine["gpu"])

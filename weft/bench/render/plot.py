@@ -106,9 +106,9 @@ def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
 
 
 def _places(axes: Axes, report: Report) -> list[dict[tuple[int, ...], float]]:
-    """Place of each shape on the x axis, by runs of shapes in which one size grows. Names the axis.
+    """Place of each shape on the x axis, by runs of shapes that differ in one size, which grows.
 
-    Bytes are on a scale of powers of 2; other shapes stand side by side.
+    The axis gets its ticks and its name. Bytes are on a scale of powers of 2; other shapes stand side by side.
     """
     shapes, workload = shapes_of(report), workload_of(report)
     label = {row.shape: row.label for row in report.rows}

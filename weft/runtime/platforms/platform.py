@@ -23,7 +23,8 @@ class Library(Protocol):
     On GPUs NCCL through torch.distributed; in the simulator an exchange through host memory, summed in fp32 in rank order.
     """
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, of the shape of ``x``."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Shards of all ranks in rank order: [W * x.shape[0], ...]."""

@@ -49,6 +49,7 @@ class Team(TakenByView):
 
     rank, size    number of this rank, and number of ranks
     device        device of its tensors (``cpu`` in the simulator)
+    is_simulated  True for virtual ranks
     group         its ``torch.distributed`` group; None in the simulator
     caps          capabilities of the device and its links (``weft.runtime.capabilities.Capabilities``)
     name          key for ``find_team(name)``
@@ -214,6 +215,7 @@ class Team(TakenByView):
         return at_peer(self._platform, tensor, peer)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor in this rank's heap, which kernels and ``at_peer`` find in a peer's memory."""
         check_dense("tensor", tensor)
         self._check_heap("is_symmetric()")
         heap = self._platform.heap

@@ -4,6 +4,7 @@ A block of
     python   whose first line is "# NAME.py" is that file, or an excerpt of the checkout's file of that name; a block without a
              name continues the last file
     diff     edits the file that "--- NAME.py" names: its lines with "-" are replaced by those with "+"
+    sh       has commands that the session does not run; tests/test_commands.py parses them
     console  has lines "$ command", each with what it prints; "..." stands for any text
 """
 
@@ -113,7 +114,7 @@ def _follow(page: Path, folder: Path) -> None:
         elif block.language == "console":
             for command, expected in turns(block):
                 check_output(f"{where}: {command}", expected, run(command))
-        else:
+        elif block.language != "sh":
             raise AssertionError(f"{where}: a block of {block.language or 'no language'} is not run")
 
 

@@ -148,7 +148,7 @@ def parse_sh(arguments, command):
 
 
 def parse_pytest(arguments, command):
-    """Files, names of tests, markers, and words of -k, which stand in the files or in Python of the page."""
+    """Files, names of tests, markers, and words of -k, which stand in the files, in their names or in Python of the page."""
     parser = argparse.ArgumentParser()
     for flag in ("-k", "-m", "-n"):
         parser.add_argument(flag, default="")
@@ -160,6 +160,7 @@ def parse_pytest(arguments, command):
         file, _, name = path.partition("::")
         text += "".join(found.read_text() for found in [ROOT / file, *(ROOT / file).rglob("*.py")] if found.is_file())
         assert (ROOT / file).exists() and name.partition("[")[0] in text, path
+    text += " ".join(asked.paths)
     of_logic = {"and", "or", "not"}
     assert all(word in text for word in {*re.findall(r"\w+", asked.k)} - of_logic), asked.k
     markers = re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)

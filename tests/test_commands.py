@@ -168,7 +168,7 @@ def test_a_command_is_understood(command, tmp_path, monkeypatch):
         if place.words[0] not in FOREIGN and reason_of(NOT_PARSED, command) is None:
             parse(place)
             # An op of docs/adding-an-op.md is there in the test of that page alone.
-            if measures(place) and place.page not in PAST and "ring-shift" not in command:
+            if measures(place) and place.page not in PAST and "ring-add" not in command:
                 parse_values(place)
 
 

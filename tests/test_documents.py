@@ -115,6 +115,11 @@ def test_all_pages_of_fragments_have_some():
     assert {block.page for block in COMPILED if block.language == "python"} == {*FRAGMENTS}
 
 
+def test_the_page_of_transformers_begins_with_replace():
+    first = next(blocks(ROOT / "docs" / "transformers.md"))
+    assert "replace(model, team)" in first.text and "weft.launch(main)" in first.text
+
+
 @pytest.mark.parametrize("block", COMPILED, ids=where)
 def test_a_fragment_compiles_and_its_names_of_weft_exist(block):
     tree = ast.parse(re.sub(r",? …", "", block.text), filename=where(block))

@@ -13,6 +13,7 @@ import pytest
 
 import weft
 from benchmarks import serving
+from tests.limits import ANSWER
 from weft.bench.harness.machine import revision
 
 # A server without torch, and a process below it that never ends by itself.
@@ -37,7 +38,7 @@ def child_of(log):
 
 
 def has_ended(pid):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + ANSWER
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":

@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 import weft
+from tests.limits import PROCESS
 from weft.cli import app
 from weft.runtime import capabilities, doctor, links
 from weft.runtime.team.shape import Shape
@@ -226,7 +227,7 @@ def test_two_agents_of_torchrun_are_two_nodes(by_variables):
         run = [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "weft", "doctor", "--nodes", "--json"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         agents.append(subprocess.Popen(run, env=here | variables, **pipes))
-    first, second = [agent.communicate(timeout=120)[0] for agent in agents]
+    first, second = [agent.communicate(timeout=PROCESS)[0] for agent in agents]
     found = json.loads(first)
     kinds = {(link["one"], link["other"]): link["kind"] for link in found["links"]}
     assert found["shape"] == [2, 2] and second == ""

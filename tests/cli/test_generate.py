@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from tests.limits import PROCESS
 from weft import LLM, SamplingParams
 from weft.cli import app, generate
 from weft.engine import engine as engine_module
@@ -193,7 +194,7 @@ def test_token_ids_are_answered_in_token_ids_without_a_tokenizer(checkpoint):
 
 def test_runs_as_a_module():
     command = [sys.executable, "-m", "weft", "generate", "--device", "sim", "--world-size", "1", "--prompt", "1+1="]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS)
     assert (done.returncode, done.stdout.strip()) == (0, "1+1=2"), done.stderr
 
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import weft
+from tests.limits import PROCESS
 from weft import console
 from weft.bench import command as bench_command
 from weft.bench import workloads
@@ -79,7 +80,7 @@ def test_commands_end_without_a_traceback(monkeypatch, arguments, module, functi
 
 def in_a_process(*arguments, stdout, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "weft", *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120,
+        [sys.executable, "-m", "weft", *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=PROCESS,
         env={**os.environ, **environment}, check=False,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.limits import PROCESS
 from weft.arguments import DEVICES, check_choice, did_you_mean
 from weft.bench import names
 from weft.bench.harness import workload
@@ -56,7 +57,7 @@ for line in json.load(sys.stdin):
 
 def test_a_mistyped_name_is_answered_without_torch(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps([*MISTYPED]), capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", SCRIPT], input=json.dumps([*MISTYPED]), capture_output=True, text=True, timeout=PROCESS,
         cwd=tmp_path, check=True,
     )  # fmt: skip
     for (command, says), line in zip(MISTYPED.items(), done.stdout.splitlines(), strict=True):

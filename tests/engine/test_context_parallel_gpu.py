@@ -36,7 +36,6 @@ def spread_and_warm(team, directory):
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.timeout(300)
 def test_after_a_warm_up_no_prompt_over_a_spread_cache_runs_without_a_graph(byte_model):
     for expected, found, eager, gathering in weft.launch(
         spread_and_warm, 2, "cuda", heap_bytes=64 << 20, args=(byte_model,), share_gpus=True
@@ -59,7 +58,6 @@ def in_few_pages(team, directory):
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_long_answers_run_in_the_pages_of_their_windows(byte_model, tmp_path, world_size):
     directory = shutil.copytree(byte_model, tmp_path / "windowed")

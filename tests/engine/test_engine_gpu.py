@@ -110,7 +110,6 @@ def replayed(team, directory, replays, dtype):
     return found
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_graphs_give_the_tokens_of_eager_steps_on_every_rank_a_thousand_times(byte_model, world_size):
     by_rank = weft.launch(in_all_modes, world_size, "cuda", args=(byte_model,))
@@ -152,7 +151,6 @@ def warmed_up_at_start(team, directory):
     return found
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:2])
 def test_an_engine_that_captures_at_start_captures_nothing_later_and_answers_alike(byte_model, world_size):
     for (made, seconds, hits), (expected, _, as_many) in weft.launch(
@@ -174,7 +172,6 @@ def spread_over_ranks(team, directory):
     return found
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.gpu(2)
 def test_prompts_over_a_spread_cache_run_as_graphs_and_give_the_same_tokens(byte_model):
     """The later calls find the first tokens of the long prompt in the cache."""
@@ -184,7 +181,6 @@ def test_prompts_over_a_spread_cache_run_as_graphs_and_give_the_same_tokens(byte
             assert found == expected and gathering > 0
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.gpu(2)
 def test_an_llm_answers_from_processes_of_its_own_and_outlives_a_refusal(byte_model):
     with weft.LLM(byte_model, 2, device="cuda") as llm:
@@ -216,7 +212,6 @@ def warmed_up(team, file):
     return found
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.gpu(2)
 def test_an_engine_finds_algorithms_once(tmp_path):
     file = tmp_path / "algorithms.json"

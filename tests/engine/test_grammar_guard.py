@@ -9,6 +9,7 @@ import time
 import pytest
 
 import weft
+from tests.limits import ANSWER
 from weft.engine import AsyncLLM, Engine, SamplingParams, grammar_guard
 from weft.engine import StructuredOutputsParams as Structured
 from weft.engine.grammar_guard import GrammarGuard, refusal
@@ -93,7 +94,7 @@ def test_a_trial_that_takes_too_long_is_ended_and_does_not_hold_up_others():
     assert guard.begin(slow) is trial, "equal grammars are tried once"
     guard.check([Structured(regex="12")])
     with pytest.raises(ValueError, match=r"within its limits: it does not end within 0.5 s; simplify it$"):
-        trial.future.result(timeout=60)
+        trial.future.result(timeout=ANSWER)
     guard.close()
 
 
@@ -107,12 +108,12 @@ def test_a_trial_that_nothing_waits_for_ends_its_process():
     guard.leave(one)
     assert process.poll() is None
     guard.leave(other)
-    assert process.wait(20) != 0
+    assert process.wait(ANSWER) != 0
     again = guard.begin(slow)
     assert again is not one
     guard.close()
     with pytest.raises(ValueError):
-        again.future.result(timeout=60)
+        again.future.result(timeout=ANSWER)
 
 
 def test_processes_are_used_again_and_end_with_the_guard(guard, monkeypatch):
@@ -128,7 +129,7 @@ def test_processes_are_used_again_and_end_with_the_guard(guard, monkeypatch):
     process = started.pop().process
     del other
     gc.collect()
-    assert process.wait(20) is not None
+    assert process.wait(ANSWER) is not None
 
 
 def test_texts_of_the_library_become_one_clear_line():

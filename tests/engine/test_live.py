@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import weft
+from tests import limits
 from tests.spawning import launch_two
 from weft import SamplingParams
 from weft.engine import Load, Piece, StructuredOutputsParams, live, processes
@@ -127,7 +128,7 @@ class CountedEngine:
         """No step is in flight."""
 
     def step(self):
-        self.together.wait(timeout=30)
+        self.together.wait(timeout=limits.ANSWER)
         self.steps += 1
         pieces = []
         for number, left in list(self.left.items()):
@@ -191,7 +192,7 @@ class Shared:
 
 
 def until(true):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + limits.ANSWER
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -224,7 +225,7 @@ def test_requests_wait_for_their_grammars_while_others_run_and_enter_at_one_step
     def submit(rank, prompt, params, number):
         if params.structured_outputs is not None:
             assert futures[0][params.seed].done()
-            futures[rank][params.seed].result(timeout=30)
+            futures[rank][params.seed].result(timeout=limits.ANSWER)
         return CountedEngine.submit(ranks.engines[rank], prompt, params, number)
 
     for rank, engine in enumerate(ranks.engines):

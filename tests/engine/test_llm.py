@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import weft
+from tests.limits import ANSWER, PROCESS
 from tests.runtime.sockets import listening
 from weft import SamplingParams
 from weft.engine import Completion, processes, workers
@@ -92,7 +93,7 @@ class GatedSteps:
             self.ran[batch.team.rank] = self.ran.get(batch.team.rank, 0) + 1
             if self.ran[batch.team.rank] == 3:
                 self.reached.set()
-                assert self.go_on.wait(timeout=30)
+                assert self.go_on.wait(timeout=ANSWER)
             return step(batch)
 
         monkeypatch.setattr(Batch, "step", counting)
@@ -105,7 +106,7 @@ def test_a_stream_that_is_left_ends_with_the_step_that_runs_on_all_virtual_ranks
     stream = llm.stream(PROMPTS, SamplingParams(max_tokens=80, ignore_eos=True))
     for _ in range(drawn):
         next(stream)
-    assert steps.reached.wait(timeout=30)
+    assert steps.reached.wait(timeout=ANSWER)
     if closed:
         stream.close()
     del stream
@@ -155,13 +156,13 @@ def test_a_closed_llm_computes_no_further_step_of_a_stream_that_is_held(byte_mod
     steps = GatedSteps(monkeypatch)
     llm = weft.LLM(byte_model, 2, device="sim", mode="torch")
     stream = llm.stream(PROMPTS, SamplingParams(max_tokens=80, ignore_eos=True))
-    assert next(stream).prompt == 0 and steps.reached.wait(timeout=30)
+    assert next(stream).prompt == 0 and steps.reached.wait(timeout=ANSWER)
     left = llm._workers._own.left
     closing = threading.Thread(target=llm.close)
     closing.start()
-    assert left.wait(timeout=30)
+    assert left.wait(timeout=ANSWER)
     steps.go_on.set()
-    closing.join(timeout=30)
+    closing.join(timeout=ANSWER)
     assert steps.ran == {0: 3, 1: 3}
     with pytest.raises(WeftError, match="this LLM is closed"):
         list(stream)
@@ -180,7 +181,7 @@ def test_llms_of_one_process_and_its_threads_wait_for_each_other(llm, byte_model
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=ANSWER)
         assert {prompt: answer.token_ids for prompt, [answer] in found.items()} == expected
     assert [piece.token_id for piece in undrawn] == expected[PROMPTS[0]]
 
@@ -208,7 +209,7 @@ atexit.register(ending.set)  # the first
 
 def test_a_process_ends_with_an_answer_that_is_held_undrawn(byte_model):
     command = [sys.executable, "-c", END_OF_A_PROCESS, str(byte_model)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\nTrue ['MainThread']\n", "")
 
 
@@ -526,7 +527,7 @@ def test_an_answer_never_gets_the_pieces_of_another(byte_model, as_processes, mo
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=ANSWER)
     assert found == {PROMPTS[0]: first, PROMPTS[1]: second}
 
     late = ask(PROMPTS[0])

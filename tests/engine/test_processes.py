@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.limits import ANSWER
 from tests.spawning import launch_two
 from weft.engine import SamplingParams, processes, workers
 from weft.engine.outputs import Piece, Stats
@@ -42,9 +43,9 @@ class CountedEngine:
             reached, go_on = self.gates.pop(step, (None, None))
             if reached is not None:
                 reached.set()
-                assert go_on.wait(timeout=30)
+                assert go_on.wait(timeout=ANSWER)
             self.ran[-1] += 1
-            self.together.wait(timeout=30)
+            self.together.wait(timeout=ANSWER)
             yield [Piece(0, "", step)] if step % 3 else []
         self.stats = Stats(load_seconds=0.0, new_tokens=budget)
 
@@ -160,7 +161,7 @@ def test_an_interrupt_does_not_end_a_rank():
     parent.send_bytes(encode(("request", (["x"], [SamplingParams(max_tokens=2)], 8))))
     assert [processes.receive(parent)[0] for _ in range(3)] == ["pieces", "pieces", "stats"]
     parent.close()
-    process.join(timeout=30)
+    process.join(timeout=ANSWER)
     assert process.exitcode == 0
 
 
@@ -169,10 +170,10 @@ def test_progress_is_rank_0_s_whoever_comes_first(monkeypatch):
 
     def load(rank, progress):
         if rank == 0:
-            assert all(others.acquire(timeout=30) for _ in range(2))
+            assert all(others.acquire(timeout=ANSWER) for _ in range(2))
         progress(rank, 9)
         others.release()
-        assert rank == 0 or seen.wait(timeout=30)
+        assert rank == 0 or seen.wait(timeout=ANSWER)
 
     found = []
     ranks = Ranks(monkeypatch, load, lambda *given: (found.append(given), seen.set()))
@@ -278,10 +279,10 @@ def test_an_answer_that_is_closed_while_the_next_call_waits_for_it_stops(ranks):
     other = threading.Thread(target=lambda: found.extend(numbers(ranks.ask(10, 4))), daemon=True)
     other.start()
     # As soon as 100 have come.
-    assert reached.wait(timeout=30) and told.wait(timeout=30)
+    assert reached.wait(timeout=ANSWER) and told.wait(timeout=ANSWER)
     first.close()
     go_on.set()
-    other.join(timeout=30)
+    other.join(timeout=ANSWER)
     assert found == tokens(10)
     assert ranks.ran(0) == 108
 
@@ -289,7 +290,7 @@ def test_an_answer_that_is_closed_while_the_next_call_waits_for_it_stops(ranks):
 def test_the_ranks_run_ahead_of_a_caller_who_does_not_draw(ranks):
     reached, go_on = ranks.gate(900)
     stream = ranks.ask(LONG, 4, waits=False)
-    assert reached.wait(timeout=30)
+    assert reached.wait(timeout=ANSWER)
     go_on.set()
     assert numbers(stream) == tokens(LONG)
 
@@ -360,13 +361,13 @@ def test_ranks_whose_parent_closes_in_an_answer_end_at_one_step_without_an_error
     stream = ranks.ask(LONG, 4)
     while next(stream).token_id < 4:
         pass
-    assert reached.wait(timeout=30)  # 12 steps are allowed by now, and nobody has read so
+    assert reached.wait(timeout=ANSWER)  # 12 steps are allowed by now, and nobody has read so
     closing = threading.Thread(target=ranks.workers.close, daemon=True)
     closing.start()
     while not ranks.workers._closed:
         closing.join(timeout=0.01)
     go_on.set()
-    closing.join(timeout=30)
+    closing.join(timeout=ANSWER)
     assert ranks.ended_well()
     assert ranks.ran(0) == 12
     with pytest.raises(WeftError, match="this LLM is closed"):
@@ -377,17 +378,17 @@ def test_ranks_that_wait_to_go_on_end_without_an_error_when_their_parent_closes(
     waiting = threading.Barrier(4)
 
     def after_the_others(recv):
-        waiting.wait(timeout=30)
+        waiting.wait(timeout=ANSWER)
         return recv()
 
     assert numbers(ranks.ask(5, 4)) == tokens(5)
     reached, go_on = ranks.gate(6)
     stream = ranks.ask(LONG, 4)  # of its eight messages one is read
-    assert reached.wait(timeout=30)
+    assert reached.wait(timeout=ANSWER)
     for pipe in ends:
         pipe.recv_bytes = lambda recv=pipe.recv_bytes: after_the_others(recv)
     go_on.set()
-    waiting.wait(timeout=30)
+    waiting.wait(timeout=ANSWER)
     ranks.workers.close()
     assert ranks.ended_well()
     assert ranks.ran(1) == 8

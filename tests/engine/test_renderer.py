@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from tests.limits import ANSWER
 from weft.engine import limited_process
 from weft.engine import renderer as module
 from weft.engine.chat import ChatTemplate
@@ -99,7 +100,7 @@ def test_a_process_that_has_lost_its_parent_ends():
         for message in ({"path": sys.path, "memory": 1 << 30}, *request):
             process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.close()
-        assert process.wait(20) == status
+        assert process.wait(ANSWER) == status
 
 
 def test_the_process_neither_takes_this_folders_modules_nor_writes_files(tmp_path, monkeypatch):

@@ -9,17 +9,18 @@ import pytest
 
 import weft
 from tests.gpu.attempts import Desynchronised, Suite
+from tests.limits import SUITE
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(SUITE + 100)
 @pytest.mark.parametrize("world_size", [pytest.param(w, marks=pytest.mark.gpu(w), id=f"{w} GPUs") for w in (2, 4, 8)])
 def test_suite(world_size, tmp_path, pytestconfig):
     run_suite(world_size, tmp_path, pytestconfig)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(SUITE + 100)
 @pytest.mark.gpu(2)
 def test_2000_calls_of_experts_with_changing_tokens_and_routing_never_wait_on_the_host(tmp_path, pytestconfig):
     run_suite(2, tmp_path, pytestconfig, "--load", "--only", "experts")
@@ -39,7 +40,7 @@ def run_suite(world_size, tmp_path, pytestconfig, *options):
     ]
     if pytestconfig.getoption("--share-gpus"):
         command.append("--share-gpus")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SUITE)
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     assert json.loads(report.read_text())["failed"] == 0

@@ -42,7 +42,6 @@ def in_all_forms(team, directory, tokens):
     }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "world_size"), [pytest.param(*case, marks=pytest.mark.gpu(case[1])) for case in CASES]
 )
@@ -51,7 +50,6 @@ def test_bf16_logits_are_those_of_transformers_up_to_its_noise(make_checkpoint, 
     check(directory, reference, prompt(3, 40), world_size)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "world_size"), [pytest.param(*case, marks=pytest.mark.gpu(case[1])) for case in EXPERT_CASES]
 )
@@ -90,7 +88,6 @@ def sums(team):
 SUMS = ["123+456=", *(f"{a}+{b}=" for a, b in zip(range(101, 1000, 63), range(998, 99, -61), strict=True))]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [pytest.param(w, marks=pytest.mark.gpu(w)) for w in (1, 2, 4)])
 def test_the_built_in_experts_add(world_size):
     right = [str(sum(map(int, text[:-1].split("+")))) for text in (*SUMS, SUMS[0])]

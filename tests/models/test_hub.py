@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import weft
+from tests.limits import PROCESS
 from weft.cli import app
 from weft.errors import CheckpointError
 from weft.models.builtin import PATH as BUILTIN
@@ -179,7 +180,9 @@ def test_a_process_finds_the_cache_by_the_hub_s_variables_and_connects_to_nothin
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT)}
     environment[variable] = str(tmp_path if variable == "HF_HOME" else hub)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=PROCESS
+    )
     assert done.stdout.strip() == str(snapshot), done.stderr
     assert done.stderr.strip().endswith(
         f"no revision main of it in {hub}; weft downloads nothing: type `hf download owner/other`"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.documents import ROOT, blocks, follow
+from tests.limits import PROCESS
 
 PAGE = Path("docs", "adding-an-op.md")
 
@@ -44,7 +45,7 @@ def is_touched(file: Path, copy: Path) -> bool:
 def python(folder: Path, *arguments: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=1000
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=PROCESS
     )
     failed = done.returncode != 0  # pytest would show all of ``done``
     assert not failed, done.stdout + done.stderr

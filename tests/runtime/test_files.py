@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import weft
+from tests.limits import ANSWER
 from weft.console import check_output
 from weft.errors import CannotWrite
 from weft.runtime import files
@@ -86,7 +87,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, name):
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(ANSWER)
     assert said and "\n" not in said[0] and "no file can be written there" in said[0]
 
 

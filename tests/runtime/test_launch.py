@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from tests.limits import PROCESS
 from weft.errors import NoTeam, NotEnoughGPUs, WeftError
 from weft.runtime import launch
 
@@ -101,5 +102,5 @@ def test_a_rank_that_ends_leaves_no_semaphore_behind(tmp_path):
     """torch.compile makes one in each rank, of which Python's resource tracker would warn."""
     script = tmp_path / "leaving.py"
     script.write_text(LEAVING)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PROCESS, check=True)
     assert (ended.stdout, ended.stderr) == ("0\n", "")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from tests.limits import PROCESS
 from tests.runtime.sockets import listening
 from weft.errors import ForeignMessage, PeerFailed
 from weft.runtime import codec, launch, store
@@ -131,7 +132,7 @@ def test_ranks_and_their_folder_are_gone_when_sigterm_comes_to_all_of_them(tmp_p
 
 
 def wait_until(done):
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PROCESS
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import weft
+from tests.limits import ANSWER
 from weft.models.builtin import PATH
 
 
@@ -39,17 +40,17 @@ def serving(directory, world_size=2, max_batch=4, **options):
         running = server.Server(service, listening.set)
         thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[at])), daemon=True)
         thread.start()
-        assert listening.wait(timeout=300) and running.started
+        assert listening.wait(timeout=ANSWER) and running.started
         try:
             yield SimpleNamespace(url=server.url(at), service=service, llm=llm, thread=thread, server=running)
         finally:
             running.should_exit = True
-            thread.join(timeout=30)
+            thread.join(timeout=ANSWER)
             llm.close()
             assert not thread.is_alive()
 
 
-def until(true, seconds=30):
+def until(true, seconds=ANSWER):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from tests.documents import ROOT
+from tests.limits import ANSWER
 from tests.serve.conftest import until
 from weft.engine import Load
 from weft.serve import fields
@@ -131,12 +132,14 @@ def test_an_answer_without_a_token_to_choose_is_an_error_of_the_apis_shape(clien
         ),
     ]
     for asked, status, kind, message in cases:
-        answer = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60)
+        answer = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=ANSWER)
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (status, kind) and error["message"].startswith(message)
         assert "\n" not in error["message"]
     for asked, *_, message in cases[:2]:
-        with httpx.stream("POST", f"{served.url}/v1/completions", json={**asked, "stream": True}, timeout=60) as stream:
+        with httpx.stream(
+            "POST", f"{served.url}/v1/completions", json={**asked, "stream": True}, timeout=ANSWER
+        ) as stream:
             *chunks, last, done = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
         texts = [json.loads(one, parse_constant=pytest.fail)["choices"][0] for one in chunks]
         assert "".join(one["text"] for one in texts) == "1" and texts[-1]["finish_reason"] is None

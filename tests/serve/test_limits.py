@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_grammar_guard import chain
+from tests.limits import ANSWER
 from tests.serve.conftest import until
 from weft.engine.limited_process import LimitedProcess, ProcessFailed
 from weft.engine.prompt_length import TokenBound
@@ -59,7 +60,7 @@ def test_a_prompt_is_read_once_for_its_choices_and_the_server_answers_meanwhile(
 
     def reads(name, text, **options):
         texts.append(text)
-        assert answered.wait(60)
+        assert answered.wait(ANSWER)
         return read(name, text, **options)
 
     monkeypatch.setattr(served.llm._reader, "read", reads)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.limits import ANSWER
 from tests.serve.conftest import until
 from weft.cli import app as command
 from weft.engine import Load
@@ -72,7 +73,7 @@ def test_of_64_clients_half_leave_and_nothing_is_lost(served, seed):
     async def main():
         async with (
             openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client,
-            httpx.AsyncClient(base_url=served.url, timeout=60) as http,
+            httpx.AsyncClient(base_url=served.url, timeout=ANSWER) as http,
         ):
             asked = [kinds[number % 2] if number < 32 else kinds[2 + number % 3] for number in range(64)]
             return await asyncio.gather(*(one(client, http, kind) for kind in asked))
@@ -104,7 +105,7 @@ def test_a_signal_ends_streams_and_the_process(number):
             os.killpg(process.pid, number)  # as a terminal, systemd, `timeout` and Slurm do
             with pytest.raises(openai.APIError, match="the server is shutting down"):
                 list(stream)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=ANSWER) == 0
         assert process.stderr.read() == ""
     finally:
         process.kill()

@@ -56,7 +56,6 @@ def test_answers_are_generated(tmp_path):
 
 @pytest.mark.gpu(2)
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_answers_are_generated_by_compiled_steps(tmp_path):
     providers = ["--providers", "torch.compile,torch.compile+symm"]
     rows = run(tmp_path, "generate", "--world-size", "2", "--shapes", "3x20+6", *providers)
@@ -68,7 +67,6 @@ def test_answers_are_generated_by_compiled_steps(tmp_path):
 
 @pytest.mark.gpu(2)
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_compiled_baselines_are_right_with_symmetric_memory_and_micro_pipelined(tmp_path):
     # Sums of 6 KiB, of 700 KiB and of 8 MiB: one-shot, two-shot, and two-shot without autotuning.
     flags = ["--world-size", "2", "--shapes", "decode:3x70,350x20", "--shapes", "prefill:32x128"]

@@ -26,14 +26,13 @@ class Places:
     """Block of elements of ``itemsize`` bytes, some of which may be masked off.
 
     is_whole   no element is masked off
-    is_empty   all are
     low, last  least and greatest address that is not masked off; without one 0 and -1
     addresses, mask  of all elements (uint64, bool), in the block's shape
     active     addresses that are not masked off, in the block's order and of any shape
     first      the first of them
     """
 
-    __slots__ = ("is_empty", "is_whole", "itemsize", "last", "low")
+    __slots__ = ("is_whole", "itemsize", "last", "low")
 
     shape: tuple[int, ...]
     addresses: np.ndarray
@@ -42,12 +41,17 @@ class Places:
     first: int
 
     @property
+    def is_empty(self) -> bool:
+        """True if all elements are masked off."""
+        return self.last < self.low
+
+    @property
     def high(self) -> int:
         """The byte after the last, unless empty."""
         return self.last + self.itemsize
 
-    def cut(self, bits: int) -> None:
-        """Replace all addresses by ``address & bits``."""
+    def masked(self, bits: int) -> Places:
+        """The same places with addresses ``& bits``."""
         raise NotImplementedError
 
     def misaligned(self, base: int) -> int | None:
@@ -73,7 +77,6 @@ class Scattered(Places):
         self.addresses, self._mask, self.itemsize = addresses, mask, itemsize
         self.is_whole = mask is None or bool(np.logical_and.reduce(mask, axis=None))
         self.active = active = addresses if self.is_whole else addresses[mask]
-        self.is_empty = active.size == 0
         if active.size == 1:
             self.low = self.last = active.item()
         elif active.size:
@@ -93,13 +96,8 @@ class Scattered(Places):
     def first(self) -> int:
         return self.active.item(0)
 
-    def cut(self, bits: int) -> None:
-        self.active = self.active & np.uint64(bits)
-        self.addresses = self.active if self.is_whole else self.addresses & np.uint64(bits)
-        if self.low & ~bits == self.last & ~bits:
-            self.low, self.last = self.low & bits, self.last & bits
-        else:  # the bits that are cut ordered them otherwise
-            self.low, self.last = int(self.active.min()), int(self.active.max())
+    def masked(self, bits: int) -> Scattered:
+        return Scattered(self.addresses & np.uint64(bits), None if self.is_whole else self._mask, self.itemsize)
 
     def misaligned(self, base: int) -> int | None:
         if self.itemsize == 1:
@@ -141,15 +139,16 @@ class Box(Places):
     ) -> None:
         self.start, self.shape, self.strides, self.inside, self.itemsize = start, shape, strides, inside, itemsize
         self._arrays: Scattered | None = None
-        low = last = start
-        self.is_whole, self.is_empty = True, False
+        self.low = self.last = start
+        self.is_whole = True
         for size, stride, (begin, end) in zip(shape, strides, inside, strict=True):
             if end - begin != size:
                 self.is_whole = False
-                self.is_empty = self.is_empty or end <= begin
-            low += begin * stride
-            last += (end - 1) * stride
-        self.low, self.last = (0, -1) if self.is_empty else (low, last)
+                if end <= begin:
+                    self.low, self.last = 0, -1
+                    return
+            self.low += begin * stride
+            self.last += (end - 1) * stride
 
     @property
     def addresses(self) -> np.ndarray:
@@ -167,10 +166,10 @@ class Box(Places):
     def first(self) -> int:
         return self.low
 
-    def cut(self, bits: int) -> None:
-        less = self.low & ~bits
-        assert less == self.last & ~bits
-        self.start, self.low, self.last, self._arrays = self.start - less, self.low - less, self.last - less, None
+    def masked(self, bits: int) -> Places:
+        if self.low & ~bits != self.last & ~bits:
+            return self._scattered().masked(bits)
+        return Box(self.start - self.low + (self.low & bits), self.shape, self.strides, self.inside, self.itemsize)
 
     def misaligned(self, base: int) -> int | None:
         return self.low if (self.low - base) % self.itemsize else None

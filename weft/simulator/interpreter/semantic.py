@@ -10,6 +10,7 @@ import triton.language as tl
 from weft.simulator import numerics
 from weft.simulator.interpreter.builder import Builder
 from weft.simulator.interpreter.values import (
+    Handle,
     Integer,
     Number,
     Operand,
@@ -46,16 +47,6 @@ def _is_zero(x: Operand) -> bool:
     return type(x) in (int, float) and x == 0 and str(x) != "-0.0"
 
 
-def _check_cast(source: tl.dtype, to: tl.dtype, rounding: str | None) -> None:
-    if source.is_fp8() and to.is_int() or source.is_int() and to.is_fp8():
-        raise TypeError(f"Triton cannot cast {source} to {to}; go through fp32")
-    if rounding not in (None, "rtne", "rtz"):
-        raise ValueError(f"Invalid rounding mode: {rounding}. Supported: 'rtne' and 'rtz'.")
-    narrowing = source.is_floating() and to.is_floating() and to.primitive_bitwidth < source.primitive_bitwidth
-    if rounding is not None and not narrowing:
-        raise ValueError(f"fp_downcast_rounding is for truncating float casts, not {source} to {to}")
-
-
 class Semantic(TritonSemantic):
     """Triton's type rules, memoised, with operands broadcast by NumPy instead of copied."""
 
@@ -65,7 +56,6 @@ class Semantic(TritonSemantic):
         super().__init__(builder)
         self._promotions: dict[tuple, tl.dtype] = {}
         self._constants: dict[tuple, np.ndarray] = {}
-        self._casts: set[tuple] = set()  # those that have been checked
 
     def to_tensor(self, x: Operand, check_type: bool = True) -> tl.tensor:
         if isinstance(x, tl.constexpr):
@@ -91,7 +81,7 @@ class Semantic(TritonSemantic):
         return tl.float32 if fits else tl.float64
 
     def scalar_constant(self, value: Number, dtype: tl.dtype) -> tl.tensor:
-        return make(self._constant(value, dtype), dtype, False)
+        return tl.tensor(Handle(self._constant(value, dtype), dtype), dtype)
 
     def _constant(self, value: Number, dtype: tl.dtype) -> np.ndarray:
         key = (dtype.name, value, type(value), value == 0 and str(value))  # 0.0 == -0.0 == 0 == False
@@ -235,9 +225,13 @@ class Semantic(TritonSemantic):
             if source.is_ptr() and to.is_ptr() or {source.name, to.name} & {"int64", "uint64"}:
                 return make(x.handle.data.view(numpy_dtype(to)), to, x.type is not source)
             return super().cast(x, dst_ty)
-        if (source.name, to.name, fp_downcast_rounding) not in self._casts:
-            _check_cast(source, to, fp_downcast_rounding)
-            self._casts.add((source.name, to.name, fp_downcast_rounding))
+        if source.is_fp8() and to.is_int() or source.is_int() and to.is_fp8():
+            raise TypeError(f"Triton cannot cast {source} to {to}; go through fp32")
+        if fp_downcast_rounding not in (None, "rtne", "rtz"):
+            raise ValueError(f"Invalid rounding mode: {fp_downcast_rounding}. Supported: 'rtne' and 'rtz'.")
+        narrowing = source.is_floating() and to.is_floating() and to.primitive_bitwidth < source.primitive_bitwidth
+        if fp_downcast_rounding is not None and not narrowing:
+            raise ValueError(f"fp_downcast_rounding is for truncating float casts, not {source} to {to}")
         out = numerics.convert(x.handle.data, numpy_dtype(to), fp_downcast_rounding == "rtz")
         return make(out, to, x.type is not source)
 

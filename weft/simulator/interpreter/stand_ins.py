@@ -13,7 +13,7 @@ from weft.errors import Misaligned
 from weft.simulator.interpreter.callees import with_semantic
 from weft.simulator.interpreter.reductions import Reductions
 from weft.simulator.interpreter.semantic import Semantic
-from weft.simulator.interpreter.values import Flag, Integer, Operand, Text, make, numpy_dtype, plain, value_of
+from weft.simulator.interpreter.values import Flag, Handle, Integer, Operand, Text, numpy_dtype, plain, value_of
 from weft.triton_api import core, standard
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class StandIns:
         first, last, by = (int(value_of(x)) for x in bounds)
         dtype = numpy_dtype(ty)
         for value in range(first, last, by):
-            yield make(np.array([value], dtype), ty, False)
+            yield tl.tensor(Handle(np.array([value], dtype), ty), ty)
 
     def load(
         self,

@@ -50,12 +50,11 @@ def plain(x: Any) -> Any:
 
 def numpy_dtype(element: tl.dtype) -> np.dtype:
     """NumPy dtype for a Triton element type; uint64 for pointers."""
-    found = numerics.DTYPES.get(element.name)
-    if found is None:
-        if not isinstance(element, tl.pointer_type):
-            raise not_interpretable(f"element type {element}")
-        found = numerics.BITS[8]
-    return found
+    if isinstance(element, tl.pointer_type):
+        return numerics.BITS[8]
+    if element.name not in numerics.DTYPES:
+        raise not_interpretable(f"element type {element}")
+    return numerics.DTYPES[element.name]
 
 
 def not_interpretable(what: str) -> NotInterpretable:
@@ -93,10 +92,12 @@ def value_of(x: Any) -> Any:
     A Python number for a scalar tensor (an address for a pointer), the array of a block, the value of a constexpr; anything
     else unchanged.
     """
+    if isinstance(x, tl.constexpr):
+        return x.value
     if isinstance(x, tl.tensor):
         data = x.handle.data
         return data if x.type is not x.dtype else data.item()
-    return x.value if isinstance(x, tl.constexpr) else x
+    return x
 
 
 def addresses_of(pointer: tl.tensor) -> np.ndarray:

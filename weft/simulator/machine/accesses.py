@@ -89,11 +89,10 @@ class Accesses:
         return self._plain(Scattered(addresses, mask, itemsize), verb).addresses
 
     def _plain(self, places: Places, verb: str) -> Places:
-        self.pointers.plain(places, self.who, verb)
-        return places
+        return self.pointers.plain(places, self.who, verb)
 
     def load(self, places: Places, access: str) -> np.ndarray:
-        self.pointers.plain(places, self.who, "load")
+        places = self._plain(places, "load")
         key = self.before_read(places)
         self.step(places, False)
         if self._on_event is not None:
@@ -106,7 +105,7 @@ class Accesses:
         return bits
 
     def store(self, places: Places, bits: np.ndarray, access: str) -> None:
-        self.pointers.plain(places, self.who, "store")
+        places = self._plain(places, "store")
         self.step(places, True, late=self.stores.is_late)
         self.note_write()
         if self._on_event is not None:

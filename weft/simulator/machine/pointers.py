@@ -61,16 +61,16 @@ class Pointers:
         extent = self._extents.get(pointer >> _SHIFT) or self._memory.find(address)
         return (extent.base, extent.name) if extent is not None else (address, f"{address:#x}")
 
-    def plain(self, places: Places, who: Callable[[], str], verb: str) -> None:
-        """Take the numbers off the addresses. InvalidAccess where an unmasked address has left its tensor."""
+    def plain(self, places: Places, who: Callable[[], str], verb: str) -> Places:
+        """Places without numbers. InvalidAccess where an unmasked address has left its tensor."""
         low, last = places.low, places.last
         if last <= ADDRESS:
-            return
+            return places
         number, extent = low >> _SHIFT, self._memory.find(low & ADDRESS)
         is_one = extent is not None and (last & ADDRESS) + places.itemsize <= extent.base + extent.size
         if number != last >> _SHIFT or not is_one or not self._reaches(number, extent):
             self._inspect(places.active, places.itemsize, who, verb)
-        places.cut(ADDRESS)
+        return places.masked(ADDRESS)
 
     def _number(self, extent: Extent) -> int:
         known = self._numbers.get(extent)

@@ -56,6 +56,7 @@ WRONG = {
     "regex": ({"regex": "a(b"}, "unclosed"),
     "nested regex": ({"regex": "(" * 5000 + "1" + ")" * 5000}, "invalid regex"),
     "nested rule": ({"grammar": "start: " + "(" * 5000 + '"1"' + ")" * 5000}, "too deeply nested"),
+    "text without tokens": ({"json_object": True}, "no token of this model can begin a text that follows this grammar"),
     "no begin": ({"regex": "[a-z]+"}, "no token of this model can begin a text that follows this grammar"),
 }
 
@@ -72,7 +73,7 @@ def test_what_overflows_the_stack_or_is_no_grammar_is_one_line_and_the_next_pass
         with pytest.raises(ValueError, match="^structured_outputs: .+") as caught:
             guard.check([Structured(**asked)])
         assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300, name
-    guard.check([GOOD, Structured(json_object=True), GOOD])
+    guard.check([GOOD, Structured(regex="[1-9]"), GOOD])
 
 
 def test_the_longest_chain_that_passes_is_compiled_by_a_rank_with_room(guard):

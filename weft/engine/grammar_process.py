@@ -119,16 +119,8 @@ def _spelled_out(tokenizer: Tokenizer, end: int) -> _SpelledOut:
         # llguidance's mark of tokens without text.
         tokens=[text or b"\xff<%d>" % token for token, text in enumerate(texts)],
         special_token_ids=[token for token, text in enumerate(texts) if not text],
-        encode=partial(_ids_of, tokenizer),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
     )
-
-
-def _ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text; none where the tokenizer has no token for a part, which it reports by a bare Exception."""
-    try:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    except Exception:  # raised through llguidance it would be a panic
-        return []
 
 
 class _SpelledOut(SimpleNamespace):

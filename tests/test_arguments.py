@@ -67,7 +67,8 @@ DOORS = {"main": CALLABLE, "args": ARGS, "heap_bytes": HEAP, "seed": ("1", 1.5, 
 
 def test_doors_of_simulations():
     simulate = {
-        **DOORS, "world_size": (*WORLD, None), "sms": COUNT, "slow": (5, "x", {"0": 2}, {9: 2}, {0: "2"}, {0: -1.0}),
+        **DOORS, "world_size": (*WORLD, None), "sms": OPTIONAL_COUNT, "like": CHOICE,
+        "slow": (5, "x", {"0": 2}, {9: 2}, {0: "2"}, {0: -1.0}),
         "on_event": CALLABLE, "prepare": CALLABLE, "node_size": OPTIONAL_COUNT, "link": CHOICE,
     }  # fmt: skip
     check_table(weft.simulate, {"main": nothing, "world_size": 2}, simulate)
@@ -78,7 +79,7 @@ def test_doors_of_simulations():
     check_table(weft.launch, {"main": nothing, "device": "sim"}, launch)
     check = {
         **DOORS, "world_size": (*(v for v in WORLD if v != [1]), None, [], [2, 0], [2, "3"], [10**9]), "schedules": COUNT,
-        "sms": OPTIONAL_COUNT, "depth": COUNT, "strategy": CHOICE, "deterministic": FLAG, "script": (5, None),
+        "sms": OPTIONAL_COUNT, "like": CHOICE, "depth": COUNT, "strategy": CHOICE, "deterministic": FLAG, "script": (5, None),
         "progress": CALLABLE, "on_results": CALLABLE, "node_size": OPTIONAL_COUNT, "link": CHOICE,
     }  # fmt: skip
     check_table(weft.check, {"main": nothing, "world_size": 2}, check)

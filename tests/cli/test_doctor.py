@@ -167,7 +167,7 @@ def test_probed_capabilities_name_the_ranks_out_of_reach(gpus):
 def test_a_cpu_has_no_capabilities_to_probe():
     with pytest.raises(ValueError, match="cpu is not a GPU"):
         capabilities.probe(torch.device("cpu"), peers=[0])
-    assert capabilities.simulated(3, sms=8).peer_access == (True, True, True)
+    assert capabilities.simulated(3).peer_access == (True, True, True)
 
 
 LINKS = links.Links(

@@ -179,7 +179,7 @@ def gemm_design(name: str, case: Case) -> Any:
     if case.world_size == 1 or name == "matmul":
         op, design = MATMUL, "persistent" if design == "fused" else "cublas"
     if design == "sequential":
-        here = machine(capabilities.simulated(case.world_size, 8), case.world_size)
+        here = machine(capabilities.simulated(case.world_size), case.world_size)
         return op.default(design, op.call_of(case.shape, case.dtype, here), here)
     # What a row means by leaving these out.
     given: dict[str, Any] = {"streams": 2, "chunks": 1} if design == "pipelined" else {}

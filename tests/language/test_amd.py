@@ -135,7 +135,9 @@ def test_whole_kernels_release_and_poll_at_system_scope(op, design, flags, arch,
     """Each flag that a kernel sets follows the stores of all waves; what it polls comes from memory."""
     polled = set_flags = 0
     for kernel, arguments, constants in launched(monkeypatch, op, design):
-        options = {name: value for name, value in constants.items() if not name.startswith("launch_")}
+        options = {
+            name: value for name, value in constants.items() if name != "maxnreg" and not name.startswith("launch_")
+        }
         asm = instructions(kernel, *arguments, arch=arch, **options)
         polled += sum(line.endswith("sc0 sc1") for line in memory_accesses(asm, "load")) + len(
             re.findall(POLL, asm, re.M)

@@ -115,7 +115,7 @@ def test_every_schedule_of_two_programs_is_clean():
 
 def test_a_cooperative_launch_of_too_many_programs_is_refused():
     with pytest.raises(weft.errors.WeftError, match="9 programs that wait for each other and this GPU holds 8"):
-        weft.simulate(scans, 1, args=([(9, 1)],))
+        weft.simulate(scans, 1, sms=8, args=([(9, 1)],))
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from weft.parallel import step_plan
+
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory):
@@ -107,5 +109,6 @@ def plain_ops(monkeypatch):
         Dispatched=lambda rows, routing, experts: routing,
         grouped_matmul_reduce_scatter=grouped_matmul_reduce_scatter,
     )
+    monkeypatch.setattr(step_plan, "_local", lambda team, fused: step_plan.FUSED if fused else step_plan.PLAIN)
     for module in ("replicated", "sequence_parallel", "vocabulary", "context"):
         monkeypatch.setattr(f"weft.parallel.{module}.ops", plain)

@@ -107,4 +107,4 @@ def changed(**changes):
 def test_other_scales_and_quantized_weights_are_refused(scaled, quantization, tensors, message):
     directory = scaled(quantization, tensors)
     with pytest.raises(CheckpointError, match=message):
-        weft.simulate(lambda team: Decoder.from_pretrained(directory, team, kv_cache_dtype="fp8"), 1)
+        weft.simulate(lambda team: Decoder.from_pretrained(directory, team, kv_cache_dtype="fp8", fused=False), 1)

@@ -266,6 +266,8 @@ def test_heads_that_fused_kernels_do_not_take_are_refused_before_any_weight():
             ValueError, match="head_dim=80: fused kernels take one of 16, 32, 64, 128, 256; pass fused=False"
         ):
             Qwen3ForCausalLM(config, team, fused=True)
-        Qwen3ForCausalLM(dataclasses.replace(config, vocab_size=64, hidden_size=32, intermediate_size=32), team)
+        Qwen3ForCausalLM(
+            dataclasses.replace(config, vocab_size=64, hidden_size=32, intermediate_size=32), team, fused=False
+        )
 
     weft.simulate(main, 1)

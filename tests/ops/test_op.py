@@ -86,7 +86,7 @@ def calls_of(op, here):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_plan_is_a_function_of_call_and_machine(op, world_size):
     """The same object for equal arguments, equal to what is chosen anew; named designs are taken."""
-    for caps in (capabilities.simulated(world_size, 8), H200):
+    for caps in (capabilities.simulated(world_size), H200):
         here = machine(caps, world_size)
         assert machine(caps, world_size) is here
         for call in calls_of(op, here):

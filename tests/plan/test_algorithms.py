@@ -22,7 +22,7 @@ from weft.runtime import capabilities, cublaslt
 from weft.runtime.cublaslt import Algorithm
 
 BF16 = torch.bfloat16
-H200 = dataclasses.replace(capabilities.simulated(1, 132), device_name="NVIDIA H200", arch="sm_90")
+H200 = dataclasses.replace(capabilities.simulated(1), is_simulated=False)
 FOUND = Algorithm(tile=24, cluster=5, custom=7)
 
 
@@ -121,7 +121,7 @@ def test_a_row_comes_before_an_entry_before_torch(cache):
     for other in ((M + 1, N, K), (M, N + 8, K), (M, N, K + 8)):
         assert cublas.tuned(*other, BF16, H200) == Cublas()
     assert cublas.tuned(M, N, K, torch.float16, H200) == Cublas()
-    for elsewhere in ({"device_name": "NVIDIA B200"}, {"arch": "sim"}):
+    for elsewhere in ({"device_name": "NVIDIA B200"}, {"is_simulated": True}):
         assert cublas.tuned(M, N, K, BF16, dataclasses.replace(H200, **elsewhere)) == Cublas()
 
 

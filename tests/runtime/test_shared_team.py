@@ -57,7 +57,7 @@ class OneRank:
     """Platform of one rank in plain memory."""
 
     rank, size, deltas, device = 0, 1, (0,), torch.device("cpu")
-    caps, shape, multimem = capabilities.simulated(1, 8), Shape(1, 1), 2
+    caps, shape, multimem = capabilities.simulated(1), Shape(1, 1), 2
 
     def __init__(self, group, heap_bytes):
         self.group, self.name = group, f"one rank {id(self)}"

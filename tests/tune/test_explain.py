@@ -20,7 +20,7 @@ from weft.plan.planned import machine
 from weft.runtime import capabilities
 from weft.transport.plans import PushPlan
 
-GPU = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
+GPU = dataclasses.replace(capabilities.simulated(4), device_name="Some GPU", is_simulated=False)
 BF16 = torch.bfloat16
 TILE = Tile(block_m=64, block_n=128, block_k=64, group=2, num_stages=5)
 FUSED = all_gather_matmul.Fused(tile=TILE)
@@ -69,7 +69,7 @@ def test_a_collective_takes_the_row(rows):
     for other in (
         choose("all_reduce", 65536, BF16, 4, GPU, algorithm="one_shot"),  # asked for
         choose("all_reduce", 65536, BF16, 2, GPU),
-        choose("all_reduce", 65536, BF16, 4, capabilities.simulated(4, 8)),
+        choose("all_reduce", 65536, BF16, 4, capabilities.simulated(4)),
         choose("all_reduce", 1 << 20, BF16, 4, GPU),
     ):
         assert other.row is None
@@ -168,7 +168,7 @@ def test_explain_tells_the_rule_where_there_is_no_row(rows):
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 def test_explain_needs_nothing_but_the_sizes():
     found = ops.explain("ag_gemm", M=64, N=32, K=16)
-    assert found.row is None and "simulated" in str(found)
+    assert found.row is None and "NVIDIA H200" in str(found)
 
 
 @pytest.mark.parametrize(

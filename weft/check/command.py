@@ -38,6 +38,7 @@ def check(
     sms: Annotated[
         int | None, typer.Option(help="Resident programs of a rank; by default 8, varied for kernels sized by it")
     ] = None,
+    like: Annotated[str, typer.Option(help="GPU that ops plan for: h200, h100, b200 or a100")] = "h200",
     node_size: Annotated[int | None, typer.Option(help="Ranks of each node; by default all are of one")] = None,
     link: Annotated[
         str, typer.Option(help="Links within a node: nvlink, or pcie, which carries no atomics")
@@ -62,7 +63,7 @@ def check(
         check_output("--json", json)
         report = _checked(
             load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
-            depth=depth, sms=sms, node_size=node_size, link=link, deterministic=not any_results,
+            depth=depth, sms=sms, like=like, node_size=node_size, link=link, deterministic=not any_results,
             compile=not no_compile, script=named,
         )  # fmt: skip
         _show(report)

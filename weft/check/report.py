@@ -9,8 +9,8 @@ from typing import Any
 from weft.check.detector.findings import Finding, Side
 
 DEFAULT_SMS = 8  # resident programs of a rank by default
-# weft.runtime.capabilities.NVLINK, whose module needs torch, which the command's help does without.
-DEFAULT_LINK = "nvlink"
+# weft.runtime.capabilities.NVLINK and DEFAULT_GPU, whose module needs torch, which the command's help does without.
+DEFAULT_LINK, DEFAULT_GPU = "nvlink", "h200"
 # What a search by strategy "exhaustive" has left out, by the way it ended.
 _UNEXPLORED = {
     "exhausted": ", except for what the model leaves out: atomics take effect at once and loads are never early, so that store "
@@ -28,6 +28,7 @@ class Schedule:
     seed: int
     depth: int = 3
     sms: int = DEFAULT_SMS
+    like: str = DEFAULT_GPU
     runs: int = 1
     node_size: int | None = None
     link: str = DEFAULT_LINK
@@ -39,6 +40,8 @@ class Schedule:
             values["depth"] = self.depth
         if self.sms != DEFAULT_SMS or self.runs > 1:  # several runs would vary it
             values["sms"] = self.sms
+        if self.like != DEFAULT_GPU:
+            values["like"] = self.like
         if self.node_size is not None:
             values["node_size"] = self.node_size
         if self.link != DEFAULT_LINK:

@@ -22,11 +22,11 @@ from weft.arguments import (
 )
 from weft.check.exhaustive import explore
 from weft.check.gathered import Gathered
-from weft.check.report import DEFAULT_LINK, DEFAULT_SMS, Report, Schedule
-from weft.check.runner import Runner
+from weft.check.report import DEFAULT_GPU, DEFAULT_LINK, DEFAULT_SMS, Report, Schedule
+from weft.check.runner import Outcome, Runner
 from weft.check.shrinking import Shrinking
 from weft.check.strategies import STRATEGIES, strategy_of
-from weft.runtime.capabilities import LINKS
+from weft.runtime.capabilities import GPUS, LINKS
 from weft.runtime.mains import check_main
 from weft.runtime.team.shape import check_node_size
 
@@ -46,6 +46,7 @@ def check(
     seed: int = 0,
     depth: int = 3,
     sms: int | None = None,
+    like: str = DEFAULT_GPU,
     heap_bytes: int | None = 8 << 20,
     node_size: int | None = None,
     link: str = DEFAULT_LINK,
@@ -64,7 +65,9 @@ def check(
     seed           of the first schedule; the i-th has seed + i
     depth          number of ordering constraints for pct
     sms            programs of a rank that can be resident at once. None: 8, or for a main that asks (``team.max_programs``)
-                   8, 2, 4 and 1 in turn, each for four schedules
+                   8, 2, 4 and 1 in turn, each for four schedules; where programs that wait for each other need more, the SMs of
+                   ``like``
+    like           the GPU that ranks plan as, as in ``weft.simulate``
     node_size      ranks of each node, for each world size a divisor of it; None: one node
     link           kind of the links within a node: "nvlink", or "pcie", on which a peer's memory has no atomics
     compile        take each kernel to Triton IR for sm_90, once for all schedules; one that Triton refuses is a finding
@@ -80,6 +83,7 @@ def check(
     sizes = check_sizes("world_size", world_size)
     schedules, depth = positive("schedules", schedules), positive("depth", depth)
     sms = check_optional(positive, "sms", sms)
+    check_choice("like", like, tuple(GPUS))
     check_choice("strategy", strategy, STRATEGIES)
     for size in sizes:
         node_size = check_node_size(node_size, size)
@@ -94,7 +98,7 @@ def check(
     gathered = Gathered(strategy, deterministic, on_results)
     total, exhaustive = schedules * len(sizes), ""
     for size in sizes:
-        where = {"world_size": size, "sms": sms or DEFAULT_SMS, "node_size": node_size, "link": link}
+        where = {"world_size": size, "sms": sms or DEFAULT_SMS, "like": like, "node_size": node_size, "link": link}
         if strategy == "exhaustive":
             first = Schedule(strategy=strategy, seed=0, **where)
             exhausted = explore(runner, first, schedules, gathered, lambda: _tell(progress, gathered, total))
@@ -106,12 +110,12 @@ def check(
             turn = _SMS_IN_TURN[(number - seed) // _RUNS_OF_ONE % len(_SMS_IN_TURN)]
             chosen = replace(schedule, sms=turn) if varies else schedule
             outcome = runner.run(chosen)
-            if chosen.sms < schedule.sms and outcome.needs_more_sms:
-                # Kernels of a fixed size wait for each other here, so smaller GPUs do not count.
-                varies, chosen = False, schedule
-                outcome = runner.run(schedule)
-            elif number == seed:
+            if number == seed:
                 varies = sms is None and outcome.is_sized
+            if sms is None and outcome.needs_more_sms:
+                chosen, outcome = _with_enough(runner, chosen, outcome)
+                if chosen.sms >= schedule.sms:
+                    varies, where["sms"] = False, chosen.sms
             gathered.add(chosen, outcome)
             _tell(progress, gathered, total)
     found = gathered.found()
@@ -121,6 +125,23 @@ def check(
     return Report(
         findings=tuple(found), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script
     )
+
+
+def _with_enough(runner: Runner, schedule: Schedule, outcome: Outcome) -> tuple[Schedule, Outcome]:
+    """The run with enough resident programs, if any number is, else that with the default number.
+
+    Kernels of a fixed size may wait for each other; then smaller GPUs do not count.
+    """
+    usual = schedule, outcome
+    for sms in (DEFAULT_SMS, GPUS[schedule.like].sms):
+        if sms > schedule.sms:
+            larger = replace(schedule, sms=sms)
+            outcome = runner.run(larger)
+            if not outcome.needs_more_sms:
+                return larger, outcome
+            if sms == DEFAULT_SMS:
+                usual = larger, outcome
+    return usual
 
 
 def check_sizes(name: str, world_size: Any) -> tuple[int, ...]:

@@ -98,8 +98,8 @@ class Runner:
         digest = results = error = None
         try:
             results = simulate(
-                self._main, schedule.world_size, seed=schedule.seed, sms=schedule.sms, heap_bytes=self._heap_bytes,
-                node_size=schedule.node_size, link=schedule.link, args=self._args, prepare=prepare,
+                self._main, schedule.world_size, seed=schedule.seed, sms=schedule.sms, like=schedule.like,
+                heap_bytes=self._heap_bytes, node_size=schedule.node_size, link=schedule.link, args=self._args, prepare=prepare,
             )  # fmt: skip
             digest = digest_of(results)
         except (Exception, SystemExit) as caught:  # a main that exits early has proved nothing

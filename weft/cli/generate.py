@@ -258,7 +258,10 @@ def _as_chat(prompts: list[str], model: Path | None) -> list[list[int]]:
 
 
 def generate_on_rank(team: Team, options: GenerateOptions) -> None:
-    """Generate on one rank of `team`. Rank 0 prints."""
+    """Generate on one rank of `team`. Rank 0 prints.
+
+    Only rank 0 raises an answer's error, after it has printed: another rank's would end it before.
+    """
     from weft.engine import Engine
 
     talks = team.rank == 0
@@ -270,14 +273,13 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
         if talks:
             _print_json(options, completions)
             _print_speed(engine, team)
-        _check([found.error for found in completions])
+            _check([found.error for found in completions])
         return
     faults: list[Fault | None] = []
     pieces = _with_faults(engine.stream(options.inputs, **options.sampling), faults)
     if not talks:
         for _ in pieces:
             pass
-        _check(faults)
         return
     n = options.sampling["n"]
     if options.shown is None:

@@ -44,7 +44,7 @@ class EngineConfig:
 
     mode             parallel strategy: "torch", "ag_rs", "gemm_ar", or "auto", which chooses by the tokens of a forward pass
     dtype            of weights, activations and KV cache; None: the checkpoint's
-    fused            True: weft.ops' kernels between the GEMMs; False: torch operations; None: kernels on GPUs only
+    fused            True: weft.ops' kernels between the GEMMs; False: torch operations; None: kernels
     expert_layout    of a mixture of experts: "whole" experts on each rank, "slices" of all, or (ep, tp): ep groups of tp ranks;
                      None: whole where W divides their number, else slices
     max_seq_len      tokens of a prompt and its answer together; None: the model's max_position_embeddings

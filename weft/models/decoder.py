@@ -99,7 +99,7 @@ class Decoder(nn.Module):
 
     mode   "reference", "sequence_parallel", "replicated", or "auto", which chooses between the last two by the number of
            tokens
-    fused  local work between the GEMMs in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
+    fused  local work between the GEMMs in weft's kernels, if not False. Mode "reference" never is
     expert_layout  ``layout`` of weft.layers.MoE; None: "whole" where W divides the number of experts, else "slices"
     kv_cache_dtype  "auto": the KV cache has the dtype of the weights; "fp8": e4m3, for weights of 16 bits, with the
            checkpoint's scales, or scales of 1 where it has none

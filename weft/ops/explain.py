@@ -165,7 +165,7 @@ def _check_dtype(op: Op, dtype: torch.dtype) -> None:
 
 
 def _here(world_size: int) -> Capabilities:
-    """Capabilities of this machine's GPU, or of simulated ranks where there is none."""
+    """Capabilities of this machine's GPU; without one, of virtual ranks as ``weft.simulate`` makes them."""
     if torch.cuda.is_available():
         return capabilities.probe(torch.cuda.current_device(), [])
-    return capabilities.simulated(world_size, 8)
+    return capabilities.simulated(world_size)

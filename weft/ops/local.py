@@ -13,9 +13,6 @@ from weft.ops.registration import check_is_tensor
 from weft.plan.planned import Machine, machine
 from weft.runtime import capabilities, virtual_rank
 
-# Programs resident at once in the simulator. Programs of these ops wait for no others, so any number is right.
-_SIMULATED_SMS = 8
-
 
 def capabilities_of(device: torch.device) -> capabilities.Capabilities:
     """Capabilities of the device of a call's tensors. ValueError for the CPU outside a simulation."""
@@ -25,7 +22,7 @@ def capabilities_of(device: torch.device) -> capabilities.Capabilities:
         raise ValueError(
             "tensors are on cpu: kernels run on GPUs, and inside weft.simulate; move them with .to('cuda')"
         )
-    return capabilities.simulated(1, _SIMULATED_SMS)
+    return capabilities.simulated(1, like=virtual_rank.gpu_of_this_thread() or capabilities.DEFAULT_GPU)
 
 
 def machine_on(device: torch.device) -> Machine:

@@ -38,7 +38,7 @@ def plan_step(
     """Plan for a forward pass of `tokens` tokens, all sequences together.
 
     mode   "auto" is one of the others, but not "reference"
-    fused  local work in weft's kernels; None: where the team is on GPUs. Mode "reference" never is
+    fused  local work in weft's kernels, if not False. Mode "reference" never is
     """
     mode, reason, passed = mode_named(mode), "asked for", f"{tokens} token{'s' if tokens != 1 else ''}"
     if mode == "auto":
@@ -73,5 +73,5 @@ def plan_layer(tokens: int, *, mode: Mode, team: Team, fused: bool | None = None
 
 
 def _local(team: Team, fused: bool | None) -> ModuleType:
-    """Local work as asked for; None: in weft's kernels where the team is on GPUs."""
-    return FUSED if fused or (fused is None and not team.is_simulated) else PLAIN
+    """Local work as asked for; None: in weft's kernels."""
+    return PLAIN if fused is False else FUSED

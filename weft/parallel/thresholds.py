@@ -44,7 +44,7 @@ def defers_scale(dtype: torch.dtype, team: Team) -> bool:
 
     Over nodes the norm is a kernel of its own, and needs none.
     """
-    return team.rail is None and dtype == torch.bfloat16 and (team.is_simulated or team.caps.arch == "sm_90")
+    return team.rail is None and dtype == torch.bfloat16 and team.caps.arch == "sm_90"
 
 
 def gemm_divides(rows: int) -> bool:

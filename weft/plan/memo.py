@@ -41,8 +41,9 @@ def remembered(function: F) -> F:
     @functools.wraps(function)
     def ask(*arguments: Any, **options: Any) -> Any:
         for argument in arguments:
-            if isinstance(argument, torch.SymInt):
-                return function(*arguments, **options)
+            for part in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(part, torch.SymInt):
+                    return function(*arguments, **options)
         return cached(*arguments, **options)
 
     return cast(F, ask)

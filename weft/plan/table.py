@@ -169,12 +169,10 @@ def find(
     caps: Capabilities,
     ranks_differ_in_k: bool = False,
 ) -> Found | None:
-    """Row for one call, or None. ``op``: the op's name, or name+variant. Simulated ranks have no rows.
+    """Row for one call, or None. ``op``: the op's name, or name+variant.
 
     ranks_differ_in_k  as in ``nearest``
     """
-    if caps.is_simulated:
-        return None
     return lookup(caps.device_name, world_size, op, name_of(dtype), tuple(shape), ranks_differ_in_k)
 
 
@@ -283,8 +281,6 @@ def why_none(
     ranks_differ_in_k: bool = False,
 ) -> str:
     """Reason why no row decided a call, as the end of a sentence."""
-    if caps.is_simulated:
-        return ""
     files = files_for(caps.device_name, world_size)
     if not files:
         return f" (no {file_for(caps.device_name, world_size).name}: run weft tune)"

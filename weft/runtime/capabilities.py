@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,14 +29,15 @@ COPY_SMS = 8
 class Capabilities:
     """Capabilities of a rank's device, ``team.caps``.
 
-    device_name   the driver's name of it; "simulated" in the simulator
-    arch          "sm_90", "gfx942", or "sim"
-    sms           streaming multiprocessors (compute units): at least this number of programs of one kernel can be resident
+    device_name   the driver's name of it
+    arch          "sm_90" or "gfx942"
+    sms           streaming multiprocessors (compute units)
     memory_bytes  of the device; 0 if unknown
     peer_access   bool [size]: this rank's kernels reach the memory of each rank; True for itself
     multicast     the team's heap has a multicast address, so that multimem instructions may be used
     links         [size]: kind of the link to each rank, "nvlink" (to itself too), "pcie" (no atomics on a peer's memory) or
                   "rail" (no access); (): all NVLink
+    is_simulated  a virtual rank, which plans as such a GPU and runs its kernels on the CPU
     """
 
     device_name: str
@@ -44,19 +47,34 @@ class Capabilities:
     peer_access: tuple[bool, ...]
     multicast: bool = False
     links: tuple[str, ...] = ()
+    is_simulated: bool = False
 
     @property
     def remote_atomics(self) -> bool:
         """True if atomics on the memory of every rank of the node are atomic."""
         return PCIE not in self.links
 
-    @property
-    def is_simulated(self) -> bool:
-        return self.arch == "sim"
-
     def unreachable(self) -> tuple[int, ...]:
         """Ranks whose memory this rank cannot reach."""
         return tuple(rank for rank, reached in enumerate(self.peer_access) if not reached)
+
+
+class GPU(NamedTuple):
+    """A GPU that virtual ranks can plan as."""
+
+    device_name: str
+    arch: str
+    sms: int
+
+
+# ``like`` of weft.simulate.
+GPUS = {
+    "h200": GPU("NVIDIA H200", "sm_90", 132),
+    "h100": GPU("NVIDIA H100 80GB HBM3", "sm_90", 132),
+    "b200": GPU("NVIDIA B200", "sm_100", 148),
+    "a100": GPU("NVIDIA A100-SXM4-80GB", "sm_80", 108),
+}
+DEFAULT_GPU = "h200"
 
 
 def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool = False) -> Capabilities:
@@ -79,20 +97,23 @@ def probe(device: torch.device | int, peers: Sequence[int], *, multicast: bool =
     )
 
 
-def simulated(world_size: int, sms: int, *, link: str = NVLINK) -> Capabilities:
+@functools.lru_cache
+def simulated(world_size: int, *, like: str = DEFAULT_GPU, link: str = NVLINK) -> Capabilities:
     """Capabilities of one of ``world_size`` virtual ranks.
 
-    sms   programs of a rank that can be resident at once
+    like  the GPU that it plans as, a key of GPUS
     link  kind of the links; multicast is among the capabilities unless it is "pcie"
     """
+    gpu = GPUS[like]
     return Capabilities(
-        device_name="simulated",
-        arch="sim",
-        sms=sms,
+        device_name=gpu.device_name,
+        arch=gpu.arch,
+        sms=gpu.sms,
         memory_bytes=0,
         peer_access=(True,) * world_size,
         multicast=link == NVLINK,
         links=() if link == NVLINK else (link,) * world_size,
+        is_simulated=True,
     )
 
 
@@ -157,11 +178,11 @@ def _index_of(device: torch.device | int) -> int:
     if isinstance(device, int):
         return device
     if device.type != "cuda":
-        raise ValueError(f"device={device} is not a GPU; virtual ranks have capabilities.simulated(world_size, sms)")
+        raise ValueError(f"device={device} is not a GPU; virtual ranks have capabilities.simulated(world_size)")
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def launch_options(caps: Capabilities) -> dict[str, bool]:
     """Launch options that ``wl.follow_previous_kernel`` needs; none where the target has no such launch."""
-    overlaps = caps.is_simulated or (caps.arch.startswith("sm_") and int(caps.arch[3:]) >= 90)
+    overlaps = caps.arch.startswith("sm_") and int(caps.arch[3:]) >= 90
     return {"launch_pdl": True} if overlaps else {}

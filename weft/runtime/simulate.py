@@ -21,7 +21,7 @@ from weft.arguments import (
     quoted,
 )
 from weft.errors import KernelRefused, SimulatorMissing
-from weft.runtime.capabilities import LINKS, NVLINK
+from weft.runtime.capabilities import DEFAULT_GPU, GPUS, LINKS, NVLINK
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
@@ -34,7 +34,8 @@ def simulate(
     world_size: int = 4,
     *,
     seed: int = 0,
-    sms: int = 8,
+    like: str = DEFAULT_GPU,
+    sms: int | None = None,
     slow: Mapping[int, float] | None = None,
     heap_bytes: int | None = None,
     node_size: int | None = None,
@@ -47,7 +48,9 @@ def simulate(
     """Run ``main(team, *args)`` on ``world_size`` virtual ranks; their results in rank order.
 
     seed        of the scheduler: the same seed gives the same run, event for event
-    sms         programs of a rank that can be resident at once; further ones start when others end
+    like        the GPU that ranks plan as: "h200", "h100", "b200" or "a100". Ops choose what they choose there, by the same
+                tables and rules
+    sms         programs of a rank that can be resident at once; further ones start when others end. None: the SMs of ``like``
     slow        rank -> factor by which the scheduler picks it less often than the others
     heap_bytes  as in ``weft.init``
     node_size   ranks of each node: those of different nodes do not reach each other's memory; None: one node
@@ -64,7 +67,9 @@ def simulate(
     refuse_triton_interpret()
     check_callable("main", main, "main(team, *args)")
     check_main(main)
-    world_size, seed, sms = check_virtual_ranks("world_size", world_size), check_seed(seed), positive("sms", sms)
+    world_size, seed = check_virtual_ranks("world_size", world_size), check_seed(seed)
+    check_choice("like", like, tuple(GPUS))
+    sms = check_optional(positive, "sms", sms) or GPUS[like].sms
     heap_bytes, args = check_heap_bytes(heap_bytes), check_args(args)
     node_size = check_node_size(node_size, world_size)
     check_choice("link", link, LINKS)
@@ -80,7 +85,7 @@ def simulate(
     from weft.runtime.platforms.virtual import Cluster  # needs the simulator
 
     machine = Machine(world_size, seed, sms, slow, on_event)
-    cluster = Cluster(machine, node_size, link)
+    cluster = Cluster(machine, node_size, link, like)
 
     def host(rank: int) -> Any:
         enter_virtual_rank(cluster, rank)

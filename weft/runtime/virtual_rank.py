@@ -31,6 +31,11 @@ def is_running() -> bool:
     return is_active()
 
 
+def gpu_of_this_thread() -> str | None:
+    """``like`` of the simulation whose rank this thread runs; None outside one."""
+    return _THIS_THREAD.cluster.like if on_virtual_rank() else None
+
+
 def settle() -> None:
     """Wait for the main stream of this thread's virtual rank, before its host code reads memory."""
     if on_virtual_rank():

@@ -190,7 +190,7 @@ def with_design(row: tuned.Row, design: Any) -> tuned.Row:
 
 def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Outcome:
     """Search one shape in rounds of candidates. Collective."""
-    team, op, quick = bench.team, op_of(plan.op), plan.quick
+    team, op, quick = bench.team, op_of(plan.op), plan.quick or bench.team.is_simulated
     fields = dict.fromkeys(plan.variants, True)
     try:
         problem = together(team, lambda: bench.workload.problem(shape, team, **fields))
@@ -203,7 +203,7 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
     dropped: list[tuple[str, str]] = []
     best, us, default_us = default, None, None
     known: dict[Any, float] = {}
-    moves = QUICK_MOVES if quick or team.is_simulated else MOVES
+    moves = QUICK_MOVES if quick else MOVES
     for _ in range(1 + moves):
         fresh = [design for design in candidates if design not in seen]
         seen.update(fresh)
@@ -250,7 +250,9 @@ def agreed(team: Team, times: dict[Any, float], default: Any) -> tuple[Any, floa
 def save(path: Path, team: Team, row: tuned.Row) -> None:
     """Write ``row`` to the file, replacing one of the same bucket."""
     size = world_of(row.op.partition("+")[0], team.size)
-    table = tuned.Table(gpu=team.caps.device_name, world_size=size, simulated=team.is_simulated)
+    table = tuned.Table(
+        gpu="simulated" if team.is_simulated else team.caps.device_name, world_size=size, simulated=team.is_simulated
+    )
     if path.is_file():
         table = tuned.read(path)
     tuned.write(path, table.with_rows([row]))

@@ -64,4 +64,4 @@ def test_a_provider_runs_the_plan_of_its_design():
             if design not in problem.op.internal
         ]
 
-    assert weft.simulate(main, 2) == [["fused", "fused", "pipelined", "sequential"]] * 2
+    assert weft.simulate(main, 2) == [["sequential", "fused", "pipelined", "sequential"]] * 2

@@ -133,10 +133,10 @@ def test_block_cyclic_lengths_and_slots():
 
 
 @pytest.mark.parametrize(
-    ("pairs", "name"), [(8, "one_kernel"), (9, "two_kernels")], ids=["all resident", "too many programs"]
+    ("pairs", "name"), [(132, "one_kernel"), (8 * 132 + 1, "two_kernels")], ids=["all resident", "too many programs"]
 )
 def test_the_plan_takes_one_kernel_where_all_programs_are_resident(pairs, name):
-    plan = SHARDED_DECODE_ATTENTION.plan(ShardedCall(pairs, 128, 16, torch.bfloat16), machine(simulated(2, 8), 2))
+    plan = SHARDED_DECODE_ATTENTION.plan(ShardedCall(pairs, 128, 16, torch.bfloat16), machine(simulated(2), 2))
     assert plan.name == name and f"{pairs} pairs" in plan.reason
 
 
@@ -162,7 +162,7 @@ def test_the_schema_and_the_fake_tell_the_truth():
         ("pages has shape (2, 4); it must be (1, local_pages)", {"pages": torch.zeros(2, 4).int()}),
         ("lengths.dtype=torch.int64 is not one of int32", {"lengths": torch.zeros(1).long()}),
         ("keys.dtype=torch.float16 is not one of float32", {"keys": torch.ones(4, 2, 16, 16).half()}),
-        ("algorithm='one_kernel' has 10 programs that wait for peers, and 8 are resident", {"batch": 5}),
+        ("algorithm='one_kernel' has 134 programs that wait for peers, and 132 are resident", {"batch": 67}),
     ],
 )
 def test_wrong_arguments_are_refused(message, fields):

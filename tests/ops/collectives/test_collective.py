@@ -167,7 +167,7 @@ def test_a_tuned_row_of_another_version_says_to_tune_again(monkeypatch, tmp_path
         config={"push": fields}, us=1.0,
     )  # fmt: skip
     table.write(path, table.Table(gpu="Some GPU", world_size=4, rows=(row,)))
-    caps = dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90")
+    caps = dataclasses.replace(capabilities.simulated(4), device_name="Some GPU", is_simulated=False)
     here = machine(caps, 4)
     with pytest.raises(ValueError, match=r"tuned row all_reduce bfloat16 1048576 does not fit .*; run weft tune again"):
         ALL_REDUCE.plan(ALL_REDUCE.call_of(((1 << 19,),), BF16, here), here)

@@ -48,7 +48,7 @@ def alone(main):
 
 def capabilities_of(arch, sms=132):
     # The GPU whose rows the table has.
-    name = {"sim": "simulated", "sm_90": "NVIDIA H200"}.get(arch, arch)
+    name = {"sm_90": "NVIDIA H200"}.get(arch, arch)
     return Capabilities(device_name=name, arch=arch, sms=sms, memory_bytes=0, peer_access=(True,))
 
 

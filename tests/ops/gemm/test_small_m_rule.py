@@ -16,7 +16,7 @@ from weft.runtime import capabilities
 # What the former rule gave for the projections of Qwen3-32B, 8B and 0.6B and of Llama-3-70B over 1, 2, 4 and 8 ranks:
 # ranges of M with the fields of the design, null where cuBLAS computes them.
 FROZEN = json.loads((Path(__file__).parent / "small_m_rule.json").read_text())
-H200 = dataclasses.replace(capabilities.simulated(1, 132), device_name="NVIDIA H200", arch="sm_90")
+H200 = dataclasses.replace(capabilities.simulated(1), is_simulated=False)
 OTHER = dataclasses.replace(H200, device_name="Some GPU")
 
 
@@ -80,4 +80,3 @@ def test_rows_are_for_what_the_kernel_takes():
     for options in ({"dtype": torch.float32}, {"aligned": False}):
         call = GemmCall(16, shape["N"], shape["K"], **{"dtype": torch.bfloat16, **options})
         assert find_op("matmul").plan(call, machine(H200, 1)).name == "cublas"
-    assert planned(shape, 16, capabilities.simulated(1, 8)).name == "persistent"

@@ -13,6 +13,9 @@ from tests.ops.nodes import experts, teams_of_nodes
 from weft import ops
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
 from weft.ops.moe import by_nodes
+from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AllGatherGroupedMatmulSiluMul
+from weft.ops.moe.grouped_matmul_reduce_scatter import GroupedMatmulReduceScatter
+from weft.plan.memo import forget
 from weft.runtime.team.rail import Rail
 
 
@@ -85,6 +88,9 @@ def logging(monkeypatch):
 
         monkeypatch.setattr(where, name, call)
 
+    for op, name in ((AllGatherGroupedMatmulSiluMul, "fused"), (GroupedMatmulReduceScatter, "slabs")):
+        monkeypatch.setattr(op, "rule", lambda op, call, machine, name=name: (name, "enough to overlap"))
+    forget()
     logged(by_nodes.grouped, "run", "GEMM")
     logged(Rail, "exchange", "rail")
     logged(Rail, "after", "await")

@@ -46,7 +46,7 @@ def test_local_first_has_rows_of_its_own_for_their_bucket_alone(monkeypatch, tmp
         for op, M, span in (("all_gather_matmul", 4096, 1), ("all_gather_matmul+local_first", 4096, 3))
     )
     table.write(path, table.Table(gpu="Some GPU", world_size=4, rows=tuple(made)))
-    here = machine(dataclasses.replace(capabilities.simulated(4, 132), device_name="Some GPU", arch="sm_90"), 4)
+    here = machine(dataclasses.replace(capabilities.simulated(4), device_name="Some GPU", is_simulated=False), 4)
 
     def span(M, local_first):
         call = ALL_GATHER_MATMUL.call_of((M, 512, 256), BF16, here, local_first=local_first)

@@ -65,7 +65,7 @@ def test_a_workspace_grows():
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_a_design_that_was_asked_for_is_not_replaced(op, monkeypatch):
     """One rank has no rows but its own, whose GEMM is cuBLAS's in the pipelined design."""
-    here = machine(capabilities.simulated(1, 8), 1)
+    here = machine(capabilities.simulated(1), 1)
     planned = op.plan(op.call_of((4, 3, 8), FP32, here, "pipelined"), here)
     assert planned.name == "sequential" and planned.design.gemm.name == "cublas"
     monkeypatch.setattr(matmul_module, "matmul_kernel", None)
@@ -189,7 +189,7 @@ def test_a_heap_that_is_too_small_says_so():
         with pytest.raises(HeapExhausted, match=r"rank \d: .* bytes wanted .* heap_bytes="):
             ops.matmul_all_reduce(torch.ones(512, 16), torch.ones(512, 16), team)
 
-    weft.simulate(main, 2, heap_bytes=1 << 20)
+    weft.simulate(main, 2, heap_bytes=1 << 19)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

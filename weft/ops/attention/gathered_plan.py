@@ -125,7 +125,7 @@ class GatheredPlan(Op):
         """By tokens of a rank; the limit of ulysses was not measured."""
         tokens = cdiv(call.tokens, machine.world_size)
         rows = call.q_heads * (tokens // 2)
-        many = machine.world_size > 1 and rows >= LIBRARY_ROWS and not machine.caps.is_simulated
+        many = machine.world_size > 1 and rows >= LIBRARY_ROWS
         if many and not call.without_library(machine.caps.arch):
             return "pipelined", f"{rows:,} rows of a stripe >= {LIBRARY_ROWS:,}: cuDNN's attention is faster"
         if call.kv_heads % machine.world_size:

@@ -70,7 +70,7 @@ class ShardedCall(NamedTuple):
 
 def resident_programs(split: SplitKV, head_dim: int, itemsize: int, caps: Capabilities) -> int:
     """Programs of the fused kernel that the GPU holds at a time, at 255 registers a thread."""
-    if caps.is_simulated or not caps.arch.startswith("sm_"):
+    if not caps.arch.startswith("sm_"):
         return caps.sms
     stages = 2 * split.num_stages * split.block_n * head_dim * itemsize
     return caps.sms * max(1, min(8 // split.num_warps, SHARED_BYTES // (stages + 4096)))

@@ -216,7 +216,13 @@ class AllReduceRMSNorm(Op):
         squares = residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32) if deferred else None
         if rows > 0:
             tiles = cdiv(rows, team.size) if two_shot else rows
-            programs = slots_of(team, plan, itemsize).programs // parts * parts
+            resident = slots_of(team, plan, itemsize).programs
+            if parts > resident:
+                raise ValueError(
+                    f"{self.name}: {parts} programs of a row wait for each other, and a rank holds {resident} at a time; "
+                    f"run it where as many fit, as with weft.simulate(sms={parts})"
+                )
+            programs = resident // parts * parts
             if squares is not None:
                 sums = squares, squares
             else:

@@ -210,7 +210,7 @@ class Collective(Op):
             if kind is CopyEngine and has_even_lines(whole, machine.world_size):
                 yield from copy_engines(whole)
             elif kind in (Push, OneShot, TwoShot):
-                for push in pushes(self.transport(whole, machine.world_size), quick or machine.caps.is_simulated):
+                for push in pushes(self.transport(whole, machine.world_size), quick):
                     yield kind(push=push)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:

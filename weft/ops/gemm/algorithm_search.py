@@ -76,7 +76,7 @@ def warm_up(
     check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
     check_optional(check_callable, "run", run, "run()")
     check_optional(check_instance, "algorithm_cache", algorithm_cache, (str, PathLike), "the path of a file")
-    if team.is_simulated:
+    if team.device.type == "cpu":
         return []
     if torch.cuda.is_current_stream_capturing():
         raise Unsupported(f"rank {team.rank}: warm_up times GEMMs, and a CUDA graph is captured; call it before")

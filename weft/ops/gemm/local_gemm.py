@@ -54,12 +54,11 @@ class LocalGemm(GemmOp):
         return None if found and found.row.design == "small_m" and not takes(call) else found
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (Cublas(),) if machine.caps.is_simulated else space.algorithms(call, quick)
+        yield from space.algorithms(call, quick)
         if takes(call) and table.small_m_rows(call.M) is not None:
             base = self.default("small_m", call, machine)
             yield base
-            if not machine.caps.is_simulated:
-                yield from space.small_m_tiles(base, call, machine.caps, self.gated, quick)
+            yield from space.small_m_tiles(base, call, machine.caps, self.gated, quick)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if isinstance(design, Cublas):

@@ -106,12 +106,6 @@ class Matmul(LocalGemm):
     designs = {"cublas": Cublas, "small_m": SmallM, "persistent": Persistent}
     projections = (*COLUMN_PARALLEL, *ROW_PARALLEL)
 
-    def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        name, reason = super().rule(call, machine)
-        if machine.caps.is_simulated and name == "cublas":
-            return "persistent", "simulated ranks run weft's own kernel"
-        return name, reason
-
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         if name != "persistent":
             return super().default(name, call, machine)
@@ -134,9 +128,8 @@ class Matmul(LocalGemm):
             yield from moved(design, split=(not design.split,))
 
     def local_plan(self, call: GemmCall, machine: Machine) -> Planned:
-        """Plan of a rank's GEMM within another op. On simulated ranks the host computes it in place of cuBLAS."""
-        design = "cublas" if machine.caps.is_simulated else AUTO
-        return self.plan(call._replace(local_first=False, design=design), machine)
+        """Plan of a rank's GEMM within another op."""
+        return self.plan(call._replace(local_first=False, design=AUTO), machine)
 
     def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
         return matmul(*tensors) if case.design == AUTO else self.run_case(case, tensors)
@@ -157,8 +150,6 @@ class Matmul(LocalGemm):
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         caps = capabilities_of(a.device)
-        if caps.is_simulated:  # without cuBLAS
-            a, b = rows_contiguous(a), rows_contiguous(b)
         dense = has_dense_rows(a) and has_dense_rows(b)
         (M, K), N = a.shape, b.shape[0]
         call = GemmCall(M, N, K, a.dtype, can_describe(a, b), dense=dense)

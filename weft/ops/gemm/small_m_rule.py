@@ -88,8 +88,6 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
         return False, f"{call.dtype}: the small-M GEMM is for fp16 and bf16"
     if not call.aligned:
         return False, "rows that do not begin on 16 bytes: no tensor descriptor reaches them"
-    if caps.is_simulated:
-        return gated or call.deferred_norm or call.partials, "simulated: the kernel is what is to be seen"
     if caps.arch != "sm_90":
         return False, f"{caps.arch}: not measured"
     if M > MAX_ROWS:
@@ -107,8 +105,6 @@ def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> Small
     """
     M, N, K = call.M, call.N, call.K
     block_m = max(16, min(128, next_power_of_2(M)))
-    if caps.is_simulated:
-        return SmallM(block_m=16, block_n=32, block_k=64, partials=2 if K > 128 else 1)
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         # 64 KiB of shared memory suffice for all of these. gfx9 has 64 KiB, sm_12x 99.
         return SmallM(block_m=min(64, block_m), block_n=32, block_k=64, num_stages=2 if gated else 3)

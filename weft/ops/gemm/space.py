@@ -51,7 +51,7 @@ CLUSTERS, CUSTOMS = (2, 3, 4, 5, 6, 8), range(10)
 
 def tiles(base: Tile, rows: int, dtype: torch.dtype, caps: Capabilities, quick: bool) -> Iterator[Tile]:
     """Tiles for panels of ``rows`` rows, besides the default ``base``."""
-    if caps.is_simulated or not caps.arch.startswith("sm_"):
+    if not caps.arch.startswith("sm_"):
         return  # the default and its neighbours
     if dtype == torch.float32:
         yield from (replace(base, block_n=n, num_stages=stages) for n in (32, 64, 128) for stages in (2, 3))

@@ -71,11 +71,6 @@ def default_tile(rows: int, N: int, dtype: torch.dtype, caps: Capabilities, pane
 
     K is no argument: ranks whose shares of K differ must still cut the output into the same tiles.
     """
-    if caps.is_simulated:
-        # A tile of any size takes the simulator milliseconds: about four tiles, so that there is a schedule.
-        return Tile(
-            block_m=_fit(rows, 16, 64), block_n=_fit(cdiv(N, max(1, 4 // panels)), 16, 256), block_k=128, group=2
-        )
     if dtype == torch.float32:
         # Plain FMAs (input_precision "ieee"): the accumulator shares the registers with both operands, of which 64 x 64 on
         # four warps takes all and spills.
@@ -101,7 +96,7 @@ def splits_by_default(K: int, caps: Capabilities) -> bool:
 
     Not for a small K, where joining a tile takes as long as a third of it (K=2048, 28 tiles split in 4, H200: 3 µs slower).
     """
-    return caps.is_simulated or K >= 4096
+    return K >= 4096
 
 
 def _fit(size: int, low: int, high: int) -> int:

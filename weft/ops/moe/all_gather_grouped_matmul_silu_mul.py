@@ -244,7 +244,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         more ranks.
         """
         whole = machine.world_size * call.tokens * row_bytes(call.dispatch)
-        if whole <= (4 if machine.world_size == 2 else 2) << 20 and not machine.caps.is_simulated:
+        if whole <= (4 if machine.world_size == 2 else 2) << 20:
             return "sequential", f"{whole:,} bytes of rows in all arrive in one hop"
         return "fused", "copy engines bring the other ranks' rows while tiles of this rank's are computed"
 
@@ -280,7 +280,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         if isinstance(design, Fused):
             heads = scaled(design.head, 1, MAX_HEAD) if design.head else ()
             yield from moved(design, chunks=scaled(design.chunks, 1, MAX_CHUNKS), head=(*heads, 0))
-            if not quick or machine.caps.is_simulated:
+            if not quick:
                 yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
 
     # --- running -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ PIECES = (1,), (1, 1), (1, 3), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 4, 
 # up to limits of their own, which were.
 PIPELINED_BYTES = 4 << 20
 QUICK_PUSHES = ((1, 1024, 4), (4, 1024, 8), (16, 512, 8))
-SIMULATED_PUSHES = ((4, 128, 4),)
 
 
 class ExchangeOp(MoeOp):
@@ -106,7 +105,7 @@ class ExchangeOp(MoeOp):
     def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield self.designs[self.everything]()
         yield self.default("pipelined", call, machine)
-        pushes = SIMULATED_PUSHES if machine.caps.is_simulated else QUICK_PUSHES if quick else PUSHES
+        pushes = QUICK_PUSHES if quick else PUSHES
         for chunk, block, num_warps in pushes:
             yield PushRows(chunk=chunk, block=block, num_warps=num_warps)
 

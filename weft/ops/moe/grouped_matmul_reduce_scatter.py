@@ -179,12 +179,11 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         """moe_combine up to 2 MiB in all, in one hop, and for two ranks, whose pieces take less than slabs.
 
         Qwen3-30B-A3B on two H200s, 512 / 2048 / 4096 tokens: slabs 120 / 213 / 347 us, the GEMM and moe_combine 82 / 177 / 284.
-        Virtual ranks take slabs at any size, so that models run their kernels there.
         """
         whole = machine.world_size * call.tokens * call.H * call.dtype.itemsize
-        if whole <= 2 << 20 and not machine.caps.is_simulated:
+        if whole <= 2 << 20:
             return "sequential", f"{whole:,} bytes of sums in all go home in one hop"
-        if machine.world_size == 2 and call.is_whole(machine) and not machine.caps.is_simulated:
+        if machine.world_size == 2 and call.is_whole(machine):
             return "sequential", "moe_combine's pieces go home under its own sums, and the GEMM stays whole"
         return "slabs", "copy engines carry a slab's sums while the next one is multiplied"
 
@@ -202,7 +201,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if isinstance(design, Slabs):
             yield from moved(design, slabs=scaled(design.slabs, 1, MAX_CHUNKS))
-            if not quick or machine.caps.is_simulated:
+            if not quick:
                 yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
 
     # --- running -----------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class GroupedOp(MoeOp):
         return tiles(self.by_rule(call, machine), call, machine.caps, quick)
 
     def around(self, design: GroupedTiles, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
-        if not quick or machine.caps.is_simulated:
+        if not quick:
             yield from tiles_around(design)
 
     def run(

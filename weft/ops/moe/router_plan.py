@@ -84,8 +84,6 @@ class RouterCall(NamedTuple):
 
 def parts_for(call: RouterCall, caps: Capabilities, kind: type[RouterParts]) -> RouterParts:
     """Design of a ``kind`` of parts where no row decides."""
-    if caps.is_simulated:
-        return kind(parts=3, step=16)
     # A part is 4 KiB of the router or more, and there are as many as the programs that add them up can load quickly.
     step = 128 if call.dtype.itemsize == 2 else 32
     bytes_of_tile = 16 * call.hidden * call.dtype.itemsize

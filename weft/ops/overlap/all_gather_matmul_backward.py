@@ -79,7 +79,7 @@ class AllGatherMatmulBackward(Op):
             return Planned(
                 "in_turn", InTurn(scatter=scatter), "one rank, or several nodes: no copy engine reaches all ranks"
             )
-        if not machine.caps.is_simulated and not rows_overlap(call.M):
+        if not rows_overlap(call.M):
             return Planned("in_turn", InTurn(scatter=scatter), f"M={call.M}: too little to overlap")
         return Planned(
             "under_scatter", UnderScatter(scatter=scatter), "copy engines gather A under the GEMM of its gradient"

@@ -130,8 +130,6 @@ class MatmulAllReduce(Overlapped):
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         M, world = call.M, machine.world_size
-        if machine.caps.is_simulated:
-            return "fused", "simulated ranks run weft's own kernel"
         if not rows_overlap(M):
             return "sequential", f"M={M} <= {SEQUENTIAL_ROWS}: too little to overlap"
         if world == 2 and M <= SEQUENTIAL_ROWS_OF_TWO:
@@ -147,7 +145,7 @@ class MatmulAllReduce(Overlapped):
         world, caps = machine.world_size, machine.caps
         if name == "fused":
             tile = default_tile(call.M, call.N, call.dtype, caps)
-            if world == 3 and (tile.block_m, tile.block_n) == (128, 128) and not caps.is_simulated:
+            if world == 3 and (tile.block_m, tile.block_n) == (128, 128):
                 # With 128 accumulators a thread, two receive buffers and two peers make Triton 3.6 spill.
                 tile = replace(tile, num_warps=8)
             return Fused(tile=tile, split=splits_by_default(call.K, caps), piece=piece_for(call.K, tile.block_k))

@@ -52,8 +52,6 @@ class Overlapped(GemmOp):
         return super().choose(call, machine)
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        if machine.caps.is_simulated:
-            return "fused", "simulated ranks run weft's own kernel"
         if call.M <= SEQUENTIAL_ROWS:
             return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
         return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"

@@ -35,8 +35,6 @@ def pipelines_around(design: Any, machine: Machine, **values: Any) -> Iterator[A
 
 def fused_tiles(base: Any, rows: int, dtype: Any, machine: Machine, quick: bool) -> Iterator[Any]:
     """Fused designs: ``base`` with other tiles for panels of ``rows`` rows, or the other ``split``."""
-    if machine.caps.is_simulated:
-        yield replace(base, split=not base.split)
     for tile in tiles(base.tile, rows, dtype, machine.caps, quick):
         yield replace(base, tile=tile)
 

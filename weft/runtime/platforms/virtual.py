@@ -21,7 +21,7 @@ from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import Extent
 from weft.simulator.machine.tasks import Waiting
 
-DEFAULT_HEAP_BYTES = 64 << 20
+DEFAULT_HEAP_BYTES = 512 << 20  # of address space: pages that nothing touches take no memory
 # Pieces of a copy, so that a kernel that reads before the flag finds half of the data.
 _PIECES = 4
 
@@ -29,9 +29,15 @@ _PIECES = 4
 class Cluster:
     """Shared state of the virtual ranks of one simulation: every heap, by team and rank."""
 
-    def __init__(self, machine: Machine, node_size: int | None = None, link: str = capabilities.NVLINK) -> None:
-        """``link``: kind of the links within a node."""
-        self.machine, self.link = machine, link
+    def __init__(
+        self,
+        machine: Machine,
+        node_size: int | None = None,
+        link: str = capabilities.NVLINK,
+        like: str = capabilities.DEFAULT_GPU,
+    ) -> None:
+        """``link``: kind of the links within a node. ``like``: the GPU that ranks plan as."""
+        self.machine, self.link, self.like = machine, link, like
         machine.remote_atomics = link != capabilities.PCIE
         self.node_size = node_size or machine.world_size
         self.heaps: dict[tuple[str, int], torch.Tensor] = {}
@@ -84,7 +90,7 @@ class VirtualPlatform:
         # One process holds all ranks, so the name contains the rank.
         self.name = f"{id(cluster):x}.{team}.rank{place}"
         self.device = torch.device("cpu")
-        self.caps = capabilities.simulated(self.size, self._machine.sms, link=cluster.link)
+        self.caps = capabilities.simulated(self.size, like=cluster.like, link=cluster.link)
         self.multimem = 2 if self.caps.multicast else 0
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
         self.library = HostLibrary(self)

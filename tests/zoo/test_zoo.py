@@ -8,16 +8,19 @@ from weft.check.detector.findings import RACES
 
 
 def run(case, bug, schedules=None):
-    """Check an exhibit under its own budget, the default one if it has none; at most ``schedules`` if that is given."""
+    """Check an exhibit under its own budget, the default one if it has none; at most ``schedules`` if that is given.
+
+    The kernels with the bug are compiled; its twin has the same ones.
+    """
     asked = [number for number in (case.schedules, schedules) if number is not None]
     budget = {"schedules": min(asked)} if asked else {}
-    return weft.check.check(case.main, case.world_size, sms=case.sms, args=(bug,), **budget)
+    return weft.check.check(case.main, case.world_size, sms=case.sms, args=(bug,), compile=bug, **budget)
 
 
 def replay(case, schedule):
     return weft.check.check(
         case.main, schedule.world_size, schedules=schedule.runs, strategy=schedule.strategy, seed=schedule.seed,
-        depth=schedule.depth, sms=schedule.sms, args=(True,),
+        depth=schedule.depth, sms=schedule.sms, args=(True,), compile=case.kind == "compile-error",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
 from weft.ops.moe.combine_pieces import CombinePieces
 from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
-from weft.ops.moe.moe_combine import MOE_COMBINE
+from weft.ops.moe.moe_combine import MOE_COMBINE, Combined
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, registered
 from weft.ops.overlap.sequential import Overlapped
@@ -139,7 +139,8 @@ def combined(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push",
 def combined_in_pieces(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Three pieces, of which a program of the last kernel adds up tokens of several."""
     (found, tokens), design = routed(team, x, "gather", most=20), CombinePieces(pieces=(1, 1, 1), per_sm=1)
-    return MOE_COMBINE.run(design, team, x(len(found.rows) * 2, 40), *found.routing, 2 * team.size, tokens)
+    given = Combined(x(len(found.rows) * 2, 40), *found.routing, 2 * team.size, tokens, team.name, "auto")
+    return MOE_COMBINE.run(design, team, given)
 
 
 def heads_there(team: Any, x: Callable[..., torch.Tensor]) -> list[torch.Tensor]:

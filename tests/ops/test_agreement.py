@@ -23,12 +23,9 @@ def calls_of(op):
     given = {}
 
     def noted(*arguments):
-        names = [argument.name for argument in op.torch_op._schema.arguments]
-        given[team_rank(arguments)] = dict(zip(names, arguments, strict=False))
-        return op.called(*arguments)
-
-    def team_rank(arguments):
-        return int(next(a for a in arguments if isinstance(a, str) and ".rank" in a).rsplit("rank")[-1])
+        named = op.layout.named(arguments)
+        given[int(named["team"].rsplit("rank")[-1])] = named
+        return op.from_torch(*named.values())
 
     with mock.patch.object(type(op), "dispatch", staticmethod(noted)):
         weft.simulate(lambda team: call_op(case, team, inputs_of(case, team.rank)), 2)
@@ -82,7 +79,7 @@ def test_a_rank_that_passes_another_dtype_is_told_before_the_op_runs(op):
         if team.rank == 1:
             _, arguments[name] = next(others(arguments[name]))
             return op.torch_op(*arguments.values())
-        return op.dispatch(*arguments.values())
+        return op.dispatch(*op.layout.given(tuple(arguments.values())))
 
     with pytest.raises(ArgumentMismatch, match=rf"weft.ops.{op.name}: .* on rank 0, .* on rank 1; pass the same"):
         weft.simulate(main, 2)

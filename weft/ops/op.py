@@ -24,6 +24,7 @@ from torch._C import (
 
 from weft.arguments import did_you_mean, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.layout import Given, Layout, autograd_formula, flat
 from weft.plan import table
 from weft.plan.memo import once
 from weft.plan.planned import AUTO, Machine, Planned
@@ -61,7 +62,8 @@ class Op:
 
     algorithms  designs that a caller can ask for; "auto" is the first
     torch_op    ``torch.ops.weft.NAME``, once it is defined
-    called      its implementation: ``forward``, after a comparison of the ranks' calls and ``examine`` where these are due
+    layout      its arguments
+    saves       names of the tensors, as the torch op has them, that ``backward`` reads
     """
 
     name: ClassVar[str]
@@ -80,14 +82,13 @@ class Op:
     differs: ClassVar[Mapping[str, tuple[int, ...]]] = {}
     spans_nodes: ClassVar[bool] = False
     ranks_differ_in_k: ClassVar[bool] = False
+    saves: ClassVar[tuple[str, ...]] = ()
+    layout: Layout
 
     def __init__(self) -> None:
         # Plain attributes: torch.compile traces the public functions, which read them.
         self.algorithms = (AUTO, *(name for name in self.designs if name not in self.internal))
         self.torch_op: Any = None
-        self.called: Callable[..., Any] = self.forward
-        self._parameters: dict[str, Any] = {}  # names in the schema, with their defaults
-        self._team_at = 0  # the place of "team" among them
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -264,36 +265,30 @@ class Op:
         That time is half of a small op's. Gradients, tracing, modes and the profiler need the dispatcher.
         """
         if torch.compiler.is_compiling() or not _is_plain(arguments):
-            return self.torch_op(*arguments)
-        return self.called(*arguments)
+            return self.torch_op(*flat(arguments))
+        self._check(arguments)
+        return self.forward(*arguments)
 
-    def takes(self, parameters: Mapping[str, Any]) -> None:
-        """Set the parameters of the schema, with their defaults."""
-        self._parameters = dict(parameters)
-        if "team" in parameters:
-            self._team_at = list(parameters).index("team")
-            self.called = self._compared
-        elif type(self).examine is not Op.examine:
-            self.called = self._examined
+    def through_torch(self, *arguments: Any) -> Any:
+        """Call the torch op with the arguments of ``forward``."""
+        return self.torch_op(*flat(arguments))
 
-    def _compared(self, *arguments: Any) -> Any:
-        """``forward``, where the team compares calls after it is known that no other rank's call differs."""
-        if arguments[self._team_at] in COMPARING:
-            given = self._named(arguments)
+    def from_torch(self, *values: Any) -> Any:
+        """Implementation of the torch op."""
+        arguments = self.layout.given(values)
+        self._check(arguments)
+        return self.forward(*arguments)
+
+    def _check(self, arguments: Sequence[Any]) -> None:
+        """Compare the ranks' calls, where the team does so, and ``examine`` them where the host may read tensors."""
+        if "team" not in self.layout.defaults:
+            if type(self).examine is not Op.examine and arguments[0].is_cpu:
+                self.examine(self.layout.named(arguments))
+        elif COMPARING and (given := self.layout.named(arguments))["team"] in COMPARING:
             team = find_team(given.pop("team"))
             team.compare(f"weft.ops.{self.name}", self.agreed(given))
             if not team.is_capturing():
                 self.examine(given)
-        return self.forward(*arguments)
-
-    def _examined(self, *arguments: Any) -> Any:
-        """``forward`` of an op that takes no team, on virtual ranks after ``examine``."""
-        if arguments[0].is_cpu:
-            self.examine(self._named(arguments))
-        return self.forward(*arguments)
-
-    def _named(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        return {**self._parameters, **dict(zip(self._parameters, arguments, strict=False))}
 
     def examine(self, given: Mapping[str, Any]) -> None:
         """ValueError for wrong elements of tensors, where the host may read them."""
@@ -307,9 +302,10 @@ class Op:
         }
 
     def forward(self, *arguments: Any) -> Any:
-        """Implementation of the torch op. Returns new tensors, never an argument.
+        """The op of checked arguments. Returns new tensors, never an argument.
 
-        The annotations are the schema; a team is passed by its name.
+        The annotations are the schema of the torch op, which has the fields of a NamedTuple in place of it (``Layout``). A team
+        is passed by its name.
         """
         raise NotImplementedError
 
@@ -317,9 +313,12 @@ class Op:
         """Empty tensors like the results of ``forward``, for tracing."""
         raise NotImplementedError
 
-    # Where gradients are supported: (ctx, inputs, output) and (ctx, *gradients), as for torch.library.register_autograd.
-    setup_context: Callable[..., None] | None = None
-    backward: Callable[..., Any] | None = None
+    # Where gradients are supported: (given, *gradients of the results) -> gradients of arguments, by name.
+    backward: Callable[..., Mapping[str, Any]] | None = None
+
+    def keeps(self, ctx: Any, given: Given, output: Any) -> Mapping[str, Any]:
+        """Values, tensors and lists of tensors that ``backward`` finds in its ``given``, beside values of the arguments."""
+        return {name: getattr(given, name) for name in self.saves}
 
     def refuse_backward(self, ctx: Any, *gradients: torch.Tensor) -> Any:
         raise RuntimeError(f"weft.ops.{self.name} has no backward; use torch's operations where gradients are needed")
@@ -340,23 +339,26 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
 
     Tensors are of torch's own types; no gradient, tracing, mode or profiler is active.
     """
-    for x in arguments:
-        kind = type(x)
-        if kind in _PLAIN:
-            if x.requires_grad and torch.is_grad_enabled():
-                return False
-        elif kind is list:
-            if not _is_plain(x):
-                return False
-        elif kind not in _NO_TENSORS and isinstance(x, torch.Tensor):
-            return False
-    return not (
+    return _are_plain(arguments) and not (
         _len_torch_dispatch_stack()
         or _len_torch_function_stack()
         or _get_tracing_state()
         or _functorch.peek_interpreter_stack()
         or _autograd._profiler_enabled()
     )
+
+
+def _are_plain(arguments: Sequence[Any]) -> bool:
+    for x in arguments:
+        kind = type(x)
+        if kind in _PLAIN:
+            if x.requires_grad and torch.is_grad_enabled():
+                return False
+        elif kind in _NO_TENSORS:
+            continue
+        elif isinstance(x, torch.Tensor) or isinstance(x, (list, tuple)) and not _are_plain(x):
+            return False
+    return True
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -376,15 +378,15 @@ def define(op: Op) -> None:
     wrapper of the formula comes before them. ``torch.library.custom_op`` would wrap the kernel several times (a check that no
     output aliases an input, a guard against Dynamo, a counter of mutations). Its promises to torch.compile are the same.
     """
-    schema = torch.library.infer_schema(op.forward, mutates_args=tuple(op.mutates))
-    _LIBRARY.define(op.name + schema, tags=_TAGS)
+    op.layout = layout = Layout(op.forward)
+    _LIBRARY.define(op.name + layout.schema(op.mutates), tags=_TAGS)
     op.torch_op = getattr(torch.ops.weft, op.name).default
-    op.takes({a.name: a.default_value for a in op.torch_op._schema.arguments})
-    _LIBRARY.impl(op.name, op.called, "CompositeExplicitAutograd")
+    _LIBRARY.impl(op.name, op.from_torch, "CompositeExplicitAutograd")
     name = f"weft::{op.name}"
-    torch.library.register_fake(name, op.fake, lib=_LIBRARY)
+    torch.library.register_fake(name, lambda *values: op.fake(*layout.given(values)), lib=_LIBRARY)
     if op.backward is not None:
-        torch.library.register_autograd(name, op.backward, setup_context=op.setup_context, lib=_LIBRARY)
+        setup_context, backward = autograd_formula(layout, op.keeps, op.backward)
+        torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_LIBRARY)
     elif not op.mutates:  # torch takes no formula for an op that writes its arguments, and warns
         torch.library.register_autograd(name, op.refuse_backward, lib=_LIBRARY)
 

@@ -133,12 +133,9 @@ class AllGather(Collective):
     def fake(self, x, team, algorithm="auto"):
         return x.new_empty((find_team(team).size * x.shape[0], *x.shape[1:]))
 
-    def setup_context(self, ctx, inputs, output):
-        ctx.team = inputs[1]
-
-    def backward(self, ctx, grad):
+    def backward(self, given, grad):
         # x lies in its part of every rank's out, so its gradient is the sum of that part over the ranks.
-        return torch.ops.weft.reduce_scatter.default(grad, ctx.team), None, None
+        return {"x": torch.ops.weft.reduce_scatter.default(grad, given.team)}
 
 
 ALL_GATHER = AllGather()

@@ -312,12 +312,9 @@ class AllReduce(Collective):
     def fake(self, x, team, algorithm="auto"):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    def setup_context(self, ctx, inputs, output):
-        ctx.team, ctx.algorithm = inputs[1:]
-
-    def backward(self, ctx, grad):
+    def backward(self, given, grad):
         # Every rank's out contains x, so its gradient is the sum of all ranks' gradients.
-        return torch.ops.weft.all_reduce.default(grad, ctx.team, ctx.algorithm), None, None
+        return {"x": torch.ops.weft.all_reduce.default(grad, given.team, given.algorithm)}
 
 
 def _push(

@@ -174,13 +174,10 @@ class ExchangeHeads(Collective):
     def fake(self, xs, tokens, team, algorithm):
         return [x.new_empty(self.shape_of_result(x, tokens, find_team(team))) for x in xs]
 
-    def setup_context(self, ctx, inputs, output):
-        _, ctx.tokens, ctx.team, ctx.algorithm = inputs
-
-    def backward(self, ctx, grads):
+    def backward(self, given, grads):
         # Every element goes back where it came from.
         way_back = torch.ops.weft.heads_to_sequence if self.to_heads else torch.ops.weft.sequence_to_heads
-        return way_back.default(list(grads), ctx.tokens, ctx.team, ctx.algorithm), None, None, None
+        return {"xs": way_back.default(list(grads), given.tokens, given.team, given.algorithm)}
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

@@ -124,12 +124,9 @@ class ReduceScatter(Collective):
     def fake(self, x, team, algorithm="auto"):
         return x.new_empty((x.shape[0] // find_team(team).size, *x.shape[1:]))
 
-    def setup_context(self, ctx, inputs, output):
-        ctx.team = inputs[1]
-
-    def backward(self, ctx, grad):
+    def backward(self, given, grad):
         # Each rank's out has one part of x.
-        return torch.ops.weft.all_gather.default(grad, ctx.team), None, None
+        return {"x": torch.ops.weft.all_gather.default(grad, given.team)}
 
 
 REDUCE_SCATTER = ReduceScatter()

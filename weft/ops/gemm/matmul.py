@@ -32,6 +32,7 @@ from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.space import tiles, tiles_around
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
+from weft.ops.layout import Given
 from weft.ops.local import capabilities_of
 from weft.ops.neighbours import moved
 from weft.ops.op import Op, define, register
@@ -103,6 +104,7 @@ def matmul(a: torch.Tensor | DeferredNorm, b: torch.Tensor) -> torch.Tensor:
 
 class Matmul(LocalGemm):
     name, alias = "matmul", "gemm"
+    saves = ("a", "b")
     designs = {"cublas": Cublas, "small_m": SmallM, "persistent": Persistent}
     projections = (*COLUMN_PARALLEL, *ROW_PARALLEL)
 
@@ -158,21 +160,25 @@ class Matmul(LocalGemm):
     def fake(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
+        return gradients_of_matmul(given, grad)
 
-    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
-        (a, b), (of_a, of_b) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            torch.ops.weft.matmul.default(grad, b.t()) if of_a else None,
-            weight_gradient(grad, a, b) if of_b else None,
-        )
+
+def gradients_of_matmul(given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of a and b, of those that are wanted, where a[M, K] @ b[N, K].T has the gradient ``grad``."""
+    gradients = {}
+    if "a" in given.wanted:
+        gradients["a"] = torch.ops.weft.matmul.default(grad, given.b.t())
+    if "b" in given.wanted:
+        gradients["b"] = weight_gradient(grad, given.a, given.b)
+    return gradients
 
 
 class WeightGradient(Op):
     """grad[M, N].T @ a[M, K] -> [N, K], fp32 sums, in ``dtype``: that of the operands, or fp32."""
 
     name = alias = "weight_gradient"
+    saves = ("grad", "a")
 
     def forward(self, grad: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if dtype == a.dtype:
@@ -182,13 +188,9 @@ class WeightGradient(Op):
     def fake(self, grad, a, dtype):
         return a.new_empty((grad.shape[1], a.shape[1]), dtype=dtype)
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-
-    def backward(self, ctx: Any, ways: torch.Tensor) -> tuple:
-        grad, a = ctx.saved_tensors
-        ways = ways.to(a.dtype)
-        return torch.ops.weft.matmul.default(a, ways), torch.ops.weft.matmul.default(grad, ways.t()), None
+    def backward(self, given: Given, ways: torch.Tensor) -> dict[str, torch.Tensor]:
+        ways, matmul = ways.to(given.a.dtype), torch.ops.weft.matmul.default
+        return {"grad": matmul(given.a, ways), "a": matmul(given.grad, ways.t())}
 
 
 def weight_gradient(grad: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from weft.ops.moe.arrival import (
     schedule_of,
 )  # fmt: skip
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
-from weft.ops.moe.exchange import padded
+from weft.ops.moe.exchange import Sent, padded
 from weft.ops.moe.exchange_op import rows_sent
 from weft.ops.moe.fp8_rows import E4M3, by_torch, read_back
 from weft.ops.moe.gather_words import GatherWords, gather_words
@@ -304,9 +304,8 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         """
         self.check_design(design)
         if isinstance(design, Sequential):
-            rows, ids, weights, scales = MOE_DISPATCH.run(
-                design.dispatch.design, team, x, ids, weights, experts.total, most, fp8
-            )
+            sent = Sent(x, Routing(ids, weights), experts.total, most, fp8, kept=False, team=team.name, algorithm=AUTO)
+            rows, ids, weights, scales = MOE_DISPATCH.run(design.dispatch.design, team, sent)
             schedule = schedule_of(team, ids, experts, most, block)
             h = GROUPED_MATMUL_SILU_MUL.run(
                 design.gemm.design, None, rows, gate_up, schedule, True, scales if fp8 else None

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.moe.dispatch_rows import Mail, send_choices
-from weft.ops.moe.exchange import PushRows, Sizes, check_pieces, check_powers, copy_chosen, piece_ends
+from weft.ops.moe.exchange import PushRows, Sent, Sizes, check_pieces, check_powers, copy_chosen, piece_ends
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -108,21 +108,8 @@ def place_tokens_kernel(x, ids, weights, begin, T, mail, team, SIZES: tl.constex
             tl.store(place, scale, mask=there & (block < SIZES.scales))
 
 
-def dispatch_pieces(
-    design: DispatchPieces,
-    team: Team,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    experts: int,
-    most: int,
-    fp8: bool,
-    kept: bool,
-    tp: int,
-) -> list[torch.Tensor]:
+def dispatch_pieces(design: DispatchPieces, team: Team, given: Sent) -> list[torch.Tensor]:
     """[rows, ids, weights, and scales of fp8 rows] of all ranks: this call's half of the receive buffers.
-
-    experts  of each rank; kept: rows, ids and weights are new tensors; tp: of ``Sizes``
 
     Rank r serves r + 1, r + 2, … (mod W), so that every rank receives from one peer at a time. Only rows pass the copy engine,
     with one flag for each peer: the kernel stores choices and scales at the peers, since each copy takes microseconds to start.
@@ -135,13 +122,15 @@ def dispatch_pieces(
     kernels  | begin | round 0 | round 1 |                                           | wait |
     copy                       | to r+1, 0 | to r+1, 1 | flag | to r+2 | flag |                    rank r of 3, fp8
     """
+    most, fp8 = given.max_tokens, given.fp8
+    x, ids, weights = (tensor.detach().contiguous() for tensor in (given.x, *given.routing))
     (T, H), k, world, me = x.shape, ids.shape[1], team.size, team.rank
-    sizes = Sizes.of(design, most, H, k, experts, fp8=fp8, tp=tp)
+    experts = given.experts * given.tp // world
+    sizes = Sizes.of(design, most, H, k, experts, fp8=fp8, tp=given.tp)
     # The number of flags does not depend on the fields of the design: calls with any of them share the buffers.
     key = "moe_dispatch pieces", sizes._replace(chunk=0, block=0, experts=0, tp=1), x.dtype
     boxes = team.workspace(key, lambda: Mailboxes.make(team, sizes, x.dtype))
     mail, channel = boxes.begin(team), boxes.channel
-    x, ids, weights = (tensor.detach().contiguous() for tensor in (x, ids, weights))
     launch = launch_of(
         team,
         place_tokens_kernel,
@@ -167,7 +156,7 @@ def dispatch_pieces(
         await_chunk(channel.landed, 0, (me + 1) % world, world - 1)
     team.copy_engine.join()
     arrived = [buffer.flatten(0, 1) for buffer in mail if buffer is not None]
-    if kept:
-        chosen, rows = PushRows(), Sizes.of(PushRows(), most, H, k, experts, tp=tp)
+    if given.kept:
+        chosen, rows = PushRows(), Sizes.of(PushRows(), most, H, k, experts, tp=given.tp)
         arrived[:3] = copy_chosen(chosen, rows, team, *arrived[:2]), arrived[1].clone(), arrived[2].clone()
     return arrived

@@ -12,6 +12,7 @@ import weft.language as wl
 from weft.ops.moe.exchange import (
     Halves,
     PushRows,
+    Sent,
     Sizes,
     await_chunk,
     begin_call,
@@ -108,33 +109,20 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
     end_call(flags, now)
 
 
-def dispatch_rows(
-    design: PushRows,
-    team: Team,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    experts: int,
-    most: int,
-    fp8: bool,
-    kept: bool,
-    tp: int,
-) -> list[torch.Tensor]:
-    """[rows, ids, weights, and scales of fp8 rows] of all ranks: this call's half of the receive buffers.
-
-    experts  of each rank; kept: rows, ids and weights are new tensors; tp: of ``Sizes``
-    """
+def dispatch_rows(design: PushRows, team: Team, given: Sent) -> list[torch.Tensor]:
+    """[rows, ids, weights, and scales of fp8 rows] of all ranks: this call's half of the receive buffers."""
+    x, (ids, weights), most = given.x, given.routing, given.max_tokens
     (T, H), k, W = x.shape, ids.shape[1], team.size
-    sizes = Sizes.of(design, most, H, k, experts, fp8=fp8, tp=tp)
+    sizes = Sizes.of(design, most, H, k, given.experts * given.tp // W, fp8=given.fp8, tp=given.tp)
     of_choices = (W, most, k)
-    shapes = {"rows": ((W, most, H), E4M3 if fp8 else x.dtype)}
+    shapes = {"rows": ((W, most, H), E4M3 if given.fp8 else x.dtype)}
     shapes |= {"ids": (of_choices, torch.int32), "weights": (of_choices, x.dtype)}
-    if fp8:
+    if given.fp8:
         shapes["scales"] = ((W, most, sizes.scales), torch.float32)
     halves = team.workspace(("moe_dispatch", design, sizes, x.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
     buffers, flags = halves.next()
     launch_rows(moe_dispatch_kernel, design, sizes, team, (x, ids, weights), T, Mail(*buffers), flags)
     arrived = [buffer.flatten(0, 1) for buffer in buffers]
-    if kept:
+    if given.kept:
         arrived[:3] = copy_chosen(design, sizes, team, *arrived[:2]), arrived[1].clone(), arrived[2].clone()
     return arrived

@@ -16,6 +16,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.moe.fp8_rows import COLUMNS, scales_of
+from weft.ops.moe.routing import Routing
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
@@ -29,6 +30,25 @@ if TYPE_CHECKING:
 MAX_PROGRAMS = 256
 # Tokens whose rows of 16 bits begin at a multiple of 16 bytes, whatever their width.
 ALIGNED_TOKENS = 8
+
+
+class Sent(NamedTuple):
+    """Arguments of moe_dispatch.
+
+    experts  of all ranks together
+    kept     rows, ids and weights of the result are new tensors, not receive buffers
+    tp       neighbouring ranks that hold slices of the same experts
+    """
+
+    x: torch.Tensor
+    routing: Routing
+    experts: int
+    max_tokens: int
+    fp8: bool
+    kept: bool
+    team: str
+    algorithm: str
+    tp: int = 1
 
 
 @exchangeable

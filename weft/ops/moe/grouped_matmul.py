@@ -35,7 +35,7 @@ def grouped_matmul(
     Gradients of x and weight, without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
     check_grouped("grouped_matmul", x, weight, schedule, scales, gather=gather, gated=False)
-    return GROUPED_MATMUL.dispatch(x, weight, *schedule, gather, scales)
+    return GROUPED_MATMUL.dispatch(x, weight, schedule, gather, scales)
 
 
 class GroupedMatmul(GroupedOp):

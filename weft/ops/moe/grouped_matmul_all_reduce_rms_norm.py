@@ -223,7 +223,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     ) -> tuple[torch.Tensor, ...]:
         """(normed, hidden), or if ``deferred`` (scaled, hidden, squares), of checked arguments."""
         self.check_design(design)
-        y = GROUPED_MATMUL.forward(x, weight, *schedule, False, None)
+        y = GROUPED_MATMUL.forward(x, weight, schedule, False, None)
         summed: torch.Tensor | PairSum
         if isinstance(design, SumThenNorm):
             summed = moe_sum(y, routing, experts, shared=shared, gate=gate)

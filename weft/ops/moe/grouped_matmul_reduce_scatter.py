@@ -21,7 +21,7 @@ from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from weft.ops.moe.grouped_op import OWN_SCHEDULE, check_grouped
 from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
-from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
+from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall, Combined
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.moe_sum import NO_SUMMAND, Shared, check_shared, moe_sum
@@ -228,7 +228,9 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         if design.combine is None:
             summand = moe_sum(y, routing, experts, shared=shared.rows, gate=shared.gate)
             return reduce_scatter(summand, team)[:tokens].contiguous()
-        return MOE_COMBINE.run(design.combine.design, team, y, *routing, experts.total, tokens)
+        return MOE_COMBINE.run(
+            design.combine.design, team, Combined(y, *routing, experts.total, tokens, team.name, AUTO)
+        )
 
     def forward(
         self,

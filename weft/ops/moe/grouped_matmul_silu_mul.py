@@ -25,7 +25,7 @@ def grouped_matmul_silu_mul(
     Gradients of x and weight, without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
     check_grouped("grouped_matmul_silu_mul", x, weight, schedule, scales, gather=True, gated=True)
-    return GROUPED_MATMUL_SILU_MUL.dispatch(x, weight, *schedule, True, scales)
+    return GROUPED_MATMUL_SILU_MUL.dispatch(x, weight, schedule, True, scales)
 
 
 class GroupedMatmulSiluMul(GroupedOp):

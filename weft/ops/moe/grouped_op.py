@@ -10,6 +10,7 @@ import torch
 
 from weft.arguments import quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
+from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
 from weft.ops.moe import grouped
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, read_back, scales_of
@@ -82,6 +83,7 @@ class GroupedOp(MoeOp):
     options = ("gather",)
     dtypes = FLOATS
     collective = False
+    saves = ("x", "weight", "pairs", "counts", "tiles", "tile_count")
     gated: ClassVar[bool]
 
     def call_of(
@@ -139,51 +141,42 @@ class GroupedOp(MoeOp):
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
-        pairs: torch.Tensor,
-        counts: torch.Tensor,
-        tiles: torch.Tensor,
-        tile_count: torch.Tensor,
-        choices: int,
-        block: int,
+        schedule: Schedule,
         gather: bool,
         scales: torch.Tensor | None,
     ) -> torch.Tensor:
-        schedule = Schedule(pairs, counts, tiles, tile_count, choices, block)
         N = weight.shape[1] // (2 if self.gated else 1)
-        call = GroupedCall(block, pairs.shape[1] * choices, N, x.shape[1], weight.dtype, gather)
+        call = GroupedCall(schedule.block, schedule.all_pairs, N, x.shape[1], weight.dtype, gather)
         return self.run(self.plan(call, machine_on(x.device)).design, None, x, weight, schedule, gather, scales)
 
-    def fake(self, x, weight, pairs, counts, tiles, tile_count, choices, block, gather, scales):
-        return weight.new_empty((pairs.shape[1] * choices, weight.shape[1] // (2 if self.gated else 1)))
+    def fake(self, x, weight, schedule, gather, scales):
+        return weight.new_empty((schedule.all_pairs, weight.shape[1] // (2 if self.gated else 1)))
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, weight, *schedule, ctx.choices, ctx.block, ctx.gather, scales = inputs
-        ctx.scaled = scales is not None
-        ctx.save_for_backward(x, weight, *schedule)
+    def keeps(self, ctx: Any, given: Given, output: torch.Tensor) -> dict[str, Any]:
+        return {**super().keeps(ctx, given, output), "scaled": given.scales is not None}
 
-    def backward(self, ctx: Any, dy: torch.Tensor) -> tuple:
-        if ctx.scaled:
+    def backward(self, given: Given, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+        if given.scaled:
             raise RuntimeError(f"weft.ops.{self.name} has no backward for fp8 rows; pass rows of the weight's dtype")
-        x, weight, *tensors = ctx.saved_tensors
-        schedule, dy = Schedule(*tensors, ctx.choices, ctx.block), dy.to(x.dtype)
+        x, weight, schedule = given.x, given.weight, Schedule(*(getattr(given, name) for name in Schedule._fields))
+        dy, gradients = dy.to(x.dtype), {}
         if self.gated:
             # Of gate and up before silu, which are computed once more instead of kept.
-            gate, up = self.product(x, weight, schedule, ctx.choices).float().chunk(2, dim=-1)
+            gate, up = self.product(x, weight, schedule, schedule.choices).float().chunk(2, dim=-1)
             grad, share = dy.float(), torch.sigmoid(gate)
             of_gate = grad * up * share * (1 + gate * (1 - share))
             dy = torch.cat((of_gate, grad * gate * share), dim=-1).to(x.dtype)
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            if ctx.gather:
+        if "x" in given.wanted:
+            if given.gather:
                 # 0 for pairs of other ranks' experts.
-                of_pairs = x.new_zeros((schedule.pairs.shape[1] * ctx.choices, x.shape[1]))
+                of_pairs = x.new_zeros((schedule.all_pairs, x.shape[1]))
                 self.product(dy, weight, schedule, 0, turned=True, out=of_pairs)
-                dx = of_pairs.view(-1, ctx.choices, x.shape[1]).float().sum(1).to(x.dtype)
+                gradients["x"] = of_pairs.view(-1, schedule.choices, x.shape[1]).float().sum(1).to(x.dtype)
             else:
-                dx = self.product(dy, weight, schedule, 1, turned=True)
-        if ctx.needs_input_grad[1]:
-            dweight = grouped.weight_grad(dy, x, schedule, gather=ctx.gather)
-        return dx, dweight, *[None] * 8
+                gradients["x"] = self.product(dy, weight, schedule, 1, turned=True)
+        if "weight" in given.wanted:
+            gradients["weight"] = grouped.weight_grad(dy, x, schedule, gather=given.gather)
+        return gradients
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: int, **options: Any
@@ -191,8 +184,7 @@ class GroupedOp(MoeOp):
         """``grouped.run`` without a gate, by the plan of the op that has none."""
         rows, columns = weight.shape[1:]
         N, K = (columns, rows) if options.get("turned") else (rows, columns)
-        pairs = schedule.pairs.shape[1] * schedule.choices
-        call = GroupedCall(schedule.block, pairs, N, K, x.dtype, gather > 0)
+        call = GroupedCall(schedule.block, schedule.all_pairs, N, K, x.dtype, gather > 0)
         design = ungated().plan(call, machine_on(x.device)).design
         return grouped.run(design, x, weight, schedule, gather=gather, **options)
 

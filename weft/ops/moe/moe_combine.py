@@ -24,23 +24,21 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
+from weft.ops.layout import Given
 from weft.ops.local import check_shape
 from weft.ops.moe.combine_pieces import CombinePieces, combine_pieces
 from weft.ops.moe.combine_rows import combine_rows
 from weft.ops.moe.combine_words import CombineWords, combine_words
-from weft.ops.moe.exchange import (
-    PushRows,
-    padded,
-)
+from weft.ops.moe.exchange import PushRows, Sent, padded
 from weft.ops.moe.exchange_op import ExchangeOp
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
-from weft.ops.moe.moe_dispatch import Dispatched, check_routing, sharers_of
+from weft.ops.moe.moe_dispatch import MOE_DISPATCH, Dispatched, check_routing, sharers_of
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
-from weft.plan.planned import AUTO, Machine, machine_of
+from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 
@@ -52,6 +50,24 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumThenScatter:
     """moe_sum of all tokens, then reduce_scatter: where nearly all ranks have a row of each token."""
+
+
+class Combined(NamedTuple):
+    """Arguments of moe_combine.
+
+    ids, weights  of all ranks' tokens; without weights y has a row for each token [W * max_tokens, H], added up as it is
+    experts       of all ranks together
+    tp            neighbouring ranks that hold slices of the same experts
+    """
+
+    y: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    experts: int
+    tokens: int
+    team: str
+    algorithm: str
+    tp: int = 1
 
 
 class CombineCall(NamedTuple):
@@ -100,7 +116,7 @@ def moe_combine(
     check_int(f"{op}: tokens", tokens, 0, len(ids) // team.size)
     check_choice(op, "algorithm", algorithm, MOE_COMBINE.algorithms)
     tp = sharers_of(op, dispatched.experts, team)
-    return MOE_COMBINE.dispatch(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm, tp)
+    return MOE_COMBINE.dispatch(Combined(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm, tp))
 
 
 class MoeCombine(ExchangeOp):
@@ -109,9 +125,9 @@ class MoeCombine(ExchangeOp):
     A case with the field ``unweighted`` has a row of each rank for each token, as gradients of moe_dispatch's rows are.
     """
 
-    differs = {"tokens": ()}
-
     name, alias = "moe_combine", "moe-combine"
+    differs = {"tokens": ()}
+    saves = ("y", "ids", "weights")
     designs = {
         "push": PushRows, "sum_then_scatter": SumThenScatter, "pipelined": CombinePieces, "lamport": CombineWords,
         "over_nodes": OverNodes,
@@ -159,26 +175,13 @@ class MoeCombine(ExchangeOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        design: Any,
-        team: Team,
-        y: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        experts: int,
-        tokens: int,
-        tp: int = 1,
-    ) -> torch.Tensor:
-        """``moe_combine`` of checked arguments. ids, weights: of all ranks' tokens.
-
-        weights  None: y has a row for each token [W * max_tokens, H], added up as it is
-        tp       neighbouring ranks that hold slices of the same experts
-        """
+    def run(self, design: Any, team: Team, given: Combined) -> torch.Tensor:
+        """``moe_combine`` of checked arguments."""
         self.check_design(design)
-        mine = Experts.grouped(experts, team.rank, team.size // tp, tp)
         if isinstance(design, OverNodes):
-            return self._run_over_nodes(design, team, y, ids, weights, experts, tp)[:tokens]
+            return self._run_over_nodes(design, team, given)[: given.tokens]
+        y, ids, weights, experts, tokens, *_, tp = given
+        mine = Experts.grouped(experts, team.rank, team.size // tp, tp)
         if isinstance(design, CombineWords):
             return combine_words(design, team, y, ids, weights, mine.count, tokens, tp)
         if isinstance(design, CombinePieces):
@@ -191,83 +194,63 @@ class MoeCombine(ExchangeOp):
             return reduce_scatter(summand, team)[:tokens].contiguous()
         return combine_rows(design, team, y, ids, weights, mine.count, tokens, tp)
 
-    def _run_over_nodes(
-        self,
-        design: OverNodes,
-        team: Team,
-        y: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        experts: int,
-        tp: int,
-    ) -> torch.Tensor:
+    def _run_over_nodes(self, design: OverNodes, team: Team, given: Combined) -> torch.Tensor:
         """Sums of all max_tokens tokens of this rank.
 
         Experts of a node count from 0 within it, as in moe_dispatch.
         """
-        nodes, most, of_node = team.shape.nodes, len(ids) // team.size, experts // team.shape.nodes
-        parts = y.detach().chunk(nodes), (ids - team.rail.index * of_node).chunk(nodes)
-        factors = [None] * nodes if weights is None else weights.detach().chunk(nodes)
+        nodes, most, of_node = team.shape.nodes, len(given.ids) // team.size, given.experts // team.shape.nodes
+        weights = [None] * nodes if given.weights is None else given.weights.detach().chunk(nodes)
+        rows, ids = given.y.detach().chunk(nodes), (given.ids - team.rail.index * of_node).chunk(nodes)
 
         def of(node: int) -> torch.Tensor:
-            rows, choices = (part[node] for part in parts)
-            return self.run(design.node.design, team.node, rows, choices, factors[node], of_node, most, tp)
+            part = given._replace(y=rows[node], ids=ids[node], weights=weights[node], experts=of_node, tokens=most)
+            return self.run(design.node.design, team.node, part)
 
-        out = y.new_empty((most, y.shape[1]))
+        out = given.y.new_empty((most, given.y.shape[1]))
         added_over_nodes(team, of, out, design.node)
         return out
 
-    def forward(
-        self,
-        y: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        experts: int,
-        tokens: int,
-        team: str,
-        algorithm: str,
-        tp: int = 1,
-    ) -> torch.Tensor:
-        members = find_team(team)
-        call = CombineCall(len(ids) // members.size, ids.shape[1], y.shape[1], y.dtype, algorithm, tp)
-        return self.run(self.plan(call, machine_of(members)).design, members, y, ids, weights, experts, tokens, tp)
+    def planned(self, given: Combined, team: Team) -> Planned:
+        """Plan of a call."""
+        sizes = len(given.ids) // team.size, given.ids.shape[1], given.y.shape[1]
+        return self.plan(CombineCall(*sizes, given.y.dtype, given.algorithm, given.tp), machine_of(team))
 
-    def fake(self, y, ids, weights, experts, tokens, team, algorithm, tp=1):
-        return y.new_empty((tokens, y.shape[1]))
+    def forward(self, given: Combined) -> torch.Tensor:
+        team = find_team(given.team)
+        return self.run(self.planned(given, team).design, team, given)
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        y, ids, weights, ctx.experts, ctx.tokens, ctx.team, _, ctx.tp = inputs
-        ctx.save_for_backward(y, ids, weights)
+    def fake(self, given: Combined) -> torch.Tensor:
+        return given.y.new_empty((given.tokens, given.y.shape[1]))
 
-    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
-        y, ids, weights = ctx.saved_tensors
+    def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
+        y, ids, weights, team = given.y, given.ids, given.weights, find_team(given.team)
         if weights is None:
             raise RuntimeError("weft.ops.moe_dispatch has no second derivative; ask for one gradient of it")
-        team, torch_ops = find_team(ctx.team), torch.ops.weft
-        most, mine = len(ids) // team.size, Experts.grouped(ctx.experts, team.rank, team.size // ctx.tp, ctx.tp)
-        own = slice(team.rank * most, team.rank * most + ctx.tokens)
-        sent = grad.contiguous(), ids[own], weights[own].to(grad.dtype)
-        arrived, *_ = torch_ops.moe_dispatch.default(*sent, ctx.experts, most, False, False, ctx.team, AUTO, ctx.tp)
-        of_y, of_weights = torch_ops.moe_sum_grad.default(y, ids, weights, arrived, mine.first, mine.count)
-        return of_y, None, of_weights, *[None] * 5
+        most, mine = len(ids) // team.size, Experts.grouped(given.experts, team.rank, team.size // given.tp, given.tp)
+        own = slice(team.rank * most, team.rank * most + given.tokens)
+        sent = Sent(
+            x=grad.contiguous(), routing=Routing(ids[own], weights[own].to(grad.dtype)), experts=given.experts,
+            max_tokens=most, fp8=False, kept=False, team=given.team, algorithm=AUTO, tp=given.tp,
+        )  # fmt: skip
+        arrived, *_ = MOE_DISPATCH.through_torch(sent)
+        pairs = y, ids, weights, arrived, mine.first, mine.count
+        return dict(zip(("y", "weights"), torch.ops.weft.moe_sum_grad.default(*pairs), strict=True))
 
-    def sum_of_rows(
-        self, rows: torch.Tensor, ids: torch.Tensor, experts: int, tokens: int, team: str, tp: int
-    ) -> torch.Tensor:
+    def sum_of_rows(self, rows: torch.Tensor, sent: Given) -> torch.Tensor:
         """Sums [tokens, H], in rank order, of all ranks' ``rows`` for this rank's tokens. Collective.
 
-        rows     [W * max_tokens, H]: as ``moe_dispatch`` has sent them, such as gradients of its rows
-        ids      [W * max_tokens, k]
-        experts  of all ranks together; tp: of ``run``
+        rows  [W * max_tokens, H]: as ``moe_dispatch`` has sent them, such as gradients of its rows
+        sent  arguments of moe_dispatch, with ids of all ranks and tokens of this one
         """
-        members = find_team(team)
-        call = CombineCall(len(ids) // members.size, ids.shape[1], rows.shape[1], rows.dtype, tp=tp)
-        planned, ranks = self.plan(call, machine_of(members)), members.size
+        team = find_team(sent.team)
+        given = Combined(rows, sent.ids, None, sent.experts, sent.tokens, sent.team, AUTO, sent.tp)
+        planned, ranks = self.planned(given, team), team.size
         if isinstance(planned.design, OverNodes):
-            planned, ranks = planned.design.node, members.shape.node_size
+            planned, ranks = planned.design.node, team.shape.node_size
         # The design's name, or that of one that adds up ranks in their order if this one may not.
         name = "push" if planned.name == "sum_then_scatter" and ranks > 2 else planned.name
-        return self.torch_op(rows, ids, None, experts, tokens, team, name, tp)
+        return self.through_torch(given._replace(algorithm=name))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -305,11 +288,12 @@ class MoeCombine(ExchangeOp):
     def results(
         self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        tokens, experts, tp = case.field("tokens")[team.rank], case.sizes[2], case.field("tp") or 1
+        tokens = case.field("tokens")[team.rank]
+        given = Combined(y, ids, weights, case.sizes[2], tokens, team.name, case.design, case.field("tp") or 1)
         if not isinstance(case.design, str):
-            return self.run(case.design, team, y, ids, weights, experts, tokens, tp)
+            return self.run(case.design, team, given)
         if weights is None:
-            return self.dispatch(y, ids, None, experts, tokens, team.name, case.design, tp)
+            return self.dispatch(given)
         dispatched = Dispatched(y, Routing(ids, weights), shared_experts(case, team.rank))
         return moe_combine(y, dispatched, tokens, team, algorithm=case.design)
 

@@ -30,13 +30,11 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
+from weft.ops.layout import Given
 from weft.ops.local import check_shape
 from weft.ops.moe.dispatch_pieces import DispatchPieces, dispatch_pieces
 from weft.ops.moe.dispatch_rows import dispatch_rows
-from weft.ops.moe.exchange import (
-    PushRows,
-    padded,
-)
+from weft.ops.moe.exchange import PushRows, Sent, padded
 from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, quantize_rows, scales_of
 from weft.ops.moe.gather_fp8_words import fits, gather_fp8_words
@@ -140,9 +138,8 @@ def moe_dispatch(
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; rows have at least one element")
     fp8 = dtype is not None
     kept = not fp8 and torch.is_grad_enabled() and (x.requires_grad or routing.weights.requires_grad)
-    rows, ids, weights, scales = MOE_DISPATCH.dispatch(
-        x, *routing, mine.total, max_tokens, fp8, kept, team.name, algorithm, tp
-    )
+    given = Sent(x, routing, mine.total, max_tokens, fp8, kept, team.name, algorithm, tp)
+    rows, ids, weights, scales = MOE_DISPATCH.dispatch(given)
     return Dispatched(rows, Routing(ids, weights), mine, scales if fp8 else None)
 
 
@@ -251,30 +248,15 @@ class MoeDispatch(ExchangeOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        design: Any,
-        team: Team,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        experts: int,
-        most: int,
-        fp8: bool = False,
-        kept: bool = False,
-        tp: int = 1,
-    ) -> tuple[torch.Tensor, ...]:
-        """(rows, ids, weights, scales) of all ranks; no scales [0] unless ``fp8``. ``most``: max_tokens.
-
-        kept  rows, ids and weights are new tensors, not receive buffers
-        tp    neighbouring ranks that hold slices of the same experts
-        """
+    def run(self, design: Any, team: Team, given: Sent) -> tuple[torch.Tensor, ...]:
+        """(rows, ids, weights, scales) of all ranks; no scales [0] unless ``fp8``."""
         self.check_design(design)
+        x, (ids, weights), fp8, most = given.x, given.routing, given.fp8, given.max_tokens
         if fp8:
             check_e4m3(self.name, team.caps)
         none = x.new_empty(0, dtype=torch.float32)
         if isinstance(design, OverNodes):
-            return *self._run_over_nodes(design, team, x, ids, weights, experts, most, tp), none
+            return *self._run_over_nodes(design, team, given), none
         if isinstance(design, GatherWords):
             if fp8 and fits(design, x.shape[1]):
                 return gather_fp8_words(design, team, x, ids, weights, most)
@@ -286,81 +268,59 @@ class MoeDispatch(ExchangeOp):
             gathered = [all_gather(tensor, team) for tensor in (rows, padded(ids, most, -1), padded(weights, most, 0))]
             return *gathered, all_gather(scales, team) if fp8 else none
         send = dispatch_pieces if isinstance(design, DispatchPieces) else dispatch_rows
-        arrived = send(design, team, x, ids, weights, experts * tp // team.size, most, fp8, kept, tp)
+        arrived = send(design, team, given)
         return tuple(arrived if fp8 else [*arrived, none])
 
-    def _run_over_nodes(
-        self,
-        design: OverNodes,
-        team: Team,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        experts: int,
-        most: int,
-        tp: int,
-    ) -> tuple[torch.Tensor, ...]:
+    def _run_over_nodes(self, design: OverNodes, team: Team, given: Sent) -> tuple[torch.Tensor, ...]:
         """(rows, ids, weights) of all ranks, new tensors.
 
         Within a node its experts count from 0; ids of other nodes' experts are outside and chosen by none of its ranks.
         """
-        nodes, of_node = team.shape.nodes, experts // team.shape.nodes
-        mine = padded(x.detach(), most, 0), padded(ids, most, -1), padded(weights.detach(), most, 0)
+        (ids, weights), most = given.routing, given.max_tokens
+        nodes, of_node = team.shape.nodes, given.experts // team.shape.nodes
+        mine = padded(given.x.detach(), most, 0), padded(ids, most, -1), padded(weights.detach(), most, 0)
         whole = [tensor.new_empty((team.size * most, tensor.shape[1])) for tensor in mine]
         for node, piece in swapped(team, [packed(mine)] * nodes, design.node):
             rows, choices, factors = unpacked(piece, mine)
-            choices = choices - team.rail.index * of_node
+            routing = Routing(choices - team.rail.index * of_node, factors)
             # Rows that no rank has sent are not to be read, so copies of the others.
-            arrived = self.run(design.node.design, team.node, rows, choices, factors, of_node, most, kept=True, tp=tp)
+            received = given._replace(x=rows, routing=routing, experts=of_node, kept=True)
+            arrived = self.run(design.node.design, team.node, received)
             for out, part in zip(whole, arrived, strict=False):
                 out.chunk(nodes)[node].copy_(part)
         whole[1] += team.rail.index * of_node
         return tuple(whole)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        experts: int,
-        max_tokens: int,
-        fp8: bool,
-        kept: bool,
-        team: str,
-        algorithm: str,
-        tp: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        members = find_team(team)
-        call = DispatchCall(max_tokens, ids.shape[1], x.shape[1], x.dtype, algorithm, fp8, tp)
-        design = self.plan(call, machine_of(members)).design
-        return self.run(design, members, x, ids, weights, experts, max_tokens, fp8, kept, tp)
+    def forward(self, given: Sent) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        team, sizes = find_team(given.team), (given.max_tokens, given.routing.ids.shape[1], given.x.shape[1])
+        call = DispatchCall(*sizes, given.x.dtype, given.algorithm, given.fp8, given.tp)
+        return self.run(self.plan(call, machine_of(team)).design, team, given)
 
     def examine(self, given: Mapping[str, Any]) -> None:
         check_distinct(self.name, given["ids"])
 
-    def fake(self, x, ids, weights, experts, max_tokens, fp8, kept, team, algorithm, tp=1):
-        rows, k, H = find_team(team).size * max_tokens, ids.shape[1], x.shape[1]
-        scales = x.new_empty((rows, scales_of(H)) if fp8 else 0, dtype=torch.float32)
-        received = x.new_empty((rows, H), dtype=E4M3 if fp8 else x.dtype)
+    def fake(self, given: Sent) -> tuple[torch.Tensor, ...]:
+        x, (ids, weights), rows = given.x, given.routing, find_team(given.team).size * given.max_tokens
+        k, H = ids.shape[1], x.shape[1]
+        scales = x.new_empty((rows, scales_of(H)) if given.fp8 else 0, dtype=torch.float32)
+        received = x.new_empty((rows, H), dtype=E4M3 if given.fp8 else x.dtype)
         return received, ids.new_empty((rows, k)), weights.new_empty((rows, k)), scales
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
-        x, _, _, ctx.experts, _, ctx.fp8, _, ctx.team, _, ctx.tp = inputs
+    def keeps(self, ctx: Any, given: Given, output: Sequence[torch.Tensor]) -> dict[str, Any]:
         _, ids, _, scales = output
-        ctx.tokens = len(x)
         ctx.mark_non_differentiable(ids, scales)
-        ctx.save_for_backward(ids)
+        return {"ids": ids, "tokens": len(given.x)}
 
-    def backward(self, ctx: Any, of_rows: torch.Tensor, _ids: None, of_weights: torch.Tensor, _scales: None) -> tuple:
-        if ctx.fp8:
+    def backward(self, given: Given, of_rows: torch.Tensor, _ids: None, of_weights: torch.Tensor, _scales: None) -> Any:
+        if given.fp8:
             raise RuntimeError(f"weft.ops.{self.name} has no backward for fp8 rows; send rows of x's dtype")
-        [ids], of_x, home = ctx.saved_tensors, None, None
-        if ctx.needs_input_grad[0]:
-            of_x = find_op("moe_combine").sum_of_rows(of_rows, ids, ctx.experts, ctx.tokens, ctx.team, ctx.tp)
-        if ctx.needs_input_grad[2]:
+        gradients = {}
+        if "x" in given.wanted:
+            gradients["x"] = find_op("moe_combine").sum_of_rows(of_rows, given)
+        if "weights" in given.wanted:
             # moe_combine gives a choice's gradient at the ranks with its expert, a part of it at each, and zeros elsewhere.
-            home = torch.ops.weft.reduce_scatter.default(of_weights, ctx.team)[: ctx.tokens]
-        return of_x, None, home, *[None] * 7
+            gradients["weights"] = torch.ops.weft.reduce_scatter.default(of_weights, given.team)[: given.tokens]
+        return gradients
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -399,7 +359,8 @@ class MoeDispatch(ExchangeOp):
             found = moe_dispatch(x, Routing(ids, weights), team, **named, algorithm=case.design)
             rows, (ids, weights), scales = found.rows, found.routing, found.scales
         else:
-            rows, ids, weights, scales = self.run(case.design, team, x, ids, weights, experts, most, fp8)
+            given = Sent(x, Routing(ids, weights), experts, most, fp8, kept=False, team=team.name, algorithm=AUTO)
+            rows, ids, weights, scales = self.run(case.design, team, given)
         return (rows.view(torch.uint8), ids, weights, scales) if fp8 else (rows, ids, weights)
 
     def defined(

@@ -12,6 +12,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.moe.moe_cases import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
@@ -106,7 +107,7 @@ def moe_sum(
     check_shape(op, "weights", routing.weights, routing.ids.shape)
     check_shape(op, "y", y, (routing.ids.numel(), "N"))
     check_shared(op, y, (len(routing.ids), y.shape[1]), shared, gate)
-    return MOE_SUM.dispatch(y, *routing, experts.first, experts.count, shared, gate)
+    return MOE_SUM.dispatch(y, routing, experts.first, experts.count, shared, gate)
 
 
 def check_shared(
@@ -146,6 +147,7 @@ class MoeSum(MoeOp):
     """sizes of a case: T, k, experts in all, N."""
 
     name, alias = "moe_sum", "moe-sum"
+    saves = ("y", "ids", "weights", "shared", "gate")
     no_plan = "one kernel; a program takes a block of a token's columns"
     collective = False
 
@@ -211,34 +213,32 @@ class MoeSum(MoeOp):
     def forward(
         self,
         y: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
+        routing: Routing,
         first: int,
         count: int,
         shared: torch.Tensor | None,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
-        out = self.fake(y, ids, weights, first, count, shared, gate)
+        out = self.fake(y, routing)
         rows = None if shared is None else shared.contiguous()
-        add_up(y, ids, weights, (first, count), Shared(rows, gate, 0 if gate is None else gate.stride(0)), out)
+        add_up(y, *routing, (first, count), Shared(rows, gate, 0 if gate is None else gate.stride(0)), out)
         return out
 
-    def fake(self, y, ids, weights, first, count, shared, gate):
-        return y.new_empty((ids.shape[0], y.shape[1]))
+    def fake(self, y, routing, *_):
+        return y.new_empty((len(routing.ids), y.shape[1]))
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        y, ids, weights, ctx.first, ctx.count, shared, gate = inputs
-        ctx.save_for_backward(y, ids, weights, shared, gate)
-
-    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
-        y, ids, weights, shared, gate = ctx.saved_tensors
-        of_y, of_weights = torch.ops.weft.moe_sum_grad.default(y, ids, weights, grad, ctx.first, ctx.count)
-        of_shared, of_gate = None if shared is None else grad, None
-        if gate is not None:
-            factor, whole = gate.float().sigmoid(), grad.float()
-            of_shared = (whole * factor[:, None]).to(grad.dtype)
-            of_gate = ((whole * shared.float()).sum(-1) * factor * (1 - factor)).to(gate.dtype)
-        return of_y, None, of_weights, None, None, of_shared, of_gate
+    def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        pairs = given.y, given.ids, given.weights, grad, given.first, given.count
+        gradients = dict(zip(("y", "weights"), torch.ops.weft.moe_sum_grad.default(*pairs), strict=True))
+        if given.gate is not None:
+            factor, whole = given.gate.float().sigmoid(), grad.float()
+            of_gate = (whole * given.shared.float()).sum(-1) * factor * (1 - factor)
+            return {
+                **gradients,
+                "shared": (whole * factor[:, None]).to(grad.dtype),
+                "gate": of_gate.to(given.gate.dtype),
+            }
+        return {**gradients, "shared": None if given.shared is None else grad}
 
 
 @triton.jit(do_not_specialize=["first", "count"])

@@ -18,6 +18,7 @@ from weft.arguments import check_int
 from weft.kernels.operands import rows_contiguous
 from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.moe.moe_cases import draw_ids, popularity
 from weft.ops.moe.moe_op import MoeOp, MoeShape
@@ -398,21 +399,19 @@ class Route(MoeOp):
         shape = logits.shape[0], k
         return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        logits, _, _, ctx.scoring, ctx.renormalize, _, _, ctx.scale = inputs
+    def keeps(self, ctx: Any, given: Given, output: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         ctx.mark_non_differentiable(output[0])
-        ctx.save_for_backward(logits, output[0])
+        return {"logits": given.logits, "ids": output[0]}
 
-    def backward(self, ctx: Any, of_ids: None, of_weights: torch.Tensor) -> tuple:
-        logits, ids = ctx.saved_tensors
+    def backward(self, given: Given, of_ids: None, of_weights: torch.Tensor) -> dict[str, torch.Tensor]:
         with torch.enable_grad():
-            x = logits.detach().float().requires_grad_()
-            scores = x.sigmoid() if ctx.scoring == "sigmoid" else x.softmax(-1)
-            weights = scores.gather(1, ids.long())
-            if ctx.renormalize:
+            x = given.logits.detach().float().requires_grad_()
+            scores = x.sigmoid() if given.scoring == "sigmoid" else x.softmax(-1)
+            weights = scores.gather(1, given.ids.long())
+            if given.renormalize:
                 weights = weights / (weights.sum(-1, keepdim=True) + TINY.value)
-            [of_logits] = torch.autograd.grad(weights * ctx.scale, x, of_weights.float())
-        return of_logits.to(logits.dtype), *[None] * 7
+            [of_logits] = torch.autograd.grad(weights * given.scale, x, of_weights.float())
+        return {"logits": of_logits.to(given.logits.dtype)}
 
 
 ROUTE = Route()

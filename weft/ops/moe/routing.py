@@ -111,6 +111,11 @@ class Schedule(NamedTuple):
     choices: int
     block: int
 
+    @property
+    def all_pairs(self) -> int:
+        """Pairs of all tokens, of any rank's experts."""
+        return self.pairs.shape[1] * self.choices
+
 
 class Routed(NamedTuple):
     """Choices of all tokens, with the schedule of this rank's experts.

@@ -20,6 +20,7 @@ from weft.ops.gemm import cublas, persistent
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
+from weft.ops.layout import Given
 from weft.ops.neighbours import scaled
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
@@ -99,6 +100,7 @@ def all_gather_matmul(
 
 class AllGatherMatmul(Overlapped):
     name, alias = "all_gather_matmul", "ag-gemm"
+    saves = ("a_shard", "b")
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
     internal = ("over_nodes",)
     rows_sharded = gathers = True
@@ -254,20 +256,15 @@ class AllGatherMatmul(Overlapped):
     def fake(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         return a_shard.new_empty((a_shard.shape[0] * find_team(team).size, b.shape[0]))
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        a_shard, b, ctx.team, ctx.own_first = inputs
-        ctx.save_for_backward(a_shard, b)
-
-    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
+    def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
         # Every rank multiplied this shard by its own b: the gradient is the sum over the ranks, scattered by rows.
-        (a_shard, b), (of_a, of_b, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        where = ctx.team, ctx.own_first
-        if of_a and of_b:
-            dtype = gradient_dtype(b)
-            return *torch.ops.weft.all_gather_matmul_backward.default(grad, a_shard, b, *where, dtype), None, None
-        if of_a:
-            return torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), *where), None, None, None
-        return None, weight_gradient(grad, gathered_rows(a_shard, *where), b), None, None
+        a_shard, b, where = given.a_shard, given.b, (given.team, given.own_first)
+        if given.wanted >= {"a_shard", "b"}:
+            both = torch.ops.weft.all_gather_matmul_backward.default(grad, a_shard, b, *where, gradient_dtype(b))
+            return dict(zip(("a_shard", "b"), both, strict=True))
+        if "a_shard" in given.wanted:
+            return {"a_shard": torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), *where)}
+        return {"b": weight_gradient(grad, gathered_rows(a_shard, *where), b)}
 
 
 def gathered_rows(a_shard: torch.Tensor, team: str, own_first: bool) -> torch.Tensor:
@@ -296,20 +293,20 @@ class AllGatherMatmulSeveral(Op):
         rows = a_shard.shape[0] * find_team(team).size
         return [*(a_shard.new_empty((rows, b.shape[0])) for b in bs), a_shard.new_empty((rows, a_shard.shape[1]))]
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: Sequence[torch.Tensor]) -> None:
-        _, ctx.count, ctx.team, ctx.own_first = inputs[0], len(inputs[1]), *inputs[2:]
-        ctx.save_for_backward(output[-1], *inputs[1])
+    def keeps(self, ctx: Any, given: Given, output: Sequence[torch.Tensor]) -> dict[str, Any]:
+        return {"gathered": output[-1], "bs": list(given.bs)}
 
-    def backward(self, ctx: Any, grads: Sequence[torch.Tensor]) -> tuple:
-        gathered, *bs = ctx.saved_tensors
-        *of_outs, of_gathered = grads
-        if ctx.own_first:  # reduce_scatter takes rows in rank order
-            of_gathered = of_gathered.roll(find_team(ctx.team).rank * (len(gathered) // find_team(ctx.team).size), 0)
-        of_shard = torch.ops.weft.reduce_scatter.default(of_gathered, ctx.team)
+    def backward(self, given: Given, grads: Sequence[torch.Tensor]) -> dict[str, Any]:
+        gathered, bs, (*of_outs, of_gathered), team = given.gathered, given.bs, grads, find_team(given.team)
+        if given.own_first:  # reduce_scatter takes rows in rank order
+            of_gathered = of_gathered.roll(team.rank * (len(gathered) // team.size), 0)
+        of_shard = torch.ops.weft.reduce_scatter.default(of_gathered, team.name)
         for grad, b in zip(of_outs, bs, strict=True):
-            of_shard = of_shard + torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), ctx.team, ctx.own_first)
-        of_bs = [weight_gradient(grad, gathered, b) for grad, b in zip(of_outs, bs, strict=True)]
-        return of_shard, of_bs, None, None
+            of_shard = of_shard + torch.ops.weft.matmul_reduce_scatter.default(grad, b.t(), team.name, given.own_first)
+        return {
+            "a_shard": of_shard,
+            "bs": [weight_gradient(grad, gathered, b) for grad, b in zip(of_outs, bs, strict=True)],
+        }
 
 
 ALL_GATHER_MATMUL = AllGatherMatmul()

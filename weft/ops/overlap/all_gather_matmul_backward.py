@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,7 @@ from weft.kernels.tile_schedule import place_of
 from weft.ops.gemm import cublas
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import weight_gradient
+from weft.ops.layout import Given
 from weft.ops.op import Op, define
 from weft.ops.overlap.all_gather_matmul import gathered_rows
 from weft.ops.overlap.fused_gather import gather_channel, push_shard
@@ -65,6 +66,7 @@ class AllGatherMatmulBackward(Op):
     """Gradients of all_gather_matmul: a_shard's [M/W, K], b's [N, K] in ``dtype``."""
 
     name = alias = "all_gather_matmul_backward"
+    saves = ("grad", "a_shard", "b")
     designs = {"under_scatter": UnderScatter, "by_shards": ByShards, "in_turn": InTurn}
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
@@ -130,17 +132,14 @@ class AllGatherMatmulBackward(Op):
     def fake(self, grad, a_shard, b, team, own_first, dtype):
         return [torch.empty_like(a_shard), b.new_empty(b.shape, dtype=dtype)]
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
-        grad, a_shard, b, ctx.team, ctx.own_first, _ = inputs
-        ctx.save_for_backward(grad, a_shard, b)
-
-    def backward(self, ctx: Any, ways: list[torch.Tensor]) -> tuple:
-        (grad, a_shard, b), where = ctx.saved_tensors, (ctx.team, ctx.own_first)
+    def backward(self, given: Given, ways: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        grad, a_shard, b, where = given.grad, given.a_shard, given.b, (given.team, given.own_first)
         of_a, of_b = ways[0], ways[1].to(b.dtype)
         of_grad, several = torch.ops.weft.all_gather_matmul.default(of_a, b, *where), torch.ops.weft.all_gather_matmul
         of_grad = of_grad + several.default(a_shard, of_b, *where)
         of_shard = torch.ops.weft.matmul_reduce_scatter.default(grad, of_b.t(), *where)
-        return of_grad, of_shard, weight_gradient(grad, gathered_rows(of_a, *where), b), None, None, None
+        of_rows = weight_gradient(grad, gathered_rows(of_a, *where), b)
+        return {"grad": of_grad, "a_shard": of_shard, "b": of_rows}
 
 
 def _run_under_scatter(

@@ -18,9 +18,10 @@ from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.gemm import cublas, persistent, small_m
 from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product
-from weft.ops.gemm.matmul import MATMUL, weight_gradient
+from weft.ops.gemm.matmul import MATMUL, gradients_of_matmul
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
+from weft.ops.layout import Given
 from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
@@ -98,6 +99,7 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
 
 class MatmulAllReduce(Overlapped):
     name, alias = "matmul_all_reduce", "gemm-ar"
+    saves = ("a", "b")
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": ScatterGather}
     internal = ("over_nodes",)
     sums = replicated = ranks_differ_in_k = True
@@ -222,20 +224,9 @@ class MatmulAllReduce(Overlapped):
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        a, b, ctx.team = inputs
-        ctx.save_for_backward(a, b)
-
-    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
+    def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
         # Every rank's output contains this rank's partial result, so its gradient is the sum of all ranks' gradients.
-        a, b = ctx.saved_tensors
-        grad = torch.ops.weft.all_reduce.default(grad, ctx.team, "auto")
-        of_a, of_b, _ = ctx.needs_input_grad
-        return (
-            torch.ops.weft.matmul.default(grad, b.t()) if of_a else None,
-            weight_gradient(grad, a, b) if of_b else None,
-            None,
-        )
+        return gradients_of_matmul(given, torch.ops.weft.all_reduce.default(grad, given.team, "auto"))
 
 
 MATMUL_ALL_REDUCE = MatmulAllReduce()

@@ -19,6 +19,7 @@ from weft.ops.gemm import cublas, persistent
 from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
+from weft.ops.layout import Given
 from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
@@ -92,6 +93,7 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
 
 class MatmulReduceScatter(Overlapped):
     name, alias = "matmul_reduce_scatter", "gemm-rs"
+    saves = ("a", "b")
     designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
     internal = ("over_nodes",)
     rows_sharded = sums = ranks_differ_in_k = True
@@ -203,19 +205,15 @@ class MatmulReduceScatter(Overlapped):
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         return a.new_empty((a.shape[0] // find_team(team).size, b.shape[0]))
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        a, b, ctx.team, ctx.own_first = inputs
-        ctx.save_for_backward(a, b)
-
-    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple:
+    def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
         # This rank's a contributes to all ranks' rows of the output, so the gradient of the output is gathered.
-        (a, b), (of_a, of_b, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        if not of_a:
-            return None, weight_gradient(gathered_rows(grad, ctx.team, ctx.own_first), a, b), None, None
-        if of_b:
-            of_a, everywhere = torch.ops.weft.all_gather_matmul_several.default(grad, [b.t()], ctx.team, ctx.own_first)
-            return of_a, weight_gradient(everywhere, a, b), None, None
-        return torch.ops.weft.all_gather_matmul.default(grad, b.t(), ctx.team, ctx.own_first), None, None, None
+        a, b, where = given.a, given.b, (given.team, given.own_first)
+        if "a" not in given.wanted:
+            return {"b": weight_gradient(gathered_rows(grad, *where), a, b)}
+        if "b" in given.wanted:
+            of_a, everywhere = torch.ops.weft.all_gather_matmul_several.default(grad, [b.t()], *where)
+            return {"a": of_a, "b": weight_gradient(everywhere, a, b)}
+        return {"a": torch.ops.weft.all_gather_matmul.default(grad, b.t(), *where)}
 
 
 MATMUL_REDUCE_SCATTER = MatmulReduceScatter()

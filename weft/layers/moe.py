@@ -95,7 +95,7 @@ class MoE(nn.Module):
         check_bool("router_bias", router_bias)
         check_bool("shared_gate", shared_gate)
         self.gating = Gating(num_experts_per_tok, scoring, norm_topk_prob, groups, group_limit, scale)
-        check_routing("MoE", num_experts, *self.gating)
+        check_routing("MoE", num_experts, self.gating)
         if shared_gate and shared_intermediate_size is None:
             raise ValueError("shared_gate=True without shared_intermediate_size; pass both, or neither")
         check_layout("layout", layout, team.size)

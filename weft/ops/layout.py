@@ -1,7 +1,8 @@
 """Arguments of an op: as ``forward`` takes them, and as torch does, with the fields of records side by side.
 
 Where a parameter of ``forward`` is a NamedTuple, the torch op has its fields in place of it: forward(x, schedule: Schedule) is
-``torch.ops.weft.NAME(x, pairs, counts, tiles, tile_count, choices, block)``. So a list of arguments is written once.
+``torch.ops.weft.NAME(x, pairs, counts, tiles, tile_count, choices, block)``. So a list of arguments is written once. Defaults
+of a record's fields are defaults of the torch op where the record is the only parameter of ``forward``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Layout:
     def __init__(self, forward: Callable[..., Any]) -> None:
         hints, parameters = get_type_hints(forward), inspect.signature(forward).parameters
         self._kinds = [_kind(hints[name]) for name in parameters]
-        flat = [one for name, p in parameters.items() for one in _parameters(name, hints[name], p.default)]
+        alone = len(parameters) == 1
+        flat = [one for name, p in parameters.items() for one in _parameters(name, hints[name], p.default, alone)]
         results = None if hints["return"] is type(None) else hints["return"]
         self._signature = inspect.Signature(flat, return_annotation=results)
         self.defaults = {one.name: one.default for one in flat}
@@ -70,12 +72,14 @@ def _kind(hint: Any) -> Kind | None:
     return Kind(hint, [_kind(one) for one in get_type_hints(hint).values()]) if hasattr(hint, "_fields") else None
 
 
-def _parameters(name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
+def _parameters(name: str, hint: Any, default: Any, defaults: bool) -> Iterator[inspect.Parameter]:
+    """Parameters of the torch op in place of one. ``defaults``: those of a record's fields are its defaults too."""
     if not hasattr(hint, "_fields"):
         yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint, default=default)
         return
     for field, one in get_type_hints(hint).items():
-        yield from _parameters(field, one, hint._field_defaults.get(field, inspect.Parameter.empty))
+        kept = hint._field_defaults if defaults else {}
+        yield from _parameters(field, one, kept.get(field, inspect.Parameter.empty), False)
 
 
 def _taken(kinds: Iterable[Kind | None], values: Iterator[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.routing import Experts, Gating, Routing, Schedule
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -112,17 +112,6 @@ class MLPWeights(NamedTuple):
 
     gate_up: Tensor
     down: Tensor
-
-
-class Gating(NamedTuple):
-    """How a router's logits choose experts: arguments of ``weft.ops.route``."""
-
-    k: int
-    scoring: str = "softmax"
-    renormalize: bool = True
-    groups: int = 1
-    group_limit: int = 1
-    scale: float = 1.0
 
 
 class MoEWeights(NamedTuple):

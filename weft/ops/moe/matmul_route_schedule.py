@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
 from weft.ops.moe.moe_cases import experts_of, schedule_by_torch
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists, ScheduleCall, block_for, check_schedule
-from weft.ops.moe.route import MAX_EXPERTS, ROUTE, Scoring, check_routing, launch_route
+from weft.ops.moe.route import MAX_EXPERTS, ROUTE, Scoring, check_routing, gating_of, launch_route
 from weft.ops.moe.router_kernel import Found, RouterForm, Rows, matmul_route_schedule_kernel, router_parts_kernel
 from weft.ops.moe.router_plan import (
     MOST_LOGITS,
@@ -35,7 +35,7 @@ from weft.ops.moe.router_plan import (
     ThreeLaunches,
     parts_for,
 )
-from weft.ops.moe.routing import Experts, Routed, Routing, Schedule
+from weft.ops.moe.routing import Experts, Gating, Routed, Routing, Schedule
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice
@@ -90,13 +90,12 @@ def matmul_route_schedule(
         )
     if E > MAX_EXPERTS:
         raise ValueError(f"{op}: experts.total={E} is more than {MAX_EXPERTS}")
-    check_routing(op, E, k, scoring, renormalize, groups, group_limit, scale)
+    gating = check_routing(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
     if bias is not None:
         check_like(op, "bias", bias, x.device, (torch.float32,))
         check_shape(op, "bias", bias, (E,))
     check_choice(op, "algorithm", algorithm, MATMUL_ROUTE_SCHEDULE.algorithms)
     here = machine_on(x.device)
-    gating = bias, k, scoring, renormalize, groups, group_limit, float(scale)
     block = block or MOE_SCHEDULE.plan(ScheduleCall(len(x) * k, E), here).design.block
     trained = torch.is_grad_enabled() and (x.requires_grad or router.requires_grad)
     if trained and algorithm in ("fused", "split"):
@@ -104,26 +103,36 @@ def matmul_route_schedule(
             f"{op}: algorithm={algorithm!r} has no backward; take 'auto', or call it under torch.no_grad()"
         )
     call = RouterCall(*x.shape, E, k, x.dtype, algorithm)
+    given = Routable(x, router, E, experts.first, experts.count, bias, gating, block, tickets, algorithm)
     if trained or isinstance(MATMUL_ROUTE_SCHEDULE.plan(call, here).design, ThreeLaunches):
-        return in_three(x, router, experts, gating, block, tickets)
-    ids, weights, gate, *lists = MATMUL_ROUTE_SCHEDULE.dispatch(
-        x, router, E, experts.first, experts.count, *gating, block, tickets, algorithm
-    )
+        return in_three(given)
+    ids, weights, gate, *lists = MATMUL_ROUTE_SCHEDULE.dispatch(given)
     return Routed(Routing(ids, weights), Schedule(*lists, k, block), gate if len(router) > E else None)
 
 
-def in_three(
-    x: torch.Tensor, router: torch.Tensor, experts: Experts, gating: tuple, block: int, tickets: torch.Tensor | None
-) -> Routed:
-    """``Routed`` by matmul, route and moe_schedule, of checked arguments.
+class Routable(NamedTuple):
+    """Arguments of matmul_route_schedule: experts first .. first + count - 1 of ``total`` are scheduled."""
 
-    gating  of ``route``, in the order of its torch op
-    """
+    x: torch.Tensor
+    router: torch.Tensor
+    total: int
+    first: int
+    count: int
+    bias: torch.Tensor | None
+    gating: Gating
+    block: int
+    tickets: torch.Tensor | None
+    algorithm: str
+
+
+def in_three(given: Routable) -> Routed:
+    """``Routed`` by matmul, route and moe_schedule, of checked arguments."""
+    x, router, total = given.x, given.router, given.total
     logits = matmul(x, router) if len(x) > 0 else x @ router.T
-    routing = Routing(*ROUTE.dispatch(logits[:, : experts.total], *gating))
-    lists = MOE_SCHEDULE.dispatch(routing.ids, experts.first, experts.count, block, 0, tickets)
-    gate = logits[:, experts.total] if len(router) > experts.total else None
-    return Routed(routing, Schedule(*lists, routing.ids.shape[1], block), gate)
+    routing = Routing(*ROUTE.dispatch(logits[:, :total], given.bias, given.gating))
+    lists = MOE_SCHEDULE.dispatch(routing.ids, given.first, given.count, given.block, 0, given.tickets)
+    gate = logits[:, total] if len(router) > total else None
+    return Routed(routing, Schedule(*lists, given.gating.k, given.block), gate)
 
 
 class MatmulRouteSchedule(MoeOp):
@@ -212,29 +221,19 @@ class MatmulRouteSchedule(MoeOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        design: RouterParts | ThreeLaunches,
-        team: None,
-        x: torch.Tensor,
-        router: torch.Tensor,
-        experts: Experts,
-        gating: tuple,
-        block: int,
-        tickets: torch.Tensor | None,
-    ) -> Found:
-        """Results of checked arguments; gating: as for ``in_three``."""
+    def run(self, design: RouterParts | ThreeLaunches, team: None, given: Routable) -> Found:
+        """Results of checked arguments."""
         self.check_design(design)
-        bias, k, scoring, renormalize, groups, group_limit, scale = gating
-        (T, H), (E, R) = x.shape, (experts.total, len(router))
+        x, router, E, first, count, bias, gating, block, tickets, _ = given
+        (T, H), R = x.shape, len(router)
         if isinstance(design, ThreeLaunches) or T == 0:
-            (ids, weights), schedule, gate = in_three(x, router, experts, gating, block, tickets)
+            (ids, weights), schedule, gate = in_three(given)
             return Found(ids, weights, x.new_empty(0) if gate is None else gate.contiguous(), *schedule[:4])
         x, router = rows_contiguous(x), rows_contiguous(router)
         parts, stride = min(design.parts, cdiv(H, design.step)), row_stride(router)
         ahead = router.data_ptr() % 16 == 0 and stride * router.itemsize % 16 == 0
         tokens = next_power_of_2(T)
-        form = RouterForm(E, experts.count, R, k, tokens, block, parts, design.rows_of, design.step, ahead)
+        form = RouterForm(E, count, R, gating.k, tokens, block, parts, design.rows_of, design.step, ahead)
         options = {"FORM": form, "num_warps": design.num_warps, "num_stages": design.num_stages}
         caps = capabilities_of(x.device)
         partials = x.new_empty((parts, T, R), dtype=torch.float32)
@@ -245,51 +244,33 @@ class MatmulRouteSchedule(MoeOp):
                 x.device, router_parts_kernel, (form, design), lambda: {**options, **launch_options(caps)}
             )
             launch(programs, rows, partials, T, H)
-            (ids, weights), gate = ROUTE.fake(x, *gating), x.new_empty(T if R > E else 0)
-            launch_route(partials, gating, ids, weights, gate if R > E else None, experts=E)
-            lists = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, 0, tickets)
-            return Found(ids, weights, gate, *lists)
-        scored = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
+            routing, gate = ROUTE.fake(x, bias, gating), x.new_empty(T if R > E else 0)
+            launch_route(partials, bias, gating, routing, gate if R > E else None, experts=E)
+            lists = MOE_SCHEDULE.run(Lists(block=block), None, routing.ids, first, count, 0, tickets)
+            return Found(*routing, gate, *lists)
+        scored = Scoring.of(bias, gating)
         launch = launch_on(
             x.device,
             matmul_route_schedule_kernel,
             (form, scored, design),
             lambda: {"SCORING": scored, **options, **launch_options(caps)},
         )
-        found = Found(*self.fake(x, router, E, experts.first, experts.count, *gating, block, tickets, AUTO))
+        found = Found(*self.fake(given))
         arrivals = torch.zeros(1, dtype=torch.int32, device=x.device) if tickets is None else tickets
-        launch(programs, rows, found, partials, arrivals, T, H, experts.first, scale)
+        launch(programs, rows, found, partials, arrivals, T, H, first, gating.scale)
         return found
 
     def forward(
-        self,
-        x: torch.Tensor,
-        router: torch.Tensor,
-        total: int,
-        first: int,
-        count: int,
-        bias: torch.Tensor | None,
-        k: int,
-        scoring: str,
-        renormalize: bool,
-        groups: int,
-        group_limit: int,
-        scale: float,
-        block: int,
-        tickets: torch.Tensor | None,
-        algorithm: str,
+        self, given: Routable
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        design = self.plan(RouterCall(*x.shape, total, k, x.dtype, algorithm), machine_on(x.device)).design
-        gating = bias, k, scoring, renormalize, groups, group_limit, scale
-        return tuple(self.run(design, None, x, router, Experts(total, first, count), gating, block, tickets))
+        x = given.x
+        call = RouterCall(*x.shape, given.total, given.gating.k, x.dtype, given.algorithm)
+        return tuple(self.run(self.plan(call, machine_on(x.device)).design, None, given))
 
-    def fake(
-        self, x, router, total, first, count, bias, k, scoring, renormalize, groups, group_limit, scale, block,
-        tickets, algorithm,
-    ):  # fmt: skip
-        ids, weights = ROUTE.fake(x, bias, k, scoring, renormalize, groups, group_limit, scale)
-        gate = x.new_empty(len(x) if len(router) > total else 0)
-        return (ids, weights, gate, *MOE_SCHEDULE.fake(ids, first, count, block, 0, tickets))
+    def fake(self, given: Routable) -> tuple[torch.Tensor, ...]:
+        ids, weights = ROUTE.fake(given.x, given.bias, given.gating)
+        gate = given.x.new_empty(len(given.x) if len(given.router) > given.total else 0)
+        return (ids, weights, gate, *MOE_SCHEDULE.fake(ids, given.first, given.count, given.block, 0, given.tickets))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -329,27 +310,15 @@ class MatmulRouteSchedule(MoeOp):
         self, case: Case, team: Any, tickets: torch.Tensor | None, x: torch.Tensor, router: torch.Tensor, *bias: Any
     ) -> tuple[torch.Tensor, ...]:
         """(ids, weights, pairs, counts, tiles, tile_count), and the gate where there is one."""
-        T, _, E, k = case.sizes
+        _, _, E, k = case.sizes
         experts = experts_of(case, E, 0 if team is None else team.rank)
-        groups, group_limit = case.field("groups") or (1, 1)
-        given = {"renormalize": True, "scale": 1.0, "scoring": "softmax"}
-        given |= {name: case.field(name) for name in given if case.field(name) is not None}
+        gating, shift = gating_of(case, k), bias[0] if bias else None
         if isinstance(case.design, str):
-            named = {"bias": bias[0] if bias else None, "block": case.field("block"), "algorithm": case.design}
-            routed = matmul_route_schedule(
-                x, router, experts, k, groups=groups, group_limit=group_limit, tickets=tickets, **named, **given
-            )
+            named = {"bias": shift, "block": case.field("block"), "tickets": tickets, "algorithm": case.design}
+            routed = matmul_route_schedule(x, router, experts, **gating._asdict(), **named)
             return (*routed.routing, *routed.schedule[:4], *([] if routed.gate is None else [routed.gate]))
-        gating = (
-            bias[0] if bias else None,
-            k,
-            given["scoring"],
-            given["renormalize"],
-            groups,
-            group_limit,
-            given["scale"],
-        )
-        ids, weights, gate, *lists = self.run(case.design, None, x, router, experts, gating, self._block(case), tickets)
+        given = Routable(x, router, E, experts.first, experts.count, shift, gating, self._block(case), tickets, AUTO)
+        ids, weights, gate, *lists = self.run(case.design, None, given)
         return (ids, weights, *lists, *([gate] if len(router) > E else []))
 
     def _block(self, case: Case) -> int:

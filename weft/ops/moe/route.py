@@ -22,7 +22,7 @@ from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.moe.moe_cases import draw_ids, popularity
 from weft.ops.moe.moe_op import MoeOp, MoeShape
-from weft.ops.moe.routing import Routing
+from weft.ops.moe.routing import Gating, Routing
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -57,6 +57,10 @@ class Scoring(NamedTuple):
     renormalize: bool
     groups: int
     group_limit: int
+
+    @classmethod
+    def of(cls, bias: torch.Tensor | None, gating: Gating) -> Scoring:
+        return cls(gating.scoring == "softmax", bias is not None, gating.renormalize, gating.groups, gating.group_limit)
 
 
 @triton.jit
@@ -232,18 +236,16 @@ def route(
     E = logits.shape[1]
     if not 1 <= E <= MAX_EXPERTS:
         raise ValueError(f"{op}: logits has shape {tuple(logits.shape)}; it must have 1 to {MAX_EXPERTS} experts")
-    check_routing(op, E, k, scoring, renormalize, groups, group_limit, scale)
+    gating = check_routing(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
     if bias is not None:
         check_like(op, "bias", bias, logits.device, (torch.float32,))
         check_shape(op, "bias", bias, (E,))
-    found = ROUTE.dispatch(logits, bias, k, scoring, renormalize, groups, group_limit, float(scale))
-    return Routing(*found)
+    return Routing(*ROUTE.dispatch(logits, bias, gating))
 
 
-def check_routing(
-    op: str, E: int, k: int, scoring: str, renormalize: bool, groups: int, group_limit: int, scale: float
-) -> None:
-    """ValueError unless ``route`` takes these arguments for E experts."""
+def check_routing(op: str, E: int, gating: Gating) -> Gating:
+    """``gating``, its scale as a float. ValueError unless ``route`` takes it for E experts."""
+    k, scoring, renormalize, groups, group_limit, scale = gating
     check_int(f"{op}: k", k, 1)
     check_int(f"{op}: groups", groups, 1)
     check_int(f"{op}: group_limit", group_limit, 1)
@@ -258,27 +260,27 @@ def check_routing(
         raise ValueError(
             f"{op}: k={k} is more than {MAX_CHOICES}, or than the {E // groups * group_limit} experts to choose from"
         )
+    return Gating(k, scoring, renormalize, groups, group_limit, float(scale))
 
 
 def launch_route(
     logits: torch.Tensor,
-    gating: tuple,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    gating: Gating,
+    routing: Routing,
     gate: torch.Tensor | None = None,
     experts: int | None = None,
 ) -> None:
     """Launch ``route_kernel`` on checked arguments, of one token or more.
 
     logits   [T, E] with contiguous rows; or parts of them, fp32 [parts, T, columns], of which the first ``experts`` are E
-    gating   bias, k, scoring, renormalize, groups, group_limit, scale
     gate     as the kernel takes it, beside parts
     """
-    bias, k, scoring, renormalize, groups, group_limit, scale = gating
+    k = gating.k
     T, E = logits.shape[-2], experts or logits.shape[-1]
     caps, block = capabilities_of(logits.device), max(16, next_power_of_2(E))
     rows, warps = (1, cdiv(block, 256)) if T <= LONE_TOKENS else (max(1, TILE // block), 4)
-    form = Scoring(scoring == "softmax", bias is not None, renormalize, groups, group_limit)
+    form = Scoring.of(bias, gating)
     parts = 0 if experts is None else len(logits)
     sizes = {"K": k, "ROWS": rows, "BLOCK": block, "PARTS": parts, "num_warps": warps}
     launch = launch_on(
@@ -288,7 +290,13 @@ def launch_route(
         lambda: {"SCORING": form, **sizes, **launch_options(caps)},
     )
     shift = logits if bias is None else bias.contiguous()
-    launch(cdiv(T, rows), logits, logits.stride(-2), shift, ids, weights, gate, T, E, scale)
+    launch(cdiv(T, rows), logits, logits.stride(-2), shift, *routing, gate, T, E, gating.scale)
+
+
+def gating_of(case: Case, k: int) -> Gating:
+    """Gating of a case, by its fields."""
+    given = {name: case.field(name) for name in ("scoring", "renormalize", "scale") if case.field(name) is not None}
+    return Gating(k, **given, **dict(zip(("groups", "group_limit"), case.field("groups") or (), strict=False)))
 
 
 class Route(MoeOp):
@@ -340,11 +348,7 @@ class Route(MoeOp):
         return Accuracy(terms=case.sizes[1])
 
     def results(self, case: Case, team: Any, logits: torch.Tensor, *bias: torch.Tensor) -> Routing:
-        groups, group_limit = case.field("groups") or (1, 1)
-        named = {name: case.field(name) for name in ("scoring", "renormalize", "scale") if case.field(name) is not None}
-        return route(
-            logits, case.sizes[2], bias=bias[0] if bias else None, groups=groups, group_limit=group_limit, **named
-        )
+        return route(logits, bias=bias[0] if bias else None, **gating_of(case, case.sizes[2])._asdict())
 
     def defined(self, case: Case, team: Any, out: Routing, logits: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         """Weights by expert, as ``reference`` has them; of an expert chosen twice their sum."""
@@ -379,25 +383,16 @@ class Route(MoeOp):
                 yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(T, E, k))
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
-        k: int,
-        scoring: str,
-        renormalize: bool,
-        groups: int,
-        group_limit: int,
-        scale: float,
+        self, logits: torch.Tensor, bias: torch.Tensor | None, gating: Gating
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        gating = bias, k, scoring, renormalize, groups, group_limit, scale
-        ids, weights = self.fake(logits, *gating)
+        routing = self.fake(logits, bias, gating)
         if len(logits) > 0:
-            launch_route(rows_contiguous(logits), gating, ids, weights)
-        return ids, weights
+            launch_route(rows_contiguous(logits), bias, gating, routing)
+        return tuple(routing)
 
-    def fake(self, logits, bias, k, scoring, renormalize, groups, group_limit, scale):
-        shape = logits.shape[0], k
-        return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
+    def fake(self, logits, bias, gating):
+        shape = logits.shape[0], gating.k
+        return Routing(logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape))
 
     def keeps(self, ctx: Any, given: Given, output: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         ctx.mark_non_differentiable(output[0])

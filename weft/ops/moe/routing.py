@@ -92,6 +92,17 @@ class Routing(NamedTuple):
     weights: torch.Tensor
 
 
+class Gating(NamedTuple):
+    """How a router's logits choose experts: arguments of ``route``."""
+
+    k: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    groups: int = 1
+    group_limit: int = 1
+    scale: float = 1.0
+
+
 class Schedule(NamedTuple):
     """The pairs of a rank's experts, expert by expert, as grouped GEMMs compute them.
 

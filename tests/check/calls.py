@@ -18,7 +18,8 @@ from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
 from weft.ops.moe.combine_pieces import CombinePieces
 from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
-from weft.ops.moe.moe_combine import MOE_COMBINE, Combined
+from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
+from weft.ops.moe.overlapped_op import GatherArguments, ScatterArguments
 from weft.ops.moe.routing import Experts, Routing
 from weft.ops.op import Op, registered
 from weft.ops.overlap.sequential import Overlapped
@@ -139,7 +140,7 @@ def combined(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push",
 def combined_in_pieces(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Three pieces, of which a program of the last kernel adds up tokens of several."""
     (found, tokens), design = routed(team, x, "gather", most=20), CombinePieces(pieces=(1, 1, 1), per_sm=1)
-    given = Combined(x(len(found.rows) * 2, 40), *found.routing, 2 * team.size, tokens, team.name, "auto")
+    given = CombineArguments(x(len(found.rows) * 2, 40), *found.routing, 2 * team.size, tokens, team.name, "auto")
     return MOE_COMBINE.run(design, team, given)
 
 
@@ -239,8 +240,10 @@ def experts_gathered(team: Any, x: Callable[..., torch.Tensor], width: int = 32,
     """
     tokens, total = 5 * ((team.rank + int(x(1).abs().item() * 8)) % 5 > 0), 2 * team.size
     experts, design = Experts.whole(total, team.rank, team.size), AG_MOE.designs["fused"]
-    given = x(tokens, width), *chosen(x, tokens, total), x(2, 16, width), experts, 5, 16, fp8
-    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2, in_place=not fp8), team, *given)
+    rows, routing, gate_up = x(tokens, width), chosen(x, tokens, total), x(2, 16, width)
+    sizes = total, experts.first, experts.count, 5, 16
+    given = GatherArguments(rows, routing, gate_up, *sizes, fp8, team.name, "auto")
+    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2, in_place=not fp8), team, given)
     return h[: int(counts.sum())].clone()
 
 
@@ -248,8 +251,8 @@ def experts_scattered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor
     """Two slabs of the GEMM of slices of experts, and their sums at the tokens' ranks."""
     experts, routing = Experts.slices(2), chosen(x, 3 * team.size, 2)
     schedule, design = ops.moe_schedule(routing.ids, experts, start=3 * team.rank), MOE_RS.designs["slabs"]
-    given = x(6 * team.size, 16), x(2, 32, 16), schedule, routing, experts, 3
-    return MOE_RS.run(design(tiles=EXPERT_TILES, slabs=2), team, *given)
+    given = ScatterArguments(x(6 * team.size, 16), x(2, 32, 16), schedule, routing, 2, 0, 2, 3, team.name, "auto")
+    return MOE_RS.run(design(tiles=EXPERT_TILES, slabs=2), team, given)
 
 
 # Calls in which a program has several tiles and sends the next one before it receives this one.

@@ -24,6 +24,7 @@ from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.grouped import Arriving, Form, GroupedCall, GroupedTiles, grouped_matmul_kernel, grouped_tiles_for
 from weft.ops.moe.moe_combine import MOE_COMBINE
+from weft.ops.moe.overlapped_op import ScatterArguments
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.plan.planned import Planned, machine_of
 from weft.runtime.capabilities import launch_options
@@ -111,9 +112,10 @@ def test_every_design_gives_the_same_bits(world_size, layout):
         if layout == "whole":
             push = Planned("push", MOE_COMBINE.designs["push"](), "")
             sequential = replace(sequential, combine=push)
-        arguments = team, h, down, schedule, gathered.routing, experts, len(x)
+        mine = experts.total, experts.first, experts.count
+        given = ScatterArguments(h, down, schedule, gathered.routing, *mine, len(x), team.name, "auto")
         designs = sequential, slabs.Slabs(tiles=small, slabs=2), slabs.Slabs(tiles=small, slabs=1)
-        return found, [moe_rs.MOE_RS.run(design, *arguments) for design in designs]
+        return found, [moe_rs.MOE_RS.run(design, team, given) for design in designs]
 
     for found, sums in weft.simulate(main, world_size):
         for one, other in zip(*found, strict=True):

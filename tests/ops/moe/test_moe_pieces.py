@@ -23,7 +23,7 @@ from weft.ops.moe.dispatch_pieces import DispatchPieces
 from weft.ops.moe.dispatch_rows import Mail
 from weft.ops.moe.exchange import PushRows, Sizes, piece_ends
 from weft.ops.moe.fp8_rows import E4M3
-from weft.ops.moe.moe_combine import MOE_COMBINE, Combined
+from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.routing import Experts, Routing
 from weft.plan.planned import UNLIMITED, machine
@@ -69,7 +69,7 @@ def test_sums_in_pieces_have_the_bits_of_those_in_one_kernel(world_size, tp):
         for design in (
             PushRows(), CombinePieces(), CombinePieces(pieces=(1, 1, 1), per_sm=1), CombinePieces(chunk=16, block=32, per_sm=1),
         ):  # fmt: skip
-            given = Combined(y, ids, weights, experts, TOKENS[team.rank], team.name, "auto", tp)
+            given = CombineArguments(y, ids, weights, experts, TOKENS[team.rank], team.name, "auto", tp)
             unweighted = given._replace(y=rows, weights=None)
             found.append(tuple(MOE_COMBINE.run(design, team, one) for one in (given, unweighted)))
         return found

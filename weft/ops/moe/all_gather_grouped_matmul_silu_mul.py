@@ -25,7 +25,7 @@ from weft.ops.moe.arrival import (
     schedule_of,
 )  # fmt: skip
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
-from weft.ops.moe.exchange import Sent, padded
+from weft.ops.moe.exchange import DispatchArguments, padded
 from weft.ops.moe.exchange_op import rows_sent
 from weft.ops.moe.fp8_rows import E4M3, by_torch, read_back
 from weft.ops.moe.gather_words import GatherWords, gather_words
@@ -35,7 +35,7 @@ from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
-from weft.ops.moe.overlapped_op import OverlappedOp
+from weft.ops.moe.overlapped_op import GatherArguments, OverlappedOp
 from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
 from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
@@ -191,7 +191,8 @@ def all_gather_grouped_matmul_silu_mul(
     )
     block = call.gemm(here).block
     mine = experts.total, experts.first, experts.count
-    h, *found, ids, weights = AG_MOE.dispatch(x, *routing, gate_up, *mine, max_tokens, block, fp8, team.name, algorithm)
+    given = GatherArguments(x, routing, gate_up, *mine, max_tokens, block, fp8, team.name, algorithm)
+    h, *found, ids, weights = AG_MOE.dispatch(given)
     rows = x.new_empty((0, x.shape[1]))
     schedule = Schedule(*found, choices=call.choices, block=block)
     return h, schedule, Dispatched(rows, Routing(ids, weights), experts)
@@ -285,40 +286,26 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        design: Any,
-        team: Team,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        experts: Experts,
-        most: int,
-        block: int,
-        fp8: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
-        """(h, pairs, counts, tiles, tile_count, ids, weights) of checked arguments.
-
-        most: max_tokens; block: of the schedule
-        """
+    def run(self, design: Any, team: Team, given: GatherArguments) -> tuple[torch.Tensor, ...]:
+        """(h, pairs, counts, tiles, tile_count, ids, weights) of checked arguments."""
         self.check_design(design)
+        if isinstance(design, ByNodes):
+            return gather_by_nodes(design, team, given)
+        (x, routing, gate_up), (most, block, fp8) = given[:3], (given.max_tokens, given.block, given.fp8)
         if isinstance(design, Sequential):
-            sent = Sent(x, Routing(ids, weights), experts.total, most, fp8, kept=False, team=team.name, algorithm=AUTO)
+            sent = DispatchArguments(x, routing, given.total, most, fp8, kept=False, team=team.name, algorithm=AUTO)
             rows, ids, weights, scales = MOE_DISPATCH.run(design.dispatch.design, team, sent)
-            schedule = schedule_of(team, ids, experts, most, block)
+            schedule = schedule_of(team, ids, given.experts, most, block)
             h = GROUPED_MATMUL_SILU_MUL.run(
                 design.gemm.design, None, rows, gate_up, schedule, True, scales if fp8 else None
             )
             return h, *schedule[:4], ids, weights
-        if isinstance(design, ByNodes):
-            return gather_by_nodes(design, team, x, ids, weights, gate_up, experts, most, block)
         if fp8 and design.in_place:
             raise ValueError(f"{self.name}: in_place=True is for rows of x's dtype; pass False for {E4M3}")
         x, chunk = x.contiguous(), cdiv(most, design.chunks)
         gathered, scales, own, landed = gather_rows(team, self.name, x, most, chunk, fp8)
-        _, ids, weights, _ = gather_words(design.words, team, x[:, :0], ids, weights, None, most)
-        schedule = schedule_of(team, ids, experts, most, block)
+        _, ids, weights, _ = gather_words(design.words, team, x[:, :0], *routing, None, most)
+        schedule = schedule_of(team, ids, given.experts, most, block)
         if not (design.in_place or fp8):
             gathered[team.rank * most :][: len(x)].copy_(x)
         h = grouped.run(
@@ -338,32 +325,21 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         return h, *schedule[:4], ids, weights
 
     def forward(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        total: int,
-        first: int,
-        count: int,
-        max_tokens: int,
-        block: int,
-        fp8: bool,
-        team: str,
-        algorithm: str,
+        self, given: GatherArguments
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        members, sizes = find_team(team), (max_tokens, ids.shape[1], total, count)
-        call = GatherGroupedCall(*sizes, gate_up.shape[1] // 2, x.shape[1], x.dtype, algorithm, fp8)
-        design, mine = self.plan(call, machine_of(members)).design, Experts(total, first, count)
-        return self.run(design, members, x, ids, weights, gate_up, mine, max_tokens, block, fp8)
+        team, (ids, _), N, K = find_team(given.team), given.routing, given.gate_up.shape[1] // 2, given.x.shape[1]
+        sizes = given.max_tokens, ids.shape[1], given.total, given.count, N, K
+        call = GatherGroupedCall(*sizes, given.x.dtype, given.algorithm, given.fp8)
+        return self.run(self.plan(call, machine_of(team)).design, team, given)
 
     def examine(self, given: Mapping[str, Any]) -> None:
         check_distinct(self.name, given["ids"])
 
-    def fake(self, x, ids, weights, gate_up, total, first, count, max_tokens, block, fp8, team, algorithm):
-        rows, k = find_team(team).size * max_tokens, ids.shape[1]
+    def fake(self, given: GatherArguments) -> tuple[torch.Tensor, ...]:
+        (ids, weights), gate_up = given.routing, given.gate_up
+        rows, k = find_team(given.team).size * given.max_tokens, ids.shape[1]
         of_all = ids.new_empty((rows, k))
-        schedule = MOE_SCHEDULE.fake(of_all, first, count, block, 0, None)
+        schedule = MOE_SCHEDULE.fake(of_all, given.first, given.count, given.block, 0, None)
         return gate_up.new_empty((rows * k, gate_up.shape[1] // 2)), *schedule, of_all, weights.new_empty((rows, k))
 
     # --- judging -----------------------------------------------------------------------------------------------------
@@ -415,7 +391,9 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             return h, schedule.counts
         here = machine_of(team)
         block = self.call_of_case(replace(case, design=AUTO), here).gemm(here).block
-        h, _, counts, *_ = self.run(case.design, team, x, ids, weights, gate_up, experts, most, block, fp8)
+        mine = experts.total, experts.first, experts.count
+        given = GatherArguments(x, Routing(ids, weights), gate_up, *mine, most, block, fp8, team.name, AUTO)
+        h, _, counts, *_ = self.run(case.design, team, given)
         return h, counts
 
     def defined(

@@ -22,8 +22,9 @@ from weft.ops.moe import grouped
 from weft.ops.moe.arrival import load_tiles, schedule_of, store_tiles
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.grouped import GroupedTiles
-from weft.ops.moe.moe_sum import Shared, moe_sum
-from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.moe_sum import moe_sum
+from weft.ops.moe.overlapped_op import GatherArguments, ScatterArguments
+from weft.ops.moe.routing import Routing, Schedule
 from weft.plan.planned import Planned
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
@@ -106,17 +107,7 @@ def group_tiles(team: Team, schedule: Schedule, tokens: int, *, arriving: bool) 
     return [schedule._replace(tiles=groups[group], tile_count=counts[group : group + 1]) for group in range(number)]
 
 
-def gather_by_nodes(
-    design: ByNodes,
-    team: Team,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    experts: Experts,
-    most: int,
-    block: int,
-) -> tuple[torch.Tensor, ...]:
+def gather_by_nodes(design: ByNodes, team: Team, given: GatherArguments) -> tuple[torch.Tensor, ...]:
     """(h, pairs, counts, tiles, tile_count, ids, weights), as ``AllGatherGroupedMatmulSiluMul.run``.
 
     The choices of all ranks cross before the rows: a schedule needs them.
@@ -129,6 +120,7 @@ def gather_by_nodes(
     copies             | choices | own rows |    | rows of n+1 |     | rows of n+2 |
     kernels                      | schedule | GEMM own | GEMM n |      | GEMM n+1 |     | GEMM n+2 |
     """
+    x, (ids, weights), gate_up, most = given.x, given.routing, given.gate_up, given.max_tokens
     (T, K), k, node, (nodes, size) = x.shape, ids.shape[1], team.node, team.shape
     rail, here, rows = team.rail, node.rank, team.size * most
     channel = _channel(team, x.dtype, rows * K)
@@ -156,7 +148,7 @@ def gather_by_nodes(
     streams = side_streams(node, 1)
     streams.fork()
     _send_slot(node, channel, gathered, rail.index, T)
-    schedule = schedule_of(team, ids, experts, most, block)
+    schedule = schedule_of(team, ids, given.experts, most, given.block)
     groups = group_tiles(team, schedule, most, arriving=True)
     h = gate_up.new_empty((rows * k, gate_up.shape[1] // 2))
 
@@ -198,27 +190,16 @@ def _channel(team: Team, dtype: torch.dtype, size: int) -> CopyChannel:
     return grown_workspace(node, ("all_gather_grouped_matmul_silu_mul over nodes", dtype), size, make)
 
 
-def scatter_by_nodes(
-    design: ByNodes,
-    team: Team,
-    h: torch.Tensor,
-    down: torch.Tensor,
-    schedule: Schedule,
-    routing: Routing,
-    experts: Experts,
-    tokens: int,
-    shared: Shared,
-) -> torch.Tensor:
+def scatter_by_nodes(design: ByNodes, team: Team, given: ScatterArguments) -> torch.Tensor:
     """The op of checked arguments: for each node a GEMM and the sums of its tokens; this node's last.
-
-    shared  this rank's summand of all ranks' tokens
 
     kernels  | GEMM n+1 | sum | GEMM n+2 | sum | GEMM n | sum | sum of nodes |                      rank of node n of 3
     copies              | n+1 |          | n+2 |        | n |
     rail                      | to n+1, from n-1 | to n+2, from n-2 |
     """
+    h, down, routing = given.h, given.down, given.routing
     nodes, (rows, _), H = team.shape.nodes, routing.ids.shape, down.shape[1]
-    groups = group_tiles(team, schedule, rows // team.size, arriving=False)
+    groups = group_tiles(team, given.schedule, rows // team.size, arriving=False)
     y = h.new_empty((routing.ids.numel(), H))
     parts = y.chunk(nodes), *(tensor.detach().chunk(nodes) for tensor in routing)
 
@@ -227,11 +208,11 @@ def scatter_by_nodes(
         results, ids, weights = (part[node] for part in parts)
         beside = {
             name: x if x is None else x.detach().chunk(nodes)[node]
-            for name, x in (("shared", shared.rows), ("gate", shared.gate))
+            for name, x in (("shared", given.shared), ("gate", given.gate))
         }
-        summand = moe_sum(results, Routing(ids, weights), experts, **beside)
+        summand = moe_sum(results, Routing(ids, weights), given.experts, **beside)
         return REDUCE_SCATTER.run(design.node.design, team.node, summand)
 
     out = h.new_empty((rows // team.size, H))
     added_over_nodes(team, of, out, design.node)
-    return out[:tokens]
+    return out[: given.tokens]

@@ -11,7 +11,15 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.moe.dispatch_rows import Mail, send_choices
-from weft.ops.moe.exchange import PushRows, Sent, Sizes, check_pieces, check_powers, copy_chosen, piece_ends
+from weft.ops.moe.exchange import (
+    DispatchArguments,
+    PushRows,
+    Sizes,
+    check_pieces,
+    check_powers,
+    copy_chosen,
+    piece_ends,
+)
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -108,7 +116,7 @@ def place_tokens_kernel(x, ids, weights, begin, T, mail, team, SIZES: tl.constex
             tl.store(place, scale, mask=there & (block < SIZES.scales))
 
 
-def dispatch_pieces(design: DispatchPieces, team: Team, given: Sent) -> list[torch.Tensor]:
+def dispatch_pieces(design: DispatchPieces, team: Team, given: DispatchArguments) -> list[torch.Tensor]:
     """[rows, ids, weights, and scales of fp8 rows] of all ranks: this call's half of the receive buffers.
 
     Rank r serves r + 1, r + 2, … (mod W), so that every rank receives from one peer at a time. Only rows pass the copy engine,

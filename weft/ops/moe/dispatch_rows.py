@@ -10,9 +10,9 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.ops.moe.exchange import (
+    DispatchArguments,
     Halves,
     PushRows,
-    Sent,
     Sizes,
     await_chunk,
     begin_call,
@@ -109,7 +109,7 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
     end_call(flags, now)
 
 
-def dispatch_rows(design: PushRows, team: Team, given: Sent) -> list[torch.Tensor]:
+def dispatch_rows(design: PushRows, team: Team, given: DispatchArguments) -> list[torch.Tensor]:
     """[rows, ids, weights, and scales of fp8 rows] of all ranks: this call's half of the receive buffers."""
     x, (ids, weights), most = given.x, given.routing, given.max_tokens
     (T, H), k, W = x.shape, ids.shape[1], team.size

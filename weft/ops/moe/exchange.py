@@ -32,7 +32,7 @@ MAX_PROGRAMS = 256
 ALIGNED_TOKENS = 8
 
 
-class Sent(NamedTuple):
+class DispatchArguments(NamedTuple):
     """Arguments of moe_dispatch.
 
     experts  of all ranks together

@@ -38,7 +38,7 @@ from weft.ops.moe.moe_cases import draw_ids, experts_of
 from weft.ops.moe.moe_dispatch import check_routing
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import moe_schedule
-from weft.ops.moe.moe_sum import check_shared, moe_sum
+from weft.ops.moe.moe_sum import Shared, check_shared, moe_sum
 from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_scalar, check_tensor
@@ -68,6 +68,24 @@ class SumThenNorm:
     """Three kernels: moe_sum between the two. norm: algorithm of all_reduce_rms_norm."""
 
     norm: str = AUTO
+
+
+class PairsArguments(NamedTuple):
+    """Arguments of grouped_matmul_all_reduce_rms_norm. first: this rank's first expert; ``weight`` has as many as it holds."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    schedule: Schedule
+    routing: Routing
+    first: int
+    shared: torch.Tensor | None
+    gate: torch.Tensor | None
+    residual: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    deferred: bool
+    team: str
+    algorithm: str
 
 
 class PairsCall(NamedTuple):
@@ -142,9 +160,9 @@ def grouped_matmul_all_reduce_rms_norm(
     check_scalar(op, "eps", eps)
     check_factored(op, factored, team)
     check_choice(op, "algorithm", algorithm, GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.algorithms)
-    normed, hidden, squares = GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.dispatch(
-        x, weight, *schedule, *routing, experts.first, shared, gate, residual, norm, eps, factored, team.name, algorithm
-    )
+    of_experts = x, weight, schedule, routing, experts.first, shared, gate
+    given = PairsArguments(*of_experts, residual, norm, eps, factored, team.name, algorithm)
+    normed, hidden, squares = GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.dispatch(given)
     return (DeferredNorm(normed, squares, eps) if factored else normed), hidden
 
 
@@ -205,91 +223,41 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        design: SumInNorm | SumThenNorm,
-        team: Team,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        schedule: Schedule,
-        routing: Routing,
-        experts: Experts,
-        residual: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        shared: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
-        deferred: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
-        """(normed, hidden), or if ``deferred`` (scaled, hidden, squares), of checked arguments."""
+    def planned(self, given: PairsArguments, team: Team) -> Planned:
+        """Plan of a call."""
+        sizes = len(given.routing.ids), given.schedule.choices, given.weight.shape[1]
+        return self.plan(PairsCall(*sizes, given.x.dtype, given.algorithm), machine_of(team))
+
+    def run(self, design: SumInNorm | SumThenNorm, team: Team, given: PairsArguments) -> tuple[torch.Tensor, ...]:
+        """(normed, hidden), or if ``given.deferred`` (scaled, hidden, squares), of checked arguments."""
         self.check_design(design)
-        y = GROUPED_MATMUL.forward(x, weight, schedule, False, None)
+        y = GROUPED_MATMUL.forward(given.x, given.weight, given.schedule, False, None)
+        first, count, shared, gate = given.first, len(given.weight), given.shared, given.gate
         summed: torch.Tensor | PairSum
         if isinstance(design, SumThenNorm):
-            summed = moe_sum(y, routing, experts, shared=shared, gate=gate)
+            summed = moe_sum(y, given.routing, Experts(first + count, first, count), shared=shared, gate=gate)
         else:
-            ids, weights = (tensor.contiguous() for tensor in routing)
-            rows, stride = None if shared is None else shared.contiguous(), 0 if gate is None else gate.stride(0)
-            mine = experts.count, 2 * experts.first + 3
-            summed = PairSum(y, tl.constexpr(ids.shape[1]), ids, weights, *mine, rows, gate, stride)
-        by = ALL_REDUCE_RMS_NORM.plan_of(residual, team, design.norm)
-        return ALL_REDUCE_RMS_NORM.run(by, team, summed, residual, norm, eps, deferred)
+            ids, weights = (tensor.contiguous() for tensor in given.routing)
+            summand = Shared.of(shared, gate)
+            summed = PairSum(y, tl.constexpr(ids.shape[1]), ids, weights, count, 2 * first + 3, *summand[:3])
+        by = ALL_REDUCE_RMS_NORM.plan_of(given.residual, team, design.norm)
+        return ALL_REDUCE_RMS_NORM.run(by, team, summed, given.residual, given.norm, given.eps, given.deferred)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        pairs: torch.Tensor,
-        counts: torch.Tensor,
-        tiles: torch.Tensor,
-        tile_count: torch.Tensor,
-        choices: int,
-        block: int,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        first: int,
-        shared: torch.Tensor | None,
-        gate: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        deferred: bool,
-        team: str,
-        algorithm: str,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        members, experts = find_team(team), Experts(first + len(weight), first, len(weight))
-        call = PairsCall(len(ids), choices, weight.shape[1], x.dtype, algorithm)
-        found = self.run(
-            self.plan(call, machine_of(members)).design,
-            members,
-            x,
-            weight,
-            Schedule(pairs, counts, tiles, tile_count, choices, block),
-            Routing(ids, weights),
-            experts,
-            residual,
-            norm,
-            eps,
-            shared,
-            gate,
-            deferred,
-        )
-        normed, hidden, *squares = found
-        return normed, hidden, squares[0] if deferred else x.new_empty(0, dtype=torch.float32)
+    def forward(self, given: PairsArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        team = find_team(given.team)
+        normed, hidden, *squares = self.run(self.planned(given, team).design, team, given)
+        return normed, hidden, squares[0] if given.deferred else given.x.new_empty(0, dtype=torch.float32)
 
     def examine(self, given: Mapping[str, Any]) -> None:
         check_distinct(self.name, given["ids"])
 
-    def fake(
-        self, x, weight, pairs, counts, tiles, tile_count, choices, block, ids, weights, first, shared, gate,
-        residual, norm, eps, deferred, team, algorithm,
-    ):  # fmt: skip
+    def fake(self, given: PairsArguments) -> tuple[torch.Tensor, ...]:
+        x, residual, team = given.x, given.residual, find_team(given.team)
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-        members, call = find_team(team), PairsCall(len(ids), choices, weight.shape[1], x.dtype, algorithm)
-        design = self.plan(call, machine_of(members)).design
-        if not deferred:
+        design = self.planned(given, team).design
+        if not given.deferred:
             return normed, hidden, x.new_empty(0, dtype=torch.float32)
-        by = ALL_REDUCE_RMS_NORM.plan_of(residual, members, design.norm)
+        by = ALL_REDUCE_RMS_NORM.plan_of(residual, team, design.norm)
         parts = cdiv(residual.shape[-1] * residual.itemsize, by.push.row_bytes)
         return normed, hidden, x.new_empty((len(residual), parts), dtype=torch.float32)
 
@@ -341,13 +309,15 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return x, weight, moe_schedule(ids, experts), Routing(ids, weights), experts, residual, norm, *shared
 
     def results(self, case: Case, team: Team, *arguments: Any) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
-        *given, residual, norm = arguments[:7]
-        beside = dict(zip(("shared", "gate"), arguments[7:], strict=False))
-        deferred, given = bool(case.field("deferred")), (*given, residual, norm, CASES_EPS)
+        *of_experts, residual, norm = arguments[:7]
+        beside, deferred = dict(zip(("shared", "gate"), arguments[7:], strict=False)), bool(case.field("deferred"))
         if isinstance(case.design, str):
             named = {"factored": deferred, "algorithm": case.design}
+            given = *of_experts, residual, norm, CASES_EPS
             return grouped_matmul_all_reduce_rms_norm(*given, team, **beside, **named)
-        normed, hidden, *squares = self.run(case.design, team, *given, **beside, deferred=deferred)
+        of_experts[-1], kept = of_experts[-1].first, (beside.get("shared"), beside.get("gate"))
+        given = PairsArguments(*of_experts, *kept, residual, norm, CASES_EPS, deferred, team.name, AUTO)
+        normed, hidden, *squares = self.run(case.design, team, given)
         return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
 
     def defined(self, case: Case, team: Team, out: tuple, *tensors: torch.Tensor) -> torch.Tensor:

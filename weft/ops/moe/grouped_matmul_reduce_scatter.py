@@ -21,11 +21,11 @@ from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from weft.ops.moe.grouped_op import OWN_SCHEDULE, check_grouped
 from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
-from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall, Combined
+from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_schedule import block_for
-from weft.ops.moe.moe_sum import NO_SUMMAND, Shared, check_shared, moe_sum
-from weft.ops.moe.overlapped_op import OverlappedOp
+from weft.ops.moe.moe_sum import check_shared, moe_sum
+from weft.ops.moe.overlapped_op import OverlappedOp, ScatterArguments
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.moe.slabs import LEAST_COLUMNS, MOST_SLABS, Slabs, run_slabs
 from weft.ops.neighbours import moved, scaled
@@ -142,7 +142,10 @@ def grouped_matmul_reduce_scatter(
         y = grouped_matmul(h, down, schedule)
         return reduce_scatter(moe_sum(y, dispatched.routing, experts, shared=shared, gate=gate), team)[:tokens]
     mine = experts.total, experts.first, experts.count
-    return MOE_RS.dispatch(h, down, *schedule, ids, weights, *mine, tokens, team.name, algorithm, shared, gate)
+    routing = dispatched.routing
+    return MOE_RS.dispatch(
+        ScatterArguments(h, down, schedule, routing, *mine, tokens, team.name, algorithm, shared, gate)
+    )
 
 
 class GroupedMatmulReduceScatter(OverlappedOp):
@@ -206,67 +209,31 @@ class GroupedMatmulReduceScatter(OverlappedOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        design: Any,
-        team: Team,
-        h: torch.Tensor,
-        down: torch.Tensor,
-        schedule: Schedule,
-        routing: Routing,
-        experts: Experts,
-        tokens: int,
-        shared: Shared = NO_SUMMAND,
-    ) -> torch.Tensor:
+    def run(self, design: Any, team: Team, given: ScatterArguments) -> torch.Tensor:
         """The op of checked arguments."""
         self.check_design(design)
         if isinstance(design, Slabs):
-            return run_slabs(design, team, h, down, schedule, routing, experts, tokens, shared)
+            return run_slabs(design, team, given)
         if isinstance(design, ByNodes):
-            return scatter_by_nodes(design, team, h, down, schedule, routing, experts, tokens, shared)
-        y = GROUPED_MATMUL.run(design.gemm.design, None, h, down, schedule, False)
+            return scatter_by_nodes(design, team, given)
+        routing, experts, tokens = given.routing, given.experts, given.tokens
+        y = GROUPED_MATMUL.run(design.gemm.design, None, given.h, given.down, given.schedule, False)
         if design.combine is None:
-            summand = moe_sum(y, routing, experts, shared=shared.rows, gate=shared.gate)
+            summand = moe_sum(y, routing, experts, shared=given.shared, gate=given.gate)
             return reduce_scatter(summand, team)[:tokens].contiguous()
         return MOE_COMBINE.run(
-            design.combine.design, team, Combined(y, *routing, experts.total, tokens, team.name, AUTO)
+            design.combine.design, team, CombineArguments(y, *routing, experts.total, tokens, team.name, AUTO)
         )
 
-    def forward(
-        self,
-        h: torch.Tensor,
-        down: torch.Tensor,
-        pairs: torch.Tensor,
-        counts: torch.Tensor,
-        tiles: torch.Tensor,
-        tile_count: torch.Tensor,
-        choices: int,
-        block: int,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        total: int,
-        first: int,
-        count: int,
-        tokens: int,
-        team: str,
-        algorithm: str,
-        shared: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        members, schedule = find_team(team), Schedule(pairs, counts, tiles, tile_count, choices, block)
-        most, (_, H, N) = len(ids) // members.size, down.shape
-        call = GroupedScatterCall(most, choices, total, count, block, H, N, h.dtype, algorithm, shared is not None)
-        design = self.plan(call, machine_of(members)).design
-        rows = None if shared is None else shared.contiguous()
-        beside = Shared(rows, gate, 0 if gate is None else gate.stride(0))
-        mine = Routing(ids, weights), Experts(total, first, count)
-        return self.run(design, members, h, down, schedule, *mine, tokens, beside)
+    def forward(self, given: ScatterArguments) -> torch.Tensor:
+        team, (_, H, N) = find_team(given.team), given.down.shape
+        sizes = len(given.routing.ids) // team.size, given.schedule.choices, given.total, given.count
+        of_gemm = given.schedule.block, H, N, given.h.dtype
+        call = GroupedScatterCall(*sizes, *of_gemm, given.algorithm, given.shared is not None)
+        return self.run(self.plan(call, machine_of(team)).design, team, given)
 
-    def fake(
-        self, h, down, pairs, counts, tiles, tile_count, choices, block, ids, weights, total, first, count, tokens, team,
-        algorithm, shared=None, gate=None,
-    ):  # fmt: skip
-        return h.new_empty((tokens, down.shape[1]))
+    def fake(self, given: ScatterArguments) -> torch.Tensor:
+        return given.h.new_empty((given.tokens, given.down.shape[1]))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -331,7 +298,9 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     ) -> torch.Tensor:
         tokens = case.field("tokens")[team.rank]
         if not isinstance(case.design, str):
-            return self.run(case.design, team, h, down, schedule, routing, experts, tokens)
+            mine = experts.total, experts.first, experts.count
+            given = ScatterArguments(h, down, schedule, routing, *mine, tokens, team.name, AUTO)
+            return self.run(case.design, team, given)
         found = Dispatched(h.new_empty((0, down.shape[1])), routing, experts)
         beside = dict(zip(("shared", "gate"), shared, strict=False))
         return grouped_matmul_reduce_scatter(h, down, schedule, found, tokens, team, **beside, algorithm=case.design)

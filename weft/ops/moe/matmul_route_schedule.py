@@ -103,14 +103,14 @@ def matmul_route_schedule(
             f"{op}: algorithm={algorithm!r} has no backward; take 'auto', or call it under torch.no_grad()"
         )
     call = RouterCall(*x.shape, E, k, x.dtype, algorithm)
-    given = Routable(x, router, E, experts.first, experts.count, bias, gating, block, tickets, algorithm)
+    given = RouterArguments(x, router, E, experts.first, experts.count, bias, gating, block, tickets, algorithm)
     if trained or isinstance(MATMUL_ROUTE_SCHEDULE.plan(call, here).design, ThreeLaunches):
         return in_three(given)
     ids, weights, gate, *lists = MATMUL_ROUTE_SCHEDULE.dispatch(given)
     return Routed(Routing(ids, weights), Schedule(*lists, k, block), gate if len(router) > E else None)
 
 
-class Routable(NamedTuple):
+class RouterArguments(NamedTuple):
     """Arguments of matmul_route_schedule: experts first .. first + count - 1 of ``total`` are scheduled."""
 
     x: torch.Tensor
@@ -125,7 +125,7 @@ class Routable(NamedTuple):
     algorithm: str
 
 
-def in_three(given: Routable) -> Routed:
+def in_three(given: RouterArguments) -> Routed:
     """``Routed`` by matmul, route and moe_schedule, of checked arguments."""
     x, router, total = given.x, given.router, given.total
     logits = matmul(x, router) if len(x) > 0 else x @ router.T
@@ -221,7 +221,7 @@ class MatmulRouteSchedule(MoeOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, design: RouterParts | ThreeLaunches, team: None, given: Routable) -> Found:
+    def run(self, design: RouterParts | ThreeLaunches, team: None, given: RouterArguments) -> Found:
         """Results of checked arguments."""
         self.check_design(design)
         x, router, E, first, count, bias, gating, block, tickets, _ = given
@@ -261,13 +261,13 @@ class MatmulRouteSchedule(MoeOp):
         return found
 
     def forward(
-        self, given: Routable
+        self, given: RouterArguments
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         x = given.x
         call = RouterCall(*x.shape, given.total, given.gating.k, x.dtype, given.algorithm)
         return tuple(self.run(self.plan(call, machine_on(x.device)).design, None, given))
 
-    def fake(self, given: Routable) -> tuple[torch.Tensor, ...]:
+    def fake(self, given: RouterArguments) -> tuple[torch.Tensor, ...]:
         ids, weights = ROUTE.fake(given.x, given.bias, given.gating)
         gate = given.x.new_empty(len(given.x) if len(given.router) > given.total else 0)
         return (ids, weights, gate, *MOE_SCHEDULE.fake(ids, given.first, given.count, given.block, 0, given.tickets))
@@ -317,7 +317,9 @@ class MatmulRouteSchedule(MoeOp):
             named = {"bias": shift, "block": case.field("block"), "tickets": tickets, "algorithm": case.design}
             routed = matmul_route_schedule(x, router, experts, **gating._asdict(), **named)
             return (*routed.routing, *routed.schedule[:4], *([] if routed.gate is None else [routed.gate]))
-        given = Routable(x, router, E, experts.first, experts.count, shift, gating, self._block(case), tickets, AUTO)
+        given = RouterArguments(
+            x, router, E, experts.first, experts.count, shift, gating, self._block(case), tickets, AUTO
+        )
         ids, weights, gate, *lists = self.run(case.design, None, given)
         return (ids, weights, *lists, *([gate] if len(router) > E else []))
 

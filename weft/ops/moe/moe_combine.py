@@ -29,7 +29,7 @@ from weft.ops.local import check_shape
 from weft.ops.moe.combine_pieces import CombinePieces, combine_pieces
 from weft.ops.moe.combine_rows import combine_rows
 from weft.ops.moe.combine_words import CombineWords, combine_words
-from weft.ops.moe.exchange import PushRows, Sent, padded
+from weft.ops.moe.exchange import DispatchArguments, PushRows, padded
 from weft.ops.moe.exchange_op import ExchangeOp
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, Dispatched, check_routing, sharers_of
@@ -52,7 +52,7 @@ class SumThenScatter:
     """moe_sum of all tokens, then reduce_scatter: where nearly all ranks have a row of each token."""
 
 
-class Combined(NamedTuple):
+class CombineArguments(NamedTuple):
     """Arguments of moe_combine.
 
     ids, weights  of all ranks' tokens; without weights y has a row for each token [W * max_tokens, H], added up as it is
@@ -116,7 +116,9 @@ def moe_combine(
     check_int(f"{op}: tokens", tokens, 0, len(ids) // team.size)
     check_choice(op, "algorithm", algorithm, MOE_COMBINE.algorithms)
     tp = sharers_of(op, dispatched.experts, team)
-    return MOE_COMBINE.dispatch(Combined(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm, tp))
+    return MOE_COMBINE.dispatch(
+        CombineArguments(y, ids, weights, dispatched.experts.total, tokens, team.name, algorithm, tp)
+    )
 
 
 class MoeCombine(ExchangeOp):
@@ -175,7 +177,7 @@ class MoeCombine(ExchangeOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, design: Any, team: Team, given: Combined) -> torch.Tensor:
+    def run(self, design: Any, team: Team, given: CombineArguments) -> torch.Tensor:
         """``moe_combine`` of checked arguments."""
         self.check_design(design)
         if isinstance(design, OverNodes):
@@ -194,7 +196,7 @@ class MoeCombine(ExchangeOp):
             return reduce_scatter(summand, team)[:tokens].contiguous()
         return combine_rows(design, team, y, ids, weights, mine.count, tokens, tp)
 
-    def _run_over_nodes(self, design: OverNodes, team: Team, given: Combined) -> torch.Tensor:
+    def _run_over_nodes(self, design: OverNodes, team: Team, given: CombineArguments) -> torch.Tensor:
         """Sums of all max_tokens tokens of this rank.
 
         Experts of a node count from 0 within it, as in moe_dispatch.
@@ -211,16 +213,16 @@ class MoeCombine(ExchangeOp):
         added_over_nodes(team, of, out, design.node)
         return out
 
-    def planned(self, given: Combined, team: Team) -> Planned:
+    def planned(self, given: CombineArguments, team: Team) -> Planned:
         """Plan of a call."""
         sizes = len(given.ids) // team.size, given.ids.shape[1], given.y.shape[1]
         return self.plan(CombineCall(*sizes, given.y.dtype, given.algorithm, given.tp), machine_of(team))
 
-    def forward(self, given: Combined) -> torch.Tensor:
+    def forward(self, given: CombineArguments) -> torch.Tensor:
         team = find_team(given.team)
         return self.run(self.planned(given, team).design, team, given)
 
-    def fake(self, given: Combined) -> torch.Tensor:
+    def fake(self, given: CombineArguments) -> torch.Tensor:
         return given.y.new_empty((given.tokens, given.y.shape[1]))
 
     def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -229,7 +231,7 @@ class MoeCombine(ExchangeOp):
             raise RuntimeError("weft.ops.moe_dispatch has no second derivative; ask for one gradient of it")
         most, mine = len(ids) // team.size, Experts.grouped(given.experts, team.rank, team.size // given.tp, given.tp)
         own = slice(team.rank * most, team.rank * most + given.tokens)
-        sent = Sent(
+        sent = DispatchArguments(
             x=grad.contiguous(), routing=Routing(ids[own], weights[own].to(grad.dtype)), experts=given.experts,
             max_tokens=most, fp8=False, kept=False, team=given.team, algorithm=AUTO, tp=given.tp,
         )  # fmt: skip
@@ -244,7 +246,7 @@ class MoeCombine(ExchangeOp):
         sent  arguments of moe_dispatch, with ids of all ranks and tokens of this one
         """
         team = find_team(sent.team)
-        given = Combined(rows, sent.ids, None, sent.experts, sent.tokens, sent.team, AUTO, sent.tp)
+        given = CombineArguments(rows, sent.ids, None, sent.experts, sent.tokens, sent.team, AUTO, sent.tp)
         planned, ranks = self.planned(given, team), team.size
         if isinstance(planned.design, OverNodes):
             planned, ranks = planned.design.node, team.shape.node_size
@@ -289,7 +291,7 @@ class MoeCombine(ExchangeOp):
         self, case: Case, team: Team, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         tokens = case.field("tokens")[team.rank]
-        given = Combined(y, ids, weights, case.sizes[2], tokens, team.name, case.design, case.field("tp") or 1)
+        given = CombineArguments(y, ids, weights, case.sizes[2], tokens, team.name, case.design, case.field("tp") or 1)
         if not isinstance(case.design, str):
             return self.run(case.design, team, given)
         if weights is None:

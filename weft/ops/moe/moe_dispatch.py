@@ -34,7 +34,7 @@ from weft.ops.layout import Given
 from weft.ops.local import check_shape
 from weft.ops.moe.dispatch_pieces import DispatchPieces, dispatch_pieces
 from weft.ops.moe.dispatch_rows import dispatch_rows
-from weft.ops.moe.exchange import PushRows, Sent, padded
+from weft.ops.moe.exchange import DispatchArguments, PushRows, padded
 from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, quantize_rows, scales_of
 from weft.ops.moe.gather_fp8_words import fits, gather_fp8_words
@@ -138,7 +138,7 @@ def moe_dispatch(
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; rows have at least one element")
     fp8 = dtype is not None
     kept = not fp8 and torch.is_grad_enabled() and (x.requires_grad or routing.weights.requires_grad)
-    given = Sent(x, routing, mine.total, max_tokens, fp8, kept, team.name, algorithm, tp)
+    given = DispatchArguments(x, routing, mine.total, max_tokens, fp8, kept, team.name, algorithm, tp)
     rows, ids, weights, scales = MOE_DISPATCH.dispatch(given)
     return Dispatched(rows, Routing(ids, weights), mine, scales if fp8 else None)
 
@@ -248,7 +248,7 @@ class MoeDispatch(ExchangeOp):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, design: Any, team: Team, given: Sent) -> tuple[torch.Tensor, ...]:
+    def run(self, design: Any, team: Team, given: DispatchArguments) -> tuple[torch.Tensor, ...]:
         """(rows, ids, weights, scales) of all ranks; no scales [0] unless ``fp8``."""
         self.check_design(design)
         x, (ids, weights), fp8, most = given.x, given.routing, given.fp8, given.max_tokens
@@ -271,7 +271,7 @@ class MoeDispatch(ExchangeOp):
         arrived = send(design, team, given)
         return tuple(arrived if fp8 else [*arrived, none])
 
-    def _run_over_nodes(self, design: OverNodes, team: Team, given: Sent) -> tuple[torch.Tensor, ...]:
+    def _run_over_nodes(self, design: OverNodes, team: Team, given: DispatchArguments) -> tuple[torch.Tensor, ...]:
         """(rows, ids, weights) of all ranks, new tensors.
 
         Within a node its experts count from 0; ids of other nodes' experts are outside and chosen by none of its ranks.
@@ -291,7 +291,7 @@ class MoeDispatch(ExchangeOp):
         whole[1] += team.rail.index * of_node
         return tuple(whole)
 
-    def forward(self, given: Sent) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, given: DispatchArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         team, sizes = find_team(given.team), (given.max_tokens, given.routing.ids.shape[1], given.x.shape[1])
         call = DispatchCall(*sizes, given.x.dtype, given.algorithm, given.fp8, given.tp)
         return self.run(self.plan(call, machine_of(team)).design, team, given)
@@ -299,7 +299,7 @@ class MoeDispatch(ExchangeOp):
     def examine(self, given: Mapping[str, Any]) -> None:
         check_distinct(self.name, given["ids"])
 
-    def fake(self, given: Sent) -> tuple[torch.Tensor, ...]:
+    def fake(self, given: DispatchArguments) -> tuple[torch.Tensor, ...]:
         x, (ids, weights), rows = given.x, given.routing, find_team(given.team).size * given.max_tokens
         k, H = ids.shape[1], x.shape[1]
         scales = x.new_empty((rows, scales_of(H)) if given.fp8 else 0, dtype=torch.float32)
@@ -359,7 +359,9 @@ class MoeDispatch(ExchangeOp):
             found = moe_dispatch(x, Routing(ids, weights), team, **named, algorithm=case.design)
             rows, (ids, weights), scales = found.rows, found.routing, found.scales
         else:
-            given = Sent(x, Routing(ids, weights), experts, most, fp8, kept=False, team=team.name, algorithm=AUTO)
+            given = DispatchArguments(
+                x, Routing(ids, weights), experts, most, fp8, kept=False, team=team.name, algorithm=AUTO
+            )
             rows, ids, weights, scales = self.run(case.design, team, given)
         return (rows.view(torch.uint8), ids, weights, scales) if fp8 else (rows, ids, weights)
 

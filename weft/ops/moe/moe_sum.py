@@ -40,6 +40,11 @@ class Shared(NamedTuple):
     stride: int
     pitch: int = 0
 
+    @classmethod
+    def of(cls, rows: torch.Tensor | None, gate: torch.Tensor | None) -> Shared:
+        """Summand of rows of any strides."""
+        return cls(None if rows is None else rows.contiguous(), gate, 0 if gate is None else gate.stride(0))
+
 
 NO_SUMMAND = Shared(None, None, 0)
 
@@ -220,8 +225,7 @@ class MoeSum(MoeOp):
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
         out = self.fake(y, routing)
-        rows = None if shared is None else shared.contiguous()
-        add_up(y, *routing, (first, count), Shared(rows, gate, 0 if gate is None else gate.stride(0)), out)
+        add_up(y, *routing, (first, count), Shared.of(shared, gate), out)
         return out
 
     def fake(self, y, routing, *_):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -16,8 +16,53 @@ from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.moe.grouped_op import GroupedOp
 from weft.ops.moe.grouped_space import tiles
 from weft.ops.moe.moe_op import MoeOp, MoeShape
+from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
+
+
+class GatherArguments(NamedTuple):
+    """Arguments of all_gather_grouped_matmul_silu_mul.
+
+    total, first, count  this rank's experts; block: pairs of a tile of the schedule
+    """
+
+    x: torch.Tensor
+    routing: Routing
+    gate_up: torch.Tensor
+    total: int
+    first: int
+    count: int
+    max_tokens: int
+    block: int
+    fp8: bool
+    team: str
+    algorithm: str
+
+    @property
+    def experts(self) -> Experts:
+        return Experts(self.total, self.first, self.count)
+
+
+class ScatterArguments(NamedTuple):
+    """Arguments of grouped_matmul_reduce_scatter. total, first, count: this rank's experts."""
+
+    h: torch.Tensor
+    down: torch.Tensor
+    schedule: Schedule
+    routing: Routing
+    total: int
+    first: int
+    count: int
+    tokens: int
+    team: str
+    algorithm: str
+    shared: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+
+    @property
+    def experts(self) -> Experts:
+        return Experts(self.total, self.first, self.count)
 
 
 class OverlappedOp(MoeOp):

@@ -15,7 +15,7 @@ from weft.ops.moe import grouped
 from weft.ops.moe.arrival import channel_of
 from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.moe.moe_sum import Shared, add_up
-from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.overlapped_op import ScatterArguments
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
@@ -90,20 +90,8 @@ def sum_slabs_kernel(out, own, received, landed, T, tokens, H, width, team, ROWS
         tl.store(out + token.to(tl.int64) * H + first + column, total.to(out.dtype.element_ty), mask=there)
 
 
-def run_slabs(
-    design: Slabs,
-    team: Team,
-    h: torch.Tensor,
-    down: torch.Tensor,
-    schedule: Schedule,
-    routing: Routing,
-    experts: Experts,
-    tokens: int,
-    shared: Shared,
-) -> torch.Tensor:
+def run_slabs(design: Slabs, team: Team, given: ScatterArguments) -> torch.Tensor:
     """The GEMM slab by slab, the sums of each sent to their tokens' ranks, and the ranks' sums added up.
-
-    shared  this rank's summand of all ranks' tokens, [W * most, H]
 
     y holds one slab of the GEMM's result at a time: the stream's order keeps the slabs apart. The sums of all slabs stay until
     the copy engine has been joined.
@@ -116,7 +104,8 @@ def run_slabs(
     kernels  | begin | GEMM 0 | sum 0 | GEMM 1 | sum 1 | GEMM 2 | sum 2 |          | sum of ranks |
     copy                              | slab 0 |       | slab 1 |       | slab 2 |                       three slabs
     """
-    (rows, k), (held, H, _), world, me = routing.ids.shape, down.shape, team.size, team.rank
+    h, down, tokens, shared = given.h, given.down, given.tokens, Shared.of(given.shared, given.gate)
+    (rows, k), (held, H, _), world, me = given.routing.ids.shape, down.shape, team.size, team.rank
     most, width = rows // world, design.width(H)
     channel = channel_of(team, "grouped_matmul_reduce_scatter", h.dtype, rows * H)
     received = channel.begin(team)[: rows * H].view(world, most * H)
@@ -125,12 +114,12 @@ def run_slabs(
     for number, first in enumerate(range(0, H, width)):
         columns = min(width, H - first)
         of_slab = y[: rows * k * columns].view(rows * k, columns)
-        grouped.run(design.tiles, h, down[:, first : first + columns], schedule, gather=0, out=of_slab)
+        grouped.run(design.tiles, h, down[:, first : first + columns], given.schedule, gather=0, out=of_slab)
         sums = own[rows * first : rows * (first + columns)]
         beside = shared
         if shared.rows is not None:
             beside = shared._replace(rows=shared.rows[:, first : first + columns])
-        add_up(of_slab, *routing, (experts.first, held), beside, sums.view(rows, columns))
+        add_up(of_slab, *given.routing, (given.first, held), beside, sums.view(rows, columns))
         team.copy_engine.fork()
         part = most * columns
         for step in range(1, world):

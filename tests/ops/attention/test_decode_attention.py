@@ -21,9 +21,11 @@ from tests.ops.layer_cases import (
 )
 from tests.sampled import sampled
 from weft import ops
-from weft.kernels.paged_cache import PagedCache, Sequences
+from weft.kernels.paged_cache import Sequences
 from weft.kernels.rotary import HeadNorms
+from weft.ops.attention.decode_attention import DecodeArguments
 from weft.ops.attention.decoding import SplitKV
+from weft.ops.attention.qk_norm_rope import parts_of
 from weft.ops.case import BF16, FP32
 
 decoding = importlib.import_module("weft.ops.attention.decode_attention")
@@ -68,8 +70,9 @@ class Case:
         scale = self.heads.D**-0.5
         op = module.DECODE_ATTENTION
         design = design or op.plan_of(cache[0], sequences.pages, self.window)
-        arguments = self.given, norms, self.angles, PagedCache(*cache), sequences, scale, self.tickets
-        out = op.run(design, None, *arguments, window=self.window)
+        options = sequences, scale, self.tickets, None, self.window
+        arguments = DecodeArguments(*parts_of(self.given), norms, self.angles, *cache, *options)
+        out = op.run(design, None, arguments)
         assert not self.tickets.any(), "arrival counters are left as they were"
         return out, cache
 

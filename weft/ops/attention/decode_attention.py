@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,7 +35,7 @@ from weft.ops.attention import cases
 from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of
-from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype
+from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
 from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
@@ -166,43 +166,43 @@ def decode_attention(
     lengths or pages: those out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "decode_attention"
-    norm = qkv if isinstance(qkv, DeferredNorm) else None
-    qkv = norm.scaled if norm else qkv
-    check_projected(op, qkv, q_weight, k_weight, angles, keys, values, bias, k_scale, v_scale, tokens="B")
-    B, heads, D = qkv.shape[-2], keys.shape[1], keys.shape[3]
-    check_heads(op, qkv.shape[-1] // D - 2 * heads, keys)
+    norms, cache = HeadNorms(q_weight, k_weight, eps), PagedCache(keys, values, k_scale, v_scale)
+    rows, squares, norm_eps = parts_of(qkv)
+    check_projected(op, rows, norms, angles, cache, bias, tokens="B")
+    B, heads, D = rows.shape[-2], keys.shape[1], keys.shape[3]
+    check_heads(op, rows.shape[-1] // D - 2 * heads, keys)
     for name, x, shape in (("pages", pages, (B, "max_pages")), ("lengths", lengths, (B,))):
-        check_like(op, name, x, qkv.device, (torch.int32,))
+        check_like(op, name, x, rows.device, (torch.int32,))
         check_shape(op, name, x, shape)
-    check_tickets(op, tickets, B * heads, qkv.device)
+    check_tickets(op, tickets, B * heads, rows.device)
     check_scalar(op, "eps", eps)
     check_window(op, window)
     if scale is not None:
         check_scalar(op, "scale", scale)
-    squares, norm_eps = None, 0.0
-    if norm is not None:
-        check_scales(op, norm.operand, qkv)
-        squares, norm_eps = norm.squares, norm.eps
-    scale = D**-0.5 if scale is None else scale
-    return DECODE_ATTENTION.dispatch(
-        qkv,
-        squares,
-        norm_eps,
-        q_weight,
-        k_weight,
-        eps,
-        angles,
-        keys,
-        values,
-        pages,
-        lengths,
-        scale,
-        tickets,
-        bias,
-        window,
-        k_scale,
-        v_scale,
-    )
+    if squares is not None:
+        check_scales(op, qkv.operand, rows)
+    places = angles, keys, values, Sequences(pages, lengths)
+    options = D**-0.5 if scale is None else scale, tickets, bias, window, k_scale, v_scale
+    return DECODE_ATTENTION.dispatch(DecodeArguments(rows, squares, norm_eps, norms, *places, *options))
+
+
+class DecodeArguments(NamedTuple):
+    """Arguments of decode_attention. squares, norm_eps: of a ``DeferredNorm`` of qkv; None: qkv has no such scale."""
+
+    qkv: torch.Tensor
+    squares: torch.Tensor | None
+    norm_eps: float
+    norms: HeadNorms
+    angles: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sequences: Sequences
+    scale: float
+    tickets: torch.Tensor | None
+    bias: torch.Tensor | None
+    window: int | None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 class DecodeAttention(DecodingOp):
@@ -255,8 +255,9 @@ class DecodeAttention(DecodingOp):
         if isinstance(case.design, str):
             places = given.angles, keys, values, pages, lengths
             return decode_attention(given.qkv, *given.norms, *places, **options), keys, values
-        places = given.angles, PagedCache(keys, values), Sequences(pages, lengths), keys.shape[3] ** -0.5, None
-        return self.run(case.design, None, given.qkv, HeadNorms(*given.norms), *places, **options), keys, values
+        places = given.angles, keys, values, Sequences(pages, lengths), keys.shape[3] ** -0.5, None
+        arguments = DecodeArguments(*parts_of(given.qkv), HeadNorms(*given.norms), *places, **options)
+        return self.run(case.design, None, arguments), keys, values
 
     def cases(self) -> Iterator[Case]:
         for case in cases.decoding_cases(self.name, SplitKV):
@@ -291,68 +292,31 @@ class DecodeAttention(DecodingOp):
             lengths = (length,) * (batch - 1) + (length - 1,)
             yield cases.case_of(self.name, cases.QWEN, lengths=lengths, positions=length, **options)
 
-    def run(
-        self,
-        design: SplitKV,
-        team: None,
-        qkv: torch.Tensor | DeferredNorm,
-        norms: HeadNorms,
-        angles: torch.Tensor,
-        cache: PagedCache,
-        sequences: Sequences,
-        scale: float,
-        tickets: torch.Tensor | None,
-        bias: torch.Tensor | None = None,
-        window: int | None = None,
-    ) -> torch.Tensor:
+    def run(self, design: SplitKV, team: None, given: DecodeArguments) -> torch.Tensor:
         """``decode_attention`` of checked arguments."""
         self.check_design(design)
-        projected, qkv_sizes = Projected.of(qkv, bias)
-        _, heads, _, D = cache.key_pages.shape
-        B, q_heads = projected.qkv.shape[-2], projected.qkv.shape[-1] // D - 2 * heads
-        given = qkv.scaled if isinstance(qkv, DeferredNorm) else qkv
-        dtype = heads_dtype(given, cache.key_pages, norms.q_weight, bias)
-        out = torch.empty((B, q_heads, D), dtype=dtype, device=cache.key_pages.device)
-        if B > 0:
+        norm = given.qkv if given.squares is None else DeferredNorm(given.qkv, given.squares, given.norm_eps)
+        projected, qkv_sizes = Projected.of(norm, given.bias)
+        out, sequences, tickets = self.fake(given), given.sequences, given.tickets
+        if len(out) > 0:
+            cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
             launch, grid, arguments = launch_of(
-                decode_attention_kernel, design, out, cache, sequences, tickets, window, QKV=qkv_sizes
+                decode_attention_kernel, design, out, cache, sequences, tickets, given.window, QKV=qkv_sizes
             )
-            launch(grid, projected, norms.contiguous(), angles.contiguous(), *arguments, scale * LOG2_E)
+            launch(
+                grid, projected, given.norms.contiguous(), given.angles.contiguous(), *arguments, given.scale * LOG2_E
+            )
         return out
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        squares: torch.Tensor | None,
-        norm_eps: float,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        eps: float,
-        angles: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pages: torch.Tensor,
-        lengths: torch.Tensor,
-        scale: float,
-        tickets: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        window: int | None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        given = qkv if squares is None else DeferredNorm(qkv, squares, norm_eps)
-        window = hiding(window, keys, pages)
-        design, norms = self.plan_of(keys, pages, window), HeadNorms(q_weight, k_weight, eps)
-        places = cache_of(self.name, keys, values, k_scale, v_scale), Sequences(pages, lengths)
-        return self.run(design, None, given, norms, angles, *places, scale, tickets, bias, window)
+    def forward(self, given: DecodeArguments) -> torch.Tensor:
+        keys, pages = given.keys, given.sequences.pages
+        given = given._replace(window=hiding(given.window, keys, pages))
+        return self.run(self.plan_of(keys, pages, given.window), None, given)
 
-    def fake(
-        self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, keys, values, pages, lengths, scale, tickets,
-        bias, window, k_scale=None, v_scale=None,
-    ):  # fmt: skip
-        _, heads, _, D = keys.shape
-        shape = qkv.shape[-2], qkv.shape[-1] // D - 2 * heads, D
-        return keys.new_empty(shape, dtype=heads_dtype(qkv, keys, q_weight, bias))
+    def fake(self, given: DecodeArguments) -> torch.Tensor:
+        _, heads, _, D = given.keys.shape
+        shape = given.qkv.shape[-2], given.qkv.shape[-1] // D - 2 * heads, D
+        return given.keys.new_empty(shape, dtype=heads_dtype(given.qkv, given.keys, given.norms.q_weight, given.bias))
 
 
 DECODE_ATTENTION = DecodeAttention()

@@ -12,7 +12,7 @@ of the traffic.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -107,10 +107,24 @@ def gathered_prefill_attention(
         raise ValueError(f"{op}: algorithm='pipelined' does not take this call: {reason}; take 'gathered' or 'auto'")
     tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
     scale = D**-0.5 if scale is None else scale
-    out, lse = GATHERED_PREFILL_ATTENTION.dispatch(
-        q, k, v, tables, of.rows, shards.mine.block_m, scale, return_lse, team.name, algorithm
-    )
+    sizes = of.rows, shards.mine.block_m, scale, return_lse
+    out, lse = GATHERED_PREFILL_ATTENTION.dispatch(GatheredArguments(q, k, v, tables, *sizes, team.name, algorithm))
     return (out, lse) if return_lse else out
+
+
+class GatheredArguments(NamedTuple):
+    """Arguments of gathered_prefill_attention. tables, block_m: of ``ZigzagRanges``; rows: ``ZigzagShards.rows``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    tables: list[torch.Tensor]
+    rows: list[int]
+    block_m: int
+    scale: float
+    return_lse: bool
+    team: str
+    algorithm: str
 
 
 class GatheredPrefillAttention(GatheredPlan):
@@ -125,22 +139,13 @@ class GatheredPrefillAttention(GatheredPlan):
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(
-        self,
-        design: Gathered | Ulysses | Pipelined,
-        team: Team,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tables: Sequence[torch.Tensor],
-        rows: Sequence[int],
-        block_m: int,
-        scale: float,
-        return_lse: bool = False,
+        self, design: Gathered | Ulysses | Pipelined, team: Team, given: GatheredArguments
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of checked arguments; lse is [0] unless ``return_lse``. rows: ``ZigzagShards.rows``."""
+        """(out, lse) of checked arguments; lse is [0] unless ``return_lse``."""
         self.check_design(design)
+        _, _, _, tables, rows, block_m, scale, return_lse, *_ = given
         *_, stripes = tables
-        q, k, v = (x.detach().contiguous() for x in (q, k, v))
+        q, k, v = (x.detach().contiguous() for x in given[:3])
         W = team.size
         tokens = [rows[rank] + rows[2 * W - 1 - rank] for rank in range(W)]
         if W == 1 and isinstance(design, Pipelined):
@@ -197,26 +202,15 @@ class GatheredPrefillAttention(GatheredPlan):
                 channel.send(team, panels[1, piece], v[piece], me, number, peer)
         return channel, received
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tables: Sequence[torch.Tensor],
-        rows: Sequence[int],
-        block_m: int,
-        scale: float,
-        return_lse: bool,
-        team: str,
-        algorithm: str,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        members = find_team(team)
-        call = GatheredCall(sum(rows), q.shape[1], k.shape[1], q.shape[2], q.dtype, algorithm, tables[4].shape[1])
-        design = self.plan(call, machine_of(members)).design
-        return self.run(design, members, q, k, v, tables, rows, block_m, scale, return_lse)
+    def forward(self, given: GatheredArguments) -> tuple[torch.Tensor, torch.Tensor]:
+        team, (_, heads, D), sequences = find_team(given.team), given.q.shape, given.tables[4].shape[1]
+        sizes = sum(given.rows), heads, given.k.shape[1], D
+        call = GatheredCall(*sizes, given.q.dtype, given.algorithm, sequences)
+        return self.run(self.plan(call, machine_of(team)).design, team, given)
 
-    def fake(self, q, k, v, tables, rows, block_m, scale, return_lse, team, algorithm):
-        lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    def fake(self, given: GatheredArguments) -> tuple[torch.Tensor, torch.Tensor]:
+        q = given.q
+        lse = q.new_empty(q.shape[:2] if given.return_lse else 0, dtype=torch.float32)
         return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
     # --- judging -----------------------------------------------------------------------------------------------------
@@ -284,8 +278,8 @@ class GatheredPrefillAttention(GatheredPlan):
         if isinstance(case.design, str):
             return gathered_prefill_attention(q, k, v, shards, team, algorithm=case.design)
         tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
-        fixed = shards.shards.rows, shards.mine.block_m, q.shape[2] ** -0.5
-        return self.run(case.design, team, q, k, v, tables, *fixed)[0]
+        fixed = shards.shards.rows, shards.mine.block_m, q.shape[2] ** -0.5, False, team.name, AUTO
+        return self.run(case.design, team, GatheredArguments(q, k, v, tables, *fixed))[0]
 
     def defined(self, case: Case, team: Team, out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         return out[sample_of(len(out)).to(out.device)] if case.field("sampled") else out

@@ -117,7 +117,8 @@ def paged_attention(
     if scale is not None:
         check_scalar(op, "scale", scale)
     scale = D**-0.5 if scale is None else scale
-    return PAGED_ATTENTION.dispatch(q, keys, values, pages, lengths, scale, tickets, window, k_scale, v_scale)
+    sequences = Sequences(pages, lengths)
+    return PAGED_ATTENTION.dispatch(q, keys, values, sequences, scale, tickets, window, k_scale, v_scale)
 
 
 class PagedAttention(DecodingOp):
@@ -183,19 +184,18 @@ class PagedAttention(DecodingOp):
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        pages: torch.Tensor,
-        lengths: torch.Tensor,
+        sequences: Sequences,
         scale: float,
         tickets: torch.Tensor | None,
         window: int | None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        window, cache = hiding(window, keys, pages), cache_of(self.name, keys, values, k_scale, v_scale)
-        design, places = self.plan_of(keys, pages, window), (cache, Sequences(pages, lengths))
-        return self.run(design, None, q, *places, scale, tickets, window)
+        window, cache = hiding(window, keys, sequences.pages), cache_of(self.name, keys, values, k_scale, v_scale)
+        design = self.plan_of(keys, sequences.pages, window)
+        return self.run(design, None, q, cache, sequences, scale, tickets, window)
 
-    def fake(self, q, keys, values, pages, lengths, scale, tickets, window, k_scale=None, v_scale=None):
+    def fake(self, q, *_):
         return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.online_softmax import PrefillTile, over_keys
-from weft.kernels.paged_cache import CacheSizes, PagedCache, as_values, scale_of_scores
+from weft.kernels.paged_cache import CacheSizes, as_values, scale_of_scores
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import GROUP, LOG2_E, AttentionOp, check_heads, check_window, hiding
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
@@ -208,9 +208,25 @@ def paged_prefill_attention(
         raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
     check_window(op, window)
     scale = D**-0.5 if scale is None else scale
-    return PAGED_PREFILL_ATTENTION.dispatch(
-        q, keys, values, pages, spans.spans, spans.tiles, spans.block_m, scale, window, k_scale, v_scale
-    )
+    ranges = spans.spans, spans.tiles, spans.block_m
+    given = PrefillArguments(q, keys, values, pages, *ranges, scale, window, k_scale, v_scale)
+    return PAGED_PREFILL_ATTENTION.dispatch(given)
+
+
+class PrefillArguments(NamedTuple):
+    """Arguments of paged_prefill_attention. spans, tiles, block_m: of ``SequenceRanges``."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    pages: torch.Tensor
+    spans: torch.Tensor
+    tiles: torch.Tensor
+    block_m: int
+    scale: float
+    window: int | None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 def key_blocks_for(call: PrefillCall, caps: Capabilities) -> KeyBlocks:
@@ -321,8 +337,8 @@ class PagedPrefillAttention(AttentionOp):
         if isinstance(case.design, str):
             named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
             return paged_prefill_attention(q, keys, values, pages, here, window=window, **named)
-        places, scale = (PagedCache(keys, values, *scales), pages), q.shape[2] ** -0.5
-        return self.run(case.design, None, q, *places, here.spans, here.tiles, here.block_m, scale, window)
+        sizes = here.spans, here.tiles, here.block_m, q.shape[2] ** -0.5, window
+        return self.run(case.design, None, PrefillArguments(q, keys, values, pages, *sizes, *scales))
 
     def cases(self) -> Iterator[Case]:
         few = {"design": KeyBlocks(block_n=16, num_warps=1), "block_m": 16}
@@ -382,58 +398,33 @@ class PagedPrefillAttention(AttentionOp):
             for chunks in (((1, 1500, 3500),), ((1, 300, 19700), (2, 77, 5000))):
                 yield cases.case_of(self.name, heads, chunks=chunks, window=4096)
 
-    def run(
-        self,
-        design: KeyBlocks,
-        team: None,
-        q: torch.Tensor,
-        cache: PagedCache,
-        pages: torch.Tensor,
-        spans: torch.Tensor,
-        tiles: torch.Tensor,
-        block_m: int,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
+    def run(self, design: KeyBlocks, team: None, given: PrefillArguments) -> torch.Tensor:
         """``paged_prefill_attention`` of checked arguments."""
         self.check_design(design)
-        sizes, out = CacheSizes.of(cache.key_pages), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q, pages, spans, tiles = given.q, given.pages, given.spans, given.tiles
+        sizes, out = CacheSizes.of(given.keys), self.fake(given)
         programs, caps = tiles.shape[0] * sizes.heads, capabilities_of(q.device)
-        tile = PrefillTile(q.shape[1] // sizes.heads, block_m, design.block_n, window)
+        tile = PrefillTile(q.shape[1] // sizes.heads, given.block_m, design.block_n, given.window)
 
         def constants() -> dict[str, Any]:
             compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
             return {"SIZES": sizes, "TILE": tile, **compiled}
 
+        cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
         if programs:
             launch = launch_on(q.device, paged_prefill_attention_kernel, (design, sizes, tile), constants)
-            arguments = q.contiguous(), cache, pages.contiguous(), out, spans, tiles, pages.shape[1], scale * LOG2_E
-            launch(programs, *arguments)
+            arguments = q.contiguous(), cache, pages.contiguous(), out, spans, tiles, pages.shape[1]
+            launch(programs, *arguments, given.scale * LOG2_E)
         return out
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pages: torch.Tensor,
-        spans: torch.Tensor,
-        tiles: torch.Tensor,
-        block_m: int,
-        scale: float,
-        window: int | None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        (_, heads, _, D), sequences = keys.shape, max(1, spans.shape[0] - 2)
-        average = cdiv(q.shape[0], sequences)
-        call = PrefillCall(tiles.shape[0] * heads, sequences * heads, average, D, q.dtype)
+    def forward(self, given: PrefillArguments) -> torch.Tensor:
+        (_, heads, _, D), sequences, q = given.keys.shape, max(1, given.spans.shape[0] - 2), given.q
+        call = PrefillCall(given.tiles.shape[0] * heads, sequences * heads, cdiv(len(q), sequences), D, q.dtype)
         design = self.plan(call, machine_on(q.device)).design
-        window, cache = hiding(window, keys, pages), cache_of(self.name, keys, values, k_scale, v_scale)
-        return self.run(design, None, q, cache, pages, spans, tiles, block_m, scale, window)
+        return self.run(design, None, given._replace(window=hiding(given.window, given.keys, given.pages)))
 
-    def fake(self, q, keys, values, pages, spans, tiles, block_m, scale, window, k_scale=None, v_scale=None):
-        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    def fake(self, given: PrefillArguments) -> torch.Tensor:
+        return torch.empty_like(given.q, memory_format=torch.contiguous_format)
 
 
 PAGED_PREFILL_ATTENTION = PagedPrefillAttention()

@@ -8,7 +8,7 @@ n = x / sqrt(mean(x^2) + eps) * weight                                  without 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
-from weft.kernels.paged_cache import CacheSizes, as_bytes, cell_of
+from weft.kernels.paged_cache import CacheSizes, PagedCache, as_bytes, cell_of
 from weft.kernels.projected import Projected
 from weft.kernels.rms_norm import inverse_rms, squares_of
 from weft.kernels.rotary import HeadNorms, load_bias, norm_and_rotate
@@ -172,56 +172,60 @@ def qk_norm_rope(
     D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. The host reads no positions or slots: those
     out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
-    norm = qkv if isinstance(qkv, DeferredNorm) else None
-    qkv = norm.scaled if norm else qkv
-    scales = k_scale, v_scale
-    check_projected("qk_norm_rope", qkv, q_weight, k_weight, angles, keys, values, bias, *scales, tokens="T")
-    tokens = qkv.shape[-2]
+    op, norms, cache = "qk_norm_rope", HeadNorms(q_weight, k_weight, eps), PagedCache(keys, values, k_scale, v_scale)
+    rows, squares, norm_eps = parts_of(qkv)
+    check_projected(op, rows, norms, angles, cache, bias, tokens="T")
+    tokens = rows.shape[-2]
     for name, x, shape, dtypes in (
         ("positions", positions, (tokens,), (torch.int32, torch.int64)),
         ("slots", slots, (tokens,), (torch.int64,)),
     ):
-        check_like("qk_norm_rope", name, x, qkv.device, dtypes)
-        check_shape("qk_norm_rope", name, x, shape)
-    check_scalar("qk_norm_rope", "eps", eps)
-    check_flag("qk_norm_rope", "with_keys", with_keys)
-    squares, norm_eps = None, 0.0
-    if norm is not None:
-        check_scales("qk_norm_rope", norm.operand, qkv)
-        squares, norm_eps = norm.squares, norm.eps
-    return QK_NORM_ROPE.dispatch(
-        qkv,
-        squares,
-        norm_eps,
-        q_weight,
-        k_weight,
-        eps,
-        angles,
-        positions,
-        slots,
-        keys,
-        values,
-        with_keys,
-        bias,
-        *scales,
-    )
+        check_like(op, name, x, rows.device, dtypes)
+        check_shape(op, name, x, shape)
+    check_scalar(op, "eps", eps)
+    check_flag(op, "with_keys", with_keys)
+    if squares is not None:
+        check_scales(op, qkv.operand, rows)
+    places = angles, positions, slots, keys, values
+    given = NormRopeArguments(rows, squares, norm_eps, norms, *places, with_keys, bias, k_scale, v_scale)
+    return QK_NORM_ROPE.dispatch(given)
+
+
+class NormRopeArguments(NamedTuple):
+    """Arguments of qk_norm_rope. squares, norm_eps: of a ``DeferredNorm`` of qkv; None: qkv has no such scale."""
+
+    qkv: torch.Tensor
+    squares: torch.Tensor | None
+    norm_eps: float
+    norms: HeadNorms
+    angles: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    with_keys: bool
+    bias: torch.Tensor | None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+def parts_of(qkv: torch.Tensor | DeferredNorm) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+    """(rows, squares, eps) of a ``DeferredNorm``, without squares of a tensor."""
+    return (qkv.scaled, qkv.squares, qkv.eps) if isinstance(qkv, DeferredNorm) else (qkv, None, 0.0)
 
 
 def check_projected(
     op: str,
     qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
+    norms: HeadNorms,
     angles: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: PagedCache,
     bias: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
     *,
     tokens: str,
 ) -> None:
     """ValueError unless qkv [``tokens``, ...] or its partials fit the cache's heads, and the others too."""
+    (q_weight, k_weight, _), (keys, values, k_scale, v_scale) = norms, cache
     check_is_tensor(op, "qkv", qkv)
     in_partials = qkv.dim() == 3
     check_like(op, "qkv", qkv, None, (torch.float32,) if in_partials else FLOATS)
@@ -384,30 +388,15 @@ class QKNormRope(Op):
         for fields in ({}, {"norms": False, "bias": True, "with_keys": True}):
             yield cases.case_of(self.name, cases.QWEN, tokens=4096, padded=tuple(range(4000, 4096)), **fields)
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        squares: torch.Tensor | None,
-        norm_eps: float,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        eps: float,
-        angles: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        with_keys: bool,
-        bias: torch.Tensor | None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        sizes, q = CacheSizes.of(keys), new_heads(qkv, keys, with_keys, q_weight, bias)
-        cache = cache_of(self.name, keys, values, k_scale, v_scale)
+    def forward(self, given: NormRopeArguments) -> torch.Tensor:
+        qkv, squares, bias, keys = given.qkv, given.squares, given.bias, given.keys
+        sizes, q = CacheSizes.of(keys), self.fake(given)
+        cache = cache_of(self.name, keys, given.values, given.k_scale, given.v_scale)
         (tokens, kept, _), heads = q.shape, qkv.shape[-1] // sizes.dim
         if tokens > 0:
             rows, caps = TILE // sizes.dim, capabilities_of(q.device)
-            projected, qkv_sizes = Projected.of(qkv if squares is None else DeferredNorm(qkv, squares, norm_eps), bias)
+            rows_of = qkv if squares is None else DeferredNorm(qkv, squares, given.norm_eps)
+            projected, qkv_sizes = Projected.of(rows_of, bias)
 
             def constants() -> dict[str, Any]:
                 own = {"SIZES": sizes, "Q_HEADS": heads - 2 * sizes.heads, "KEPT": kept, "ROWS": rows, "QKV": qkv_sizes}
@@ -417,35 +406,22 @@ class QKNormRope(Op):
             launch(
                 cdiv(tokens * heads, rows),
                 projected,
-                HeadNorms(q_weight, k_weight, eps).contiguous(),
-                angles.contiguous(),
-                positions.contiguous(),
-                slots.contiguous(),
+                given.norms.contiguous(),
+                given.angles.contiguous(),
+                given.positions.contiguous(),
+                given.slots.contiguous(),
                 q,
                 cache,
                 tokens * heads,
             )
         return q
 
-    def fake(
-        self, qkv, squares, norm_eps, q_weight, k_weight, eps, angles, positions, slots, keys, values, with_keys, bias,
-        k_scale=None, v_scale=None,
-    ):  # fmt: skip
-        return new_heads(qkv, keys, with_keys, q_weight, bias)
-
-
-def new_heads(
-    qkv: torch.Tensor,
-    keys: torch.Tensor,
-    with_keys: bool,
-    q_weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """Empty tensor for the result of a call."""
-    _, kv_heads, _, D = keys.shape
-    left_out = 2 if not with_keys else 1 if bias is None else 0
-    shape = qkv.shape[-2], qkv.shape[-1] // D - left_out * kv_heads, D
-    return keys.new_empty(shape, dtype=heads_dtype(qkv, keys, q_weight, bias))
+    def fake(self, given: NormRopeArguments) -> torch.Tensor:
+        qkv, keys, bias = given.qkv, given.keys, given.bias
+        _, kv_heads, _, D = keys.shape
+        left_out = 2 if not given.with_keys else 1 if bias is None else 0
+        shape = qkv.shape[-2], qkv.shape[-1] // D - left_out * kv_heads, D
+        return keys.new_empty(shape, dtype=heads_dtype(qkv, keys, given.norms.q_weight, bias))
 
 
 QK_NORM_ROPE = QKNormRope()

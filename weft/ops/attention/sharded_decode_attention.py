@@ -263,7 +263,7 @@ def sharded_decode_attention(
         check_scalar(op, "scale", scale)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
-    places = keys, values, pages, lengths
+    places = keys, values, Sequences(pages, lengths)
     return SHARDED_DECODE_ATTENTION.dispatch(q, *places, scale, team.name, algorithm, k_scale, v_scale, window)
 
 
@@ -389,8 +389,7 @@ class ShardedDecodeAttention(ShardedPlan):
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        pages: torch.Tensor,
-        lengths: torch.Tensor,
+        sequences: Sequences,
         scale: float,
         team: str,
         algorithm: str,
@@ -399,14 +398,14 @@ class ShardedDecodeAttention(ShardedPlan):
         window: int | None = None,
     ) -> torch.Tensor:
         members, (_, heads, page, D) = find_team(team), keys.shape
-        window = hiding(window, keys, pages, members.size)
-        tokens = attended_tokens(pages.shape[1], page, window, members.size)
+        window = hiding(window, keys, sequences.pages, members.size)
+        tokens = attended_tokens(sequences.pages.shape[1], page, window, members.size)
         call = ShardedCall(len(q) * heads, tokens, D, keys.dtype, algorithm)
         design = self.plan(call, machine_of(members)).design
         cache = cache_of(self.name, keys, values, k_scale, v_scale)
-        return self.run(design, members, q, cache, Sequences(pages, lengths), scale, window)
+        return self.run(design, members, q, cache, sequences, scale, window)
 
-    def fake(self, q, keys, values, pages, lengths, scale, team, algorithm, k_scale=None, v_scale=None, window=None):
+    def fake(self, q, keys, values, sequences, scale, team, *_):
         return q.new_empty((q.shape[0], q.shape[1] // find_team(team).size, q.shape[2]))
 
     # --- judging -----------------------------------------------------------------------------------------------------

@@ -11,20 +11,23 @@ import weft
 import weft.check
 from tests.sampled import sampled
 from weft import ops
-from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from weft.ops.collectives import all_reduce
 from weft.ops.collectives.all_gather import ALL_GATHER
+from weft.ops.collectives.all_reduce import ALL_REDUCE
+from weft.ops.collectives.all_to_all import ALL_TO_ALL
 from weft.ops.collectives.collective import ONE_HOP, TWO_HOPS, of_world
+from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.plan.planned import machine_of
-from weft.transport import push
+from weft.transport import exchange, push
 from weft.transport.plans import PushPlan
 
-# By design of all-reduce or name of the op: the op, and the module whose kernel asks if clearings are in order.
+# By design of all-reduce or name of the op: the op, and the module that asks if clearings are in order.
 MODULES = {
-    "all_gather": (all_gather.ALL_GATHER, all_gather),
-    "reduce_scatter": (reduce_scatter.REDUCE_SCATTER, reduce_scatter),
-    "all_to_all": (all_to_all.ALL_TO_ALL, all_to_all),
-    "one_shot": (all_reduce.ALL_REDUCE, all_reduce),
-    "two_shot": (all_reduce.ALL_REDUCE, all_reduce),
+    "all_gather": (ALL_GATHER, exchange),
+    "reduce_scatter": (REDUCE_SCATTER, exchange),
+    "all_to_all": (ALL_TO_ALL, exchange),
+    "one_shot": (ALL_REDUCE, exchange),
+    "two_shot": (ALL_REDUCE, all_reduce),
 }
 
 

@@ -200,16 +200,6 @@ def send(rows, slot, epoch, team, TRANSPORT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def send_columns(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Send a tile of BLOCK columns of x[W, length]: row s to rank s, zeros beyond its end."""
-    columns = tl.arange(0, BLOCK)
-    start = tl.cast(tile, tl.int64) * BLOCK
-    mask = is_sent(team, ROWS) & (columns < tile_rest(length, start, BLOCK))[None, :]
-    rows = tl.load(x + start + send_order(team, ROWS)[:, None] * length + columns[None, :], mask=mask, other=0)
-    send(rows.to(slot.dtype.element_ty), slot, epoch, team, TRANSPORT, BLOCK)
-
-
-@triton.jit
 def clears_in_order(slot, exchanges, WIDTH: tl.constexpr):
     """True if a launch with ``exchanges`` per program must poll until its clearings are visible."""
     return exchanges > stages_of(row_bytes_of(slot.dtype.element_ty, WIDTH)) - 3

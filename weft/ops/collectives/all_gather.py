@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-import weft.language as wl
 from weft.ops.case import Case, Inputs
 from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective, Copy
@@ -22,18 +21,9 @@ from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_has_rows, check_tensor
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import Team, find_team
+from weft.transport.exchange import exchange_parts, side_by_side, whole
 from weft.transport.plans import word_of
-from weft.transport.push import (
-    clears_in_order,
-    count_tiles,
-    is_rank,
-    keep_epoch,
-    launch,
-    my_slot,
-    receive,
-    send,
-    tile_rest,
-)
+from weft.transport.push import launch
 
 
 @triton.jit
@@ -52,41 +42,11 @@ def all_gather_kernel(
 
     grid     (programs,), each over every programs-th tile of BLOCK words
 
-    One send and receive a tile; signals, order, reuse: weft.transport.push.
+    One send and receive a tile; signals, waits, order, progress: weft.transport.exchange.
 
     every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    wl.follow_previous_kernel()
-    epoch = wl.next_epoch(epochs + program)
-    columns = tl.arange(0, BLOCK)
-    length = tl.cast(n, tl.int64)
-    sources = tl.arange(0, ROWS)[:, None] * length
-    tiles = count_tiles(length, BLOCK)
-    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
-    send_copies(x, length, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
-    for tile in range(program, tiles, programs):
-        if tile + programs < tiles:
-            send_copies(x, length, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT)
-        start = tl.cast(tile, tl.int64) * BLOCK
-        inside = columns < tile_rest(length, start, BLOCK)
-        own = tl.load(x + start + columns, mask=inside, other=0).to(buffer.dtype.element_ty)
-        received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
-        place = out + start + sources + columns[None, :]
-        tl.store(place, received.to(x.dtype.element_ty), mask=is_rank(team, ROWS) & inside[None, :])
-        epoch += 1
-    keep_epoch(epochs, epoch - 1)
-
-
-@triton.jit
-def send_copies(x, length, tile, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Send a tile of BLOCK elements of x[length] to all ranks, zeros beyond its end."""
-    columns = tl.arange(0, BLOCK)
-    start = tl.cast(tile, tl.int64) * BLOCK
-    own = tl.load(x + start + columns, mask=columns < tile_rest(length, start, BLOCK), other=0)
-    rows = tl.broadcast_to(own.to(slot.dtype.element_ty)[None, :], (ROWS, BLOCK))
-    send(rows, slot, epoch, team, TRANSPORT, BLOCK)
+    exchange_parts(x, out, n, buffer, epochs, team, whole, whole, side_by_side, BLOCK, ROWS, TRANSPORT)
 
 
 class AllGather(Collective):

@@ -10,7 +10,7 @@ multimem_…  the switch adds (weft.ops.collectives.multimem)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,6 +31,7 @@ from weft.ops.registration import FLOATS, check_choice, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import Team
+from weft.transport.exchange import exchange, place_of, summed
 from weft.transport.push import (
     clears_in_order,
     count_tiles,
@@ -70,79 +71,48 @@ def all_reduce_kernel(
     grid       (programs,), each over every programs-th tile
     one-shot   a tile is BLOCK elements, sent and received once
     two-shot   a tile is W * BLOCK elements, part s summed by rank s; parts, then sums, are sent and received
-    signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros, so that whole rows are sent.
+    signals, order, reuse: weft.transport.push, of one-shot weft.transport.exchange. Elements beyond n are sent as zeros
 
     one-shot   | push 0 | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
     two-shot   | push 0 | push 1 | receive, sum 0 | push sum 0 | receive, store 0 | push 2 | receive, sum 1 | ...
     """
-    program = tl.program_id(0)
-    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    wl.follow_previous_kernel()
-    epoch = wl.next_epoch(epochs + program)
     if TWO_SHOT:
-        epoch = two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
+        slot = my_slot(buffer, BLOCK, TRANSPORT, team)
+        wl.follow_previous_kernel()
+        epoch = wl.next_epoch(epochs + tl.program_id(0))
+        keep_epoch(epochs, two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT))
     else:
-        epoch = one_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
-    keep_epoch(epochs, epoch)
+        n = tl.cast(n, tl.int64)
+        exchange(
+            Summands(x, out, n, SUMMANDS),  # in place: a constant that is assigned becomes a number
+            count_tiles(n, BLOCK),
+            buffer,
+            epochs,
+            team,
+            summand,
+            summand,
+            summed,
+            BLOCK,
+            ROWS,
+            TRANSPORT,
+        )
+
+
+class Summands(NamedTuple):
+    """``Message`` of a one-shot all-reduce, whose x is the sum of SUMMANDS values, n elements apart."""
+
+    x: tl.tensor
+    out: tl.tensor
+    n: tl.tensor
+    SUMMANDS: tl.constexpr
 
 
 @triton.jit
-def summand(x, out, n, at, mask, SUMMANDS: tl.constexpr):
-    """This rank's contribution at offsets ``at``, in out's dtype."""
-    return rounded_sum(x + at, mask, n, SUMMANDS, out.dtype.element_ty)
-
-
-@triton.jit
-def one_shot(
-    x,
-    out,
-    n,
-    slot,
-    epoch,
-    team,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-    SUMMANDS: tl.constexpr,
-):
-    """All-reduce this program's tiles in one hop, the first sent as ``epoch``; returns the last epoch."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    columns = tl.arange(0, BLOCK)
-    end = tl.cast(n, tl.int64)
-    tiles = count_tiles(end, BLOCK)
-    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
-    send_whole(x, out, n, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
-    for tile in range(program, tiles, programs):
-        if tile + programs < tiles:
-            send_whole(x, out, n, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT, SUMMANDS)
-        start = tl.cast(tile, tl.int64) * BLOCK
-        inside = columns < tile_rest(end, start, BLOCK)
-        own = summand(x, out, n, start + columns, inside, SUMMANDS)
-        received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
-        tl.store(out + start + columns, sum_of_ranks(received).to(out.dtype.element_ty), mask=inside)
-        epoch += 1
-    return epoch - 1
-
-
-@triton.jit
-def send_whole(
-    x,
-    out,
-    n,
-    tile,
-    slot,
-    epoch,
-    team,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-    SUMMANDS: tl.constexpr,
-):
-    """Send a tile of BLOCK elements to all ranks."""
-    columns = tl.arange(0, BLOCK)
-    start = tl.cast(tile, tl.int64) * BLOCK
-    own = summand(x, out, n, start + columns, columns < tile_rest(tl.cast(n, tl.int64), start, BLOCK), SUMMANDS)
-    send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)
+def summand(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """This rank's tile, in out's dtype: for all ranks, and what this one keeps."""
+    start, columns, inside = place_of(message, tile, BLOCK)
+    at = message.x + start + columns
+    return rounded_sum(at, inside, message.n, message.SUMMANDS, message.out.dtype.element_ty)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-import weft.language as wl
 from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives import cases
 from weft.ops.collectives.collective import ENDLESS, Collective, Copy
@@ -22,17 +21,8 @@ from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import Team, find_team
-from weft.transport.push import (
-    clears_in_order,
-    count_tiles,
-    keep_epoch,
-    launch,
-    my_slot,
-    receive,
-    send_columns,
-    sum_of_ranks,
-    tile_rest,
-)
+from weft.transport.exchange import exchange_parts, own_part, part_for_each, summed
+from weft.transport.push import launch
 
 
 @triton.jit
@@ -51,30 +41,11 @@ def reduce_scatter_kernel(
 
     grid     (programs,), each over every programs-th tile of BLOCK columns
 
-    One send and receive a tile; signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros.
+    One send and receive a tile; signals, waits, order, progress: weft.transport.exchange. Elements beyond n are sent as zeros.
 
     every rank   | push tile 0, one row to each | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    wl.follow_previous_kernel()
-    epoch = wl.next_epoch(epochs + program)
-    columns = tl.arange(0, BLOCK)
-    length = tl.cast(n, tl.int64)
-    mine = wl.rank(team) * length
-    tiles = count_tiles(length, BLOCK)
-    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
-    send_columns(x, length, program, slot, epoch, team, BLOCK, ROWS, TRANSPORT)
-    for tile in range(program, tiles, programs):
-        if tile + programs < tiles:
-            send_columns(x, length, tile + programs, slot, epoch + 1, team, BLOCK, ROWS, TRANSPORT)
-        start = tl.cast(tile, tl.int64) * BLOCK
-        inside = columns < tile_rest(length, start, BLOCK)
-        own = tl.load(x + start + mine + columns, mask=inside, other=0)
-        received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
-        tl.store(out + start + columns, sum_of_ranks(received).to(x.dtype.element_ty), mask=inside)
-        epoch += 1
-    keep_epoch(epochs, epoch - 1)
+    exchange_parts(x, out, n, buffer, epochs, team, part_for_each, own_part, summed, BLOCK, ROWS, TRANSPORT)
 
 
 class ReduceScatter(Collective):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import weft
 from tests.engine.test_adjustments import over_ranks
@@ -95,6 +96,39 @@ def test_the_built_in_model_is_guided_too():
     with weft.LLM(world_size=1, device="sim") as llm:
         [found] = llm.generate("1+1=", asked)
     assert len(found.text) == 3 and set(found.text) <= set("789")
+
+
+def test_the_built_in_model_spells_an_enum_and_ends_where_its_tokens_do_not_go_on():
+    """Of both, all tokens behind the first one follow from the grammar."""
+    enum = SamplingParams(structured_outputs=Structured(json={"enum": [712, 88]}), max_tokens=8)
+    stuck = SamplingParams(structured_outputs=Structured(regex="7a|8b"), max_tokens=8)
+    with weft.LLM(world_size=1, device="sim") as llm:
+        [spelt, ended] = llm.generate(["1+1=", "2+2="], [enum, stuck])
+    assert spelt.text in ("712", "88") and spelt.finish_reason == "eos"
+    assert ended.text in "78" and ended.finish_reason == "error"
+    assert "no token is left for place 1 of the answer: structured_outputs (regex) exclude all" in ended.error.message
+
+
+def test_a_json_object_in_the_words_of_a_small_vocabulary():
+    """The tokens' texts are joined as they are; a token that holds several characters, and one that nothing spells."""
+    texts = ["<eos>", "<unk>", "{", "}", '"', ":", ",", " ", "a", "b", "1", "ab"]
+    tokenizer = Tokenizer(models.WordLevel({text: token for token, text in enumerate(texts)}, unk_token="<unk>"))
+    tokenizer.add_special_tokens(texts[:2])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("ab|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    guides = Guides(tokenizer, 32, [0])
+    guide = guides.start(Structured(json_object=True))
+    for text in ("{", '"', "ab", "a", '"', ":", "1", "}"):
+        [mask] = guide.mask().tolist()
+        assert mask & 1 << texts.index(text), text
+        guide.take(texts.index(text))
+    assert guide.mask().tolist() == [1]
+    guide = guides.start(Structured(json={"const": {"ab": 1}}))
+    for text in ("{", '"', "ab", '"', ":"):
+        assert guide.mask()[0] & 1 << texts.index(text), text
+        guide.take(texts.index(text))
+    with pytest.raises(ValueError, match="follows this grammar; its tokens are { } "):
+        guides.start(Structured(json={"const": "abc"}))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

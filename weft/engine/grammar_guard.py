@@ -242,6 +242,4 @@ def refusal(wrong: str) -> ValueError:
     text: Any = wrong.partition("\n<state>")[0]
     if "panic" in text.lower():
         text = "llguidance fails on this grammar by an error of its own; write it in another way"
-    elif text.startswith("NoExtension"):
-        text = "no token of this model can begin a text that follows this grammar"
     return ValueError(f"structured_outputs: {shortened(text)}")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders
 
@@ -26,35 +25,53 @@ MASK_STACK = 1 << 20
 STEPS = 8
 
 
-def read_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> LLTokenizer:
+class Vocabulary(NamedTuple):
+    """Tokens of a model as llguidance reads them.
+
+    unspelt  id behind the model's tokens, to which a forced text goes that no tokens spell; None where llguidance finds the
+             tokens of a text by itself
+    reads    end of a message that no token fits
+    """
+
+    tokenizer: LLTokenizer
+    unspelt: int | None = None
+    reads: str = ""
+
+
+def read_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> Vocabulary:
     """Tokenizer of the library. ValueError for one that it cannot read."""
     import llguidance
 
     try:
-        source = tokenizer.to_str()
-        if isinstance(tokenizer.decoder, decoders.Fuse):  # llguidance does not know it
-            source = llguidance.TokenizerWrapper(_spelled_out(tokenizer, ends[0]))
-        return llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
+        if not isinstance(tokenizer.decoder, decoders.Fuse):
+            return Vocabulary(llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=ends))
+        spelled = _SpelledOut(tokenizer, vocab_size, ends[0])  # llguidance does not know the decoder
+        reads = f"; its tokens are {' '.join(text for text in spelled.texts if text)}"
+        return Vocabulary(llguidance.LLTokenizer(spelled, eos_token=ends), vocab_size, reads)
     except Exception as error:  # of the library's own
         raise ValueError(f"llguidance cannot read this tokenizer: {error}") from None
 
 
-def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+def compile_grammar(vocabulary: Vocabulary, kind: str, text: str) -> LLMatcher:
     """Matcher at the begin of a grammar, after its first mask. ValueError with the library's text.
 
     The first mask takes longest.
     """
     import llguidance
 
+    mask = b""
     try:
-        matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from(kind, text), log_level=0)
+        matcher = llguidance.LLMatcher(vocabulary.tokenizer, llguidance.grammar_from(kind, text), log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()
+            mask = matcher.compute_bitmask()
         wrong = matcher.get_error()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
         wrong = f"{type(error).__name__}: {error}"
+    forced = int.from_bytes(mask, "little")
+    if wrong.startswith("NoExtension") or (vocabulary.unspelt is not None and forced == 1 << vocabulary.unspelt):
+        wrong = f"no token of this model can begin a text that follows this grammar{vocabulary.reads}"
     if wrong:
         raise ValueError(wrong)
     return matcher
@@ -63,14 +80,14 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
 def begin(hello: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, str]]:
     """Function that answers requests."""
     ends = hello["ends"]
-    tokenizer = read_tokenizer(Tokenizer.from_str(hello["tokenizer"]), hello["vocab_size"], ends)
-    compile_grammar(tokenizer, "regex", "a?")  # late imports, before the limits
-    return partial(_answer, tokenizer, ~sum(1 << token for token in ends))
+    vocabulary = read_tokenizer(Tokenizer.from_str(hello["tokenizer"]), hello["vocab_size"], ends)
+    compile_grammar(vocabulary, "regex", "a?")  # late imports, before the limits
+    return partial(_answer, vocabulary, ~sum(1 << token for token in ends))
 
 
-def _answer(tokenizer: LLTokenizer, others: int, request: dict[str, Any]) -> dict[str, str]:
+def _answer(vocabulary: Vocabulary, others: int, request: dict[str, Any]) -> dict[str, str]:
     try:
-        matcher = _on_stack(TRIAL_STACK, lambda: compile_grammar(tokenizer, request["kind"], request["text"]))
+        matcher = _on_stack(TRIAL_STACK, lambda: compile_grammar(vocabulary, request["kind"], request["text"]))
         _on_stack(MASK_STACK, lambda: _walk(matcher.deep_copy(), others))
     except ValueError as error:
         return {"refused": str(error)[:10_000]}
@@ -110,19 +127,24 @@ def _walk(matcher: LLMatcher, others: int) -> None:
     matcher.reset()
 
 
-def _spelled_out(tokenizer: Tokenizer, end: int) -> _SpelledOut:
+class _SpelledOut:
     """Tokenizer as llguidance asks for it, of one whose tokens' texts are joined as they are."""
-    texts = [tokenizer.decode([token]).encode() for token in range(tokenizer.get_vocab_size())]
-    return _SpelledOut(
-        eos_token_id=end,
-        bos_token_id=None,
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
+        self._tokenizer, self._unspelt, self.eos_token_id = tokenizer, vocab_size, end
+        count = tokenizer.get_vocab_size()
+        self.texts = [tokenizer.decode([token]) for token in range(count)] + [""] * (vocab_size - count + 1)
         # llguidance's mark of tokens without text.
-        tokens=[text or b"\xff<%d>" % token for token, text in enumerate(texts)],
-        special_token_ids=[token for token, text in enumerate(texts) if not text],
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-    )
+        self.tokens = [text.encode() or b"\xff<%d>" % token for token, text in enumerate(self.texts)]
+        self.special_token_ids = [token for token, text in enumerate(self.texts) if not text]
 
-
-class _SpelledOut(SimpleNamespace):
     def __call__(self, text: str) -> list[int]:
-        return self.encode(text)
+        """Tokens of a text. One that no tokens spell has one that a model never chooses, so its mask allows none."""
+        try:
+            tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception:  # a tokenizer without a token for unknown text
+            tokens = []
+        return tokens if "".join(self.texts[token] for token in tokens) == text else [self._unspelt]

@@ -21,12 +21,12 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.engine.grammar_guard import AT_ONCE, check_guided, refusal
-from weft.engine.grammar_process import RANK_STACK, compile_grammar, read_tokenizer
+from weft.engine.grammar_process import RANK_STACK, Vocabulary, compile_grammar, read_tokenizer
 from weft.engine.params import StructuredOutputsParams
 from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
 MOST_GRAMMARS = 64
 
@@ -80,7 +80,7 @@ class Guides:
         ends = check_guided(ends)
         self._source = tokenizer, vocab_size, ends
         # Once a thread has read it, which takes a second for 150,000 tokens.
-        self._tokenizer: LLTokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
         self._reading = threading.Lock()
         self._threads = _threads(AT_ONCE, RANK_STACK)
         # By kind and text: those that are still referred to, and of these the kept ones, least recently used first.
@@ -116,9 +116,9 @@ class Guides:
         """Matcher at the begin of a grammar."""
         try:
             with self._reading:
-                if self._tokenizer is None:
-                    self._tokenizer = read_tokenizer(*self._source)
-            return compile_grammar(self._tokenizer, kind, text)
+                if self._vocabulary is None:
+                    self._vocabulary = read_tokenizer(*self._source)
+            return compile_grammar(self._vocabulary, kind, text)
         except ValueError as error:
             raise refusal(str(error)) from None
 

@@ -82,11 +82,11 @@ class Traffic:
                         for slot in range(batch)
                     }
                 )
-                runner.step(batch, Kind.GREEDY)  # captures
+                runner.replay(batch, Kind.GREEDY)  # captures
                 self.engine.team.synchronize()
                 begin = time.perf_counter()
                 for _ in range(steps):
-                    runner.step(batch, Kind.GREEDY)
+                    runner.replay(batch, Kind.GREEDY)
                 self.engine.team.synchronize()
                 times[batch].append((time.perf_counter() - begin) / steps)
         runner.slots.forget()

@@ -165,13 +165,13 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(byte_model, eight_tokens,
 
 def counted(batch):
     """Grows with each of its steps."""
-    steps, step = [], batch.step
+    steps, step = [], batch.advance
 
     def counting():
         steps.append(None)
         return step()
 
-    batch.step = counting
+    batch.advance = counting
     return steps
 
 

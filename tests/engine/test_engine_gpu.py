@@ -100,7 +100,7 @@ def replayed(team, directory, replays, dtype):
                 runner.slots.send(rows)
                 runner.cache.data.copy_(context)
                 runner.tokens.copy_(start)
-                runner.step(bucket, Kind.NUCLEUS)
+                runner.replay(bucket, Kind.NUCLEUS)
                 states.append((runner.tokens[:4].clone(), runner.cache.data[:, :, 1:17].sum(-1)))
         for tokens, cached in states:
             assert torch.equal(tokens, states[0][0]) and torch.equal(cached, states[0][1]), (

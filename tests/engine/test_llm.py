@@ -88,7 +88,7 @@ class GatedSteps:
 
     def __init__(self, monkeypatch):
         self.ran, self.reached, self.go_on = {}, threading.Event(), threading.Event()
-        step = Batch.step
+        step = Batch.advance
 
         def counting(batch):
             self.ran[batch.team.rank] = self.ran.get(batch.team.rank, 0) + 1
@@ -97,7 +97,7 @@ class GatedSteps:
                 assert self.go_on.wait(timeout=ANSWER)
             return step(batch)
 
-        monkeypatch.setattr(Batch, "step", counting)
+        monkeypatch.setattr(Batch, "advance", counting)
 
 
 @pytest.mark.parametrize("drawn", [0, 1])
@@ -194,14 +194,14 @@ atexit.register(lambda: print(len(steps) < 40, [thread.name for thread in thread
 import weft
 from weft.engine.batch import Batch
 
-def counted(batch, step=Batch.step):
+def counted(batch, step=Batch.advance):
     steps.append(batch)
     if len(steps) == 3:
         ending.wait(timeout=30)
     return step(batch)
 
 llm = weft.LLM(sys.argv[1], 1, device="sim", mode="torch")
-Batch.step = counted
+Batch.advance = counted
 stream = llm.stream("x", weft.SamplingParams(max_tokens=80, ignore_eos=True))
 print(next(stream).prompt)
 atexit.register(ending.set)  # the first
@@ -480,8 +480,8 @@ def test_ranks_that_stay_need_no_tokenizer_for_token_ids(byte_model, without_tok
 
 def test_a_rank_stops_when_its_lead_is_used_up_and_has_its_pages_back(byte_model, as_processes, monkeypatch):
     steps, engines = [], []
-    step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda self: steps.append(self) or step(self))
+    step = Batch.advance
+    monkeypatch.setattr(Batch, "advance", lambda self: steps.append(self) or step(self))
     params = [SamplingParams(max_tokens=80, ignore_eos=True)] * 2
     ranks = as_processes(
         byte_model, engine=lambda *given, **named: engines.append(weft.Engine(*given, **named)) or engines[-1]
@@ -566,8 +566,8 @@ def test_a_rank_that_dies_in_an_answer_is_one_error_and_the_end(byte_model, as_p
             raise RuntimeError("a GPU fell off")
         return step_of_a_batch(self)
 
-    step_of_a_batch = Batch.step
-    monkeypatch.setattr(Batch, "step", step)
+    step_of_a_batch = Batch.advance
+    monkeypatch.setattr(Batch, "advance", step)
     with pytest.raises(RuntimeError, match="a GPU fell off"):
         list(ranks.ask((PROMPTS, [SamplingParams(max_tokens=20)] * 2), lambda stats: None))
     with pytest.raises(RuntimeError, match="a GPU fell off"):

@@ -396,7 +396,7 @@ def test_empty_slots_of_a_bucket_change_nothing(byte_model, fused):
             )
             tokens = []
             for _ in range(4):
-                runner.step(bucket, Kind.NUCLEUS)
+                runner.replay(bucket, Kind.NUCLEUS)
                 tokens.append(runner.tokens[:3].clone())
             found.append((torch.stack(tokens), runner.slots.positions.clone(), runner.cache.data[:, :, 1:]))
         return found

@@ -84,7 +84,7 @@ class Batch:
     def has_work(self) -> bool:
         return not self.scheduler.idle or bool(self._pending) or self._flying is not None
 
-    def step(self) -> list[Arrival]:
+    def advance(self) -> list[Arrival]:
         """Launch a chunk of the waiting prompts, then a decode step.
 
         Returns the tokens that have arrived, in order. Before the next step the caller appends each
@@ -135,7 +135,7 @@ class Batch:
         return arrived + self._collect(self._steps_behind if first or next_ones else 0)
 
     def settle(self) -> None:
-        """End a decode step in flight over stages; its tokens arrive with the next `step`. Collective."""
+        """End a decode step in flight over stages; its tokens arrive with the next `advance`. Collective."""
         self.runner.settle(self._arrived)
 
     def _arrived(self) -> None:

@@ -303,7 +303,7 @@ class Engine:
 
     def _step(self) -> None:
         try:
-            for answers, tokens, rows in self.batch.step():
+            for answers, tokens, rows in self.batch.advance():
                 for answer, token, row in zip(answers, tokens, rows or repeat(None), strict=False):
                     if not answer.done and answer.take(token, row):
                         self._leave(answer)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from weft.engine.decode_step import DecodeStep, without_autograd
+from weft.engine.decode_graph import DecodeGraph, without_autograd
 from weft.engine.graphs import Graphs
 from weft.engine.params import Kind
 
@@ -75,15 +75,15 @@ class Flight:
     The last of them is in flight until the next one continues it, or `settle`.
     """
 
-    def __init__(self, step: DecodeStep, graphs: Graphs) -> None:
-        """`step`: with its cache; `graphs`: in which the turns are captured."""
-        self.step, self.pipeline, self.graphs = step, step.pipeline, graphs
+    def __init__(self, graph: DecodeGraph, graphs: Graphs) -> None:
+        """`graph`: with its cache; `graphs`: in which the turns are captured."""
+        self.graph, self.pipeline, self.graphs = graph, graph.pipeline, graphs
         self._flying: tuple[int, Kind] | None = None  # slots and kind of the decode step in flight
         if self.pipeline.stages > 1:
             # Of the largest stage: equal on all ranks, which decide alike.
-            self._weight_bytes = max(self.pipeline.team.exchange(sum(x.nbytes for x in step.model.parameters())))
-            layers = -(-step.model.config.num_hidden_layers // self.pipeline.stages)
-            self._entry_bytes = step.cache.data[0, :, 0].nbytes * layers
+            self._weight_bytes = max(self.pipeline.team.exchange(sum(x.nbytes for x in graph.model.parameters())))
+            layers = -(-graph.model.config.num_hidden_layers // self.pipeline.stages)
+            self._entry_bytes = graph.cache.data[0, :, 0].nbytes * layers
 
     @property
     def in_flight(self) -> bool:
@@ -105,7 +105,7 @@ class Flight:
     def run(self, batch: int, kind: Kind, arrived: Callable[[], None] | None = None, *, cuda_graph: bool) -> None:
         """Launch a decode step in groups; it continues one in flight of the same slots and kind.
 
-        arrived     called once `step.tokens` has all those of a step in flight before, and none of this one
+        arrived     called once `graph.tokens` has all those of a step in flight before, and none of this one
         cuda_graph  True: the turns are replayed, and captured if they are not yet
         """
         if self._flying != (batch, kind):
@@ -142,11 +142,11 @@ class Flight:
     def _turn(self, turn: Turn, kind: Kind) -> None:
         pipeline = self.pipeline
         slots = slots_of(turn.group, turn.batch, pipeline.stages)
-        result = self.step.compute(slots)
+        result = self.graph.compute(slots)
         if pipeline.is_last:
-            self.step.choose(slots, kind, result)
+            self.graph.choose(slots, kind, result)
         else:
-            self.step.advance(slots)
+            self.graph.next_positions(slots)
             if turn.arriving is not None:
                 self._receive(turn.arriving, turn.batch, kind)
             pipeline.send(result)
@@ -155,7 +155,7 @@ class Flight:
     def _receive(self, group: int, batch: int, kind: Kind) -> None:
         """Tokens of a group that the last stage sends."""
         slots = slots_of(group, batch, self.pipeline.stages)
-        self.step.put(slots, *self.pipeline.chosen(len(self.step.tokens[slots]), kind))
+        self.graph.put(slots, *self.pipeline.chosen(len(self.graph.tokens[slots]), kind))
 
     def _receive_rest(self, batch: int, kind: Kind) -> None:
         """Tokens of the groups that come behind the last turn of a step."""
@@ -173,5 +173,5 @@ class Flight:
                 self._turn(turn, kind)
             self._receive_rest(batch, kind)
 
-        with self.step.on_empty_slots():
+        with self.graph.on_empty_slots():
             self.graphs.capture_all({(turn, kind): partial(self._turn, turn, kind) for turn in turns}, steps)

@@ -12,7 +12,7 @@ import torch
 from weft.arguments import check_instance
 from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
-from weft.engine.decode_step import DecodeStep, without_autograd
+from weft.engine.decode_graph import DecodeGraph, without_autograd
 from weft.engine.eager_prefill import prefill_eagerly
 from weft.engine.flight import Flight, Turn
 from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
@@ -66,8 +66,8 @@ class Runner:
         self.gathering = _gathering_of(model, self.entry_tokens) if model.context_parallel else None
         max_batch, max_pages = self.max_batch, -(-self.max_seq_len // self.entry_tokens)
         self.slots = Slots(max_batch, max_pages, self.team.device)
-        self._decode_step = DecodeStep(model, self.pipeline, self.slots, self.page_size)
-        self.tokens, self.logprobs = self._decode_step.tokens, self._decode_step.logprobs
+        self._decode_graph = DecodeGraph(model, self.pipeline, self.slots, self.page_size)
+        self.tokens, self.logprobs = self._decode_graph.tokens, self._decode_graph.logprobs
         self.prompt_logprobs: dict[int, torch.Tensor] = {}  # by slot, of the prompts of the last `prefill`
         self.buckets = decode_buckets(max_batch)
         # Most tokens of one forward pass so far, padding included.
@@ -79,8 +79,8 @@ class Runner:
         self._launched: Counter[Shape | RaggedShape | None] = Counter()
         self._warm_prompts: dict[Shape | RaggedShape, PaddedPrefill | RaggedPrefill] = {}  # the largest first
         self.warm = False
-        self._decode_step.cache = model.new_cache(self._pages(config), self.page_size)
-        self._flight = Flight(self._decode_step, self.graphs)
+        self._decode_graph.cache = model.new_cache(self._pages(config), self.page_size)
+        self._flight = Flight(self._decode_graph, self.graphs)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Capture the graphs of all sizes of decode steps and prompts, for WARM_KINDS.
@@ -157,7 +157,7 @@ class Runner:
         if not self.pipeline.is_last:
             return
         if self.adjustments is None and any(chunk.entry is not None for chunk in chunks):
-            self._decode_step.adjustments = Adjustments(self.model.lm_head, self.max_batch)
+            self._decode_graph.adjustments = Adjustments(self.model.lm_head, self.max_batch)
         if self.adjustments is not None:
             for chunk in chunks:
                 self.adjustments.enter(chunk.slot, chunk.entry)
@@ -266,12 +266,12 @@ class Runner:
     @property
     def cache(self) -> PagedCache:
         """Keys and values of this stage."""
-        return self._decode_step.cache
+        return self._decode_graph.cache
 
     @property
     def adjustments(self) -> Adjustments | None:
         """Changes of logits by slot; None until a request asks for some."""
-        return self._decode_step.adjustments
+        return self._decode_graph.adjustments
 
     @property
     def capture_seconds(self) -> float:
@@ -298,7 +298,7 @@ class Runner:
                  this one in flight (weft.engine.flight); None: it ends with this call
         arrived  called once `tokens` has all those of a step in flight before, and none of this one
 
-        The other arguments as of `step`.
+        The other arguments as of `replay`.
         """
         batch = self.bucket(slots)
         self.largest_decode = max(self.largest_decode, batch)
@@ -308,7 +308,7 @@ class Runner:
                 self._flight.run(batch, kind, arrived, cuda_graph=self.cuda_graph)
         else:
             self.settle(arrived)
-            self.step(batch, kind, between)
+            self.replay(batch, kind, between)
 
     def settle(self, arrived: Callable[[], None] | None = None) -> None:
         """End the decode step in flight, if there is one: then its tokens are on all stages.
@@ -322,7 +322,7 @@ class Runner:
         """Size of the smallest bucket that holds `batch` slots."""
         return self.buckets[bisect_left(self.buckets, batch)]
 
-    def step(self, batch: int, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
+    def replay(self, batch: int, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
         """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
 
         batch    size of a bucket
@@ -333,7 +333,7 @@ class Runner:
         """
         with without_autograd(self.team.device):
             if not self.cuda_graph:
-                self._decode_step.run(batch, kind, between)
+                self._decode_graph.run(batch, kind, between)
                 return
             kind = self._captured_kind(batch, kind)
             self.capture(batch, kind)
@@ -348,22 +348,22 @@ class Runner:
         return next((captured for captured in warm if kind in captured and (size, captured) in self.graphs), kind)
 
     def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
-        """Capture the graph that `step` replays, unless there is one. Collective; waits for the GPU.
+        """Capture the graph that `replay` launches, unless there is one. Collective; waits for the GPU.
 
         `tokens`, `positions` and the cache keep their values: all slots are empty during warm-up.
         """
         if (batch, kind) in self.graphs:
             return
-        with self._decode_step.on_empty_slots():
+        with self._decode_graph.on_empty_slots():
             if Kind.GUIDED not in kind:
-                self.graphs.capture((batch, kind), lambda: self._decode_step.run(batch, kind))
+                self.graphs.capture((batch, kind), lambda: self._decode_graph.run(batch, kind))
                 return
             if (batch, FORWARD) not in self.graphs:
-                logits = self._decode_step.forward(batch)
+                logits = self._decode_graph.forward(batch)
                 self._logits[batch] = None if logits is None else torch.empty_like(logits)
-                self.graphs.capture((batch, FORWARD), lambda: self._keep(batch, self._decode_step.forward(batch)))
+                self.graphs.capture((batch, FORWARD), lambda: self._keep(batch, self._decode_graph.forward(batch)))
             self.graphs.capture(
-                (batch, kind), lambda: self._decode_step.choose(slice(batch), kind, self._logits[batch])
+                (batch, kind), lambda: self._decode_graph.choose(slice(batch), kind, self._logits[batch])
             )
 
     def _keep(self, batch: int, logits: torch.Tensor | None) -> None:
@@ -392,7 +392,7 @@ class Runner:
 
         The first one's includes what all share: activations of the largest chunk, and workspaces.
         """
-        self._decode_step.cache = self.model.new_cache(2, self.page_size)
+        self._decode_graph.cache = self.model.new_cache(2, self.page_size)
         sizes, free = self._warm_sizes(), [free_bytes(self.team.device)]
         for size, kind in sizes[:2]:
             self._warm(size, kind)

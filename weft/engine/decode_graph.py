@@ -17,7 +17,7 @@ from weft.models import Decoder
 from weft.parallel.step import PagedCache
 
 
-class DecodeStep:
+class DecodeGraph:
     """Decode step of batch slots: tokens[slot] at positions[slot] → next tokens[slot], in place.
 
     slots        positions, page tables and sampling parameters
@@ -65,7 +65,7 @@ class DecodeStep:
             top_k=rows_of(self.slots.top_k, slots),
             min_p=rows_of(self.slots.min_p, slots),
             seed=rows_of(self.slots.seed, slots),
-            position=self.advance(slots),
+            position=self.next_positions(slots),
             adjustments=self.adjustments,
             rows=slots,
         )
@@ -74,7 +74,7 @@ class DecodeStep:
         if Kind.ADJUSTED in kind and self.pipeline.is_last:
             self.adjustments.note(choice.rows, tokens, choice.position, fused=fused)
 
-    def advance(self, slots: slice) -> torch.Tensor:
+    def next_positions(self, slots: slice) -> torch.Tensor:
         """Positions of the tokens that these slots get; -1 stays."""
         positions = self.slots.positions[slots]
         positions.add_(positions >= 0)

@@ -189,7 +189,7 @@ def takes_the_calls_of(ours: type, theirs: type) -> bool:
 def semantic_methods_are_overridden(_: pytest.MonkeyPatch) -> bool:
     # Public methods are overrides and private ones are not, but for these.
     others = {name for name in methods(Semantic) if name.startswith("_") is (name in methods(TritonSemantic))}
-    assert others == {"dot_fp32", "fetch", "operands", "put", "_has_native_tma"}
+    assert others == {"dot_fp32", "fetch", "operands", "put", "transpose", "_has_native_tma"}
     return takes_the_calls_of(Semantic, TritonSemantic)
 
 

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 
 _SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}  # of element sizes, to divide by them
+_ALL = 2**64 - 1
 UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in _SHIFTS}
 
 
@@ -26,13 +27,14 @@ class Places:
     """Block of elements of ``itemsize`` bytes, some of which may be masked off.
 
     is_whole   no element is masked off
+    is_empty   all are masked off
     low, last  least and greatest address that is not masked off; without one 0 and -1
     addresses, mask  of all elements (uint64, bool), in the block's shape
     active     addresses that are not masked off, in the block's order and of any shape
     first      the first of them
     """
 
-    __slots__ = ("is_whole", "itemsize", "last", "low")
+    __slots__ = ("is_empty", "is_whole", "itemsize", "last", "low")
 
     shape: tuple[int, ...]
     addresses: np.ndarray
@@ -41,17 +43,12 @@ class Places:
     first: int
 
     @property
-    def is_empty(self) -> bool:
-        """True if all elements are masked off."""
-        return self.last < self.low
-
-    @property
     def high(self) -> int:
         """The byte after the last, unless empty."""
         return self.last + self.itemsize
 
     def masked(self, bits: int) -> Places:
-        """The same places with addresses ``& bits``."""
+        """The same places with addresses ``& bits``: this object, changed, if these bits order no two addresses otherwise."""
         raise NotImplementedError
 
     def misaligned(self, base: int) -> int | None:
@@ -70,13 +67,18 @@ class Places:
 class Scattered(Places):
     """Places at any addresses."""
 
-    __slots__ = ("_mask", "active", "addresses")
+    __slots__ = ("_active", "_addresses", "_bits", "_mask", "_offsets", "_upper")
 
     def __init__(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> None:
         """``mask``: None where no element is masked off."""
-        self.addresses, self._mask, self.itemsize = addresses, mask, itemsize
-        self.is_whole = mask is None or bool(np.logical_and.reduce(mask, axis=None))
-        self.active = active = addresses if self.is_whole else addresses[mask]
+        self._addresses, self._mask, self.itemsize = addresses, mask, itemsize
+        self.is_whole = mask is None or np.count_nonzero(mask) == mask.size
+        self._active = active = addresses if self.is_whole else addresses[mask]
+        # Bits that are left of the arrays' addresses, and what ``masked`` took off each active one: the arrays stay as they
+        # are until they are asked for.
+        self._bits, self._upper = _ALL, 0
+        self._offsets: tuple[int, np.ndarray] | None = None  # base, distances of the active ones from it
+        self.is_empty = active.size == 0
         if active.size == 1:
             self.low = self.last = active.item()
         elif active.size:
@@ -86,24 +88,39 @@ class Scattered(Places):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.addresses.shape
+        return self._addresses.shape
+
+    @property
+    def addresses(self) -> np.ndarray:
+        return self._addresses if self._bits == _ALL else self._addresses & np.uint64(self._bits)
 
     @property
     def mask(self) -> np.ndarray:
-        return everywhere(self.addresses.shape) if self._mask is None else self._mask
+        return everywhere(self.shape) if self._mask is None else self._mask
+
+    @property
+    def active(self) -> np.ndarray:
+        return self._active if self._bits == _ALL else self._active & np.uint64(self._bits)
 
     @property
     def first(self) -> int:
-        return self.active.item(0)
+        return self._active.item(0) - self._upper
 
     def masked(self, bits: int) -> Scattered:
-        return Scattered(self.addresses & np.uint64(bits), None if self.is_whole else self._mask, self.itemsize)
+        upper = self.low & ~bits
+        if upper != self.last & ~bits:  # the active ones differ in it, so their order may change
+            return Scattered(self.addresses & np.uint64(bits), None if self.is_whole else self._mask, self.itemsize)
+        self._bits, self._upper, self._offsets = bits & self._bits, self._upper + upper, None
+        self.low, self.last = self.low - upper, self.last - upper
+        return self
 
     def misaligned(self, base: int) -> int | None:
         if self.itemsize == 1:
             return None
-        wrong = (self.active - np.uint64(base)) & np.uint64(self.itemsize - 1)
-        return self.active.item(int(wrong.argmax())) if np.logical_or.reduce(wrong, axis=None) else None
+        offsets, wrong = self._beyond(base), np.uint64(self.itemsize - 1)
+        if not np.bitwise_or.reduce(offsets, axis=None) & wrong:
+            return None
+        return self.active.item(int((offsets & wrong).argmax()))
 
     def take(self, words: np.ndarray, base: int) -> np.ndarray:
         found = words.take(self._indices(base))
@@ -116,15 +133,20 @@ class Scattered(Places):
     def put(self, words: np.ndarray, base: int, bits: np.ndarray) -> None:
         words[self._indices(base)] = bits if self.is_whole else bits[self._mask]
 
+    def _beyond(self, base: int) -> np.ndarray:
+        if self._offsets is None or self._offsets[0] != base:
+            self._offsets = base, self._active - np.uint64(base + self._upper)
+        return self._offsets[1]
+
     def _indices(self, base: int) -> np.ndarray:
-        return ((self.active - np.uint64(base)) >> np.uint64(_SHIFTS[self.itemsize])).view(np.int64)
+        return (self._beyond(base) >> np.uint64(_SHIFTS[self.itemsize])).view(np.int64)
 
 
 class Box(Places):
     """Box of a strided tensor: index i along dimension d lies ``i * strides[d]`` bytes beyond ``start``.
 
     strides  multiples of the element size, not negative
-    inside   for each dimension the range of indices that are not masked off
+    inside   for each dimension the range of indices that are not masked off; None where no element is
     """
 
     __slots__ = ("_arrays", "inside", "shape", "start", "strides")
@@ -134,21 +156,22 @@ class Box(Places):
         start: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
-        inside: tuple[tuple[int, int], ...],
+        inside: tuple[tuple[int, int], ...] | None,
         itemsize: int,
     ) -> None:
         self.start, self.shape, self.strides, self.inside, self.itemsize = start, shape, strides, inside, itemsize
         self._arrays: Scattered | None = None
-        self.low = self.last = start
-        self.is_whole = True
-        for size, stride, (begin, end) in zip(shape, strides, inside, strict=True):
-            if end - begin != size:
-                self.is_whole = False
-                if end <= begin:
-                    self.low, self.last = 0, -1
-                    return
-            self.low += begin * stride
-            self.last += (end - 1) * stride
+        if inside is None:
+            self.is_whole, self.is_empty = True, False
+            self.low, self.last = start, start + _span(shape, strides)
+            return
+        low = last = start
+        self.is_whole = self.is_empty = False
+        for (begin, end), stride in zip(inside, strides, strict=True):
+            low, last = low + begin * stride, last + (end - 1) * stride
+            if end <= begin:
+                self.is_empty = True
+        self.low, self.last = (0, -1) if self.is_empty else (low, last)
 
     @property
     def addresses(self) -> np.ndarray:
@@ -167,9 +190,11 @@ class Box(Places):
         return self.low
 
     def masked(self, bits: int) -> Places:
-        if self.low & ~bits != self.last & ~bits:
+        upper = self.low & ~bits
+        if upper != self.last & ~bits:
             return self._scattered().masked(bits)
-        return Box(self.start - self.low + (self.low & bits), self.shape, self.strides, self.inside, self.itemsize)
+        self.start, self.low, self.last, self._arrays = self.start - upper, self.low - upper, self.last - upper, None
+        return self
 
     def misaligned(self, base: int) -> int | None:
         return self.low if (self.low - base) % self.itemsize else None
@@ -190,7 +215,7 @@ class Box(Places):
         return np.ndarray(shape, words.dtype, words, self.low - base, self.strides)
 
     def _slices(self) -> tuple[slice, ...]:
-        return tuple(slice(begin, end) for begin, end in self.inside)
+        return tuple([slice(begin, end) for begin, end in self.inside])
 
     def _scattered(self) -> Scattered:
         if self._arrays is None:
@@ -207,3 +232,14 @@ class Box(Places):
                     mask[self._slices()] = True
             self._arrays = Scattered(addresses, mask, self.itemsize)
         return self._arrays
+
+
+def one_place(address: int, shape: tuple[int, ...], itemsize: int) -> Box:
+    """Place of one element, of any shape."""
+    return Box(address, shape, (0,) * len(shape), None, itemsize)
+
+
+@cache
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Bytes from a box's first element to its last."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

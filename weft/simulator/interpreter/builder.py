@@ -109,7 +109,7 @@ class Builder(InterpreterBuilder):
 
     def load(self, places: Places, element: tl.dtype, access: str) -> np.ndarray:
         bits, dtype = self.port.load(places, access), numpy_dtype(element)
-        return bits.astype(np.bool_) if dtype == np.bool_ else bits.view(dtype)
+        return bits.astype(dtype) if dtype.kind == "b" else bits.view(dtype)
 
     def store(self, places: Places, values: np.ndarray, access: str) -> None:
         self.port.store(places, values.view(numerics.BITS[values.dtype.itemsize]), access)

@@ -36,7 +36,8 @@ class Descriptor:
     ) -> None:
         self.base, self.element, self.shape, self.strides = base, element, shape, strides
         self.block_shape, self.nan, self.round_to_tf32 = block_shape, nan, False
-        self.itemsize = numpy_dtype(element).itemsize
+        self.dtype = numpy_dtype(element)
+        self.itemsize = self.dtype.itemsize
         if base % 16:
             raise Misaligned(f"a tensor descriptor's base must be 16-byte aligned, got address {base % 2**48:#x}")
         for stride in strides[:-1]:
@@ -46,6 +47,8 @@ class Descriptor:
             raise ValueError(f"the last stride of a tensor descriptor must be 1, got {strides[-1]}")
         self._bytes = tuple(stride * self.itemsize for stride in strides)
         self._is_box = min(strides) >= 0
+        # Greatest offsets of a block that is not cut off.
+        self._whole = [length - size for length, size in zip(shape, block_shape, strict=True)]
         self._relative: np.ndarray | None = None
 
     def locate(self, offsets: list[int | np.ndarray]) -> Places:
@@ -56,11 +59,16 @@ class Descriptor:
             )
         if not self._is_box or np.ndarray in map(type, offsets):
             return self._scattered(offsets)
-        start, inside = self.base, []
-        for offset, stride, size, length in zip(offsets, self._bytes, self.block_shape, self.shape, strict=True):
+        start, is_whole = self.base, True
+        for offset, stride, most in zip(offsets, self._bytes, self._whole, strict=True):
             start += offset * stride
-            inside.append((max(0, -offset), min(size, length - offset)))
-        return Box(start, self.block_shape, self._bytes, tuple(inside), self.itemsize)
+            if not 0 <= offset <= most:
+                is_whole = False
+        inside = None
+        if not is_whole:
+            bounds = zip(offsets, self.block_shape, self.shape, strict=True)
+            inside = tuple([(max(0, -offset), min(size, length - offset)) for offset, size, length in bounds])
+        return Box(start, self.block_shape, self._bytes, inside, self.itemsize)
 
     def _scattered(self, offsets: list[int | np.ndarray]) -> Scattered:
         steps = _steps(self.block_shape)

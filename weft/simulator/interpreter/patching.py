@@ -112,7 +112,7 @@ def patch_values(patches: Patches, semantic: Semantic, cast: Callable) -> None:
         "to": lambda x, *args, _semantic=None, **kwargs: cast(x, *args, **kwargs),
         "shape": property(_shape),
         "numel": property(lambda x: tl.constexpr(x.handle.data.size)),
-        "T": property(lambda x: semantic.permute(x, (1, 0))),
+        "T": property(semantic.transpose),
         "__init__": _init_tensor,
         "__index__": lambda x: int(value_of(x)),
         "__bool__": _bool,

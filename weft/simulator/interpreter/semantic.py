@@ -10,7 +10,6 @@ import triton.language as tl
 from weft.simulator import numerics
 from weft.simulator.interpreter.builder import Builder
 from weft.simulator.interpreter.values import (
-    Handle,
     Integer,
     Number,
     Operand,
@@ -20,8 +19,17 @@ from weft.simulator.interpreter.values import (
     plain,
     value_of,
 )
-from weft.simulator.places import Scattered, everywhere
+from weft.simulator.places import Places, Scattered, everywhere, one_place
 from weft.triton_api import IncompatibleTypeErrorImpl, TritonSemantic
+
+
+def _arithmetic(op: np.ufunc) -> Callable:
+    def method(self: Semantic, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
+        left, right, ty, is_block = self.operands(x, y)
+        out = op(left, right) if ty.name != "int1" else numerics.wrap_bool(op, left, right)
+        return make(out, ty, is_block)
+
+    return method
 
 
 def _bitwise(op: Callable) -> Callable:
@@ -42,9 +50,25 @@ def _comparison(op: Callable) -> Callable:
     return method
 
 
+def _places(addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> Places:
+    if addresses.size == 1 and (mask is None or mask.item()):
+        return one_place(addresses.item(), addresses.shape, itemsize)
+    return Scattered(addresses, mask, itemsize)
+
+
 def _is_zero(x: Operand) -> bool:
     """True for a number whose bits are zeros in every type."""
     return type(x) in (int, float) and x == 0 and str(x) != "-0.0"
+
+
+def _check_cast(source: tl.dtype, to: tl.dtype, rounding: str | None) -> None:
+    if source.is_fp8() and to.is_int() or source.is_int() and to.is_fp8():
+        raise TypeError(f"Triton cannot cast {source} to {to}; go through fp32")
+    if rounding not in (None, "rtne", "rtz"):
+        raise ValueError(f"Invalid rounding mode: {rounding}. Supported: 'rtne' and 'rtz'.")
+    narrowing = source.is_floating() and to.is_floating() and to.primitive_bitwidth < source.primitive_bitwidth
+    if rounding is not None and not narrowing:
+        raise ValueError(f"fp_downcast_rounding is for truncating float casts, not {source} to {to}")
 
 
 class Semantic(TritonSemantic):
@@ -56,6 +80,10 @@ class Semantic(TritonSemantic):
         super().__init__(builder)
         self._promotions: dict[tuple, tl.dtype] = {}
         self._constants: dict[tuple, np.ndarray] = {}
+        self._numbers_with: dict[
+            tuple, tuple[tl.dtype, np.ndarray]
+        ] = {}  # common type with a tensor, and the number in it
+        self._casts: set[tuple] = set()  # those that have been checked
 
     def to_tensor(self, x: Operand, check_type: bool = True) -> tl.tensor:
         if isinstance(x, tl.constexpr):
@@ -81,7 +109,7 @@ class Semantic(TritonSemantic):
         return tl.float32 if fits else tl.float64
 
     def scalar_constant(self, value: Number, dtype: tl.dtype) -> tl.tensor:
-        return tl.tensor(Handle(self._constant(value, dtype), dtype), dtype)
+        return make(self._constant(value, dtype), dtype, False)
 
     def _constant(self, value: Number, dtype: tl.dtype) -> np.ndarray:
         key = (dtype.name, value, type(value), value == 0 and str(value))  # 0.0 == -0.0 == 0 == False
@@ -113,29 +141,54 @@ class Semantic(TritonSemantic):
         key = (a.name, a_is_scalar, b.name, b_is_scalar, div)
         found = self._promotions.get(key)
         if found is None:
+            if isinstance(a, tl.pointer_type) or isinstance(b, tl.pointer_type):
+                raise IncompatibleTypeErrorImpl(a, b)
             found = self._promotions[key] = self.computation_type_impl(a, a_is_scalar, b, b_is_scalar, div)
         return found
 
     def operands(self, x: Operand, y: Operand, div: bool = False) -> tuple[np.ndarray, np.ndarray, tl.dtype, bool]:
         """(left array, right array, common element type, result is a block). Pointers are refused."""
-        x_is_tensor, y_is_tensor = isinstance(x, tl.tensor), isinstance(y, tl.tensor)
-        a, b = x.dtype if x_is_tensor else self._type_of(x), y.dtype if y_is_tensor else self._type_of(y)
-        if a is b and not div and not isinstance(a, tl.pointer_type):
+        if not isinstance(x, tl.tensor):
+            return self._with_number(y, x, True, div) if isinstance(y, tl.tensor) else self._numbers(x, y, div)
+        if not isinstance(y, tl.tensor):
+            return self._with_number(x, y, False, div)
+        a, b, left, right = x.dtype, y.dtype, x.handle.data, y.handle.data
+        if a is not b or div or isinstance(a, tl.pointer_type):
+            ty = self._promote(a, False, b, False, div)
+            if a is not ty:
+                left = numerics.convert(left, numpy_dtype(ty))
+            if b is not ty:
+                right = numerics.convert(right, numpy_dtype(ty))
+        else:
             ty = a
-        else:
-            if isinstance(a, tl.pointer_type) or isinstance(b, tl.pointer_type):
-                raise IncompatibleTypeErrorImpl(a, b)
-            ty = self._promote(a, not x_is_tensor, b, not y_is_tensor, div)
-        if x_is_tensor:
-            left = x.handle.data if a is ty else numerics.convert(x.handle.data, numpy_dtype(ty))
-        else:
-            left = self._constant(x, ty)
-        if y_is_tensor:
-            right = y.handle.data if b is ty else numerics.convert(y.handle.data, numpy_dtype(ty))
-        else:
-            right = self._constant(y, ty)
-        is_block = (x_is_tensor and x.type is not x.dtype) or (y_is_tensor and y.type is not y.dtype)
-        return left, right, ty, is_block
+        return left, right, ty, x.type is not a or y.type is not b
+
+    def _with_number(
+        self, x: tl.tensor, number: Number, is_left: bool, div: bool
+    ) -> tuple[np.ndarray, np.ndarray, tl.dtype, bool]:
+        """``operands`` of a tensor and a number, which is the left one or the right one."""
+        a, array = x.dtype, x.handle.data
+        key = (a.name, number, type(number), is_left, div)
+        found = self._numbers_with.get(key) if number or type(number) is int else None  # 0.0 == -0.0
+        if found is None:
+            b = self._type_of(number)
+            if a is b and not div:
+                ty = a
+            else:
+                ty = self._promote(b, True, a, False, div) if is_left else self._promote(a, False, b, True, div)
+            if len(self._numbers_with) > 4096:
+                self._numbers_with.clear()
+            found = self._numbers_with[key] = ty, self._constant(number, ty)
+        ty, constant = found
+        if a is not ty:
+            array = numerics.convert(array, numpy_dtype(ty))
+        is_block = x.type is not a
+        return (constant, array, ty, is_block) if is_left else (array, constant, ty, is_block)
+
+    def _numbers(self, x: Number, y: Number, div: bool) -> tuple[np.ndarray, np.ndarray, tl.dtype, bool]:
+        a, b = self._type_of(x), self._type_of(y)
+        ty = a if a is b and not div else self._promote(a, True, b, True, div)
+        return self._constant(x, ty), self._constant(y, ty), ty, False
 
     def binary_op_type_checking_impl(
         self,
@@ -156,33 +209,28 @@ class Semantic(TritonSemantic):
             left, right = np.broadcast_to(left, shape), np.broadcast_to(right, shape)
         return make(left, ty, is_block), make(right, ty, is_block)
 
-    def _arithmetic(self, op: np.ufunc, x: Operand, y: Operand) -> tl.tensor:
-        left, right, ty, is_block = self.operands(x, y)
-        out = op(left, right) if ty.name != "int1" else numerics.wrap_bool(op, left, right)
-        return make(out, ty, is_block)
-
     def add(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
         if isinstance(y, tl.tensor) and isinstance(y.dtype, tl.pointer_type):
             x, y = y, x
         if isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type):
             return self._offset(x, y)
-        return self._arithmetic(np.add, x, y)
+        return self._sum(x, y)
 
     def _offset(self, ptr: tl.tensor, by: Operand) -> tl.tensor:
         by = self.to_tensor(by)
         if not by.dtype.is_int():
             raise IncompatibleTypeErrorImpl(ptr.type, by.type)
         size = max(1, ptr.dtype.element_ty.primitive_bitwidth // 8)
-        out = ptr.handle.data + (by.handle.data.astype(np.int64) * size).view(np.uint64)
+        out = ptr.handle.data + (by.handle.data.astype(np.int64, copy=False) * size).view(np.uint64)
         return make(out, ptr.dtype, ptr.type is not ptr.dtype or by.type is not by.dtype)
 
     def sub(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
         if isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type):
             return self._offset(x, self.minus(self.to_tensor(y)))
-        return self._arithmetic(np.subtract, x, y)
+        return self._difference(x, y)
 
-    def mul(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
-        return self._arithmetic(np.multiply, x, y)
+    mul = _arithmetic(np.multiply)
+    _sum, _difference = map(_arithmetic, (np.add, np.subtract))
 
     def floordiv(self, x: Operand, y: Operand) -> tl.tensor:
         left, right, ty, is_block = self.operands(x, y, True)
@@ -225,13 +273,9 @@ class Semantic(TritonSemantic):
             if source.is_ptr() and to.is_ptr() or {source.name, to.name} & {"int64", "uint64"}:
                 return make(x.handle.data.view(numpy_dtype(to)), to, x.type is not source)
             return super().cast(x, dst_ty)
-        if source.is_fp8() and to.is_int() or source.is_int() and to.is_fp8():
-            raise TypeError(f"Triton cannot cast {source} to {to}; go through fp32")
-        if fp_downcast_rounding not in (None, "rtne", "rtz"):
-            raise ValueError(f"Invalid rounding mode: {fp_downcast_rounding}. Supported: 'rtne' and 'rtz'.")
-        narrowing = source.is_floating() and to.is_floating() and to.primitive_bitwidth < source.primitive_bitwidth
-        if fp_downcast_rounding is not None and not narrowing:
-            raise ValueError(f"fp_downcast_rounding is for truncating float casts, not {source} to {to}")
+        if (source.name, to.name, fp_downcast_rounding) not in self._casts:
+            _check_cast(source, to, fp_downcast_rounding)
+            self._casts.add((source.name, to.name, fp_downcast_rounding))
         out = numerics.convert(x.handle.data, numpy_dtype(to), fp_downcast_rounding == "rtz")
         return make(out, to, x.type is not source)
 
@@ -242,11 +286,16 @@ class Semantic(TritonSemantic):
             raise TypeError(f"Shape elements must have type `constexpr[int]`, got {shape}")
         return make(np.broadcast_to(data, shape) if shape else data, dtype, bool(shape))
 
-    def permute(self, x: tl.tensor, dims: Sequence[Integer]) -> tl.tensor:
-        order = [plain(d) for d in dims]
-        if sorted(order) != list(range(x.handle.data.ndim)) or x.type is x.dtype:
-            return super().permute(x, dims)  # its errors
-        return make(x.handle.data.transpose(order), x.dtype, True)
+    def permute(self, input: tl.tensor, dims: Sequence[Integer]) -> tl.tensor:
+        data, order = input.handle.data, tuple(map(plain, dims))
+        if sorted(order) != list(range(data.ndim)) or input.type is input.dtype:
+            return super().permute(input, dims)  # its errors
+        return make(data.transpose(order), input.dtype, True)
+
+    def transpose(self, x: tl.tensor) -> tl.tensor:
+        """``x.T``."""
+        data = x.handle.data
+        return make(data.T, x.dtype, True) if data.ndim == 2 else self.permute(x, (1, 0))
 
     def dot_fp32(self, a: tl.tensor, b: tl.tensor, acc: tl.tensor | None) -> tl.tensor | None:
         """Common cases of ``tl.dot`` with an fp32 result; None for cases left to Triton's own code."""
@@ -314,12 +363,10 @@ class Semantic(TritonSemantic):
         ):
             shape = np.broadcast_shapes(addresses.shape, other.handle.data.shape)
             addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
-        places = Scattered(addresses, enable, numpy_dtype(element).itemsize)
+        places = _places(addresses, enable, numpy_dtype(element).itemsize)
         values = self.builder.load(places, element, access)
-        if other is not None:
-            instead = self._values(other, element, addresses.shape, is_block)
-            if not places.is_whole and not _is_zero(other):  # what is masked off was read as zeros
-                values = np.where(enable, values, instead)
+        if other is not None and not _is_zero(other):  # what is masked off was read as zeros
+            values = np.where(enable, values, self._values(other, element, addresses.shape, is_block))
         return make(values, element, is_block)
 
     def put(self, ptr: tl.tensor, value: Operand, mask: Operand | None) -> None:
@@ -327,7 +374,7 @@ class Semantic(TritonSemantic):
         if ptr.dtype.const:
             raise ValueError("Cannot store to a constant pointer")
         data = self._values(value, ptr.dtype.element_ty, addresses.shape, is_block)
-        self.builder.store(Scattered(addresses, enable, data.dtype.itemsize), data, "plain")
+        self.builder.store(_places(addresses, enable, data.dtype.itemsize), data, "plain")
 
     def atom_red_typechecking_impl(self, ptr: tl.tensor, val: Operand, mask: Operand | None, op: str) -> tuple:
         addresses, enable, is_block = self._mask(ptr, mask, False)
@@ -343,8 +390,8 @@ class Semantic(TritonSemantic):
 
     def _offsets(self, descriptor: tl.tensor_descriptor_base, offsets: Sequence[Operand]) -> list[int]:
         values = [value_of(x) for x in offsets]
-        if len(values) != len(descriptor.block_shape):
-            raise ValueError(f"expected {len(descriptor.block_shape)} offsets, but got {len(values)}")
+        if len(values) != len(descriptor.handle.block_shape):
+            raise ValueError(f"expected {len(descriptor.handle.block_shape)} offsets, but got {len(values)}")
         return values
 
     def descriptor_load(self, desc: tl.tensor_descriptor_base, offsets: Sequence[Operand], *_: object) -> tl.tensor:

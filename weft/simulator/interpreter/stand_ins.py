@@ -13,7 +13,7 @@ from weft.errors import Misaligned
 from weft.simulator.interpreter.callees import with_semantic
 from weft.simulator.interpreter.reductions import Reductions
 from weft.simulator.interpreter.semantic import Semantic
-from weft.simulator.interpreter.values import Flag, Handle, Integer, Operand, Text, numpy_dtype, plain, value_of
+from weft.simulator.interpreter.values import Flag, Integer, Operand, Text, make, numpy_dtype, plain, value_of
 from weft.triton_api import core, standard
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class StandIns:
         first, last, by = (int(value_of(x)) for x in bounds)
         dtype = numpy_dtype(ty)
         for value in range(first, last, by):
-            yield tl.tensor(Handle(np.array([value], dtype), ty), ty)
+            yield make(np.array([value], dtype), ty, False)
 
     def load(
         self,
@@ -158,7 +158,7 @@ class StandIns:
         self, input: tl.tensor, other: tl.tensor, acc: tl.tensor | None = None, *args: object, **kwargs: object
     ) -> tl.tensor:
         result = None
-        if not args and plain(kwargs.get("out_dtype")) in (None, tl.float32):
+        if not args and ("out_dtype" not in kwargs or plain(kwargs["out_dtype"]) in (None, tl.float32)):
             result = self.semantic.dot_fp32(input, other, plain(acc))
         if result is None:
             result = self._stock_dot(input, other, acc, *args, **kwargs)

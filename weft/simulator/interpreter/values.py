@@ -32,15 +32,14 @@ class Handle(TensorHandle):
         self.data, self.dtype = data, dtype
 
 
-_new = object.__new__
-_blocks: dict[tuple, tl.block_type] = {}  # cache: building a block type costs as much as an operation
+_new, _Tensor = object.__new__, tl.tensor
+# Block types by element type and shape: building one costs as much as an operation.
+_blocks: dict[tuple, tl.block_type] = {}
 
 
 def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
-    found = _blocks.get((element.name, shape))
-    if found is None or found.element_ty is not element:
-        found = _blocks[element.name, shape] = tl.block_type(element, list(shape))
-    return found
+    made = _blocks[element.name, shape] = tl.block_type(element, list(shape))
+    return made
 
 
 def plain(x: Any) -> Any:
@@ -50,11 +49,12 @@ def plain(x: Any) -> Any:
 
 def numpy_dtype(element: tl.dtype) -> np.dtype:
     """NumPy dtype for a Triton element type; uint64 for pointers."""
-    if isinstance(element, tl.pointer_type):
-        return numerics.BITS[8]
-    if element.name not in numerics.DTYPES:
-        raise not_interpretable(f"element type {element}")
-    return numerics.DTYPES[element.name]
+    found = numerics.DTYPES.get(element.name)
+    if found is None:
+        if not isinstance(element, tl.pointer_type):
+            raise not_interpretable(f"element type {element}")
+        found = numerics.BITS[8]
+    return found
 
 
 def not_interpretable(what: str) -> NotInterpretable:
@@ -70,9 +70,14 @@ def make(data: np.ndarray, element: tl.dtype, is_block: bool) -> tl.tensor:
     A block's ``type`` is not its ``dtype``.
     """
     # Without the calls of __init__ (_init_tensor in patching): kernels make most of their values here.
-    handle, x = _new(Handle), _new(tl.tensor)
+    handle, x = _new(Handle), _new(_Tensor)
     handle.data, handle.dtype = data, element
-    x.handle, x.type, x.dtype = handle, _block_type(element, data.shape) if is_block else element, element
+    x.handle, x.dtype = handle, element
+    if not is_block:
+        x.type = element
+        return x
+    found = _blocks.get((element.name, data.shape))
+    x.type = found if found is not None and found.element_ty is element else _block_type(element, data.shape)
     return x
 
 
@@ -92,12 +97,10 @@ def value_of(x: Any) -> Any:
     A Python number for a scalar tensor (an address for a pointer), the array of a block, the value of a constexpr; anything
     else unchanged.
     """
-    if isinstance(x, tl.constexpr):
-        return x.value
     if isinstance(x, tl.tensor):
         data = x.handle.data
         return data if x.type is not x.dtype else data.item()
-    return x
+    return x.value if isinstance(x, tl.constexpr) else x
 
 
 def addresses_of(pointer: tl.tensor) -> np.ndarray:

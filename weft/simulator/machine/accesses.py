@@ -22,7 +22,7 @@ from weft.simulator.machine.stores import Stores
 from weft.simulator.machine.strategy import Uniform
 from weft.simulator.machine.tasks import GreenletTask, Task, Waiting
 from weft.simulator.observer import Observer
-from weft.simulator.places import UNSIGNED, Places, Scattered
+from weft.simulator.places import UNSIGNED, Places, Scattered, one_place
 
 # New element of memory from (old element, operand).
 Combine = Callable[[np.generic, np.generic], np.generic]
@@ -92,7 +92,7 @@ class Accesses:
         return self.pointers.plain(places, self.who, verb)
 
     def load(self, places: Places, access: str) -> np.ndarray:
-        places = self._plain(places, "load")
+        places = self.pointers.plain(places, self.who, "load")
         key = self.before_read(places)
         self.step(places, False)
         if self._on_event is not None:
@@ -100,25 +100,22 @@ class Accesses:
         self.stores.before_access(places)
         bits = self.memory.read(places, self.who)
         self.after_read(key, Read(f"{access} load", places, bits))
-        if self.observes:
+        if type(self.observer) is not Observer:  # which ignores the arrays that are made for it
             self.observer.load(places.addresses, places.mask, places.itemsize, access, bits)
         return bits
 
     def store(self, places: Places, bits: np.ndarray, access: str) -> None:
-        places = self._plain(places, "store")
+        places = self.pointers.plain(places, self.who, "store")
         self.step(places, True, late=self.stores.is_late)
         self.note_write()
         if self._on_event is not None:
             self.note("store", self._first(places))
         self.stores.before_access(places)
         self.memory.check(places, self.who)
-        landed = self.observer.store(places.addresses, bits, places.mask, access) if self.observes else None
+        landed = None
+        if type(self.observer) is not Observer:
+            landed = self.observer.store(places.addresses, bits, places.mask, access)
         self.stores.take(places, bits, access, landed)
-
-    @property
-    def observes(self) -> bool:
-        """True if a check or a trace observes: a plain ``Observer`` ignores the arrays made for it."""
-        return type(self.observer) is not Observer
 
     def atomic(
         self,
@@ -215,7 +212,7 @@ class Accesses:
 
     def release_store(self, address: int, bits: int, itemsize: int) -> None:
         """Release store by one thread at system scope."""
-        at = self._plain(Scattered(np.array([address], np.uint64), None, itemsize), "store")
+        at = self._plain(one_place(address, (1,), itemsize), "store")
         self.step(at, True, late=self.stores.is_late)
         self.note_write()
         value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
@@ -345,8 +342,9 @@ class Accesses:
         self.stores.before_atomic(active, sem, scope)
         old = np.zeros(active.size, unsigned)
         new, changed = old.copy(), []
-        for i, value in enumerate(values.ravel() if places.is_whole else values[places.mask]):
-            at = Scattered(active[i : i + 1], None, dtype.itemsize)
+        operands = values.ravel() if places.is_whole else values[places.mask]
+        for i, (address, value) in enumerate(zip(active.tolist(), operands, strict=True)):
+            at = one_place(address, (1,), dtype.itemsize)
             bits = self.memory.read(at, self.who)
             result = np.asarray(combine(bits.view(dtype)[0], value), dtype=dtype).reshape(1).view(unsigned)
             old[i], new[i] = bits[0], result[0]

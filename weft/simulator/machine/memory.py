@@ -158,9 +158,8 @@ class Memory:
         """Raw bits at the places, zeros where masked off. InvalidAccess outside all known extents."""
         if places.is_empty:
             return np.zeros(places.shape, UNSIGNED[places.itemsize])
-        extent = self._one_extent(places)
+        extent = self._one_extent(places, who, "load")
         if extent is not None:
-            self._check_aligned(places, extent, who, "load")
             return places.take(extent.words(places.itemsize), extent.base)
         active = places.active
         found = np.empty(active.shape, UNSIGNED[places.itemsize])
@@ -176,9 +175,8 @@ class Memory:
         """Store raw bits of the places' shape. InvalidAccess outside all known extents."""
         if places.is_empty:
             return
-        extent = self._one_extent(places)
+        extent = self._one_extent(places, who, "store")
         if extent is not None:
-            self._check_aligned(places, extent, who, "store")
             places.put(extent.words(places.itemsize), extent.base, bits)
             return
         values = bits if places.is_whole else bits[places.mask]
@@ -189,10 +187,7 @@ class Memory:
         """Raise the error that ``write`` would raise, without storing."""
         if places.is_empty:
             return
-        extent = self._one_extent(places)
-        if extent is not None:
-            self._check_aligned(places, extent, who, "store")
-        else:
+        if self._one_extent(places, who, "store") is None:
             for _ in self._parts(places.active, places.itemsize, who, "store"):
                 pass
 
@@ -201,15 +196,15 @@ class Memory:
         at = np.array([address], np.uint64)
         return int(self.load(at, np.ones(1, bool), itemsize, who)[0])
 
-    def _one_extent(self, places: Places) -> Extent | None:
-        """Extent that holds all places, the common case; None if no single one does."""
+    def _one_extent(self, places: Places, who: Who, verb: str) -> Extent | None:
+        """Extent that holds all places, the common case; None if no single one does. InvalidAccess if misaligned in it."""
         extent = self.find(places.low)
-        return extent if extent and places.high <= extent.base + extent.size else None
-
-    def _check_aligned(self, places: Places, extent: Extent, who: Who, verb: str) -> None:
+        if extent is None or places.last + places.itemsize > extent.base + extent.size:
+            return None
         address = places.misaligned(extent.base)
         if address is not None:
             raise InvalidAccess(who(), f"misaligned {verb}", address, places.itemsize, extent.index(address))
+        return extent
 
     def _parts(
         self, active: np.ndarray, itemsize: int, who: Who, verb: str
@@ -226,7 +221,7 @@ class Memory:
             )
             left &= ~part
             places = Scattered(active[part], None, itemsize)
-            self._check_aligned(places, extent, who, verb)
+            self._one_extent(places, who, verb)  # for its error
             yield part, places, extent
 
     def _nearest(self, address: int) -> str:

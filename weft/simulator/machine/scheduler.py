@@ -43,8 +43,8 @@ class Scheduler:
         """Scheduling point: any other task may run here."""
         self.steps += 1
         task = self.current
-        self._chosen = self._pick()
-        if self._chosen is not task or self._hopeless():
+        self._chosen = chosen = self.strategy.choose(self._ready, self.steps) if self._ready else self._pick()
+        if chosen is not task or self._hopeless():
             task.pause()
 
     def block(self, waiting: Waiting) -> None:

@@ -33,6 +33,8 @@ class Uniform:
     def choose(self, ready: Sequence[Task], step: int) -> Task:
         while True:
             task = ready[int(self._random.random() * len(ready))]
+            if not self._slow:
+                return task
             factor = self._slow.get(task.rank, 1.0)
             if factor <= 1.0 or self._random.random() * factor < 1.0:
                 return task

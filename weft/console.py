@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
@@ -222,18 +222,40 @@ def _drop_output() -> None:
 
 
 def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
-    """Command `run`, with a flag for each field of the dataclass `flags`, of which it gets an instance."""
+    """Command `run`, with a flag for each field of the dataclass `flags`, of which it gets an instance.
+
+    A field that is a dataclass itself stands for the flags of its fields.
+    """
+
+    def made(kind: type, given: dict[str, Any]) -> Any:
+        parts = get_type_hints(kind)
+        return kind(
+            **{
+                one.name: made(parts[one.name], given) if is_dataclass(parts[one.name]) else given[one.name]
+                for one in fields(kind)
+            }
+        )
 
     def command(**given: Any) -> None:
-        run(flags(**given))
+        with one_line_errors(given.get("traceback", False)):
+            asked = made(flags, given)
+        run(asked)
 
-    hints = get_type_hints(flags, include_extras=True)
-    command.__name__, command.__doc__, command.__annotations__ = run.__name__, run.__doc__, hints
-    command.__signature__ = Signature(  # type: ignore[attr-defined]
-        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
-        for one in fields(flags)
-    )
+    parameters = list(_parameters(flags))
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return command
+
+
+def _parameters(flags: type) -> Iterator[Parameter]:
+    hints = get_type_hints(flags, include_extras=True)
+    for one in fields(flags):
+        if is_dataclass(hints[one.name]):
+            yield from _parameters(hints[one.name])
+        else:
+            default = Parameter.empty if one.default is MISSING else one.default
+            yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[one.name])
 
 
 def complete_device(incomplete: str) -> list[str]:

@@ -6,7 +6,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.sampled import sampled
-from weft.bench.command import bench
+from weft.bench.command import command as bench
 from weft.bench.harness import bench as harness_bench
 from weft.bench.harness import report
 from weft.bench.names import VARIED

@@ -6,7 +6,8 @@ import typer
 from typer.testing import CliRunner
 
 from tests.sampled import sampled
-from weft.bench.command import NODE_OPS, bench
+from weft.bench.command import NODE_OPS
+from weft.bench.command import command as bench
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")
 app = typer.Typer(pretty_exceptions_enable=False)

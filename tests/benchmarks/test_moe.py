@@ -3,9 +3,9 @@
 import subprocess
 
 from tests.benchmarks.scripts import FOLDER, commands_of
-from weft.bench.command import BenchOptions
+from weft.bench.command import BenchFlags
 from weft.bench.models.flags import ModelFlags
-from weft.tune.command import TuneOptions
+from weft.tune.command import TuneFlags
 
 
 def commands(tmp_path, *steps):
@@ -21,10 +21,10 @@ def test_every_command_of_the_script_is_valid(tmp_path):
         assert words[words.index("--world-size") + 1] == "2"
         ops = tuple(words[: next(at for at, word in enumerate(words) if word.startswith("--"))])
         if command == "tune":
-            assert set(TuneOptions(words=ops).shapes_by_op()) == {*GROUPED, *EXCHANGES}
+            assert set(TuneFlags(ops=ops).shapes_by_op()) == {*GROUPED, *EXCHANGES}
             continue
         model = words[words.index("--model") + 1] if "--model" in words else None
-        for workload in BenchOptions(ops=ops, model=ModelFlags(model=model)).workloads(2, simulated=False):
+        for workload in BenchFlags(ops=ops, of_models=ModelFlags(model=model)).workloads(2, simulated=False):
             shapes[workload.name] = [shape.label for shape in workload.shapes]
             assert len(set(shapes[workload.name])) == len(workload.shapes)
     local = {"route", "moe-schedule", "moe-route", "moe-sum"}

@@ -6,10 +6,10 @@ import pytest
 from typer.main import get_command
 
 from tests.benchmarks.scripts import FOLDER, commands_of
-from weft.bench.command import BenchOptions
+from weft.bench.command import BenchFlags
 from weft.bench.models.flags import ModelFlags
 from weft.cli import app
-from weft.tune.command import TuneOptions
+from weft.tune.command import TuneFlags
 
 STEPS = (
     "check",
@@ -54,10 +54,10 @@ def test_every_command_is_valid(tmp_path, world_size):
         if command == "bench" and "--nodes" not in words:
             ops, flags = split(words)
             assert flags["--world-size"] == str(world_size)
-            options = BenchOptions(
+            options = BenchFlags(
                 ops=ops,
-                providers=tuple(flags.get("--providers", "").split(",")) if "--providers" in flags else (),
-                model=ModelFlags(model=flags.get("--model"), random_cache="--random-cache" in words),
+                providers=flags.get("--providers"),
+                of_models=ModelFlags(model=flags.get("--model"), random_cache="--random-cache" in words),
             )
             for workload in options.workloads(world_size, simulated=False):
                 # One file an op in a folder: a later command would replace an earlier one's.
@@ -65,7 +65,7 @@ def test_every_command_is_valid(tmp_path, world_size):
                 assert workload.shapes and key not in measured
                 measured[key] = workload
         elif command == "tune":
-            assert TuneOptions(words=split(words)[0]).shapes_by_op()
+            assert TuneFlags(ops=split(words)[0]).shapes_by_op()
     assert modules == {
         "weft",
         "pytest",

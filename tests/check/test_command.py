@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.check import examples
-from weft.check.command import check
+from weft.check.command import command as check
 
 app = typer.Typer()
 app.command()(check)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ from weft.console import (
     WORLD_SIZE,
     check_output,
     complete_device,
+    from_flags,
     notices,
     numbers,
     one_line_errors,
@@ -47,30 +48,75 @@ NODE_PROVIDERS = ("weft.auto", "nccl", "cublas+nccl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """Flags as typed. ValueError for values that are wrong on any machine.
+class BenchFlags:
+    """Flags of `weft bench` as typed. ValueError for values that are wrong on any machine.
 
-    ops        OP or OP@SHAPES; those of one op are measured together; () with ``nodes``: NODE_OPS
-    shapes     for ops without their own
-    nodes      the team has several nodes; node_size: ranks of a logical one, None: of torchrun's machines
+    ops     OP or OP@SHAPES; those of one op are measured together; none with ``nodes``: NODE_OPS
+    shapes  for ops without their own
     """
 
-    ops: tuple[str, ...] = ()
-    world_sizes: tuple[int, ...] = ()
-    shapes: tuple[str, ...] = ()
-    dtype: str = "bf16"
-    providers: tuple[str, ...] = ()
-    json: Path | None = None
-    out: Path | None = None
-    plot: Path | None = None
-    check_only: bool = False
-    quick: bool = False
-    eager: bool = False
-    device: str = "auto"
-    algorithm_cache: Path | None = None
-    nodes: bool = False
-    node_size: int | None = None
-    model: ModelFlags = field(default_factory=ModelFlags)
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OP[@SHAPES]...",
+            help=f"{', '.join([*OPS, *VARIED])}; a layer: mlp, attn, forward and backward: train; a step of a model: model; "
+            "complete generations: generate. Several are measured in one launch, as in all-reduce "
+            "ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
+            autocompletion=complete_op,
+        ),
+    ] = None
+    world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of experts "
+            "qwen3-30b-a3b, mixtral-8x7b and others, also SET/zipf, SET/recorded and SET:128,4096; of layers "
+            "and models decode:32x1024 or prefill:32x128, of generate 32x128+64, of train "
+            "qwen3-32b:1x4096. Several with commas, or repeated"
+        ),
+    ] = None
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16"
+    providers: Annotated[
+        str | None,
+        typer.Option(
+            help="Names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, weft.pipelined "
+            "and others, the designs of GEMMs]"
+        ),
+    ] = None
+    baselines: Annotated[
+        Path | None,
+        typer.Option(help="Folder of providers that are not weft's [default: benchmarks/providers of a checkout]"),
+    ] = None
+    list_providers: Annotated[
+        bool, typer.Option("--list-providers", help="List the providers of the ops [default: of all], measure nothing")
+    ] = False
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file")] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write OP.wW.json into this folder for each op and world size, after every shape"),
+    ] = None
+    plot: Annotated[Path | None, typer.Option(help="Plot the results to this file (SVG)")] = None
+    check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False
+    eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs")] = False
+    one_by_one: Annotated[
+        bool,
+        typer.Option(
+            "--one-by-one", help="Time a provider before the next is made: memory does not hold them together"
+        ),
+    ] = False
+    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto"
+    algorithm_cache: Annotated[
+        Path | None,
+        typer.Option(help="Cache of cuBLAS algorithms, by weft tune, for weft and baselines [default: none]"),
+    ] = None
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="Over several nodes: torchrun's, or logical ones [default: the ops that do]"),
+    ] = False
+    node_size: Annotated[int | None, typer.Option(help="Ranks of a logical node [with --nodes]")] = None
+    of_models: ModelFlags = field(default_factory=ModelFlags)
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False
 
     def __post_init__(self) -> None:
         # First what needs no torch, which takes seconds to load.
@@ -85,13 +131,15 @@ class BenchOptions:
                 raise ValueError(f"op {op!r} is not measured over nodes; choose one of {', '.join(NODE_OPS)}")
         one_of("device", self.device, DEVICES)
         one_of("dtype", self.dtype, DTYPES)
-        self.model.check_ops(self.shapes_by_op(), self.eager)
+        self.of_models.check_ops(self.shapes_by_op(), self.eager)
         from weft.bench.harness.machine import check_clean
         from weft.bench.render.plot import check_matplotlib
 
         check_output("--json", self.json)
         check_output("--plot", self.plot)
         check_apart("--json", self.json, "--plot", self.plot)
+        if self.baselines is not None and not self.baselines.is_dir():
+            raise ValueError(f"--baselines {self.baselines}: no such folder; name one with Python files of providers")
         check_clean("--json", self.json)
         check_clean("--out", self.out)
         if self.plot is not None and self.plot.suffix != ".svg":
@@ -102,7 +150,8 @@ class BenchOptions:
             check_matplotlib()
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        return shapes_by_op(self.ops or (NODE_OPS if self.nodes else ()), self.shapes)
+        ops = self.ops or (MEASURED if self.list_providers else NODE_OPS if self.nodes else ())
+        return shapes_by_op(ops, self.shapes or ())
 
     def workloads(self, world_size: int, simulated: bool) -> tuple[Workload, ...]:
         """Workloads at one world size. ValueError for shapes, providers or models that there are not."""
@@ -112,31 +161,34 @@ class BenchOptions:
         from weft.bench.training.workload import TrainWorkload
         from weft.bench.workloads import check_words
 
+        providers = words("providers", self.providers)
         made: list[Workload] = []
         for op, shapes in self.shapes_by_op().items():
             if is_model(op):
-                how = {"simulated": simulated, "dtype": self.dtype, "words": self.providers}
-                made.append(self.model.workload(op, shapes, world_size, **how))
+                how = {"simulated": simulated, "dtype": self.dtype, "words": providers}
+                made.append(self.of_models.workload(op, shapes, world_size, **how))
             elif op == TRAIN:
                 layers = parse_layers(shapes, world_size, tiny=simulated)
-                made.append(TrainWorkload(name=op, shapes=layers, dtype=self.dtype, words=self.providers))
+                made.append(TrainWorkload(name=op, shapes=layers, dtype=self.dtype, words=providers))
             else:
                 parsed = parse_shapes(op, shapes, world_size, dtype=self.dtype, tiny=simulated)
-                words = self.providers or (NODE_PROVIDERS if self.nodes else ())
-                made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=words))
-        check_words(made, self.providers)
-        return tuple(made)
+                asked = providers or (NODE_PROVIDERS if self.nodes else ())
+                made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=asked))
+        found = tuple(replace(one, baselines=self.baselines) for one in made)
+        check_words(found, providers)
+        return found
 
     def hints(self, runs: Runs, simulated: bool) -> list[str]:
         """Lines for the user: providers that are lacking, flags without effect, shapes of simulated ranks."""
+        from weft.bench.harness.baselines import WITHOUT, folder_of
         from weft.bench.ops.shapes import stand_ins
 
-        lines = []
+        lines = [WITHOUT] if not self.providers and folder_of(self.baselines) is None else []
         for workload in runs[0][1]:
-            if absent := workload.lacking(self.providers):
+            if absent := workload.lacking(words("providers", self.providers)):
                 lines.append(f"{workload.name} has no provider {', '.join(absent)}; the others are measured")
         if without := "without GPUs" if simulated else "with --check-only" if self.check_only else "":
-            given = {"--breakdown": self.model.breakdown, "--eager": self.eager}
+            given = {"--breakdown": self.of_models.breakdown, "--eager": self.eager}
             lines += (f"{flag} has no effect {without}" for flag, on in given.items() if on)
         for op, shapes in self.shapes_by_op().items():
             if is_model(op) or op == TRAIN:
@@ -146,131 +198,26 @@ class BenchOptions:
         return lines
 
 
-def bench(
-    ops: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="OP[@SHAPES]...",
-            help=f"{', '.join([*OPS, *VARIED])}; a layer: mlp, attn, forward and backward: train; a step of a model: model; "
-            "complete generations: generate. Several are measured in one launch, as in all-reduce "
-            "ag-gemm@qwen3-32b:1024,2048 model@decode:1x128",
-            autocompletion=complete_op,
-        ),
-    ] = None,
-    world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="qwen3-32b, llama3-70b or symm-mem-recipes, also SET/down and SET:1024,2048; M,N,K; 64KiB,1MiB; of experts "
-            "qwen3-30b-a3b, mixtral-8x7b and others, also SET/zipf, SET/recorded and SET:128,4096; of layers "
-            "and models decode:32x1024 or prefill:32x128, of generate 32x128+64, of train "
-            "qwen3-32b:1x4096. Several with commas, or repeated"
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
-    providers: Annotated[
-        str | None,
-        typer.Option(
-            help="Names or families, as in weft,nccl,torch [default: all, but on GPUs not weft.fused, weft.pipelined "
-            "and others, the designs of GEMMs]"
-        ),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the results to this file")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write OP.wW.json into this folder for each op and world size, after every shape"),
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the results to this file (SVG)")] = None,
-    check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False,
-    eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs")] = False,
-    one_by_one: Annotated[
-        bool,
-        typer.Option(
-            "--one-by-one", help="Time a provider before the next is made: memory does not hold them together"
-        ),
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto",
-    algorithm_cache: Annotated[
-        Path | None,
-        typer.Option(help="Cache of cuBLAS algorithms, by weft tune, for weft and baselines [default: none]"),
-    ] = None,
-    nodes: Annotated[
-        bool,
-        typer.Option("--nodes", help="Over several nodes: torchrun's, or logical ones [default: the ops that do]"),
-    ] = False,
-    node_size: Annotated[int | None, typer.Option(help="Ranks of a logical node [with --nodes]")] = None,
-    model: Annotated[str | None, typer.Option(help="qwen3-32b, … with random weights [of layers and models]")] = None,
-    layers: Annotated[int | None, typer.Option(help="Number of its layers [default: all]")] = None,
-    run_type: Annotated[str | None, typer.Option(help="prefill or decode [default: both]")] = None,
-    bsz: Annotated[str | None, typer.Option(help="Numbers of sequences, as in 1,32")] = None,
-    ctx: Annotated[str | None, typer.Option(help="Tokens per sequence, as in 128,1024")] = None,
-    mode: Annotated[str | None, typer.Option(help="auto, sequence_parallel, replicated [default: all]")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="First compare logits over given tokens, or all layers [generate: always]")
-    ] = False,
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Break down the time of a step")] = False,
-    random_cache: Annotated[
-        bool,
-        typer.Option("--random-cache", help="Decode after a random cache, of any length; answers are not compared"),
-    ] = False,
-    expert_layout: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a mixture of experts: whole, slices, or EPxTP [default: whole where the ranks divide them]"
-        ),
-    ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
-) -> None:
+def bench(asked: BenchFlags) -> None:
     """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere."""
-    with one_line_errors(traceback):
-        asked = BenchOptions(
-            ops=tuple(ops or ()),
-            world_sizes=numbers("world-size", world_size),
-            shapes=tuple(shapes or ()),
-            dtype=dtype,
-            providers=words("providers", providers),
-            json=json,
-            out=out,
-            plot=plot,
-            check_only=check_only,
-            quick=quick,
-            eager=eager,
-            device=device,
-            algorithm_cache=algorithm_cache,
-            nodes=nodes,
-            node_size=node_size,
-            model=ModelFlags(
-                model=model,
-                layers=layers,
-                run_type=run_type,
-                batches=numbers("bsz", bsz),
-                contexts=numbers("ctx", ctx),
-                modes=words("mode", mode),
-                check=check,
-                breakdown=breakdown,
-                random_cache=random_cache,
-                expert_layout=expert_layout,
-            ),
-        )
+    with one_line_errors(asked.traceback):
         from weft.bench.harness.bench import Options
         from weft.bench.render.plot import svg
         from weft.runtime.files import put
 
         # Everything that can be refused is refused here, before the first rank starts.
-        sizes, simulated = ranks(asked.world_sizes, asked.device)
+        sizes, simulated = ranks(numbers("world-size", asked.world_size), asked.device)
         runs = [(size, asked.workloads(size, simulated)) for size in sizes]
+        if asked.list_providers:
+            for workload in runs[0][1]:
+                typer.echo(f"{workload.name}: {', '.join(one.name for one in workload.available())}")
+            return
         _check_folder(asked.out, runs)
         if talks():
             for line in asked.hints(runs, simulated):
                 notices.info("weft: %s", line)
-        how = Options(
-            check_only=check_only,
-            quick=quick,
-            eager=eager,
-            one_by_one=one_by_one,
-            command=shlex.join(["weft", *sys.argv[1:]]),
-        )
+        given = {name: getattr(asked, name) for name in ("check_only", "quick", "eager", "one_by_one")}
+        how = Options(**given, command=shlex.join(["weft", *sys.argv[1:]]))
         reports: list[Report] = []
         lost = _measure(runs, how, simulated, asked, reports)
         if talks():
@@ -279,11 +226,14 @@ def bench(
                 put(asked.plot, svg(reports))
             if lost is not None:
                 typer.echo(f"weft: {str(lost) or 'interrupted, so the rest was not measured'}", err=True)
-        if lost is not None and traceback:
+        if lost is not None and asked.traceback:
             raise lost
     if lost is not None:
         leave(130 if isinstance(lost, KeyboardInterrupt) else 1)
     raise typer.Exit(1 if weft_failed(reports) else 0)
+
+
+command = from_flags(BenchFlags, bench)
 
 
 def check_apart(flag: str, file: Path | None, other_flag: str, other: Path | None) -> None:
@@ -322,7 +272,7 @@ def _measure(
     runs: Runs,
     how: Options,
     simulated: bool,
-    asked: BenchOptions,
+    asked: BenchFlags,
     reports: list[Report],
 ) -> WeftError | KeyboardInterrupt | None:
     """Append a report for each workload at each world size.
@@ -358,7 +308,7 @@ def _measure(
     return None
 
 
-def on_rank(team: Team, workloads: tuple[Workload, ...], how: Options, save: Save, asked: BenchOptions) -> list[Report]:
+def on_rank(team: Team, workloads: tuple[Workload, ...], how: Options, save: Save, asked: BenchFlags) -> list[Report]:
     """Measure on one rank. Rank 0 prints progress. ValueError for ``--nodes`` on a team of one node."""
     from weft.bench.harness.runner import run_workloads
     from weft.ops import warm_up

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.arguments import did_you_mean
+from weft.bench.harness.baselines import WITHOUT, folder_of
 from weft.bench.harness.provider import named_by
 from weft.bench.harness.report import SCHEMA, Report, from_json
 from weft.bench.harness.workload import Workload
@@ -23,12 +24,13 @@ def check_words(workloads: Sequence[Workload], words: Sequence[str]) -> None:
 
     Known are the providers of ``workloads`` and of all ops. Else ValueError, with what the workloads have.
     """
-    known = {provider.name for op in OPS for provider in providers_for(op)}
+    baselines = workloads[0].baselines
+    known = {provider.name for op in OPS for provider in providers_for(op, baselines)}
     known |= {provider.name for workload in workloads for provider in workload.available()}
     for word in words:
         if not any(named_by(word, name) for name in known):
             each = (f"{one.name} has {', '.join(found.name for found in one.available())}" for one in workloads)
-            near = did_you_mean(word, known)
+            near = did_you_mean(word, known) or (f"; {WITHOUT}" if folder_of(baselines) is None else "")
             raise ValueError(f"provider {word!r} is unknown; {'; '.join(each)}{near}")
     for workload in workloads:
         workload.providers()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from weft.arguments import shortened
-from weft.console import WORLD_SIZE, check_output, draws, one_line_errors
+from weft.console import WORLD_SIZE, check_output, draws, from_flags, one_line_errors
 from weft.errors import SimulatorMissing
 from weft.runtime.files import put
 
@@ -28,48 +29,55 @@ _SCHEDULES = 50
 _MODULE = "weft_checked_script"
 
 
-def check(
-    script: Annotated[Path, typer.Argument(help="A Python file that defines main(team)")],
-    world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 2,4")] = "2",
-    schedules: Annotated[int, typer.Option(help="Runs for each world size")] = _SCHEDULES,
-    strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix",
-    seed: Annotated[int, typer.Option(help="Seed of the first run")] = 0,
-    depth: Annotated[int, typer.Option(help="For pct: number of ordering constraints that a bug needs")] = 3,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckFlags:
+    """Flags of `weft check`."""
+
+    script: Annotated[Path, typer.Argument(help="A Python file that defines main(team)")]
+    world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 2,4")] = "2"
+    schedules: Annotated[int, typer.Option(help="Runs for each world size")] = _SCHEDULES
+    strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix"
+    seed: Annotated[int, typer.Option(help="Seed of the first run")] = 0
+    depth: Annotated[int, typer.Option(help="For pct: number of ordering constraints that a bug needs")] = 3
     sms: Annotated[
         int | None, typer.Option(help="Resident programs of a rank; by default 8, varied for kernels sized by it")
-    ] = None,
-    like: Annotated[str, typer.Option(help="GPU that ops plan for: h200, h100, b200 or a100")] = "h200",
-    node_size: Annotated[int | None, typer.Option(help="Ranks of each node; by default all are of one")] = None,
-    link: Annotated[
-        str, typer.Option(help="Links within a node: nvlink, or pcie, which carries no atomics")
-    ] = "nvlink",
-    function: Annotated[str, typer.Option(help="Function to run instead of main")] = "main",
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None,
-    any_results: Annotated[
-        bool, typer.Option("--any-results", help="Allow results to differ between schedules")
-    ] = False,
+    ] = None
+    like: Annotated[str, typer.Option(help="GPU that ops plan for: h200, h100, b200 or a100")] = "h200"
+    node_size: Annotated[int | None, typer.Option(help="Ranks of each node; by default all are of one")] = None
+    link: Annotated[str, typer.Option(help="Links within a node: nvlink, or pcie, which carries no atomics")] = "nvlink"
+    function: Annotated[str, typer.Option(help="Function to run instead of main")] = "main"
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None
+    any_results: Annotated[bool, typer.Option("--any-results", help="Allow results to differ between schedules")] = (
+        False
+    )
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="Do not ask whether Triton compiles the kernels for sm_90")
-    ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,
-) -> None:
+    ] = False
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False
+
+
+def check(flags: CheckFlags) -> None:
     """Look for races, deadlocks and lost signals, without a GPU.
 
     Exit status 0: clean, 1: findings, 2: wrong usage.
     """
     # Needed by a replay besides the schedule.
-    named = f"{script}" + (f" --function {function}" if function != "main" else "")
-    with one_line_errors(traceback):
-        check_output("--json", json)
+    named = f"{flags.script}" + (f" --function {flags.function}" if flags.function != "main" else "")
+    same = ("schedules", "strategy", "seed", "depth", "sms", "like", "node_size", "link")
+    with one_line_errors(flags.traceback):
+        check_output("--json", flags.json)
         report = _checked(
-            load(script, function), world_size=_sizes(world_size), schedules=schedules, strategy=strategy, seed=seed,
-            depth=depth, sms=sms, like=like, node_size=node_size, link=link, deterministic=not any_results,
-            compile=not no_compile, script=named,
+            load(flags.script, flags.function), world_size=_sizes(flags.world_size), script=named,
+            deterministic=not flags.any_results, compile=not flags.no_compile,
+            **{name: getattr(flags, name) for name in same},
         )  # fmt: skip
         _show(report)
-        if json is not None:
-            put(json, report.to_json() + "\n")
+        if flags.json is not None:
+            put(flags.json, report.to_json() + "\n")
     raise typer.Exit(0 if report.ok else 1)
+
+
+command = from_flags(CheckFlags, check)
 
 
 def load(script: Path, function: str) -> Callable[..., Any]:

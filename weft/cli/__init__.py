@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 import weft
-from weft.bench.command import bench
+from weft.bench.command import command as bench
 from weft.bench.serving.command import command as bench_serve
-from weft.check.command import check
+from weft.check.command import command as check
 from weft.cli import doctor, generate, serve
 from weft.console import Commands, logged, single_valued
 from weft.predict.command import predict
 from weft.trace.command import app as trace
-from weft.tune.command import tune
+from weft.tune.command import command as tune
 
 app = typer.Typer(
     cls=Commands,

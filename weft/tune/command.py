@@ -21,6 +21,7 @@ from weft.console import (
     WORLD_SIZE,
     check_output,
     complete_device,
+    from_flags,
     message_of,
     notices,
     numbers,
@@ -38,21 +39,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
-    """Flags as typed. ValueError for values that are wrong on any machine.
+class TuneFlags:
+    """Flags of `weft tune` as typed. ValueError for values that are wrong on any machine.
 
-    words  OP or OP@SHAPES; words of one op are searched together. ``shapes``: for words without their own
+    ops  OP or OP@SHAPES; words of one op are searched together. ``shapes``: for words without their own
     """
 
-    words: tuple[str, ...]
-    world_sizes: tuple[int, ...] = ()
-    shapes: tuple[str, ...] = ()
-    dtype: str = "bf16"
-    quick: bool = False
-    out: Path | None = None
-    json: Path | None = None
-    algorithm_cache: Path | None = None
-    device: str = "auto"
+    ops: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OP[@SHAPES]...",
+            help="As in weft bench; ag-gemm+local_first: the order of rows in an MLP; gemm+partials, gemm+deferred_norm: small "
+            "GEMMs of a decode step; grouped-gemm+gather: rows by token; several are "
+            "searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
+            autocompletion=complete_tuned_op,
+        ),
+    ]
+    world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="As in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
+    ] = None
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16"
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer candidates, fewer rounds")] = False
+    out: Annotated[Path | None, typer.Option(help="The file to write [default: weft's own, which the ops read]")] = None
+    json: Annotated[Path | None, typer.Option(help="Write the times of all candidates to this file")] = None
+    algorithm_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Search cuBLAS's algorithms only, for all GEMMs that the ops ask of cuBLAS and that have no row, and add them "
+            "to this JSON file, which weft bench, weft generate and EngineConfig(algorithm_cache=) read"
+        ),
+    ] = None
+    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto"
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False
 
     def __post_init__(self) -> None:
         # First what needs no torch, which takes seconds to load.
@@ -79,57 +98,20 @@ class TuneOptions:
                     f"run weft tune once for each"
                 )
 
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        return numbers("world-size", self.world_size)
+
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        return shapes_by_op(self.words, self.shapes)
+        return shapes_by_op(self.ops, self.shapes or ())
 
 
-def tune(
-    ops: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="OP[@SHAPES]...",
-            help="As in weft bench; ag-gemm+local_first: the order of rows in an MLP; gemm+partials, gemm+deferred_norm: small "
-            "GEMMs of a decode step; grouped-gemm+gather: rows by token; several are "
-            "searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
-            autocompletion=complete_tuned_op,
-        ),
-    ],
-    world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None,
-    shapes: Annotated[
-        list[str] | None, typer.Option(help="As in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer candidates, fewer rounds")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="The file to write [default: weft's own, which the ops read]")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the times of all candidates to this file")] = None,
-    algorithm_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Search cuBLAS's algorithms only, for all GEMMs that the ops ask of cuBLAS and that have no row, and add them "
-            "to this JSON file, which weft bench, weft generate and EngineConfig(algorithm_cache=) read"
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or sim", autocompletion=complete_device)] = "auto",
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False,
-) -> None:
+def tune(options: TuneFlags) -> None:
     """Find the fastest tiles, transports and designs of ops here, and write them where ops look them up.
 
     Exit status 1: the search ended early; the file holds the results so far.
     """
-    with one_line_errors(traceback):
-        options = TuneOptions(
-            words=tuple(ops),
-            world_sizes=numbers("world-size", world_size),
-            shapes=tuple(shapes or ()),
-            dtype=dtype,
-            quick=quick,
-            out=out,
-            json=json,
-            algorithm_cache=algorithm_cache,
-            device=device,
-        )
+    with one_line_errors(options.traceback):
         from weft.bench.ops.shapes import stand_ins
         from weft.tune.spaces import parse
 
@@ -138,12 +120,15 @@ def tune(
             for word, named in options.shapes_by_op().items():
                 for line in stand_ins(parse(word)[0], named, plans[0].world_size):
                     notices.info("weft: %s", line)
-    lost = _tune(plans, traceback)
+    lost = _tune(plans, options.traceback)
     if lost is None:
         return
     if talks():
         typer.echo(f"weft: {message_of(lost)}", err=True)
     leave(2 if isinstance(lost, SimulatorMissing) else 1)
+
+
+command = from_flags(TuneFlags, tune)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +140,7 @@ class Run:
     algorithm_cache: Path | None = None
 
 
-def plan(options: TuneOptions) -> list[Run]:
+def plan(options: TuneFlags) -> list[Run]:
     """Runs, one for each world size.
 
     Everything that can be refused is refused here, before the first rank starts.

@@ -13,20 +13,17 @@ from typer.testing import CliRunner
 import weft
 from tests.bench import canned
 from tests.teacher_forced import all_logits
-from weft.bench.command import bench
+from weft.bench.command import command as bench
 from weft.bench.harness import report, runner
 from weft.bench.harness.bench import Options
 from weft.bench.harness.limits import Limits
-from weft.bench.harness.provider import Unavailable
-from weft.bench.models import baseline, compiled, generate
-from weft.bench.models import providers as model_providers
-from weft.bench.models.baseline import Baseline, Functions, attend
+from weft.bench.models import baseline, generate
+from weft.bench.models.baseline import Baseline, Functions
 from weft.bench.models.breakdown import KINDS, Kernel, _started, breakdown, kind_of
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.problem import StepProblem, cold_layers
-from weft.bench.models.providers import COMPILED
 from weft.bench.models.roofline import roofline, weights
-from weft.bench.models.sessions import TorchSession, WeftSession, build, in_mode, of_all_ranks, shard_of
+from weft.bench.models.sessions import TorchSession, WeftSession, build, in_mode, of_all_ranks
 from weft.bench.models.step import FORCED_PROMPT
 from weft.bench.models.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
 from weft.bench.models.workload import ModelWorkload
@@ -199,6 +196,7 @@ WITH_ALL_OPTIONS = replace(
 EXPERTS = ExpertOptions(num_experts=6, num_experts_per_tok=2, intermediate_size=32)
 WITH_EXPERTS = replace(TINY_CONFIG, model_type="qwen3_moe", experts=EXPERTS)
 WITH_SHARED = replace(WITH_EXPERTS, experts=replace(EXPERTS, shared_intermediate_size=48, shared_gate=True))
+COMPILED = ("torch.compile", "torch.compile+symm", "torch.compile+async_tp")
 CONFIGS = {
     "qwen3": TINY_CONFIG, "all options": WITH_ALL_OPTIONS, "experts": WITH_EXPERTS, "shared expert": WITH_SHARED,
 }  # fmt: skip
@@ -225,30 +223,6 @@ def test_the_baseline_is_the_model(world_size, config):
     assert all(weft.simulate(main, world_size))
 
 
-def test_the_sharded_baseline_is_the_model():
-    """The recipe that torch's micro-pipelining rewrites, not compiled: each rank has half of the rows."""
-
-    def main(team):
-        baseline = Baseline(build(TINY_CONFIG, team, "torch", torch.float32))
-        scatter, gather = team.library.reduce_scatter, team.library.all_gather
-        recipe = compiled.Sharded(team=team, attend=attend, all_reduce=scatter, gather=gather)
-        layers = {"layer": recipe.decoder_layer, "attention": recipe.attention, "mlp": recipe.mlp}
-        # As a compiled function, with the recipe for its first argument.
-        functions = Functions(
-            recipe=recipe, gather=gather, **{name: lambda _, *rest, f=f: f(*rest) for name, f in layers.items()}
-        )
-        tokens = torch.randint(130, (2, 6), generator=torch.Generator().manual_seed(0))
-        expected, found = (TorchSession(baseline, 2, 6, run) for run in (None, functions))
-        logits = [session.prefill(tokens, session.prompts(6)) for session in (expected, found)]
-        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-        x = torch.randn(12, TINY_CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
-        whole, part = expected.mlp(0, x, 12), found.mlp(0, shard_of(x, team), 12)
-        torch.testing.assert_close(part, shard_of(whole, team), atol=1e-4, rtol=1e-4)
-        return expected.is_sharded(12), found.is_sharded(12)
-
-    assert weft.simulate(main, 2) == [(False, True)] * 2
-
-
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_torch_compile_traces_a_layer_whole(config):
     """Without breaks of the graph, prefilled and decoded. Its backend does not compile here."""
@@ -269,17 +243,6 @@ def test_torch_compile_traces_a_layer_whole(config):
             assert torch.equal(*logits)
 
     weft.simulate(main, 1)
-
-
-def test_torch_compile_says_what_it_cannot_build():
-    one, two = types.SimpleNamespace(size=1), types.SimpleNamespace(size=2)
-    for make, arguments, reason in (
-        (compiled.symmetric, (one, 1, 10240), "one rank: nothing to sum"),
-        (compiled.symmetric, (two, 4096, 40 << 20), "sums of 40 MiB: NCCL takes less time"),
-        (compiled.pipelined, (two, 4095), "4095 tokens are not split evenly over 2 ranks"),
-    ):
-        with pytest.raises(Unavailable, match=reason):
-            make(*arguments)
 
 
 def test_modes_share_weights():
@@ -457,7 +420,7 @@ def test_the_protocol_says_what_is_compared_first(level, said):
 
 def test_modes_and_their_providers_have_a_former_name_too():
     for name in ("replicated", "gemm_ar"):
-        ModelFlags(modes=(name,)).check_ops({"model": ()}, False)
+        ModelFlags(mode=name).check_ops({"model": ()}, False)
         for asked in ({"modes": (name,), "providers": ("weft",)}, {"providers": (f"weft.{name}",)}):
             assert [one.name for one in workload("model", "decode:2x6", **asked).providers()] == ["weft.replicated"]
     flags = next(one for one in typer.main.get_command(app).params if one.name == "mode")
@@ -465,31 +428,6 @@ def test_modes_and_their_providers_have_a_former_name_too():
     made = canned.model()
     made.rows = [replace(made.rows[0], provider="weft.gemm_ar")]
     assert [row.provider for row in report.from_json(report.to_json([made]))[0].rows] == ["weft.replicated"]
-
-
-def test_answers_are_timed_beside_torch_compile_with_nccl_and_with_symmetric_memory(monkeypatch):
-    """A decoding step's functions are compiled for the batch, prompts are read eagerly."""
-    names = ["torch.compile", "torch.compile+symm"]
-    made = workload("generate", "3x5+3", providers=tuple(names))
-    assert [provider.name for provider in made.providers()] == names
-    assert [provider.name for provider in made.available()][3:] == ["torch.eager", *names]
-    rows = run(made, check_only=True).rows
-    assert all("does not run on simulated ranks" in row.reason for row in rows)
-
-    asked = []
-
-    def functions(name):
-        def make(team, rows, *nbytes):
-            asked.append((name, rows, *nbytes))
-            return Functions(recipe=Reference(team=team, attend=attend, all_reduce=team.library.all_reduce))
-
-        return make
-
-    monkeypatch.setattr(model_providers, "check_compiles", lambda team: None)
-    monkeypatch.setattr(model_providers, "compiled", functions("nccl"))
-    monkeypatch.setattr(model_providers, "symmetric", functions("symm"))
-    assert [row.reason for row in run(made, check_only=True).rows] == [None, None]
-    assert set(asked) == {("nccl", 3), ("symm", 3, 3 * TINY_CONFIG.hidden_size * 2)}
 
 
 def test_the_protocol_of_answers_says_nothing_of_graphs_and_events():

@@ -5,7 +5,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from weft.bench.command import bench
+from weft.bench.command import command as bench
 from weft.bench.workloads import read
 
 app = typer.Typer(pretty_exceptions_enable=False)

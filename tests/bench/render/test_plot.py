@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from tests.bench import canned
-from weft.bench.command import BenchOptions
+from weft.bench.command import BenchFlags
 from weft.bench.render import plot
 from weft.bench.render.plot import svg
 
@@ -36,7 +36,7 @@ def test_plots_are_pictures_with_every_provider_that_ran():
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    for refused in (lambda: svg([]), lambda: BenchOptions(ops=("gemm",), plot=tmp_path / "x.svg")):
+    for refused in (lambda: svg([]), lambda: BenchFlags(ops=["gemm"], plot=tmp_path / "x.svg")):
         with pytest.raises(ValueError, match=r"pip install 'weft\[plot\]'"):
             refused()
 

@@ -4,12 +4,14 @@ import pytest
 import torch.distributed as dist
 
 import weft
+from tests.benchmarks.providers.loaded import loaded
 from weft.bench.harness.workload import Shape
-from weft.bench.training import providers
 from weft.bench.training.shapes import TINY, parse_layers
 from weft.bench.training.workload import TrainWorkload
 from weft.ops.gemm.cublas import matmul
 from weft.runtime.team.team import find_team
+
+baselines = loaded("training")
 
 
 class Group:
@@ -49,7 +51,7 @@ def fused_matmul_reduce_scatter(a, b, op, dim, name):
 def stand_ins(monkeypatch):
     import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
 
-    monkeypatch.setattr(providers, "_group", Group)
+    monkeypatch.setattr(baselines, "_group", Group)
     for function in (all_gather_into_tensor, reduce_scatter_tensor):
         monkeypatch.setattr(dist, function.__name__, function)
     for function in (fused_all_gather_matmul, fused_matmul_reduce_scatter):
@@ -85,7 +87,7 @@ def test_the_baseline_runs_the_searched_algorithms_in_its_forward(stand_ins, mon
         sizes.append((*a.shape, b.shape[0]))
         return matmul(a, b)
 
-    monkeypatch.setattr(providers, "matmul", counted)
+    monkeypatch.setattr(baselines, "matmul", counted)
     workload = TrainWorkload(
         name="train", shapes=parse_layers(("2x4,32,4,4,8,24",), 2, tiny=True), words=("cublas+nccl",)
     )

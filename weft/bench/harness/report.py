@@ -20,7 +20,7 @@ ROLES = ("weft", "other", "ceiling")
 MODES = ("graph", "around", "eager", "wall", "host")
 # Former names of providers, which commands and results name.
 RENAMED = {
-    "weft.segments": "weft.pipelined", "weft.library": "weft.sequential", "seed": "sorted-blocks",
+    "weft.segments": "weft.pipelined", "weft.library": "weft.sequential",
     "weft.ag_rs": "weft.sequence_parallel", "weft.gemm_ar": "weft.replicated",
 }  # fmt: skip
 

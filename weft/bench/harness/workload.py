@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -103,14 +104,16 @@ class Problem:
 class Workload:
     """Op, layer or model at several shapes: plain data, sent to all ranks.
 
-    name   of the op or model benchmark, in commands and reports
-    words  names or families of the providers to measure, and of others that it lacks; all if empty
+    name       of the op or model benchmark, in commands and reports
+    words      names or families of the providers to measure, and of others that it lacks; all if empty
+    baselines  folder of baselines; None: a checkout's
     """
 
     name: str
     shapes: tuple[Shape, ...]
     dtype: str = "bf16"
     words: tuple[str, ...] = ()
+    baselines: Path | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from weft.arguments import did_you_mean
 from weft.bench.models.names import DEFAULT_MODEL, LEVELS, MODELS, RUN_TYPES, TINY, WEFT_MODES, is_model
-from weft.console import check_simulable, layout_of, one_of
+from weft.console import check_simulable, layout_of, numbers, one_of, words
 from weft.parallel.modes import OLD_MODES
 
 if TYPE_CHECKING:
@@ -19,27 +21,42 @@ OF_STEPS = ("--run-type", "--breakdown", "--eager", "--random-cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlags:
-    """Flags as typed; omitted ones are None or empty. ValueError for invalid values."""
+    """Flags of model benchmarks as typed; omitted ones are None. ValueError for invalid values."""
 
-    model: str | None = None
-    layers: int | None = None
-    run_type: str | None = None
-    batches: tuple[int, ...] = ()
-    contexts: tuple[int, ...] = ()
-    modes: tuple[str, ...] = ()
-    check: bool = False
-    breakdown: bool = False
-    random_cache: bool = False
-    expert_layout: str | None = None
+    model: Annotated[str | None, typer.Option(help="qwen3-32b, … with random weights [of layers and models]")] = None
+    layers: Annotated[int | None, typer.Option(help="Number of its layers [default: all]")] = None
+    run_type: Annotated[str | None, typer.Option(help="prefill or decode [default: both]")] = None
+    bsz: Annotated[str | None, typer.Option(help="Numbers of sequences, as in 1,32")] = None
+    ctx: Annotated[str | None, typer.Option(help="Tokens per sequence, as in 128,1024")] = None
+    mode: Annotated[str | None, typer.Option(help="auto, sequence_parallel, replicated [default: all]")] = None
+    check: Annotated[
+        bool, typer.Option("--check", help="First compare logits over given tokens, or all layers [generate: always]")
+    ] = False
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Break down the time of a step")] = False
+    random_cache: Annotated[
+        bool,
+        typer.Option("--random-cache", help="Decode after a random cache, of any length; answers are not compared"),
+    ] = False
+    expert_layout: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a mixture of experts: whole, slices, or EPxTP [default: whole where the ranks divide them]"
+        ),
+    ] = None
 
     def given(self) -> list[str]:
         """Command-line names of the given flags."""
-        names = {
-            "--model": self.model, "--layers": self.layers, "--run-type": self.run_type, "--bsz": self.batches,
-            "--ctx": self.contexts, "--mode": self.modes, "--check": self.check, "--breakdown": self.breakdown,
-            "--random-cache": self.random_cache, "--expert-layout": self.expert_layout,
-        }  # fmt: skip
-        return [name for name, value in names.items() if value not in (None, ()) and value is not False]
+        named = {f"--{one.name.replace('_', '-')}": getattr(self, one.name) for one in fields(self)}
+        return [flag for flag, value in named.items() if value is not None and value is not False]
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return words("mode", self.mode)
+
+    @property
+    def steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of sequences, and tokens of each."""
+        return numbers("bsz", self.bsz), numbers("ctx", self.ctx)
 
     def check_ops(self, ops: dict[str, tuple[str, ...]], eager: bool) -> None:
         """Raise ValueError for contradictory flags, and for those that none of ``ops`` (with shapes) takes."""
@@ -54,8 +71,8 @@ class ModelFlags:
             raise ValueError(f"{flag} belongs to {', '.join(takers)}; {', '.join(ops)} takes --shapes")
         if not any(map(is_model, ops)):
             return
-        shapes = [words for op, words in ops.items() if is_model(op) and words]
-        if shapes and (self.run_type or self.batches or self.contexts):
+        shapes = [given for op, given in ops.items() if is_model(op) and given]
+        if shapes and (self.run_type or any(self.steps)):
             raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
         if self.model is not None:
             one_of("model", self.model, MODELS)
@@ -93,8 +110,8 @@ class ModelFlags:
             if config.experts is None:
                 raise ValueError(f"--expert-layout {self.expert_layout}: {model} has no experts; leave it out")
             check_layout("--expert-layout", layout, world_size)
-        if self.run_type or self.batches or self.contexts:
-            shapes = words_of(level, self.run_type, self.batches, self.contexts)
+        if self.run_type or any(self.steps):
+            shapes = words_of(level, self.run_type, *self.steps)
         return ModelWorkload(
             name=level,
             model=model,

@@ -101,7 +101,7 @@ class ModelWorkload(Workload):
         return self.name in ("model", "generate")
 
     def available(self) -> tuple[Provider, ...]:
-        return providers_for(self.name, self.modes, self.words)
+        return providers_for(self.name, self.modes, self.words, self.baselines)
 
     def problem(self, shape: Shape, team: Team) -> Problem:
         if self.generates:

@@ -1,18 +1,15 @@
-"""Providers of each op: weft's choice and designs, then the baselines."""
+"""Providers of each op: weft's choice and designs, then baselines, then ops on weft.tiles."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from weft.bench.harness.baselines import baselines_for
 from weft.bench.harness.provider import Prepared, Provider
-from weft.bench.ops.attention_baselines import ATTENTION_BASELINES
 from weft.bench.ops.baselines import BASELINES
-from weft.bench.ops.moe_baselines import MOE_BASELINES
-from weft.bench.ops.moe_packages import MOE_PACKAGES
-from weft.bench.ops.moe_ports import MOE_PORTS
 from weft.bench.ops.normed import copy_into
-from weft.bench.ops.prefill_baselines import PREFILL_BASELINES
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import computes, op_of
 from weft.bench.ops.tile_providers import TILE_PROVIDERS
@@ -20,17 +17,10 @@ from weft.ops.op import Op
 from weft.plan.planned import AUTO, Planned, machine_of
 
 
-def providers_for(op: str) -> tuple[Provider, ...]:
-    others = (
-        *BASELINES,
-        *MOE_BASELINES,
-        *MOE_PORTS,
-        *MOE_PACKAGES,
-        *ATTENTION_BASELINES,
-        *PREFILL_BASELINES,
-        *TILE_PROVIDERS,
-    )
-    return (*_of_weft(op_of(op)), *(provider for provider in others if op in provider.ops))
+def providers_for(op: str, baselines: Path | None = None) -> tuple[Provider, ...]:
+    """``baselines``: a folder of more of them, by default a checkout's."""
+    of_torch, on_tiles = ([one for one in several if op in one.ops] for several in (BASELINES, TILE_PROVIDERS))
+    return (*_of_weft(op_of(op)), *of_torch, *baselines_for(op, baselines), *on_tiles)
 
 
 def _of_weft(op: Op) -> list[Provider]:

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from weft import tiles
 from weft.bench.harness.provider import Prepared, Provider
-from weft.bench.ops.attention_baselines import local_parts
 from weft.bench.ops.problem import OpProblem
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, gemm_tile, store_tile
 from weft.kernels.merged_parts import EMPTY, fold, merged, no_parts
@@ -266,17 +265,6 @@ def merge_over_ranks(means: torch.Tensor, log_sums: torch.Tensor, team: Any, row
     return out.view(B, own, D)
 
 
-def _decode(problem: OpProblem) -> Prepared:
-    """``sdpa+nccl`` with tiles in place of the all-gather and the merge."""
-    attend = local_parts(problem)
-
-    def run(number: int) -> torch.Tensor:
-        means, log_sums = attend(number)
-        return merge_over_ranks(means, log_sums, problem.team)
-
-    return Prepared(run=run)
-
-
 def _provider(name: str, op: str, make: Any) -> Provider:
     return Provider(name=name, ops=(op,), role="other", make=make, on_request=True)
 
@@ -286,5 +274,4 @@ TILE_PROVIDERS = (
     _provider("tiles.store", "ag-gemm", lambda problem: _gemm(problem, all_gather_matmul, "store")),
     _provider("tiles.store", "gemm-rs", lambda problem: _gemm(problem, matmul_reduce_scatter)),
     _provider("tiles.copy", "ag-moe", _experts),
-    _provider("sdpa+tiles", "sharded-decode-attention", _decode),
 )

@@ -42,7 +42,7 @@ class OpWorkload(Workload):
         return FORMS[self.op.form].axis
 
     def available(self) -> tuple[Provider, ...]:
-        return providers_for(self.name)
+        return providers_for(self.name, self.baselines)
 
     def problem(self, shape: Shape, team: Team, **fields: bool) -> OpProblem:
         """``fields``: of the call, beside those that the name has."""

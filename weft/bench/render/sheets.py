@@ -16,13 +16,19 @@ from weft.bench.harness.report import (
     weft_row,
 )
 from weft.bench.models.breakdown import KINDS
-from weft.bench.ops import attention_baselines, moe_baselines, prefill_baselines
 from weft.bench.workloads import workload_of
 
 NONE = "–"
 FILL = "tile fill"
 # Ceilings that are not the op's computation: what they are instead.
-CEILINGS = {**moe_baselines.CEILINGS, **attention_baselines.CEILINGS, **prefill_baselines.CEILINGS}
+CEILINGS = {
+    "cublas.dense": "one GEMM of as many rows, with one expert's weight",
+    "cublas.weights": "one GEMM of the mean number of an expert's rows, with the weights of all active experts",
+    "weft.gemm_alone": "weft's own grouped GEMM of the same rows, without what goes between the ranks",
+    "nccl.counts_known": "the rows alone, without the sort and the counts by which frameworks learn how many there are",
+    "weft.local": "each rank's attention to its own tokens, of all heads, without exchange and merge",
+    "local": "weft's own kernel with a rank's share of the work, without the exchange",
+}
 
 
 def ceiling_of(provider: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.harness.baselines import baselines_for
 from weft.bench.harness.limits import Limits
 from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Shape, Workload
@@ -30,7 +31,7 @@ class TrainWorkload(Workload):
         return "sequences x tokens"
 
     def available(self) -> tuple[Provider, ...]:
-        return PROVIDERS
+        return (*PROVIDERS, *baselines_for(self.name, self.baselines))
 
     def problem(self, shape: Shape, team: Team) -> TrainProblem:
         return TrainProblem(shape, self.dtype, team)

@@ -9,15 +9,12 @@ import torch
 
 import weft
 from tests.bench.ops.choosing import choose
+from tests.bench.ops.test_moe_problem import MOE, problem_of
+from tests.benchmarks.providers.loaded import loaded
 from weft.bench.harness.provider import Unavailable
-from weft.bench.names import VARIED
-from weft.bench.ops import moe_baselines, moe_packages, problem
-from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.shapes import OPS, op_of, parse_shapes
-from weft.bench.ops.workload import OpWorkload
 from weft.ops.case import error_bound
 
-MOE = [*(op for op in OPS if op_of(op).form == "moe"), *VARIED]
+moe, over_ranks, packages = map(loaded, ("moe", "moe_over_ranks", "moe_packages"))
 
 
 # Providers that are not here, with what they say.
@@ -53,14 +50,9 @@ class Library:
         out.copy_(torch.cat(parts))
 
 
-def problem_of(op, word, team):
-    shapes = parse_shapes(op, [word], team.size, tiny=True)
-    return OpWorkload(name=op, shapes=shapes).problem(shapes[0], team)
-
-
 @pytest.fixture
 def libraries(monkeypatch):
-    monkeypatch.setattr(moe_baselines, "dist", Library)
+    monkeypatch.setattr(over_ranks, "dist", Library)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic, options=None: function)
 
 
@@ -190,11 +182,11 @@ class LigerKernels:
             found = x[tokens[0][pairs] if tokens else pairs].float() @ weight[expert].float().T
             if self.gated:
                 out[0][pairs] = found.to(x.dtype)
-                found = moe_baselines.silu_mul(found)
+                found = moe.silu_mul(found)
             out[-1][pairs] = found.to(x.dtype)
 
 
-@pytest.mark.parametrize("op", moe_baselines.GROUPED)
+@pytest.mark.parametrize("op", moe.GROUPED)
 @pytest.mark.parametrize("word", ["qwen3-30b-a3b", "64,2,8,4,48,72"])
 def test_liger_s_kernels_are_launched_as_they_want(op, word, libraries, monkeypatch):
     """More than a tile of pairs for some experts, and more than a block of columns."""
@@ -202,7 +194,7 @@ def test_liger_s_kernels_are_launched_as_they_want(op, word, libraries, monkeypa
         _fused_up_proj_swiglu_kernel=LigerKernels(True), _fused_down_proj_kernel=LigerKernels(False)
     )
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_moe_kernels", kernels)
-    monkeypatch.setattr(moe_packages, "LIGER_TILE", 8)
+    monkeypatch.setattr(packages, "LIGER_TILE", 8)
     [provider] = [one for one in choose(op, []) if one.name == "liger"]
 
     def main(team):
@@ -222,8 +214,8 @@ def use_packages(monkeypatch):
     teams = {}
     made_by = types.SimpleNamespace(intranode=lambda rank, **sizes: AllToAll(teams[rank]))
     monkeypatch.setitem(sys.modules, "deep_ep", types.SimpleNamespace(Buffer=DeepEP))
-    monkeypatch.setattr(moe_packages, "with_cpu", lambda group: group)
-    monkeypatch.setattr(moe_packages, "pplx_module", lambda: types.SimpleNamespace(AllToAll=made_by))
+    monkeypatch.setattr(packages, "with_cpu", lambda group: group)
+    monkeypatch.setattr(packages, "pplx_module", lambda: types.SimpleNamespace(AllToAll=made_by))
     return teams
 
 
@@ -274,52 +266,10 @@ def test_results_between_kernels_are_allowed_their_roundings():
     exact = torch.randn(4096, 1024, generator=torch.Generator().manual_seed(0))
     gate, up = exact.chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
-    error = (moe_baselines.silu_mul(exact.bfloat16()).float() - expected).abs()
+    error = (moe.silu_mul(exact.bfloat16()).float() - expected).abs()
     bounds = [error_bound(expected, torch.bfloat16, 1, partials=1, roundings=roundings) for roundings in (1, 4)]
     assert (error > bounds[0]).any() and (error <= bounds[1]).all()
     assert ((expected * (1 + 2**-5) - expected).abs() > bounds[1]).any()
-
-
-@pytest.mark.parametrize("op", MOE)
-def test_each_of_an_op_s_results_is_checked(op):
-    """Where the op defines it: elements that it does not write may be anything."""
-
-    def main(team):
-        made = problem_of(op, "qwen3-30b-a3b", team)
-        out = made.call(made.arguments[0])
-        assert not made.judge(out).wrong
-        for x in out if isinstance(out, tuple) else (out,):
-            kept = x.clone()
-            x += 1
-            assert made.judge(out).wrong, x.shape
-            x.copy_(kept)
-
-    weft.simulate(main, 2)
-
-
-def test_weights_of_experts_that_no_token_chose_are_neither_read_nor_warm(monkeypatch):
-    """One token with 8 of 128 choices reads 4 of a rank's 64 experts."""
-    op, bytes_of_four = op_of("grouped-gemm-silu"), 4 * 2 * 96 * 256 * 2
-    [shape] = parse_shapes("grouped-gemm-silu", ["1,8,128,64,256,96"], 2)
-    assert op.memory_bytes(shape.size, torch.bfloat16) == pytest.approx(bytes_of_four, rel=0.01)
-    assert op.flops(shape.size) == 2 * 4 * 96 * 256 * 2
-    monkeypatch.setattr(problem, "COLD_BYTES", 3.5 * bytes_of_four)
-    monkeypatch.setattr(type(op), "arguments", lambda op, case, team, *tensors: tensors)
-    nodes = types.SimpleNamespace(nodes=1, node_size=2)
-    team = types.SimpleNamespace(is_simulated=False, size=2, rank=1, shape=nodes, device=torch.device("cpu"))
-    assert len(OpProblem(op, shape, "bf16", team).sets) == 1 + 4
-
-
-def test_ranks_see_one_routing_and_popular_experts_are_shared_out():
-    def main(team):
-        [shape] = parse_shapes("moe-schedule", ["64,2,16,8,32,32,1"], 2)
-        [ids] = OpProblem(op_of("moe-schedule"), shape, "bf16", team).sets[0]
-        return torch.bincount(ids.flatten().long(), minlength=16).tolist()
-
-    one, other = weft.simulate(main, 2)
-    assert one == other
-    assert one[0] > one[8] > one[1] > 64 * 2 / 16 > one[15]
-    assert sum(one[:8]) > sum(one[8:])
 
 
 def test_a_unit_in_the_last_place_of_a_library_counts_as_right():
@@ -330,5 +280,5 @@ def test_a_unit_in_the_last_place_of_a_library_counts_as_right():
         (torch.tensor([3, 4], dtype=torch.int32), [3, 4], [4, 5]),
     ):
         near, far = (torch.tensor(values, dtype=expected.dtype) for values in (right, wrong))
-        assert moe_baselines.within_a_unit(near, expected).equal(expected)
-        assert (moe_baselines.within_a_unit(far, expected) != expected).all()
+        assert over_ranks.within_a_unit(near, expected).equal(expected)
+        assert (over_ranks.within_a_unit(far, expected) != expected).all()

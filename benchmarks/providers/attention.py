@@ -12,13 +12,11 @@ import torch.distributed as dist
 from weft.bench.harness.provider import Prepared, Provider
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.problem import OpProblem
+from weft.bench.ops.tile_providers import merge_over_ranks
 from weft.kernels.block_cyclic import local_lengths
 from weft.ops.attention import cases
 from weft.ops.attention.paged_attention import paged_attention
 from weft.runtime.arithmetic import cdiv
-
-# Not the op's computation: what it is instead.
-CEILINGS = {"weft.local": "each rank's attention to its own tokens, of all heads, without exchange and merge"}
 
 
 def tickets_of(problem: OpProblem) -> torch.Tensor:
@@ -127,15 +125,22 @@ def gathered(problem: OpProblem, flex: bool = False) -> Prepared:
     return Prepared(run=run)
 
 
+def on_tiles(problem: OpProblem) -> Prepared:
+    """``gathered`` with weft.tiles in place of the all-gather and the merge."""
+    parts = local_parts(problem)
+    return Prepared(run=lambda number: merge_over_ranks(*parts(number), problem.team))
+
+
 def _provider(
     name: str, make: Callable[[OpProblem], Prepared], role: str = "other", on_request: bool = False
 ) -> Provider:
     return Provider(name=name, ops=("sharded-decode-attention",), role=role, make=make, on_request=on_request)
 
 
-ATTENTION_BASELINES = (
+PROVIDERS = (
     _provider("weft.local", local, "ceiling"),
     _provider("weft.one_gpu", one_gpu),
     _provider("sdpa+nccl", gathered),
     _provider("flex+nccl", partial(gathered, flex=True), on_request=True),
+    _provider("sdpa+tiles", on_tiles, on_request=True),
 )

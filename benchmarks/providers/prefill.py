@@ -20,8 +20,6 @@ from weft.ops.attention.stripes import Stripes, attend
 from weft.ops.attention.zigzag import ZigzagRanges
 from weft.plan.planned import machine_of
 
-CEILINGS = {"local": "weft's own kernel with a rank's share of the work, without the exchange"}
-
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -144,7 +142,7 @@ def _provider(name: str, make: Callable[[OpProblem], Prepared], role: str = "oth
     return Provider(name=name, ops=("gathered-prefill-attention",), role=role, make=make)
 
 
-PREFILL_BASELINES = (
+PROVIDERS = (
     _provider("nccl+flash", partial(nccl_and_torch, kernel=flash)),
     _provider("nccl+cudnn", partial(nccl_and_torch, kernel=cudnn)),
     _provider("torch.ring", ring),

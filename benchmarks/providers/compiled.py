@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft.bench.harness.provider import Unavailable
+from weft.bench.harness.provider import Prepared, Provider, Unavailable
+from weft.bench.models import generate
 from weft.bench.models.baseline import Functions, attend, grouped
+from weft.bench.models.problem import StepProblem
+from weft.bench.models.sessions import TorchSession
 from weft.parallel.reference import AllReduce, Reference
 from weft.parallel.tensors import AttentionWeights, MLPWeights, MoEWeights
 
@@ -31,6 +34,8 @@ AUTOTUNED_ROWS = 128
 ONE_SHOT_BYTES, MOST_BYTES = 512 << 10, 32 << 20
 # Rows up to which torch's fused all-gather asks for multicast where the driver offers it.
 MULTICAST_ROWS = 2048
+# (problem, rows of a step) -> functions for such steps
+Compile = Callable[[StepProblem, int], Functions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +152,52 @@ def _symmetric_op() -> Callable[[Tensor, str, bool], Tensor]:
     op = torch.library.custom_op("weft_bench::symmetric_all_reduce", symmetric_all_reduce, mutates_args=())
     op.register_fake(lambda x, group, one_shot: torch.empty_like(x))
     return op
+
+
+# --- providers ---------------------------------------------------------------------------------------------------------
+
+
+def by_compile(problem: StepProblem, make: Compile) -> Prepared:
+    check_compiles(problem.team)
+    step = problem.step
+    functions = make(problem, step.batch * step.new)
+    return problem.prepared(TorchSession(problem.baseline, step.batch, step.length, functions))
+
+
+def decoding_by_compile(problem: generate.AnswersProblem, make: Compile) -> Prepared:
+    check_compiles(problem.team)
+    return generate.decode_by(problem, make(problem.of_step, problem.batch))
+
+
+def check_compiles(team: Team) -> None:
+    if team.is_simulated:
+        raise Unavailable("torch.compile does not run on simulated ranks: they are threads of one process")
+
+
+def with_nccl(problem: StepProblem, rows: int) -> Functions:
+    return compiled(problem.team, rows)
+
+
+def with_symmetric_memory(problem: StepProblem, rows: int) -> Functions:
+    return symmetric(problem.team, rows, rows * problem.config.hidden_size * problem.dtype.itemsize)
+
+
+def with_pipelining(problem: StepProblem, rows: int) -> Functions:
+    if problem.step.decodes:
+        raise Unavailable("micro-pipelining is for prompts: the rows of a decode step are too few to split")
+    return pipelined(problem.team, rows)
+
+
+def _provider(name: str, ops: tuple[str, ...], make: Callable[..., Prepared], compile: Compile) -> Provider:
+    return Provider(name=name, ops=ops, role="other", make=functools.partial(make, make=compile))
+
+
+STEPS = ("mlp", "attn", "model")
+PROVIDERS = (
+    _provider("torch.compile", STEPS, by_compile, with_nccl),
+    _provider("torch.compile+symm", STEPS, by_compile, with_symmetric_memory),
+    _provider("torch.compile+async_tp", STEPS, by_compile, with_pipelining),
+    # Decoding steps of generate are of one size; its prompts are read eagerly.
+    _provider("torch.compile", ("generate",), decoding_by_compile, with_nccl),
+    _provider("torch.compile+symm", ("generate",), decoding_by_compile, with_symmetric_memory),
+)

@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
-from weft.bench.ops.moe_baselines import Order, all_ids, mine, orders, sorted_pairs, weighted_sum, written
 from weft.bench.ops.problem import OpProblem
 from weft.ops.moe.fp8_rows import E4M3, quantize_rows, scales_of
 from weft.runtime.arithmetic import cdiv
+
+from .moe import Order, mine, orders, sorted_pairs, weighted_sum, written
+from .moe_over_ranks import all_ids
 
 # Of DeepEP's buffer, as in its own tests.
 BUFFER_BYTES = 10**9
@@ -308,7 +310,7 @@ def liger_grouped(problem: OpProblem) -> Prepared:
     return Prepared(run=run, compare=compare)
 
 
-MOE_PACKAGES = tuple(
+PROVIDERS = tuple(
     Provider(name=name, ops=(op,), role="other", make=make)
     for name, op, make in (
         ("deep_ep", "moe-dispatch", deep_ep_dispatch),

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from scripts.train_builtin import MODELS, TrainConfig, both_orders, count_right, held_out_sums, make_batch
 from tests.documents import ROOT
 from weft.engine.chat import ChatTemplate, prompt_of
 from weft.engine.tokenizer import load_tokenizer, token_ids_of
 from weft.models.builtin import PATH, PATHS
-from weft.models.builtin.train import MODELS, TrainConfig, both_orders, count_right, held_out_sums, make_batch
 
 REPORTS = {name: json.loads((path / "accuracy.json").read_text()) for name, path in PATHS.items()}
 SEED = REPORTS["adder"]["config"]["seed"]

@@ -1,8 +1,8 @@
 """Built-in models: three layers that add two numbers of up to three digits, `123+456=` -> `579`.
 
 `adder` is dense, and `weft generate` runs it when no model is named, because its answers can be checked. `adder-moe` has 8
-experts in place of each MLP, two for each token. `train.py` made both; `accuracy.json` has the accuracy of each on sums that it
-was not trained on.
+experts in place of each MLP, two for each token. `scripts/train_builtin.py` made both; `accuracy.json` has the accuracy of each
+on sums that it was not trained on.
 """
 
 from __future__ import annotations

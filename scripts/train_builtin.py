@@ -1,4 +1,4 @@
-"""Training of a built-in model: `python -m weft.models.builtin.train --model adder-moe --out DIR`.
+"""Training of a built-in model: `python -m scripts.train_builtin --model adder-moe --out DIR`.
 
 It takes minutes on a CPU. A model reads `123+456=` and writes `579<eos>`: operands 0..999 without leading zeros, most
 significant digit first.

@@ -36,7 +36,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # Files and commands in these are of the past, or of the commits that were measured.
-PAST = (ROOT / "docs" / "renames.md", ROOT / "docs" / "performance.md", *(ROOT / "docs" / "performance").glob("*.md"))
+PAST = (ROOT / "docs" / "performance.md", *(ROOT / "docs" / "performance").glob("*.md"))
 # Pages whose files and console commands a test runs, which compares what they print.
 FOLLOWED = dict.fromkeys(TUTORIALS, "tests/test_tutorials.py") | {
     ROOT / "docs" / "adding-an-op.md": "tests/ops/test_adding_an_op.py",

@@ -61,7 +61,7 @@ __all__ = [
     "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
-# Former names, which stay importable: docs/renames.md.
+# Former names, which stay importable.
 FactoredNorm = DeferredNorm
 PrefillSpans = SequenceRanges
 best_words = sample_argmax

@@ -355,11 +355,15 @@ def constants() -> dict[str, int]:
     return {name: member.value for name, member in vars(wl.shmem).items() if re.match("CMP_|SIGNAL_", name)}
 
 
-def write() -> str:
-    """The page. SystemExit with what is missing for it."""
-    if lines := lacking():
+def whole(lines: list[str], paragraphs: Iterator[str]) -> str:
+    """A page of these paragraphs. SystemExit with ``lines``, what is missing for it."""
+    if lines:
         raise SystemExit("\n".join(lines))
-    return "\n\n".join(page()) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def write() -> str:
+    return whole(lacking(), page())
 
 
 if __name__ == "__main__":

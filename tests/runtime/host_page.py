@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from tests.language.primitives_page import promise
+from tests.language.primitives_page import promise, whole
 from tests.runtime import host_example
 from weft import errors
 from weft.runtime.platforms.platform import CopyEngine, Library
@@ -133,10 +133,7 @@ def page() -> Iterator[str]:
 
 
 def write() -> str:
-    """The page. SystemExit with what is missing for it."""
-    if lines := lacking():
-        raise SystemExit("\n".join(lines))
-    return "\n\n".join(page()) + "\n"
+    return whole(lacking(), page())
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from weft.bench.serving import client
+from weft.bench.serving import client, points
 from weft.bench.serving.command import _without
 from weft.cli import app
 from weft.console import api_key_of
+from weft.runtime.files import text_of
 
 
 def bench(*arguments):
@@ -36,6 +37,13 @@ def test_open_and_closed_loops_are_measured_and_written(served, tmp_path):
         assert 0 < point["ttft"]["p50"] <= point["ttft"]["p99"] < point["e2e"]["p99"]
     assert bench(*url, "--file", prompts, "--concurrency", 3).exit_code == 0
     assert json.loads(out.read_text())["points"][0]["tokens"] == 3 * 4 + 3 * 3
+
+
+def test_a_file_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(points, "text_of", lambda file: text_of(file, 20))
+    result = bench("--file", "/dev/zero")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("weft: --file /dev/zero cannot be read: it holds more than 20 bytes; pass a file")
 
 
 def test_mistakes_and_refusals_are_one_line(served):

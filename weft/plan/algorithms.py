@@ -30,7 +30,7 @@ from weft.plan.table import name_of
 from weft.runtime import cublaslt
 from weft.runtime.codec import exchangeable
 from weft.runtime.cublaslt import Algorithm
-from weft.runtime.files import put
+from weft.runtime.files import put, text_of
 from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def missing() -> Iterator[dict[tuple[torch.dtype, tuple[int, ...]], None]]:
 def read(path: Path) -> list[Entry]:
     """Entries of a file. ValueError, with file, entry and field, unless all are of this schema."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(text_of(path))
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"it is not a cache of cuBLAS algorithms of schema {SCHEMA}")
         found = document.get("algorithms")

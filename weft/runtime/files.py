@@ -1,4 +1,4 @@
-"""Writing of files that the user has named; weft writes such files here only."""
+"""Files that the user has named: reading of text, and writing, which weft does here only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.errors import CannotWrite
+
+MOST_TEXT_BYTES = 256 << 20
+
+
+def text_of(path: Path, most: int = MOST_TEXT_BYTES) -> str:
+    """Text of a file in UTF-8. ValueError for more than ``most`` bytes: a device such as /dev/zero has no end."""
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it holds more than {most:,} bytes")
+    return content.decode("utf-8")
 
 
 def put(path: Path, text: str) -> None:

@@ -262,6 +262,20 @@ def sizes_or_set(
     return (), name, tuple(map(int, listed.split(","))) if listed else ()
 
 
+def listed_shapes(
+    word: str,
+    count: int,
+    sets: Collection[str],
+    usage: str,
+    small: tuple[int, ...],
+    named: Callable[[str, tuple[int, ...]], Sequence[tuple[int, ...]]],
+) -> list[Shape]:
+    """Shape of the sizes in a word; for a set ``small`` unless it is empty, else the sizes named(set, numbers)."""
+    given, name, numbers = sizes_or_set(word, count, sets, usage)
+    sizes = [given or small] if given or small else named(name, numbers)
+    return [Shape(size=tuple(size), label="x".join(map(str, size))) for size in sizes]
+
+
 def words_apart(text: str) -> list[str]:
     """Words of a list. A number belongs to the numbers before it, or to the rows of a set."""
     found: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.bench.harness.workload import Shape, sizes_or_set
+from weft.bench.harness.workload import Shape, listed_shapes
 from weft.ops.attention.gathered_plan import check_sharing
 from weft.ops.op import Op
 
@@ -27,14 +27,12 @@ SIMULATED = PrefillShape(64, 16, 8, 64)
 
 def read_prefill(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     """See ``Form.read``."""
-    given, name, tokens = sizes_or_set(word, 4, PROMPTED, "TOKENS,QUERY_HEADS,KV_HEADS,HEAD_DIM")
-    if given:
-        sizes = [given]
-    elif tiny:
-        sizes = [(4 * world_size, 2 * world_size, world_size, 16)]
-    else:
-        sizes = [(count, *PROMPTED[name]) for count in tokens or TOKENS]
-    return [Shape(size=tuple(size), label="x".join(map(str, size))) for size in sizes]
+
+    def named(name: str, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [(count, *PROMPTED[name]) for count in tokens or TOKENS]
+
+    small = (4 * world_size, 2 * world_size, world_size, 16) if tiny else ()
+    return listed_shapes(word, 4, PROMPTED, "TOKENS,QUERY_HEADS,KV_HEADS,HEAD_DIM", small, named)
 
 
 def check_heads_shared(op: Op, word: str, size: tuple[int, ...], dtype: str) -> None:

@@ -17,7 +17,7 @@ import torch
 
 import weft.ops  # noqa: F401  registers the ops
 from weft.arguments import shortened
-from weft.bench.harness.workload import DTYPES, Shape, sizes_or_set, words_apart
+from weft.bench.harness.workload import DTYPES, Shape, listed_shapes, words_apart
 from weft.bench.names import unknown_op
 from weft.bench.ops.attention_shapes import LONG, check_sharded, read_sharded, simulable_sharded
 from weft.bench.ops.moe_shapes import MIXTURES, check_choices, read_moe, simulable_moe
@@ -178,14 +178,10 @@ def _simulable_bytes(op: Op, size: tuple[int, ...], world_size: int) -> tuple[st
 
 
 def _read_rows(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
-    given, name, rows = sizes_or_set(word, 2, MODELS, "M,H, rows and columns")
-    if given:
-        sizes = [given]
-    elif tiny:
-        sizes = [(3, 32)]
-    else:
-        sizes = [(m, MODELS[name].hidden) for m in rows or DECODE_ROWS]
-    return [Shape(size=size, label=f"{size[0]}x{size[1]}") for size in sizes]
+    def named(name: str, rows: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [(m, MODELS[name].hidden) for m in rows or DECODE_ROWS]
+
+    return listed_shapes(word, 2, MODELS, "M,H, rows and columns", (3, 32) if tiny else (), named)
 
 
 def _check_width(op: Op, word: str, size: tuple[int, ...], dtype: str) -> None:
@@ -286,17 +282,13 @@ def _simulable_gemm(op: Op, size: tuple[int, ...], world_size: int) -> tuple[str
 
 
 def _read_attention(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
-    given, name, tokens = sizes_or_set(word, 3, MODELS, "PAIRS,TOKENS,HEAD_DIM")
-    if given:
-        sizes = [given]
-    elif tiny:
-        sizes = [(2, 20, 32)]
-    else:
+    def named(name: str, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
         heads = MODELS[name].key_value // HEAD_DIM
         if heads % world_size:
             raise ValueError(f"--world-size {world_size}: {name} has {heads} KV heads; take 1, 2, 4 or 8")
-        sizes = [(heads // world_size, count, HEAD_DIM) for count in tokens or CONTEXTS]
-    return [Shape(size=size, label="x".join(map(str, size))) for size in sizes]
+        return [(heads // world_size, count, HEAD_DIM) for count in tokens or CONTEXTS]
+
+    return listed_shapes(word, 3, MODELS, "PAIRS,TOKENS,HEAD_DIM", (2, 20, 32) if tiny else (), named)
 
 
 def _check_heads(op: Op, word: str, size: tuple[int, ...], dtype: str) -> None:
@@ -332,60 +324,32 @@ class Form:
 GEMM_SETS = (*MODELS, "symm-mem-recipes")
 FORMS = {
     "bytes": Form(
-        dimensions=1,
-        axis="size of the whole tensor of a rank",
-        sets=("sizes",),
-        read=_read_bytes,
-        check=_no_check,
-        simulable=_simulable_bytes,
+        dimensions=1, axis="size of the whole tensor of a rank", sets=("sizes",),
+        read=_read_bytes, check=_no_check, simulable=_simulable_bytes,
     ),
     "rows": Form(
-        dimensions=2,
-        axis="rows x columns",
-        sets=tuple(MODELS),
-        read=_read_rows,
-        check=_check_width,
-        simulable=_simulable_rows,
+        dimensions=2, axis="rows x columns", sets=tuple(MODELS),
+        read=_read_rows, check=_check_width, simulable=_simulable_rows,
     ),
     "gemm": Form(
-        dimensions=3,
-        axis="rows M of the whole GEMM",
-        sets=GEMM_SETS,
-        read=_read_gemm,
-        check=_no_check,
-        simulable=_simulable_gemm,
+        dimensions=3, axis="rows M of the whole GEMM", sets=GEMM_SETS,
+        read=_read_gemm, check=_no_check, simulable=_simulable_gemm,
     ),
     "attention": Form(
-        dimensions=3,
-        axis="KV heads of all sequences x tokens x head_dim",
-        sets=tuple(MODELS),
-        read=_read_attention,
-        check=_check_heads,
-        simulable=_simulable_attention,
+        dimensions=3, axis="KV heads of all sequences x tokens x head_dim", sets=tuple(MODELS),
+        read=_read_attention, check=_check_heads, simulable=_simulable_attention,
     ),
     "sharded": Form(
-        dimensions=6,
-        axis="sequences x query heads x KV heads x head_dim x context",
-        sets=tuple(LONG),
-        read=read_sharded,
-        check=check_sharded,
-        simulable=simulable_sharded,
+        dimensions=6, axis="sequences x query heads x KV heads x head_dim x context", sets=tuple(LONG),
+        read=read_sharded, check=check_sharded, simulable=simulable_sharded,
     ),
     "prefill": Form(
-        dimensions=4,
-        axis="tokens x query heads x KV heads x head_dim",
-        sets=tuple(PROMPTED),
-        read=read_prefill,
-        check=check_heads_shared,
-        simulable=simulable_prefill,
+        dimensions=4, axis="tokens x query heads x KV heads x head_dim", sets=tuple(PROMPTED),
+        read=read_prefill, check=check_heads_shared, simulable=simulable_prefill,
     ),
     "moe": Form(
-        dimensions=7,
-        axis="tokens T of a rank",
-        sets=tuple(MIXTURES),
-        read=read_moe,
-        check=check_choices,
-        simulable=simulable_moe,
+        dimensions=7, axis="tokens T of a rank", sets=tuple(MIXTURES),
+        read=read_moe, check=check_choices, simulable=simulable_moe,
     ),
-}
+}  # fmt: skip
 OPS = tuple(op.alias for form in FORMS for op in registered() if op.form == form)

@@ -16,6 +16,7 @@ from typing import Any
 
 from weft.arguments import is_integer, quoted
 from weft.bench.serving.client import Answered, Ask, Target, run
+from weft.runtime.files import text_of
 
 # Seconds that processes of clients have to start, and then to connect.
 START_SECONDS = 0.5
@@ -82,8 +83,8 @@ def asks_of(file: Path, count: int, tokens: int) -> list[Ask]:
     """Requests of a file's lines, {"prompt": ..., "max_tokens": ...}, repeated where there are too few."""
     found = []
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
+        text = text_of(file)
+    except (OSError, ValueError) as error:
         raise ValueError(f"--file {file} cannot be read: {error}; pass a file of text in UTF-8") from None
     for number, line in enumerate(text.splitlines(), 1):
         try:

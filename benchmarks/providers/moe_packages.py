@@ -1,7 +1,7 @@
 """Ops of a mixture of experts by packages that may be installed beside weft.
 
 Dispatch and combine of DeepEP and of pplx-kernels, which are built from source (benchmarks/packages.sh), and grouped GEMMs of
-Liger-Kernel, which is on PyPI (docs/moe.md). weft does not depend on them, and they are not in its lists.
+Liger-Kernel, which is on PyPI (docs/moe-designs.md). weft does not depend on them, and they are not in its lists.
 """
 
 from __future__ import annotations

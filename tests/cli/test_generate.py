@@ -276,7 +276,7 @@ def test_bad_input(arguments, says):
 
 def test_a_large_checkpoint_does_not_become_a_simulation(checkpoint, monkeypatch):
     edit_config(checkpoint, hidden_size=4096, intermediate_size=8192, vocab_size=1000)
-    says = " billion parameters, and simulated ranks take at most 0.1 (2 with --mode reference); "
+    says = " billion parameters, and simulated ranks take at most 0.2 (2 with --mode reference); "
     one_line(
         weft("--model", checkpoint), f"{says}run it on a machine with GPUs, or run the built-in model, without --model"
     )

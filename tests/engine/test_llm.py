@@ -364,7 +364,7 @@ def test_the_heap_is_as_large_as_was_asked_for(byte_model, as_processes, monkeyp
 def test_a_large_checkpoint_does_not_become_a_simulation(byte_model, tmp_path, monkeypatch):
     config = json.loads((byte_model / "config.json").read_text()) | LARGE
     (tmp_path / "config.json").write_text(json.dumps(config))
-    says = r"has 0\.2. billion parameters, and simulated ranks take at most 0.1 \(2 with mode='reference'\); "
+    says = r"has 0\.2. billion parameters, and simulated ranks take at most 0.2 \(2 with mode='reference'\); "
     with pytest.raises(ValueError, match=rf"model='{tmp_path}' {says}run it on GPUs"):
         weft.LLM(tmp_path, 2, device="sim")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -378,7 +378,7 @@ def test_virtual_ranks_take_larger_models_in_mode_reference():
         check_simulable("qwen3-1.7b", Qwen3Config.named("qwen3-1.7b"), "", mode=mode)
     with pytest.raises(ValueError, match=r"has 33 billion parameters, and simulated ranks take at most 2; run it"):
         weft.LLM(Qwen3Config.named("qwen3-32b"), 2, device="sim", mode="reference")
-    with pytest.raises(ValueError, match=r"has 33 billion parameters, and simulated ranks take at most 0.1; run it"):
+    with pytest.raises(ValueError, match=r"has 33 billion parameters, and simulated ranks take at most 0.2; run it"):
         weft.LLM(Qwen3Config.named("qwen3-32b"), 2, device="sim")
 
 

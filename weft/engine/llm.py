@@ -37,7 +37,7 @@ class LLM:
                 text
     world_size  None: all GPUs, or 4 virtual ranks
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
-                process, made anew for every call, for models of up to 0.1 billion parameters, 2 in mode "reference";
+                process, made anew for every call, for models of up to 0.2 billion parameters, 2 in mode "reference";
                 "auto": GPUs if there are enough
     heap_bytes  symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted says how much is needed
                 where `chunk_tokens` of a wide model need more

@@ -62,15 +62,13 @@ def moe(
     if not sends_needed_alone(DispatchCall(max_tokens, k, x.shape[1], x.dtype, tp=tp), machine_of(team)):
         h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(
             x, routing, gate_up, mine, team, max_tokens=max_tokens
-        )  # all_gather_grouped_matmul_silu_mul
-        return ops.grouped_matmul_reduce_scatter(
-            h, down, schedule, found, len(x), team
-        )  # grouped_matmul_reduce_scatter
-    found = ops.moe_dispatch(x, routing, team, experts=mine, max_tokens=max_tokens)  # moe_dispatch
-    schedule = ops.moe_schedule(found.routing.ids, mine, start=team.rank * max_tokens)  # moe_schedule
-    h = ops.grouped_matmul_silu_mul(found.rows, gate_up, schedule)  # grouped_matmul_silu_mul
-    y = ops.grouped_matmul(h, down, schedule)  # grouped_matmul
-    return ops.moe_combine(y, found, len(x), team)  # moe_combine
+        )
+        return ops.grouped_matmul_reduce_scatter(h, down, schedule, found, len(x), team)
+    found = ops.moe_dispatch(x, routing, team, experts=mine, max_tokens=max_tokens)
+    schedule = ops.moe_schedule(found.routing.ids, mine, start=team.rank * max_tokens)
+    h = ops.grouped_matmul_silu_mul(found.rows, gate_up, schedule)
+    y = ops.grouped_matmul(h, down, schedule)
+    return ops.moe_combine(y, found, len(x), team)
 
 
 def sends_needed_alone(call: DispatchCall, machine: Machine) -> bool:

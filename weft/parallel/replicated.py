@@ -54,27 +54,27 @@ class FusedNorm(Recipe):
     def decoder_layer(
         self, x: PartialSum, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[PartialSum, Tensor]:
-        normed, residual = self.all_reduce_norm(x, residual, w.input_norm)  # all_reduce_rms_norm
+        normed, residual = self.all_reduce_norm(x, residual, w.input_norm)
         x = self.attention(normed, w.attention, step, cache)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
         behind = replace(self, deferred_scale=False) if isinstance(w.mlp, MoEWeights) else self
-        normed, residual = behind.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm
+        normed, residual = behind.all_reduce_norm(x, residual, w.post_norm)
         if isinstance(w.mlp, MoEWeights):
             # matmul_route_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
             return PartialSum(fused.expert_rows(normed, w.mlp)), residual
         return self.mlp(normed, w.mlp), residual
 
     def attention(self, x: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
-        qkv = fused.project(x, w, step)  # matmul_parts
-        attended = fused.attend(qkv, w, step, cache)  # decode_attention
-        return PartialSum(fused.matmul_split(attended, w.o))  # matmul_parts
+        qkv = fused.project(x, w, step)
+        attended = fused.attend(qkv, w, step, cache)
+        return PartialSum(fused.matmul_split(attended, w.o))
 
     def mlp(self, x: Tensor | DeferredNorm, w: MLPWeights) -> PartialSum:
-        gated = fused.gated(x, w)  # matmul_silu_mul
-        return PartialSum(fused.matmul_split(gated, w.down))  # matmul_parts
+        gated = fused.gated(x, w)
+        return PartialSum(fused.matmul_split(gated, w.down))
 
     def moe(self, x: Tensor, w: MoEWeights) -> PartialSum:
-        return PartialSum(fused.experts(x, w))  # matmul_route_schedule, two grouped GEMMs, moe_sum
+        return PartialSum(fused.experts(x, w))
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> PartialSum:
         return PartialSum(fused.embed(tokens, table))  # vocab_embedding
@@ -95,10 +95,10 @@ class FusedNorm(Recipe):
     ) -> Tensor:
         if rows is not None:
             if isinstance(x.summand, ExpertRows):
-                x = PartialSum(fused.summand_of(x.summand))  # grouped_matmul, moe_sum
+                x = PartialSum(fused.summand_of(x.summand))
             x, residual = x.rows(rows), residual[rows]
-        normed, _ = self.all_reduce_norm(x, residual, norm)  # all_reduce_rms_norm
-        return fused.logits(normed, head)  # matmul
+        normed, _ = self.all_reduce_norm(x, residual, norm)
+        return fused.logits(normed, head)
 
     def of_single_layers(self) -> Replicated:
         return Replicated(team=self.team, local=self.local)
@@ -141,41 +141,41 @@ class Replicated(Recipe):
     def decoder_layer(
         self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.local.add_norm(x, residual, w.input_norm)  # add_rms_norm
+        normed, residual = self.local.add_norm(x, residual, w.input_norm)
         x = self.attention(normed, w.attention, step, cache)
-        normed, residual = self.local.add_norm(x, residual, w.post_norm)  # add_rms_norm
+        normed, residual = self.local.add_norm(x, residual, w.post_norm)
         return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
-        qkv = self.local.project(x, w, step)  # matmul_parts
-        attended = self.local.attend(qkv, w, step, cache)  # qk_norm_rope, paged_prefill_attention
-        return ops.matmul_all_reduce(attended, w.o, self.team)  # matmul_all_reduce
+        qkv = self.local.project(x, w, step)
+        attended = self.local.attend(qkv, w, step, cache)
+        return ops.matmul_all_reduce(attended, w.o, self.team)
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
-        gated = self.local.gated(x, w)  # matmul, silu_mul
-        return ops.matmul_all_reduce(gated, w.down, self.team)  # matmul_all_reduce
+        gated = self.local.gated(x, w)
+        return ops.matmul_all_reduce(gated, w.down, self.team)
 
     def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
-        summand = self.local.experts(x, w)  # matmul_route_schedule, two grouped GEMMs, moe_sum
-        return ops.all_reduce(summand, self.team)  # all_reduce
+        summand = self.local.experts(x, w)
+        return ops.all_reduce(summand, self.team)
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         x = self.local.embed(tokens, table)  # vocab_embedding
-        return ops.all_reduce(x, self.team)  # all_reduce
+        return ops.all_reduce(x, self.team)
 
     def hand_over(self, x: Tensor, residual: Tensor, w: LayerWeights) -> Tensor:
         return own_rows(x + residual, self.team)
 
     def take_over(self, rows: Tensor, tokens: int) -> Tensor:
-        return ops.all_gather(rows, self.team)[:tokens]  # all_gather
+        return ops.all_gather(rows, self.team)[:tokens]
 
     def logits(
         self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
     ) -> Tensor:
         if rows is not None:
             x, residual = x[rows], residual[rows]
-        normed, _ = self.local.add_norm(x, residual, norm)  # add_rms_norm
-        return self.local.logits(normed, head)  # matmul
+        normed, _ = self.local.add_norm(x, residual, norm)
+        return self.local.logits(normed, head)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}"

@@ -46,26 +46,24 @@ class SequenceParallel(Recipe):
     def decoder_layer(
         self, x: SequenceShard, residual: SequenceShard | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[SequenceShard, SequenceShard]:
-        normed, residual = self.add_norm(x, residual, w.input_norm)  # add_rms_norm
+        normed, residual = self.add_norm(x, residual, w.input_norm)
         x = self.attention(normed, w.attention, step, cache)
-        normed, residual = self.add_norm(x, residual, w.post_norm)  # add_rms_norm
+        normed, residual = self.add_norm(x, residual, w.post_norm)
         return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: Cache) -> SequenceShard:
-        qkv = ops.all_gather_matmul(x.rows, w.qkv, self.team)  # all_gather_matmul
+        qkv = ops.all_gather_matmul(x.rows, w.qkv, self.team)
         padding = len(qkv) - step.tokens
-        attended = self.local.attend(qkv[: step.tokens], w, step, cache)  # qk_norm_rope, paged_prefill_attention
+        attended = self.local.attend(qkv[: step.tokens], w, step, cache)
         attended = F.pad(attended, (0, 0, 0, padding)) if padding else attended
-        return SequenceShard(ops.matmul_reduce_scatter(attended, w.o, self.team))  # matmul_reduce_scatter
+        return SequenceShard(ops.matmul_reduce_scatter(attended, w.o, self.team))
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.
         own_first = self.team.rail is None
-        gate_up = ops.all_gather_matmul(x.rows, w.gate_up, self.team, own_first=own_first)  # all_gather_matmul
-        gated = self.local.silu_mul(gate_up)  # silu_mul
-        return SequenceShard(
-            ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=own_first)  # matmul_reduce_scatter
-        )
+        gate_up = ops.all_gather_matmul(x.rows, w.gate_up, self.team, own_first=own_first)
+        gated = self.local.silu_mul(gate_up)
+        return SequenceShard(ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=own_first))
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
         return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
@@ -79,34 +77,30 @@ class SequenceParallel(Recipe):
         copy    | rows of other ranks |                                        | sums to their ranks |
         """
         both = [shared.gate_up, w.router]
-        (gate_up, logits), rows = ops.all_gather_matmul(
-            x.rows, both, self.team, return_gathered=True
-        )  # all_gather_matmul
-        beside = ops.matmul(self.local.silu_mul(gate_up), shared.down)  # silu_mul, matmul
-        routing, gate = self.local.choose(logits, w)  # route
+        (gate_up, logits), rows = ops.all_gather_matmul(x.rows, both, self.team, return_gathered=True)
+        beside = ops.matmul(self.local.silu_mul(gate_up), shared.down)
+        routing, gate = self.local.choose(logits, w)
         # In the order of the tokens: all rows are here.
-        schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)  # moe_schedule
-        h = ops.grouped_matmul_silu_mul(rows, w.gate_up, schedule)  # grouped_matmul_silu_mul
+        schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
+        h = ops.grouped_matmul_silu_mul(rows, w.gate_up, schedule)
         found, count = ops.Dispatched(rows, routing, w.experts), len(x.rows)
         return SequenceShard(
             ops.grouped_matmul_reduce_scatter(h, w.down, schedule, found, count, self.team, shared=beside, gate=gate)
-        )  # grouped_matmul_reduce_scatter
+        )
 
     def chosen(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
         """A mixture without a shared expert: rows travel under the first of its own GEMMs."""
-        routing, count = self.local.route(x.rows, w), len(x.rows)  # matmul, route
+        routing, count = self.local.route(x.rows, w), len(x.rows)
         h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(
             x.rows, routing, w.gate_up, w.experts, self.team, max_tokens=count
-        )  # all_gather_grouped_matmul_silu_mul
-        return SequenceShard(
-            ops.grouped_matmul_reduce_scatter(h, w.down, schedule, found, count, self.team)
-        )  # grouped_matmul_reduce_scatter
+        )
+        return SequenceShard(ops.grouped_matmul_reduce_scatter(h, w.down, schedule, found, count, self.team))
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:
         x = self.local.embed(tokens, table)  # vocab_embedding
         padding = -len(tokens) % self.team.size
         x = F.pad(x, (0, 0, 0, padding)) if padding else x
-        return SequenceShard(ops.reduce_scatter(x, self.team))  # reduce_scatter
+        return SequenceShard(ops.reduce_scatter(x, self.team))
 
     def hand_over(self, x: SequenceShard, residual: SequenceShard, w: LayerWeights) -> Tensor:
         return x.rows + residual.rows
@@ -124,12 +118,12 @@ class SequenceParallel(Recipe):
         rows: Tensor | None,
     ) -> Tensor:
         if rows is None:
-            normed, _ = self.add_norm(x, residual, norm)  # add_rms_norm
-            whole = ops.all_gather(normed.rows, self.team)[: step.tokens]  # all_gather
+            normed, _ = self.add_norm(x, residual, norm)
+            whole = ops.all_gather(normed.rows, self.team)[: step.tokens]
         else:
-            hidden = ops.all_reduce(self.rows_of(x, residual, rows), self.team)  # all_reduce
-            whole, _ = self.local.add_norm(hidden, None, norm)  # add_rms_norm
-        return self.local.logits(whole, head)  # matmul
+            hidden = ops.all_reduce(self.rows_of(x, residual, rows), self.team)
+            whole, _ = self.local.add_norm(hidden, None, norm)
+        return self.local.logits(whole, head)
 
     def given(self, x: Tensor) -> SequenceShard:
         return SequenceShard(x)
@@ -156,14 +150,14 @@ class GatheredMLP(SequenceParallel):
     """For tokens too few to overlap: MLPs gather them first, so that silu needs no launch of its own."""
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
-        whole = ops.all_gather(x.rows, self.team)  # all_gather
-        gated = self.local.gated(whole, w)  # matmul_silu_mul
-        return SequenceShard(ops.matmul_reduce_scatter(gated, w.down, self.team))  # matmul_reduce_scatter
+        whole = ops.all_gather(x.rows, self.team)
+        gated = self.local.gated(whole, w)
+        return SequenceShard(ops.matmul_reduce_scatter(gated, w.down, self.team))
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
-        whole = ops.all_gather(x.rows, self.team)  # all_gather
-        summand = self.local.experts(whole, w)  # matmul_route_schedule, two grouped GEMMs, moe_sum
-        return SequenceShard(ops.reduce_scatter(summand, self.team))  # reduce_scatter
+        whole = ops.all_gather(x.rows, self.team)
+        summand = self.local.experts(whole, w)
+        return SequenceShard(ops.reduce_scatter(summand, self.team))
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}, gathered before the MLP"

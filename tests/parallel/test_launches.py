@@ -1,0 +1,60 @@
+"""Launches of one decoder layer on a rank, by recipe: the difference between a model of two layers and one of one."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+
+import weft
+from weft.models import Qwen3Config
+from weft.ops.gemm import cublas
+from weft.runtime.virtual_rank import rank_of_this_thread
+
+TINY = dataclasses.replace(
+    Qwen3Config.named("qwen3-0.6b"), hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=64,
+)  # fmt: skip
+PROMPT = list(range(1, 20))
+NORMS, GATHERED = {"all_reduce_rms_norm": 2}, {"reduce_scatter": 2, "add_rms_norm": 2, "all_gather": 2}
+PROMPTED = {"qk_norm_rope": 1, "paged_prefill_attention": 1}
+# By mode and dtype: of a prompt, and of a decode step. A bf16 layer of a decode step is seven launches.
+LAUNCHES = [
+    ("replicated", torch.bfloat16, {**NORMS, "small_m": 2, "cublas": 2}),
+    ("replicated", torch.float32, {**NORMS, "cublas": 4, "silu_mul": 1}),
+    ("sequence_parallel", torch.bfloat16, {**GATHERED, "cublas": 4, "silu_mul": 1}),
+]
+
+
+def launches(monkeypatch, layers, tokens, **options):
+    """Launches of rank 0 of two, by kernel; "cublas" for the library's GEMMs."""
+    found, run = Counter(), cublas._run
+
+    def main(team):
+        config = dataclasses.replace(TINY, num_hidden_layers=layers)
+        engine = weft.Engine(config, team, page_size=16, max_seq_len=32, **options)
+        engine.generate([PROMPT], max_tokens=tokens, ignore_eos=True)
+
+    def counted(*arguments):
+        found["cublas"] += rank_of_this_thread() == 0
+        return run(*arguments)
+
+    def note(event):
+        _, task, kind, detail = event
+        if kind == "launch" and task.startswith("rank 0"):
+            found[detail.split()[0].removesuffix("_kernel")] += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cublas, "_run", counted)
+        weft.simulate(main, 2, on_event=note)
+    return found
+
+
+@pytest.mark.parametrize(("mode", "dtype", "expected"), LAUNCHES, ids=lambda value: str(value)[:20])
+def test_launches_of_a_layer(mode, dtype, expected, monkeypatch):
+    options = {"mode": mode, "dtype": dtype}
+    prompt, both = (
+        launches(monkeypatch, 2, tokens, **options) - launches(monkeypatch, 1, tokens, **options) for tokens in (1, 2)
+    )
+    assert prompt == {**expected, **PROMPTED}
+    assert both - prompt == {**expected, "decode_attention": 1}

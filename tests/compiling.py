@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from weft.runtime.team.view import MAX_BARRIER_PROGRAMS, RECORD_WORDS, TeamView, make_view
+from weft.transport.exchange import exchange_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -65,6 +66,12 @@ def compiled(kernel: Any, *args: Any, arch: str, **options: Any) -> Any:
     """The compiled kernel: ``.asm["ptx"]``, ``.metadata``."""
     with compiling_for(arch):
         return kernel.warmup(*args, grid=(1,), **options)
+
+
+def compiled_exchange(body: Any, *args: Any, tokens: tuple = (None, None), sizes: Any = None, **options: Any) -> Any:
+    """``exchange_kernel`` with this body. args: x, out, n, buffer, epochs, team."""
+    functions = {"KERNEL": body.name, "SEND": body.send, "OWN": body.own, "STORE": body.store, "SIZES": sizes}
+    return compiled(exchange_kernel, *args, *tokens, **functions, **options)
 
 
 def a_view(world_size: int = 4, rank: int = 1, patience_us: int = 0, multicast: int = 0) -> TeamView:

@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.compiling import compiled
+from tests.compiling import compiled, compiled_exchange
 from weft.kernels.gemm_tile import Sizes, SplitK
 from weft.kernels.online_softmax import PrefillTile
 from weft.kernels.operands import descriptor_or_self
@@ -34,15 +34,15 @@ def traced(view):
 
 
 def of_lamport(view):
-    return compiled(
-        all_reduce.all_reduce_kernel, HALVES, HALVES, 4096, HALVES, X, view, arch="sm_90", BLOCK=256, ROWS=4,
-        TRANSPORT="lamport", TWO_SHOT=False, SUMMANDS=1, num_warps=4,
+    return compiled_exchange(
+        all_reduce.ONE_SHOT, HALVES, HALVES, 4096, HALVES, X, view, arch="sm_90", BLOCK=256, ROWS=4, TRANSPORT="lamport",
+        sizes=1, num_warps=4,
     )  # fmt: skip
 
 
 def of_keyed(view):
-    return compiled(
-        all_gather.all_gather_kernel, X, X, 4096, X, X, view, arch="sm_90", BLOCK=256, ROWS=4, TRANSPORT="keyed", num_warps=4
+    return compiled_exchange(
+        all_gather.BODY, X, X, 4096, X, X, view, arch="sm_90", BLOCK=256, ROWS=4, TRANSPORT="keyed", num_warps=4
     )  # fmt: skip
 
 

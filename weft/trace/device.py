@@ -21,6 +21,7 @@ from weft.runtime.team.trace_rings import KINDS, RING_BYTES, RINGS, Record, reco
 from weft.runtime.team.view import TeamView
 from weft.trace.clocks import Offset, aligned, measure, reference
 from weft.trace.timeline import MEASURED, Event, Signal, Timeline, make_timeline
+from weft.transport.exchange import Body
 from weft.triton_api import JITFunction
 
 _KIND_OF = {number: kind for kind, number in KINDS.items()}
@@ -179,7 +180,9 @@ def event_of(
 def kernel_names() -> dict[int, str]:
     """Names of this process's kernels by their CRC-32; a kernel that has run is alive."""
     # Not isinstance, which asks objects that warn when they are looked at.
-    names = {found.__name__ for found in gc.get_objects() if issubclass(type(found), JITFunction)}
+    live = gc.get_objects()
+    names = {found.__name__ for found in live if issubclass(type(found), JITFunction)}
+    names |= {found.name for found in live if type(found) is Body}  # kernels that go by their body's name
     return {zlib.crc32(name.encode()): name for name in names}
 
 

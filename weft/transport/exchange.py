@@ -1,33 +1,28 @@
-"""Exchange of a message between all ranks, tile by tile: the loop that every one-hop push kernel runs.
+"""Exchange of a message between all ranks, tile by tile: the kernel of every collective that takes one hop.
 
-A kernel hands ``exchange`` its message, a tuple that only its own functions read, and three functions:
+What is sent and stored is up to three functions (``Body``), which read a ``Message``:
 
     SEND(message, tile, team, BLOCK, ROWS)     the tile's [ROWS, BLOCK] by ``send_order``, or [BLOCK], the same for all ranks
     OWN(message, tile, team, BLOCK, ROWS)      [BLOCK], what this rank keeps of its own tile; None: what SEND has returned
     STORE(received, message, tile, team)       stores received [ROWS, BLOCK], row s from rank s
-
-all_gather      whole             whole        side_by_side        reduce_scatter      part_for_each    own_part    summed
-all_to_all      part_for_each     own_part     side_by_side        all_reduce          summand          summand     summed
-
-    program p  | send p | send p + P | receive, store p | send p + 2P | receive, store p + P | ...            of P programs
-
-    signals   ``send``: a row of a stage at every peer, the words their own flag
-    waits     ``receive``: all rows of its stage but this rank's. It returns words of that epoch and no earlier ones, since a
-              stage is cleared before it is written again, so STORE needs no further wait
-    order     of the sends: one ahead, for which weft.transport.push proves when a stage may be written again.
-              Epochs count tiles, so a message must have as many tiles on all ranks, and a program those of equal number
-    progress  a program sends tile t before it waits for a peer's tile t; all programs are resident (``launch``)
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.team.team import Team
+from weft.transport.plans import PushPlan
 from weft.transport.push import (
+    Prepared,
     clears_in_order,
     count_tiles,
     is_rank,
@@ -40,34 +35,76 @@ from weft.transport.push import (
     sum_of_ranks,
     tile_rest,
 )
+from weft.triton_api import JITFunction
 
 
-@triton.jit
-def exchange(
-    message,
-    tiles,
-    buffer,
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Body:
+    """Functions of an exchange. name: of the kernel in profiles and reports, unlike that of any other body."""
+
+    name: str
+    send: JITFunction
+    own: JITFunction | None
+    store: JITFunction
+
+
+class Message(NamedTuple):
+    """Arguments of the functions of an exchange.
+
+    x, out  tensors, or tuples of them
+    n       elements that each rank sends to a peer, int64; those beyond are sent as zeros, since whole rows are sent
+    tokens, most  two numbers for which no kernel of its own is compiled, or None
+    SIZES   compile-time sizes
+    """
+
+    x: tl.tensor
+    out: tl.tensor
+    n: tl.tensor
+    tokens: tl.tensor
+    most: tl.tensor
+    SIZES: tl.constexpr
+
+
+@triton.jit(do_not_specialize=["tokens", "most"], repr=lambda made: made.constants["KERNEL"])
+def exchange_kernel(
+    x,
+    out,
+    n,
+    buffer,  # Slots, in the dtype that is sent
     epochs,
     team,
+    tokens,
+    most,
+    KERNEL: tl.constexpr,
     SEND: tl.constexpr,
     OWN: tl.constexpr,
     STORE: tl.constexpr,
+    SIZES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """Exchange ``tiles`` tiles, each of BLOCK elements for a peer; program p every programs-th one from p on.
+    """STORE(SEND of each rank for this one)        grid: (programs,), each over every programs-th tile of BLOCK elements
 
-    buffer, epochs  of ``Slots``. The kernel has loaded nothing before: the previous kernel may still run.
+    signals   ``send``: a row of a stage at every peer; the words are their own flag
+    waits     ``receive``, before STORE: all rows of its stage but this rank's. Words of the stage are of this epoch, since it
+              was cleared before any was written, so STORE needs no further wait
+    order     sends are one ahead. Epochs count tiles: n is equal on all ranks, and so are a program's tiles and their order
+    reuse     of a stage: weft.transport.push
+    progress  a program sends a tile before it waits for the peers' tile of that number; all programs are resident
+
+    program p  | send p | send p + P | receive, store p | send p + 2P | receive, store p + P | ...            of P programs
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program, programs, length = tl.program_id(0), tl.num_programs(0), tl.cast(n, tl.int64)
     slot = my_slot(buffer, BLOCK, TRANSPORT, team)
     wl.follow_previous_kernel()
     epoch = wl.next_epoch(epochs + program)
+    tiles = count_tiles(length, BLOCK)
     ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
     epoch = exchange_tiles(
-        message, program, tiles, slot, epoch, ordered, team, SEND, OWN, STORE, BLOCK, ROWS, TRANSPORT
-    )
+        Message(x, out, length, tokens, most, SIZES),  # in place: a constant that is assigned becomes a number
+        program, tiles, slot, epoch, ordered, team, SEND, OWN, STORE, BLOCK, ROWS, TRANSPORT,
+    )  # fmt: skip
     keep_epoch(epochs, epoch - 1)
 
 
@@ -129,39 +166,6 @@ def send_tile(
         return tile
 
 
-class Message(NamedTuple):
-    """Message of a collective. Elements beyond n are sent as zeros, so that whole rows are sent.
-
-    x, out  [n] or [W, n], a part for each rank
-    n       elements of a part, int64
-    """
-
-    x: tl.tensor
-    out: tl.tensor
-    n: tl.tensor
-
-
-@triton.jit
-def exchange_parts(
-    x,
-    out,
-    n,
-    buffer,
-    epochs,
-    team,
-    SEND: tl.constexpr,
-    OWN: tl.constexpr,
-    STORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-):
-    """``exchange`` of a ``Message``."""
-    n = tl.cast(n, tl.int64)
-    tiles = count_tiles(n, BLOCK)
-    exchange(Message(x, out, n), tiles, buffer, epochs, team, SEND, OWN, STORE, BLOCK, ROWS, TRANSPORT)
-
-
 @triton.jit
 def place_of(message, tile, BLOCK: tl.constexpr):
     """(start of a tile in a part, int64; its columns [BLOCK]; mask of those before the part's end)."""
@@ -206,3 +210,45 @@ def summed(received, message, tile, team):
     """out [n] = the sum of the ranks' tiles."""
     start, columns, inside = place_of(message, tile, received.shape[1])
     tl.store(message.out + start + columns, sum_of_ranks(received).to(message.out.dtype.element_ty), mask=inside)
+
+
+def prepare(
+    body: Body, n: int, dtype: torch.dtype, team: Team, plan: PushPlan, sizes: Any = None
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """``launch`` of one size without numbers of tokens, as a function of x and out."""
+    prepared = _prepared(body, dtype, team, plan, sizes, (None, None))
+    run, programs = prepared.launch, min(cdiv(n, prepared.block), prepared.programs)
+    return lambda x, out: run(programs, x, out, n)
+
+
+def launch(
+    body: Body,
+    arguments: tuple[Any, Any, int],
+    dtype: torch.dtype,
+    team: Team,
+    plan: PushPlan,
+    tokens: tuple[int, int] | None = None,
+    sizes: Any = None,
+) -> None:
+    """Run ``exchange_kernel`` with a program for each tile, or as many as can be resident.
+
+    arguments  x, out and n of a ``Message``, whose elements are sent in ``dtype``; tokens: its tokens and most
+    """
+    x, out, n = arguments
+    if tokens is None:
+        prepared = _prepared(body, dtype, team, plan, sizes, (None, None))
+        prepared.launch(min(cdiv(n, prepared.block), prepared.programs), x, out, n)
+    else:
+        n = cdiv(n, 16) * 16  # for other lengths another kernel would be compiled
+        prepared = _prepared(body, dtype, team, plan, sizes, ())
+        prepared.launch(min(cdiv(n, prepared.block), prepared.programs), x, out, n, *tokens)
+
+
+def _prepared(body: Body, dtype: torch.dtype, team: Team, plan: PushPlan, sizes: Any, fixed: tuple) -> Prepared:
+    known = team.workspace("exchanges", dict)
+    # By the name of the body: to hash a JITFunction, Triton walks through all functions that it calls.
+    prepared = known.get(key := (body.name, plan, dtype, team.is_traced, sizes))
+    if prepared is None:
+        functions = {"KERNEL": body.name, "SEND": body.send, "OWN": body.own, "STORE": body.store, "SIZES": sizes}
+        prepared = known[key] = Prepared.make(exchange_kernel, team, plan, dtype, functions, fixed)
+    return prepared

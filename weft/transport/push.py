@@ -328,24 +328,32 @@ def launch(
     prepared.launch(min(tiles, prepared.programs), x, out, n, *arguments)
 
 
-def _prepared(kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]) -> _Prepared:
+def _prepared(kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]) -> Prepared:
     known = team.workspace("pushes", dict)
     key = kernel.__name__, plan, dtype, team.is_traced, *constants.values()
     prepared = known.get(key)
     if prepared is None:
-        prepared = known[key] = _Prepared.make(kernel, team, plan, dtype, constants)
+        prepared = known[key] = Prepared.make(kernel, team, plan, dtype, constants)
     return prepared
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Parts of a launch that depend on no tensor: the kernel, and the slots in the dtype that is sent."""
+class Prepared:
+    """Parts of a launch that depend on no tensor: the kernel, and the slots in the dtype that is sent.
+
+    programs  number that can be resident
+    block     elements that are sent to a peer at once
+    """
 
     launch: Launch
     programs: int
+    block: int
 
     @classmethod
-    def make(cls, kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]) -> _Prepared:
+    def make(
+        cls, kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any], fixed: tuple = ()
+    ) -> Prepared:
+        """fixed: arguments of every launch after the team's view."""
         itemsize = max(2, dtype.itemsize)  # single bytes are sent widened to two
         block = next_power_of_2(plan.row_bytes // itemsize)
         if constants.get("PART", block) * itemsize != plan.row_bytes:
@@ -357,7 +365,9 @@ class _Prepared:
         found = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}
         options = {"num_warps": plan.num_warps, **target_options(team, slots.registers)}
         buffer = slots.buffer.view(dtype if dtype.itemsize == itemsize else torch.int16)
-        return cls(Launch(kernel, found | options, (buffer, slots.epochs, team.view), before=3), slots.programs)
+        return cls(
+            Launch(kernel, found | options, (buffer, slots.epochs, team.view, *fixed), before=3), slots.programs, block
+        )
 
 
 def target_options(team: Team, registers: int) -> dict[str, int | bool]:

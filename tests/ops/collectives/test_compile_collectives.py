@@ -10,34 +10,32 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.compiling import TARGETS, a_view, compiled
+from tests.compiling import TARGETS, a_view, compiled, compiled_exchange
 from tests.sampled import sampled
-from weft.ops.collectives.all_gather import all_gather_kernel
-from weft.ops.collectives.all_reduce import all_reduce_kernel
+from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
-from weft.ops.collectives.all_to_all import all_to_all_kernel
 from weft.ops.collectives.barrier import barrier_kernel
 from weft.ops.collectives.collective import ONE_HOP, TWO_HOPS, of_world
 from weft.ops.collectives.copy_engine import ADD_BYTES, COPY_BYTES, WARPS, add_kernel, copy_kernel
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel
-from weft.ops.collectives.reduce_scatter import reduce_scatter_kernel
 from weft.ops.gemm.small_m_rule import MAX_PARTIALS_LEFT
 from weft.plan import table
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.platforms.cuda import resident_programs
+from weft.transport.exchange import Body
 from weft.transport.plans import PushPlan
 from weft.transport.push import WIDE_BYTES, registers_of
 
 WIDTH = 6144
-# name -> (kernel, transport, constants of its own)
+# name -> (kernel or body of an exchange, transport, constants of its own)
 KERNELS = {
-    "one_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": 1}),
-    "two_shot": (all_reduce_kernel, "lamport", {"TWO_SHOT": True, "SUMMANDS": 1}),
-    "one_shot_of_parts": (all_reduce_kernel, "lamport", {"TWO_SHOT": False, "SUMMANDS": MAX_PARTIALS_LEFT}),
-    "reduce_scatter": (reduce_scatter_kernel, "lamport", {}),
-    "all_gather": (all_gather_kernel, "keyed", {}),
-    "all_to_all": (all_to_all_kernel, "keyed", {}),
+    "one_shot": (all_reduce.ONE_SHOT, "lamport", {"sizes": 1}),
+    "two_shot": (all_reduce.two_shot_all_reduce_kernel, "lamport", {}),
+    "one_shot_of_parts": (all_reduce.ONE_SHOT, "lamport", {"sizes": MAX_PARTIALS_LEFT}),
+    "reduce_scatter": (reduce_scatter.BODY, "lamport", {}),
+    "all_gather": (all_gather.BODY, "keyed", {}),
+    "all_to_all": (all_to_all.BODY, "keyed", {}),
 } | {
     f"norm_{'two' if two_shot else 'one'}_shot{'_factored' if factored else ''}{'_of_parts' if parts > 1 else ''}": (
         all_reduce_rms_norm_kernel, "lamport",
@@ -82,7 +80,8 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
         summands = tl.constexpr(MAX_PARTIALS_LEFT if name.endswith("of_parts") else 1)
         first, more = Summands(first, n, summands), (Norm(x, x, x, 1e-6, torch.zeros(4), words),)
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
-    return compiled(
+    make = compiled_exchange if isinstance(kernel, Body) else compiled
+    return make(
         kernel, first, x, n, x, words, a_view(world_size), *more, arch=arch,
         BLOCK=triton.next_power_of_2(plan.row_bytes // dtype.itemsize), ROWS=triton.next_power_of_2(world_size),
         TRANSPORT=transport, num_warps=plan.num_warps, **constants, **(options if arch.startswith("sm_") else {}),

@@ -8,7 +8,7 @@ import torch
 import weft
 import weft.check
 from tests.check.calls import combined, dispatched, routed
-from tests.compiling import a_view, compiled, stack_bytes
+from tests.compiling import a_view, compiled_exchange, stack_bytes
 from tests.ops.checking import assert_identical
 from tests.ops.layer_cases import mutated
 from tests.ops.moe import changing
@@ -363,11 +363,9 @@ def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_pat
     assert gather_fp8_words.fits(design, 7168)
     options = {"ROWS": 2, "num_warps": design.num_warps, **launch_options(caps_of(arch))}
     options |= {"BLOCK": row_bytes // 4, "TRANSPORT": "keyed", **({"maxnreg": 128} if arch == "sm_90" else {})}
-    mine, blocks = gather_fp8_words.Rows(FLOATS, INTS, SHORTS), gather_fp8_words.Blocks(128 * 56, 56, 128 * 8)
-    arguments = mine, INTS, 100, INTS, INTS, a_view(), INTS, SHORTS, INTS
-    kernel = compiled(
-        gather_fp8_words.gather_fp8_words_kernel, *arguments, arch=arch, BLOCKS=blocks, TOKENS=128, **options
-    )
+    mine, theirs = gather_fp8_words.Rows(FLOATS, INTS, SHORTS), gather_fp8_words.Tokens(INTS, INTS, SHORTS, INTS)
+    arguments, blocks = (mine, theirs, 1 << 18, INTS, INTS, a_view()), gather_fp8_words.Blocks(128 * 56, 56, 128 * 8, 8)
+    kernel = compiled_exchange(gather_fp8_words.BODY, *arguments, arch=arch, tokens=(100, 128), sizes=blocks, **options)
     check_compiles(kernel, arch)
     if arch == "sm_90":
         assert stack_bytes(kernel, tmp_path) == 0
@@ -380,15 +378,20 @@ def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_pat
 @pytest.mark.parametrize(("ranks", "row_bytes"), sampled([(4, 256), (2, 512)], lambda ranks, row_bytes: ranks == 4))
 def test_kernels_of_words_compile(ranks, row_bytes, arch, tmp_path):
     options = {**TILE, "ROWS": ranks, **launch_options(caps_of(arch))}
-    lengths, mine = gather_words.Lengths(1792, 8, 56), gather_words.Tokens(INTS, INTS, SHORTS, INTS)
-    arguments = mine, INTS, 100, INTS, INTS, a_view(), 128, INTS, SHORTS, INTS
-    constants = {"LENGTHS": lengths, "BLOCK": 128, "TRANSPORT": "keyed"}
-    gathering = compiled(gather_words.gather_words_kernel, *arguments, arch=arch, **constants, **options)
-    arguments = combine_words.Pairs(FLOATS, INTS, FLOATS), FLOATS, 100, FLOATS, INTS, a_view(), 128
-    constants = {"LENGTHS": combine_words.Lengths(7168, 8, 64), "BLOCK": row_bytes // 2, "TRANSPORT": "lamport"}
-    combining = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)
-    arguments = arguments[0]._replace(weights=None), *arguments[1:]
-    returning = compiled(combine_words.combine_words_kernel, *arguments, arch=arch, **constants, **options)
+    lengths, words = gather_words.Lengths(1792, 8, 56), gather_words.Tokens(INTS, INTS, SHORTS, INTS)
+    options["tokens"] = 100, 128
+    gathering = compiled_exchange(
+        gather_words.BODY, words, words, 1 << 18, INTS, INTS, a_view(), arch=arch, sizes=lengths, BLOCK=128,
+        TRANSPORT="keyed", **options,
+    )  # fmt: skip
+    options |= {"sizes": combine_words.Lengths(7168, 8, 64), "BLOCK": row_bytes // 2, "TRANSPORT": "lamport"}
+    combining, returning = (
+        compiled_exchange(
+            combine_words.BODY, combine_words.Pairs(FLOATS, INTS, weights), FLOATS, 1 << 18, FLOATS, INTS, a_view(), arch=arch,
+            **options,
+        )
+        for weights in (FLOATS, None)
+    )  # fmt: skip
     for kernel in (gathering, combining, returning):
         check_compiles(kernel, arch)
         if arch == "sm_90":

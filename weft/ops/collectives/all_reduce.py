@@ -9,8 +9,8 @@ multimem_…  the switch adds (weft.ops.collectives.multimem)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +31,8 @@ from weft.ops.registration import FLOATS, check_choice, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.team.team import Team
-from weft.transport.exchange import exchange, place_of, summed
+from weft.transport import exchange
+from weft.transport.exchange import Body, place_of, summed
 from weft.transport.push import (
     clears_in_order,
     count_tiles,
@@ -53,8 +54,24 @@ ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 
 
 @triton.jit
-def all_reduce_kernel(
-    x,  # [n]; one-shot also SUMMANDS summands of it, fp32, n elements apart
+def summand(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """This rank's tile, in out's dtype: for all ranks, and what this one keeps.
+
+    x [n], or SIZES summands of it, fp32, n elements apart
+    """
+    start, columns, inside = place_of(message, tile, BLOCK)
+    at = message.x + start + columns
+    return rounded_sum(at, inside, message.n, message.SIZES, message.out.dtype.element_ty)
+
+
+# out = sum over ranks of x                                   x [n] or summands of it, out [n]
+# every rank   | push 0 to all | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
+ONE_SHOT = Body(name="all_reduce_kernel", send=summand, own=summand, store=summed)
+
+
+@triton.jit
+def two_shot_all_reduce_kernel(
+    x,  # [n]
     out,  # [n]
     n,
     buffer,  # Slots, in out's dtype
@@ -63,63 +80,21 @@ def all_reduce_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
-    SUMMANDS: tl.constexpr,
 ):
     """out = sum over ranks of x
 
-    grid       (programs,), each over every programs-th tile
-    one-shot   a tile is BLOCK elements, sent and received once
-    two-shot   a tile is W * BLOCK elements, part s summed by rank s; parts, then sums, are sent and received
-    signals, order, reuse: weft.transport.push, of one-shot weft.transport.exchange. Elements beyond n are sent as zeros
+    grid  (programs,), each over every programs-th tile of W * BLOCK elements, part s summed by rank s
 
-    one-shot   | push 0 | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
-    two-shot   | push 0 | push 1 | receive, sum 0 | push sum 0 | receive, store 0 | push 2 | receive, sum 1 | ...
+    Parts, then sums, are sent and received; signals, order, reuse: weft.transport.push. Elements beyond n are sent as zeros, so
+    that whole rows are sent.
+
+    every rank   | push 0 | push 1 | receive, sum 0 | push sum 0 | receive, store 0 | push 2 | receive, sum 1 | ...
     """
-    if TWO_SHOT:
-        slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-        wl.follow_previous_kernel()
-        epoch = wl.next_epoch(epochs + tl.program_id(0))
-        keep_epoch(epochs, two_shot(x, out, n, slot, epoch, team, BLOCK, ROWS, TRANSPORT))
-    else:
-        n = tl.cast(n, tl.int64)
-        exchange(
-            Summands(x, out, n, SUMMANDS),  # in place: a constant that is assigned becomes a number
-            count_tiles(n, BLOCK),
-            buffer,
-            epochs,
-            team,
-            summand,
-            summand,
-            summed,
-            BLOCK,
-            ROWS,
-            TRANSPORT,
-        )
-
-
-class Summands(NamedTuple):
-    """``Message`` of a one-shot all-reduce, whose x is the sum of SUMMANDS values, n elements apart."""
-
-    x: tl.tensor
-    out: tl.tensor
-    n: tl.tensor
-    SUMMANDS: tl.constexpr
-
-
-@triton.jit
-def summand(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """This rank's tile, in out's dtype: for all ranks, and what this one keeps."""
-    start, columns, inside = place_of(message, tile, BLOCK)
-    at = message.x + start + columns
-    return rounded_sum(at, inside, message.n, message.SUMMANDS, message.out.dtype.element_ty)
-
-
-@triton.jit
-def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPORT: tl.constexpr):
-    """All-reduce this program's tiles in two hops, the first sent as ``epoch``; returns the last epoch."""
     world: tl.constexpr = wl.num_ranks(team)
     program, programs = tl.program_id(0), tl.num_programs(0)
+    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
+    wl.follow_previous_kernel()
+    epoch = wl.next_epoch(epochs + program)
     columns = tl.arange(0, BLOCK)
     end = tl.cast(n, tl.int64)
     tiles = count_tiles(end, world * BLOCK)
@@ -143,7 +118,7 @@ def two_shot(x, out, n, slot, epoch, team, BLOCK: tl.constexpr, ROWS: tl.constex
         tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
         parts, before = next_parts, following
         following += 1
-    return before
+    keep_epoch(epochs, before)
 
 
 @triton.jit
@@ -175,6 +150,8 @@ class AllReduce(Collective):
     # Two ranks' parts are long, and the engines wait for their sum: more programs.
     copies = {2: CopyEngine(pieces=(3, 1), programs=132), 8: CopyEngine(pieces=(3, 1))}
 
+    cases, large_cases = cases.all_reduce_cases, cases.large_all_reduce_cases
+
     def sent(self, nbytes: int, world_size: int) -> int:
         return 2 * nbytes * (world_size - 1) // world_size
 
@@ -203,12 +180,6 @@ class AllReduce(Collective):
 
     def _of_the_switch(self, name: str) -> bool:
         return name != AUTO and issubclass(self.designs[name], Multimem)
-
-    def cases(self) -> Iterator[Case]:
-        return cases.all_reduce_cases(self.name)
-
-    def large_cases(self) -> Iterator[Case]:
-        return cases.large_all_reduce_cases(self.name)
 
     def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
         return all_reduce(x, team, algorithm)
@@ -291,9 +262,10 @@ def _push(
     n: int, dtype: torch.dtype, team: Team, design: OneShot | TwoShot, partials: int = 1
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Launch for ``n`` elements of ``dtype``, of which x and out are given."""
-    two_shot, plan = isinstance(design, TwoShot), design.push
-    tiles = cdiv(n * dtype.itemsize, plan.row_bytes * (team.size if two_shot else 1))
-    return prepare(all_reduce_kernel, n, tiles, dtype, team, plan, TWO_SHOT=two_shot, SUMMANDS=partials)
+    if isinstance(design, OneShot):
+        return exchange.prepare(ONE_SHOT, n, dtype, team, design.push, sizes=partials)
+    tiles = cdiv(n * dtype.itemsize, design.push.row_bytes * team.size)
+    return prepare(two_shot_all_reduce_kernel, n, tiles, dtype, team, design.push)
 
 
 def drawn(case: Case, draw: Draw) -> torch.Tensor:

@@ -179,11 +179,7 @@ class AllReduceRMSNorm(Op):
         normed, hidden, *squares = self.run(case.design, team, x, residual, weight, CASES_EPS, deferred)
         return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
 
-    def cases(self) -> Iterator[Case]:
-        return cases.rms_norm_cases(self.name)
-
-    def large_cases(self) -> Iterator[Case]:
-        return cases.large_rms_norm_cases(self.name)
+    cases, large_cases = cases.rms_norm_cases, cases.large_rms_norm_cases
 
     def plan_of(self, residual: torch.Tensor, team: Team, algorithm: str) -> OneShot | TwoShot | ReduceThenNorm:
         """Design for tensors of the shape and dtype of ``residual``."""

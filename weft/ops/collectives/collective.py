@@ -15,17 +15,18 @@ import torch
 
 from weft.arguments import quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.collectives.copy_engine import ROUND_BYTES, CopyEngine
-from weft.ops.collectives.over_nodes import OverNodes
+from weft.ops.collectives.copy_engine import ROUND_BYTES, CopyEngine, add, exchange, on_lines
+from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes, swapped
 from weft.ops.collectives.space import copy_engines, pushes, pushes_around
 from weft.ops.op import Op
-from weft.ops.registration import check_divides
+from weft.ops.registration import as_words, check_divides
 from weft.plan.memo import MOST, generation
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 from weft.runtime.team.workspace import capacity_for
+from weft.transport.exchange import Body, launch
 from weft.transport.plans import LINE_BYTES, PushPlan, word_of
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Collective(Op):
     copy_engine_from bytes of all parts together from which copy engines carry them, by world size. W=3 takes the value of W=4;
                      W=8 is not measured
     copies           the default CopyEngine, by world size
+    body             of the kernel that pushes
     """
 
     moves_bits: ClassVar[bool] = False
@@ -104,6 +106,7 @@ class Collective(Op):
     staging_buffers: ClassVar[int] = 1
     copy_engine_from: ClassVar[dict[int, int]]
     copies: ClassVar[dict[int, CopyEngine]]
+    body: ClassVar[Body]
     rows_divided: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
     spans_nodes = True
@@ -163,6 +166,52 @@ class Collective(Op):
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: bool) -> Case:
         elements = shape[0] // dtype.itemsize
         return super().case_of((elements // world_size if self.gathers else elements,), dtype, world_size, **fields)
+
+    def result_shape(self, shape: Sequence[int], world_size: int) -> tuple[int, ...]:
+        """Shape of the result for a tensor of ``shape`` at each rank."""
+        if self.gathers:
+            return (world_size * shape[0], *shape[1:])
+        return tuple(shape) if self.moves_bits else (shape[0] // world_size, *shape[1:])
+
+    def run(self, design: Any, team: Team, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Result for ``x``, checked, any strides: ``into``, or a new contiguous tensor."""
+        self.check_design(design)
+        out = x.new_empty(self.result_shape(x.shape, team.size)) if into is None else into
+        if isinstance(design, Copy):
+            return out.copy_(x)
+        if x.numel() == 0:
+            return out
+        x = x.detach()
+        if isinstance(design, OverNodes):
+            self._run_over_nodes(design.node, team, x.contiguous(), out)
+            return out
+        part = x.nbytes if self.gathers else x.nbytes // team.size
+        word = word_of(part) if self.moves_bits else x.dtype
+        source, target = as_words(x, word), as_words(out, word)
+        if isinstance(design, CopyEngine):
+            sources = self.parts(on_lines(source), team.size)
+            if self.moves_bits:
+                exchange(sources, target.chunk(team.size), team, design)
+            else:
+                add(sources, target, team, design)
+        else:
+            launch(self.body, (source, target, part // word.itemsize), word, team, design.push)
+        return out
+
+    def parts(self, x: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+        """Part of ``x``, contiguous, for each of ``count`` ranks or nodes."""
+        return [x] * count if self.gathers else x.chunk(count)
+
+    def _run_over_nodes(self, node: Planned, team: Team, x: torch.Tensor, out: torch.Tensor) -> None:
+        parts = self.parts(x, team.shape.nodes)
+        if self.moves_bits:
+            for source, piece in swapped(team, parts, node):
+                self.run(node.design, team.node, piece, into=out.chunk(team.shape.nodes)[source])
+        else:
+            added_over_nodes(team, lambda to: self.run(node.design, team.node, parts[to]), out, node)
+
+    def fake(self, x, team, algorithm="auto"):
+        return x.new_empty(self.result_shape(x.shape, find_team(team).size))
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return self.sent(math.prod(sizes) * dtype.itemsize, world_size)

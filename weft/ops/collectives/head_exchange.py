@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.transport.exchange import exchange_tiles
 from weft.transport.push import (
     clears_in_order,
     count_tiles,
@@ -15,8 +16,6 @@ from weft.transport.push import (
     is_sent,
     keep_epoch,
     my_slot,
-    receive,
-    send,
     send_order,
     tile_rest,
 )
@@ -71,30 +70,55 @@ def word_at(start, stride, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     return (start // WIDTH + at // WIDTH) * stride + at % WIDTH
 
 
+class Message(NamedTuple):
+    """Message of ``exchange_tiles``: one part, with rows of WIDTH words.
+
+    own       (offset, words) in ``x`` of what this rank keeps
+    arriving  (offset, words) in ``out`` of what comes from each rank, [ROWS, 1]
+    """
+
+    part: Part
+    own: tl.tensor
+    arriving: tl.tensor
+    n: tl.tensor
+    ranges: tl.tensor
+    WIDTH: tl.constexpr
+    TO_HEADS: tl.constexpr
+    EVEN: tl.constexpr
+
+
 @triton.jit
-def send_part(
-    part,
-    n,
-    ranges,
-    tile,
-    slot,
-    epoch,
-    team,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-    TO_HEADS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Send ``tile`` of each peer's part of ``part.x`` to it, zeros beyond its end."""
-    peers = send_order(team, ROWS)[:, None]
-    start = tl.cast(tile, tl.int64) * BLOCK
-    offset, length = place_of_part(peers, part.x_stride, n, ranges, team, WIDTH, not TO_HEADS, EVEN)
+def part_for_each(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS, BLOCK] words of a tile of each peer's part of ``x``, zeros beyond its end."""
+    x_stride = message.part.x_stride
+    WIDTH: tl.constexpr = message.WIDTH
+    peers, start = send_order(team, ROWS)[:, None], tl.cast(tile, tl.int64) * BLOCK
+    offset, length = place_of_part(
+        peers, x_stride, message.n, message.ranges, team, WIDTH, not message.TO_HEADS, message.EVEN
+    )
     inside = tl.arange(0, BLOCK)[None, :] < tile_rest(length, start, BLOCK)
-    rows = part.x + offset + word_at(start, part.x_stride, BLOCK, WIDTH)
-    rows = tl.load(rows, mask=is_sent(team, ROWS) & inside, other=0)
-    send(rows.to(slot.dtype.element_ty), slot, epoch, team, TRANSPORT, BLOCK)
+    rows = message.part.x + offset + word_at(start, x_stride, BLOCK, WIDTH)
+    return tl.load(rows, mask=is_sent(team, ROWS) & inside, other=0)
+
+
+@triton.jit
+def own_part(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """[BLOCK] words of a tile of this rank's part of ``x``."""
+    start = tl.cast(tile, tl.int64) * BLOCK
+    own = message.part.x + message.own[0] + word_at(start, message.part.x_stride, BLOCK, message.WIDTH)
+    inside = tl.arange(0, BLOCK)[None, :] < tile_rest(message.own[1], start, BLOCK)
+    return tl.reshape(tl.load(own, mask=inside, other=0), (BLOCK,))
+
+
+@triton.jit
+def store_part(received, message, tile, team):
+    """Store a tile of each rank's part to ``out``."""
+    ROWS: tl.constexpr = received.shape[0]
+    BLOCK: tl.constexpr = received.shape[1]
+    start = tl.cast(tile, tl.int64) * BLOCK
+    place = message.part.out + message.arriving[0] + word_at(start, message.part.out_stride, BLOCK, message.WIDTH)
+    inside = tl.arange(0, BLOCK)[None, :] < tile_rest(message.arriving[1], start, BLOCK)
+    tl.store(place, received.to(message.part.out.dtype.element_ty), mask=is_rank(team, ROWS) & inside)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -122,8 +146,8 @@ def exchange_heads_kernel(
     WIDTHS   words of a token's row in a part, for each of ``parts``
     TO_HEADS ``x`` is by token and ``out`` by head, else the other way (Part)
 
-    One send and receive a tile; signals, order, reuse: weft.transport.push. n and WIDTHS are equal on all ranks, and so are
-    a program's tiles and their order, which is what equal epochs need.
+    One send and receive a tile; signals, waits, order, progress: weft.transport.exchange. n and WIDTHS are equal on all ranks,
+    and so are a program's tiles and their order, which is what equal epochs need.
 
     every rank   | push tile 0, one row to each | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
     """
@@ -133,7 +157,6 @@ def exchange_heads_kernel(
     epoch = wl.next_epoch(epochs + program)
     me = wl.rank(team)
     ranks = tl.minimum(tl.arange(0, ROWS), wl.num_ranks(team) - 1)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
     total = 0
     for i in tl.static_range(len(WIDTHS)):
         total += count_tiles(tl.cast(n, tl.int64) * WIDTHS[i], BLOCK)
@@ -144,35 +167,23 @@ def exchange_heads_kernel(
         tiles = count_tiles(tl.cast(n, tl.int64) * WIDTHS[i], BLOCK)
         # The tile after the last one of the part before is the next program's.
         begin = (program + programs - before % programs) % programs
+        own = place_of_part(me, part.x_stride, n, ranges, team, WIDTHS[i], not TO_HEADS, EVEN)
+        arriving = place_of_part(ranks, part.out_stride, n, ranges, team, WIDTHS[i], TO_HEADS, EVEN)
         if begin < tiles:
-            send_part(part, n, ranges, begin, slot, epoch, team, WIDTHS[i], BLOCK, ROWS, TRANSPORT, TO_HEADS, EVEN)
-        mine, my_words = place_of_part(me, part.x_stride, n, ranges, team, WIDTHS[i], not TO_HEADS, EVEN)
-        offset, length = place_of_part(ranks, part.out_stride, n, ranges, team, WIDTHS[i], TO_HEADS, EVEN)
-        for tile in range(begin, tiles, programs):
-            if tile + programs < tiles:
-                send_part(
-                    part,
-                    n,
-                    ranges,
-                    tile + programs,
-                    slot,
-                    epoch + 1,
-                    team,
-                    WIDTHS[i],
-                    BLOCK,
-                    ROWS,
-                    TRANSPORT,
-                    TO_HEADS,
-                    EVEN,
-                )
-            start = tl.cast(tile, tl.int64) * BLOCK
-            own = part.x + mine + word_at(start, part.x_stride, BLOCK, WIDTHS[i])
-            own = tl.load(own, mask=columns < tile_rest(my_words, start, BLOCK), other=0)
-            own = tl.reshape(own, (BLOCK,)).to(buffer.dtype.element_ty)
-            received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
-            place = part.out + offset + word_at(start, part.out_stride, BLOCK, WIDTHS[i])
-            inside = is_rank(team, ROWS) & (columns < tile_rest(length, start, BLOCK))
-            tl.store(place, received.to(part.x.dtype.element_ty), mask=inside)
-            epoch += 1
+            epoch = exchange_tiles(
+                Message(part, own, arriving, n, ranges, WIDTHS[i], TO_HEADS, EVEN),
+                begin,
+                tiles,
+                slot,
+                epoch,
+                ordered,
+                team,
+                part_for_each,
+                own_part,
+                store_part,
+                BLOCK,
+                ROWS,
+                TRANSPORT,
+            )
         before += tiles
     keep_epoch(epochs, epoch - 1)

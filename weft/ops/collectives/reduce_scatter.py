@@ -5,95 +5,40 @@ out_r[...] = round(sum over s of x_s[r * m : (r + 1) * m])      x: [W * m, ...],
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 
 from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives import cases
-from weft.ops.collectives.collective import ENDLESS, Collective, Copy
-from weft.ops.collectives.copy_engine import CopyEngine, add, on_lines
-from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
+from weft.ops.collectives.collective import ENDLESS, Collective
+from weft.ops.collectives.copy_engine import CopyEngine
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_even, check_tensor
-from weft.runtime.arithmetic import cdiv
-from weft.runtime.team.team import Team, find_team
-from weft.transport.exchange import exchange_parts, own_part, part_for_each, summed
-from weft.transport.push import launch
+from weft.runtime.team.team import Team
+from weft.transport.exchange import Body, own_part, part_for_each, summed
 
-
-@triton.jit
-def reduce_scatter_kernel(
-    x,  # [W, n]
-    out,  # [n]
-    n,
-    buffer,  # Slots, in x's dtype
-    epochs,
-    team,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-):
-    """out = sum over ranks of their x[my rank]
-
-    grid     (programs,), each over every programs-th tile of BLOCK columns
-
-    One send and receive a tile; signals, waits, order, progress: weft.transport.exchange. Elements beyond n are sent as zeros.
-
-    every rank   | push tile 0, one row to each | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
-    """
-    exchange_parts(x, out, n, buffer, epochs, team, part_for_each, own_part, summed, BLOCK, ROWS, TRANSPORT)
+# out = sum over ranks of their x[my rank]                    x [W, n], out [n]
+# every rank   | push tile 0, one row to each | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
+BODY = Body(name="reduce_scatter_kernel", send=part_for_each, own=own_part, store=summed)
 
 
 class ReduceScatter(Collective):
     name, alias = "reduce_scatter", "reduce-scatter"
     rows_divided = True
     dtypes = FLOATS
+    body = BODY
     copy_engine_from = {2: ENDLESS, 4: 256 << 20, 8: ENDLESS}
     # Two ranks' parts are long, and the engines wait for their sum: more programs.
     copies = {2: CopyEngine(pieces=(3, 1), programs=132), 8: CopyEngine(pieces=(3, 1))}
 
+    cases, large_cases = cases.reduce_scatter_cases, cases.large_reduce_scatter_cases
+
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         return sum_of([part_of(x, rank, case.world_size) for (x,) in by_rank])
 
-    def cases(self) -> Iterator[Case]:
-        return cases.reduce_scatter_cases(self.name)
-
-    def large_cases(self) -> Iterator[Case]:
-        return cases.large_reduce_scatter_cases(self.name)
-
     def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
         return reduce_scatter(x, team, algorithm)
-
-    def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
-        """Reduce-scatter of ``x``, checked, any strides: a new contiguous tensor [x.shape[0] / W, ...]."""
-        self.check_design(design)
-        out = x.new_empty((x.shape[0] // team.size, *x.shape[1:]))
-        if isinstance(design, Copy):
-            return out.copy_(x)
-        if isinstance(design, OverNodes):
-            if out.numel() > 0:
-                parts = x.detach().contiguous().chunk(team.shape.nodes)
-                added_over_nodes(
-                    team, lambda node: self.run(design.node.design, team.node, parts[node]), out, design.node
-                )
-            return out
-        if out.numel() > 0:
-            if isinstance(design, CopyEngine):
-                sources = on_lines(x.detach().contiguous().view(-1)).view(team.size, -1).unbind()
-                add(sources, out.view(-1), team, design)
-                return out
-            plan = design.push
-            launch(
-                reduce_scatter_kernel, x.contiguous(), out, out.numel(), cdiv(out.nbytes, plan.row_bytes), team, plan
-            )
-        return out
-
-    def fake(self, x, team, algorithm="auto"):
-        return x.new_empty((x.shape[0] // find_team(team).size, *x.shape[1:]))
 
     def backward(self, given, grad):
         # Each rank's out has one part of x.

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
+from weft.transport.exchange import Body, launch
 from weft.transport.plans import PushPlan
-from weft.transport.push import clears_in_order, keep_epoch, launch, my_slot, receive, send, send_order
+from weft.transport.push import send_order
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -134,73 +134,36 @@ def partials_of(pairs, most, owner, tile, there, LENGTHS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def send_partials(
-    pairs,
-    most,
-    tile,
-    slot,
-    epoch,
-    team,
-    LENGTHS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-):
-    """Send to each peer the sums for its tile ``tile`` of BLOCK elements."""
+def partials_for_each(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS, BLOCK] sums for the tile of each peer's tokens."""
     owners, sent = send_order(team, ROWS), tl.arange(0, ROWS) < wl.num_ranks(team) - 1
-    rows = partials_of(pairs, most, owners, tile, sent, LENGTHS, BLOCK, team)
-    send(rows.to(slot.dtype.element_ty), slot, epoch, team, TRANSPORT, BLOCK)
+    return partials_of(message.x, message.most, owners, tile, sent, message.SIZES, BLOCK, team)
 
 
-@triton.jit(do_not_specialize=["T", "most"])
-def combine_words_kernel(
-    pairs,
-    out,
-    T,
-    buffer,
-    epochs,
-    team,
-    most,
-    LENGTHS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-):
-    """out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank's T
+@triton.jit
+def own_partials(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """[BLOCK] sums for the tile of this rank's tokens."""
+    me = tl.full((1,), wl.rank(team), tl.int32)
+    return partials_of(message.x, message.most, me, tile, me >= 0, message.SIZES, BLOCK, team).reshape(BLOCK)
 
-    grid     (programs,), each over every programs-th tile of BLOCK elements of a rank's tokens
 
-    pairs: ``Pairs``; out [T, H]; buffer, epochs: ``Slots``; most: tokens of a rank, T or more; LENGTHS: ``Lengths``
+@triton.jit
+def store_sum(received, message, tile, team):
+    """Store the sum of the ranks' partial sums, ranks ascending."""
+    ranks = tl.arange(0, received.shape[0])[:, None]
+    place = tile * received.shape[1] + tl.arange(0, received.shape[1])
+    received, total = received.to(tl.float32), tl.zeros((received.shape[1],), tl.float32)
+    for source in tl.static_range(wl.num_ranks(team)):
+        # Each rank's row alone: a sum over all of them would have an order of the compiler's choice.
+        total += tl.sum(tl.where(ranks == source, received, 0.0), axis=0)
+    inside = place < message.tokens * message.SIZES.width
+    tl.store(message.out + place, total.to(message.out.dtype.element_ty), mask=inside)
 
-    One send and receive a tile; signals, order, reuse: weft.transport.push. Zeros are sent for tokens without an expert here.
 
-    every rank   | push tile 0, one row to each | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    world: tl.constexpr = wl.num_ranks(team)
-    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    wl.follow_previous_kernel()
-    epoch = wl.next_epoch(epochs + program)
-    columns, ranks = tl.arange(0, BLOCK), tl.arange(0, ROWS)[:, None]
-    tiles = tl.cdiv(most * LENGTHS.width, BLOCK)
-    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
-    send_partials(pairs, most, program, slot, epoch, team, LENGTHS, BLOCK, ROWS, TRANSPORT)
-    for tile in range(program, tiles, programs):
-        if tile + programs < tiles:
-            send_partials(pairs, most, tile + programs, slot, epoch + 1, team, LENGTHS, BLOCK, ROWS, TRANSPORT)
-        place = tile * BLOCK + columns
-        me = tl.full((1,), wl.rank(team), tl.int32)
-        own = (
-            partials_of(pairs, most, me, tile, me >= 0, LENGTHS, BLOCK, team).reshape(BLOCK).to(buffer.dtype.element_ty)
-        )
-        received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK).to(tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for source in tl.static_range(world):
-            # Each rank's row alone: a sum over all of them would have an order of the compiler's choice.
-            total += tl.sum(tl.where(ranks == source, received, 0.0), axis=0)
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=place < T * LENGTHS.width)
-        epoch += 1
-    keep_epoch(epochs, epoch - 1)
+# out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank's tokens        x: ``Pairs``, out [T, H]
+# Zeros are sent for tokens without an expert here.
+# every rank   | push tile 0, one row to each | push 1 | receive, sum, store 0 | push 2 | receive, sum, store 1 | ...
+BODY = Body(name="combine_words_kernel", send=partials_for_each, own=own_partials, store=store_sum)
 
 
 def combine_words(
@@ -216,8 +179,7 @@ def combine_words(
     """[tokens, H] of this rank's tokens. weights: of ``Pairs``; experts: of each rank; tp: of ``Lengths``."""
     (rows, k), H = ids.shape, y.shape[1]
     out, most = y.new_empty((tokens, H)), rows // team.size
-    tiles = cdiv(most * H * y.itemsize, design.row_bytes)
     pairs = Pairs(y.contiguous(), ids.contiguous(), None if weights is None else weights.contiguous())
-    lengths = Lengths(H, k, experts, tp)
-    launch(combine_words_kernel, pairs, out, tokens, tiles, team, design.push, most, LENGTHS=lengths)
+    lengths, tokens = Lengths(H, k, experts, tp), (tokens, most)
+    launch(BODY, (pairs, out, most * H), y.dtype, team, design.push, tokens=tokens, sizes=lengths)
     return out

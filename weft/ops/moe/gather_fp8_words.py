@@ -17,12 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-import weft.language as wl
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
 from weft.ops.moe.gather_words import GatherWords, load_part, store_part
 from weft.ops.registration import as_words
 from weft.runtime.arithmetic import cdiv
-from weft.transport.push import clears_in_order, is_rank, keep_epoch, launch, my_slot, receive, send
+from weft.transport.exchange import Body, launch
+from weft.transport.push import is_rank
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -39,12 +39,22 @@ class Rows(NamedTuple):
     weights: torch.Tensor
 
 
+class Tokens(NamedTuple):
+    """Tokens of all ranks as int words."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scales: torch.Tensor
+
+
 class Blocks(NamedTuple):
-    """Compile-time sizes of a rank's part: blocks of 128 columns of all rows, and of one; ids."""
+    """Compile-time sizes of a rank's part: blocks of 128 columns of all rows, and of one; ids, and those of a token."""
 
     all: int
     of_row: int
     choices: int
+    of_token: int
 
 
 def fits(design: GatherWords, width: int) -> bool:
@@ -77,20 +87,7 @@ def quantized_tile(x, T, tile, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(mine, T, tile, ROW_TILES: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK] words of tile ``tile`` of this rank's message; ids of -1 behind its T tokens."""
-    if tile < ROW_TILES:
-        words = quantized_tile(mine.x, T, tile, BLOCKS, BLOCK)
-    else:
-        at = (tile - ROW_TILES) * BLOCK + tl.arange(0, BLOCK)
-        ids = load_part(mine.ids, at, 0, T, BLOCKS.choices // TOKENS, -1)
-        weights = load_part(mine.weights, at, BLOCKS.choices, T, BLOCKS.choices // TOKENS, 0)
-        words = tl.where(at < BLOCKS.choices, ids, weights)
-    return words
-
-
-@triton.jit
-def store_tile(rows, scales, words, tile, BLOCKS: tl.constexpr, there):
+def store_rows(rows, scales, words, tile, BLOCKS: tl.constexpr, there):
     """Store the words [ROWS, BLOCK] of tile ``tile`` of all ranks' rows."""
     SLOTS: tl.constexpr = words.shape[1] // WORDS
     column, source = tl.arange(0, words.shape[1])[None, :], tl.arange(0, words.shape[0])[:, None].to(tl.int64)
@@ -101,59 +98,45 @@ def store_tile(rows, scales, words, tile, BLOCKS: tl.constexpr, there):
     tl.store(scales + source * BLOCKS.all + first + lane, words, mask=is_scale)
 
 
-@triton.jit(do_not_specialize=["T"])
-def gather_fp8_words_kernel(
-    mine,
-    rows,
-    T,
-    buffer,
-    epochs,
-    team,
-    ids,
-    weights,
-    scales,
-    BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-):
-    """rows, ids, weights, scales of all ranks [W, ...] = ``mine`` of each, its rows in fp8
+@triton.constexpr_function
+def row_tiles(blocks, block):
+    """Number of tiles of rows, before those of choices."""
+    return -(-blocks.all // (block // WORDS.value - 1))
 
-    grid     (programs,), each over every programs-th tile of BLOCK words
 
-    mine: ``Rows`` of this rank's T tokens; rows, scales, ids, weights as words; BLOCKS: ``Blocks`` of TOKENS tokens; buffer,
-    epochs: ``Slots``
+@triton.jit
+def load_tile(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """[BLOCK] words of this rank's message; ids of -1 behind its T tokens."""
+    BLOCKS: tl.constexpr = message.SIZES
+    ROW_TILES: tl.constexpr = row_tiles(BLOCKS, BLOCK)
+    columns = tl.arange(0, BLOCK)  # here, so that the compiler makes it once for all branches
+    if tile < ROW_TILES:
+        words = quantized_tile(message.x.x, message.tokens, tile, BLOCKS, BLOCK)
+    else:
+        at = (tile - ROW_TILES) * BLOCK + columns
+        ids = load_part(message.x.ids, at, 0, message.tokens, BLOCKS.of_token, -1)
+        weights = load_part(message.x.weights, at, BLOCKS.choices, message.tokens, BLOCKS.of_token, 0)
+        words = tl.where(at < BLOCKS.choices, ids, weights)
+    return words
 
-    One send and receive a tile; signals, order, reuse: weft.transport.push.
 
-    every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    wl.follow_previous_kernel()
-    epoch = wl.next_epoch(epochs + program)
-    columns, there = tl.arange(0, BLOCK), is_rank(team, ROWS)
-    ROW_TILES: tl.constexpr = (BLOCKS.all + BLOCK // WORDS - 2) // (BLOCK // WORDS - 1)
-    TILES: tl.constexpr = ROW_TILES + (2 * BLOCKS.choices + BLOCK - 1) // BLOCK
-    ordered = clears_in_order(slot, tl.cdiv(TILES, programs), BLOCK)
-    own = load_tile(mine, T, program, ROW_TILES, BLOCKS, TOKENS, BLOCK)
-    send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)
-    for tile in range(program, TILES, programs):
-        following = own
-        if tile + programs < TILES:
-            following = load_tile(mine, T, tile + programs, ROW_TILES, BLOCKS, TOKENS, BLOCK)
-            send(tl.broadcast_to(following[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, BLOCK)
-        words = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
-        if tile < ROW_TILES:
-            store_tile(rows, scales, words, tile, BLOCKS, there)
-        else:
-            at = (tile - ROW_TILES) * BLOCK + columns
-            store_part(ids, words, at, 0, BLOCKS.choices, there)
-            store_part(weights, words, at, BLOCKS.choices, BLOCKS.choices, there)
-        own = following
-        epoch += 1
-    keep_epoch(epochs, epoch - 1)
+@triton.jit
+def store_tile(words, message, tile, team):
+    """Store the words [ROWS, BLOCK] of all ranks' messages: rows and their scales, or choices."""
+    BLOCKS: tl.constexpr = message.SIZES
+    ROW_TILES: tl.constexpr = row_tiles(BLOCKS, words.shape[1])
+    there = is_rank(team, words.shape[0])
+    if tile < ROW_TILES:
+        store_rows(message.out.rows, message.out.scales, words, tile, BLOCKS, there)
+    else:
+        at = (tile - ROW_TILES) * words.shape[1] + tl.arange(0, words.shape[1])
+        store_part(message.out.ids, words, at, 0, BLOCKS.choices, there)
+        store_part(message.out.weights, words, at, BLOCKS.choices, BLOCKS.choices, there)
+
+
+# rows, ids, weights, scales of all ranks [W, ...] = those of each rank, its rows in fp8     x: ``Rows`` of this rank
+# every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
+BODY = Body(name="gather_fp8_words_kernel", send=load_tile, own=None, store=store_tile)
 
 
 def gather_fp8_words(
@@ -164,16 +147,19 @@ def gather_fp8_words(
     Only where ``fits`` is True.
     """
     (T, H), k = x.shape, ids.shape[1]
-    blocks = Blocks(most * H // COLUMNS.value, H // COLUMNS.value, most * k)
+    blocks = Blocks(most * H // COLUMNS.value, H // COLUMNS.value, most * k, k)
     rows = x.new_empty((team.size * most, H), dtype=E4M3)
     scales = x.new_empty((len(rows), blocks.of_row), dtype=torch.float32)
     all_ids, all_weights = (one.new_empty((len(rows), k)) for one in (ids, weights))
     narrow = torch.int32 if weights.itemsize == 4 else torch.int16
     mine = Rows(x.contiguous(), as_words(ids, torch.int32), as_words(weights, narrow))
-    theirs = [as_words(all_ids, torch.int32), as_words(all_weights, narrow), as_words(scales, torch.int32)]
-    slots = design.row_bytes // (4 * WORDS.value)
-    tiles = cdiv(blocks.all, slots - 1) + cdiv(8 * blocks.choices, design.row_bytes)
-    constants = {"BLOCKS": blocks, "TOKENS": most}
-    words = as_words(rows, torch.int32)
-    launch(gather_fp8_words_kernel, mine, words, T, tiles, team, design.push, *theirs, **constants)
+    theirs = Tokens(
+        as_words(rows, torch.int32),
+        as_words(all_ids, torch.int32),
+        as_words(all_weights, narrow),
+        as_words(scales, torch.int32),
+    )
+    block = design.row_bytes // 4
+    words = (row_tiles(blocks, block) + cdiv(2 * blocks.choices, block)) * block
+    launch(BODY, (mine, theirs, words), torch.int32, team, design.push, tokens=(T, most), sizes=blocks)
     return rows, all_ids, all_weights, scales

@@ -14,12 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-import weft.language as wl
 from weft.ops.registration import as_words
-from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
+from weft.transport.exchange import Body, launch
 from weft.transport.plans import PushPlan
-from weft.transport.push import clears_in_order, is_rank, keep_epoch, launch, my_slot, receive, send
+from weft.transport.push import is_rank
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -73,15 +72,17 @@ def load_part(part, at, first, T, LENGTH: tl.constexpr, other):
 
 
 @triton.jit
-def load_words(mine, T, most, at, LENGTHS: tl.constexpr):
-    """Words ``at`` [BLOCK] of this rank's message; ids of -1 behind its T tokens."""
-    ids, weights = most * LENGTHS.row, most * (LENGTHS.row + LENGTHS.choices)
-    words = load_part(mine.rows, at, 0, T, LENGTHS.row, 0)
-    words = tl.where(at < ids, words, load_part(mine.ids, at, ids, T, LENGTHS.choices, -1))
-    words = tl.where(at < weights, words, load_part(mine.weights, at, weights, T, LENGTHS.choices, 0))
+def load_words(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """[BLOCK] words of this rank's message; ids of -1 behind its T tokens."""
+    LENGTHS: tl.constexpr = message.SIZES
+    T, at = message.tokens, tile * BLOCK + tl.arange(0, BLOCK)
+    ids, weights = message.most * LENGTHS.row, message.most * (LENGTHS.row + LENGTHS.choices)
+    words = load_part(message.x.rows, at, 0, T, LENGTHS.row, 0)
+    words = tl.where(at < ids, words, load_part(message.x.ids, at, ids, T, LENGTHS.choices, -1))
+    words = tl.where(at < weights, words, load_part(message.x.weights, at, weights, T, LENGTHS.choices, 0))
     if LENGTHS.scales > 0:
-        scales = most * (LENGTHS.row + 2 * LENGTHS.choices)
-        words = tl.where(at < scales, words, load_part(mine.scales, at, scales, T, LENGTHS.scales, 0))
+        scales = message.most * (LENGTHS.row + 2 * LENGTHS.choices)
+        words = tl.where(at < scales, words, load_part(message.x.scales, at, scales, T, LENGTHS.scales, 0))
     return words
 
 
@@ -93,58 +94,22 @@ def store_part(part, words, at, first, length, there):
     tl.store(part + source.to(tl.int64) * length + local, words.to(part.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "most"])
-def gather_words_kernel(
-    mine,
-    rows,
-    T,
-    buffer,
-    epochs,
-    team,
-    most,
-    ids,
-    weights,
-    scales,
-    LENGTHS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPORT: tl.constexpr,
-):
-    """rows, ids, weights, scales of all ranks [W, ...] = what each rank has in ``mine``
+@triton.jit
+def store_words(words, message, tile, team):
+    """Store the words of ranks' messages [ROWS, BLOCK] to rows, ids, weights and scales of all ranks."""
+    LENGTHS: tl.constexpr = message.SIZES
+    at, there = tile * words.shape[1] + tl.arange(0, words.shape[1]), is_rank(team, words.shape[0])
+    row, choices = message.most * LENGTHS.row, message.most * LENGTHS.choices
+    store_part(message.out.rows, words, at, 0, row, there)
+    store_part(message.out.ids, words, at, row, choices, there)
+    store_part(message.out.weights, words, at, row + choices, choices, there)
+    if LENGTHS.scales > 0:
+        store_part(message.out.scales, words, at, row + 2 * choices, message.most * LENGTHS.scales, there)
 
-    grid     (programs,), each over every programs-th tile of BLOCK words
 
-    mine: ``Tokens`` of this rank's T tokens; LENGTHS: ``Lengths``, of ``most`` tokens, T or more; buffer, epochs: ``Slots``
-
-    One send and receive a tile; signals, order, reuse: weft.transport.push.
-
-    every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    slot = my_slot(buffer, BLOCK, TRANSPORT, team)
-    wl.follow_previous_kernel()
-    epoch = wl.next_epoch(epochs + program)
-    columns, there = tl.arange(0, BLOCK), is_rank(team, ROWS)
-    tiles = tl.cdiv(most * (LENGTHS.row + 2 * LENGTHS.choices + LENGTHS.scales), BLOCK)
-    ordered = clears_in_order(slot, tl.cdiv(tiles, programs), BLOCK)
-    own = load_words(mine, T, most, program * BLOCK + columns, LENGTHS)
-    send(tl.broadcast_to(own[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)
-    for tile in range(program, tiles, programs):
-        following = own
-        if tile + programs < tiles:
-            following = load_words(mine, T, most, (tile + programs) * BLOCK + columns, LENGTHS)
-            send(tl.broadcast_to(following[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, BLOCK)
-        words = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, BLOCK)
-        at = tile * BLOCK + columns
-        row, choices = most * LENGTHS.row, most * LENGTHS.choices
-        store_part(rows, words, at, 0, row, there)
-        store_part(ids, words, at, row, choices, there)
-        store_part(weights, words, at, row + choices, choices, there)
-        if LENGTHS.scales > 0:
-            store_part(scales, words, at, row + 2 * choices, most * LENGTHS.scales, there)
-        own = following
-        epoch += 1
-    keep_epoch(epochs, epoch - 1)
+# rows, ids, weights, scales of all ranks [W, ...] = what each rank has        x: ``Tokens`` of this rank, out: of all
+# every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
+BODY = Body(name="gather_words_kernel", send=load_words, own=None, store=store_words)
 
 
 def gather_words(
@@ -172,7 +137,6 @@ def gather_words(
         for tensors in (given, out)
     )
     lengths = Lengths(x.shape[1] * x.itemsize // 4, ids.shape[1], 0 if scales is None else scales.shape[1])
-    tiles = cdiv(4 * most * lengths.total, design.row_bytes)
-    parts = most, *theirs[1:]
-    launch(gather_words_kernel, mine, theirs.rows, len(x), tiles, team, design.push, *parts, LENGTHS=lengths)
+    words = most * lengths.total
+    launch(BODY, (mine, theirs, words), torch.int32, team, design.push, tokens=(len(x), most), sizes=lengths)
     return out

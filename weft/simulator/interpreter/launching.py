@@ -83,7 +83,11 @@ def prepare(
             function(*positional, **named)
 
     return Launch(
-        name=jit_fn.__name__, grid=(*sizes, 1, 1)[:3], run=run, tensors=arguments.tensors, tuples=arguments.tuples
+        name=own.get("KERNEL", jit_fn.__name__),
+        grid=(*sizes, 1, 1)[:3],
+        run=run,
+        tensors=arguments.tensors,
+        tuples=arguments.tuples,
     )
 
 

@@ -22,6 +22,7 @@ from weft.ops.gemm.tile import Tile
 from weft.ops.moe import combine_rows, dispatch_rows, exchange, grouped
 from weft.ops.moe.routing import Schedule
 from weft.runtime.team.channel import ChannelView
+from weft.transport.halves import Half
 
 X, FLOATS, HALVES = torch.zeros(64, dtype=torch.int32), torch.zeros(64), torch.zeros((64, 64), dtype=torch.bfloat16)
 LANDED = ChannelView(X, X, tl.constexpr(8))
@@ -59,7 +60,7 @@ def of_combine(view):
 
 def of_rows(kernel, *arguments, view):
     sizes = exchange.Sizes(128, 256, 2, 2, 4, 8, 256)
-    flags = exchange.Arrivals(X, X, X, X)
+    flags = Half(LANDED, X, X)
     return compiled(kernel, *arguments, flags, view, arch="sm_90", SIZES=sizes, CHUNKS=16, num_warps=4)
 
 

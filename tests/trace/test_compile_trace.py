@@ -20,6 +20,7 @@ from weft.runtime.team.trace_rings import RING_BYTES
 from weft.runtime.team.view import TeamView
 from weft.trace import clocks
 from weft.transport import copy_channel, push
+from weft.transport.halves import Half, begin_kernel
 from weft.triton_api import JITFunction
 
 RINGS = torch.zeros((2, RING_BYTES), dtype=torch.uint8)
@@ -49,7 +50,7 @@ def of_primitives(view):
 
 def of_begin_kernel(view):
     channel = copy_channel.ChannelView(X, X, tl.constexpr(8))
-    return compiled(copy_channel.begin_kernel, channel, X, X, view, arch="sm_90", num_warps=1)
+    return compiled(begin_kernel, Half(channel, X, X), view, arch="sm_90", num_warps=1)
 
 
 def of_gemm(kernel, view, **constants):

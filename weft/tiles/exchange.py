@@ -36,6 +36,7 @@ from weft.tiles.tile import (
     programs_for,
     tile_of,
 )
+from weft.transport.halves import await_entered, enter
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -137,13 +138,13 @@ def exchange_kernel(
     received = inbox.received + (call.now & 1) * (world - 1) * buffer_size
     if tl.program_id(0) == 0:
         for step in range(1, world):
-            wl.notify(inbox.entered + me, (me + step) % world, call.now, team)
+            enter(inbox.entered, (me + step) % world, call.now, team)
     announced = -1  # slot of the last part that was stored at ``receiver``, until that is announced
     receiver = me
     for step in range(1, world + 1):
         owner = (me + step) % world
         if MAPPED:
-            wl.wait(inbox.entered + owner, tl.where(owner == me, 0, call.now - 1), team)
+            await_entered(inbox.entered, owner, tl.where(owner == me, -1, call.now - 2), team)
         first_of_owner = 0 if MAPPED else first_tile(owner, tiles, world)
         begin, end = numbers_for(owner, tiles, geometry.count, world, MAPPED, SPLIT)
         for item in range(begin, end, tl.num_programs(0)):

@@ -115,7 +115,7 @@ def test_a_slot_that_nobody_gives_back_is_a_race(monkeypatch):
 
     def careless(space, team):
         half = begin(space, team)
-        space.entered.fill_(1 << 20)  # as if all peers had ended all calls
+        space.halves.halves[0][1].entered.fill_(1 << 20)  # as if all peers had ended all calls
         return half
 
     monkeypatch.setattr(copy_engine.CopyChannel, "begin", careless)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 import weft
 import weft.check
@@ -14,13 +15,15 @@ from tests.ops.moe.test_moe_ops import SCHEDULE, WEIGHT, built_grouped, by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.ops.moe.dispatch_rows import Mail, moe_dispatch_kernel
-from weft.ops.moe.exchange import Arrivals, PushRows, Sizes
+from weft.ops.moe.exchange import PushRows, Sizes
 from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, quantize_rows_kernel, read_back
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.ops.moe.routing import Routing
 from weft.ops.op import find_op
 from weft.plan.planned import machine
 from weft.runtime.capabilities import launch_options
+from weft.runtime.team.channel import ChannelView
+from weft.transport.halves import Half
 
 # --- values -------------------------------------------------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ def test_kernels_that_send_fp8_compile(arch, tmp_path):
         .design
     )
     sizes = Sizes.of(design, 128, 7168, 8, 64, fp8=True)
-    mail, flags = Mail(rows, INTS, x, scales), Arrivals(INTS, INTS, INTS, INTS)
+    mail, flags = Mail(rows, INTS, x, scales), Half(ChannelView(INTS, INTS, tl.constexpr(sizes.chunks)), INTS, INTS)
     constants = {"SIZES": sizes, "CHUNKS": sizes.chunks, "num_warps": 8, **launch_options(caps)}
     sending = compiled(moe_dispatch_kernel, x, INTS, x, 128, mail, flags, a_view(), arch=arch, **constants)
     constants = {"WIDTH": 7168, "SCALES": 56, "BLOCK": 1024, **launch_options(caps)}

@@ -32,6 +32,7 @@ from weft.ops.moe.routing import Experts, Routing
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.team import Team
+from weft.transport import halves
 
 EXPERTS, K, HIDDEN, FEATURES, MOST = 12, 3, 48, 48, 20
 
@@ -192,13 +193,13 @@ def test_a_wrong_owner_is_seen(name, tmp_path, monkeypatch):
 
 # --- planted bugs -------------------------------------------------------------------------------------------------------
 
-FLAG = "                wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)\n"
+FLAG = "                wl.chunk_notify(call, peer, chunk, team)\n"
 PUT = "            if step < world:\n                wl.end_put(began, mail.rows, 0, peer, team)\n"
 SEND = "            send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES, team)\n"
-ENTERED = "        wl.wait(flags.entered + (me + step) % world, last + 1, team)\n"
+ENTERED = "        await_entered(half.entered, (me + step) % world, last, team)\n"
 SUMS = "            for begin in range(0, SIZES.width, SIZES.block):\n                column"
-SENT = "            wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)\n"
-ARRIVED = "        await_chunk(flags, chunk, CHUNKS, now, team)\n"
+SENT = "            wl.chunk_notify(call, owner, chunk, team)\n"
+ARRIVED = "        await_chunk(call, chunk, team)\n"
 # Where the kernel of each is.
 SENDERS = {dispatched: (dispatch_rows, "moe_dispatch_kernel"), combined: (combine_rows, "moe_combine_kernel")}
 # Source that changes, what to, the calls that show it, the finding.
@@ -208,10 +209,10 @@ BUGS = {
     "a rank without tokens sends no flags": (dispatch_rows, PUT, PUT.replace("step < world", "(step < world) & (T > 0)"),
                                              dispatched, "deadlock"),
     "rows not awaited": (dispatch_rows, ARRIVED, "        pass\n", dispatched, "race"),
-    "a half written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), dispatched, "race"),
+    "a half written again too soon": (halves, ENTERED, ENTERED.replace("last", "0"), dispatched, "race"),
     "combined before the last arrival": (combine_rows, ARRIVED, "        pass\n", combined, "race"),
     "flag before the sums": (combine_rows, SUMS, SENT + SUMS, combined, "race"),
-    "sums written again too soon": (exchange, ENTERED, ENTERED.replace("last + 1", "1"), combined, "race"),
+    "sums written again too soon": (halves, ENTERED, ENTERED.replace("last", "0"), combined, "race"),
 }  # fmt: skip
 
 
@@ -226,7 +227,7 @@ def calls_of(run):
 @pytest.fixture
 def one_half(monkeypatch):
     """The same half in every call, as a CUDA graph with one call uses it."""
-    monkeypatch.setattr(exchange.Halves, "next", lambda self: (tuple(b[0] for b in self.buffers), self.flags[0]))
+    monkeypatch.setattr(halves.Halves, "next", lambda self: self.halves[0])
 
 
 # Bugs that the zoo plants in kernels of its own.
@@ -241,7 +242,7 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch, request):
     module, old, new, run, kind = BUGS[name]
     mutant = mutated(module, old, new, f"exchange_mutant_{len(name)}", tmp_path)
     sender, kernel = SENDERS[run]
-    changed = "begin_call" if module is exchange else kernel
+    changed = "begin_half" if module is halves else kernel
     monkeypatch.setattr(sender, changed, getattr(mutant, changed))
     report = weft.check.check(calls_of(run), 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}

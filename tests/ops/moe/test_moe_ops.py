@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
@@ -17,12 +18,14 @@ from weft.errors import InvalidAccess
 from weft.ops.moe import grouped, moe_schedule, moe_sum, route
 from weft.ops.moe.combine_rows import Partials, moe_combine_kernel
 from weft.ops.moe.dispatch_rows import Mail, moe_dispatch_kernel
-from weft.ops.moe.exchange import Arrivals, PushRows, Sizes, copy_chosen_kernel
+from weft.ops.moe.exchange import PushRows, Sizes, copy_chosen_kernel
 from weft.ops.moe.fp8_rows import E4M3
 from weft.ops.moe.grouped import Form, GroupedCall, grouped_matmul_kernel, grouped_tiles_for
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.op import find_op
 from weft.runtime.capabilities import launch_options
+from weft.runtime.team.channel import ChannelView
+from weft.transport.halves import Half
 
 # --- planted mistakes ---------------------------------------------------------------------------------------------------
 
@@ -391,7 +394,7 @@ def test_a_sum_with_a_gated_summand_compiles(arch):
 def test_kernels_that_push_rows_compile(arch, tmp_path):
     sizes, caps, rows = Sizes.of(PushRows(), 128, 7168, 8, 64), caps_of(arch), torch.zeros(16, dtype=torch.bfloat16)
     constants = {"SIZES": sizes, "CHUNKS": sizes.chunks, "num_warps": 8, **launch_options(caps)}
-    end = Arrivals(INTS, INTS, INTS, INTS), a_view()
+    end = Half(ChannelView(INTS, INTS, tl.constexpr(sizes.chunks)), INTS, INTS), a_view()
     for kernel, arguments in (
         (moe_dispatch_kernel, (rows, INTS, rows, 128, Mail(rows, INTS, rows))),
         (moe_combine_kernel, (rows, INTS, rows, rows, 128, Partials(rows))),

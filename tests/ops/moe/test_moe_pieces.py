@@ -29,7 +29,7 @@ from weft.ops.moe.routing import Experts, Routing
 from weft.plan.planned import UNLIMITED, machine
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.channel import ChannelView
-from weft.transport import copy_channel
+from weft.transport import copy_channel, halves
 
 MOST, K, HIDDEN = 70, 3, 40
 TOKENS = (70, 33, 0, 8)
@@ -166,13 +166,7 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
 @pytest.fixture
 def one_half(monkeypatch):
     """The same half in every call, as a CUDA graph with one call uses it."""
-    begin = copy_channel.CopyChannel.begin
-
-    def begin_first(self, team):
-        half, self.calls = begin(self, team), 0
-        return half
-
-    monkeypatch.setattr(copy_channel.CopyChannel, "begin", begin_first)
+    monkeypatch.setattr(halves.Halves, "next", lambda self: self.halves[0])
 
 
 @pytest.mark.parametrize(
@@ -182,9 +176,8 @@ def one_half(monkeypatch):
 def test_one_half_is_written_again_only_after_it_was_read(run, waits, one_half, tmp_path, monkeypatch):
     """By the wait of begin_kernel: without it the check finds a race."""
     if not waits:
-        mutant = mutated(
-            copy_channel, "entered + peer, last + 1, team)", "entered + peer, 1, team)", "begin_mutant", tmp_path
-        )
+        awaits = "await_entered(half.entered, peer, last, team)"
+        mutant = mutated(halves, awaits, awaits.replace("last", "0"), "begin_mutant", tmp_path)
         monkeypatch.setattr(copy_channel, "begin_kernel", mutant.begin_kernel)
     report = weft.check.check(calls_of(run), 2, schedules=8)
     assert report.ok if waits else {found.finding.kind for found in report.wrong} == {"race"}, report

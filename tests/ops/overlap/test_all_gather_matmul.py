@@ -30,7 +30,7 @@ def test_a_replayed_graph_fills_the_same_half_each_time(seed, design):
             a, b = (torch.full((20, 24), float(call + team.rank)), torch.ones(16, 24))
             results.append(ALL_GATHER_MATMUL.run(design, team, a, b))
             [workspace] = team.workspace(("all_gather_matmul", FP32), dict).values()
-            workspace.calls = 0
+            workspace.halves.calls = 0
         for call, result in enumerate(results):
             expected = torch.arange(call, call + team.size).repeat_interleave(20)[:, None] * torch.full((1, 16), 24.0)
             assert_identical(result, expected, what=f"call {call}")

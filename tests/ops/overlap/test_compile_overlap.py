@@ -24,7 +24,8 @@ from weft.plan import table
 from weft.plan.planned import machine
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.team.channel import ChannelView
-from weft.transport.copy_channel import MAX_CHUNKS, begin_kernel, wait_kernel
+from weft.transport.copy_channel import MAX_CHUNKS, wait_kernel
+from weft.transport.halves import Half, begin_kernel
 
 # The design with a kernel of its own.
 FUSED = {
@@ -150,7 +151,7 @@ def test_kernels_between_pieces_compile():
             # 16 bytes a thread of each of four operands, none waiting for the other.
             assert len(re.findall(r"ld\.global\.v4\.b32", summed.asm["ptx"])) == 4 * SUM_BLOCK // (SUM_WARPS * 32 * 8)
             assert not re.search(r"ld\.global(\.\w+)*\.b16", summed.asm["ptx"])
-        compiled(begin_kernel, LANDED, WORDS, signals, a_view(), arch=arch, num_warps=1)
+        compiled(begin_kernel, Half(LANDED, signals, WORDS), a_view(), arch=arch, num_warps=1)
         compiled(wait_kernel, LANDED, 1, 0, a_view(), arch=arch, num_warps=1)
         shared = compiled(
             share_kernel, x, x, Shares(x, x, 1 << 20, WORDS, 1 << 9, WORDS), 4096, 5120, a_view(), BLOCK=SUM_BLOCK,

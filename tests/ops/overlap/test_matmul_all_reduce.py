@@ -89,7 +89,7 @@ def test_replayed_calls_fill_the_same_half_each_time(seed, chunks):
             a, b = place + float(call + team.rank), torch.ones(16, 24)
             results.append(MATMUL_ALL_REDUCE.run(Pipelined(chunks=chunks), team, a, b))
             [workspace] = team.workspace(("matmul_all_reduce pipelined", FP32), dict).values()
-            workspace.calls = 0
+            workspace.halves.calls = 0
         for call, result in enumerate(results):
             expected = (24.0 * (3 * call + 3) + 72.0 * place[:, :1]).expand(60, 16)
             assert_identical(result, expected.contiguous(), what=f"call {call}")

@@ -20,7 +20,7 @@ def test_replayed_calls_fill_the_same_half_each_time(seed):
             a, b = place + float(call + team.rank), torch.ones(16, 24)
             results.append(MATMUL_REDUCE_SCATTER.run(Pipelined(streams=2), team, a, b))
             [workspace] = team.workspace(("matmul_reduce_scatter pipelined", FP32), dict).values()
-            workspace.calls = 0
+            workspace.halves.calls = 0
         for call, result in enumerate(results):
             mine = slice(20 * team.rank, 20 * team.rank + 20)
             expected = (24.0 * (3 * call + 3) + 72.0 * place[mine, :1]).expand(20, 16)

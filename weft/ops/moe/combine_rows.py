@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.ops.moe.exchange import Halves, PushRows, Sizes, await_chunk, begin_call, chosen_of, end_call, launch_rows
+from weft.ops.moe.exchange import PushRows, Sizes, chosen_of, launch_rows, mailboxes
+from weft.transport.halves import await_chunk, begin_half, end_half
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -50,23 +51,22 @@ def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team
 
 
 @triton.jit(do_not_specialize=["T"])
-def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
+def moe_combine_kernel(y, ids, weights, out, T, partials, half, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
     """out[t] = sum over ranks, ascending, of their weighted sums for token t of this rank
 
     grid: (programs,), each over every programs-th chunk of SIZES.chunk tokens of each rank
 
     y [W * tokens * k, H]; ids, weights [W * tokens, k] of all ranks; out [T, H]; partials: ``Partials``; SIZES: ``Sizes``
-    Without weights (None) y is [W * tokens, H] and its rows are what is summed. An epoch is one call.
+    Without weights (None) y is [W * tokens, H] and its rows are what is summed.
 
-    signals   those of ``begin_call``
-              program p, to every peer s: arrived[me, c] = e, once its partial rows of chunk c of rank s lie there, also if none
-    waits     that of ``begin_call``, before any store: the peer has ended the call that read this half last
-              arrived[r, c] >= e for every peer r, before the rows of this program's chunk c are read
+    signals   those of ``begin_half``
+              program p, to every peer s: landed[me, c] = this call, once its partial rows of chunk c of rank s lie there, also
+              if none
+    waits     that of ``begin_half``, before any store: the peer has ended the call that read this half last
+              landed[r, c] >= this call for every peer r, before the rows of this program's chunk c are read
     order     ranks ascending, in fp32, each rank's sum rounded to y's dtype. This rank's is not stored: it is computed where it
               is added, and rounded as the others are
-    reuse     halves alternate by call. This call was begun by a peer only after it had received this rank's flags of the call
-              before, so after this rank had ended the call that read this half last. The wait of ``begin_call`` only takes
-              time where one half is taken twice in a row, in replays of a CUDA graph
+    reuse     of a half: weft.transport.halves
     progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -75,7 +75,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
     BLOCK: tl.constexpr = SIZES.block
     me = wl.rank(team)
     wl.follow_previous_kernel()
-    now = begin_call(flags, team)
+    call = begin_half(half, team)
     for chunk in range(program, CHUNKS, programs):
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
         for step in range(1, world):
@@ -91,9 +91,9 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
                 total = partial_of(y, ids, weights, token, chosen, column, SIZES, team)
                 tl.store(rows + column, total.to(rows.dtype.element_ty), mask=chosen & (column < SIZES.width))
             wl.end_put(began, partials.rows, 0, owner, team)
-            wl.notify(flags.arrived + me * CHUNKS + chunk, owner, now, team)
+            wl.chunk_notify(call, owner, chunk, team)
     for chunk in range(program, CHUNKS, programs):
-        await_chunk(flags, chunk, CHUNKS, now, team)
+        await_chunk(call, chunk, team)
         began = wl.begin_tile(team)
         local = chunk * SIZES.chunk + tl.arange(0, SIZES.chunk)
         token = me * SIZES.tokens + local
@@ -111,7 +111,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, flags, team, SIZES: tl
             target = out + local.to(tl.int64)[:, None] * SIZES.width + column
             tl.store(target, total.to(out.dtype.element_ty), mask=(local < T)[:, None] & (column < SIZES.width))
         wl.end_tile(began, chunk, 0, team)
-    end_call(flags, now)
+    end_half(half, call)
 
 
 def combine_rows(
@@ -131,7 +131,8 @@ def combine_rows(
     (rows, k), H = ids.shape, y.shape[1]
     out, sizes = y.new_empty((tokens, H)), Sizes.of(design, rows // team.size, H, k, experts, tp=tp)
     shapes = {"rows": ((team.size, sizes.tokens, H), y.dtype)}
-    halves = team.workspace(("moe_combine", design, sizes, y.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
-    buffers, flags = halves.next()
-    launch_rows(moe_combine_kernel, design, sizes, team, (y, ids, weights, out), tokens, Partials(*buffers), flags)
+    boxes = team.workspace(("moe_combine", design, sizes, y.dtype), lambda: mailboxes(team, sizes.chunks, shapes))
+    buffers, half = boxes.next()
+    boxes.written()
+    launch_rows(moe_combine_kernel, design, sizes, team, (y, ids, weights, out), tokens, Partials(*buffers), half)
     return out

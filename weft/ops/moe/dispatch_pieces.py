@@ -51,35 +51,14 @@ class DispatchPieces:
         check_powers(self, "chunk", "block", "num_warps")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mailboxes:
-    """Receive buffers that alternate from call to call, with the channel that announces arrivals."""
-
-    channel: CopyChannel
-    halves: tuple[Mail, Mail]
-
-    @classmethod
-    def make(cls, team: Team, sizes: Sizes, dtype: torch.dtype) -> Mailboxes:
-        """For rows of ``dtype``, or in fp8 where ``sizes`` has scales. Collective."""
-        (tokens, width, k, W), fp8 = (sizes.tokens, sizes.width, sizes.choices, team.size), sizes.scales > 0
-        rows = team.empty((2, W, tokens, width), E4M3 if fp8 else dtype, name="rows")
-        ids = team.empty((2, W, tokens, k), torch.int32, name="ids")
-        weights = team.empty((2, W, tokens, k), dtype, name="weights")
-        scales = [team.empty((2, W, tokens, sizes.scales), torch.float32, name="scales")] if fp8 else []
-        first, second = (Mail(*half) for half in zip(rows, ids, weights, *scales, strict=True))
-        return cls(channel=CopyChannel.make(team, rows, W), halves=(first, second))
-
-    def begin(self, team: Team) -> Mail:
-        """Begin a call in the current stream. Returns its half, which all ranks may write.
-
-        Torch counts it as a write, as ``Halves.next`` does.
-        """
-        half = self.halves[self.channel.calls % 2]
-        self.channel.begin(team)
-        for buffer in half:
-            if buffer is not None and not buffer.is_inference():
-                torch.autograd.graph.increment_version(buffer)
-        return half
+def channel_of(team: Team, sizes: Sizes, dtype: torch.dtype) -> CopyChannel:
+    """Receive buffers [2, …] of the parts of a ``Mail``, for rows of ``dtype``, or in fp8 where ``sizes`` has scales."""
+    (tokens, width, k, W), fp8 = (sizes.tokens, sizes.width, sizes.choices, team.size), sizes.scales > 0
+    rows = team.empty((2, W, tokens, width), E4M3 if fp8 else dtype, name="rows")
+    ids = team.empty((2, W, tokens, k), torch.int32, name="ids")
+    weights = team.empty((2, W, tokens, k), dtype, name="weights")
+    scales = [team.empty((2, W, tokens, sizes.scales), torch.float32, name="scales")] if fp8 else []
+    return CopyChannel.make(team, (rows, ids, weights, *scales), W)
 
 
 @triton.jit(do_not_specialize=["begin", "T"])
@@ -137,8 +116,9 @@ def dispatch_pieces(design: DispatchPieces, team: Team, given: DispatchArguments
     sizes = Sizes.of(design, most, H, k, experts, fp8=fp8, tp=given.tp)
     # The number of flags does not depend on the fields of the design: calls with any of them share the buffers.
     key = "moe_dispatch pieces", sizes._replace(chunk=0, block=0, experts=0, tp=1), x.dtype
-    boxes = team.workspace(key, lambda: Mailboxes.make(team, sizes, x.dtype))
-    mail, channel = boxes.begin(team), boxes.channel
+    channel = team.workspace(key, lambda: channel_of(team, sizes, x.dtype))
+    mail = Mail(*channel.begin_each(team))
+    channel.halves.written()
     launch = launch_of(
         team,
         place_tokens_kernel,

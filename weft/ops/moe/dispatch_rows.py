@@ -11,17 +11,15 @@ import triton.language as tl
 import weft.language as wl
 from weft.ops.moe.exchange import (
     DispatchArguments,
-    Halves,
     PushRows,
     Sizes,
-    await_chunk,
-    begin_call,
     chosen_of,
     copy_chosen,
-    end_call,
     launch_rows,
+    mailboxes,
 )
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
+from weft.transport.halves import await_chunk, begin_half, end_half
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -74,28 +72,25 @@ def send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES: tl.constexpr, team)
 
 
 @triton.jit(do_not_specialize=["T"])
-def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
+def moe_dispatch_kernel(x, ids, weights, T, mail, half, team, SIZES: tl.constexpr, CHUNKS: tl.constexpr):
     """Store this rank's T choices at all ranks, and each row at the ranks with an expert it chose.
 
     grid: (programs,), each over every programs-th chunk of SIZES.chunk tokens
 
-    x [T, H], ids int32 and weights [T, k]; mail: ``Mail``; flags: ``Arrivals``; SIZES: ``Sizes``
-    An epoch is one call.
+    x [T, H], ids int32 and weights [T, k]; mail: ``Mail``; half: ``Half``; SIZES: ``Sizes``
 
-    signals   those of ``begin_call``
-              program p, to every peer: arrived[me, c] = e, once its part of chunk c lies there; for every chunk, rows or not
-    waits     that of ``begin_call``, before any store: the peer has ended what read this half last
-              arrived[s, c] >= e for every peer s and this program's chunks, at the end: what runs next reads all rows
-    reuse     halves alternate by call, and what a rank has received is read before its next call begins. A rank begins call
-              e once it has received all of call e - 1, which its peers had then begun: the wait for ``entered`` only takes
-              time where one half is taken twice in a row, in replays of a CUDA graph
+    signals   those of ``begin_half``
+              program p, to every peer: landed[me, c] = this call, once its part of chunk c lies there, also if it has no rows
+    waits     that of ``begin_half``, before any store: the peer has ended what read this half last
+              landed[s, c] >= this call for every peer s and this program's chunks, at the end: what runs next reads all rows
+    reuse     of a half: weft.transport.halves
     progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     world: tl.constexpr = wl.num_ranks(team)
     me = wl.rank(team)
     wl.follow_previous_kernel()
-    now = begin_call(flags, team)
+    call = begin_half(half, team)
     for chunk in range(program, CHUNKS, programs):
         for step in range(1, world + 1):
             peer = (me + step) % world
@@ -103,10 +98,10 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, flags, team, SIZES: tl.constex
             send_chunk(x, ids, weights, T, chunk, peer, mail, SIZES, team)
             if step < world:
                 wl.end_put(began, mail.rows, 0, peer, team)
-                wl.notify(flags.arrived + me * CHUNKS + chunk, peer, now, team)
+                wl.chunk_notify(call, peer, chunk, team)
     for chunk in range(program, CHUNKS, programs):
-        await_chunk(flags, chunk, CHUNKS, now, team)
-    end_call(flags, now)
+        await_chunk(call, chunk, team)
+    end_half(half, call)
 
 
 def dispatch_rows(design: PushRows, team: Team, given: DispatchArguments) -> list[torch.Tensor]:
@@ -119,9 +114,10 @@ def dispatch_rows(design: PushRows, team: Team, given: DispatchArguments) -> lis
     shapes |= {"ids": (of_choices, torch.int32), "weights": (of_choices, x.dtype)}
     if given.fp8:
         shapes["scales"] = ((W, most, sizes.scales), torch.float32)
-    halves = team.workspace(("moe_dispatch", design, sizes, x.dtype), lambda: Halves.make(team, sizes.chunks, shapes))
-    buffers, flags = halves.next()
-    launch_rows(moe_dispatch_kernel, design, sizes, team, (x, ids, weights), T, Mail(*buffers), flags)
+    boxes = team.workspace(("moe_dispatch", design, sizes, x.dtype), lambda: mailboxes(team, sizes.chunks, shapes))
+    buffers, half = boxes.next()
+    boxes.written()
+    launch_rows(moe_dispatch_kernel, design, sizes, team, (x, ids, weights), T, Mail(*buffers), half)
     arrived = [buffer.flatten(0, 1) for buffer in buffers]
     if given.kept:
         arrived[:3] = copy_chosen(design, sizes, team, *arrived[:2]), arrived[1].clone(), arrived[2].clone()

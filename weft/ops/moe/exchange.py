@@ -22,6 +22,7 @@ from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.transport.copy_channel import MAX_CHUNKS
+from weft.transport.halves import Half, Halves
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -91,52 +92,10 @@ def piece_ends(pieces: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     return tuple(sorted({min(end, tokens) for end in ends} - {0}))
 
 
-class Arrivals(NamedTuple):
-    """Flags of one kind of exchange, shared by its calls of one team and number of chunks.
-
-    arrived  int32 [W * chunks], symmetric: arrived[s * chunks + c] = e, once chunk c of rank s has arrived in call e
-    entered  int32 [W], symmetric: entered[s] = e, once rank s has begun call e, and so ended what it ran before
-    filled   int32 [MAX_PROGRAMS], this rank's: the last call that filled this half of the buffers, a copy for each program; so
-             all calls have the same number of programs
-    epoch    int32 [2], this rank's: ``wl.next_epoch``
-    """
-
-    arrived: torch.Tensor
-    entered: torch.Tensor
-    filled: torch.Tensor
-    epoch: torch.Tensor
-
-
-@dataclass(slots=True, kw_only=True)
-class Halves:
-    """Buffers that alternate from call to call, with their flags.
-
-    calls  number that the host has made; all ranks make the same ones
-    """
-
-    buffers: tuple[torch.Tensor, ...]
-    flags: tuple[Arrivals, Arrivals]
-    calls: int = 0
-
-    @classmethod
-    def make(cls, team: Team, chunks: int, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> Halves:
-        """Symmetric buffers [2, *shape] of these names. Collective."""
-        buffers = tuple(team.empty((2, *shape), dtype, name=name) for name, (shape, dtype) in shapes.items())
-        arrived, entered = team.signals(team.size * chunks), team.signals(team.size)
-        filled, epoch = team.local((2, MAX_PROGRAMS), torch.int32), team.local(2, torch.int32)
-        return cls(buffers=buffers, flags=tuple(Arrivals(arrived, entered, half, epoch) for half in filled.unbind()))
-
-    def next(self) -> tuple[tuple[torch.Tensor, ...], Arrivals]:
-        """The half of the next call: its buffers and flags.
-
-        Torch counts it as a write, so a backward that has saved rows of an earlier call is refused.
-        """
-        half = self.calls % 2
-        self.calls += 1
-        for buffer in self.buffers:
-            if not buffer.is_inference():
-                torch.autograd.graph.increment_version(buffer)
-        return tuple(buffer[half] for buffer in self.buffers), self.flags[half]
+def mailboxes(team: Team, chunks: int, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> Halves:
+    """Symmetric buffers [2, *shape] of these names, with a flag for each chunk of a rank. Collective."""
+    buffers = tuple(team.empty((2, *shape), dtype, name=name) for name, (shape, dtype) in shapes.items())
+    return Halves.make(team, buffers, team.size, chunks, MAX_PROGRAMS)
 
 
 class Sizes(NamedTuple):
@@ -174,46 +133,6 @@ class Sizes(NamedTuple):
     @property
     def chunks(self) -> int:
         return cdiv(self.tokens, self.chunk)
-
-
-@triton.jit
-def begin_call(flags, team):
-    """Number of this call, once this half of every peer's buffers may be written.
-
-    All programs call it first.
-
-    signals  program 0, to every peer: entered[me] = this call, once all that this rank ran before has ended
-    waits    entered[peer] > filled: the peer has begun a later call than the one that filled this half last, so what it ran
-             between the two has ended
-    """
-    world: tl.constexpr = wl.num_ranks(team)
-    program, me = tl.program_id(0), wl.rank(team)
-    now = wl.next_epoch(flags.epoch)
-    last = tl.load(flags.filled + program)
-    if program == 0:
-        for step in range(1, world):
-            wl.notify(flags.entered + me, (me + step) % world, now, team)
-    for step in range(1, world):
-        wl.wait(flags.entered + (me + step) % world, last + 1, team)
-    return now
-
-
-@triton.jit
-def await_chunk(flags, chunk, CHUNKS: tl.constexpr, now, team):
-    """Acquire: returns once every peer has announced ``chunk`` in call ``now``.
-
-    It pairs with their notifies of ``arrived``: what they stored before is visible.
-    """
-    world: tl.constexpr = wl.num_ranks(team)
-    for step in range(1, world):
-        wl.wait(flags.arrived + (wl.rank(team) + step) % world * CHUNKS + chunk, now, team)
-
-
-@triton.jit
-def end_call(flags, now):
-    """End this program's part of call ``now``. All programs call it last."""
-    tl.store(flags.filled + tl.program_id(0), now)
-    wl.advance_epoch(flags.epoch, now)
 
 
 @triton.jit
@@ -266,7 +185,7 @@ def launch_rows(
     tensors: tuple[torch.Tensor | None, ...],
     T: int,
     buffers: Any,
-    flags: Arrivals,
+    half: Half,
 ) -> None:
     """Launch a kernel of ``PushRows`` with as many programs as chunks, or as can be resident."""
     programs = min(sizes.chunks, MAX_PROGRAMS, team.max_programs(design.num_warps))
@@ -283,4 +202,4 @@ def launch_rows(
         },
     )
     dense = (None if tensor is None else tensor.contiguous() for tensor in tensors)
-    launch(programs, *dense, T, buffers, flags, team.view)
+    launch(programs, *dense, T, buffers, half, team.view)

@@ -1,10 +1,12 @@
-"""How far ranks run ahead of their parent, and that they stop together: threads for processes, counted steps for a model's."""
+"""The request loop of ranks in processes: they take equal commands at equal steps, and stop together; then real processes."""
 
 import multiprocessing
 import os
 import signal
 import socket
 import threading
+import time
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,25 +14,39 @@ import pytest
 
 from tests.limits import ANSWER
 from tests.spawning import launch_two
-from weft.engine import SamplingParams, processes, workers
-from weft.engine.outputs import Piece, Stats
+from weft import SamplingParams
+from weft.engine import Load, Piece, Stats, StructuredOutputsParams, processes, virtual_ranks
+from weft.engine.llm import Calls
 from weft.engine.progress import every_tenth
 from weft.errors import NotExchangeable, PeerFailed, WeftError
 from weft.runtime.codec import encode
 
+EIGHT = SamplingParams(max_tokens=8)
 LONG = 1000
 
 
 class CountedEngine:
-    """A step is a barrier of all ranks, as a model's is collective: ranks that disagree about one break it.
+    """A step is a barrier of all ranks and answers each request with one token, until its prompt's first token.
 
-    ran  steps of each answer so far, begun ones included
+    log    (step, what a command did), in order
+    ran    steps of each call so far, begun ones included
+    gates  step of a call: (an event to set, one to wait for)
     """
 
     def __init__(self, together):
-        self.together, self.ran = together, []
-        self.stats = Stats(load_seconds=0.0)
-        self.gates = {}  # step: (an event to set, one to wait for)
+        self.together, self.log, self.steps, self.left = together, [], 0, {}
+        self.ran, self.gates, self.stats = [], {}, Stats(load_seconds=0.0)
+
+    def submit(self, prompt, params, number):
+        if prompt == [0]:
+            raise ValueError("prompt=[0] is refused")
+        self.log.append((self.steps, prompt))
+        self.left[number] = prompt[0]
+        return number
+
+    def cancel(self, number):
+        self.log.append((self.steps, "cancel"))
+        self.left.pop(number, None)
 
     def answer_in_steps(self, prompts, params):
         if prompts == [""]:
@@ -49,14 +65,43 @@ class CountedEngine:
             yield [Piece(0, "", step)] if step % 3 else []
         self.stats = Stats(load_seconds=0.0, new_tokens=budget)
 
+    @property
+    def has_work(self):
+        return bool(self.left)
+
+    @property
+    def load(self):
+        return Load(running=len(self.left))
+
+    def settle(self):
+        """No step is in flight."""
+
+    def step(self):
+        self.together.wait(timeout=ANSWER)
+        self.steps += 1
+        pieces = []
+        for number, left in list(self.left.items()):
+            if left == 1:
+                del self.left[number]
+            else:
+                self.left[number] = left - 1
+            pieces.append(Piece(number, "x", left, "length" if left == 1 else None))
+        if 666 in self.left.values():
+            raise RuntimeError("a GPU fell off")
+        return pieces
+
 
 class Ranks:
-    """Three of them, and their parent."""
+    """Three ranks in threads, with pipes as processes have them, and clients of calls.
+
+    told  what rank 0 tells
+    """
 
     def __init__(self, monkeypatch, load=lambda rank, progress: None, progress=None):
         together = threading.Barrier(3)
         self.engines = [CountedEngine(together) for _ in range(3)]
-        self.stats, errors = [], []
+        self.told, self.stats, errors = [], [], []
+        self.calls = Calls(lambda command: self.processes.put(command))
 
         def launch_on_pipes(main, pipes, started, args, heap_bytes):
             def run(rank):
@@ -66,10 +111,7 @@ class Ranks:
                     errors.append(error)
                     together.abort()
 
-            threads = [
-                threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-                for rank in range(len(pipes))
-            ]
+            threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -80,47 +122,58 @@ class Ranks:
         def make(team, progress, warm_up_progress):
             return load(team.rank, progress) or self.engines[team.rank]
 
-        monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
-        self.workers = processes.ProcessWorkers(3, make, None, {"progress": progress} if progress else {})
+        def take(kind, value):
+            self.told.append((kind, value))
+            self.calls.take(kind, value)
 
-    def ask(self, steps, every, prompt="x", waits=True):
-        return self.workers.ask(
-            ([prompt], [SamplingParams(max_tokens=steps)]), self.stats.append, processes.Pace(every, waits)
-        )
+        monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
+        monkeypatch.setattr(processes, "Pipe", lambda pipe=multiprocessing.Pipe: [Shared(end) for end in pipe()])
+        self.processes = processes.Processes(3, make, None, {"progress": progress} if progress else {}, take)
+
+    def ask(self, steps, prompt="x"):
+        return self.calls.ask(([prompt], [SamplingParams(max_tokens=steps)]), self.stats.append)
 
     def gate(self, step):
+        """Events of the next call: rank 0 has come to this step, and may run it."""
         self.engines[0].gates[step] = gate = threading.Event(), threading.Event()
         return gate
 
-    def verdicts(self, count):
-        """An event: the ranks have been told so many from now on."""
-        told, tell, found = threading.Event(), self.workers._tell, []
-
-        def telling(message):
-            tell(message)
-            found.extend({message} & {processes.GO, processes.STOP})
-            if len(found) >= count:
-                told.set()
-
-        self.workers._tell = telling
-        return told
+    def ran(self, call):
+        """Steps of it, which are the same on all ranks."""
+        [steps] = {engine.ran[call] for engine in self.engines}
+        return steps
 
     def ended_well(self):
-        threads = self.workers._processes, self.workers._talker
-        return not any(thread.is_alive() for thread in threads) and self.workers._error is None
+        threads = self.processes._processes, self.processes._talker, self.processes._sender
+        for thread in threads:
+            thread.join(timeout=ANSWER)
+        return not any(thread.is_alive() for thread in threads) and self.processes._error is None
 
-    def ran(self, answer):
-        """Steps of it, which are the same on all ranks."""
-        [steps] = {engine.ran[answer] for engine in self.engines}
-        return steps
+
+class Shared:
+    """A pipe's end that parent and rank share here, where processes have copies: the parent's close does not close it."""
+
+    def __init__(self, end):
+        self.end = end
+
+    def __getattr__(self, name):
+        return getattr(self.end, name)
+
+    def close(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.end.close()
 
 
 @pytest.fixture
 def ranks(monkeypatch):
     ranks = Ranks(monkeypatch)
     yield ranks
-    ranks.workers.close()
-    assert ranks.ended_well()
+    ranks.processes.close()
 
 
 def tokens(steps):
@@ -131,23 +184,240 @@ def numbers(pieces):
     return [piece.token_id for piece in pieces]
 
 
-@pytest.fixture
-def ends(monkeypatch):
-    """The ranks' ends of the pipes."""
-    ends, pipe = [], processes.Pipe
+def until(true):
+    deadline = time.monotonic() + ANSWER
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
-    def made():
-        ours, theirs = pipe()
-        ends.append(theirs)
-        return ours, theirs
 
-    monkeypatch.setattr(processes, "Pipe", made)
-    return ends
+def test_all_ranks_take_the_same_requests_at_the_same_step(ranks):
+    for number in range(20):
+        ranks.processes.put(("submit", number, [1 + number * 7 % 5], EIGHT))
+        if number % 3 == 0:
+            ranks.processes.put(("submit", 100 + number, [10**6], EIGHT))
+            ranks.processes.put(("cancel", 100 + number))
+    ranks.processes.put(("submit", 50, [0], EIGHT))
+    until(lambda: ("rejected", (50, "prompt=[0] is refused")) in ranks.told)
+    until(lambda: ranks.told[-1] == ("load", Load()))
+    first, *others = (engine.log for engine in ranks.engines)
+    assert len(first) == 34 and others == [first, first]
+    ended = [piece.prompt for kind, pieces in ranks.told if kind == "pieces" for piece in pieces if piece.finish_reason]
+    assert sorted(ended) == list(range(20))
+    ranks.processes.close()
+    assert ranks.told[-1][0] == "error" and "this LLM is closed" in str(ranks.told[-1][1])
+
+
+def test_requests_wait_for_their_grammars_while_others_run_and_enter_at_one_step(ranks):
+    """Rank 0's are compiled first here, and the others' when the request is submitted."""
+    futures = [{} for _ in ranks.engines]
+
+    def prepare(rank, params):
+        return futures[rank].setdefault(params.seed, Future())
+
+    def submit(rank, prompt, params, number):
+        if params.structured_outputs is not None:
+            assert futures[0][params.seed].done()
+            futures[rank][params.seed].result(timeout=ANSWER)
+        return CountedEngine.submit(ranks.engines[rank], prompt, params, number)
+
+    for rank, engine in enumerate(ranks.engines):
+        engine.prepare, engine.submit = partial(prepare, rank), partial(submit, rank)
+
+    def guided(seed):
+        return SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), seed=seed)
+
+    def compiled(seed):
+        until(lambda: all(seed in found for found in futures))
+        for found in futures:
+            found[seed].set_result(None)
+
+    for number, prompt in enumerate(([4], [0], [5])):
+        ranks.processes.put(("submit", number, prompt, guided(number)))
+    ranks.processes.put(("submit", 3, [3], EIGHT))
+    until(lambda: ("accepted", [3]) in ranks.told and ranks.told[-1] == ("load", Load()))
+    assert ranks.engines[0].log == [(0, [3])], "no other waits for them"
+    ranks.processes.put(("cancel", 2))
+    ranks.processes.put(("submit", 4, [2], EIGHT))
+    compiled(1)
+    until(lambda: ("rejected", (1, "prompt=[0] is refused")) in ranks.told)
+    compiled(0)
+    compiled(2)
+    until(lambda: ("accepted", [0]) in ranks.told and ranks.told[-1] == ("load", Load()))
+    logs = [engine.log for engine in ranks.engines]
+    assert logs[1:] == logs[:1] * 2 and [what for _, what in logs[0]] == [[3], "cancel", [2], [4]]
+
+
+def test_a_command_that_cannot_be_sent_is_its_callers_error_alone(ranks):
+    with pytest.raises(NotExchangeable, match="is of type object"):
+        ranks.processes.put(("submit", 1, [object()], EIGHT))
+    ranks.processes.put(("submit", 2, [1], EIGHT))
+    until(lambda: ("accepted", [2]) in ranks.told)
+
+
+def test_an_error_of_a_rank_in_a_process_is_told_once_and_last(ranks):
+    ranks.processes.put(("submit", 1, [667], EIGHT))
+    until(lambda: ranks.told and ranks.told[-1][0] == "error")
+    assert str(ranks.told[-1][1]) == "a GPU fell off"
+    ranks.processes.put(("submit", 2, [1], EIGHT))  # to nothing
+
+
+class LonelyEngine(CountedEngine):
+    """Falls at the prompt [13, ...] on rank 1."""
+
+    def __init__(self, team, **watchers):
+        super().__init__(SimpleNamespace(wait=lambda timeout: None))
+        self.rank = team.rank
+
+    def submit(self, prompt, params, number):
+        if self.rank == 1 and prompt == [13]:
+            raise RuntimeError("a GPU fell off")
+        return super().submit(prompt, params, number)
+
+
+@pytest.mark.sweep
+def test_real_processes_take_requests_through_their_pipes_and_one_that_falls_ends_all(monkeypatch):
+    monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
+    told = []
+    ranks = processes.Processes(2, LonelyEngine, None, {}, lambda *message: told.append(message))
+    ranks.put(("submit", 7, [3], EIGHT))
+    until(lambda: told and told[-1] == ("load", Load()))
+    pieces = [piece for kind, found in told if kind == "pieces" for piece in found]
+    assert [(piece.prompt, piece.token_id) for piece in pieces] == [(7, 3), (7, 2), (7, 1)]
+    begin = time.monotonic()
+    ranks.put(("submit", 8, [13], EIGHT))
+    until(lambda: told[-1][0] == "error")
+    assert str(told[-1][1]) == "a GPU fell off" and time.monotonic() - begin < 10
+    ranks.close()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 64, 200])
+def test_a_call_that_is_drawn_comes_to_its_end(ranks, steps):
+    for _ in range(2):
+        assert numbers(ranks.ask(steps)) == tokens(steps)
+    assert ranks.ran(0) == ranks.ran(1) == steps
+    assert [one.new_tokens for one in ranks.stats] == [steps, steps]
+
+
+def close(stream):
+    stream.close()
+
+
+def fail_in(stream):
+    with pytest.raises(KeyboardInterrupt):
+        stream.throw(KeyboardInterrupt)
+
+
+def drop(stream):
+    """The caller has the only reference."""
+
+
+@pytest.mark.parametrize("leave", [close, fail_in, drop])
+@pytest.mark.parametrize("drawn", [0, 1, 5, 40])
+def test_a_call_that_is_left_stops_on_all_ranks_with_the_step_that_runs(ranks, leave, drawn):
+    last = tokens(LONG)[drawn - 1] if drawn else 0
+    reached, go_on = ranks.gate(last + 1)
+    stream = ranks.ask(LONG)
+    assert [next(stream).token_id for _ in range(drawn)] == tokens(LONG)[:drawn]
+    assert reached.wait(timeout=ANSWER)
+    leave(stream)
+    del stream
+    until(lambda: ranks.processes._commands.empty())
+    time.sleep(0.05)  # until the command is in the pipe
+    go_on.set()
+    assert numbers(ranks.ask(30)) == tokens(30)
+    assert (ranks.ran(0), ranks.ran(1)) == (last + 2, 30)
+    assert [one.new_tokens for one in ranks.stats] == [30]
+
+
+def test_closed_calls_one_after_another_and_a_refusal_between(ranks):
+    for count in range(5):
+        stream = ranks.ask(LONG)
+        for _ in range(count):
+            next(stream)
+        stream.close()
+        with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
+            ranks.ask(LONG, prompt="")
+    assert numbers(ranks.ask(LONG)) == tokens(LONG)
+
+
+def test_a_call_that_is_kept_is_computed_to_its_end_before_the_next(ranks):
+    first = ranks.ask(LONG)
+    begun = [next(first).token_id for _ in range(3)]
+    second = ranks.ask(100)
+    assert ranks.ran(0) == LONG
+    assert begun + numbers(first) == tokens(LONG)
+    assert numbers(second) == tokens(100)
+    assert [one.new_tokens for one in ranks.stats] == [LONG, 100]
+
+
+def test_a_call_that_is_closed_while_the_next_waits_for_it_stops(ranks):
+    reached, go_on = ranks.gate(103)
+    first, answer = ranks.ask(LONG), []
+    other = threading.Thread(target=lambda: answer.extend(numbers(ranks.ask(10))), daemon=True)
+    other.start()
+    assert reached.wait(timeout=ANSWER)
+    first.close()
+    go_on.set()
+    other.join(timeout=ANSWER)
+    assert answer == tokens(10) and ranks.ran(0) < LONG
+
+
+def test_the_ranks_do_not_wait_for_a_caller_who_does_not_draw(ranks):
+    reached, go_on = ranks.gate(LONG - 1)
+    stream = ranks.ask(LONG)
+    assert reached.wait(timeout=ANSWER)
+    go_on.set()
+    assert numbers(stream) == tokens(LONG)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_an_interrupted_call_is_as_one_that_was_closed_at_once(ranks, monkeypatch, sent):
+    put, commands = ranks.processes.put, []
+
+    def interrupted(command):
+        commands.append(command[0])
+        if sent or len(commands) > 1:
+            put(command)
+        if len(commands) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks.processes, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.ask(LONG)
+    assert numbers(ranks.ask(30)) == tokens(30)
+    assert commands == ["call", "cancel", "call"] and ranks.ran(-1) == 30
+
+
+def test_a_message_that_cannot_be_sent_leaves_nothing_behind(ranks):
+    with pytest.raises(NotExchangeable, match="is of type function"):
+        ranks.ask(30, prompt=lambda: "x")
+    assert numbers(ranks.ask(30)) == tokens(30)
+
+
+def test_ranks_whose_parent_closes_in_a_call_end_at_one_step_without_an_error(ranks):
+    reached, go_on = ranks.gate(7)
+    stream = ranks.ask(LONG)
+    while next(stream).token_id < 5:
+        pass
+    assert reached.wait(timeout=ANSWER)
+    closing = threading.Thread(target=ranks.processes.close, daemon=True)
+    closing.start()
+    while not ranks.processes._closed:
+        closing.join(timeout=0.01)
+    time.sleep(0.05)  # until the pipe is shut
+    go_on.set()
+    closing.join(timeout=ANSWER)
+    assert ranks.ended_well() and ranks.ran(0) == 8
+    with pytest.raises(WeftError, match="this LLM is closed"):
+        list(stream)
+    with pytest.raises(WeftError, match="this LLM is closed"):
+        ranks.ask(1)
 
 
 def rank_of_a_process(parent, end):
     parent.close()  # a fork's copy
-    processes.serve(SimpleNamespace(rank=0), end, lambda team, **watchers: CountedEngine(threading.Barrier(1)))
+    processes.serve(SimpleNamespace(rank=0), (end,), lambda team, **watchers: CountedEngine(threading.Barrier(1)))
 
 
 def test_an_interrupt_does_not_end_a_rank():
@@ -158,8 +428,8 @@ def test_an_interrupt_does_not_end_a_rank():
     end.close()
     assert processes.receive(parent) == ("loaded", None)
     os.kill(process.pid, signal.SIGINT)
-    parent.send_bytes(encode(("request", (["x"], [SamplingParams(max_tokens=2)], 8))))
-    assert [processes.receive(parent)[0] for _ in range(3)] == ["pieces", "pieces", "stats"]
+    parent.send_bytes(encode(("call", 0, ["x"], [SamplingParams(max_tokens=3)])))
+    assert [processes.receive(parent)[0] for _ in range(4)] == ["accepted", "pieces", "pieces", "ended"]
     parent.close()
     process.join(timeout=ANSWER)
     assert process.exitcode == 0
@@ -177,7 +447,7 @@ def test_progress_is_rank_0_s_whoever_comes_first(monkeypatch):
 
     found = []
     ranks = Ranks(monkeypatch, load, lambda *given: (found.append(given), seen.set()))
-    ranks.workers.close()
+    ranks.processes.close()
     assert found == [(0, 9)]
 
 
@@ -200,199 +470,11 @@ def test_ranks_that_load_end_when_their_parent_is_interrupted(monkeypatch):
     assert sorted(failed) == [0, 1, 2]
 
 
-def test_no_message_waits_for_the_acknowledgement_of_another(ends, ranks):
-    """And no other process can connect: pairs of sockets without a name, not TCP."""
-    for pipe in [*ends, *ranks.workers._pipes]:
+def test_no_other_process_can_connect_to_the_pipes(ranks):
+    """Pairs of sockets without a name, not TCP, where a message would wait for the acknowledgement of another."""
+    for pipe in ranks.processes._pipes:
         with socket.socket(fileno=os.dup(pipe.fileno())) as end:
             assert end.family == socket.AF_UNIX and not end.getsockname()
-    assert len(ends) == 3
-
-
-@pytest.mark.parametrize("every", [1, 2, 7, 64, 1024])
-@pytest.mark.parametrize("steps", [1, 2, 64, 200])
-def test_an_answer_that_is_drawn_comes_to_its_end_however_short_the_lead(ranks, every, steps):
-    for _ in range(2):  # what is left in the pipes of the first is not in the way
-        assert numbers(ranks.ask(steps, every)) == tokens(steps)
-    assert ranks.ran(0) == ranks.ran(1) == steps
-    assert [one.new_tokens for one in ranks.stats] == [steps, steps]
-
-
-def close(stream):
-    stream.close()
-
-
-def fail_in(stream):
-    with pytest.raises(KeyboardInterrupt):
-        stream.throw(KeyboardInterrupt)
-
-
-def drop(stream):
-    pass  # nobody else has it
-
-
-# A verdict every 4 steps, which the ranks read 4 steps later: behind the 8th whether to go on behind the 4th.
-@pytest.mark.parametrize(("drawn", "steps"), [(0, 8), (1, 8), (2, 8), (3, 12), (4, 12), (5, 16), (40, 68)])
-@pytest.mark.parametrize("leave", [close, fail_in, drop])
-def test_an_answer_that_nobody_draws_any_more_stops_on_all_ranks_at_the_step_they_were_told(ranks, leave, drawn, steps):
-    stream = ranks.ask(LONG, 4)
-    assert [next(stream).token_id for _ in range(drawn)] == tokens(LONG)[:drawn]
-    last = tokens(LONG)[drawn - 1] if drawn else 0
-    assert last + 1 < steps <= last + 1 + 8
-    leave(stream)
-    del stream
-    assert numbers(ranks.ask(30, 4)) == tokens(30)
-    assert (ranks.ran(0), ranks.ran(1)) == (steps, 30)
-    assert [one.new_tokens for one in ranks.stats] == [30]
-
-
-def test_closed_answers_one_after_another_and_a_refusal_between(ranks):
-    for count in range(5):
-        stream = ranks.ask(LONG, 4)
-        for _ in range(count):
-            next(stream)
-        stream.close()
-        with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
-            ranks.ask(LONG, 2, prompt="")
-    assert numbers(ranks.ask(LONG, 4)) == tokens(LONG)
-    assert max(ranks.ran(answer) for answer in range(5)) <= 12
-
-
-def test_an_answer_shorter_than_the_lead_is_there_already_when_it_is_closed(ranks):
-    ranks.ask(5, 32).close()
-    assert numbers(ranks.ask(7, 32)) == tokens(7)
-    assert ranks.ran(0) == 5
-
-
-def test_an_answer_that_is_kept_is_computed_to_its_end_by_the_next_call(ranks):
-    first = ranks.ask(LONG, 4)
-    begun = [next(first).token_id for _ in range(3)]
-    second = ranks.ask(100, 4)
-    assert ranks.ran(0) == LONG
-    assert begun + numbers(first) == tokens(LONG)
-    assert numbers(second) == tokens(100)
-    assert [one.new_tokens for one in ranks.stats] == [LONG, 100]
-
-
-def test_an_answer_that_is_closed_while_the_next_call_waits_for_it_stops(ranks):
-    (reached, go_on), told = ranks.gate(103), ranks.verdicts(25)
-    first, found = ranks.ask(LONG, 4), []
-    other = threading.Thread(target=lambda: found.extend(numbers(ranks.ask(10, 4))), daemon=True)
-    other.start()
-    # As soon as 100 have come.
-    assert reached.wait(timeout=ANSWER) and told.wait(timeout=ANSWER)
-    first.close()
-    go_on.set()
-    other.join(timeout=ANSWER)
-    assert found == tokens(10)
-    assert ranks.ran(0) == 108
-
-
-def test_the_ranks_run_ahead_of_a_caller_who_does_not_draw(ranks):
-    reached, go_on = ranks.gate(900)
-    stream = ranks.ask(LONG, 4, waits=False)
-    assert reached.wait(timeout=ANSWER)
-    go_on.set()
-    assert numbers(stream) == tokens(LONG)
-
-
-def interrupt(ranks, name):
-    """Behind the next event that the caller puts into this queue comes an interrupt."""
-    events, put = getattr(ranks.workers, name), []
-
-    def interrupted(event):
-        events.put(event)
-        put.append(event)
-        if len(put) == 1:
-            raise KeyboardInterrupt
-
-    setattr(ranks.workers, name, SimpleNamespace(get=events.get, put=interrupted, empty=events.empty))
-
-
-def test_an_interrupt_as_the_ranks_are_told_does_not_part_them(ranks):
-    stream = ranks.ask(LONG, 4)
-    interrupt(ranks, "_changed")
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    assert numbers(ranks.ask(30, 4)) == tokens(30)
-    assert ranks.ran(0) == 12  # as they were told
-
-
-def test_ranks_end_without_an_error_when_their_parent_closes_after_an_interrupt(ranks):
-    stream = ranks.ask(LONG, 4)
-    interrupt(ranks, "_changed")
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    ranks.workers.close()
-    assert ranks.ended_well()
-    assert ranks.ran(0) in (8, 12)  # all at one step, whether they have been told to go on by then or not
-
-
-def test_an_interrupted_request_is_as_one_that_was_closed_at_once(ranks):
-    interrupt(ranks, "_asked")
-    with pytest.raises(KeyboardInterrupt):
-        ranks.ask(LONG, 4)
-    assert numbers(ranks.ask(30, 4)) == tokens(30)
-    assert (ranks.ran(0), ranks.ran(1)) == (8, 30)
-
-
-@pytest.mark.parametrize("closed", [False, True])
-@pytest.mark.parametrize("queue", ["_asked", "_changed"])
-def test_a_call_that_is_interrupted_as_it_ends_the_answer_before_leaves_that_to_the_next(ranks, closed, queue):
-    stream = ranks.ask(LONG, 4)
-    if closed:
-        stream.close()
-    interrupt(ranks, queue)
-    with pytest.raises(KeyboardInterrupt):
-        ranks.ask(30, 4)
-    assert numbers(ranks.ask(30, 4)) == tokens(30)
-    assert ranks.ran(0) == (8 if closed else LONG)
-    if not closed:
-        assert numbers(stream) == tokens(LONG)
-
-
-def test_a_message_that_cannot_be_sent_is_said_at_once_and_leaves_nothing_behind(ranks):
-    with pytest.raises(NotExchangeable, match="is of type function"):
-        ranks.ask(30, 4, prompt=lambda: "x")
-    assert numbers(ranks.ask(30, 4)) == tokens(30)
-
-
-def test_ranks_whose_parent_closes_in_an_answer_end_at_one_step_without_an_error(ranks):
-    reached, go_on = ranks.gate(7)
-    stream = ranks.ask(LONG, 4)
-    while next(stream).token_id < 4:
-        pass
-    assert reached.wait(timeout=ANSWER)  # 12 steps are allowed by now, and nobody has read so
-    closing = threading.Thread(target=ranks.workers.close, daemon=True)
-    closing.start()
-    while not ranks.workers._closed:
-        closing.join(timeout=0.01)
-    go_on.set()
-    closing.join(timeout=ANSWER)
-    assert ranks.ended_well()
-    assert ranks.ran(0) == 12
-    with pytest.raises(WeftError, match="this LLM is closed"):
-        list(stream)
-
-
-def test_ranks_that_wait_to_go_on_end_without_an_error_when_their_parent_closes(ends, ranks):
-    waiting = threading.Barrier(4)
-
-    def after_the_others(recv):
-        waiting.wait(timeout=ANSWER)
-        return recv()
-
-    assert numbers(ranks.ask(5, 4)) == tokens(5)
-    reached, go_on = ranks.gate(6)
-    stream = ranks.ask(LONG, 4)  # of its eight messages one is read
-    assert reached.wait(timeout=ANSWER)
-    for pipe in ends:
-        pipe.recv_bytes = lambda recv=pipe.recv_bytes: after_the_others(recv)
-    go_on.set()
-    waiting.wait(timeout=ANSWER)
-    ranks.workers.close()
-    assert ranks.ended_well()
-    assert ranks.ran(1) == 8
-    stream.close()
 
 
 class CountingSteps:
@@ -403,6 +485,14 @@ class CountingSteps:
         warm_up_progress(1, 20)
         warm_up_progress(2, 20)
         self.file, self.rank, self.stats = folder / f"{team.rank}", team.rank, Stats(load_seconds=0.0)
+
+    has_work, load = False, Load()
+
+    def cancel(self, number):
+        """No request was submitted."""
+
+    def settle(self):
+        """No step is in flight."""
 
     def answer_in_steps(self, prompts, params):
         if prompts == ["fall"]:
@@ -423,16 +513,18 @@ def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, m
     monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
     stats, loaded, params = [], [], [SamplingParams(max_tokens=LONG)]
     watchers = {"progress": lambda *read: loaded.append(read), "warm_up_progress": every_tenth(loaded.append)}
-    ranks = processes.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, watchers)
-    assert numbers(ranks.ask((["x"], params), stats.append)) == list(range(1, LONG + 1))
-    stream = ranks.ask((["x"], params), stats.append)
+    calls = Calls(lambda command: ranks.put(command))
+    ranks = processes.Processes(2, partial(CountingSteps, tmp_path), None, watchers, calls.take)
+    assert numbers(calls.ask((["x"], params), stats.append)) == list(range(1, LONG + 1))
+    stream = calls.ask((["x"], params), stats.append)
     assert next(stream).token_id == 1
     stream.close()
     with pytest.raises(RuntimeError, match="a GPU fell off") as caught:
-        list(ranks.ask((["fall"], params), stats.append))
+        list(calls.ask((["fall"], params), stats.append))
     assert loaded == [(1, 2), "captured 2 of 20 CUDA graphs"] and len(stats) == 1
     ranks.close()
-    assert [(tmp_path / f"{rank}").read_text().split()[:2] for rank in range(2)] == [[str(LONG), "64"]] * 2
+    (first, cut), other = [map(int, (tmp_path / f"{rank}").read_text().split()) for rank in range(2)]
+    assert [first, cut] == list(other) and first == LONG and 1 <= cut < LONG
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
         assert "in rank 1:" in caught.value.__notes__[0]
 
@@ -442,15 +534,16 @@ def test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped(tmp_path,
     monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
     monkeypatch.setattr(processes, "CLOSE_SECONDS", 1.0)
     params = [SamplingParams(max_tokens=LONG)]
-    ranks = processes.ProcessWorkers(2, partial(CountingSteps, tmp_path), None, {})
+    calls = Calls(lambda command: ranks.put(command))
+    ranks = processes.Processes(2, partial(CountingSteps, tmp_path), None, {}, calls.take)
     for process in ranks._started:
         os.kill(process.pid, signal.SIGINT)
         os.kill(process.pid, signal.SIGTERM)
-    stream = ranks.ask((["x"], params), lambda stats: None)
+    stream = calls.ask((["x"], params), lambda stats: None)
     fork = os.fork()
     if fork == 0:
         said = []
-        for ask in (lambda: ranks.ask((["x"], params), lambda stats: None), lambda: list(stream)):
+        for ask in (lambda: calls.ask((["x"], params), lambda stats: None), lambda: list(stream)):
             try:
                 ask()
             except WeftError as error:
@@ -462,7 +555,7 @@ def test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped(tmp_path,
     assert os.waitpid(fork, 0)[1] == 0
     assert numbers(stream) == list(range(1, LONG + 1))
     os.kill(ranks._started[1].pid, signal.SIGSTOP)
-    stream = ranks.ask((["x"], params), lambda stats: None)
+    stream = calls.ask((["x"], params), lambda stats: None)
     for _ in range(2):
         ranks.close()
         assert [process.is_alive() for process in ranks._started] == [False, False]
@@ -475,7 +568,7 @@ def test_an_interrupt_of_the_wait_for_virtual_ranks_at_exit_ends_the_process(mon
         raise KeyboardInterrupt
 
     ended = []
-    monkeypatch.setattr(workers.os, "_exit", ended.append)
-    monkeypatch.setattr(workers.VirtualWorkers, "_latest", SimpleNamespace(end=interrupted))
-    workers.VirtualWorkers.end()
+    monkeypatch.setattr(virtual_ranks.os, "_exit", ended.append)
+    monkeypatch.setattr(virtual_ranks.VirtualRanks, "latest", SimpleNamespace(close=interrupted))
+    virtual_ranks.VirtualRanks.end_latest()
     assert ended == [130]

@@ -18,13 +18,14 @@ from weft.engine.chat import ChatTemplate, Message
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine, check_model
 from weft.engine.grammar_guard import GrammarGuard
-from weft.engine.live import LiveProcesses, LiveVirtualRanks
 from weft.engine.outputs import Completion, Load, Piece, join_pieces
 from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, check_prompt, sampling_defaults
 from weft.engine.placement import Placement
+from weft.engine.processes import Processes
 from weft.engine.progress import watchers_of
 from weft.engine.prompt_length import PromptReader, check_room
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
+from weft.engine.virtual_ranks import VirtualRanks
 from weft.errors import RequestCancelled, WeftError
 from weft.models import DecoderConfig
 from weft.models.checkpoint import Checkpoint, Progress
@@ -132,9 +133,9 @@ class AsyncLLM:
         self._numbers = count()
         self._requests: dict[int, Request] = {}
         self._lock = threading.Lock()  # of `_requests` and `error`
-        kind = LiveProcesses if self.device == "cuda" else LiveVirtualRanks
+        kind = Processes if self.device == "cuda" else VirtualRanks
         make = partial(Engine, placed.source, config=config)
-        self._ranks: LiveProcesses | LiveVirtualRanks = kind(self.world_size, make, heap_bytes, watchers, self._take)
+        self._ranks: Processes | VirtualRanks = kind(self.world_size, make, heap_bytes, watchers, self._take)
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import os
+import queue
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from os import PathLike
 from typing import Any
 
@@ -13,16 +16,98 @@ from weft.arguments import check_heap_bytes, quoted
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine, check_model
+from weft.engine.loop import Command, check_process
 from weft.engine.outputs import Completion, Piece, Stats, join_pieces
 from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each, sampling_defaults
 from weft.engine.placement import Placement
-from weft.engine.processes import ProcessWorkers
+from weft.engine.processes import Processes
 from weft.engine.progress import watchers_of
 from weft.engine.tokenizer import load_tokenizer
-from weft.engine.workers import GENERATE, STREAM, Pace, RankWorkers, VirtualWorkers
+from weft.engine.virtual_ranks import VirtualRanks
 from weft.errors import WeftError
 from weft.models import DecoderConfig
 from weft.models.checkpoint import Checkpoint, Progress
+from weft.runtime.launch import launch
+from weft.runtime.team.team import Team, init
+
+Requests = tuple[list[Prompt], list[SamplingParams]]
+Pieces = Generator[Piece, None, None]
+# Takes the statistics of an answer that has been drawn to its end.
+Keep = Callable[[Stats], None]
+
+
+class Calls:
+    """Calls of a request loop's clients, each of which draws its own pieces.
+
+    Any thread may call. A garbage collector may drop pieces at any line of the program: so there are no locks, only queues and
+    single operations of a dictionary.
+
+    put  sends a command to the ranks
+    """
+
+    def __init__(self, put: Callable[[Command], None]) -> None:
+        self._put, self._numbers, self._owner = put, count(), os.getpid()
+        self._messages: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}  # by call
+        self._computed: int | None = None  # the call whose pieces come
+        self._failure: BaseException | None = None  # for every further call
+
+    def ask(self, requests: Requests, keep: Keep) -> Pieces:
+        """Pieces of the answers, which are computed whether they are drawn or not; closing or dropping them cancels the call.
+
+        A refusal is raised at once.
+        """
+        number, messages = next(self._numbers), queue.SimpleQueue()
+        self._messages[number] = messages
+
+        def leave() -> None:
+            if self._messages.pop(number, None) is not None and os.getpid() == self._owner:
+                self._put(("cancel", number))
+
+        def pieces() -> Generator[Piece | None, None, None]:
+            try:
+                kind, value = messages.get()
+                if kind != "error":
+                    yield None  # drawn below: a generator that has not begun would not notice that it is closed
+                while kind != "ended":
+                    if kind == "error":
+                        raise value
+                    yield from value
+                    check_process(self._owner)
+                    kind, value = messages.get()
+                keep(value)
+            finally:
+                leave()
+
+        try:
+            self._put(("call", number, *requests))
+            if self._failure is not None:  # otherwise `take` will see this call
+                raise self._failure
+            begun = pieces()
+            next(begun)
+            return begun
+        except BaseException:
+            leave()
+            raise
+
+    def take(self, kind: str, value: Any) -> None:
+        """Take what rank 0 tells, on the thread of the ranks."""
+        if kind == "accepted":
+            self._computed, value = value[-1], []
+        elif kind == "rejected":
+            self._computed, why = value
+            kind, value = "error", ValueError(why)
+        elif kind == "error":
+            self._failure = value
+            for number in list(self._messages):
+                self._tell(number, kind, value)
+        if kind != "load":
+            self._tell(self._computed, kind, value)
+
+    def _tell(self, number: int | None, kind: str, value: Any) -> None:
+        """Hand a message to the caller, unless that has left."""
+        end = kind in ("ended", "error")
+        if (messages := self._messages.pop(number, None) if end else self._messages.get(number)) is not None:
+            messages.put((kind, value))
 
 
 class LLM:
@@ -76,13 +161,23 @@ class LLM:
         self.defaults = SamplingParams() if self.directory is None else sampling_defaults(Checkpoint(self.directory))
         self.stats: Stats | None = None
         self._chat: tuple[ChatTemplate, Tokenizer] | None = None  # reading a large vocabulary takes half a second
-        self._workers: ProcessWorkers | VirtualWorkers | RankWorkers | None
+        self._engine: Engine | None = None  # under torchrun, of this rank
+        self._ranks: Processes | VirtualRanks | None = None
+        self._closed = False
         make = partial(Engine, placed.source, config=config)
         if placed.torchrun:
-            self._workers = RankWorkers(make, heap_bytes, watchers)
+            team = init(heap_bytes=heap_bytes)
+            self._engine = make(team, **(watchers if team.rank == 0 else {}))
+        elif self.device == "cuda":
+            self._calls = Calls(lambda command: self._ranks.put(command))
+            self._ranks = Processes(self.world_size, make, heap_bytes, watchers, self._calls.take)
         else:
-            kind = ProcessWorkers if self.device == "cuda" else VirtualWorkers
-            self._workers = kind(self.world_size, make, heap_bytes, watchers)
+            # An engine's tensors belong to one simulation, so every call loads the model again.
+            given = self.world_size, partial(make, warn=False), heap_bytes, watchers
+            self._virtual = partial(VirtualRanks, *given, one_call=True)
+            VirtualRanks.check_free()
+            with VirtualRanks.turn:  # errors and warnings come now
+                launch(partial(_build, make), self.world_size, "sim", heap_bytes=heap_bytes)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -96,19 +191,19 @@ class LLM:
         choose every seed. ValueError for a prompt that cannot be answered.
         """
         prompts = as_prompts(prompts)
-        return join_pieces(self._ask(prompts, params, GENERATE), len(prompts))
+        return join_pieces(self._ask(prompts, params), len(prompts))
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[Piece, None, None]:
         """Yield pieces as tokens arrive; arguments as in `generate`.
 
-        Closing or dropping the generator stops the answer: on GPUs the ranks run at most 64 more steps, virtual ranks end the
-        one that runs, and `stats` stay those of the answer before. Leaving a `for` loop does not close a generator that still
-        has a name; the next call then first computes its rest (under torchrun, beside its own). Use `contextlib.closing`.
-        On GPUs the ranks wait for a caller that falls 64 steps behind, and `stats` count that time.
+        Closing or dropping the generator stops the answer with the step that runs, and `stats` stay those of the answer before.
+        Leaving a `for` loop does not close a generator that still has a name; the next call then first computes its rest (under
+        torchrun, beside its own). Use `contextlib.closing`. The ranks do not wait for a caller that draws slowly: pieces are
+        kept until they are drawn (under torchrun, a step runs when its pieces are drawn).
         """
-        return self._ask(as_prompts(prompts), params, STREAM)
+        return self._ask(as_prompts(prompts), params)
 
     def chat(
         self,
@@ -135,15 +230,27 @@ class LLM:
         return self.stream(self._rendered(messages, variables), params)
 
     def _ask(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, pace: Pace
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Generator[Piece, None, None]:
-        if self._workers is None:
+        if self._closed:
             raise WeftError("this LLM is closed; make a new one")
         if params is None or isinstance(params, SamplingParams):
             params = one_each(params or self.defaults, len(prompts))
         elif not isinstance(params, Sequence):
             raise ValueError(f"params={quoted(params)} is not a SamplingParams or a list of them")
-        return self._workers.ask((prompts, list(params)), self._keep, pace)
+        requests = prompts, list(params)
+        if self._engine is not None:
+            return self._answer_on_rank(self._engine, self._engine.answer(*requests))
+        if self.device == "cuda":
+            return self._calls.ask(requests, self._keep)
+        calls = Calls(lambda command: ranks.put(command))
+        self._ranks = ranks = self._virtual(calls.take)
+        return calls.ask(requests, self._keep)
+
+    def _answer_on_rank(self, engine: Engine, pieces: Generator[Piece, None, None]) -> Generator[Piece, None, None]:
+        """Yield the pieces on every rank of torchrun. No step runs before its pieces are drawn."""
+        yield from pieces
+        self._keep(engine.stats)
 
     def _rendered(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], variables: Mapping[str, Any] | None
@@ -163,9 +270,12 @@ class LLM:
 
     def close(self) -> None:
         """End the ranks. A second call does nothing."""
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        if self._ranks is not None:
+            self._ranks.close()
+        self._closed = True  # a close that was interrupted has closed nothing
+        if self._engine is not None:
+            team, self._engine = self._engine.team, None
+            team.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -175,3 +285,7 @@ class LLM:
 
     def _keep(self, stats: Stats) -> None:
         self.stats = stats
+
+
+def _build(make: Callable[..., Engine], team: Team) -> None:
+    make(team)

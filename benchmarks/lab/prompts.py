@@ -25,9 +25,9 @@ import triton
 import weft
 from weft.bench.harness.machine import revision
 from weft.engine import Engine, SamplingParams
-from weft.engine.prefill import PrefillChunk, shape_of
-from weft.engine.ragged_prefill import ragged_shape_of
-from weft.engine.runner import LAUNCHED_FIRST
+from weft.engine.prefill import PrefillChunk
+from weft.engine.prompt_shapes import ragged_shape_of, shape_of_new
+from weft.engine.prompts import LAUNCHED_FIRST, RAGGED_FIRST
 from weft.models import Qwen3Config
 from weft.runtime.files import put
 
@@ -75,19 +75,19 @@ def main(team: Any, model: str) -> dict[str, Any]:
         return {"host": round(statistics.median(host) * 1e3, 2), "gpu": round(statistics.median(gpu) * 1e3, 2)}
 
     for name, spans in PROMPTS.items():
-        chunks, seconds = chunks_of(spans), runner.capture_seconds
+        chunks, seconds = chunks_of(spans), runner.graphs.capture_seconds
         runner.cuda_graph = False
         runner.prefill(chunks)  # compiles
         one_by_one = median(lambda chunks=chunks: runner.prefill(chunks))
         runner.cuda_graph = True
-        for _ in range(max(LAUNCHED_FIRST.values()) + 1):  # captures
+        for _ in range(max(LAUNCHED_FIRST, RAGGED_FIRST) + 1):  # captures
             runner.prefill(chunks)
         replayed = median(lambda chunks=chunks: runner.prefill(chunks))
         found[name] = {
-            "padded to": str(shape_of(chunks) or ragged_shape_of(chunks, MAX_BATCH)),
+            "padded to": str(shape_of_new(chunks) or ragged_shape_of(chunks, MAX_BATCH)),
             "one by one": one_by_one,
             "replayed": replayed,
-            "seconds to capture": round(runner.capture_seconds - seconds, 2),
+            "seconds to capture": round(runner.graphs.capture_seconds - seconds, 2),
         }
         if team.rank == 0:
             print(name, found[name], flush=True)

@@ -150,7 +150,7 @@ def main(team: Any, config: DecoderConfig, small: bool = False) -> dict[str, Any
     if not small:
         begin, sizes["pages"] = time.perf_counter(), None
         engine = Engine(config, team, warm_up=True, **sizes)
-        ready, seconds = time.perf_counter() - begin, engine.batch.runner.capture_seconds
+        ready, seconds = time.perf_counter() - begin, engine.batch.runner.graphs.capture_seconds
         engine.generate([[1] * CHUNK], max_tokens=2)
         free = torch.cuda.mem_get_info()[0] >> 20
         pages = engine.batch.runner.cache.pages

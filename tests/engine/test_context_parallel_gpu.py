@@ -8,7 +8,7 @@ import torch
 
 import weft
 from weft.engine import Engine
-from weft.engine.ragged_prefill import RaggedShape
+from weft.engine.prompt_shapes import Shape
 
 PROMPTS = [
     "a prompt",
@@ -31,7 +31,7 @@ def spread_and_warm(team, directory):
         calls = [engine.generate(PROMPTS, max_tokens=12, **one) for one in ({}, {}, {"temperature": 1.0, "seed": 1})]
         assert not graphs or engine.stats.capture_seconds == 0
         found.append([[answer.token_ids for answer in call] for call in calls])
-    gathering = [shape for shape in shapes if isinstance(shape, RaggedShape) and shape.entries]
+    gathering = [shape for shape in shapes if isinstance(shape, Shape) and shape.entries]
     return *found, sum(runner._launched.values()), len(gathering)
 
 

@@ -14,8 +14,7 @@ from weft.engine import Engine, SamplingParams
 from weft.engine.graphs import Graphs
 from weft.engine.outputs import join_pieces
 from weft.engine.params import Kind, as_prompts
-from weft.engine.prefill import Shape
-from weft.engine.ragged_prefill import RaggedShape
+from weft.engine.prompt_shapes import Shape
 from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config
@@ -630,11 +629,12 @@ def test_padded_passes_give_the_tokens_of_those_as_they_are(one_layer, monkeypat
     keys = set()
 
     def capture(graphs, key, run):
-        keys.add(type(key[0]))
+        # Of a decode step, of new prompts of one length, and of sequences of any.
+        keys.add(key[0].length is None if isinstance(key[0], Shape) else None)
         graphs._graphs[key] = SimpleNamespace(replay=run)
 
     monkeypatch.setattr(Graphs, "capture", capture)
-    monkeypatch.setattr("weft.engine.runner.LAUNCHED_FIRST", {Shape: 1, RaggedShape: 1})
+    monkeypatch.setattr("weft.engine.prompts.RAGGED_FIRST", 1)
     prompts = ["a prompt of more tokens than are read at once", "x", "another, longer prompt", "one more, of 25 tokens"]
 
     def main(team, padded, times):
@@ -645,7 +645,7 @@ def test_padded_passes_give_the_tokens_of_those_as_they_are(one_layer, monkeypat
     expected = weft.simulate(main, world_size, args=(False, 1))
     assert not keys
     assert weft.simulate(main, world_size, args=(True, 2)) == [2 * once for once in expected]
-    assert keys == {int, Shape, RaggedShape}
+    assert keys == {None, False, True}
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.sweep)])
@@ -671,13 +671,13 @@ def test_after_a_warm_up_nothing_is_captured_or_launched_kernel_by_kernel(one_la
             assert replayed == keys
         with monkeypatch.context() as patch:
             if warm:
-                patch.setattr("weft.engine.runner.prefill_eagerly", lambda *given: pytest.fail("kernel by kernel"))
+                patch.setattr("weft.engine.prompts.prefill_eagerly", lambda *given: pytest.fail("kernel by kernel"))
             calls = [(asked, params) for params in sampling.values() for asked in (prompts, prompts[:2], prompts[:1])]
             return [engine.generate(asked, max_tokens=3, **params) for asked, params in calls]
 
     found = weft.simulate(main, 1, args=(True,))
     assert not whole or found == weft.simulate(main, 1, args=(False,))
     assert progress == [(done, 10) for done in range(1, 11)]
-    sizes = [RaggedShape(32, 3), RaggedShape(16, 3), 3, 2, 1]
+    sizes = [Shape(32, 3), Shape(16, 3), 3, 2, 1]
     assert keys == [(size, kind) for size in sizes for kind in (Kind.GREEDY, Kind.TRUNCATED)]
     assert set(replayed[10:]) == set(keys)

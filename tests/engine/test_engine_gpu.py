@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 import weft
 from weft.engine import Engine, EngineConfig, Runner, SamplingParams
 from weft.engine.params import Kind
-from weft.engine.ragged_prefill import RaggedShape
+from weft.engine.prompt_shapes import Shape
 from weft.engine.slots import SlotState
 from weft.models import DecoderConfig, Qwen3ForCausalLM
 from weft.ops.collectives import ahead
@@ -142,7 +142,7 @@ def warmed_up_at_start(team, directory):
     found = []
     for graphs in (True, False):
         engine = Engine(directory, team, warm_up=graphs, cuda_graph=graphs, **options)
-        assert engine.batch.runner.warm == graphs
+        assert engine.batch.runner.graphs.warm == graphs
         made, seconds, hits = [], 0.0, 0
         for sampling in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}):
             made.append(engine.generate([*PROMPTS, *LONG], max_tokens=12, **sampling))
@@ -167,7 +167,7 @@ def spread_over_ranks(team, directory):
         ahead.FEWEST_BYTES = least
         engine = Engine(directory, team, cuda_graph=graphs, **options)
         calls = [engine.generate([*PROMPTS, *LONG], max_tokens=12) for _ in range(8)]
-        gathering = {size for size, _ in engine.batch.runner.graphs if isinstance(size, RaggedShape) and size.entries}
+        gathering = {size for size, _ in engine.batch.runner.graphs if isinstance(size, Shape) and size.entries}
         found.append(([[answer.token_ids for answer in call] for call in calls], len(gathering)))
     return found
 

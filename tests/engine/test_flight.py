@@ -54,7 +54,7 @@ def test_turns_are_captured_at_start_and_replayed(byte_model, monkeypatch):
         runner = engine.batch.runner
         if team.size > 1:
             runner.cuda_graph = True
-            runner._shape_of = lambda chunks: None
+            runner.prompts.shape_of = lambda chunks: None
             monkeypatch.setattr(runner, "_warm_sizes", lambda: [(turn, Kind.GREEDY) for turn in runner._warm_flights()])
             runner.warm_up()
             known = set(runner.graphs)

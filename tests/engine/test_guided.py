@@ -18,8 +18,7 @@ from weft.engine.graphs import FORWARD, Graphs
 from weft.engine.guided import Guides
 from weft.engine.outputs import join_pieces
 from weft.engine.params import joint_kind
-from weft.engine.prefill import Shape
-from weft.engine.ragged_prefill import RaggedShape
+from weft.engine.prompt_shapes import Shape
 from weft.engine.tokenizer import load_tokenizer
 from weft.models.builtin import PATH as BUILTIN
 
@@ -234,7 +233,8 @@ def test_graphs_give_the_same_answers_as_steps_that_are_launched(byte_model, mon
 
     expected, _ = answers(byte_model)
     monkeypatch.setattr(Graphs, "capture", capture)
-    monkeypatch.setattr("weft.engine.runner.LAUNCHED_FIRST", {Shape: 0, RaggedShape: 0})
+    for name in ("LAUNCHED_FIRST", "RAGGED_FIRST"):
+        monkeypatch.setattr(f"weft.engine.prompts.{name}", 0)
 
     def main(team):
         made = Engine(byte_model, team, mode="reference")

@@ -8,14 +8,23 @@ import pytest
 import torch
 
 import weft
+import weft.engine.prompts as prompts_module
 import weft.engine.runner as runner_module
 from weft.console import layout_of
 from weft.engine.config import EngineConfig
-from weft.engine.graph_sizes import decode_buckets, gathering_shapes, prompt_shapes
-from weft.engine.graphs import Graphs
+from weft.engine.graphs import Graphs, decode_buckets
 from weft.engine.params import Kind, SamplingParams
-from weft.engine.prefill import PaddedPrefill, PrefillChunk, Shape, shape_of, single_lengths
-from weft.engine.ragged_prefill import Gathering, RaggedPrefill, RaggedShape, ragged_shape_of
+from weft.engine.pipeline import Pipeline
+from weft.engine.prefill import PrefillChunk, StaticPrefill
+from weft.engine.prompt_shapes import (
+    Gathering,
+    Shape,
+    gathering_shapes,
+    prompt_shapes,
+    ragged_shape_of,
+    shape_of_new,
+    single_lengths,
+)
 from weft.engine.runner import Runner
 from weft.engine.slots import SlotState
 from weft.models import Qwen3ForCausalLM
@@ -63,21 +72,21 @@ def test_chunks_that_cudnn_attends_to_in_parts_have_no_graph(one_layer, monkeypa
 
     def main(model):
         runner = new_runner(model)
-        return [runner._attends_in_parts(chunks) for chunks in (reads[:1], reads[1:], reads, reads_of(48))]
+        return [runner.prompts.attends_in_parts(chunks) for chunks in (reads[:1], reads[1:], reads, reads_of(48))]
 
     assert on_one_rank(main, one_layer, fused=fused) == [fused, False, False, False]
 
 
 def test_shapes_pad_little():
     def shape(*lengths):
-        return shape_of(reads_of(*lengths))
+        return shape_of_new(reads_of(*lengths))
 
-    assert shape(1) == Shape(1, 16)
-    assert shape(100) == Shape(1, 128)
-    assert shape(7, 16, 3) == Shape(4, 16)
-    assert shape(*[64] * 32) == Shape(32, 64)
+    assert shape(1) == Shape.of_new(1, 16)
+    assert shape(100) == Shape.of_new(1, 128)
+    assert shape(7, 16, 3) == Shape.of_new(4, 16)
+    assert shape(*[64] * 32) == Shape.of_new(32, 64)
     assert shape(90, 1, 1) is None  # 4 x 128 for 92 tokens
-    assert shape_of([continued(reads_of(17)[0], 16)]) is None
+    assert shape_of_new([continued(reads_of(17)[0], 16)]) is None
 
 
 def test_single_prompts_have_the_shapes_that_pad_them_little():
@@ -85,7 +94,7 @@ def test_single_prompts_have_the_shapes_that_pad_them_little():
         used = {
             shape.length
             for length in range(1, most + 1, 1 + most // 200)
-            if (shape := shape_of(reads_of(length))) is not None
+            if (shape := shape_of_new(reads_of(length))) is not None
         }
         assert single_lengths(most) == sorted(used)
 
@@ -94,11 +103,11 @@ def test_ragged_shapes_pad_little():
     def shape(*lengths, max_batch=64):
         return ragged_shape_of(reads_of(*lengths), max_batch)
 
-    assert shape(1) == RaggedShape(16, 1) != Shape(16, 1)
-    assert shape(7, 16, 3) == RaggedShape(32, 8)
-    assert shape(90, 1, 1, max_batch=6) == RaggedShape(128, 6)
-    assert shape(*[64] * 33) == RaggedShape(2304, 64)
-    assert shape(*[1] * 65, max_batch=512) == RaggedShape(128, 512)
+    assert shape(1) == Shape(16, 1) != Shape.of_new(16, 1)
+    assert shape(7, 16, 3) == Shape(32, 8)
+    assert shape(90, 1, 1, max_batch=6) == Shape(128, 6)
+    assert shape(*[64] * 33) == Shape(2304, 64)
+    assert shape(*[1] * 65, max_batch=512) == Shape(128, 512)
     sizes = [shape(tokens).tokens for tokens in range(1, 10_000)]
     assert all(size >= tokens for tokens, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert all(size % 128 == 0 for size in sizes if size > 128)
@@ -113,7 +122,7 @@ def test_captured_shapes_hold_every_chunk_and_pad_little():
         assert shapes == sorted(shapes, key=lambda shape: (shape.tokens, shape.batch), reverse=True)
         for tokens in range(1, chunk_tokens + 1, 1 + chunk_tokens // 100):
             for batch in {1, min(tokens, max_batch)}:
-                held = [s for s in shapes if isinstance(s, RaggedShape) and s.tokens >= tokens and s.batch >= batch]
+                held = [s for s in shapes if s.length is None and s.tokens >= tokens and s.batch >= batch]
                 assert held[-1].tokens == ragged_shape_of(reads_of(tokens), 1).tokens
     assert len(shapes) == 1 + 2 * 27 - 3, "two numbers of sequences, one where there are no more than 64 tokens"
 
@@ -135,18 +144,18 @@ def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
 
     def main(model):
         runner = new_runner(model, max_batch=2)
-        runner.chunk_tokens = 64
+        runner.prompts.chunk_tokens = 64
         sizes = runner._warm_sizes()
         reserved = runner._graph_bytes()
         assert not len(runner.graphs) and runner.cache.pages == 2
         device = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages])
         of = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
-        on_gpu = SimpleNamespace(model=of, page_size=16, team=device)
+        on_gpu = SimpleNamespace(model=of, decoding=SimpleNamespace(page_size=16), team=device)
         return sizes, reserved, Runner._affordable_pages(on_gpu, 0.5, reserved)
 
     sizes, reserved, pages = on_one_rank(main, byte_model, fused=True)
     assert [size for size, kind in sizes if kind == Kind.GREEDY] == [
-        *(RaggedShape(tokens, 2) for tokens in (64, 32, 16)),
+        *(Shape(tokens, 2) for tokens in (64, 32, 16)),
         2,
         1,
     ]
@@ -157,7 +166,7 @@ def test_without_fused_kernels_single_prompts_are_captured(byte_model):
     def main(model):
         return [size for size, kind in new_runner(model, max_batch=2)._warm_sizes() if kind == Kind.GREEDY]
 
-    assert on_one_rank(main, byte_model) == [*(Shape(1, length) for length in (128, 64, 32, 16)), 2, 1]
+    assert on_one_rank(main, byte_model) == [*(Shape.of_new(1, length) for length in (128, 64, 32, 16)), 2, 1]
 
 
 def continued(read, before):
@@ -168,18 +177,18 @@ def continued(read, before):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "shape"),
-    [((5, 16, 9), Shape(4, 16)), pytest.param((94,), Shape(1, 128), marks=pytest.mark.sweep)],
+    [((5, 16, 9), Shape.of_new(4, 16)), pytest.param((94,), Shape.of_new(1, 128), marks=pytest.mark.sweep)],
     ids=str,
 )
 def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
     """The model has 96 positions: the padding of the last shape has none."""
     reads, count = reads_of(*lengths), len(lengths)
-    assert shape_of(reads) == shape
+    assert shape_of_new(reads) == shape
 
     def main(model):
         runner = new_runner(model)
         runner.prefill(reads)
-        prefill = PaddedPrefill(model, model.new_cache(49, 16), shape.batch, shape.length)
+        prefill = StaticPrefill(Pipeline.whole(model), model.new_cache(49, 16), shape, max_pages=6)
         prefill.cache.data[:, :, 0] = 50.0
         prefill.load(reads)
         prefill.run(Kind.NUCLEUS)
@@ -208,7 +217,7 @@ def test_ragged_prompts_are_read_as_they_are(byte_model, lengths, befores, shape
     first = [replace(r, tokens=r.tokens[:n], choose=False) for r, n in zip(reads, befores, strict=True) if n]
     rest = [continued(r, n) for r, n in zip(reads, befores, strict=True)]
     rest[1:2] = [replace(r, choose=False) for r in rest[1:2]]
-    assert ragged_shape_of(rest, 8) == RaggedShape(*shape)
+    assert ragged_shape_of(rest, 8) == Shape(*shape)
     chosen = [index for index, read in enumerate(rest) if read.choose]
 
     def main(model):
@@ -219,7 +228,7 @@ def test_ragged_prompts_are_read_as_they_are(byte_model, lengths, befores, shape
         exact, padded = runners
         exact.prefill(rest)
         padded.cache.data[:, :, 0] = 50.0
-        prefill = RaggedPrefill(model, padded.cache, *shape, max_pages=6)
+        prefill = StaticPrefill(Pipeline.whole(model), padded.cache, Shape(*shape), max_pages=6)
         prefill.load(reads_of(15))  # what was read before leaves nothing behind
         prefill.load(rest)
         prefill.run(Kind.NUCLEUS)
@@ -234,10 +243,10 @@ def test_ragged_prompts_are_read_as_they_are(byte_model, lengths, befores, shape
 @pytest.mark.parametrize(
     ("lengths", "befores", "shape"),
     [
-        ((20, 1, 19), (17, 0, 16), RaggedShape(16, 8, 2)),
-        pytest.param((70, 1, 41), (40, 0, 33), RaggedShape(64, 8, 4), marks=pytest.mark.sweep),
-        pytest.param((90,), (80,), RaggedShape(16, 1, 4), marks=pytest.mark.sweep),
-        ((9,), (0,), Shape(1, 16)),
+        ((20, 1, 19), (17, 0, 16), Shape(16, 8, 2)),
+        pytest.param((70, 1, 41), (40, 0, 33), Shape(64, 8, 4), marks=pytest.mark.sweep),
+        pytest.param((90,), (80,), Shape(16, 1, 4), marks=pytest.mark.sweep),
+        ((9,), (0,), Shape.of_new(1, 16)),
     ],
     ids=str,
 )
@@ -257,13 +266,13 @@ def test_prompts_of_a_spread_cache_are_read_as_they_are(one_layer, monkeypatch, 
     def main(team):
         model = Qwen3ForCausalLM.from_pretrained(one_layer, team, mode="replicated", fused=True, context_parallel=True)
         exact, padded = (new_runner(model) for _ in range(2))
-        assert (shape_of(rest) or ragged_shape_of(rest, 8, exact.gathering)) == shape
+        assert (shape_of_new(rest) or ragged_shape_of(rest, 8, exact.prompts.gathering)) == shape
         if first:
             exact.prefill(first)
         padded.cache.data.copy_(exact.cache.data)
         exact.prefill(rest)
         padded.cache.data[:, :, 0] = 50.0
-        prefill = padded._prompts_of(shape)
+        prefill = padded.prompts.static(shape)
         prefill.load(reads_of(15))  # what was read before leaves nothing behind
         prefill.load(rest)
         prefill.run(Kind.NUCLEUS)
@@ -279,7 +288,7 @@ def test_many_gathered_pages_have_no_graph():
     [read] = reads_of(4000)
     reads = [continued(replace(read, tokens=read.tokens * 2), before) for before in (63, 64 * 32, 64 * 32 + 1)]
     gathering = Gathering(32, 2 << 20)
-    assert [ragged_shape_of([read], 8, gathering) for read in reads[1:]] == [RaggedShape(6144, 1, 64), None]
+    assert [ragged_shape_of([read], 8, gathering) for read in reads[1:]] == [Shape(6144, 1, 64), None]
     assert [ragged_shape_of([read], 8).entries for read in reads] == [0, 0, 0]
     assert ragged_shape_of(reads[:1], 8, gathering).entries == 2
     assert ragged_shape_of(reads[2:], 8, gathering._replace(window=65)).entries == 4  # from token 1985 on: 3 entries
@@ -293,7 +302,7 @@ def test_few_shapes_gather_and_hold_every_chunk():
     assert max(shape.entries for shape in gathering_shapes(4096, 64, gathering, 1000)) == 512  # 128 MiB
     sizes = sorted({shape.tokens for shape in shapes})
     assert {128, 1024, 4096} <= set(sizes) and all(b <= (1.25 if a >= 1024 else 2) * a for a, b in pairwise(sizes))
-    assert gathering_shapes(40, 4, Gathering(32, 4096), 3) == [RaggedShape(size, 4, 3) for size in (64, 32, 16)]
+    assert gathering_shapes(40, 4, Gathering(32, 4096), 3) == [Shape(size, 4, 3) for size in (64, 32, 16)]
 
 
 def test_after_a_warm_up_prompts_behind_cached_tokens_run_in_graphs(one_layer, monkeypatch):
@@ -321,7 +330,7 @@ def test_after_a_warm_up_prompts_behind_cached_tokens_run_in_graphs(one_layer, m
 
     for expected, found in weft.simulate(main, 2):
         assert torch.equal(found, expected)
-    assert replayed[-2:] == [(RaggedShape(32, 2, 3), Kind.TRUNCATED)] * 2
+    assert replayed[-2:] == [(Shape(32, 2, 3), Kind.TRUNCATED)] * 2
     assert [size.entries for size, _ in replayed] == [0, 0, 3, 3]
 
 
@@ -329,7 +338,7 @@ def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
     """Here a capture is the pass itself: what is captured gives the tokens of what is not."""
     captured = []
     monkeypatch.setattr(Graphs, "run", lambda self, key, run: (captured.append(key), run()))
-    monkeypatch.setattr(runner_module, "LAUNCHED_FIRST", {Shape: 1, RaggedShape: 2})
+    monkeypatch.setattr(prompts_module, "RAGGED_FIRST", 2)
 
     def main(model):
         runner, other = new_runner(model), new_runner(model)
@@ -354,7 +363,7 @@ def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
 
     found = on_one_rank(main, byte_model, fused=True)
     assert all(torch.equal(*pair) for pair in zip(found[::2], found[1::2], strict=True))
-    new, continuing = (Shape(2, 16), Kind.NUCLEUS), (RaggedShape(16, 1), Kind.NUCLEUS)
+    new, continuing = (Shape.of_new(2, 16), Kind.NUCLEUS), (Shape(16, 1), Kind.NUCLEUS)
     assert captured == [new, continuing, new]
     captured.clear()
     assert on_one_rank(main, byte_model) and captured == [new] * 2, "unfused attention knows its sequences on the host"
@@ -362,7 +371,7 @@ def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
 
 def test_graphs_of_prompts_are_kept_for_the_shapes_that_came_last(byte_model, monkeypatch):
     monkeypatch.setattr(Graphs, "run", lambda self, key, run: (self._graphs.setdefault(key, len(key)), run()))
-    monkeypatch.setattr(runner_module, "MOST_SHAPES", 2)
+    monkeypatch.setattr(prompts_module, "MOST_SHAPES", 2)
 
     def main(model):
         runner, kept = new_runner(model), []
@@ -370,8 +379,8 @@ def test_graphs_of_prompts_are_kept_for_the_shapes_that_came_last(byte_model, mo
         runner.graphs._graphs[4, Kind.GREEDY] = "of a decode step"
         for tokens in (16, 16, 32, 32, 16, 64, 64, 32, 32):
             runner.prefill(reads_of(tokens))
-            assert len(runner._prompts) == len(runner.graphs) - 1
-            kept.append([shape.length for shape in runner._prompts])
+            assert len(runner.prompts._recent) == len(runner.graphs) - 1
+            kept.append([shape.length for shape in runner.prompts._recent])
         return kept, (4, Kind.GREEDY) in runner.graphs
 
     kept, still = on_one_rank(main, byte_model)
@@ -459,7 +468,7 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000 + sum(emptied), 1 << 40))
     model = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
     team = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages, 1_000])
-    runner = SimpleNamespace(model=model, page_size=16, team=team)
+    runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=team)
     assert Runner._affordable_pages(runner, 0.8) == 20
 
 
@@ -470,7 +479,8 @@ def test_all_ranks_have_the_pages_that_fit_where_least_is_free(monkeypatch):
 
     def main(team, fraction):
         on_gpu = SimpleNamespace(device=torch.device("cuda", team.rank), exchange=team.exchange)
-        return Runner._affordable_pages(SimpleNamespace(model=model, page_size=16, team=on_gpu), fraction)
+        runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=on_gpu)
+        return Runner._affordable_pages(runner, fraction)
 
     # Of 400 bytes each.
     assert weft.simulate(main, 3, args=(1.0,)) == [75] * 3

@@ -347,12 +347,12 @@ def _print_speed(engine: Engine, team: Team) -> None:
     ranks = f"{team.size} rank{'s' if team.size > 1 else ''}"
     where = f"{ranks}, simulated" if team.is_simulated else f"{ranks} on {team.caps.device_name}"
     note = " (the simulator's times mean nothing)" if team.is_simulated else ""
-    chunks = f", up to {runner.longest_prefill} at once" if runner.longest_prefill < stats.prompt_tokens else ""
+    chunks = f", up to {runner.prompts.longest} at once" if runner.prompts.longest < stats.prompt_tokens else ""
     decode = f"decode: {engine.model.plan(runner.largest_decode)}" if runner.largest_decode else "no decode steps"
     later = f"{stats.tokens_per_second:.1f} tokens/s after it" if stats.tokens_per_second else "none came after it"
     notices.info(
         f"first token after {stats.time_to_first_token:.3f} s, {later}{note}\n"
         f"mode {engine.config.mode}, {where}; loaded in {stats.load_seconds:.1f} s\n"
-        f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.longest_prefill)}\n{decode}\n"
+        f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.prompts.longest)}\n{decode}\n"
         f"KV cache {engine.cache_plan}",
     )

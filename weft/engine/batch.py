@@ -98,7 +98,7 @@ class Batch:
             self.settle()
             self.runner.prefill([_chunk(part) for part in ranges])
             for part in ranges:
-                if (rows := self.runner.prompt_logprobs.get(part.sequence.slot)) is not None:
+                if (rows := self.runner.prompts.logprobs.get(part.sequence.slot)) is not None:
                     part.sequence.prompt_logprobs.append(_host_memory_like(rows).copy_(rows, non_blocking=True))
             first = self._copy_to_host(Decoding([part.sequence for part in ranges if part.last]))
         decoding = self.scheduler.next_decode()

@@ -13,7 +13,6 @@ from weft.engine.params import Kind
 from weft.engine.pipeline import Pass, Pipeline
 from weft.engine.sampling import Choice
 from weft.engine.slots import Slots, rows_of
-from weft.models import Decoder
 from weft.parallel.step import PagedCache
 
 
@@ -30,13 +29,14 @@ class DecodeGraph:
     step.
     """
 
-    def __init__(self, model: Decoder, pipeline: Pipeline, slots: Slots, page_size: int) -> None:
-        self.model, self.pipeline, self.slots, self.page_size = model, pipeline, slots, page_size
+    def __init__(self, pipeline: Pipeline, slots: Slots, page_size: int) -> None:
+        self.pipeline, self.slots, self.page_size = pipeline, slots, page_size
         max_batch, device = len(slots.positions), pipeline.team.device
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(max_batch, WIDTH, dtype=torch.float32, device=device)
         self.cache: PagedCache | None = None
         self.adjustments: Adjustments | None = None
+        self._kept: dict[int, torch.Tensor] = {}  # logits by number of slots
 
     def run(self, batch: int, kind: Kind, between: Callable[[], None] | None = None) -> None:
         """Decode slots 0 .. batch - 1; `between`: called between the forward pass and the choice of tokens."""
@@ -48,17 +48,27 @@ class DecodeGraph:
     def forward(self, batch: int) -> torch.Tensor | None:
         """This rank's logits after the slots' tokens, where Pipeline.run returns them."""
         slots = self.slots.positions[:batch], self.slots.table[:batch]
-        return self.pipeline.decode(self.model, self.tokens[:batch], *slots, self.cache)
+        return self.pipeline.decode(self.tokens[:batch], *slots, self.cache)
+
+    def forward_and_keep(self, batch: int) -> None:
+        """Forward pass whose logits `choose_kept` reads: a step with grammars has a graph for each of both."""
+        if (logits := self.forward(batch)) is not None:
+            if batch not in self._kept:
+                self._kept[batch] = torch.empty_like(logits)
+            self._kept[batch].copy_(logits)
+
+    def choose_kept(self, batch: int, kind: Kind) -> None:
+        """Choose tokens by the logits of `forward_and_keep`."""
+        self.choose(slice(batch), kind, self._kept.get(batch))
 
     def compute(self, slots: slice) -> torch.Tensor | None:
         """Result of this stage's layers for these slots alone, as of Pipeline.compute."""
         tokens, positions, table = (rows_of(x, slots) for x in (self.tokens, self.slots.positions, self.slots.table))
-        one = Pass(tokens, self.model.decode_step(positions, table, self.page_size))
-        return self.pipeline.compute(self.model, one, self.cache)
+        one = Pass(tokens, self.pipeline.model.decode_step(positions, table, self.page_size))
+        return self.pipeline.compute(one, self.cache)
 
     def choose(self, slots: slice, kind: Kind, logits: torch.Tensor | None) -> None:
         """Choose the slots' next tokens, by logits on the last stage, and advance their positions."""
-        fused = self.model.plan(len(self.tokens[slots])).fused
         choice = Choice(
             temperature=rows_of(self.slots.temperature, slots),
             top_p=rows_of(self.slots.top_p, slots),
@@ -69,10 +79,14 @@ class DecodeGraph:
             adjustments=self.adjustments,
             rows=slots,
         )
-        tokens, logprobs = self.pipeline.choose(self.model, logits, choice, kind, fused=fused)
+        tokens, logprobs = self.pipeline.choose(logits, choice, kind)
         self.put(slots, tokens, logprobs)
         if Kind.ADJUSTED in kind and self.pipeline.is_last:
-            self.adjustments.note(choice.rows, tokens, choice.position, fused=fused)
+            self.note(choice.rows, tokens, choice.position)
+
+    def note(self, rows: slice | torch.Tensor, tokens: torch.Tensor, position: torch.Tensor) -> None:
+        """Note chosen tokens among the changes of logits, as ``Adjustments.note``."""
+        self.adjustments.note(rows, tokens, position, fused=self.pipeline.model.runs_kernels)
 
     def next_positions(self, slots: slice) -> torch.Tensor:
         """Positions of the tokens that these slots get; -1 stays."""

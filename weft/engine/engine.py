@@ -314,7 +314,7 @@ class Engine:
     def _answer(self, answers: list[Answer]) -> Generator[list[Piece], None, None]:
         """Submit requests and step until all have ended. They leave when the caller stops drawing, too."""
         runner, scheduler = self.batch.runner, self.batch.scheduler
-        begin, captured, preempted = time.perf_counter(), runner.capture_seconds, scheduler.preemptions
+        begin, captured, preempted = time.perf_counter(), runner.graphs.capture_seconds, scheduler.preemptions
         held: list[Piece] = []
         for answer in answers:
             answer.pieces, answer.together = held, True
@@ -341,7 +341,7 @@ class Engine:
         later = new_tokens - first_tokens  # the first two of a prompt may arrive together
         self.stats = Stats(
             load_seconds=self.stats.load_seconds,
-            capture_seconds=runner.capture_seconds - captured,
+            capture_seconds=runner.graphs.capture_seconds - captured,
             time_to_first_token=first_at - begin,
             tokens_per_second=later / seconds if later else 0.0,
             prompt_tokens=sum(len(answer.prompt) for answer in answers),

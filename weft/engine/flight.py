@@ -81,8 +81,10 @@ class Flight:
         self._flying: tuple[int, Kind] | None = None  # slots and kind of the decode step in flight
         if self.pipeline.stages > 1:
             # Of the largest stage: equal on all ranks, which decide alike.
-            self._weight_bytes = max(self.pipeline.team.exchange(sum(x.nbytes for x in graph.model.parameters())))
-            layers = -(-graph.model.config.num_hidden_layers // self.pipeline.stages)
+            self._weight_bytes = max(
+                self.pipeline.team.exchange(sum(x.nbytes for x in self.pipeline.model.parameters()))
+            )
+            layers = -(-self.pipeline.model.config.num_hidden_layers // self.pipeline.stages)
             self._entry_bytes = graph.cache.data[0, :, 0].nbytes * layers
 
     @property

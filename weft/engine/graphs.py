@@ -14,6 +14,11 @@ from weft.runtime.team.team import Team
 
 logger = logger_of(__name__)
 
+# Rows of a tile of cuBLAS. It takes longer for some sizes between its multiples (docs/decisions.md, "Prompts").
+ROWS = 128
+# Kinds of sampling that are captured at start. The second serves all but greedy requests: it has a few more kernels than they
+# need, and two further graphs of each size would take twice the time and memory.
+WARM_KINDS = (Kind.GREEDY, Kind.TRUNCATED)
 # In place of a kind: graph of a decode step's forward pass alone.
 FORWARD = None
 # Size of a pass, such as a bucket, a shape of prompts or a turn, and its kind of sampling.
@@ -24,12 +29,13 @@ class Graphs:
     """CUDA graphs of a rank by key. They run one after the other, so they share memory.
 
     capture_seconds  that all captures have taken
+    warm             all sizes have been captured at start, for WARM_KINDS
 
     Iteration gives the keys.
     """
 
     def __init__(self, team: Team) -> None:
-        self.team, self.capture_seconds = team, 0.0
+        self.team, self.capture_seconds, self.warm = team, 0.0, False
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool = None
 
@@ -41,6 +47,11 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def kind_for(self, size: Hashable, kind: Kind) -> Kind:
+        """Kind that was captured at start for `size` and that serves `kind`, which stays if there is none."""
+        warm = WARM_KINDS if self.warm else ()
+        return next((captured for captured in warm if kind in captured and (size, captured) in self), kind)
 
     def replay(self, key: Key) -> None:
         """Launch the graph of `key`, which has been captured."""
@@ -94,3 +105,19 @@ class Graphs:
             run()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
+
+
+def decode_buckets(max_batch: int) -> list[int]:
+    """Batch sizes that decode steps are padded to: 1, 2, 4 … 64, 96, 128, 256, 384, 512 … and `max_batch`.
+
+    Sizes between those up to 64 would run the same tiles (SMALL_M_ROWS of weft/plan/table.py). Rows of tables for more than 64
+    begin at 96, and those of 96 serve 112 too. From 128 on all are multiples of ROWS, four or more to a factor of two.
+    """
+    sizes, size = [], 1
+    while size < max_batch:
+        sizes.append(size)
+        if size in (64, 96):
+            size += 32
+        else:
+            size += size if size <= ROWS else max(ROWS, (1 << size.bit_length()) // 8)
+    return [*sizes, max_batch]

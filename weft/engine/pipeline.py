@@ -60,6 +60,7 @@ class Pipeline:
     rail    to the ranks of equal place in the other stages, by stage; None: one stage
     layers  of this stage
     microbatch_tokens  fewest tokens of a microbatch
+    model   this stage's layers; None until they are made
     """
 
     team: Team
@@ -67,11 +68,12 @@ class Pipeline:
     rail: Rail | None
     layers: range
     microbatch_tokens: int = 1
+    model: Decoder | None = None
 
     @classmethod
     def whole(cls, model: Decoder) -> Pipeline:
         """Pipeline of one stage, the model."""
-        return cls(team=model.team, stage=model.team, rail=None, layers=model.span)
+        return cls(team=model.team, stage=model.team, rail=None, layers=model.span, model=model)
 
     @classmethod
     def of(cls, team: Team, stages: int, layers: int, microbatch_tokens: int) -> Pipeline:
@@ -121,7 +123,6 @@ class Pipeline:
 
     def prefill(
         self,
-        model: Decoder,
         tokens: torch.Tensor,
         sequences: Sequence[tuple[int, int]],
         pages: torch.Tensor,
@@ -135,53 +136,56 @@ class Pipeline:
         passes, order = [], []
         for begin, end in self.cuts(len(tokens)):
             first, parts = ranges_between(sequences, begin, end)
-            step = model.prefill_step(parts, pages[first : first + len(parts)], cache.page_size)
+            step = self.model.prefill_step(parts, pages[first : first + len(parts)], cache.page_size)
             here = [index for index, row in enumerate(rows) if begin <= row < end]
             asked = upload(torch.tensor([rows[index] - begin for index in here]), tokens.device) if here else None
             passes.append(Pass(tokens[begin:end], step, asked, bool(here)))
             order += here
-        logits = self.run(model, passes, cache)
+        logits = self.run(passes, cache)
         if logits is None or order == sorted(order):
             return logits
         return logits[upload(torch.tensor(order).argsort(), tokens.device)]
 
     def decode(
-        self, model: Decoder, tokens: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, cache: PagedCache
+        self, tokens: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, cache: PagedCache
     ) -> torch.Tensor | None:
         """Logits after a token of each sequence, where `run` returns them; arguments as of ``decode_step``."""
-        passes = []
-        for begin, end in self.cuts(len(tokens)):
-            step = model.decode_step(positions[begin:end], pages[begin:end], cache.page_size)
-            passes.append(Pass(tokens[begin:end], step))
-        return self.run(model, passes, cache)
+        step = self.model.decode_step
+        passes = [
+            Pass(tokens[begin:end], step(positions[begin:end], pages[begin:end], cache.page_size))
+            for begin, end in self.cuts(len(tokens))
+        ]
+        return self.run(passes, cache)
 
-    def run(self, model: Decoder, passes: Sequence[Pass], cache: PagedCache) -> torch.Tensor | None:
+    def run(self, passes: Sequence[Pass], cache: PagedCache) -> torch.Tensor | None:
         """Forward passes of microbatches: on the last stage this rank's logits of their rows.
 
         One pass below another; None on the other stages, and where none are asked for. Collective; may be captured in a CUDA
         graph, after one run outside.
         """
-        found = []
+        if self.rail is None:
+            return self.compute(passes[0], cache)
+        logits = []
         for one in passes:
-            result = self.compute(model, one, cache)
-            if not model.is_last:
+            result = self.compute(one, cache)
+            if not self.is_last:
                 self.send(result)
             elif result is not None:
-                found.append(result)
-        if self.rail is not None:
-            self.rail.join()
-        return found[0] if len(found) == 1 else torch.cat(found) if found else None
+                logits.append(result)
+        self.rail.join()
+        return logits[0] if len(logits) == 1 else torch.cat(logits) if logits else None
 
-    def compute(self, model: Decoder, one: Pass, cache: PagedCache) -> torch.Tensor | None:
+    def compute(self, one: Pass, cache: PagedCache) -> torch.Tensor | None:
         """Compute a microbatch: this rank's logits, if asked for, on the last stage; else its rows to `send`."""
-        given = one.tokens if model.is_first else self._receive(model, one.step.tokens)
+        model = self.model
+        given = one.tokens if model.is_first else self._receive(one.step.tokens)
         x, residual = model.hidden(given, one.step, cache)
         if not model.is_last:
             return model.hand_over(x, residual, one.step)
         return model.logits(x, residual, one.step, one.rows) if one.chooses else None
 
     def choose(
-        self, model: Decoder, logits: torch.Tensor | None, choice: Choice, kind: Kind, *, fused: bool
+        self, logits: torch.Tensor | None, choice: Choice, kind: Kind
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens [n] and their rows of log-probabilities, if `kind` asks for them, on all stages. Collective.
 
@@ -189,9 +193,10 @@ class Pipeline:
         """
         if not self.is_last:
             return self.chosen(len(choice.position), kind)
-        tokens, rows = choose_tokens(model.lm_head, logits, choice, kind, fused=fused), None
+        head, fused = self.model.lm_head, self.model.runs_kernels
+        tokens, rows = choose_tokens(head, logits, choice, kind, fused=fused), None
         if Kind.LOGPROBS in kind:
-            rows = self.logprobs(model, logits, tokens)
+            rows = self.logprobs(logits, tokens)
         self._share(tokens)
         return tokens, rows
 
@@ -204,19 +209,19 @@ class Pipeline:
         self._share(tokens)
         return tokens, rows
 
-    def logprobs(self, model: Decoder, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    def logprobs(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of log-probabilities of tokens under the last stage's logits, on all stages. Collective."""
         if self.is_last:
-            rows = token_logprobs(model.lm_head, logits, tokens)
+            rows = token_logprobs(self.model.lm_head, logits, tokens)
         else:
             rows = torch.empty(len(tokens), WIDTH, device=tokens.device)
         self._share(rows)
         return rows
 
-    def _receive(self, model: Decoder, tokens: int) -> torch.Tensor:
+    def _receive(self, tokens: int) -> torch.Tensor:
         """This rank's rows of the hidden states of `tokens` tokens, which the stage before sends."""
-        size = -(-tokens // self.stage.size), model.config.hidden_size
-        rows = torch.empty(size, dtype=model.dtype, device=self.team.device)
+        size = -(-tokens // self.stage.size), self.model.config.hidden_size
+        rows = torch.empty(size, dtype=self.model.dtype, device=self.team.device)
         self.rail.fork()  # its memory may still be read by kernels before
         [mark] = self.rail.exchange([Piece(receive=rows, source=self.rail.index - 1)])
         self.rail.after(mark)

@@ -1,34 +1,32 @@
-"""Prefill on static tensors, for CUDA graphs: its base, and new prompts padded to one of a few shapes.
+"""Prefill: chunks of prompts as they are, kernel by kernel, or on static tensors, for CUDA graphs.
 
-A graph saves the host time of launching the kernels of small prompts. Other prompts: weft.engine.ragged_prefill.
+A graph saves the host time of launching the kernels of small prompts, which may take longer than they take the GPU
+(docs/decisions.md, "Prompts").
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy
 import torch
 
 from weft.engine.adjustments import Adjustments, Entry
 from weft.engine.logprobs import WIDTH
-from weft.engine.params import Kind, SamplingParams
+from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.pipeline import Pass, Pipeline
+from weft.engine.prompt_shapes import Shape
 from weft.engine.sampling import Choice
-from weft.models import Decoder
+from weft.engine.slots import DTYPES, SAMPLING
 from weft.ops import SequenceRanges
 from weft.parallel.context import GatheredLayout, SpreadPages
-from weft.parallel.step import Chunk, PagedCache, Step, cells_of, runs
+from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
-SHORTEST = 16
-# Up to this many tokens padding is free, since a pass takes as long as reading the weights.
-FREE_TOKENS = 256
-# Largest ratio of padded to real tokens above that.
-SLACK = 1.25
 # Bytes; kernels are compiled for pointers of this alignment.
 ALIGNMENT = 16
 
@@ -50,6 +48,76 @@ class PrefillChunk:
     choose: bool
     entry: Entry | None = None
     targets: Sequence[int] = ()
+
+
+class Prefilled(NamedTuple):
+    """Result of chunks of prompts.
+
+    chosen           [n] int64, the next token after each of the n chunks with `choose`
+    logprobs         [n, WIDTH] fp32, their log-probabilities; None: none is asked for
+    prompt_logprobs  by slot, [targets, WIDTH] fp32 of a chunk's targets
+    """
+
+    chosen: torch.Tensor
+    logprobs: torch.Tensor | None
+    prompt_logprobs: dict[int, torch.Tensor]
+
+
+def prefill_eagerly(
+    pipeline: Pipeline, cache: PagedCache, chunks: Sequence[PrefillChunk], adjustments: Adjustments | None
+) -> Prefilled:
+    """Write chunks of prompts into the cache, and choose the next tokens. Collective.
+
+    adjustments  of the slots of chunks with `choose`; None: no logits change
+    """
+    device = pipeline.team.device
+    width = max(len(chunk.pages) for chunk in chunks)
+    table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
+    tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
+    ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
+    last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.choose]
+    # Token i of a prompt is predicted after token i - 1. No target follows the prompt's last token.
+    scored = []
+    for end, chunk in zip(ends, chunks, strict=True):
+        end -= chunk.choose
+        scored += range(end - len(chunk.targets), end)
+    sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
+    logits = pipeline.prefill(tokens, sequences, table, cache, last + scored)
+    prompt_logprobs = {}
+    if scored:
+        having = [chunk for chunk in chunks if chunk.targets]
+        prompt_logprobs = _score(pipeline, having, None if logits is None else logits[len(last) :])
+        logits = None if logits is None else logits[: len(last)]
+    chunks = [chunk for chunk in chunks if chunk.choose]
+    if not chunks:
+        return Prefilled(tokens[:0], None, prompt_logprobs)
+    params = [chunk.params for chunk in chunks]
+    choice = Choice(
+        **_sampling_tensors(params, device),
+        position=upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device),
+        adjustments=adjustments,
+        rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
+    )
+    chosen = pipeline.choose(logits, choice, joint_kind(params))
+    return Prefilled(*chosen, prompt_logprobs)
+
+
+def _score(pipeline: Pipeline, chunks: Sequence[PrefillChunk], logits: torch.Tensor | None) -> dict[int, torch.Tensor]:
+    """Log-probabilities of the chunks' targets under all their logits, by slot."""
+    targets = upload(torch.tensor([token for chunk in chunks for token in chunk.targets]), pipeline.team.device)
+    rows = pipeline.logprobs(logits, targets)
+    parts = rows.split([len(chunk.targets) for chunk in chunks])
+    return {chunk.slot: part for chunk, part in zip(chunks, parts, strict=True)}
+
+
+def _padded(rows: list[list[int]], width: int) -> torch.Tensor:
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
+    return {
+        name: upload(torch.tensor([getattr(p, name) for p in params], dtype=DTYPES[name]), device) for name in SAMPLING
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,32 +169,27 @@ class Inputs:
         return Inputs(**found)
 
 
-class StaticPrefill(ABC):
-    """Prefill of up to `batch` sequences, up to `tokens` tokens together, on static tensors.
+class StaticPrefill:
+    """Prefill of sequences that fit a shape, on static tensors.
 
     Call `load`, then `run`, which may be captured; `chosen` and `logprobs` hold the next tokens and theirs.
 
+    New prompts of a shape with `length` are padded to it one by one, so that a step knows its runs: cuDNN and unfused attention
+    take them from the host. A prompt's padding follows it, where causal attention does not see it, and is not cached; a missing
+    prompt is all padding. Sequences of other shapes, which are for fused plans only, have their padding after the last.
+
     max_pages  of a sequence
-    entries    of page tables with cached tokens of all sequences, at most; those of a spread cache are gathered
     """
 
-    runs: tuple[Chunk, ...] = ()  # of Step.chunks
-
-    def __init__(
-        self,
-        model: Decoder,
-        cache: PagedCache,
-        tokens: int,
-        batch: int,
-        max_pages: int,
-        entries: int = 0,
-        *,
-        pipeline: Pipeline | None = None,
-    ) -> None:
-        self.model, self.cache, self.plan = model, cache, model.plan(tokens)
-        self.pipeline = pipeline or Pipeline.whole(model)
-        self._tokens, self._batch, self._max_pages, self._entries = tokens, batch, max_pages, entries
-        device = model.team.device
+    def __init__(self, pipeline: Pipeline, cache: PagedCache, shape: Shape, max_pages: int) -> None:
+        self.pipeline, self.cache, self.shape, self.model = pipeline, cache, shape, pipeline.model
+        self.plan = self.model.plan(shape.tokens)
+        self._padded = [] if shape.length is None else [(0, shape.length)] * shape.batch
+        if shape.length is not None:
+            ranks = self.model.team.size if self.model.context_parallel else 1
+            max_pages = cdiv(shape.length, cache.page_size * ranks)
+        self._max_pages = max_pages
+        device, batch = self.model.team.device, shape.batch
         self.chosen = torch.zeros(batch, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(batch, WIDTH, dtype=torch.float32, device=device)
         # The fields of its sequence ranges that stay on the host hold for every batch.
@@ -158,11 +221,11 @@ class StaticPrefill(ABC):
             pages=now.table,
             angles=self.model.angles,
             plan=self.plan,
-            chunks=self.runs,
+            chunks=runs(self._padded),
             spans=replace(self._ranges, spans=now.spans, tiles=now.tiles) if fused else None,
             spread=spread,
         )
-        logits = self.pipeline.run(self.model, [Pass(now.tokens, step, now.rows)], self.cache)
+        logits = self.pipeline.run([Pass(now.tokens, step, now.rows)], self.cache)
         choice = Choice(
             temperature=now.temperature,
             top_p=now.top_p,
@@ -173,26 +236,32 @@ class StaticPrefill(ABC):
             adjustments=adjustments,
             rows=now.batch_slots,
         )
-        chosen, logprobs = self.pipeline.choose(self.model, logits, choice, kind, fused=fused)
+        chosen, logprobs = self.pipeline.choose(logits, choice, kind)
         self.chosen.copy_(chosen)
         if logprobs is not None:
             self.logprobs.copy_(logprobs)
 
-    @abstractmethod
     def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
         """Index of each chunk's first token in the pass."""
+        if self.shape.length is not None:
+            return range(0, len(chunks) * self.shape.length, self.shape.length)
+        return accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
 
-    @abstractmethod
     def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> SequenceRanges:
         """Sequence ranges of these chunks in host memory."""
+        if self._padded:
+            return SequenceRanges.make(self._padded, self.model.group, self.model.dtype)
+        sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
+        sizes = {"tokens": self.shape.tokens, "batch": self.shape.batch}
+        return SequenceRanges.make(sequences, self.model.group, self.model.dtype, **sizes)
 
     def _inputs(self, chunks: Sequence[PrefillChunk]) -> Inputs:
         """Metadata of these chunks in host memory, by numpy: torch would start its threads for them."""
-        size, table = self.cache.page_size, numpy.zeros((self._batch, self._max_pages), numpy.int32)
+        size, table = self.cache.page_size, numpy.zeros((self.shape.batch, self._max_pages), numpy.int32)
         team = self.model.team
         rank, world_size = (team.rank, team.size) if self.model.context_parallel else (0, 1)
-        tokens, positions = numpy.zeros((2, self._tokens), numpy.int64)
-        cache_slots, rows = numpy.full(self._tokens, -1, numpy.int64), []
+        tokens, positions = numpy.zeros((2, self.shape.tokens), numpy.int64)
+        cache_slots, rows = numpy.full(self.shape.tokens, -1, numpy.int64), []
         for row, chunk, start in zip(table, chunks, self._starts(chunks), strict=False):
             pages = numpy.array(chunk.pages[: self._max_pages], numpy.int64)
             row[: len(pages)] = pages
@@ -208,7 +277,7 @@ class StaticPrefill(ABC):
         params, ranges = [chunk.params for chunk in chunks], self._ranges_of(chunks)
 
         def padded(values: list[float], value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.tensor(values + [value] * (self._batch - len(values)), dtype=dtype)
+            return torch.tensor(values + [value] * (self.shape.batch - len(values)), dtype=dtype)
 
         return Inputs(
             tokens=torch.from_numpy(tokens),
@@ -239,67 +308,14 @@ class StaticPrefill(ABC):
             size,
             world_size,
             window=self.model.window,
-            entries=self._entries,
-            tokens=self._tokens,
+            entries=self.shape.entries,
+            tokens=self.shape.tokens,
             starts=list(self._starts(chunks)),
-            batch=self._batch,
+            batch=self.shape.batch,
         )
         self._gathered_pages = layout.pages
-        pages = numpy.zeros((self._batch, self._max_pages * world_size), numpy.int32)
+        pages = numpy.zeros((self.shape.batch, self._max_pages * world_size), numpy.int32)
         pages[:, : layout.table.shape[1]] = layout.table
-        entries = numpy.zeros(self._entries, numpy.int64)
+        entries = numpy.zeros(self.shape.entries, numpy.int64)
         entries[: len(layout.rows)] = table[layout.rows, layout.columns]
         return pages, entries, layout.slots
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Number of prompts and tokens per prompt: powers of two."""
-
-    batch: int
-    length: int
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
-
-
-def shape_of(chunks: Sequence[PrefillChunk]) -> Shape | None:
-    """Shape that the chunks fit with little padding; None: there is none."""
-    if any(chunk.before for chunk in chunks):
-        return None
-    batch = 1 << (len(chunks) - 1).bit_length()
-    lengths = [len(chunk.tokens) for chunk in chunks]
-    length = max(SHORTEST, 1 << (max(lengths) - 1).bit_length())
-    fits = batch * length <= max(FREE_TOKENS, int(SLACK * sum(lengths)))
-    return Shape(batch, length) if fits else None
-
-
-def single_lengths(most: int) -> list[int]:
-    """Lengths of the shapes that single new prompts of up to `most` tokens fit."""
-    lengths = [SHORTEST]
-    while lengths[-1] < most and 2 * lengths[-1] <= max(FREE_TOKENS, int(SLACK * most)):
-        lengths.append(2 * lengths[-1])
-    return lengths
-
-
-class PaddedPrefill(StaticPrefill):
-    """Prefill of `batch` new prompts of up to `length` tokens. A missing prompt is all padding.
-
-    A prompt's padding follows it, where causal attention does not see it, and is not cached.
-    """
-
-    def __init__(
-        self, model: Decoder, cache: PagedCache, batch: int, length: int, *, pipeline: Pipeline | None = None
-    ) -> None:
-        self._length, self._sequences = length, [(0, length)] * batch
-        self.runs = runs(self._sequences)
-        ranks = model.team.size if model.context_parallel else 1
-        max_pages = cdiv(length, cache.page_size * ranks)
-        super().__init__(model, cache, batch * length, batch, max_pages, pipeline=pipeline)
-
-    def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
-        return range(0, len(chunks) * self._length, self._length)
-
-    def _ranges_of(self, chunks: Sequence[PrefillChunk]) -> SequenceRanges:
-        return SequenceRanges.make(self._sequences, self.model.group, self.model.dtype)

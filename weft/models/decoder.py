@@ -140,7 +140,9 @@ class Decoder(nn.Module):
             )
         self.cache_dtype = E4M3 if kv_cache_dtype == "fp8" else dtype
         self.cache_scales: torch.Tensor | None = None  # [layers, 2] of a checkpoint
-        if self.plan(1).fused:
+        # Local work runs in weft's kernels, not in torch's: the same for passes of any length.
+        self.runs_kernels = self.plan(1).fused
+        if self.runs_kernels:
             check_head_dim(config.head_dim, "; pass fused=False")
             if self.cache_dtype == E4M3:
                 check_cache_dtype(dtype, team)

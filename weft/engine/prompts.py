@@ -1,0 +1,198 @@
+"""Executor of prompts: passes as they are, and CUDA graphs of the shapes that recur."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from weft.engine.config import EngineConfig
+from weft.engine.decode_graph import DecodeGraph
+from weft.engine.graphs import WARM_KINDS, Graphs
+from weft.engine.params import Kind, joint_kind
+from weft.engine.prefill import PrefillChunk, StaticPrefill, prefill_eagerly
+from weft.engine.prompt_shapes import (
+    Gathering,
+    Shape,
+    gathering_shapes,
+    prompt_shapes,
+    ragged_shape_of,
+    shape_of_new,
+    single_lengths,
+)
+from weft.models import Decoder
+from weft.parallel.step import Chunk
+from weft.parallel.thresholds import cudnn_attends
+from weft.runtime.copying import upload
+
+# Eager passes of a shape before it is captured, since a capture takes as long as several passes. There are few shapes of new
+# prompts of one length; ragged shapes are many, and some never recur.
+LAUNCHED_FIRST, RAGGED_FIRST = 1, 4
+# Most recently used shapes whose graphs are kept: graphs take GPU memory, and there may be hundreds.
+MOST_SHAPES = 64
+
+
+class Prompts:
+    """Prompts of a batch: chunks go into the cache, and their next tokens into the slots. Collective.
+
+    A shape has a graph once it has recurred (LAUNCHED_FIRST, RAGGED_FIRST), as long as it is recent (MOST_SHAPES). After
+    `warm_up` of ``warm_sizes`` prompts are padded to those. Longer ones, and those with log-probabilities, are launched as they
+    are.
+
+    gathering  sizes of the pages that are gathered from a spread cache; None: it is not spread
+    longest    most tokens of one pass so far, padding included
+    logprobs   of the prompts of the last `read`, by slot
+    """
+
+    def __init__(self, decoding: DecodeGraph, graphs: Graphs, config: EngineConfig, max_seq_len: int) -> None:
+        self._decoding, self._graphs, self._pipeline = decoding, graphs, decoding.pipeline
+        self.max_batch, self.chunk_tokens, self.max_seq_len = config.max_batch, config.chunk_tokens, max_seq_len
+        model = self._pipeline.model
+        self.gathering = gathering_of(model, config.page_size * model.team.size) if model.context_parallel else None
+        self.longest = 0
+        self.logprobs: dict[int, torch.Tensor] = {}
+        self._recent: dict[Shape, StaticPrefill] = {}  # least recently used first
+        self._launched: Counter[Shape | None] = Counter()
+        self._warm: dict[Shape, StaticPrefill] = {}  # the largest first
+
+    def read(self, chunks: Sequence[PrefillChunk], *, cuda_graph: bool) -> None:
+        """Write chunks into the cache, and next tokens, where `choose`, into the slots' tokens."""
+        scored = any(chunk.targets for chunk in chunks)  # by all logits of the prompt
+        shape = self.shape_of(chunks) if cuda_graph and not scored else None
+        self.logprobs = {}
+        if shape in self._warm or (shape and self._launched[shape] >= _launched_first(shape)):
+            chosen, logprobs = self._read_padded(chunks, shape)
+        else:
+            self._launched[shape] += 1
+            self.longest = max(self.longest, sum(len(chunk.tokens) for chunk in chunks))
+            # Sequences of equal length share an attention call.
+            chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
+            given = self._pipeline, self._decoding.cache, chunks, self._decoding.adjustments
+            chosen, logprobs, self.logprobs = prefill_eagerly(*given)
+        self._put(chunks, chosen, logprobs)
+
+    def _put(self, chunks: Sequence[PrefillChunk], chosen: torch.Tensor, logprobs: torch.Tensor | None) -> None:
+        """Set the newest tokens of the slots whose prompts have been read."""
+        ends = [index for index, chunk in enumerate(chunks) if chunk.choose]
+        if not ends:
+            return
+        device = self._pipeline.team.device
+        slots = upload(torch.tensor([chunks[index].slot for index in ends]), device)
+        kind, rows = _kind_of(chunks), None
+        if len(ends) < len(chosen):
+            rows = upload(torch.tensor(ends), device)
+            chosen = chosen[rows]
+        self._decoding.tokens.index_copy_(0, slots, chosen)
+        if Kind.LOGPROBS in kind:
+            self._decoding.logprobs.index_copy_(0, slots, logprobs if rows is None else logprobs[rows])
+        if Kind.ADJUSTED in kind and self._pipeline.is_last:
+            ends = [chunks[index].before + len(chunks[index].tokens) for index in ends]
+            self._decoding.note(slots, chosen, upload(torch.tensor(ends), device))
+
+    def shape_of(self, chunks: Sequence[PrefillChunk]) -> Shape | None:
+        """Shape of the CUDA graph that reads these chunks; None: no graph does."""
+        if sum(len(chunk.tokens) for chunk in chunks) > self._pipeline.most_uncut or self.attends_in_parts(chunks):
+            return None
+        shape = shape_of_new(chunks)
+        if shape in self._warm or not self._pipeline.model.runs_kernels:
+            return shape  # unfused attention takes its sequence lengths from the host
+        if self._graphs.warm:
+            tokens = sum(len(chunk.tokens) for chunk in chunks)
+            entries = 0 if self.gathering is None else self.gathering.entries(chunks)
+            ragged = (shape for shape in self._warm if shape.length is None)
+            large = (shape for shape in ragged if shape.tokens >= tokens and shape.batch >= len(chunks))
+            fitting = (shape for shape in large if shape.entries >= entries)
+            return min(fitting, key=lambda shape: (shape.entries, shape.tokens, shape.batch), default=None)
+        return shape or ragged_shape_of(chunks, self.max_batch, self.gathering)
+
+    def attends_in_parts(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """True if cuDNN attends to these chunks after cached tokens, whose number a graph would hold."""
+        model = self._pipeline.model
+        if not model.runs_kernels or all(chunk.before == 0 for chunk in chunks):
+            return False
+        shapes = [Chunk(1, len(chunk.tokens), chunk.before, 0, 0) for chunk in chunks]
+        attentions = (layer.self_attn for layer in model.layers)
+        whole = next((attention.weights for attention in attentions if attention.window is None), None)
+        return whole is not None and all(shape.by_cudnn(whole) for shape in shapes)
+
+    def _read_padded(self, chunks: Sequence[PrefillChunk], shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Next token [shape.batch] after each chunk, with or without `choose`; and their logprobs."""
+        kind = self._graphs.kind_for(shape, _kind_of(chunks))
+        prefill = self._warm.get(shape)
+        if prefill is None:
+            prefill = self._recent.pop(shape, None) or self.static(shape)
+            self._recent[shape] = prefill
+            if len(self._recent) > MOST_SHAPES:
+                self._evict(next(iter(self._recent)))
+        self.longest = max(self.longest, shape.tokens)
+        prefill.load(chunks)
+        self._graphs.run((shape, kind), lambda: prefill.run(kind, self._decoding.adjustments))
+        return prefill.chosen, prefill.logprobs
+
+    def static(self, shape: Shape) -> StaticPrefill:
+        """Tensors of a shape."""
+        return StaticPrefill(self._pipeline, self._decoding.cache, shape, self._decoding.slots.table.shape[1])
+
+    def _evict(self, shape: Shape) -> None:
+        """Free the graphs and tensors of a shape. Its next batches run eagerly until it is captured again."""
+        self._pipeline.team.synchronize()
+        del self._recent[shape], self._launched[shape]
+        self._graphs.drop(shape)
+
+    def warm_sizes(self) -> tuple[list[tuple[Shape, Kind]], list[tuple[Shape, Kind]]]:
+        """Graphs that `warm_up` captures, the largest first: those of a spread cache's cached tokens, then the rest."""
+        model = self._pipeline.model
+        longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len, self._pipeline.most_uncut)
+        lengths = single_lengths(min(longest, self.max_seq_len))
+        if not model.runs_kernels:
+            shapes = [Shape.of_new(1, length) for length in reversed(lengths)]
+        else:
+            heads = model.layers[0].self_attn.num_heads
+            shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if cudnn_attends(n * heads)])
+        sizes = [(shape, kind) for shape in shapes for kind in WARM_KINDS]
+        if self.gathering is None or not model.runs_kernels:
+            return [], sizes
+        # Of one kind, which serves greedy requests too: there are many of these shapes.
+        entries = self._decoding.slots.table.shape[1]
+        gathering = gathering_shapes(longest, self.max_batch, self.gathering, entries)
+        return [(shape, WARM_KINDS[-1]) for shape in gathering], sizes
+
+    def warm_up(self, shape: Shape, kind: Kind) -> None:
+        """Capture the graph of a shape, without prompts."""
+        prefill = self._warm[shape] = self._warm.get(shape) or self.static(shape)
+        prefill.load([])
+        self._graphs.capture((shape, kind), lambda: prefill.run(kind))
+
+    def forget_warm(self) -> None:
+        """Free the tensors of `warm_up`, whose graphs are gone."""
+        self._warm.clear()
+
+    def run_padding(self, most: int) -> None:
+        """Run prompts of padding, of 256, 512, … ``most`` tokens: the GEMMs of prompts that fill the batch.
+
+        They write to page 0 of the cache, and choose no tokens.
+        """
+        entries, device = self._decoding.slots.table.shape[1], self._pipeline.team.device
+        for tokens in sorted({min(1 << n, most) for n in range(8, max(8, most.bit_length()) + 1)}):
+            sequences = [(0, min(self.max_seq_len, tokens - at)) for at in range(0, tokens, self.max_seq_len)]
+            pages = torch.zeros(len(sequences), entries, dtype=torch.int32, device=device)
+            zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+            self._pipeline.prefill(zeros, sequences, pages, self._decoding.cache, [])
+
+
+def gathering_of(model: Decoder, entry_tokens: int) -> Gathering:
+    """Sizes of the pages that prompts gather; `entry_tokens`: of a page of each rank."""
+    attention = model.layers[0].self_attn
+    kv_heads = attention.num_heads // attention.group  # to which this rank's queries attend
+    token_bytes = 2 * kv_heads * model.config.head_dim * model.cache_dtype.itemsize
+    # All stages of a pipeline take passes of the same shape, so the window is the whole model's.
+    return Gathering(entry_tokens, entry_tokens * token_bytes, model.config.attention.longest_window)
+
+
+def _launched_first(shape: Shape) -> int:
+    return RAGGED_FIRST if shape.length is None else LAUNCHED_FIRST
+
+
+def _kind_of(chunks: Sequence[PrefillChunk]) -> Kind:
+    return joint_kind(chunk.params for chunk in chunks if chunk.choose)

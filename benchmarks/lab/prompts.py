@@ -26,8 +26,7 @@ import weft
 from weft.bench.harness.machine import revision
 from weft.engine import Engine, SamplingParams
 from weft.engine.prefill import PrefillChunk
-from weft.engine.prompt_shapes import ragged_shape_of, shape_of_new
-from weft.engine.prompts import LAUNCHED_FIRST, RAGGED_FIRST
+from weft.engine.prompts import LAUNCHED_FIRST, RAGGED_FIRST, ragged_shape_of, shape_of_new
 from weft.models import Qwen3Config
 from weft.runtime.files import put
 

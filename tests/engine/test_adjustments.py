@@ -10,8 +10,8 @@ import weft
 from tests.engine.test_engine import PROMPTS, SMALL
 from tests.engine.test_sampling import choose
 from weft.engine import Engine, SamplingParams
-from weft.engine.adjustments import LONGEST_BAD_WORD, Adjusted, Adjustments, Entry
 from weft.engine.params import Kind, joint_kind
+from weft.engine.slots import LONGEST_BAD_WORD, Adjusted, Adjustments, Entry
 
 VOCAB = 40
 ENDS = [3, 39]

@@ -8,7 +8,7 @@ import torch
 
 import weft
 from weft.engine import Engine
-from weft.engine.prompt_shapes import Shape
+from weft.engine.prompts import Shape
 
 PROMPTS = [
     "a prompt",

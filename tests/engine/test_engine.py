@@ -14,7 +14,7 @@ from weft.engine import Engine, SamplingParams
 from weft.engine.graphs import Graphs
 from weft.engine.outputs import join_pieces
 from weft.engine.params import Kind, as_prompts
-from weft.engine.prompt_shapes import Shape
+from weft.engine.prompts import Shape
 from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint, Qwen3Config

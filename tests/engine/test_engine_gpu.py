@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 import weft
 from weft.engine import Engine, EngineConfig, Runner, SamplingParams
 from weft.engine.params import Kind
-from weft.engine.prompt_shapes import Shape
+from weft.engine.prompts import Shape
 from weft.engine.slots import SlotState
 from weft.models import DecoderConfig, Qwen3ForCausalLM
 from weft.ops.collectives import ahead

@@ -10,11 +10,10 @@ import pytest
 
 import weft
 from tests.limits import ANSWER
-from weft.engine import AsyncLLM, Engine, SamplingParams, grammar_guard
+from weft.engine import AsyncLLM, Engine, SamplingParams, grammars
 from weft.engine import StructuredOutputsParams as Structured
-from weft.engine.grammar_guard import GrammarGuard, refusal
 from weft.engine.grammar_process import RANK_STACK, TRIAL_STACK
-from weft.engine.guided import Guides
+from weft.engine.grammars import GrammarGuard, Guides, refusal
 from weft.engine.tokenizer import load_tokenizer
 from weft.models.builtin import PATH as BUILTIN
 
@@ -121,10 +120,8 @@ def test_a_trial_that_nothing_waits_for_ends_its_process():
 
 def test_processes_are_used_again_and_end_with_the_guard(guard, monkeypatch):
     started = []
-    process_of = grammar_guard.LimitedProcess
-    monkeypatch.setattr(
-        grammar_guard, "LimitedProcess", lambda *a, **k: started.append(process_of(*a, **k)) or started[-1]
-    )
+    process_of = grammars.LimitedProcess
+    monkeypatch.setattr(grammars, "LimitedProcess", lambda *a, **k: started.append(process_of(*a, **k)) or started[-1])
     other = made()
     for text in ("1", "2", "1", "3"):
         other.check([Structured(regex=text)])

@@ -11,14 +11,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 import weft
 from tests.engine.test_adjustments import over_ranks
 from tests.engine.test_engine import PROMPTS
-from weft.engine import Engine, SamplingParams, guided
+from weft.engine import Engine, SamplingParams, grammars
 from weft.engine import StructuredOutputsParams as Structured
-from weft.engine.adjustments import Adjusted, Entry
+from weft.engine.grammars import Guides
 from weft.engine.graphs import FORWARD, Graphs
-from weft.engine.guided import Guides
 from weft.engine.outputs import join_pieces
 from weft.engine.params import joint_kind
-from weft.engine.prompt_shapes import Shape
+from weft.engine.prompts import Shape
+from weft.engine.slots import Adjusted, Entry
 from weft.engine.tokenizer import load_tokenizer
 from weft.models.builtin import PATH as BUILTIN
 
@@ -176,7 +176,7 @@ def test_what_is_no_grammar_is_refused_in_one_line(asked):
 
 
 def test_equal_grammars_are_compiled_once_and_the_last_used_are_kept(monkeypatch):
-    monkeypatch.setattr(guided, "MOST_GRAMMARS", 2)
+    monkeypatch.setattr(grammars, "MOST_GRAMMARS", 2)
     guides, compiled, compile_one = Guides(load_tokenizer(BUILTIN), 15, [1]), [], Guides._compile
     monkeypatch.setattr(
         Guides, "_compile", lambda self, kind, text: compiled.append(text) or compile_one(self, kind, text)

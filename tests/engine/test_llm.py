@@ -26,8 +26,8 @@ from weft.engine import llm as llm_module
 from weft.engine.batch import Batch
 from weft.engine.llm import Calls
 from weft.engine.outputs import join_pieces
+from weft.engine.ranks import VirtualRanks
 from weft.engine.tokenizer import load_tokenizer
-from weft.engine.virtual_ranks import VirtualRanks
 from weft.errors import CheckpointError, NotEnoughGPUs, WeftError
 from weft.models import Qwen3Config
 from weft.models.config import check_simulable

@@ -17,7 +17,7 @@ from tests.spawning import launch_two
 from weft import SamplingParams
 from weft.engine import Load, Piece, Stats, StructuredOutputsParams, processes, virtual_ranks
 from weft.engine.llm import Calls
-from weft.engine.progress import every_tenth
+from weft.engine.loop import every_tenth
 from weft.errors import NotExchangeable, PeerFailed, WeftError
 from weft.runtime.codec import encode
 

@@ -5,9 +5,8 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from weft.engine import prompt_length
-from weft.engine.prompt_length import PromptReader, TokenBound
-from weft.engine.tokenizer import load_tokenizer
+from weft.engine import tokenizer as tokenizer_module
+from weft.engine.tokenizer import PromptReader, TokenBound, load_tokenizer
 from weft.models.builtin import PATH as BUILTIN
 
 CORPUS = [
@@ -72,7 +71,7 @@ def test_the_bound_is_never_more_than_the_tokens(monkeypatch):
     texts = ["".join(draw.choices(draw.sample(units, draw.randint(1, 6)), k=400)) for _ in range(40)]
     texts += [unit * 300 for unit in units]
     for piece in (1 << 16, 64):
-        monkeypatch.setattr(prompt_length, "_PIECE", piece)
+        monkeypatch.setattr(tokenizer_module, "_PIECE", piece)
         for name, tokenizer in kinds().items():
             bound = TokenBound(tokenizer)
             for text in texts:

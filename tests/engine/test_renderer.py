@@ -13,10 +13,9 @@ import numpy
 import pytest
 
 from tests.limits import ANSWER
+from weft.engine import chat as module
 from weft.engine import limited_process
-from weft.engine import renderer as module
-from weft.engine.chat import ChatTemplate
-from weft.engine.renderer import Renderer, RenderError, as_json
+from weft.engine.chat import ChatTemplate, Renderer, RenderError, as_json
 from weft.errors import WeftError
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

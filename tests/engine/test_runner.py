@@ -16,7 +16,7 @@ from weft.engine.graphs import Graphs, decode_buckets
 from weft.engine.params import Kind, SamplingParams
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk, StaticPrefill
-from weft.engine.prompt_shapes import (
+from weft.engine.prompts import (
     Gathering,
     Shape,
     gathering_shapes,

@@ -7,17 +7,16 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tests.engine.test_token_bytes import byte_fallback, byte_level
-from weft.engine.answers import Answer
+from weft.engine.answers import Answer, TextStream, token_texts
 from weft.engine.outputs import Logprob, Piece
 from weft.engine.params import MOST_LOGPROBS, SamplingParams
-from weft.engine.token_bytes import TokenBytes
-from weft.engine.tokenizer import TextStream, token_texts
+from weft.engine.tokenizer import TokenBytes
 from weft.serve.app import as_json
 from weft.serve.logprobs import LEAST, of_chat, of_completion
 
 
 def row(token, *others):
-    """Row of weft.engine.logprobs of a token that is the likeliest one, with others behind it."""
+    """Row of weft.engine.sampling of a token that is the likeliest one, with others behind it."""
     likeliest = [token, *others]
     logprobs = [-1.0 - rank for rank in range(len(likeliest))]
     rest = MOST_LOGPROBS - len(likeliest)

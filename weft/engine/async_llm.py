@@ -17,15 +17,13 @@ from weft.arguments import check_heap_bytes, quoted
 from weft.engine.chat import ChatTemplate, Message
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine, check_model
-from weft.engine.grammar_guard import GrammarGuard
+from weft.engine.grammars import GrammarGuard
+from weft.engine.loop import watchers_of
 from weft.engine.outputs import Completion, Load, Piece, join_pieces
 from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, check_prompt, sampling_defaults
-from weft.engine.placement import Placement
 from weft.engine.processes import Processes
-from weft.engine.progress import watchers_of
-from weft.engine.prompt_length import PromptReader, check_room
-from weft.engine.tokenizer import has_tokenizer, load_tokenizer
-from weft.engine.virtual_ranks import VirtualRanks
+from weft.engine.ranks import Placement, VirtualRanks
+from weft.engine.tokenizer import PromptReader, check_room, has_tokenizer, load_tokenizer
 from weft.errors import RequestCancelled, WeftError
 from weft.models import DecoderConfig
 from weft.models.checkpoint import Checkpoint, Progress

@@ -8,22 +8,21 @@ from typing import NamedTuple
 
 import torch
 
-from weft.engine.adjustments import Entry
 from weft.engine.config import EngineConfig
-from weft.engine.guided import Guide
+from weft.engine.grammars import Guide
 from weft.engine.kv_cache import PagePool
 from weft.engine.params import Kind
 from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Decoding, Scheduler, Sequence, SequenceRange
-from weft.engine.slots import SlotState
+from weft.engine.slots import Entry, SlotState
 
 
 @dataclass(slots=True, eq=False)
 class HostBuffer:
     """Host memory for the tokens of a pass, on GPUs pinned, and the event behind their copy.
 
-    logprobs  for rows of weft.engine.logprobs, once a sequence asks for them
+    logprobs  for rows of weft.engine.sampling, once a sequence asks for them
     """
 
     tokens: torch.Tensor

@@ -60,12 +60,12 @@ class EngineConfig:
     prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
                      KV cache, and only the rest of it is computed
     context_parallel  the KV cache is spread over the ranks by pages and not by heads, so a sequence may fill the caches of all
-                     ranks; None: where that makes it smaller, with fewer KV heads than ranks (weft.engine.cache_plan)
+                     ranks; None: where that makes it smaller, with fewer KV heads than ranks (weft.engine.kv_cache)
     pipeline_parallel  stages that the layers are split over, of world_size / pipeline_parallel ranks each: whole nodes, or
                      equal parts of one (weft.engine.pipeline)
     microbatch_tokens  a pass goes through the stages in up to pipeline_parallel microbatches of at least this many tokens,
                      since a stage reads its weights for each. Prompts that are cut run without CUDA graphs. Decode steps
-                     of that many sequences a stage follow each other without a gap (weft.engine.flight)
+                     of that many sequences a stage follow each other without a gap (weft.engine.decode_graph)
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
     warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, about 170 with
                      context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is

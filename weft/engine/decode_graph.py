@@ -1,18 +1,34 @@
-"""A decode step on static tensors, launched kernel by kernel or captured in a CUDA graph."""
+"""A decode step on static tensors, launched kernel by kernel or captured in CUDA graphs, and steps in flight over stages.
+
+In flight: a group of batch slots a stage, and no wait for a step's end.
+
+    groups a, b of steps 1, 2, …       turn t of stage s: group (t - s) mod P, of P stages
+    stage 0 | a1 | b1 | a2 | b2 | a3
+    stage 1      | a1 | b1 | a2 | b2   behind its turn the last stage sends the group's tokens to all others
+
+A group's tokens come to stage s behind its turn with the group P - 1 - s later: to stage 0 just before the group's next turn.
+So P - 1 - s groups of a step are under way to it once its turns are launched. They come in the turns of the next step, if that
+one continues it, or else by ``Flight.settle``.
+
+order  behind the turns t of all stages: tokens from the last stage, then hidden states, those of the higher stages first. It
+       is the order of weft.engine.pipeline's pieces, so no two ranks wait for each other
+slots  slot i is of group i mod P: groups of a batch differ by one sequence at most
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from weft.engine.adjustments import Adjustments
-from weft.engine.logprobs import WIDTH
+from weft.engine.graphs import Graphs
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pass, Pipeline
-from weft.engine.sampling import Choice
-from weft.engine.slots import Slots, rows_of
+from weft.engine.sampling import WIDTH, Choice
+from weft.engine.slots import Adjustments, Slots, rows_of
 from weft.parallel.step import PagedCache
 
 
@@ -21,7 +37,7 @@ class DecodeGraph:
 
     slots        positions, page tables and sampling parameters
     tokens       [max_batch] int64, the newest of each slot
-    logprobs     [max_batch, WIDTH] fp32: rows of weft.engine.logprobs, of slots that ask for them
+    logprobs     [max_batch, WIDTH] fp32: rows of weft.engine.sampling, of slots that ask for them
     cache        keys and values of this stage; None: not allocated yet
     adjustments  None until a request asks for changes of logits
 
@@ -113,3 +129,159 @@ class DecodeGraph:
 def without_autograd(device: torch.device) -> AbstractContextManager:
     """Inference mode, to save host time; not on virtual ranks, which share a thread."""
     return torch.inference_mode() if device.type == "cuda" else nullcontext()
+
+
+# Bytes of memory that an H200 reads in the 20 us until a rail's piece has begun.
+CROSSING_BYTES = 80 << 20
+# Steps in flight that end, since prompts are read, have cost P - 1 turns more, mostly of reading weights. With keys and values
+# of this share of the weights' bytes, some eight steps between two prompts pay for that.
+FEWEST_OF_WEIGHTS = 1 / 8
+
+
+class Turn(NamedTuple):
+    """Turn of a stage in a decode step: its layers for a group, then the tokens of another one.
+
+    batch     slots of the step
+    group     whose layers are computed
+    arriving  group whose tokens come from the last stage; None: of no group, in a step that follows none, and on the last
+              stage, which has them
+    """
+
+    batch: int
+    group: int
+    arriving: int | None
+
+
+def slots_of(group: int, batch: int, stages: int) -> slice:
+    """Slots of a group, of the first `batch` ones."""
+    return slice(group, batch, stages)
+
+
+def turns_of(stage: int, stages: int, batch: int, *, continued: bool) -> list[Turn]:
+    """Turns of a decode step on a stage; `continued`: tokens of the step before are under way to it."""
+    behind, turns = stages - 1 - stage, []
+    for group in range(stages):
+        arriving = group - behind
+        comes = behind > 0 and (arriving >= 0 or continued)
+        turns.append(Turn(batch, group, arriving % stages if comes else None))
+    return turns
+
+
+def pays(stages: int, read_bytes: int, weight_bytes: int) -> bool:
+    """True if a decode step takes less time in groups than as one pass, by the bytes a stage reads.
+
+    read_bytes  keys and values of all sequences. Weights are read once a pass, or once a group: P turns either way
+
+    As one pass a step takes P turns of w + r, weights and reads; in groups P of w + r / P and 2 (P - 1) crossings.
+    """
+    return read_bytes >= max(2 * (stages - 1) * CROSSING_BYTES, weight_bytes * FEWEST_OF_WEIGHTS)
+
+
+class Flight:
+    """Decode steps of a stage that go through the stages in groups. Collective.
+
+    The last of them is in flight until the next one continues it, or `settle`.
+    """
+
+    def __init__(self, graph: DecodeGraph, graphs: Graphs) -> None:
+        """`graph`: with its cache; `graphs`: in which the turns are captured."""
+        self.graph, self.pipeline, self.graphs = graph, graph.pipeline, graphs
+        self._flying: tuple[int, Kind] | None = None  # slots and kind of the decode step in flight
+        if self.pipeline.stages > 1:
+            # Of the largest stage: equal on all ranks, which decide alike.
+            self._weight_bytes = max(
+                self.pipeline.team.exchange(sum(x.nbytes for x in self.pipeline.model.parameters()))
+            )
+            layers = -(-self.pipeline.model.config.num_hidden_layers // self.pipeline.stages)
+            self._entry_bytes = graph.cache.data[0, :, 0].nbytes * layers
+
+    @property
+    def in_flight(self) -> bool:
+        """True if tokens of the last decode step are under way to some stages."""
+        return self._flying is not None
+
+    def takes(self, batch: int, kind: Kind, entries: int) -> bool:
+        """True if a decode step goes through the stages in groups.
+
+        entries  of page tables that it reads
+        """
+        stages = self.pipeline.stages
+        if stages == 1 or batch < stages or Kind.GUIDED in kind:
+            return False
+        if batch >= stages * self.pipeline.microbatch_tokens:
+            return True
+        return pays(stages, entries * self._entry_bytes, self._weight_bytes)
+
+    def run(self, batch: int, kind: Kind, arrived: Callable[[], None] | None = None, *, cuda_graph: bool) -> None:
+        """Launch a decode step in groups; it continues one in flight of the same slots and kind.
+
+        arrived     called once `graph.tokens` has all those of a step in flight before, and none of this one
+        cuda_graph  True: the turns are replayed, and captured if they are not yet
+        """
+        if self._flying != (batch, kind):
+            self.settle(arrived)
+            if cuda_graph:
+                self._capture_turns(batch, kind)
+        continued, behind = self.in_flight, self.pipeline.stages - 1 - self.pipeline.rail.index
+        self._flying = None  # after an error between turns it is unknown what is under way
+        for turn in self._turns(batch, continued):
+            if continued and arrived is not None and turn.group == behind:
+                arrived()
+            if cuda_graph:
+                self.graphs.replay((turn, kind))
+            else:
+                self._turn(turn, kind)
+        self._flying = batch, kind
+
+    def settle(self, arrived: Callable[[], None] | None = None) -> None:
+        """End the decode step in flight, if there is one: then its tokens are on all stages.
+
+        `arrived` as of `run`.
+        """
+        if self._flying is None:
+            return
+        [batch, kind], self._flying = self._flying, None
+        with without_autograd(self.pipeline.team.device):
+            self._receive_rest(batch, kind)
+        if arrived is not None:
+            arrived()
+
+    def _turns(self, batch: int, continued: bool) -> list[Turn]:
+        return turns_of(self.pipeline.rail.index, self.pipeline.stages, batch, continued=continued)
+
+    def _turn(self, turn: Turn, kind: Kind) -> None:
+        pipeline = self.pipeline
+        slots = slots_of(turn.group, turn.batch, pipeline.stages)
+        result = self.graph.compute(slots)
+        if pipeline.is_last:
+            self.graph.choose(slots, kind, result)
+        else:
+            self.graph.next_positions(slots)
+            if turn.arriving is not None:
+                self._receive(turn.arriving, turn.batch, kind)
+            pipeline.send(result)
+        pipeline.rail.join()
+
+    def _receive(self, group: int, batch: int, kind: Kind) -> None:
+        """Tokens of a group that the last stage sends."""
+        slots = slots_of(group, batch, self.pipeline.stages)
+        self.graph.put(slots, *self.pipeline.chosen(len(self.graph.tokens[slots]), kind))
+
+    def _receive_rest(self, batch: int, kind: Kind) -> None:
+        """Tokens of the groups that come behind the last turn of a step."""
+        for group in range(self.pipeline.rail.index + 1, self.pipeline.stages):
+            self._receive(group, batch, kind)
+
+    def _capture_turns(self, batch: int, kind: Kind) -> None:
+        """Capture the graphs of a step's turns, unless there are some. Waits for the GPU."""
+        turns = self._turns(batch, False) + self._turns(batch, True)
+        if (turns[0], kind) in self.graphs:
+            return
+
+        def steps() -> None:
+            for turn in turns:
+                self._turn(turn, kind)
+            self._receive_rest(batch, kind)
+
+        with self.graph.on_empty_slots():
+            self.graphs.capture_all({(turn, kind): partial(self._turn, turn, kind) for turn in turns}, steps)

@@ -24,13 +24,11 @@ from weft.arguments import (
     check_optional,
     quoted,
 )
-from weft.engine.adjustments import Adjusted
-from weft.engine.answers import Answer
+from weft.engine.answers import Answer, StopStrings, TextStream, TokenTexts, token_texts
 from weft.engine.batch import Batch
-from weft.engine.cache_plan import plan_cache
 from weft.engine.config import EngineConfig
-from weft.engine.grammar_guard import GrammarGuard, TeamGuard
-from weft.engine.guided import Guides
+from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
+from weft.engine.kv_cache import plan_cache
 from weft.engine.outputs import Completion, Load, Piece, Stats, join_pieces
 from weft.engine.params import (
     Prompt,
@@ -43,10 +41,9 @@ from weft.engine.params import (
     unused_defaults,
 )
 from weft.engine.pipeline import Pipeline
-from weft.engine.prompt_length import PromptReader, check_room
 from weft.engine.runner import Runner
-from weft.engine.stop_strings import StopStrings
-from weft.engine.tokenizer import TextStream, TokenTexts, has_tokenizer, load_tokenizer, spellings, token_texts
+from weft.engine.slots import Adjusted
+from weft.engine.tokenizer import PromptReader, check_room, has_tokenizer, load_tokenizer, spellings
 from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
@@ -253,7 +250,7 @@ class Engine:
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Have a request's grammar compiled in a thread; until the future is done, `submit` would wait for it.
 
-        The caller has tried it (weft.engine.grammar_guard). Collective, as `submit`. None: the request has none, or `submit`
+        The caller has tried it (weft.engine.grammars). Collective, as `submit`. None: the request has none, or `submit`
         will refuse it.
         """
         if (asked := params.structured_outputs) is None:

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: allocation, and sharing between sequences that begin with the same tokens."""
+"""Pages of the KV cache: allocation, sharing between sequences of equal first tokens, and how ranks split the cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.engine.config import EngineConfig
+from weft.models import DecoderConfig
+from weft.parallel.modes import mode_named
+from weft.runtime.arithmetic import cdiv
 
 
 class PagePool:
@@ -137,3 +143,42 @@ def digest_of_salt(salt: str | None) -> bytes:
     """Digest of what stands before the first page: pages of other salts have other digests."""
     # No page begins with the name, since no token id is as large: otherwise a salt could be made that stands for a page.
     return b"" if salt is None else hashlib.sha256(b"cache_salt " + salt.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """Layout of the KV cache and the reason for it. context_parallel: as of weft.models.Decoder."""
+
+    context_parallel: bool
+    reason: str
+
+    def __str__(self) -> str:
+        how = "spread over the ranks by pages" if self.context_parallel else "split over the ranks by heads"
+        return f"{how}: {self.reason}"
+
+
+def plan_cache(config: EngineConfig, model: DecoderConfig, world_size: int, nodes: int = 1) -> CachePlan:
+    """Plan for `config`, whose max_seq_len is known: as asked for, else what makes the cache smaller.
+
+    With fewer KV heads than ranks, a split by heads holds each of them several times.
+    """
+    if world_size == 1:
+        return CachePlan(context_parallel=False, reason="one rank has all")
+    if config.context_parallel is not None:
+        return CachePlan(context_parallel=config.context_parallel, reason=f"context_parallel={config.context_parallel}")
+    if mode_named(config.mode) == "reference":
+        return CachePlan(context_parallel=False, reason=f"mode={config.mode!r} knows no other cache")
+    if nodes > 1:
+        reason = f"{nodes} nodes, between which a spread cache sends in every layer; context_parallel=True spreads it"
+        return CachePlan(context_parallel=False, reason=reason)
+    heads, page = model.num_key_value_heads, config.page_size
+    split = max(1, heads // world_size) * cdiv(config.max_seq_len, page) * page
+    spread = heads * cdiv(config.max_seq_len, page * world_size) * page
+    fewer, more = sorted((split, spread))
+    reason = (
+        f"{config.max_seq_len} tokens of {heads} KV heads take {fewer} tokens of a head on each of {world_size} ranks, the "
+        f"other way {more}"
+    )
+    if spread >= split:
+        return CachePlan(context_parallel=False, reason=reason)
+    return CachePlan(context_parallel=True, reason=f"{reason}; context_parallel=False splits by heads")

@@ -16,14 +16,12 @@ from weft.arguments import check_heap_bytes, quoted
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine, check_model
-from weft.engine.loop import Command, check_process
+from weft.engine.loop import Command, check_process, watchers_of
 from weft.engine.outputs import Completion, Piece, Stats, join_pieces
 from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each, sampling_defaults
-from weft.engine.placement import Placement
 from weft.engine.processes import Processes
-from weft.engine.progress import watchers_of
+from weft.engine.ranks import Placement, VirtualRanks
 from weft.engine.tokenizer import load_tokenizer
-from weft.engine.virtual_ranks import VirtualRanks
 from weft.errors import WeftError
 from weft.models import DecoderConfig
 from weft.models.checkpoint import Checkpoint, Progress

@@ -1,6 +1,6 @@
 """Pipeline parallelism: layers over stages of a team, hidden states and tokens over rails.
 
-All ranks schedule alike, and run a pass together; decode steps may overlap (weft.engine.flight). A pass is cut into
+All ranks schedule alike, and run a pass together; decode steps may overlap (weft.engine.decode_graph). A pass is cut into
 microbatches, which go through the stages in order:
 
     stage s, for each microbatch m:   receive m from s - 1   layers of m   send m to s + 1
@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weft.engine.logprobs import WIDTH, token_logprobs
 from weft.engine.params import Kind
-from weft.engine.sampling import Choice, choose_tokens
+from weft.engine.sampling import WIDTH, Choice, choose_tokens, token_logprobs
 from weft.models import Decoder
 from weft.parallel.step import PagedCache, Step
 from weft.runtime.copying import upload

@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
 
-from weft.engine.adjustments import Adjustments, Entry
-from weft.engine.logprobs import WIDTH
 from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.pipeline import Pass, Pipeline
-from weft.engine.prompt_shapes import Shape
-from weft.engine.sampling import Choice
-from weft.engine.slots import DTYPES, SAMPLING
+from weft.engine.sampling import WIDTH, Choice
+from weft.engine.slots import DTYPES, SAMPLING, Adjustments, Entry
 from weft.ops import SequenceRanges
 from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
+
+if TYPE_CHECKING:
+    from weft.engine.prompts import Shape
 
 # Bytes; kernels are compiled for pointers of this alignment.
 ALIGNMENT = 16

@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.arguments import check_instance
-from weft.engine.adjustments import Adjustments
 from weft.engine.config import EngineConfig
-from weft.engine.decode_graph import DecodeGraph, without_autograd
-from weft.engine.flight import Flight, Turn
+from weft.engine.decode_graph import DecodeGraph, Flight, Turn, without_autograd
 from weft.engine.graphs import FORWARD, WARM_KINDS, Graphs, decode_buckets
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk
-from weft.engine.prompt_shapes import Shape
-from weft.engine.prompts import Prompts
-from weft.engine.slots import Slots
+from weft.engine.prompts import Prompts, Shape
+from weft.engine.slots import Adjustments, Slots
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
@@ -83,7 +80,7 @@ class Runner:
 
     @property
     def logprobs(self) -> torch.Tensor:
-        """Rows of weft.engine.logprobs of the newest tokens, of slots that ask for them."""
+        """Rows of weft.engine.sampling of the newest tokens, of slots that ask for them."""
         return self.decoding.logprobs
 
     @property
@@ -188,7 +185,7 @@ class Runner:
         """Decode one token for every occupied slot, all of which are below `slots`, and advance the positions.
 
         entries  of page tables that are read, where the next step is likely to decode the same slots: stages may then keep
-                 this one in flight (weft.engine.flight); None: it ends with this call
+                 this one in flight (weft.engine.decode_graph); None: it ends with this call
         arrived  called once `tokens` has all those of a step in flight before, and none of this one
 
         The other arguments as of `replay`.

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.engine.adjustments import Adjusted
 from weft.engine.kv_cache import PagePool, digest_of, digest_of_salt
 from weft.engine.params import Kind, SamplingParams, joint_kind
+from weft.engine.slots import Adjusted
 from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Sequence:
     number    index among the engine's requests; -1: not submitted yet
     budget    maximum tokens of the answer, by `params` and by the model
     tokens    answer, as far as the host knows it
-    prompt_logprobs  rows of weft.engine.logprobs of the prompt's tokens but the first, if asked for, in host memory
+    prompt_logprobs  rows of weft.engine.sampling of the prompt's tokens but the first, if asked for, in host memory
     launched  answer tokens that the device has been told to compute
     cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
     reads_all  every token of the prompt is read, also those in the cache: for their log-probabilities

@@ -1,4 +1,21 @@
-"""Batch slots on the device: positions, page tables, sampling parameters. The host sends changes."""
+"""Batch slots on the device: positions, page tables, sampling parameters, and changes of logits. The host sends changes.
+
+Changes of logits by request, on the device: penalties, biases, tokens that are not allowed.
+
+In vLLM's order, for each token id of a row:
+
+    x = logit + bias                              logit_bias; -inf for a token outside allowed_token_ids
+    x = -inf                                      if it would complete one of bad_words, or end the answer before min_tokens, or
+                                                  if a grammar does not allow it (weft.engine.grammars)
+    x = x / r if x > 0 else x * r                 r: repetition_penalty, if prompt or answer have the token
+    x = x - f * count - p * (count > 0)           f, p: frequency_penalty, presence_penalty; count: in the answer
+
+Logits that are NaN or +inf stay so, also of excluded tokens. A request that excludes all tokens at its begin is refused; one
+that comes to exclude all of them ends with an error.
+
+Each rank changes the logits of its own token ids, and nothing is exchanged. The state is that of batch slots: a slot is filled
+when its sequence's prompt has been read, again when it is read again after a preemption, and each chosen token is noted.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +25,13 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from weft.engine.params import SamplingParams
+from weft import ops
+from weft.arguments import quoted
+from weft.engine.grammars import Guide
+from weft.engine.params import MOST_BAD_WORDS, SamplingParams
+from weft.ops.vocab.adjust_logits import ANY_TOKEN, NO_TOKEN, LogitChanges, adjusted
+from weft.ops.vocab.note_tokens import note
+from weft.parallel.vocabulary import VocabParallelHead
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
@@ -137,3 +160,196 @@ def rows_of(x: torch.Tensor, slots: slice) -> torch.Tensor:
     Also a copy of one row, since kernels are compiled for pointers of 16 bytes.
     """
     return x[slots] if slots.step is None else x[slots].clone(memory_format=torch.contiguous_format)
+
+
+# Bounds of static tensors, powers of two, with MOST_BAD_WORDS: end-of-sequence and stop tokens, token ids of a bad word.
+MOST_ENDS, LONGEST_BAD_WORD = 64, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjusted:
+    """Changes of logits that `params` ask for, with the tokens that they mean.
+
+    ends       token ids that may not come before `min_tokens`
+    bad_words  token ids of each, of one spelling
+    guide      grammar of the answer, behind the tokens that the host has
+    """
+
+    params: SamplingParams
+    ends: list[int]
+    bad_words: list[list[int]]
+    guide: Guide | None = None
+
+    def __post_init__(self) -> None:
+        if self.params.min_tokens and len(self.ends) > MOST_ENDS:
+            raise ValueError(
+                f"min_tokens={self.params.min_tokens} with {len(self.ends)} tokens that end an answer; pass at most "
+                f"{MOST_ENDS}, those of the checkpoint included"
+            )
+        if len(self.bad_words) > MOST_BAD_WORDS:
+            raise ValueError(
+                f"bad_words have {len(self.bad_words)} spellings as tokens; pass fewer, for {MOST_BAD_WORDS}"
+            )
+        if (longest := max((len(word) for word in self.bad_words), default=0)) > LONGEST_BAD_WORD:
+            word = next(word for word in self.bad_words if len(word) == longest)
+            raise ValueError(f"bad_words: {quoted(word)} has {longest} tokens; pass words of up to {LONGEST_BAD_WORD}")
+
+    def constraints(self, chosen: int) -> list[str]:
+        """Names of the parameters that exclude tokens behind the first `chosen` ones of the answer."""
+        named = {
+            "allowed_token_ids": self.params.allowed_token_ids is not None,
+            "bad_words": bool(self.bad_words),
+            "stop_token_ids": chosen < self.params.min_tokens and bool(self.params.stop_token_ids),
+            f"min_tokens={self.params.min_tokens}": chosen < self.params.min_tokens and bool(self.ends),
+            f"structured_outputs ({self.guide and self.guide.kind})": self.guide is not None,
+        }
+        return [name for name, excludes in named.items() if excludes]
+
+    def check_begin(self, vocab_size: int) -> None:
+        """ValueError if no token of the vocabulary may begin the answer."""
+        excluded = {word[0] for word in self.bad_words if len(word) == 1} | set(self.ends)
+        ids = self.params.allowed_token_ids
+        allowed = range(vocab_size) if ids is None else set(ids)
+        if self.guide is not None:
+            bits = numpy.unpackbits(self.guide.mask().numpy().view(numpy.uint8), bitorder="little")
+            allowed = [token for token in numpy.flatnonzero(bits).tolist() if token in allowed]
+        if all(token in excluded for token in allowed):
+            raise ValueError(f"no token can begin the answer: {self.named(0)}")
+
+    def named(self, chosen: int) -> str:
+        """Rest of a message that no token is left, behind the first `chosen` ones of the answer."""
+        return f"{' and '.join(self.constraints(chosen))} exclude all; loosen one of them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A sequence that enters a batch slot, and its tokens so far."""
+
+    adjusted: Adjusted
+    prompt: list[int]
+    answer: list[int]
+
+
+class Adjustments:
+    """State of `slots` batch slots, and of row `neutral`, which changes nothing.
+
+    Rows of sequences that ask for nothing leave logits as they are, bit for bit in fp32.
+
+    state  of all slots, and behind them of `neutral`
+    """
+
+    def __init__(self, head: VocabParallelHead, slots: int) -> None:
+        device, self.neutral = head.weight.device, slots
+        self.start, self.size = head.start, head.local_size
+
+        def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full((slots + 1, *shape), value, dtype=dtype, device=device)
+
+        self._first_word = self.start // 32
+        self.state = LogitChanges(
+            bias=full(0.0, torch.float32, self.size),
+            seen=full(0, torch.int32, self.size),
+            repetition=full(1.0, torch.float32),
+            frequency=full(0.0, torch.float32),
+            presence=full(0.0, torch.float32),
+            ends=full(NO_TOKEN, torch.int64, MOST_ENDS),
+            first_end=full(0, torch.int64),
+            bad_words=full(NO_TOKEN, torch.int64, MOST_BAD_WORDS, LONGEST_BAD_WORD),
+            recent=full(NO_TOKEN, torch.int64, LONGEST_BAD_WORD - 1),
+            allowed=full(-1, torch.int32, (self.start + self.size - 1) // 32 + 1 - self._first_word),
+        )
+        self._rows = torch.arange(slots + 1, device=device)
+        self._filled: set[int] = set()
+
+    def enter(self, slot: int, entry: Entry | None) -> None:
+        """Fill the row of a slot; None: of a sequence that asks for nothing."""
+        # A sequence that asks for nothing has its tokens noted too, where another of the batch asks.
+        if entry is not None or slot in self._filled:
+            for tensor in self.state:
+                tensor[slot].copy_(tensor[self.neutral])
+            self._filled.discard(slot)
+        if entry is None:
+            return
+        self._filled.add(slot)
+        params, row = entry.adjusted.params, LogitChanges(*(tensor[slot] for tensor in self.state))
+        if params.allowed_token_ids is not None:
+            row.bias.fill_(-torch.inf)
+            self._set(row.bias, params.allowed_token_ids, [0.0] * len(params.allowed_token_ids))
+        if params.logit_bias:
+            row.bias.index_add_(0, *self._own(row.bias, params.logit_bias.keys(), params.logit_bias.values()))
+        self._set(row.seen, set(entry.prompt), [1] * len(set(entry.prompt)))
+        row.seen.index_add_(0, *self._own(row.seen, entry.answer, [2] * len(entry.answer)))
+        row.repetition.fill_(params.repetition_penalty)
+        row.frequency.fill_(params.frequency_penalty)
+        row.presence.fill_(params.presence_penalty)
+        if params.min_tokens:
+            row.first_end.fill_(len(entry.prompt) + params.min_tokens)
+            row.ends[: len(entry.adjusted.ends)] = self._upload(entry.adjusted.ends, torch.int64)
+        if words := entry.adjusted.bad_words:
+            aligned = [[ANY_TOKEN] * (LONGEST_BAD_WORD - len(word)) + word for word in words]
+            row.bad_words[: len(words)] = self._upload(aligned, torch.int64)
+        if entry.adjusted.guide is not None:
+            self.allow({slot: entry.adjusted.guide.mask()})
+        if last := entry.answer[1 - LONGEST_BAD_WORD :]:
+            row.recent[-len(last) :] = self._upload(last, torch.int64)
+
+    def allow(self, masks: Mapping[int, torch.Tensor]) -> None:
+        """Set the tokens that the next choice for these slots may give: a mask of weft.engine.grammars each."""
+        size = self.state.allowed.shape[1]
+        parts = torch.stack([mask[self._first_word : self._first_word + size] for mask in masks.values()])
+        rows = self.state.allowed[:, : parts.shape[1]]  # behind the vocabulary there is only padding
+        rows.index_copy_(0, self._upload(list(masks), torch.int64), upload(parts, rows.device))
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move the rows of slots, (from, to)."""
+        for source, target in moves:
+            if source in self._filled or target in self._filled:
+                for tensor in self.state:
+                    tensor[target].copy_(tensor[source])
+                self._filled.discard(target)
+                if source in self._filled:
+                    self._filled.add(target)
+
+    def adjust(
+        self,
+        logits: torch.Tensor,
+        rows: slice | torch.Tensor,
+        position: torch.Tensor,
+        *,
+        guided: bool = False,
+        fused: bool = False,
+    ) -> torch.Tensor:
+        """Changed logits [S, N], fp32, of the slots `rows`; `position` [S]: of the tokens to be chosen.
+
+        guided  some rows have grammars
+        fused   by weft.ops' kernel; the torch operations give the same bits
+        """
+        if fused:
+            return ops.adjust_logits(logits, self.start, self.state, self._indices(rows), position, guided)
+        return adjusted(logits, self.start, self.state, rows, position, guided)
+
+    def note(
+        self, rows: slice | torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, *, fused: bool = False
+    ) -> None:
+        """Note the chosen tokens [S], which got the indices `position`; empty slots have positions below 1."""
+        if fused:
+            ops.note_tokens(self.state, self.start, self._indices(rows), tokens, position)
+        else:
+            note(self.state.seen, self.state.recent, self.start, self._indices(rows), tokens, position)
+
+    def _indices(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return rows_of(self._rows, rows) if isinstance(rows, slice) else rows
+
+    def _set(self, row: torch.Tensor, tokens: Sequence[int], values: Sequence[float]) -> None:
+        row.index_copy_(0, *self._own(row, tokens, values))
+
+    def _own(
+        self, row: torch.Tensor, tokens: Sequence[int], values: Sequence[float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index and value of each of these tokens that this rank has."""
+        own = [(t - self.start, v) for t, v in zip(tokens, values, strict=True) if 0 <= t - self.start < self.size]
+        index, kept = zip(*own, strict=True) if own else ((), ())
+        return self._upload(index, torch.int64), self._upload(kept, row.dtype)
+
+    def _upload(self, values: Sequence, dtype: torch.dtype) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=dtype), self.state.bias.device)

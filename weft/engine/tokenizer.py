@@ -1,23 +1,131 @@
-"""Tokenizer of a checkpoint, and the text of a growing sequence of tokens up to a stop string."""
+"""Tokenizer of a checkpoint: as transformers builds it, the bytes of its tokens, and how long a text it reads."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from weft.arguments import quoted, shortened
-from weft.engine.stop_strings import StopStrings
-from weft.engine.tokenizer_class import DEFAULTS, class_of, follow_class
 from weft.errors import CheckpointError
 from weft.models.files import check_regular, read_object
 
-# Decoders that join tokens' bytes or texts as they are.
-JOINING = (decoders.ByteLevel, decoders.Fuse)
-# Tokens behind which a character that has not ended is none: it has up to 4 bytes.
-MOST_UNDECIDED = 16
+# Token of sentencepiece for a byte that no other token holds.
+FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
+# A token before the one in question: decoders treat the first token of a text differently.
+BEFORE = "a"
+
+
+class TokenBytes(dict[int, bytes | None]):
+    """Bytes that each token adds to a text behind other tokens, worked out when first asked for.
+
+    A blank that the decoder writes before a word is among them, so the bytes of an answer's tokens, joined, are its text,
+    but for a blank at its begin. Special tokens have the bytes of their names. None for an id without a token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer, self._decoder = tokenizer, tokenizer.decoder
+        steps = {} if self._decoder is None else json.loads(self._decoder.__getstate__())
+        self._kinds = {step.get("type") for step in steps.get("decoders", [steps])}
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        token = self._tokenizer.id_to_token(token_id)
+        found = self[token_id] = None if token is None else self._bytes_of(token)
+        return found
+
+    def _bytes_of(self, token: str) -> bytes:
+        if "ByteFallback" in self._kinds and (byte := FALLBACK.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        if "ByteLevel" in self._kinds:
+            known = all(letter in BYTE_OF for letter in token)  # others stand in added tokens, as they are
+            return bytes(BYTE_OF[letter] for letter in token) if known else token.encode()
+        if self._decoder is None:  # tokens are joined by blanks
+            return f" {token}".encode()
+        return self._decoder.decode([BEFORE, token]).removeprefix(BEFORE).encode()
+
+
+def _letters() -> dict[str, int]:
+    """Byte of each letter of byte-level tokens: GPT-2 has a printable letter for every byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF = _letters()
+
+
+_LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+DEFAULTS: dict[str, Mapping[str, str]] = {
+    "LlamaTokenizer": _LLAMA,
+    "CodeLlamaTokenizer": _LLAMA,
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+}
+"""Class that builds a tokenizer of its own -> special tokens whose names tokenizer_config.json may leave out."""
+
+
+def class_of(directory: Path, config: Mapping[str, Any]) -> str:
+    """Name of the class that transformers 5 takes, if it is one of DEFAULTS; else "".
+
+    config  content of tokenizer_config.json
+    """
+    sizes = read_object(directory / "config.json") if (directory / "config.json").exists() else {}
+    model_type = str(sizes.get("model_type"))
+    named = str(config.get("tokenizer_class") or sizes.get("tokenizer_class") or "").removesuffix("Fast")
+    if model_type in ("mistral", "mixtral"):
+        return ""
+    if model_type == "qwen2" or (not named and model_type.startswith("qwen")):
+        return "Qwen2Tokenizer"
+    if named == "LlamaTokenizer" and _is_byte_level(directory):
+        return ""
+    return named if named in DEFAULTS else ""
+
+
+def _is_byte_level(directory: Path) -> bool:
+    path = directory / "tokenizer.json"
+    content = read_object(path) if path.exists() else {}
+    return '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+
+
+def follow_class(tokenizer: Tokenizer, named: str, config: Mapping[str, Any]) -> None:
+    """Put the blank before texts where the class `named` puts it.
+
+    config  content of tokenizer_config.json, of which add_prefix_space and legacy count
+    """
+    asked = config.get("add_prefix_space")
+    if named in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+        if tokenizer.pre_tokenizer is not None:
+            tokenizer.pre_tokenizer = _with_prefix_space(tokenizer.pre_tokenizer, bool(asked))
+    elif named and isinstance(tokenizer.model, models.BPE):
+        prefixed = asked is None or bool(asked)
+        always = named == "LlamaTokenizer" and config.get("legacy")  # behind special tokens too
+        scheme = ("always" if always else "first") if prefixed else "never"
+        tokenizer.model.fuse_unk = tokenizer.model.byte_fallback = True
+        tokenizer.normalizer = normalizers.Sequence([])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        strip = [decoders.Strip(" ", 1, 0)] if prefixed or named == "CodeLlamaTokenizer" else []
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+
+
+def _with_prefix_space(pre_tokenizer: pre_tokenizers.PreTokenizer, value: bool) -> pre_tokenizers.PreTokenizer:
+    """Copy whose ByteLevel, alone or in a sequence, has this add_prefix_space."""
+    state = json.loads(pre_tokenizer.__getstate__())
+    for part in state.get("pretokenizers", [state]):
+        if part["type"] == "ByteLevel":
+            part["add_prefix_space"] = value
+    made = pre_tokenizers.ByteLevel()
+    made.__setstate__(json.dumps(state).encode())
+    return made
+
+
 # Words of a vocabulary that a message lists.
 MOST_LISTED = 40
 # transformers' named special tokens, in the order in which it adds them.
@@ -172,112 +280,110 @@ def spellings(tokenizer: Tokenizer | None, words: Sequence[str]) -> list[list[in
     return found
 
 
-class TokenTexts(dict[int, str]):
-    """Text of each token by itself, decoded when first asked for.
-
-    "\ufffd" in it stands for bytes that are no character.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool) -> None:
-        super().__init__()
-        self._decode, self._skip = tokenizer.decode, not keep_special
-
-    def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._decode([token_id], skip_special_tokens=self._skip)
-        return text
+# A text up to this length is tokenized, which takes a millisecond.
+SHORT = 4096
+# Characters that are counted together, and the most that a cut between two such pieces can add.
+_PIECE, _SLACK = 1 << 16, 8
+# Pre-tokenizers that keep all characters; "Split" and "Punctuation" may remove those that they find.
+_KEEPING = {"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts"}
+_DROPPING_BLANKS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
+_EACH_ALONE = {"Regex": r"[\s\S]"}
 
 
-def token_texts(tokenizer: Tokenizer, *, keep_special: bool) -> TokenTexts | None:
-    """Texts of tokens by themselves, if these make up the text of all of them.
+class TokenBound:
+    """Lower bound of the number of tokens of a text. 0 with a tokenizer of which none is known."""
 
-    None for a decoder that looks at several tokens at once.
-    """
-    return TokenTexts(tokenizer, keep_special=keep_special) if isinstance(tokenizer.decoder, JOINING) else None
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._normalizer = tokenizer.normalizer
+        steps = _steps(tokenizer.pre_tokenizer)
+        kinds = {step["type"] for step in steps}
+        added = list(tokenizer.get_added_tokens_decoder().values())
+        model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
+        self._bytes = "ByteLevel" in kinds
+        self._blank = next((step.get("replacement") for step in steps if step["type"] == "Metaspace"), None)
+        self._drops_blanks = bool(kinds & _DROPPING_BLANKS) or any(token.lstrip or token.rstrip for token in added)
+        alone = any(step["type"] == "Split" and step.get("pattern") == _EACH_ALONE for step in steps)
+        keeps = kinds <= _KEEPING | _DROPPING_BLANKS and all(step.get("behavior") != "Removed" for step in steps)
+        self._known = keeps and (alone or isinstance(model, (models.BPE, models.Unigram)))
+        # By character, or by byte with a tokenizer of bytes.
+        self._longest: dict[Any, int] = {}
+        singles = set()
+        for token in sorted([] if alone else vocabulary, key=len):
+            letters = [BYTE_OF.get(letter) for letter in token] if self._bytes else token
+            self._longest.update(dict.fromkeys(letters, len(token)))
+            if len(token) == 1:
+                singles.add(letters[0])
+        for token in added:
+            forms = [self._letters(text) for text in self._forms(token)]
+            for letter in {letter for form in forms for letter in form}:
+                self._longest[letter] = max(self._longest.get(letter, 1), *map(len, forms))
+        # Characters without a token of their own are left out, or become one unknown token together, but for these:
+        each = alone or ("<0x00>" in vocabulary and getattr(model, "byte_fallback", False))
+        self._weights = {letter: 1 / longest for letter, longest in self._longest.items() if each or letter in singles}
+        self._other = 1.0 if each else 0.0
+
+    def least(self, text: str, enough: int) -> int:
+        """A number that the text's tokens are not fewer than; `enough` ends the count."""
+        found = 0.0
+        for start in range(0, len(text) if self._known else 0, _PIECE):
+            piece = text[start : start + _PIECE]
+            if self._drops_blanks:
+                piece = "".join(piece.split())
+            if self._normalizer is not None:
+                piece = self._normalizer.normalize_str(piece)
+            counts = Counter(self._letters(piece))
+            weight = sum(count * self._weights.get(letter, self._other) for letter, count in counts.items())
+            found += max(0.0, weight - _SLACK)
+            if found >= enough:
+                break
+        return int(found)
+
+    def _forms(self, token: AddedToken) -> list[str]:
+        """Text of an added token, as it is and normalized."""
+        text = token.content
+        return [text] if self._normalizer is None else [text, self._normalizer.normalize_str(text)]
+
+    def _letters(self, text: str) -> str | bytes:
+        if self._bytes:
+            return text.encode()
+        return text if self._blank is None else text.replace(" ", self._blank)
 
 
-class TextStream:
-    """Text of a growing sequence of tokens: pieces that, joined, are the text before a stop string.
+class PromptReader:
+    """Token ids of texts, for sequences of up to `max_seq_len` tokens; from any thread."""
 
-    keep_stop     the text ends behind the stop string
-    keep_special  special tokens have text too
-    alone         `token_texts` with this keep_special: one look-up a token in place of decoding two; None: none are known
+    def __init__(self, tokenizer: Tokenizer, max_seq_len: int) -> None:
+        self._tokenizer, self._max_seq_len = tokenizer, max_seq_len
+        self._bound: TokenBound | None = None
 
-    The first stop string that is complete counts. Bytes of an unfinished character, and an ending that may begin a stop string,
-    are held back until they are decided; of bytes that are no character the last alone, or each token would decode all of them.
-    """
+    def read(self, name: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. ValueError for one that leaves no room for an answer.
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: StopStrings | Sequence[str] = (),
-        *,
-        keep_stop: bool = False,
-        keep_special: bool = False,
-        alone: TokenTexts | None = None,
-    ) -> None:
-        self.tokenizer, self.alone = tokenizer, alone
-        self._stops, self._state = stop if isinstance(stop, StopStrings) else StopStrings(stop), 0
-        self.keep_stop, self.keep_special = keep_stop, keep_special
-        self.token_ids: list[int] = []
-        self.held = ""
-        # Tokens before `read` are text already; from `first` on they are decoded again with each new one, because some
-        # decoders treat the first token differently (a leading blank).
-        self.first = self.read = 0
-        self.ahead = 0  # characters behind `read` that are text already
-        self._given = self._waiting = 0  # characters given out, and those before an unfinished one
+        A long text is refused before it is tokenized, where the bound says so.
+        """
+        if len(text) > max(SHORT, self._max_seq_len):
+            if self._bound is None:
+                self._bound = TokenBound(self._tokenizer)
+            check_room(name, self._bound.least(text, self._max_seq_len), self._max_seq_len, least=True)
+        found = token_ids_of(self._tokenizer, name, text, special=add_special_tokens)
+        check_room(name, len(found), self._max_seq_len)
+        return found
 
-    @property
-    def length(self) -> int:
-        """Number of characters of the text so far, those held back included, without an unfinished one."""
-        return self._given + len(self.held) + self._waiting
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """(new text, whether a stop string ended it)."""
-        decided = self.read == len(self.token_ids)
-        self.token_ids.append(token_id)
-        if decided and self.alone is not None and "\ufffd" not in (new := self.alone[token_id]):
-            self.first, self.read = self.read, self.read + 1
-            if self._stops.empty:
-                self._given += len(new)
-                return new, False
-            self.held += new
-            return self._release()
-        new = self._new_text()
-        self._waiting = 0
-        if new and not new.endswith("\ufffd"):
-            self.held += new
-            self.first, self.read, self.ahead = self.read, len(self.token_ids), 0
-        elif len(self.token_ids) - self.read > 2 * MOST_UNDECIDED:
-            self.held += new[:-1]
-            self.first = self.read = len(self.token_ids) - MOST_UNDECIDED
-            self.ahead = len(self._decoded(self.token_ids[self.first :])) - 1
-        else:
-            self._waiting = len(new.rstrip("\ufffd"))
-        return self._release()
+def check_room(name: str, tokens: int, max_seq_len: int, *, least: bool = False) -> None:
+    """ValueError for a prompt that leaves no room for an answer. `least`: it may have more tokens."""
+    most = max_seq_len - 1
+    if tokens > most:
+        count = f"more than {most}" if least else tokens
+        raise ValueError(
+            f"{name} has {count} tokens and leaves no room for an answer in max_seq_len={max_seq_len}; shorten it to {most} "
+            f"tokens"
+        )
 
-    def finish(self) -> tuple[str, bool]:
-        """Text that was held back, now that no token follows, as from `push`."""
-        self.held += self._new_text()
-        self.first, self.read, self.ahead, self._waiting = len(self.token_ids), len(self.token_ids), 0, 0
-        text, stopped = self._release()
-        self._given += len(self.held)
-        rest, self.held, self._state = self.held, "", 0
-        return (text, True) if stopped else (text + rest, False)
 
-    def _new_text(self) -> str:
-        before = self._decoded(self.token_ids[self.first : self.read])
-        return self._decoded(self.token_ids[self.first :])[len(before) + self.ahead :]
-
-    def _decoded(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=not self.keep_special)
-
-    def _release(self) -> tuple[str, bool]:
-        # What was held back is what the state stands for.
-        state, end = self._stops.advance(self._state, self.held, self._stops.depth[self._state])
-        if stop := self._stops.longest[state]:
-            text, self.held, self._state = self.held[: end if self.keep_stop else end - stop], "", 0
-        else:
-            keep = self._stops.depth[state]
-            text, self.held, self._state = self.held[: end - keep], self.held[end - keep :], state
-        self._given += len(text)
-        return text, stop > 0
+def _steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
+    """Pre-tokenizers that follow each other, as JSON."""
+    if pre_tokenizer is None:
+        return []
+    found = json.loads(pre_tokenizer.__getstate__())
+    return found.get("pretokenizers", [found])

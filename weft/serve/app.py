@@ -22,7 +22,7 @@ from weft.arguments import positive, quoted, shortened
 from weft.engine.async_llm import AsyncLLM
 from weft.engine.outputs import Piece
 from weft.engine.params import SamplingParams
-from weft.engine.token_bytes import TokenBytes
+from weft.engine.tokenizer import TokenBytes
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
 from weft.serve import logprobs

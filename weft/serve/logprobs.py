@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.engine.outputs import Piece
-from weft.engine.token_bytes import TokenBytes
+from weft.engine.tokenizer import TokenBytes
 
 # JSON has no infinity; vLLM sends this too.
 LEAST = -9999.0

@@ -202,6 +202,13 @@ def test_integer_division_is_that_of_c(dtype):
         assert (q, r) == (want if want <= info.max else info.min, x - want * y)
 
 
+@pytest.mark.parametrize("other", [6, -7])
+def test_division_by_zero_gives_zero_whatever_is_beside_it(other):
+    with np.errstate(divide="ignore"):
+        found = numerics.divide_int(np.array([-5, 5, 0, other], np.int32), np.array([0, 0, 0, 2], np.int32))
+    assert found.tolist() == [0, 0, 0, int(other / 2)]
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, np.uint64])
 def test_upper_half_of_a_product(dtype):
     rng = np.random.default_rng(4)

@@ -140,11 +140,13 @@ def _float_to_int(x: np.ndarray, to: np.dtype) -> np.ndarray:
 
 
 def divide_int(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Quotient rounded toward zero, as in C; NumPy's own rounds down."""
+    """Quotient rounded toward zero, as in C; NumPy's own rounds down.
+
+    Division by 0, which is undefined on GPUs, gives 0, whatever the other elements are.
+    """
     quotient = a // b
     if (quotient.item() if quotient.size == 1 else np.minimum.reduce(quotient, axis=None)) < 0:
-        inexact = (a - quotient * b) != 0
-        quotient = quotient + (inexact & ((a < 0) != (b < 0)))
+        quotient = quotient + ((quotient < 0) & (quotient * b != a))
     return quotient
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import triton.language as tl
@@ -21,6 +22,8 @@ from weft.simulator.interpreter.values import (
 )
 from weft.simulator.places import Places, Scattered, everywhere, one_place
 from weft.triton_api import IncompatibleTypeErrorImpl, TritonSemantic
+
+T = TypeVar("T")
 
 
 def _arithmetic(op: np.ufunc) -> Callable:
@@ -56,6 +59,17 @@ def _places(addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> Pl
     return Scattered(addresses, mask, itemsize)
 
 
+def _remember(cache: dict[tuple, T], key: tuple, value: T) -> T:
+    if len(cache) > 4096:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+def _is_pointer(x: Operand) -> bool:
+    return isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type)
+
+
 def _is_zero(x: Operand) -> bool:
     """True for a number whose bits are zeros in every type."""
     return type(x) in (int, float) and x == 0 and str(x) != "-0.0"
@@ -83,6 +97,7 @@ class Semantic(TritonSemantic):
         self._numbers_with: dict[
             tuple, tuple[tl.dtype, np.ndarray]
         ] = {}  # common type with a tensor, and the number in it
+        self._filled: dict[tuple, np.ndarray] = {}  # blocks of an integer in a type
         self._casts: set[tuple] = set()  # those that have been checked
 
     def to_tensor(self, x: Operand, check_type: bool = True) -> tl.tensor:
@@ -121,9 +136,7 @@ class Semantic(TritonSemantic):
             else:
                 wide = np.array([value], np.bool_ if dtype.is_bool() else np.float64)
                 wide = wide if dtype.is_bool() or dtype.is_fp64() else wide.astype(np.float32)
-            if len(self._constants) > 4096:
-                self._constants.clear()
-            found = self._constants[key] = numerics.convert(wide, numpy_dtype(dtype))
+            found = _remember(self._constants, key, numerics.convert(wide, numpy_dtype(dtype)))
         return found
 
     def _check_range(self, value: Number, dtype: tl.dtype) -> None:
@@ -176,9 +189,7 @@ class Semantic(TritonSemantic):
                 ty = a
             else:
                 ty = self._promote(b, True, a, False, div) if is_left else self._promote(a, False, b, True, div)
-            if len(self._numbers_with) > 4096:
-                self._numbers_with.clear()
-            found = self._numbers_with[key] = ty, self._constant(number, ty)
+            found = _remember(self._numbers_with, key, (ty, self._constant(number, ty)))
         ty, constant = found
         if a is not ty:
             array = numerics.convert(array, numpy_dtype(ty))
@@ -210,14 +221,14 @@ class Semantic(TritonSemantic):
         return make(left, ty, is_block), make(right, ty, is_block)
 
     def add(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
-        if isinstance(y, tl.tensor) and isinstance(y.dtype, tl.pointer_type):
+        if _is_pointer(y):
             x, y = y, x
-        if isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type):
+        if _is_pointer(x):
             return self._offset(x, y)
         return self._sum(x, y)
 
     def _offset(self, ptr: tl.tensor, by: Operand) -> tl.tensor:
-        by = self.to_tensor(by)
+        by = by if isinstance(by, tl.tensor) else self.to_tensor(by)
         if not by.dtype.is_int():
             raise IncompatibleTypeErrorImpl(ptr.type, by.type)
         size = max(1, ptr.dtype.element_ty.primitive_bitwidth // 8)
@@ -225,7 +236,7 @@ class Semantic(TritonSemantic):
         return make(out, ptr.dtype, ptr.type is not ptr.dtype or by.type is not by.dtype)
 
     def sub(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
-        if isinstance(x, tl.tensor) and isinstance(x.dtype, tl.pointer_type):
+        if _is_pointer(x):
             return self._offset(x, self.minus(self.to_tensor(y)))
         return self._difference(x, y)
 
@@ -258,7 +269,7 @@ class Semantic(TritonSemantic):
 
     def where(self, condition: tl.tensor, x: Operand, y: Operand) -> tl.tensor:
         condition = self.cast(condition, tl.int1)
-        if any(isinstance(v, tl.tensor) and isinstance(v.dtype, tl.pointer_type) for v in (x, y)):
+        if _is_pointer(x) or _is_pointer(y):
             x, y = super().binary_op_type_checking_impl(x, y, True, True)
             left, right, ty, is_block = x.handle.data, y.handle.data, x.dtype, x.type is not x.dtype
         else:
@@ -280,11 +291,30 @@ class Semantic(TritonSemantic):
         return make(out, to, x.type is not source)
 
     def full(self, shape: Sequence[Integer], value: Operand, dtype: tl.dtype) -> tl.tensor:
-        data = self.make_scalar(value, dtype).handle.data
         shape = tuple(map(plain, shape))
         if not all(isinstance(size, int) for size in shape):
             raise TypeError(f"Shape elements must have type `constexpr[int]`, got {shape}")
-        return make(np.broadcast_to(data, shape) if shape else data, dtype, bool(shape))
+        key = (shape, value, dtype.name) if type(value) is int else None
+        data = None if key is None else self._filled.get(key)
+        if data is None:
+            data = self.make_scalar(value, dtype).handle.data
+            data = np.broadcast_to(data, shape) if shape else data
+            if key is not None:
+                _remember(self._filled, key, data)
+        return make(data, dtype, bool(shape))
+
+    def broadcast_impl_shape(self, input: tl.tensor, shape: Sequence[int]) -> tl.tensor:
+        data, shape = input.handle.data, tuple(shape)
+        is_block = input.type is not input.dtype
+        if is_block and data.shape == shape:
+            return input
+        if (
+            not is_block
+            or len(shape) != data.ndim
+            or any(n not in (1, to) for n, to in zip(data.shape, shape, strict=True))
+        ):
+            return super().broadcast_impl_shape(input, shape)  # its splat, its errors
+        return make(np.broadcast_to(data, shape), input.dtype, True)
 
     def permute(self, input: tl.tensor, dims: Sequence[Integer]) -> tl.tensor:
         data, order = input.handle.data, tuple(map(plain, dims))

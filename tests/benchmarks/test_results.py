@@ -44,10 +44,20 @@ def test_the_commits_are_in_the_history_and_hold_what_was_measured(history):
     assert [commit for commit in sorted(alone) if not tree_of(commit)] == []
 
 
-def test_the_files_that_decisions_take_from_the_history_are_there(history):
-    named = set(re.findall(r"`((?:lab|results)/[\w./+-]+)@([0-9a-f]+)`", (ROOT / "docs" / "decisions.md").read_text()))
-    assert len(named) > 5
+def test_the_files_that_decisions_and_comments_take_from_the_history_are_there(history):
+    texts = [file.read_text() for file in (ROOT / "docs" / "decisions.md", *(ROOT / "weft").rglob("*.py"))]
+    named = {one for text in texts for one in re.findall(r"\b((?:lab|results)/[\w./+-]+)@([0-9a-f]{7})\b", text)}
+    assert len(named) > 15
     assert [one for one in sorted(named) if git("cat-file", "-e", f"{one[1]}:benchmarks/{one[0]}").returncode] == []
+
+
+def test_the_figures_that_comments_name_are_there():
+    named = {
+        one
+        for file in (ROOT / "weft").rglob("*.py")
+        for one in re.findall(r"(?<![\w:/])((?:benchmarks|docs)/[\w./+-]+\.(?:json|py|md))", file.read_text())
+    }
+    assert len(named) > 15 and sorted(one for one in named if not (ROOT / one).exists()) == []
 
 
 def tree_of(commit):

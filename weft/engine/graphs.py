@@ -14,7 +14,8 @@ from weft.runtime.team.team import Team
 
 logger = logger_of(__name__)
 
-# Rows of a tile of cuBLAS. It takes longer for some sizes between its multiples (docs/decisions.md, "Prompts").
+# Rows of a tile of cuBLAS. It takes longer for some sizes between its multiples: two H200s, Qwen3-32B, prompts of 256 tokens
+# take 15.9 ms and of 192 16.8 (lab/h200-x2-prefill-sizes.json@4c5a438; `weft bench model --run-type prefill`).
 ROWS = 128
 # Kinds of sampling that are captured at start. The second serves all but greedy requests: it has a few more kernels than they
 # need, and two further graphs of each size would take twice the time and memory.
@@ -112,6 +113,7 @@ def decode_buckets(max_batch: int) -> list[int]:
 
     Sizes between those up to 64 would run the same tiles (SMALL_M_ROWS of weft/plan/table.py). Rows of tables for more than 64
     begin at 96, and those of 96 serve 112 too. From 128 on all are multiples of ROWS, four or more to a factor of two.
+    One H200, Qwen3-8B: 96 sequences take 6.85 ms, padded to 128 7.54 (benchmarks/lab/h200-traffic.json).
     """
     sizes, size = [], 1
     while size < max_batch:

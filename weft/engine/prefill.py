@@ -1,7 +1,7 @@
 """Prefill: chunks of prompts as they are, kernel by kernel, or on static tensors, for CUDA graphs.
 
 A graph saves the host time of launching the kernels of small prompts, which may take longer than they take the GPU
-(docs/decisions.md, "Prompts").
+(benchmarks/lab/h200-x2-prompts.json: two H200s, 128 tokens, 90 ms, in a graph 12).
 """
 
 from __future__ import annotations

@@ -14,18 +14,22 @@ from weft.ops.overlap.sequential import rows_overlap
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Tokens from which "auto" splits them over the ranks: the GEMMs are long enough to hide the communication. Figures of both
-# limits: docs/decisions.md, "Modes".
+# Tokens from which "auto" splits them over the ranks: the GEMMs are long enough to hide the communication. Two H200s,
+# Qwen3-32B, 2,048 tokens: 110 ms, not split 115 (lab/h200-x2-modes.json@4c5a438; `weft bench model --run-type prefill`).
 SHARDED_TOKENS = 2048
-# Tokens up to which the all-reduce waits for the next norm, by world size: the GEMM before it is too short to hide it. Measured
-# on two. One rank sends nothing: there the norm adds up the GEMM's split-K partials.
+# Tokens up to which the all-reduce waits for the next norm, by world size: the GEMM before it is too short to hide it. Two
+# H200s, 1,024 tokens: 56.7 ms, with the all-reduce in the GEMM 58.2 (lab/h200-x2-modes.json@4c5a438). One rank sends nothing:
+# there the norm adds up the GEMM's split-K partials, and a token of Qwen3-0.6B takes 0.83 ms in place of 1.18 on an H200
+# (lab/h200-engines/weft-qwen3-0.6b.json@cc3baf2, before lab/h200-engines/weft-qwen3-0.6b.json@9c4321d).
 FUSED_NORM_TOKENS = {1: 128, 2: 1024, 4: 512}
-# Rows (heads times tokens) of new prompts of one length from which cuDNN's attention beats weft's prefill kernel on an H200
-# (docs/decisions.md, "Attention").
+# Rows (heads times tokens) of new prompts of one length from which cuDNN's attention beats weft's prefill kernel, though it
+# needs the keys outside the cache, a memset and a pause. One H200, 2,048 tokens by weft's kernel: 48.8 us, by cuDNN 60.4
+# (lab/h200-prefill-attention.json@4c5a438).
 CUDNN_ROWS = 65536
 # Cached tokens before new ones from which cuDNN's attention pays too. Their keys are then copied out of the pages, which for
 # 4 KV heads of 128 and 4,096 new tokens is 2 % of the attention, and parts are merged. The limit is arithmetic; with it the
-# first token of 131,072 of Qwen3-8B on two H200s comes after 6.94 s in place of 8.08 (docs/decisions.md, "Attention").
+# first token of 131,072 of Qwen3-8B on two H200s comes after 6.94 s in place of 8.08
+# (benchmarks/lab/h200-x2-spread-prompts.json, before h200-x2-spread-prompts-1083d8c.json; spread_prompts.py).
 CUDNN_CACHED = 16384
 
 

@@ -24,7 +24,8 @@ from weft.transport.copy_channel import MAX_CHUNKS
 
 # Rows of a stripe (query heads times tokens) from which cuDNN's attention beats weft's kernel, as for prompts of one rank
 # (CUDNN_ROWS of weft/parallel/thresholds.py). Two H100s, 32 query and 4 KV heads of 128: NCCL and cuDNN take 7.4 ms for 32,768
-# tokens, the gathered design 9.8.
+# tokens, the gathered design 9.8; for 131,072 tokens cuDNN between copies takes 117 ms, weft's kernel 181
+# (docs/prefill-over-ranks.md).
 LIBRARY_ROWS = 65536
 # Largest head that cuDNN's attention takes.
 LIBRARY_DIM = 128

@@ -48,8 +48,9 @@ from weft.transport.push import (
     tile_rest,
 )
 
-# Largest message for which one-shot is faster than two-shot, by world size. W=3 and W=8 are not measured; they follow from
-# one-shot's bytes, which grow with W - 1.
+# Largest message for which one-shot is faster than two-shot, by world size: it starts sooner. Four H100s, 64 KiB in a row: 2.84
+# us, two-shot 4.82 (docs/performance/h100-x4.md). W=3 and W=8 are not measured; they follow from one-shot's bytes, which grow
+# with W - 1.
 ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 
 
@@ -147,7 +148,8 @@ class AllReduce(Collective):
     rare = ("multimem_one_shot", "multimem_two_shot")  # need multicast
     staging_buffers = 2  # the peers' parts, and their sums
     copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
-    # Two ranks' parts are long, and the engines wait for their sum: more programs.
+    # Two ranks' parts are long, and the engines wait for their sum: more programs. A smaller last piece is copied out sooner:
+    # two H200s, 256 MiB, 762 us, in equal pieces 787 (lab/h200-x2-copy-engine.json@cd3ccc0).
     copies = {2: CopyEngine(pieces=(3, 1), programs=132), 8: CopyEngine(pieces=(3, 1))}
 
     cases, large_cases = cases.all_reduce_cases, cases.large_all_reduce_cases

@@ -1,6 +1,7 @@
 """Designs of small-M GEMMs (weft.ops.gemm.small_m), and the rule for shapes without a row.
 
-The limits are crossovers measured on H200: docs/decisions.md, "Small-M GEMMs".
+The limits are crossovers measured on H200 (benchmarks/lab/skinny.py), by the time of a whole decode step of Qwen3-32B: a kernel
+may begin during the end of the one before it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ MAX_PARTIALS = 16
 # Where the kernel behind adds them up: with more, all-reduces keep some in local memory.
 MAX_PARTIALS_LEFT = 3
 # Up to 64 rows this kernel takes within 5 % of cuBLAS's time by itself, and less behind another kernel, under whose end
-# it begins; with 128 rows it takes a fifth more by itself. Where it wins with more rows, rows of the table say so.
+# it begins; with 128 rows it takes a fifth more by itself. One H100, 16x5120x4096 behind a norm: 17.6 us, cuBLAS 19.8
+# (benchmarks/lab/h100-skinny.json). Where it wins with more rows, rows of the table say so.
 MAX_ROWS = 64
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
 # Columns that a program prefetches while the kernel before it leaves the memory idle, as an all-reduce does. Behind a kernel
-# that reads memory itself prefetching costs time.
+# that reads memory itself prefetching costs time. Two H200s, a decode step with W=4's shapes, qkv prefetched: 5.01 ms, not 5.04
+# (lab/h200-ahead.json@cd3ccc0).
 AHEAD = 256
 # Least steps along K of a partial sum: where a kernel of its own adds them up, and where the kernel behind does.
 LEAST_STEPS, LEAST_STEPS_LEFT = 8, 16

@@ -33,7 +33,8 @@ MAX_CHOICES, MAX_EXPERTS = 16, 1024
 SCORINGS = ("softmax", "sigmoid")
 # Scores that a program holds: 16 a thread of 4 warps.
 TILE = 2048
-# Tokens up to which each has a program of one warp: reductions then are shuffles, without barriers between warps.
+# Tokens up to which each has a program of one warp: reductions then are shuffles, without barriers between warps. One H200, 128
+# tokens in a row: 1.9 us, before that 3.8 (benchmarks/lab/h200-route.json, before docs/performance/h200-x1.md).
 LONE_TOKENS = 512
 # Added to a sum of weights before they are divided by it, as DeepSeek-V3 does: it changes no sum that is not almost 0.
 TINY = tl.constexpr(1e-20)

@@ -110,7 +110,8 @@ class MatmulReduceScatter(Overlapped):
                 tile=tile, split=splits_by_default(call.K, machine.caps), piece=piece_for(call.K, tile.block_k)
             )
         if name == "pipelined":
-            # As measured on two and four H200s (docs/decisions.md, "Overlapped GEMMs"); four stand for more.
+            # As measured on two and four H200s; four stand for more. Short K hides little, so pieces are cut finer: four H200s,
+            # 1024x5120x6400, 116 us by spans, 123 without (lab/h200-x4-segments.json@4c5a438; `weft tune gemm-rs`).
             if world == 2:
                 return Pipelined(chunks=2, accumulate=True) if call.M >= 4096 else Pipelined()
             span = 2 if call.K >= 4096 else 1

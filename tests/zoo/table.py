@@ -1,4 +1,4 @@
-"""Generator of the tables in docs/check.md: ``python -m tests.zoo.table`` writes them.
+"""Generator of the tables in docs/check.md and docs/zoo.md: ``python -m tests.zoo.table`` writes them.
 
 The zoo and the kinds come from the code, the sweep and the cost from benchmarks/results/check/{sweep,sweep-table,cost}.json.
 """
@@ -15,7 +15,6 @@ from tests.zoo.catalogue import EXHIBITS
 from weft.check.detector.findings import REMEDIES
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "check.md"
 RESULTS = ROOT / "benchmarks" / "results" / "check"
 
 
@@ -94,15 +93,23 @@ def cost() -> str:
     return "\n".join(rows)
 
 
-def with_tables(text: str) -> str:
-    """Text of the page with the tables between ``<!-- NAME -->`` and ``<!-- end -->`` regenerated."""
-    for name, make in (("zoo", zoo), ("kinds", kinds), ("sweep", sweep), ("cost", cost)):
+TABLES = {
+    ROOT / "docs" / "check.md": {"kinds": kinds, "cost": cost},
+    ROOT / "docs" / "zoo.md": {"sweep": sweep, "zoo": zoo},
+}
+
+
+def with_tables(page: Path) -> str:
+    """Text of a page with its tables between ``<!-- NAME -->`` and ``<!-- end -->`` regenerated."""
+    text = page.read_text()
+    for name, make in TABLES[page].items():
         head, found, rest = text.partition(f"<!-- {name} -->\n")
-        assert found, f"{PAGE.name} has no <!-- {name} -->"
+        assert found, f"{page.name} has no <!-- {name} -->"
         tail = rest.partition("<!-- end -->")[2]
         text = f"{head}<!-- {name} -->\n{make()}\n<!-- end -->{tail}"
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for page in TABLES:
+        page.write_text(with_tables(page))

@@ -52,6 +52,6 @@ def test_there_are_enough_exhibits():
     assert {case.kind for case in catalogue.EXHIBITS} >= RACES
 
 
-def test_the_tables_of_the_page_are_up_to_date():
-    text = table.PAGE.read_text()
-    assert table.with_tables(text) == text, "run: python -m tests.zoo.table"
+@pytest.mark.parametrize("page", table.TABLES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_up_to_date(page):
+    assert table.with_tables(page) == page.read_text(), "run: python -m tests.zoo.table"

@@ -73,7 +73,7 @@ def _of_late_copies(earlier: Access, later: Access) -> str:
         if reads and not name.startswith("get"):
             return (
                 f"call wl.quiet(team) before the source of {name} is written again: wl.fence completes nothing, nor does an "
-                f"answer of the receiver that depends on the data (docs/check.md, The model)"
+                f"answer of the receiver that depends on the data (docs/check-model.md)"
             )
         return f"call wl.quiet(team) between {name} and the access: only that completes it"
     if copy.kind == DELIVERY:

@@ -15,7 +15,7 @@ MOST_TEXT_BYTES = 256 << 20
 
 
 def text_of(path: Path, most: int = MOST_TEXT_BYTES) -> str:
-    """Text of a file in UTF-8. ValueError for more than ``most`` bytes: a device such as /dev/zero has no end."""
+    """Text of a file in UTF-8. ValueError for more than ``most`` bytes: /dev/zero has no end."""
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:

@@ -25,7 +25,7 @@ WITHOUT = (
 
 
 def folder_of(folder: Path | None) -> Path | None:
-    """``folder``, by default that of the checkout that this package lies in; None: it is installed without one."""
+    """``folder``, by default that of a checkout around the package; None if there is none."""
     if folder is None and (_CHECKOUT / "pyproject.toml").is_file():
         folder = _CHECKOUT / "benchmarks" / "providers"
         return folder if folder.is_dir() else None

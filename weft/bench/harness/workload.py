@@ -270,7 +270,10 @@ def listed_shapes(
     small: tuple[int, ...],
     named: Callable[[str, tuple[int, ...]], Sequence[tuple[int, ...]]],
 ) -> list[Shape]:
-    """Shape of the sizes in a word; for a set ``small`` unless it is empty, else the sizes named(set, numbers)."""
+    """Shapes of a word that lists sizes or names a set.
+
+    A set gives ``small`` unless that is empty, else the sizes named(set, numbers).
+    """
     given, name, numbers = sizes_or_set(word, count, sets, usage)
     sizes = [given or small] if given or small else named(name, numbers)
     return [Shape(size=tuple(size), label="x".join(map(str, size))) for size in sizes]

@@ -100,15 +100,15 @@ def store_rows(rows, scales, words, tile, BLOCKS: tl.constexpr, there):
 
 @triton.constexpr_function
 def row_tiles(blocks, block):
-    """Number of tiles of rows, before those of choices."""
-    return -(-blocks.all // (block // WORDS.value - 1))
+    """Number of tiles of ``blocks`` blocks of rows, before those of choices."""
+    return -(-blocks // (block // WORDS.value - 1))
 
 
 @triton.jit
 def load_tile(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """[BLOCK] words of this rank's message; ids of -1 behind its T tokens."""
     BLOCKS: tl.constexpr = message.SIZES
-    ROW_TILES: tl.constexpr = row_tiles(BLOCKS, BLOCK)
+    ROW_TILES: tl.constexpr = row_tiles(BLOCKS.all, BLOCK)
     columns = tl.arange(0, BLOCK)  # here, so that the compiler makes it once for all branches
     if tile < ROW_TILES:
         words = quantized_tile(message.x.x, message.tokens, tile, BLOCKS, BLOCK)
@@ -124,7 +124,7 @@ def load_tile(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 def store_tile(words, message, tile, team):
     """Store the words [ROWS, BLOCK] of all ranks' messages: rows and their scales, or choices."""
     BLOCKS: tl.constexpr = message.SIZES
-    ROW_TILES: tl.constexpr = row_tiles(BLOCKS, words.shape[1])
+    ROW_TILES: tl.constexpr = row_tiles(BLOCKS.all, words.shape[1])
     there = is_rank(team, words.shape[0])
     if tile < ROW_TILES:
         store_rows(message.out.rows, message.out.scales, words, tile, BLOCKS, there)
@@ -160,6 +160,6 @@ def gather_fp8_words(
         as_words(scales, torch.int32),
     )
     block = design.row_bytes // 4
-    words = (row_tiles(blocks, block) + cdiv(2 * blocks.choices, block)) * block
+    words = (row_tiles(blocks.all, block) + cdiv(2 * blocks.choices, block)) * block
     launch(BODY, (mine, theirs, words), torch.int32, team, design.push, tokens=(T, most), sizes=blocks)
     return rows, all_ids, all_weights, scales

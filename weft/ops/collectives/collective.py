@@ -187,14 +187,17 @@ class Collective(Op):
             self._run_over_nodes(design.node, team, x.contiguous(), out)
             return out
         part = x.nbytes if self.gathers else x.nbytes // team.size
-        word = word_of(part) if self.moves_bits else x.dtype
-        source, target = as_words(x, word), as_words(out, word)
+        if self.moves_bits:
+            word = word_of(part)
+            source, target = as_words(x, word), as_words(out, word)
+        else:
+            word, source, target = x.dtype, x.contiguous(), out
         if isinstance(design, CopyEngine):
-            sources = self.parts(on_lines(source), team.size)
+            sources = self.parts(on_lines(source.view(-1)), team.size)
             if self.moves_bits:
                 exchange(sources, target.chunk(team.size), team, design)
             else:
-                add(sources, target, team, design)
+                add(sources, target.view(-1), team, design)
         else:
             launch(self.body, (source, target, part // word.itemsize), word, team, design.push)
         return out

@@ -1,4 +1,4 @@
-"""Arguments of an op: as ``forward`` takes them, and as torch does, with the fields of records side by side.
+"""Arguments of an op, in which a record stands for its fields, and of its torch op, with the fields.
 
 Where a parameter of ``forward`` is a NamedTuple, the torch op has its fields in place of it: forward(x, schedule: Schedule) is
 ``torch.ops.weft.NAME(x, pairs, counts, tiles, tile_count, choices, block)``. So a list of arguments is written once. Defaults
@@ -73,7 +73,10 @@ def _kind(hint: Any) -> Kind | None:
 
 
 def _parameters(name: str, hint: Any, default: Any, defaults: bool) -> Iterator[inspect.Parameter]:
-    """Parameters of the torch op in place of one. ``defaults``: those of a record's fields are its defaults too."""
+    """Parameters of the torch op in place of one.
+
+    defaults  those of a record's fields are defaults of the torch op too
+    """
     if not hasattr(hint, "_fields"):
         yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint, default=default)
         return
@@ -87,7 +90,7 @@ def _taken(kinds: Iterable[Kind | None], values: Iterator[Any]) -> list[Any]:
 
 
 class Given(SimpleNamespace):
-    """Arguments of a call as ``backward`` needs them, by their names in the torch op, and what ``Op.keeps`` added.
+    """Arguments of a call by their names in the torch op, and what ``Op.keeps`` added.
 
     wanted  names of the arguments whose gradients are asked for
     """
@@ -96,7 +99,10 @@ class Given(SimpleNamespace):
 def autograd_formula(
     layout: Layout, keeps: Callable[..., Mapping[str, Any]], backward: Callable[..., Mapping[str, Any]]
 ) -> tuple[Callable[..., None], Callable[..., tuple]]:
-    """(setup_context, backward) for torch.library.register_autograd, from methods of an op that go by names."""
+    """(setup_context, backward) for torch.library.register_autograd.
+
+    keeps, backward  methods of an op, which find and give values by their names
+    """
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         given = layout.named(inputs)

@@ -10,6 +10,7 @@ them know an op as soon as it is registered. docs/adding-an-op.md lists the file
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -83,7 +84,6 @@ class Op:
     spans_nodes: ClassVar[bool] = False
     ranks_differ_in_k: ClassVar[bool] = False
     saves: ClassVar[tuple[str, ...]] = ()
-    layout: Layout
 
     def __init__(self) -> None:
         # Plain attributes: torch.compile traces the public functions, which read them.
@@ -273,6 +273,10 @@ class Op:
         """Call the torch op with the arguments of ``forward``."""
         return self.torch_op(*flat(arguments))
 
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return Layout(self.forward)
+
     def from_torch(self, *values: Any) -> Any:
         """Implementation of the torch op."""
         arguments = self.layout.given(values)
@@ -280,7 +284,7 @@ class Op:
         return self.forward(*arguments)
 
     def _check(self, arguments: Sequence[Any]) -> None:
-        """Compare the ranks' calls, where the team does so, and ``examine`` them where the host may read tensors."""
+        """Compare the ranks' calls where the team does so; ``examine`` them where the host may read."""
         if "team" not in self.layout.defaults:
             if type(self).examine is not Op.examine and arguments[0].is_cpu:
                 self.examine(self.layout.named(arguments))
@@ -317,7 +321,7 @@ class Op:
     backward: Callable[..., Mapping[str, Any]] | None = None
 
     def keeps(self, ctx: Any, given: Given, output: Any) -> Mapping[str, Any]:
-        """Values, tensors and lists of tensors that ``backward`` finds in its ``given``, beside values of the arguments."""
+        """Values, tensors and lists of tensors for ``backward``, beside the values of the arguments."""
         return {name: getattr(given, name) for name in self.saves}
 
     def refuse_backward(self, ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -378,7 +382,7 @@ def define(op: Op) -> None:
     wrapper of the formula comes before them. ``torch.library.custom_op`` would wrap the kernel several times (a check that no
     output aliases an input, a guard against Dynamo, a counter of mutations). Its promises to torch.compile are the same.
     """
-    op.layout = layout = Layout(op.forward)
+    layout = op.layout
     _LIBRARY.define(op.name + layout.schema(op.mutates), tags=_TAGS)
     op.torch_op = getattr(torch.ops.weft, op.name).default
     _LIBRARY.impl(op.name, op.from_torch, "CompositeExplicitAutograd")

@@ -70,7 +70,7 @@ MUTATIONS = {
     ),
     "prefill: window a token longer": (prefill(110), online_softmax, "> position[:, None] - T", ">= position[:, None] - T"),
     "prefill: window a token shorter": (prefill(110), online_softmax, "> position[:, None] - T", "> position[:, None] + 1 - T"),
-    "prefill: window ignored": (prefill(110), None, "design.block_n, window)", "design.block_n)"),
+    "prefill: window ignored": (prefill(110), None, "design.block_n, given.window)", "design.block_n)"),
     "prefill: first block skipped": (
         prefill(110), online_softmax, "first = start // BLOCK_N * BLOCK_N", "first = start // BLOCK_N * BLOCK_N + BLOCK_N",
     ),

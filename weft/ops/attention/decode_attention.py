@@ -187,7 +187,10 @@ def decode_attention(
 
 
 class DecodeArguments(NamedTuple):
-    """Arguments of decode_attention. squares, norm_eps: of a ``DeferredNorm`` of qkv; None: qkv has no such scale."""
+    """Arguments of decode_attention.
+
+    squares, norm_eps  of a ``DeferredNorm`` of qkv; None: qkv has no such scale
+    """
 
     qkv: torch.Tensor
     squares: torch.Tensor | None

@@ -14,8 +14,8 @@ from weft.kernels.split_kv import Partials
 from weft.ops.attention.attention_op import GROUP, AttentionOp
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Accuracy, Case
+from weft.ops.knobs import around, check_knobs, counts, halved, knob, stepped
 from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
-from weft.ops.neighbours import moved, scaled
 from weft.plan.planned import AUTO, Machine
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -41,21 +41,20 @@ class SplitKV:
     splits   partials of a sequence at most
     """
 
-    block_n: int = 64
-    least: int = 256
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
+    block_n: int = knob(64, near=halved())
+    least: int = knob(256, near=halved())
+    splits: int = knob(1, counts(), halved(high=MAX_SPLITS))
+    num_warps: int = knob(4, near=halved(high=8))
+    num_stages: int = knob(3, near=stepped())
 
     def __post_init__(self) -> None:
+        check_knobs(self)
         if self.block_n < 16 * self.num_warps or self.block_n & (self.block_n - 1):
             raise ValueError(
                 f"block_n={self.block_n} is not a power of two of at least 16 for each of num_warps={self.num_warps}"
             )
         if self.least < 1 or self.least % self.block_n:
             raise ValueError(f"least={self.least} is not a multiple of block_n={self.block_n}")
-        if self.splits < 1:
-            raise ValueError(f"splits={self.splits} is not positive; pass 1 or more")
 
 
 class DecodingCall(NamedTuple):
@@ -153,14 +152,7 @@ class DecodingOp(AttentionOp):
 
     def around(self, design: SplitKV, machine: Machine, quick: bool = False) -> Iterator[SplitKV]:
         if not quick:
-            yield from moved(
-                design,
-                block_n=scaled(design.block_n),
-                least=scaled(design.least),
-                splits=scaled(design.splits, high=MAX_SPLITS),
-                num_warps=scaled(design.num_warps, high=8),
-                num_stages=(max(1, design.num_stages - 1), design.num_stages + 1),
-            )
+            yield from around(design)
 
     def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
         return {"lengths": (tokens,) * pairs}

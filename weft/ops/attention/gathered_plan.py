@@ -13,8 +13,8 @@ from weft.ops.attention.paged_prefill_attention import KeyBlocks, PrefillCall, k
 from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.attention.sequence_ranges import default_block_m
 from weft.ops.case import Case
+from weft.ops.knobs import around, check_knobs, counts, halved, knob, moved, stepped
 from weft.ops.local import check_sizes
-from weft.ops.neighbours import moved, scaled
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
@@ -44,12 +44,9 @@ class Gathered:
     blocks  of the attention
     """
 
-    chunks: int = MAX_CHUNKS
+    chunks: int = knob(MAX_CHUNKS, counts(MAX_CHUNKS, ", the signals that a shard has"), halved())
     blocks: KeyBlocks = field(default_factory=KeyBlocks)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.chunks <= MAX_CHUNKS:
-            raise ValueError(f"chunks={self.chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
+    __post_init__ = check_knobs
 
 
 @exchangeable
@@ -180,7 +177,5 @@ class GatheredPlan(Op):
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Gathered | Ulysses]:
         if quick or isinstance(design, Pipelined):
             return
-        if isinstance(design, Gathered):
-            yield from moved(design, chunks=scaled(design.chunks, high=MAX_CHUNKS))
-        stages = (max(1, design.blocks.num_stages - 1), design.blocks.num_stages + 1)
-        yield from moved(design, blocks=tuple(moved(design.blocks, num_stages=stages)))
+        yield from around(design)
+        yield from moved(design, blocks=moved(design.blocks, num_stages=stepped()(design.blocks.num_stages)))

@@ -113,7 +113,10 @@ def gathered_prefill_attention(
 
 
 class GatheredArguments(NamedTuple):
-    """Arguments of gathered_prefill_attention. tables, block_m: of ``ZigzagRanges``; rows: ``ZigzagShards.rows``."""
+    """Arguments of gathered_prefill_attention.
+
+    tables, block_m  of ``ZigzagRanges``; rows: ``ZigzagShards.rows``
+    """
 
     q: torch.Tensor
     k: torch.Tensor

@@ -26,8 +26,8 @@ from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cach
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
 from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
+from weft.ops.knobs import around, check_knobs, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
-from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_scalar
 from weft.plan.planned import AUTO, Machine
@@ -48,13 +48,10 @@ SHORT = tl.constexpr(4)
 class KeyBlocks:
     """Programs that walk the keys of their rows. block_n: keys of a step, a power of two of at least 16."""
 
-    block_n: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        if self.block_n < 16 or self.block_n & (self.block_n - 1):
-            raise ValueError(f"block_n={self.block_n} is not a power of two of at least 16")
+    block_n: int = knob(64, powers(16), halved(high=256))
+    num_warps: int = knob(4, near=halved(high=8))
+    num_stages: int = knob(3, near=stepped())
+    __post_init__ = check_knobs
 
 
 class PrefillCall(NamedTuple):
@@ -274,12 +271,7 @@ class PagedPrefillAttention(AttentionOp):
 
     def around(self, design: KeyBlocks, machine: Machine, quick: bool = False) -> Iterator[KeyBlocks]:
         if not quick:
-            yield from moved(
-                design,
-                block_n=scaled(design.block_n, high=256),
-                num_warps=scaled(design.num_warps, high=8),
-                num_stages=(max(1, design.num_stages - 1), design.num_stages + 1),
-            )
+            yield from around(design)
 
     def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
         return {"chunks": ((pairs, tokens, 0),)}

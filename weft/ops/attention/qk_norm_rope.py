@@ -192,7 +192,10 @@ def qk_norm_rope(
 
 
 class NormRopeArguments(NamedTuple):
-    """Arguments of qk_norm_rope. squares, norm_eps: of a ``DeferredNorm`` of qkv; None: qkv has no such scale."""
+    """Arguments of qk_norm_rope.
+
+    squares, norm_eps  of a ``DeferredNorm`` of qkv; None: qkv has no such scale
+    """
 
     qkv: torch.Tensor
     squares: torch.Tensor | None

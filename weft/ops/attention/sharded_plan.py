@@ -13,8 +13,8 @@ from weft.ops.attention.decoding import DecodingCall, SplitKV, split_kv_for, spl
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
+from weft.ops.knobs import around, halved, moved
 from weft.ops.local import check_sizes
-from weft.ops.neighbours import moved, scaled
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
@@ -195,17 +195,6 @@ class ShardedPlan(AttentionOp):
                             yield kind(split=split)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        split = design.split
-        for other in (
-            moved(
-                split,
-                block_n=scaled(split.block_n),
-                least=scaled(split.least),
-                splits=scaled(split.splits, high=128),
-                num_warps=scaled(split.num_warps, high=8),
-                num_stages=(max(1, split.num_stages - 1), split.num_stages + 1),
-            )
-            if not quick
-            else ()
-        ):
-            yield type(design)(split=other)
+        if not quick:
+            wider = moved(design.split, splits=halved(high=128)(design.split.splits))
+            yield from (type(design)(split=one) for one in dict.fromkeys((*around(design.split), *wider)))

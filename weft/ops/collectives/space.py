@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.ops.collectives.copy_engine import CopyEngine
-from weft.ops.neighbours import moved, scaled
+from weft.ops.knobs import halved, moved
 from weft.transport.plans import PushPlan
 
 # row_bytes, num_warps, programs_per_sm, from many small programs (soonest start) to few large ones (fewest polls).
@@ -32,9 +32,9 @@ def pushes_around(push: PushPlan) -> Iterator[PushPlan]:
     """Neighbours of a way to cut a message."""
     yield from moved(
         push,
-        row_bytes=scaled(push.row_bytes, 128),
-        num_warps=scaled(push.num_warps, 1, 16),
-        programs_per_sm=scaled(push.programs_per_sm),
+        row_bytes=halved(128)(push.row_bytes),
+        num_warps=halved(1, 16)(push.num_warps),
+        programs_per_sm=halved()(push.programs_per_sm),
     )
 
 

@@ -16,6 +16,7 @@ from weft.ops.gemm import cublas, small_m, space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, product
 from weft.ops.gemm.small_m_rule import SmallM, default_small_m, small_m_rule, takes
+from weft.ops.knobs import around
 from weft.ops.local import capabilities_of
 from weft.ops.op import registered
 from weft.plan import table
@@ -64,7 +65,7 @@ class LocalGemm(GemmOp):
         if isinstance(design, Cublas):
             yield from space.algorithms_around(design)
         elif isinstance(design, SmallM) and not quick:
-            yield from space.small_m_around(design)
+            yield from around(design)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """a, b and, in cases with a deferred RMS scale, the squares of a's rows in four parts."""

@@ -30,11 +30,11 @@ from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check_operands
 from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.small_m_rule import SmallM
-from weft.ops.gemm.space import tiles, tiles_around
+from weft.ops.gemm.space import tiles
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
+from weft.ops.knobs import around, flipped, knob
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of
-from weft.ops.neighbours import moved
 from weft.ops.op import Op, define, register
 from weft.plan.planned import AUTO, Machine, Planned, machine
 from weft.runtime.codec import exchangeable
@@ -50,8 +50,8 @@ class Persistent:
     split  tiles that do not fill a round of programs are split along K (weft.kernels.tile_schedule)
     """
 
-    tile: Tile
-    split: bool = True
+    tile: Tile = knob(near=around)
+    split: bool = knob(True, near=flipped)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -126,8 +126,7 @@ class Matmul(LocalGemm):
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from super().around(design, machine, quick)
         if isinstance(design, Persistent) and not quick:
-            yield from (replace(design, tile=tile) for tile in tiles_around(design.tile))
-            yield from moved(design, split=(not design.split,))
+            yield from around(design)
 
     def local_plan(self, call: GemmCall, machine: Machine) -> Planned:
         """Plan of a rank's GEMM within another op."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weft.ops.knobs import check_knobs, counts, either, halved, knob, powers, stepped
 from weft.ops.registration import HALVES
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.codec import exchangeable
@@ -47,22 +48,17 @@ class SmallM:
     num_warps, num_stages      compiler options
     """
 
-    block_m: int
-    block_n: int
-    block_k: int
-    partials: int = 1
-    ahead: int = 0
+    block_m: int = knob(legal=powers(16))
+    block_n: int = knob(legal=powers(16))
+    block_k: int = knob(legal=powers(16))
+    partials: int = knob(1, counts(MAX_PARTIALS), stepped())
+    ahead: int = knob(0, near=either(0, AHEAD))
     transposed: bool = False
-    num_warps: int = 4
-    num_stages: int = 4
+    num_warps: int = knob(4, near=halved(4, 8))
+    num_stages: int = knob(4, near=stepped(2))
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name}={value} is not a power of two of at least 16")
-        if not 1 <= self.partials <= MAX_PARTIALS:
-            raise ValueError(f"partials={self.partials} is not in 1 .. {MAX_PARTIALS}")
+        check_knobs(self)
         if self.ahead < 0 or self.ahead % 64 != 0:
             raise ValueError(f"ahead={self.ahead} is not a multiple of 64 columns, or 0")
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.small_m_rule import AHEAD, MAX_PARTIALS, MAX_PARTIALS_LEFT, SmallM
+from weft.ops.gemm.small_m_rule import MAX_PARTIALS, MAX_PARTIALS_LEFT, SmallM
 from weft.ops.gemm.tile import Tile
-from weft.ops.neighbours import moved, scaled
+from weft.ops.knobs import moved
 from weft.runtime import cublaslt
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.cublaslt import Algorithm
@@ -73,17 +73,6 @@ def _sizes(rows: int, quick: bool) -> Iterator[tuple[int, int, int, int, int]]:
             yield block_m, block_n, block_k, 4, stages
 
 
-def tiles_around(tile: Tile) -> Iterator[Tile]:
-    """Neighbours of a tile."""
-    yield from moved(
-        tile,
-        block_k=scaled(tile.block_k),
-        num_warps=scaled(tile.num_warps, 2, 8),
-        num_stages=range(max(1, tile.num_stages - 1), tile.num_stages + 2),
-        group=scaled(tile.group),
-    )
-
-
 def algorithms(call: GemmCall, quick: bool) -> Iterator[Cublas]:
     """cuBLAS's own choice, and the algorithms that its heuristics name or that won elsewhere."""
     yield Cublas()
@@ -109,14 +98,3 @@ def small_m_tiles(base: SmallM, call: GemmCall, caps: Capabilities, gated: bool,
             for partials in sorted({1, min(filled, most), min(2 * filled, most)}):
                 if not quick or stages == 4:
                     yield replace(base, block_n=block_n, block_k=block_k, num_stages=stages, partials=partials)
-
-
-def small_m_around(design: SmallM) -> Iterator[SmallM]:
-    """Neighbours of a small-M design."""
-    yield from moved(
-        design,
-        num_stages=range(max(2, design.num_stages - 1), design.num_stages + 2),
-        partials=(design.partials - 1, design.partials + 1),
-        ahead=(0, AHEAD),
-        num_warps=scaled(design.num_warps, 4, 8),
-    )

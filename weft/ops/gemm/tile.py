@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from weft.kernels.gemm_tile import Block
+from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.codec import exchangeable
@@ -25,20 +26,13 @@ class Tile:
     num_warps, num_stages      compiler options
     """
 
-    block_m: int
-    block_n: int
-    block_k: int
-    group: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name}={value} is not a power of two of at least 16")
-        if self.group < 1:
-            raise ValueError(f"group={self.group} is not positive; pass 1 or more")
+    block_m: int = knob(legal=powers(16))
+    block_n: int = knob(legal=powers(16))
+    block_k: int = knob(legal=powers(16), near=halved())
+    group: int = knob(8, counts(), halved())
+    num_warps: int = knob(4, near=halved(2, 8))
+    num_stages: int = knob(3, near=stepped())
+    __post_init__ = check_knobs
 
     def block(self, descriptors: bool, piece: int = 1) -> Block:
         """Kernel argument ``block``. piece: elements that are sent in each step along K (``Block``)."""

@@ -12,6 +12,7 @@ from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
+from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe import grouped
 from weft.ops.moe.arrival import (
@@ -31,13 +32,11 @@ from weft.ops.moe.fp8_rows import E4M3, by_torch, read_back
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul_silu_mul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
-from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
 from weft.ops.moe.overlapped_op import GatherArguments, OverlappedOp
 from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
-from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -61,14 +60,14 @@ class Fused:
     head      of this many tiles of pairs, a power of two, those of this rank's rows alone come first; 0: all in their order
     """
 
-    tiles: GroupedTiles
+    tiles: GroupedTiles = knob(near=around)
     words: GatherWords = GatherWords()
-    chunks: int = 1
+    chunks: int = knob(1, counts(MAX_CHUNKS), halved())
     in_place: bool = True
-    head: int = 0
+    head: int = knob(0, near=lambda head: (*halved(1, MAX_HEAD)(head), 0))
 
     def __post_init__(self) -> None:
-        check_int("chunks", self.chunks, 1, MAX_CHUNKS)
+        check_knobs(self)
         if check_int("head", self.head, 0, MAX_HEAD) & (self.head - 1):
             raise ValueError(f"head={self.head} is neither 0 nor a power of two")
 
@@ -276,13 +275,6 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         tokens, k, experts, _, K = case.sizes
         row = row_bytes(DispatchCall(tokens, k, K, case.dtype, fp8=case.field("fp8") is True))
         return int(rows_sent((tokens, k, experts, K), case.world_size) * row)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, Fused):
-            heads = scaled(design.head, 1, MAX_HEAD) if design.head else ()
-            yield from moved(design, chunks=scaled(design.chunks, 1, MAX_CHUNKS), head=(*heads, 0))
-            if not quick:
-                yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
 
     # --- running -----------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import check_int
+from weft.ops.knobs import check_knobs, counts, halved, knob, powers
 from weft.ops.moe.arrival import channel_of
 from weft.ops.moe.combine_rows import partial_of
-from weft.ops.moe.exchange import Sizes, check_pieces, check_powers, chosen_of, piece_ends
+from weft.ops.moe.exchange import Sizes, chosen_of, piece_ends, pieces_knob
 from weft.ops.moe.moe_sum import NO_SUMMAND, add_up
 from weft.ops.moe.routing import Experts
 from weft.runtime.arithmetic import cdiv
@@ -36,16 +36,12 @@ class CombinePieces:
     per_sm        programs of the last kernel for each SM
     """
 
-    pieces: tuple[int, ...] = (1, 3, 3, 1)
-    chunk: int = 1
-    block: int = 1024
-    num_warps: int = 4
-    per_sm: int = 8
-
-    def __post_init__(self) -> None:
-        check_pieces(self.pieces)
-        check_powers(self, "chunk", "block", "num_warps")
-        check_int("per_sm", self.per_sm, 1)
+    pieces: tuple[int, ...] = pieces_knob(1, 3, 3, 1)
+    chunk: int = knob(1, powers(), halved())
+    block: int = knob(1024, powers(), halved(16))
+    num_warps: int = knob(4, powers(), halved(1, 16))
+    per_sm: int = knob(8, counts(), halved(1, 16))
+    __post_init__ = check_knobs
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.knobs import halved, knob
 from weft.runtime.codec import exchangeable
 from weft.transport.exchange import Body, launch
 from weft.transport.plans import PushPlan
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class CombineWords:
     """All partial sums, by one kernel. row_bytes, num_warps: of ``PushPlan``."""
 
-    row_bytes: int = 256
-    num_warps: int = 1
+    row_bytes: int = knob(256, near=halved(128))
+    num_warps: int = knob(1, near=halved(1, 16))
 
     @property
     def push(self) -> PushPlan:

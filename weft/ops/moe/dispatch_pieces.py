@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.knobs import check_knobs, halved, knob, powers
 from weft.ops.moe.dispatch_rows import Mail, send_choices
 from weft.ops.moe.exchange import (
     DispatchArguments,
     PushRows,
     Sizes,
-    check_pieces,
-    check_powers,
     copy_chosen,
     piece_ends,
+    pieces_knob,
 )
 from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
 from weft.runtime.arithmetic import cdiv
@@ -41,14 +41,11 @@ class DispatchPieces:
     chunk, block  tokens and columns of a program that rounds, powers of two; num_warps: its warps
     """
 
-    pieces: tuple[int, ...] = (1, 3)
-    chunk: int = 2
-    block: int = 1024
-    num_warps: int = 4
-
-    def __post_init__(self) -> None:
-        check_pieces(self.pieces)
-        check_powers(self, "chunk", "block", "num_warps")
+    pieces: tuple[int, ...] = pieces_knob(1, 3)
+    chunk: int = knob(2, powers(), halved())
+    block: int = knob(1024, powers(), halved(16))
+    num_warps: int = knob(4, powers(), halved(1, 16))
+    __post_init__ = check_knobs
 
 
 def channel_of(team: Team, sizes: Sizes, dtype: torch.dtype) -> CopyChannel:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.ops.knobs import check_knobs, either, halved, knob, powers
 from weft.ops.moe.fp8_rows import COLUMNS, scales_of
 from weft.ops.moe.routing import Routing
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -27,6 +28,8 @@ from weft.transport.halves import Half, Halves
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
+# Relative sizes of pieces, from few large ones to many small ones.
+PIECES = (1,), (1, 1), (1, 3), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 4, 4, 4, 1), (1, 1, 1, 1, 1, 1, 1, 1)
 # Most programs of a kernel that pushes rows.
 MAX_PROGRAMS = 256
 # Tokens whose rows of 16 bits begin at a multiple of 16 bytes, whatever their width.
@@ -60,26 +63,20 @@ class PushRows:
     chunk  tokens under one flag; block: columns at a time; both powers of two
     """
 
-    chunk: int = 8
-    block: int = 1024
-    num_warps: int = 8
-
-    def __post_init__(self) -> None:
-        check_powers(self, "chunk", "block", "num_warps")
+    chunk: int = knob(8, powers(), halved())
+    block: int = knob(1024, powers(), halved(16))
+    num_warps: int = knob(8, powers(), halved(1, 16))
+    __post_init__ = check_knobs
 
 
-def check_powers(design: Any, *names: str) -> None:
-    """ValueError unless these fields of ``design`` are powers of two."""
-    for name in names:
-        value = getattr(design, name)
-        if value < 1 or value & (value - 1):
-            raise ValueError(f"{name}={value} is not a power of two")
+def pieces_knob(*default: int) -> Any:
+    """Knob of relative sizes of 1 to MAX_CHUNKS pieces."""
+    rule = f"are not 1 to {MAX_CHUNKS} relative sizes of at least 1"
 
+    def legal(pieces: tuple[int, ...]) -> str | None:
+        return None if 1 <= len(pieces) <= MAX_CHUNKS and min(pieces) >= 1 else rule
 
-def check_pieces(pieces: tuple[int, ...]) -> None:
-    """ValueError unless ``pieces`` are relative sizes of 1 to MAX_CHUNKS pieces."""
-    if not 1 <= len(pieces) <= MAX_CHUNKS or min(pieces) < 1:
-        raise ValueError(f"pieces={pieces} are not 1 to {MAX_CHUNKS} relative sizes of at least 1")
+    return knob(default, legal, either(*PIECES))
 
 
 def piece_ends(pieces: tuple[int, ...], tokens: int) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ import torch
 
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
+from weft.ops.knobs import around
 from weft.ops.local import check_sizes
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.moe_op import MoeOp, MoeShape
-from weft.ops.neighbours import moved, scaled
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.team.workspace import capacity_for
 
@@ -22,8 +22,6 @@ PUSHES = (
     (1, 1024, 4), (1, 2048, 4), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 1024, 8), (8, 1024, 8), (8, 512, 8), (8, 2048, 16),
     (16, 512, 8), (16, 1024, 16), (32, 512, 16),
 )  # fmt: skip
-# Relative sizes of pieces, from few large ones to many small ones.
-PIECES = (1,), (1, 1), (1, 3), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 4, 4, 4, 1), (1, 1, 1, 1, 1, 1, 1, 1)
 # Least bytes for each peer by copy engine: 12 us of a link, beside some 4 for each flag. Not measured. Two ranks take "lamport"
 # up to limits of their own, which were.
 PIPELINED_BYTES = 4 << 20
@@ -110,14 +108,7 @@ class ExchangeOp(MoeOp):
             yield PushRows(chunk=chunk, block=block, num_warps=num_warps)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, PushRows):
-            block, num_warps = scaled(design.block, 16), scaled(design.num_warps, 1, 16)
-            yield from moved(design, chunk=scaled(design.chunk), block=block, num_warps=num_warps)
-        elif isinstance(design, self.designs["lamport"]):
-            yield from moved(design, row_bytes=scaled(design.row_bytes, 128), num_warps=scaled(design.num_warps, 1, 16))
-        elif isinstance(design, self.designs["pipelined"]):
-            block, num_warps = scaled(design.block, 16), scaled(design.num_warps, 1, 16)
-            yield from moved(design, pieces=PIECES, chunk=scaled(design.chunk), block=block, num_warps=num_warps)
+        yield from around(design)
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return int(rows_sent(sizes, world_size) * sizes[3] * dtype.itemsize)

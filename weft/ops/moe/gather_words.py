@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.ops.knobs import halved, knob
 from weft.ops.registration import as_words
 from weft.runtime.codec import exchangeable
 from weft.transport.exchange import Body, launch
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class GatherWords:
     """All rows to all ranks, by one kernel. row_bytes, num_warps: of ``PushPlan``."""
 
-    row_bytes: int = 512
-    num_warps: int = 1
+    row_bytes: int = knob(512, near=halved(128))
+    num_warps: int = knob(1, near=halved(1, 16))
 
     @property
     def push(self) -> PushPlan:

@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft.language as wl
 from weft.kernels.gemm_tile import halves
 from weft.kernels.operands import can_describe
+from weft.ops.knobs import check_knobs, flipped, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
 from weft.ops.moe.fp8_rows import COLUMNS
 from weft.ops.moe.routing import Schedule
@@ -55,19 +56,14 @@ class GroupedTiles:
     columns     of the result, about, by which all tiles of pairs go before the next ones are begun
     """
 
-    block_n: int = 256
-    block_k: int = 64
-    transposed: bool = False
-    per_sm: int = 1
-    columns: int = 1024
-    num_warps: int = 8
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("block_n", "block_k"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name}={value} is not a power of two of at least 16")
+    block_n: int = knob(256, powers(16), halved(32, 256))
+    block_k: int = knob(64, powers(16), halved(high=256))
+    transposed: bool = knob(False, near=flipped)
+    per_sm: int = knob(1, near=stepped())
+    columns: int = knob(1024, near=halved(128))
+    num_warps: int = knob(8, near=halved(2, 8))
+    num_stages: int = knob(3, near=stepped())
+    __post_init__ = check_knobs
 
 
 class GroupedCall(NamedTuple):

@@ -71,7 +71,10 @@ class SumThenNorm:
 
 
 class PairsArguments(NamedTuple):
-    """Arguments of grouped_matmul_all_reduce_rms_norm. first: this rank's first expert; ``weight`` has as many as it holds."""
+    """Arguments of grouped_matmul_all_reduce_rms_norm.
+
+    first  this rank's first expert; ``weight`` has as many as it holds
+    """
 
     x: torch.Tensor
     weight: torch.Tensor

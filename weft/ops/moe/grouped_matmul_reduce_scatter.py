@@ -19,7 +19,6 @@ from weft.ops.moe.exchange import padded
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from weft.ops.moe.grouped_op import OWN_SCHEDULE, check_grouped
-from weft.ops.moe.grouped_space import tiles_around
 from weft.ops.moe.moe_cases import draw_ids
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
@@ -28,13 +27,11 @@ from weft.ops.moe.moe_sum import check_shared, moe_sum
 from weft.ops.moe.overlapped_op import OverlappedOp, ScatterArguments
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.moe.slabs import LEAST_COLUMNS, MOST_SLABS, Slabs, run_slabs
-from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
-from weft.transport.copy_channel import MAX_CHUNKS
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -200,12 +197,6 @@ class GroupedMatmulReduceScatter(OverlappedOp):
             return ByNodes(tiles=gemm.design, node=REDUCE_SCATTER.plan(scatter, machine.node))
         combine = CombineCall(call.tokens, call.choices, call.H, call.dtype)
         return Sequential(gemm=gemm, combine=MOE_COMBINE.plan(combine, machine) if call.is_whole(machine) else None)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, Slabs):
-            yield from moved(design, slabs=scaled(design.slabs, 1, MAX_CHUNKS))
-            if not quick:
-                yield from (replace(design, tiles=one) for one in tiles_around(design.tiles))
 
     # --- running -----------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,13 @@ import torch
 
 from weft.arguments import quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
+from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
 from weft.ops.moe import grouped
 from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, read_back, scales_of
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles, grouped_tiles_for
-from weft.ops.moe.grouped_space import tiles, tiles_around
+from weft.ops.moe.grouped_space import tiles
 from weft.ops.moe.moe_cases import common, draw_ids, experts_of
 from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
@@ -118,7 +119,7 @@ class GroupedOp(MoeOp):
 
     def around(self, design: GroupedTiles, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
         if not quick:
-            yield from tiles_around(design)
+            yield from around(design)
 
     def run(
         self,

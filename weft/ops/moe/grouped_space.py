@@ -10,7 +10,6 @@ import torch
 
 from weft.ops.gemm.space import STAGES_BYTES
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles
-from weft.ops.neighbours import moved, scaled
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -46,17 +45,3 @@ def tiles(base: GroupedTiles, call: GroupedCall, caps: Capabilities, quick: bool
                 per_sm=per_sm,
                 num_stages=stages,
             )
-
-
-def tiles_around(design: GroupedTiles) -> Iterator[GroupedTiles]:
-    """Neighbours of tiles."""
-    yield from moved(
-        design,
-        block_n=scaled(design.block_n, 32, 256),
-        block_k=scaled(design.block_k, 16, 256),
-        transposed=(not design.transposed,),
-        per_sm=(design.per_sm - 1, design.per_sm + 1) if design.per_sm > 1 else (2,),
-        columns=scaled(design.columns, 128),
-        num_warps=scaled(design.num_warps, 2, 8),
-        num_stages=(max(1, design.num_stages - 1), design.num_stages + 1),
-    )

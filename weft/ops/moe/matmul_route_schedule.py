@@ -19,6 +19,7 @@ from weft.arguments import check_int
 from weft.kernels.operands import row_stride, rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm.matmul import matmul
+from weft.ops.knobs import around
 from weft.ops.local import capabilities_of, check_like, check_shape, machine_on
 from weft.ops.moe.moe_cases import experts_of, schedule_by_torch
 from weft.ops.moe.moe_op import MoeOp, MoeShape
@@ -36,7 +37,6 @@ from weft.ops.moe.router_plan import (
     parts_for,
 )
 from weft.ops.moe.routing import Experts, Gating, Routed, Routing, Schedule
-from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice
 from weft.plan.planned import AUTO, Machine, Planned
@@ -209,15 +209,7 @@ class MatmulRouteSchedule(MoeOp):
                     yield replace(base, parts=parts, rows_of=rows_of)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, RouterParts):
-            yield from moved(
-                design,
-                parts=scaled(design.parts, 1, 32),
-                rows_of=scaled(design.rows_of, 16, 64),
-                step=scaled(design.step, 16, 512),
-                num_warps=scaled(design.num_warps, 1, 16),
-                num_stages=(max(1, design.num_stages - 1), design.num_stages + 1),
-            )
+        yield from around(design)
 
     # --- running -----------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,6 @@ from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, Dispatched, check_routing, sharers_of
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.routing import Experts, Routing
-from weft.ops.neighbours import moved, scaled
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -169,11 +168,6 @@ class MoeCombine(ExchangeOp):
         yield from super().space(call, machine, quick)
         sizes = ((256, 1), (4096, 8)) if quick else ((256, 1), (512, 1), (1024, 2), (4096, 8))
         yield from (CombineWords(row_bytes=size, num_warps=warps) for size, warps in sizes)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from super().around(design, machine, quick)
-        if isinstance(design, CombinePieces):
-            yield from moved(design, per_sm=scaled(design.per_sm, 1, 16))
 
     # --- running -----------------------------------------------------------------------------------------------------
 

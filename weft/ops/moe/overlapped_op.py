@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from weft.ops.case import BF16, FP16, FP32, Case
+from weft.ops.knobs import around
 from weft.ops.moe.arrival import of_all_ranks
 from weft.ops.moe.exchange_op import rows_sent
 from weft.ops.moe.grouped import GroupedTiles
@@ -134,6 +135,10 @@ class OverlappedOp(MoeOp):
         base = self.default(self.overlapped, call, machine)
         for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
             yield replace(base, tiles=one)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if isinstance(design, self.designs[self.overlapped]):
+            yield from (one for one in around(design) if not quick or one.tiles == design.tiles)
 
     # --- figures -----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
 from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.codec import exchangeable
@@ -33,19 +34,12 @@ class RouterParts:
     num_warps, num_stages  compiler options
     """
 
-    parts: int = 8
-    rows_of: int = 16
-    step: int = 128
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("rows_of", "step"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name}={value} is not a power of two of at least 16")
-        if not 1 <= self.parts <= 32:
-            raise ValueError(f"parts={self.parts} is not in 1 .. 32")
+    parts: int = knob(8, counts(32), halved())
+    rows_of: int = knob(16, powers(16), halved(high=64))
+    step: int = knob(128, powers(16), halved(high=512))
+    num_warps: int = knob(4, near=halved(1, 16))
+    num_stages: int = knob(3, near=stepped())
+    __post_init__ = check_knobs
 
 
 @exchangeable

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.arguments import check_int
+from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.moe import grouped
 from weft.ops.moe.arrival import channel_of
 from weft.ops.moe.grouped import GroupedTiles
@@ -39,11 +39,9 @@ class Slabs:
     slabs  at most this many, of whole tiles, and at most MAX_CHUNKS
     """
 
-    tiles: GroupedTiles
-    slabs: int = MOST_SLABS
-
-    def __post_init__(self) -> None:
-        check_int("slabs", self.slabs, 1, MAX_CHUNKS)
+    tiles: GroupedTiles = knob(near=around)
+    slabs: int = knob(MOST_SLABS, counts(MAX_CHUNKS), halved())
+    __post_init__ = check_knobs
 
     def width(self, H: int) -> int:
         """Columns of a slab of [T, H], but of the last one, which may have fewer."""

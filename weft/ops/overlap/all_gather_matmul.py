@@ -20,14 +20,14 @@ from weft.ops.gemm import cublas, persistent
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
+from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
-from weft.ops.neighbours import scaled
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
 from weft.ops.overlap.fused_gather import Fused, gather_channel, push_shard, run_fused
-from weft.ops.overlap.pipelined import check_pipelined, pieces_of, runs_of
+from weft.ops.overlap.pipelined import CHUNKS, check_pipelined, pieces_of, runs_of
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
-from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
+from weft.ops.overlap.space import fused_tiles, pipelines
 from weft.ops.registration import check_flag, check_list, check_team
 from weft.plan import table
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -51,13 +51,11 @@ class Pipelined:
     begin_first  the first GEMM waits for begin_kernel, which it could otherwise keep from running
     """
 
-    chunks: int = 1
-    streams: int = 2
-    span: int = 1
-    begin_first: bool = False
-
-    def __post_init__(self) -> None:
-        check_pipelined(chunks=self.chunks, streams=self.streams, span=self.span)
+    chunks: int = knob(1, CHUNKS, halved())
+    streams: int = knob(2, counts(), halved())
+    span: int = knob(1, counts(), halved())
+    begin_first: bool = knob(False, near=flipped)
+    __post_init__ = check_pipelined
 
 
 def all_gather_matmul(
@@ -143,12 +141,6 @@ class AllGatherMatmul(Overlapped):
             # The next tile's loads during the epilogue take one stage of shared memory.
             if (design.tile.block_n, design.tile.num_stages) == (256, 3):
                 yield replace(design, flatten=True)
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, Pipelined):
-            yield from pipelines_around(design, machine, begin_first=(not design.begin_first,))
-        elif isinstance(design, Fused) and not quick:
-            yield from fused_around(design, chunks=scaled(design.chunks), flatten=(not design.flatten,))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

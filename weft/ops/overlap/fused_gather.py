@@ -27,7 +27,8 @@ from weft.kernels.tile_schedule import (
 )
 from weft.ops.gemm import persistent
 from weft.ops.gemm.tile import Tile
-from weft.ops.overlap.pipelined import check_pipelined
+from weft.ops.knobs import around, check_knobs, flipped, halved, knob
+from weft.ops.overlap.pipelined import CHUNKS
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
@@ -48,13 +49,11 @@ class Fused:
     flatten  issue a tile's first loads during the epilogue of the previous tile
     """
 
-    tile: Tile
-    split: bool = True
-    chunks: int = 1
-    flatten: bool = False
-
-    def __post_init__(self) -> None:
-        check_pipelined(chunks=self.chunks)
+    tile: Tile = knob(near=around)
+    split: bool = knob(True, near=flipped)
+    chunks: int = knob(1, CHUNKS, halved())
+    flatten: bool = knob(False, near=flipped)
+    __post_init__ = check_knobs
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -38,6 +38,7 @@ from weft.kernels.tile_schedule import (
 )
 from weft.ops.gemm import persistent
 from weft.ops.gemm.tile import Tile
+from weft.ops.knobs import around, check_knobs, flipped, halved, knob, powers
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 
@@ -56,13 +57,10 @@ class Fused:
            the GEMM, since all programs finish tiles at once and the link would idle in between
     """
 
-    tile: Tile
-    split: bool = True
-    piece: int = 2048
-
-    def __post_init__(self) -> None:
-        if self.piece < 1 or self.piece & (self.piece - 1):
-            raise ValueError(f"piece={self.piece} is not a power of two")
+    tile: Tile = knob(near=around)
+    split: bool = knob(True, near=flipped)
+    piece: int = knob(2048, powers(), halved(high=8192))
+    __post_init__ = check_knobs
 
 
 def piece_for(K: int, block_k: int) -> int:

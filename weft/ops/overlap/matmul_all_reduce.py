@@ -21,13 +21,14 @@ from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, produc
 from weft.ops.gemm.matmul import MATMUL, gradients_of_matmul
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
+from weft.ops.knobs import counts, halved, knob
 from weft.ops.layout import Given
-from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.pipelined import (
+    CHUNKS,
     SUM_WARPS,
     Sending,
     add_up,
@@ -38,7 +39,7 @@ from weft.ops.overlap.pipelined import (
     share,
 )
 from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential, rows_overlap
-from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
+from weft.ops.overlap.space import fused_tiles, pipelines
 from weft.ops.registration import check_team
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
@@ -74,12 +75,10 @@ class Pipelined:
     span     ranks whose rows may share one GEMM where they are adjacent in memory (chunks=1)
     """
 
-    chunks: int = 2
-    streams: int = 2
-    span: int = 1
-
-    def __post_init__(self) -> None:
-        check_pipelined(chunks=self.chunks, streams=self.streams, span=self.span)
+    chunks: int = knob(2, CHUNKS, halved())
+    streams: int = knob(2, counts(), halved())
+    span: int = knob(1, counts(), halved())
+    __post_init__ = check_pipelined
 
 
 def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Tensor:
@@ -169,12 +168,6 @@ class MatmulAllReduce(Overlapped):
         yield from pipelines(Pipelined(), machine)
         for design in fused_tiles(self.default("fused", call, machine), call.M, call.dtype, machine, quick):
             yield from (design, replace(design, split=not design.split))
-
-    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, Pipelined):
-            yield from pipelines_around(design, machine)
-        elif isinstance(design, Fused) and not quick:
-            yield from fused_around(design, piece=scaled(design.piece, high=8192))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

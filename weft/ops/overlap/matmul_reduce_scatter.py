@@ -19,15 +19,15 @@ from weft.ops.gemm import cublas, persistent
 from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
+from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
-from weft.ops.neighbours import scaled
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.all_gather_matmul import gathered_rows
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
-from weft.ops.overlap.pipelined import Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
+from weft.ops.overlap.pipelined import CHUNKS, Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
-from weft.ops.overlap.space import fused_around, fused_tiles, pipelines, pipelines_around
+from weft.ops.overlap.space import fused_tiles, pipelines
 from weft.ops.registration import check_team
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
@@ -53,16 +53,14 @@ class Pipelined:
     local_pieces  GEMMs of a rank's own rows of a chunk: the sums of one run during the next GEMM (not with accumulate)
     """
 
-    chunks: int = 1
-    streams: int = 1
-    span: int = 1
-    accumulate: bool = False
-    local_pieces: int = 1
+    chunks: int = knob(1, CHUNKS, halved())
+    streams: int = knob(1, counts(), halved())
+    span: int = knob(1, counts(), halved())
+    accumulate: bool = knob(False, near=flipped)
+    local_pieces: int = knob(1, counts(), halved())
 
     def __post_init__(self) -> None:
-        check_pipelined(chunks=self.chunks, streams=self.streams, span=self.span)
-        if self.local_pieces < 1:
-            raise ValueError(f"local_pieces={self.local_pieces} is not positive; pass 1 or more")
+        check_pipelined(self)
         if self.local_pieces > 1 and self.accumulate:
             raise ValueError(
                 f"local_pieces={self.local_pieces} is for sums after a GEMM, and accumulate=True has none; pass 1"
@@ -137,15 +135,9 @@ class MatmulReduceScatter(Overlapped):
             yield from (design, replace(design, split=not design.split))
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if isinstance(design, Pipelined):
-            yield from pipelines_around(
-                design,
-                machine,
-                accumulate=(False, True) if machine.world_size == 2 else (),
-                local_pieces=scaled(design.local_pieces),
-            )
-        elif isinstance(design, Fused) and not quick:
-            yield from fused_around(design, piece=scaled(design.piece, high=8192))
+        for one in super().around(design, machine, quick):
+            if machine.world_size == 2 or getattr(one, "accumulate", False) == getattr(design, "accumulate", False):
+                yield one
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ import weft.language as wl
 from weft.kernels.partial_sums import added
 from weft.kernels.tile_schedule import buffer_of, place_of
 from weft.ops.gemm import cublas
+from weft.ops.knobs import check_knobs, counts
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
@@ -124,15 +125,15 @@ def part_of(rank, M, N, BLOCK: tl.constexpr, world: tl.constexpr):
     return first, tl.maximum(tl.minimum(of_rank - first, of_part), 0).to(tl.int32), first_row
 
 
-def check_pipelined(*, chunks: int, streams: int = 1, span: int = 1) -> None:
-    """ValueError unless these fields of a design are in range and fit together."""
-    for name, value in (("streams", streams), ("span", span)):
-        if value < 1:
-            raise ValueError(f"{name}={value} is not positive; pass 1 or more")
-    if not 1 <= chunks <= MAX_CHUNKS:
-        raise ValueError(f"chunks={chunks} is not in 1 .. {MAX_CHUNKS}, the signals that a shard has")
-    if span > 1 and chunks > 1:
-        raise ValueError(f"span={span} joins what chunks={chunks} cuts; pass 1 for one of them")
+# Chunks of a shard.
+CHUNKS = counts(MAX_CHUNKS, ", the signals that a shard has")
+
+
+def check_pipelined(design: Any) -> None:
+    """ValueError unless the knobs of a design, ``span`` and ``chunks`` among them, are legal and fit together."""
+    check_knobs(design)
+    if design.span > 1 and design.chunks > 1:
+        raise ValueError(f"span={design.span} joins what chunks={design.chunks} cuts; pass 1 for one of them")
 
 
 def runs_of(first: int, world: int, span: int) -> Iterator[range]:

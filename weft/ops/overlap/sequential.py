@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp
 from weft.ops.gemm.matmul import MATMUL
+from weft.ops.knobs import around
 from weft.ops.registration import check_flag
 from weft.plan.planned import Machine, Planned
 from weft.plan.table import Found
@@ -50,6 +52,11 @@ class Overlapped(GemmOp):
             gemm = MATMUL.plan(_alone(call), machine)
             return Planned("sequential", Sequential(gemm=gemm), f"one rank: nothing to send; {gemm.reason}", gemm.row)
         return super().choose(call, machine)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if not (quick and isinstance(design, self.designs["fused"])):
+            most = max(machine.world_size - 1, getattr(design, "span", 1))
+            yield from (one for one in around(design) if getattr(one, "span", 1) <= most)
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if call.M <= SEQUENTIAL_ROWS:

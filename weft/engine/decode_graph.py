@@ -63,8 +63,8 @@ class DecodeGraph:
 
     def forward(self, batch: int) -> torch.Tensor | None:
         """This rank's logits after the slots' tokens, where Pipeline.run returns them."""
-        slots = self.slots.positions[:batch], self.slots.table[:batch]
-        return self.pipeline.decode(self.tokens[:batch], *slots, self.cache)
+        passes = [self._pass(slice(begin, end)) for begin, end in self.pipeline.cuts(batch)]
+        return self.pipeline.run(passes, self.cache)
 
     def forward_and_keep(self, batch: int) -> None:
         """Forward pass whose logits `choose_kept` reads: a step with grammars has a graph for each of both."""
@@ -79,9 +79,11 @@ class DecodeGraph:
 
     def compute(self, slots: slice) -> torch.Tensor | None:
         """Result of this stage's layers for these slots alone, as of Pipeline.compute."""
+        return self.pipeline.compute(self._pass(slots), self.cache)
+
+    def _pass(self, slots: slice) -> Pass:
         tokens, positions, table = (rows_of(x, slots) for x in (self.tokens, self.slots.positions, self.slots.table))
-        one = Pass(tokens, self.pipeline.model.decode_step(positions, table, self.page_size))
-        return self.pipeline.compute(one, self.cache)
+        return Pass(tokens, self.pipeline.model.decode_step(positions, table, self.page_size))
 
     def choose(self, slots: slice, kind: Kind, logits: torch.Tensor | None) -> None:
         """Choose the slots' next tokens, by logits on the last stage, and advance their positions."""

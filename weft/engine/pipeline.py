@@ -145,17 +145,6 @@ class Pipeline:
             return logits
         return logits[upload(torch.tensor(order).argsort(), tokens.device)]
 
-    def decode(
-        self, tokens: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, cache: PagedCache
-    ) -> torch.Tensor | None:
-        """Logits after a token of each sequence, where `run` returns them; arguments as of ``decode_step``."""
-        step = self.model.decode_step
-        passes = [
-            Pass(tokens[begin:end], step(positions[begin:end], pages[begin:end], cache.page_size))
-            for begin, end in self.cuts(len(tokens))
-        ]
-        return self.run(passes, cache)
-
     def run(self, passes: Sequence[Pass], cache: PagedCache) -> torch.Tensor | None:
         """Forward passes of microbatches: on the last stage this rank's logits of their rows.
 

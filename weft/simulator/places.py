@@ -48,7 +48,10 @@ class Places:
         return self.last + self.itemsize
 
     def masked(self, bits: int) -> Places:
-        """The same places with addresses ``& bits``: this object, changed, if these bits order no two addresses otherwise."""
+        """The same places with addresses ``& bits``.
+
+        Changes and returns this object if all addresses that are not masked off are equal in the other bits.
+        """
         raise NotImplementedError
 
     def misaligned(self, base: int) -> int | None:

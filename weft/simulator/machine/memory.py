@@ -197,7 +197,10 @@ class Memory:
         return int(self.load(at, np.ones(1, bool), itemsize, who)[0])
 
     def _one_extent(self, places: Places, who: Who, verb: str) -> Extent | None:
-        """Extent that holds all places, the common case; None if no single one does. InvalidAccess if misaligned in it."""
+        """Extent that holds all places, the common case; None if no single one does.
+
+        InvalidAccess if a place is misaligned in it.
+        """
         extent = self.find(places.low)
         if extent is None or places.last + places.itemsize > extent.base + extent.size:
             return None

@@ -62,7 +62,10 @@ class Pointers:
         return (extent.base, extent.name) if extent is not None else (address, f"{address:#x}")
 
     def plain(self, places: Places, who: Callable[[], str], verb: str) -> Places:
-        """Places without numbers, as ``Places.masked``. InvalidAccess where an unmasked address has left its tensor."""
+        """Places without numbers, as from ``Places.masked``.
+
+        InvalidAccess where an unmasked address has left its tensor.
+        """
         low, last = places.low, places.last
         if last <= ADDRESS:
             return places

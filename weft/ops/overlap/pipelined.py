@@ -130,7 +130,7 @@ CHUNKS = counts(MAX_CHUNKS, ", the signals that a shard has")
 
 
 def check_pipelined(design: Any) -> None:
-    """ValueError unless the knobs of a design, ``span`` and ``chunks`` among them, are legal and fit together."""
+    """ValueError unless the knobs of a pipelined design are legal, and span and chunks fit together."""
     check_knobs(design)
     if design.span > 1 and design.chunks > 1:
         raise ValueError(f"span={design.span} joins what chunks={design.chunks} cuts; pass 1 for one of them")

@@ -1,4 +1,4 @@
-"""Exchange of a message between all ranks, tile by tile: the kernel of every collective that takes one hop.
+"""Exchange of a message between all ranks, tile by tile: the kernel of collectives of one hop.
 
 What is sent and stored is up to three functions (``Body``), which read a ``Message``:
 
@@ -40,7 +40,10 @@ from weft.triton_api import JITFunction
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Body:
-    """Functions of an exchange. name: of the kernel in profiles and reports, unlike that of any other body."""
+    """Functions of an exchange.
+
+    name  of the kernel in profiles and reports, different for each body
+    """
 
     name: str
     send: JITFunction
@@ -84,7 +87,9 @@ def exchange_kernel(
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """STORE(SEND of each rank for this one)        grid: (programs,), each over every programs-th tile of BLOCK elements
+    """STORE(SEND of each rank for this one)
+
+    grid      (programs,), each over every programs-th tile of BLOCK elements
 
     signals   ``send``: a row of a stage at every peer; the words are their own flag
     waits     ``receive``, before STORE: all rows of its stage but this rank's. Words of the stage are of this epoch, since it
@@ -124,7 +129,10 @@ def exchange_tiles(
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """Exchange this program's tiles from ``first`` < ``tiles`` on, the first sent as ``epoch``; returns the next epoch."""
+    """Exchange this program's tiles from ``first`` < ``tiles`` on; returns the epoch after the last.
+
+    epoch  that in which the first tile is sent
+    """
     programs = tl.num_programs(0)
     following = send_tile(message, first, slot, epoch, team, SEND, OWN, BLOCK, ROWS, TRANSPORT)
     for tile in range(first, tiles, programs):
@@ -154,7 +162,7 @@ def send_tile(
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
 ):
-    """Send a tile to all ranks; returns what its ``receive`` needs of it: the tile, or its number where OWN reads it again."""
+    """Send a tile to all ranks; returns it, or its number where OWN reads it again."""
     block = SEND(message, tile, team, BLOCK, ROWS).to(slot.dtype.element_ty)
     if len(block.shape) == 1:
         send(tl.broadcast_to(block[None, :], (ROWS, BLOCK)), slot, epoch, team, TRANSPORT, BLOCK)

@@ -52,9 +52,9 @@ def await_entered(entered, peer, last, team):
 
 @triton.jit
 def begin_half(half, team):
-    """Begin the next call; returns it once this half may be written at every peer. All programs of the kernel call it first.
+    """Begin the next call; returns it once this half may be written at every peer.
 
-    Program 0 tells every peer; every program waits for every peer.
+    All programs of the kernel call it first. Program 0 tells every peer; every program waits for every peer.
     """
     world: tl.constexpr = wl.num_ranks(team)
     program, me = tl.program_id(0), wl.rank(team)
@@ -70,7 +70,10 @@ def begin_half(half, team):
 
 @triton.jit
 def await_chunk(call, chunk, team):
-    """Acquire: returns once every peer has announced ``chunk`` in this call; what they stored before is visible."""
+    """Acquire: returns once every peer has announced ``chunk`` in this call.
+
+    What the peers stored before is visible.
+    """
     world: tl.constexpr = wl.num_ranks(team)
     for step in range(1, world):
         wl.chunk_wait(call, (wl.rank(team) + step) % world, chunk, team)
@@ -85,7 +88,9 @@ def end_half(half, call):
 
 @triton.jit
 def begin_kernel(half, team):
-    """Begin the next call; end once this half may be written at every peer.        grid: (W - 1,), a program for each peer
+    """Begin the next call; end once this half may be written at every peer.
+
+    grid: (W - 1,), a program for each peer
 
     Signals, waits, reuse: the module's, between program p and peer me + 1 + p. Later kernels and copies of the call take it
     as the current one.
@@ -114,7 +119,10 @@ class Halves:
 
     @classmethod
     def make(cls, team: Team, buffers: tuple[torch.Tensor, ...], rows: int, chunks: int, programs: int) -> Halves:
-        """Make a channel of ``rows`` rows for ``buffers``. programs: most of a kernel that begins a call. Collective."""
+        """Make a channel of ``rows`` rows for ``buffers``. Collective.
+
+        programs: most of a kernel that begins a call
+        """
         landed, entered = Channel.make(team, rows, chunks, "landed"), team.signals((team.size,), name="entered")
         # Rows of a multiple of 16 bytes, so that both halves have the same alignment.
         filled = team.local((len(buffers[0]), -(-programs // 4) * 4), torch.int32).unbind()

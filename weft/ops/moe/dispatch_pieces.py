@@ -49,7 +49,7 @@ class DispatchPieces:
 
 
 def channel_of(team: Team, sizes: Sizes, dtype: torch.dtype) -> CopyChannel:
-    """Receive buffers [2, …] of the parts of a ``Mail``, for rows of ``dtype``, or in fp8 where ``sizes`` has scales."""
+    """Receive buffers [2, …] of a ``Mail``: rows in fp8 where ``sizes`` has scales, else in ``dtype``."""
     (tokens, width, k, W), fp8 = (sizes.tokens, sizes.width, sizes.choices, team.size), sizes.scales > 0
     rows = team.empty((2, W, tokens, width), E4M3 if fp8 else dtype, name="rows")
     ids = team.empty((2, W, tokens, k), torch.int32, name="ids")

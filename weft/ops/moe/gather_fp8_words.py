@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Compile-time sizes of a rank's part: blocks of 128 columns of all rows, and of one; ids, and those of a token."""
+    """Compile-time sizes of a rank's part: blocks of 128 columns and ids, of all tokens and of one."""
 
     all: int
     of_row: int

@@ -70,7 +70,6 @@ NO_COMMANDS = {
 NOT_PARSED = {
     r"python benchmarks/run\.py.*": "became `weft bench`",
     r"python -m benchmarks\.lab\.cublas .*--tuned weft/ops/tuned.*": "the table has moved",
-    r"weft generate --max-new-tokens": "names a flag, without its value",
 }
 
 # What a file of the reader's own has.

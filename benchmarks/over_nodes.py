@@ -112,7 +112,7 @@ class FlightTimes(NamedTuple):
 
     one_pass  a stage at a time
     cut       in a microbatch for each stage
-    groups    steps that follow each other without a gap (weft.engine.decode_graph)
+    groups    steps that follow each other without a gap (weft.engine.graphs)
     """
 
     weights: float

@@ -14,7 +14,7 @@ from benchmarks.over_nodes import (
     staged,
     with_tables,
 )
-from weft.engine.decode_graph import pays
+from weft.engine.graphs import pays
 
 
 def test_a_shard_crosses_once_and_is_spread_in_the_node():

@@ -11,8 +11,8 @@ import torch
 
 import weft
 from weft.engine import Engine, SamplingParams
+from weft.engine.answers import join_pieces
 from weft.engine.graphs import Graphs
-from weft.engine.outputs import join_pieces
 from weft.engine.params import Kind, as_prompts
 from weft.engine.prompts import Shape
 from weft.engine.tokenizer import load_tokenizer

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 import weft
 from tests.engine.test_sampling import choose
 from weft.engine import Engine, SamplingParams, StructuredOutputsParams
+from weft.engine.answers import join_pieces
 from weft.engine.kv_cache import PagePool
-from weft.engine.outputs import join_pieces
 from weft.engine.params import Kind
 from weft.ops.vocab.sample_argmax import EXCLUDED, NOT_FINITE
 

@@ -7,8 +7,7 @@ import pytest
 import weft
 import weft.check
 from weft.engine import Engine, SamplingParams
-from weft.engine.decode_graph import CROSSING_BYTES, Flight, Turn, pays, slots_of, turns_of
-from weft.engine.graphs import Graphs
+from weft.engine.graphs import CROSSING_BYTES, Flight, Graphs, Turn, pays, slots_of, turns_of
 from weft.engine.params import Kind
 from weft.errors import Deadlock
 from weft.runtime.team.rail import Rail

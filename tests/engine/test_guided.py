@@ -13,9 +13,9 @@ from tests.engine.test_adjustments import over_ranks
 from tests.engine.test_engine import PROMPTS
 from weft.engine import Engine, SamplingParams, grammars
 from weft.engine import StructuredOutputsParams as Structured
+from weft.engine.answers import join_pieces
 from weft.engine.grammars import Guides
 from weft.engine.graphs import FORWARD, Graphs
-from weft.engine.outputs import join_pieces
 from weft.engine.params import joint_kind
 from weft.engine.prompts import Shape
 from weft.engine.slots import Adjusted, Entry

@@ -23,9 +23,9 @@ from tests.runtime.sockets import listening
 from weft import SamplingParams
 from weft.engine import Completion, processes
 from weft.engine import llm as llm_module
+from weft.engine.answers import join_pieces
 from weft.engine.batch import Batch
 from weft.engine.llm import Calls
-from weft.engine.outputs import join_pieces
 from weft.engine.ranks import VirtualRanks
 from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, NotEnoughGPUs, WeftError

@@ -8,7 +8,7 @@ import pytest
 
 import weft
 from weft.engine import Engine, SamplingParams
-from weft.engine.outputs import join_pieces
+from weft.engine.answers import join_pieces
 
 REQUESTS = 250
 # For 40 sequences of a page, or two of hundreds of tokens: then the youngest give way.

@@ -6,9 +6,9 @@ import torch
 import weft
 from tests.engine.test_engine import PROMPTS, SMALL
 from weft.engine import Engine, SamplingParams
-from weft.engine.outputs import Logprob, Piece, columns_of, join_pieces, pieces_of_columns
+from weft.engine.answers import Logprob, Piece, columns_of, join_pieces, logprobs_of, pieces_of_columns
 from weft.engine.params import MOST_LOGPROBS
-from weft.engine.sampling import WIDTH, logprobs_of, token_logprobs
+from weft.engine.sampling import WIDTH, token_logprobs
 from weft.parallel.vocabulary import VocabParallelHead
 from weft.runtime.codec import decode, encode
 

@@ -6,7 +6,7 @@ import weft
 import weft.check
 from weft.engine import Engine, SamplingParams
 from weft.engine import StructuredOutputsParams as Structured
-from weft.engine.outputs import join_pieces
+from weft.engine.answers import join_pieces
 from weft.engine.pipeline import Pipeline, layers_of, ranges_between
 from weft.errors import Deadlock
 from weft.runtime.team.rail import Rail

@@ -5,7 +5,7 @@ import torch
 
 import weft
 from weft.engine import Engine
-from weft.engine.decode_graph import Turn
+from weft.engine.graphs import Turn
 
 PROMPTS = ["a prompt", "x", "another, longer prompt", "one of more tokens than a microbatch has, which is cut"]
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.limits import ANSWER
 from weft.engine import chat as module
-from weft.engine import limited_process
 from weft.engine.chat import ChatTemplate, Renderer, RenderError, as_json
 from weft.errors import WeftError
+from weft.runtime import limited_process
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

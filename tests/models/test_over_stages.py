@@ -6,7 +6,7 @@ import torch
 import weft
 from tests.against_transformers import prompt
 from weft.engine import Engine, SamplingParams
-from weft.engine.outputs import join_pieces
+from weft.engine.answers import join_pieces
 from weft.models.builtin import PATHS
 
 LENGTHS = (3, 41, 17, 1, 30)

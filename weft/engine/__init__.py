@@ -8,17 +8,17 @@ from typing import Any
 # Loaded on first use: the command line needs the defaults of EngineConfig before it needs torch and Triton.
 _MODULES = {
     "AsyncLLM": "async_llm",
-    "Completion": "outputs",
+    "Completion": "answers",
     "Engine": "engine",
     "EngineConfig": "config",
-    "Fault": "outputs",
+    "Fault": "answers",
     "LLM": "llm",
-    "Load": "outputs",
-    "Piece": "outputs",
+    "Load": "answers",
+    "Piece": "answers",
     "Request": "async_llm",
     "Runner": "runner",
     "SamplingParams": "params",
-    "Stats": "outputs",
+    "Stats": "answers",
     "StructuredOutputsParams": "params",
 }
 __all__ = list(_MODULES)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.arguments import quoted
-from weft.engine.limited_process import LimitedProcess, ProcessFailed
 from weft.engine.params import check_prompt
 from weft.engine.tokenizer import named_tokens, token_ids_of
 from weft.errors import CheckpointError
 from weft.models.files import read_file, read_object
+from weft.runtime.limited_process import LimitedProcess, ProcessFailed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

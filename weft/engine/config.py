@@ -65,7 +65,7 @@ class EngineConfig:
                      equal parts of one (weft.engine.pipeline)
     microbatch_tokens  a pass goes through the stages in up to pipeline_parallel microbatches of at least this many tokens,
                      since a stage reads its weights for each. Prompts that are cut run without CUDA graphs. Decode steps
-                     of that many sequences a stage follow each other without a gap (weft.engine.decode_graph)
+                     of that many sequences a stage follow each other without a gap (weft.engine.graphs)
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
     warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, about 170 with
                      context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is

@@ -24,12 +24,22 @@ from weft.arguments import (
     check_optional,
     quoted,
 )
-from weft.engine.answers import Answer, StopStrings, TextStream, TokenTexts, token_texts
+from weft.engine.answers import (
+    Answer,
+    Completion,
+    Load,
+    Piece,
+    Stats,
+    StopStrings,
+    TextStream,
+    TokenTexts,
+    join_pieces,
+    token_texts,
+)
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig
 from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
 from weft.engine.kv_cache import plan_cache
-from weft.engine.outputs import Completion, Load, Piece, Stats, join_pieces
 from weft.engine.params import (
     Prompt,
     SamplingParams,

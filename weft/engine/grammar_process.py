@@ -1,4 +1,4 @@
-"""Compilation of grammars by llguidance; also a worker of weft.engine.limited_main, which tries them.
+"""Compilation of grammars by llguidance; also a worker of weft.runtime.limited_main, which tries them.
 
 The worker imports llguidance and tokenizers, and nothing of weft. Its `hello` has {"tokenizer", "vocab_size", "ends"}; requests
 are {"kind", "text"}, and answers {}, or {"refused"} with the library's text.

@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 
 from weft.arguments import shortened
 from weft.engine.grammar_process import RANK_STACK, Vocabulary, compile_grammar, read_tokenizer
-from weft.engine.limited_process import LimitedProcess, ProcessFailed
 from weft.engine.params import StructuredOutputsParams
 from weft.runtime.arithmetic import cdiv
+from weft.runtime.limited_process import LimitedProcess, ProcessFailed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -1,14 +1,35 @@
-"""CUDA graphs of passes: captured behind eager runs, replayed by key, in memory that all share."""
+"""CUDA graphs of passes, in memory that all share; the decode step that they launch, and steps in flight over stages.
+
+In flight: a group of batch slots a stage, and no wait for a step's end.
+
+    groups a, b of steps 1, 2, …       turn t of stage s: group (t - s) mod P, of P stages
+    stage 0 | a1 | b1 | a2 | b2 | a3
+    stage 1      | a1 | b1 | a2 | b2   behind its turn the last stage sends the group's tokens to all others
+
+A group's tokens come to stage s behind its turn with the group P - 1 - s later: to stage 0 just before the group's next turn.
+So P - 1 - s groups of a step are under way to it once its turns are launched. They come in the turns of the next step, if that
+one continues it, or else by ``Flight.settle``.
+
+order  behind the turns t of all stages: tokens from the last stage, then hidden states, those of the higher stages first. It
+       is the order of weft.engine.pipeline's pieces, so no two ranks wait for each other
+slots  slot i is of group i mod P: groups of a batch differ by one sequence at most
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from weft.engine.params import Kind
+from weft.engine.pipeline import Pass, Pipeline
+from weft.engine.sampling import WIDTH, Choice
+from weft.engine.slots import Adjustments, Slots, rows_of
+from weft.parallel.step import PagedCache
 from weft.runtime.logs import logger_of
 from weft.runtime.team.team import Team
 
@@ -123,3 +144,260 @@ def decode_buckets(max_batch: int) -> list[int]:
         else:
             size += size if size <= ROWS else max(ROWS, (1 << size.bit_length()) // 8)
     return [*sizes, max_batch]
+
+
+class DecodeGraph:
+    """Decode step of batch slots: tokens[slot] at positions[slot] → next tokens[slot], in place.
+
+    slots        positions, page tables and sampling parameters
+    tokens       [max_batch] int64, the newest of each slot
+    logprobs     [max_batch, WIDTH] fp32: rows of weft.engine.sampling, of slots that ask for them
+    cache        keys and values of this stage; None: not allocated yet
+    adjustments  None until a request asks for changes of logits
+
+    Collective. It reads and writes tensors at fixed addresses only. Slots are given as a slice: the first of them, or with a
+    step.
+    """
+
+    def __init__(self, pipeline: Pipeline, slots: Slots, page_size: int) -> None:
+        self.pipeline, self.slots, self.page_size = pipeline, slots, page_size
+        max_batch, device = len(slots.positions), pipeline.team.device
+        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(max_batch, WIDTH, dtype=torch.float32, device=device)
+        self.cache: PagedCache | None = None
+        self.adjustments: Adjustments | None = None
+        self._kept: dict[int, torch.Tensor] = {}  # logits by number of slots
+
+    def run(self, batch: int, kind: Kind, between: Callable[[], None] | None = None) -> None:
+        """Decode slots 0 .. batch - 1; `between`: called between the forward pass and the choice of tokens."""
+        logits = self.forward(batch)
+        if between is not None:
+            between()
+        self.choose(slice(batch), kind, logits)
+
+    def forward(self, batch: int) -> torch.Tensor | None:
+        """This rank's logits after the slots' tokens, where Pipeline.run returns them."""
+        passes = [self._pass(slice(begin, end)) for begin, end in self.pipeline.cuts(batch)]
+        return self.pipeline.run(passes, self.cache)
+
+    def forward_and_keep(self, batch: int) -> None:
+        """Forward pass whose logits `choose_kept` reads: a step with grammars has a graph for each of both."""
+        if (logits := self.forward(batch)) is not None:
+            if batch not in self._kept:
+                self._kept[batch] = torch.empty_like(logits)
+            self._kept[batch].copy_(logits)
+
+    def choose_kept(self, batch: int, kind: Kind) -> None:
+        """Choose tokens by the logits of `forward_and_keep`."""
+        self.choose(slice(batch), kind, self._kept.get(batch))
+
+    def compute(self, slots: slice) -> torch.Tensor | None:
+        """Result of this stage's layers for these slots alone, as of Pipeline.compute."""
+        return self.pipeline.compute(self._pass(slots), self.cache)
+
+    def _pass(self, slots: slice) -> Pass:
+        tokens, positions, table = (rows_of(x, slots) for x in (self.tokens, self.slots.positions, self.slots.table))
+        return Pass(tokens, self.pipeline.model.decode_step(positions, table, self.page_size))
+
+    def choose(self, slots: slice, kind: Kind, logits: torch.Tensor | None) -> None:
+        """Choose the slots' next tokens, by logits on the last stage, and advance their positions."""
+        choice = Choice(
+            temperature=rows_of(self.slots.temperature, slots),
+            top_p=rows_of(self.slots.top_p, slots),
+            top_k=rows_of(self.slots.top_k, slots),
+            min_p=rows_of(self.slots.min_p, slots),
+            seed=rows_of(self.slots.seed, slots),
+            position=self.next_positions(slots),
+            adjustments=self.adjustments,
+            rows=slots,
+        )
+        tokens, logprobs = self.pipeline.choose(logits, choice, kind)
+        self.put(slots, tokens, logprobs)
+        if Kind.ADJUSTED in kind and self.pipeline.is_last:
+            self.note(choice.rows, tokens, choice.position)
+
+    def note(self, rows: slice | torch.Tensor, tokens: torch.Tensor, position: torch.Tensor) -> None:
+        """Note chosen tokens among the changes of logits, as ``Adjustments.note``."""
+        self.adjustments.note(rows, tokens, position, fused=self.pipeline.model.runs_kernels)
+
+    def next_positions(self, slots: slice) -> torch.Tensor:
+        """Positions of the tokens that these slots get; -1 stays."""
+        positions = self.slots.positions[slots]
+        positions.add_(positions >= 0)
+        return rows_of(self.slots.positions, slots)
+
+    def put(self, slots: slice, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> None:
+        """Set the slots' newest tokens, and their rows of log-probabilities if there are some."""
+        self.tokens[slots].copy_(tokens)
+        if logprobs is not None:
+            self.logprobs[slots].copy_(logprobs)
+
+    @contextmanager
+    def on_empty_slots(self) -> Iterator[None]:
+        """Decode steps within write no cache, and leave `tokens` and positions as they are."""
+        kept = self.tokens.clone(), self.slots.positions.clone()
+        self.slots.positions.fill_(-1)
+        yield
+        self.tokens.copy_(kept[0])
+        self.slots.positions.copy_(kept[1])
+
+
+def without_autograd(device: torch.device) -> AbstractContextManager:
+    """Inference mode, to save host time; not on virtual ranks, which share a thread."""
+    return torch.inference_mode() if device.type == "cuda" else nullcontext()
+
+
+# Bytes of memory that an H200 reads in the 20 us until a rail's piece has begun.
+CROSSING_BYTES = 80 << 20
+# Steps in flight that end, since prompts are read, have cost P - 1 turns more, mostly of reading weights. With keys and values
+# of this share of the weights' bytes, some eight steps between two prompts pay for that.
+FEWEST_OF_WEIGHTS = 1 / 8
+
+
+class Turn(NamedTuple):
+    """Turn of a stage in a decode step: its layers for a group, then the tokens of another one.
+
+    batch     slots of the step
+    group     whose layers are computed
+    arriving  group whose tokens come from the last stage; None: of no group, in a step that follows none, and on the last
+              stage, which has them
+    """
+
+    batch: int
+    group: int
+    arriving: int | None
+
+
+def slots_of(group: int, batch: int, stages: int) -> slice:
+    """Slots of a group, of the first `batch` ones."""
+    return slice(group, batch, stages)
+
+
+def turns_of(stage: int, stages: int, batch: int, *, continued: bool) -> list[Turn]:
+    """Turns of a decode step on a stage; `continued`: tokens of the step before are under way to it."""
+    behind, turns = stages - 1 - stage, []
+    for group in range(stages):
+        arriving = group - behind
+        comes = behind > 0 and (arriving >= 0 or continued)
+        turns.append(Turn(batch, group, arriving % stages if comes else None))
+    return turns
+
+
+def pays(stages: int, read_bytes: int, weight_bytes: int) -> bool:
+    """True if a decode step takes less time in groups than as one pass, by the bytes a stage reads.
+
+    read_bytes  keys and values of all sequences. Weights are read once a pass, or once a group: P turns either way
+
+    As one pass a step takes P turns of w + r, weights and reads; in groups P of w + r / P and 2 (P - 1) crossings.
+    """
+    return read_bytes >= max(2 * (stages - 1) * CROSSING_BYTES, weight_bytes * FEWEST_OF_WEIGHTS)
+
+
+class Flight:
+    """Decode steps of a stage that go through the stages in groups. Collective.
+
+    The last of them is in flight until the next one continues it, or `settle`.
+    """
+
+    def __init__(self, graph: DecodeGraph, graphs: Graphs) -> None:
+        """`graph`: with its cache; `graphs`: in which the turns are captured."""
+        self.graph, self.pipeline, self.graphs = graph, graph.pipeline, graphs
+        self._flying: tuple[int, Kind] | None = None  # slots and kind of the decode step in flight
+        if self.pipeline.stages > 1:
+            # Of the largest stage: equal on all ranks, which decide alike.
+            self._weight_bytes = max(
+                self.pipeline.team.exchange(sum(x.nbytes for x in self.pipeline.model.parameters()))
+            )
+            layers = -(-self.pipeline.model.config.num_hidden_layers // self.pipeline.stages)
+            self._entry_bytes = graph.cache.data[0, :, 0].nbytes * layers
+
+    @property
+    def in_flight(self) -> bool:
+        """True if tokens of the last decode step are under way to some stages."""
+        return self._flying is not None
+
+    def takes(self, batch: int, kind: Kind, entries: int) -> bool:
+        """True if a decode step goes through the stages in groups.
+
+        entries  of page tables that it reads
+        """
+        stages = self.pipeline.stages
+        if stages == 1 or batch < stages or Kind.GUIDED in kind:
+            return False
+        if batch >= stages * self.pipeline.microbatch_tokens:
+            return True
+        return pays(stages, entries * self._entry_bytes, self._weight_bytes)
+
+    def run(self, batch: int, kind: Kind, arrived: Callable[[], None] | None = None, *, cuda_graph: bool) -> None:
+        """Launch a decode step in groups; it continues one in flight of the same slots and kind.
+
+        arrived     called once `graph.tokens` has all those of a step in flight before, and none of this one
+        cuda_graph  True: the turns are replayed, and captured if they are not yet
+        """
+        if self._flying != (batch, kind):
+            self.settle(arrived)
+            if cuda_graph:
+                self._capture_turns(batch, kind)
+        continued, behind = self.in_flight, self.pipeline.stages - 1 - self.pipeline.rail.index
+        self._flying = None  # after an error between turns it is unknown what is under way
+        for turn in self._turns(batch, continued):
+            if continued and arrived is not None and turn.group == behind:
+                arrived()
+            if cuda_graph:
+                self.graphs.replay((turn, kind))
+            else:
+                self._turn(turn, kind)
+        self._flying = batch, kind
+
+    def settle(self, arrived: Callable[[], None] | None = None) -> None:
+        """End the decode step in flight, if there is one: then its tokens are on all stages.
+
+        `arrived` as of `run`.
+        """
+        if self._flying is None:
+            return
+        [batch, kind], self._flying = self._flying, None
+        with without_autograd(self.pipeline.team.device):
+            self._receive_rest(batch, kind)
+        if arrived is not None:
+            arrived()
+
+    def _turns(self, batch: int, continued: bool) -> list[Turn]:
+        return turns_of(self.pipeline.rail.index, self.pipeline.stages, batch, continued=continued)
+
+    def _turn(self, turn: Turn, kind: Kind) -> None:
+        pipeline = self.pipeline
+        slots = slots_of(turn.group, turn.batch, pipeline.stages)
+        result = self.graph.compute(slots)
+        if pipeline.is_last:
+            self.graph.choose(slots, kind, result)
+        else:
+            self.graph.next_positions(slots)
+            if turn.arriving is not None:
+                self._receive(turn.arriving, turn.batch, kind)
+            pipeline.send(result)
+        pipeline.rail.join()
+
+    def _receive(self, group: int, batch: int, kind: Kind) -> None:
+        """Tokens of a group that the last stage sends."""
+        slots = slots_of(group, batch, self.pipeline.stages)
+        self.graph.put(slots, *self.pipeline.chosen(len(self.graph.tokens[slots]), kind))
+
+    def _receive_rest(self, batch: int, kind: Kind) -> None:
+        """Tokens of the groups that come behind the last turn of a step."""
+        for group in range(self.pipeline.rail.index + 1, self.pipeline.stages):
+            self._receive(group, batch, kind)
+
+    def _capture_turns(self, batch: int, kind: Kind) -> None:
+        """Capture the graphs of a step's turns, unless there are some. Waits for the GPU."""
+        turns = self._turns(batch, False) + self._turns(batch, True)
+        if (turns[0], kind) in self.graphs:
+            return
+
+        def steps() -> None:
+            for turn in turns:
+                self._turn(turn, kind)
+            self._receive_rest(batch, kind)
+
+        with self.graph.on_empty_slots():
+            self.graphs.capture_all({(turn, kind): partial(self._turn, turn, kind) for turn in turns}, steps)

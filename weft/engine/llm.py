@@ -13,11 +13,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from weft.arguments import check_heap_bytes, quoted
+from weft.engine.answers import Completion, Piece, Stats, join_pieces
 from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine, check_model
 from weft.engine.loop import Command, check_process, watchers_of
-from weft.engine.outputs import Completion, Piece, Stats, join_pieces
 from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each, sampling_defaults
 from weft.engine.processes import Processes
 from weft.engine.ranks import Placement, VirtualRanks

@@ -15,8 +15,8 @@ from weft.arguments import check_callable, check_optional
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
+    from weft.engine.answers import Load, Piece
     from weft.engine.engine import Engine
-    from weft.engine.outputs import Load, Piece
     from weft.engine.params import Prompt, SamplingParams
     from weft.models.checkpoint import Progress
 

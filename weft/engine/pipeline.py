@@ -1,6 +1,6 @@
 """Pipeline parallelism: layers over stages of a team, hidden states and tokens over rails.
 
-All ranks schedule alike, and run a pass together; decode steps may overlap (weft.engine.decode_graph). A pass is cut into
+All ranks schedule alike, and run a pass together; decode steps may overlap (weft.engine.graphs). A pass is cut into
 microbatches, which go through the stages in order:
 
     stage s, for each microbatch m:   receive m from s - 1   layers of m   send m to s + 1

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
+from weft.engine.answers import columns_of, pieces_of_columns
 from weft.engine.loop import Command, Make, ParentClosed, RequestLoop, Take, Watchers, check_process, llm_closed
-from weft.engine.outputs import columns_of, pieces_of_columns
 from weft.errors import PeerFailed, WeftError
 from weft.runtime.codec import decode, encode
 from weft.runtime.launch import launch_on_pipes

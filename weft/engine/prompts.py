@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.decode_graph import DecodeGraph
-from weft.engine.graphs import WARM_KINDS, Graphs
+from weft.engine.graphs import WARM_KINDS, DecodeGraph, Graphs
 from weft.engine.params import Kind, joint_kind
 from weft.engine.prefill import PrefillChunk, StaticPrefill, prefill_eagerly
 from weft.models import Decoder

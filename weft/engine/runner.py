@@ -12,8 +12,7 @@ import torch
 
 from weft.arguments import check_instance
 from weft.engine.config import EngineConfig
-from weft.engine.decode_graph import DecodeGraph, Flight, Turn, without_autograd
-from weft.engine.graphs import FORWARD, WARM_KINDS, Graphs, decode_buckets
+from weft.engine.graphs import FORWARD, WARM_KINDS, DecodeGraph, Flight, Graphs, Turn, decode_buckets, without_autograd
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk
@@ -185,7 +184,7 @@ class Runner:
         """Decode one token for every occupied slot, all of which are below `slots`, and advance the positions.
 
         entries  of page tables that are read, where the next step is likely to decode the same slots: stages may then keep
-                 this one in flight (weft.engine.decode_graph); None: it ends with this call
+                 this one in flight (weft.engine.graphs); None: it ends with this call
         arrived  called once `tokens` has all those of a step in flight before, and none of this one
 
         The other arguments as of `replay`.

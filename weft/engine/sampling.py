@@ -18,13 +18,11 @@ fp32, which holds token ids exactly. As vLLM's, they are those of the model: bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft import ops
-from weft.engine.outputs import Logprob
 from weft.engine.params import MOST_LOGPROBS, Kind
 from weft.engine.slots import Adjustments
 from weft.ops.vocab.sample_argmax import gumbel_noise
@@ -214,15 +212,3 @@ def token_logprobs(head: VocabParallelHead, logits: torch.Tensor, tokens: torch.
     rows[:, 2 : 2 + count] = top[:, :count] - total
     rows[:, 2 + MOST_LOGPROBS : 2 + MOST_LOGPROBS + count] = ids[:, :count]
     return rows
-
-
-def logprobs_of(
-    row: Sequence[float], token: int, count: int, decode: Callable[[int], str | None]
-) -> dict[int, Logprob]:
-    """The token's Logprob, then those of the `count` likeliest tokens, by token id."""
-    found = {token: Logprob(row[0], int(row[1]), decode(token))}
-    for rank in range(1, count + 1):
-        logprob, other = row[1 + rank], row[1 + MOST_LOGPROBS + rank]
-        if logprob > -torch.inf and int(other) not in found:
-            found[int(other)] = Logprob(logprob, rank, decode(int(other)))
-    return found

@@ -1,4 +1,4 @@
-"""Worker of weft.engine.limited_main that renders chat templates.
+"""Worker of weft.runtime.limited_main that renders chat templates.
 
 It imports jinja2, and nothing of weft. Requests are {"source", "variables", "characters"}, where variables null compiles
 only. Answers are {"text"}, {"invalid"}, {"refused"} or {"failed"}.

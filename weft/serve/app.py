@@ -19,8 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weft.arguments import positive, quoted, shortened
+from weft.engine.answers import Piece
 from weft.engine.async_llm import AsyncLLM
-from weft.engine.outputs import Piece
 from weft.engine.params import SamplingParams
 from weft.engine.tokenizer import TokenBytes
 from weft.errors import CheckpointError, RequestCancelled

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 
+from weft.engine.answers import Piece
 from weft.engine.async_llm import AsyncLLM, Request
-from weft.engine.outputs import Piece
 from weft.engine.params import Prompt, SamplingParams, one_each
 from weft.serve.metrics import Metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weft.engine.outputs import Piece
+from weft.engine.answers import Piece
 from weft.engine.tokenizer import TokenBytes
 
 # JSON has no infinity; vLLM sends this too.

@@ -25,7 +25,7 @@ class ProcessFailed(Exception):
 
 
 class LimitedProcess:
-    """Process that answers requests by the worker of a file, which weft.engine.limited_main describes.
+    """Process that answers requests by the worker of a file, which weft.runtime.limited_main describes.
 
     It ends with this object. One thread uses it at a time; `kill` may come from another.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -23,9 +23,6 @@ from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
-
-if TYPE_CHECKING:
-    from weft.engine.prompts import Shape
 
 # Bytes; kernels are compiled for pointers of this alignment.
 ALIGNMENT = 16
@@ -167,6 +164,25 @@ class Inputs:
             found[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
             start += cdiv(like.nbytes, ALIGNMENT) * ALIGNMENT
         return Inputs(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Number of tokens and of sequences of a pass.
+
+    entries  of page tables that it gathers from a spread cache
+    length   of each of `batch` new prompts, with the padding behind it; None: sequences of any lengths, one after the other
+    """
+
+    tokens: int
+    batch: int
+    entries: int = 0
+    length: int | None = None
+
+    @classmethod
+    def of_new(cls, batch: int, length: int) -> Shape:
+        """Shape of `batch` new prompts of up to `length` tokens each."""
+        return cls(batch * length, batch, length=length)
 
 
 class StaticPrefill:

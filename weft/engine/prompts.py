@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import WARM_KINDS, DecodeGraph, Graphs
 from weft.engine.params import Kind, joint_kind
-from weft.engine.prefill import PrefillChunk, StaticPrefill, prefill_eagerly
+from weft.engine.prefill import PrefillChunk, Shape, StaticPrefill, prefill_eagerly
 from weft.models import Decoder
 from weft.parallel.context import gathered_entries
 from weft.parallel.step import Chunk
@@ -39,25 +38,6 @@ FEWEST_GATHERED = 2 << 20
 # Most bytes of a layer that a graph gathers from a spread cache: up to 0.4 ms by the links of an H200. With more of them the
 # kernels take longer than their launches, and padding to a power of two costs more than a graph saves.
 MOST_GATHERED = 128 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Number of tokens and of sequences of a pass.
-
-    entries  of page tables that it gathers from a spread cache
-    length   of each of `batch` new prompts, with the padding behind it; None: sequences of any lengths, one after the other
-    """
-
-    tokens: int
-    batch: int
-    entries: int = 0
-    length: int | None = None
-
-    @classmethod
-    def of_new(cls, batch: int, length: int) -> Shape:
-        """Shape of `batch` new prompts of up to `length` tokens each."""
-        return cls(batch * length, batch, length=length)
 
 
 class Gathering(NamedTuple):

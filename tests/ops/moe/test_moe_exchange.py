@@ -265,7 +265,10 @@ def test_calls_of_different_designs_share_no_flags(one_half, monkeypatch):
         for design in (many, few, few, many):
             ids = torch.zeros(8, 1, dtype=torch.int32) + team.rank
             x, op = torch.ones(8, 48).bfloat16(), moe_dispatch.MOE_DISPATCH
-            rows, ids, _, _ = op.run(design, team, x, ids, x[:, :1].contiguous(), 2, 8)
+            given = exchange.DispatchArguments(
+                x, Routing(ids, x[:, :1].contiguous()), 2, 8, fp8=False, kept=False, team=team.name, algorithm="auto"
+            )
+            rows, ids, _, _ = op.run(design, team, given)
             schedule = ops.moe_schedule(ids, Experts.whole(2, team.rank, 2))
             results.append(
                 ops.grouped_matmul(rows, torch.ones(1, 16, 48).bfloat16(), schedule, gather=True)[:8].clone()

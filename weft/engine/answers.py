@@ -1,4 +1,4 @@
-"""Requests of an engine, and what becomes of their tokens: text up to a stop string, pieces, completions, timing."""
+"""Requests of an engine, and what becomes of their tokens: text, pieces, completions, timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat template of a checkpoint: from messages to the text that the model was trained to continue, in a process with limits."""
+"""Chat template of a checkpoint, which a process with limits renders: from messages to a prompt."""
 
 from __future__ import annotations
 

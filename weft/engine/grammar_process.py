@@ -142,7 +142,7 @@ class _SpelledOut:
         self.special_token_ids = [token for token, text in enumerate(self.texts) if not text]
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text. One that no tokens spell has one that a model never chooses, so its mask allows none."""
+        """Tokens of a text, or for a text that no tokens spell one that a model never chooses."""
         try:
             tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         except Exception:  # a tokenizer without a token for unknown text

@@ -1,4 +1,4 @@
-"""CUDA graphs of passes, in memory that all share; the decode step that they launch, and steps in flight over stages.
+"""CUDA graphs of passes, the decode step that they launch, and steps in flight over stages.
 
 In flight: a group of batch slots a stage, and no wait for a step's end.
 

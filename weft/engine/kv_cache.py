@@ -1,4 +1,4 @@
-"""Pages of the KV cache: allocation, sharing between sequences of equal first tokens, and how ranks split the cache."""
+"""Pages of the KV cache: allocation, sharing of equal first tokens, and how ranks split the cache."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ class Calls:
         self._failure: BaseException | None = None  # for every further call
 
     def ask(self, requests: Requests, keep: Keep) -> Pieces:
-        """Pieces of the answers, which are computed whether they are drawn or not; closing or dropping them cancels the call.
+        """Pieces of the answers to a call, which are computed whether they are drawn or not.
 
-        A refusal is raised at once.
+        Closing or dropping them cancels the call. A refusal is raised at once.
         """
         number, messages = next(self._numbers), queue.SimpleQueue()
         self._messages[number] = messages

@@ -80,7 +80,10 @@ class Processes:
         self._commands.put(encode(command))
 
     def close(self) -> None:
-        """End the ranks with the step that runs, by a kill where they do not end. A fork of this process ends none."""
+        """End the ranks with the step that runs, by a kill where they do not end.
+
+        A fork of this process ends none.
+        """
         if self._owner != os.getpid():
             return
         deadline = time.monotonic() + CLOSE_SECONDS

@@ -1,4 +1,4 @@
-"""Prompts of a batch: shapes that they are padded to in CUDA graphs, and the choice between graphs and passes as they are."""
+"""Prompts of a batch: the shapes of their CUDA graphs, and the choice of a graph or an eager pass."""
 
 from __future__ import annotations
 
@@ -266,7 +266,10 @@ class Prompts:
         self._graphs.drop(shape)
 
     def warm_sizes(self) -> tuple[list[tuple[Shape, Kind]], list[tuple[Shape, Kind]]]:
-        """Graphs that `warm_up` captures, the largest first: those of a spread cache's cached tokens, then the rest."""
+        """Shapes and kinds that `warm_up` captures, the largest first.
+
+        Of passes that gather cached tokens from a spread cache, then of all other passes.
+        """
         model = self._pipeline.model
         longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len, self._pipeline.most_uncut)
         lengths = single_lengths(min(longest, self.max_seq_len))

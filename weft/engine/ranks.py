@@ -1,4 +1,4 @@
-"""Ranks of an LLM: where they are, by its arguments, and virtual ranks of this process that answer requests."""
+"""Ranks of an LLM: their placement, by its arguments, and virtual ranks that answer requests."""
 
 from __future__ import annotations
 

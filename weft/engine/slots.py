@@ -1,4 +1,4 @@
-"""Batch slots on the device: positions, page tables, sampling parameters, and changes of logits. The host sends changes.
+"""Batch slots on the device: positions, page tables, sampling parameters and changes of logits.
 
 Changes of logits by request, on the device: penalties, biases, tokens that are not allowed.
 

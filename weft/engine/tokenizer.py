@@ -1,4 +1,4 @@
-"""Tokenizer of a checkpoint: as transformers builds it, the bytes of its tokens, and how long a text it reads."""
+"""Tokenizer of a checkpoint, the bytes of its tokens, and the longest text that it reads."""
 
 from __future__ import annotations
 

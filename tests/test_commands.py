@@ -43,6 +43,7 @@ NOT_RUN = {
     r"python benchmarks/check_cost\.py.*": "writes what it measures into the checkout",
     r"python -m tests\.check\.sweep.*": "hours; a part of `make sweep`",
     r"python -m tests\.golden record FILE": "90 s; tests/golden/test_golden.py",
+    r"python scripts/figures\.py.*": "counts the lines of a checkout",
 }
 
 # Programs that are not ours.

@@ -15,7 +15,8 @@ import pytest
 from tests.limits import ANSWER
 from tests.spawning import launch_two
 from weft import SamplingParams
-from weft.engine import Load, Piece, Stats, StructuredOutputsParams, processes, virtual_ranks
+from weft.engine import Load, Piece, Stats, StructuredOutputsParams, processes
+from weft.engine import ranks as ranks_module
 from weft.engine.llm import Calls
 from weft.engine.loop import every_tenth
 from weft.errors import NotExchangeable, PeerFailed, WeftError
@@ -568,7 +569,7 @@ def test_an_interrupt_of_the_wait_for_virtual_ranks_at_exit_ends_the_process(mon
         raise KeyboardInterrupt
 
     ended = []
-    monkeypatch.setattr(virtual_ranks.os, "_exit", ended.append)
-    monkeypatch.setattr(virtual_ranks.VirtualRanks, "latest", SimpleNamespace(close=interrupted))
-    virtual_ranks.VirtualRanks.end_latest()
+    monkeypatch.setattr(ranks_module.os, "_exit", ended.append)
+    monkeypatch.setattr(ranks_module.VirtualRanks, "latest", SimpleNamespace(close=interrupted))
+    ranks_module.VirtualRanks.end_latest()
     assert ended == [130]

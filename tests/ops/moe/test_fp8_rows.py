@@ -15,7 +15,7 @@ from tests.ops.moe.test_moe_ops import SCHEDULE, WEIGHT, built_grouped, by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.ops.moe.dispatch_rows import Mail, moe_dispatch_kernel
-from weft.ops.moe.exchange import PushRows, Sizes
+from weft.ops.moe.exchange import DispatchArguments, PushRows, Sizes
 from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, quantize_rows_kernel, read_back
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.ops.moe.routing import Routing
@@ -119,7 +119,8 @@ def test_gpus_without_a_conversion_are_refused():
          lambda team, x, routing: ops.moe_dispatch(torch.zeros(3, 201).bfloat16(), routing, team, experts=8, max_tokens=4,
                                                    algorithm="lamport")),
         ("block=64 is less than the 128 columns of a scale",
-         lambda team, x, routing: find_op("moe_dispatch").run(PushRows(block=64), team, x, *routing, 8, 4, True)),
+         lambda team, x, routing: find_op("moe_dispatch").run(
+             PushRows(block=64), team, DispatchArguments(x, routing, 8, 4, True, False, team.name, "push"))),
     ],
 )  # fmt: skip
 def test_wrong_arguments_of_dispatch_are_refused(message, run):

@@ -18,7 +18,7 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.pair_sums import PairSum
 from weft.ops.collectives import norm_kernel
 from weft.ops.collectives.norm_kernel import Norm, all_reduce_rms_norm_kernel
-from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import SumInNorm
+from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import PairsArguments, SumInNorm
 from weft.ops.op import find_op
 from weft.plan.planned import machine
 from weft.runtime.capabilities import launch_options
@@ -72,7 +72,12 @@ def test_the_bits_are_those_of_the_three_ops(world_size, shared, factored):
                 assert_identical(one, other)
         # Two hops, whose programs load a row of each rank.
         op = find_op("grouped_matmul_all_reduce_rms_norm")
-        found = op.run(SumInNorm(norm="two_shot"), team, *given, **beside, deferred=factored)
+        x, weight, schedule, routing, experts, residual, norm, eps = given
+        shared_and_gate = beside.get("shared"), beside.get("gate")
+        arguments = PairsArguments(
+            x, weight, schedule, routing, experts.first, *shared_and_gate, residual, norm, eps, factored, team.name, "in_norm"
+        )  # fmt: skip
+        found = op.run(SumInNorm(norm="two_shot"), team, arguments)
         wanted = flat(in_three(team, given, beside, factored, "two_shot"))
         for one, other in zip(found, wanted if not factored else (wanted[0], wanted[2], wanted[1]), strict=True):
             assert_identical(one, other)

@@ -308,9 +308,9 @@ def test_wrong_arguments_of_moe_rs_are_refused(message, fields):
 def test_wrong_designs_are_refused():
     tiles = GroupedTiles()
     for make, message in (
-        (lambda: ag_moe.Fused(tiles=tiles, chunks=9), "chunks=9 is not an integer in 1 .. 8"),
+        (lambda: ag_moe.Fused(tiles=tiles, chunks=9), "chunks=9 is not in 1 .. 8"),
         (lambda: ag_moe.Fused(tiles=tiles, head=3), "head=3 is neither 0 nor a power of two"),
-        (lambda: slabs.Slabs(tiles=tiles, slabs=0), "slabs=0 is not an integer in 1 .. 8"),
+        (lambda: slabs.Slabs(tiles=tiles, slabs=0), "slabs=0 is not in 1 .. 8"),
         (lambda: moe_rs.MOE_RS.check_design(PushRows()), "design=PushRows.* is not one of slabs, sequential"),
     ):
         with pytest.raises(ValueError, match=message):

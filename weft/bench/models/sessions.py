@@ -170,6 +170,7 @@ def in_mode(model: Decoder, mode: str) -> Decoder:
     for module in made.modules():
         if hasattr(module, "mode"):
             module.mode = mode_named(mode)
+    made.runs_kernels = made.plan(1).fused
     return made
 
 

@@ -81,7 +81,7 @@ def main(
             len(runner.graphs),
             round(runner.graphs.capture_seconds, 1),
         )
-        found[name]["passes without a graph"] = sum(runner._launched.values())
+        found[name]["passes without a graph"] = sum(runner.prompts._launched.values())
         if team.rank == 0:
             print(name, json.dumps(found[name]), flush=True)
         del engine, runner

@@ -24,15 +24,15 @@ def spread_and_warm(team, directory):
     found = []
     for graphs in (False, True):
         engine = Engine(directory, team, context_parallel=True, warm_up=graphs, cuda_graph=graphs, **OPTIONS)
-        runner, shapes = engine.batch.runner, []
-        padded = runner._prefill_padded
-        runner._prefill_padded = lambda chunks, shape, run=padded, seen=shapes: seen.append(shape) or run(chunks, shape)
+        prompts, shapes = engine.batch.runner.prompts, []
+        padded = prompts._read_padded
+        prompts._read_padded = lambda chunks, shape, run=padded, seen=shapes: seen.append(shape) or run(chunks, shape)
         # The second call finds first tokens in the cache.
         calls = [engine.generate(PROMPTS, max_tokens=12, **one) for one in ({}, {}, {"temperature": 1.0, "seed": 1})]
         assert not graphs or engine.stats.capture_seconds == 0
         found.append([[answer.token_ids for answer in call] for call in calls])
     gathering = [shape for shape in shapes if isinstance(shape, Shape) and shape.entries]
-    return *found, sum(runner._launched.values()), len(gathering)
+    return *found, sum(prompts._launched.values()), len(gathering)
 
 
 @pytest.mark.gpu(1)

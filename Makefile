@@ -34,7 +34,7 @@ test: about-test lint .venv/.ready .venv-newest/.ready
 
 # Before its first prerequisite is made.
 about-test:
-	@echo "weft: the tests take six to eight minutes on two cores, and two more the first time; WORKERS=8 takes more cores"
+	@echo "weft: the tests take seven minutes on two quick cores, up to twenty-five on slow ones, and two more the first time; WORKERS=8 takes more cores"
 
 # One process: every GPU test starts a process per GPU itself.
 test-gpu: .venv/.ready

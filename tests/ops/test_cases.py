@@ -14,7 +14,7 @@ WORLD_SIZES = (1, 2, 3, 4, 8)
 # has many shapes of heads, one in four. At most MOST in all: then one in an odd number, since a shape's designs follow one
 # another.
 ONE_IN = {1: 2, 2: 2, 3: 2, 4: 3, 8: 4}
-MOST = 12
+MOST = 8
 FIRST = {1: 0, 2: 0, 3: 1, 4: 0, 8: 1}
 ATTENTION = ("decode_attention", "paged_attention", "paged_prefill_attention")
 

@@ -135,7 +135,7 @@ def told_apart(command):
 
 
 def in_turn():
-    """Parameters of commands that can run; one of whose flags no longer ones lack any is left to the sweep."""
+    """Commands that can run, as parameters. Those whose program and flags all stand in earlier ones are left to the sweep."""
     seen, found = set(), []
     for command in sorted(to_run(), key=lambda command: (-len(told_apart(command)), command)):
         found.append(pytest.param(command, marks=() if told_apart(command) - seen else pytest.mark.sweep))

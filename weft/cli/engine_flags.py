@@ -98,7 +98,7 @@ class EngineFlags:
         "grammar_seconds"
     ]
     heap_bytes: Annotated[
-        int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 64 MiB on simulated ranks]")
+        int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 512 MiB on simulated ranks]")
     ] = None
     algorithm_cache: Annotated[
         Path | None,

@@ -122,7 +122,7 @@ class LLM:
     device      "cuda": a process per GPU, which stays until `close` or the end of this process; "sim": virtual ranks in this
                 process, made anew for every call, for models of up to 0.2 billion parameters, 2 in mode "reference";
                 "auto": GPUs if there are enough
-    heap_bytes  symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB on virtual ranks. HeapExhausted says how much is needed
+    heap_bytes  symmetric memory per rank; None: 2 GiB on GPUs, 512 MiB on virtual ranks. HeapExhausted says what is needed
                 where `chunk_tokens` of a wide model need more
     progress    called with (bytes read, bytes to read) while rank 0's weights load
     warm_up_progress  called with (graphs captured, graphs to capture) during `warm_up`; None: the logger "weft.engine" gets a

@@ -423,7 +423,7 @@ def init(
     """A new team, as this process (or virtual rank) sees it. Collective.
 
     group       a ``torch.distributed`` group or a one-dimensional ``DeviceMesh`` (``mesh["tp"]``); None: all ranks
-    heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 64 MiB in the simulator
+    heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 512 MiB in the simulator
     debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout. Also compares at every
                 eager or captured call of an op what all ranks must pass alike: ArgumentMismatch, CallMismatch, or PeerSilent
                 after those seconds

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.problem import OpProblem
-from weft.ops.moe.fp8_rows import E4M3, quantize_rows, scales_of
+from weft.kernels.fp8 import E4M3, quantize_rows, scales_of
 from weft.runtime.arithmetic import cdiv
 
 from .moe import Order, mine, orders, sorted_pairs, weighted_sum, written

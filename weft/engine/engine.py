@@ -55,13 +55,13 @@ from weft.engine.runner import Runner
 from weft.engine.slots import Adjusted
 from weft.engine.tokenizer import PromptReader, check_room, has_tokenizer, load_tokenizer, spellings
 from weft.errors import CheckpointError
+from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
 from weft.models.builtin import PATH as BUILTIN
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.hub import find_checkpoint, revision_of
 from weft.models.memory import check_cache
 from weft.ops import warm_up
-from weft.ops.moe.fp8_rows import E4M3
 from weft.runtime.codec import encode
 from weft.runtime.logs import logger_of
 from weft.runtime.team.team import Team

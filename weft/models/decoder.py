@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weft.arguments import quoted
+from weft.kernels.fp8 import E4M3, check_e4m3
 from weft.layers import TPMLP, MoE, TPAttention
 from weft.layers.moe import Layout, check_layout
 from weft.models.cache_scales import read_scale, scale_names
@@ -21,7 +22,6 @@ from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
 from weft.ops.attention.qk_norm_rope import check_head_dim
-from weft.ops.moe.fp8_rows import E4M3, check_e4m3
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles

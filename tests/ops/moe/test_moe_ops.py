@@ -15,11 +15,11 @@ from tests.ops.moe.trained import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.errors import InvalidAccess
+from weft.kernels.fp8 import E4M3
 from weft.ops.moe import grouped, moe_schedule, moe_sum, route
 from weft.ops.moe.combine_rows import Partials, moe_combine_kernel
 from weft.ops.moe.dispatch_rows import Mail, moe_dispatch_kernel
 from weft.ops.moe.exchange import PushRows, Sizes, copy_chosen_kernel
-from weft.ops.moe.fp8_rows import E4M3
 from weft.ops.moe.grouped import Form, GroupedCall, grouped_matmul_kernel, grouped_tiles_for
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.op import find_op

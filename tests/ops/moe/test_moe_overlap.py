@@ -18,8 +18,9 @@ from tests.ops.moe.test_moe_exchange import calls_of
 from tests.ops.moe.test_moe_ops import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
+from weft.kernels import fp8
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
-from weft.ops.moe import arrival, by_nodes, fp8_rows, grouped, slabs
+from weft.ops.moe import arrival, by_nodes, grouped, slabs
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.grouped import Arriving, Form, GroupedCall, GroupedTiles, grouped_matmul_kernel, grouped_tiles_for
@@ -144,7 +145,7 @@ def test_rows_in_fp8_have_the_bits_of_the_ops_one_by_one(world_size, layout):
             )
             found.append((h[: int(schedule.counts.sum())].clone(), schedule.counts, *gathered.routing))
         rows = ops.all_gather(torch.nn.functional.pad(x, (0, 0, 0, MOST - len(x))), team)
-        rounded = fp8_rows.read_back(*fp8_rows.by_torch(rows), x.dtype)
+        rounded = fp8.read_back(*fp8.by_torch(rows), x.dtype)
         by_hand = ops.grouped_matmul_silu_mul(rounded, mine, schedule)
         return found, by_hand[: len(found[0][0])].clone()
 

@@ -17,12 +17,12 @@ from tests.ops.moe.test_moe_exchange import calls_of
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from tests.sampled import sampled
 from weft import ops
+from weft.kernels.fp8 import E4M3
 from weft.ops.moe import combine_pieces, dispatch_pieces, moe_combine, moe_dispatch
 from weft.ops.moe.combine_pieces import CombinePieces
 from weft.ops.moe.dispatch_pieces import DispatchPieces
 from weft.ops.moe.dispatch_rows import Mail
 from weft.ops.moe.exchange import PushRows, Sizes, piece_ends
-from weft.ops.moe.fp8_rows import E4M3
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH
 from weft.ops.moe.routing import Experts, Routing

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from weft.kernels.fp8 import E4M3, check_e4m3
 from weft.kernels.paged_cache import LARGEST, PagedCache
 from weft.ops.local import capabilities_of
-from weft.ops.moe.fp8_rows import E4M3, check_e4m3
 from weft.ops.registration import HALVES
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
+from weft.kernels.fp8 import E4M3
 from weft.kernels.paged_cache import CacheSizes, PagedCache, as_bytes, cell_of
 from weft.kernels.projected import Projected
 from weft.kernels.rms_norm import inverse_rms, squares_of
@@ -24,7 +25,6 @@ from weft.ops.attention import cases
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.moe.fp8_rows import E4M3
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, HALVES, check_flag, check_is_tensor, check_scalar
 from weft.runtime.arithmetic import cdiv

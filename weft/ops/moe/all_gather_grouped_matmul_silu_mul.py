@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
+from weft.kernels.fp8 import E4M3, by_torch, read_back
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
@@ -28,7 +29,6 @@ from weft.ops.moe.arrival import (
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import DispatchArguments, padded
 from weft.ops.moe.exchange_op import rows_sent
-from weft.ops.moe.fp8_rows import E4M3, by_torch, read_back
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul_silu_mul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import E4M3, check_e4m3, quantize_rows, scales_of
 from weft.ops.case import Case
-from weft.ops.moe.fp8_rows import E4M3, check_e4m3, quantize_rows, scales_of
 from weft.ops.moe.moe_op import MoeShape
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
 from weft.ops.moe.routing import Experts, Schedule

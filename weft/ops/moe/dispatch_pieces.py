@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import COLUMNS, E4M3, quantized
 from weft.ops.knobs import check_knobs, halved, knob, powers
 from weft.ops.moe.dispatch_rows import Mail, send_choices
 from weft.ops.moe.exchange import (
@@ -20,7 +21,6 @@ from weft.ops.moe.exchange import (
     piece_ends,
     pieces_knob,
 )
-from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import COLUMNS, E4M3, quantized
 from weft.ops.moe.exchange import (
     DispatchArguments,
     PushRows,
@@ -18,7 +19,6 @@ from weft.ops.moe.exchange import (
     launch_rows,
     mailboxes,
 )
-from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
 from weft.transport.halves import await_chunk, begin_half, end_half
 
 if TYPE_CHECKING:

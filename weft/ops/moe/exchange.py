@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import COLUMNS, scales_of
 from weft.ops.knobs import check_knobs, either, halved, knob, powers
-from weft.ops.moe.fp8_rows import COLUMNS, scales_of
 from weft.ops.moe.routing import Routing
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options

@@ -6,7 +6,7 @@ The words are their own flag, as those of ``gather_words``. A tile is a message 
     choices   ids, then weights (16 bits each are widened), of max_tokens tokens
 
 So the program that has a block has its scale too, and no other kernel rounds the rows first. Bytes and scales are those of
-``fp8_rows``.
+``weft.kernels.fp8``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops.moe.fp8_rows import COLUMNS, E4M3, quantized
+from weft.kernels.fp8 import COLUMNS, E4M3, quantized
 from weft.ops.moe.gather_words import GatherWords, load_part, store_part
 from weft.ops.registration import as_words
 from weft.runtime.arithmetic import cdiv

@@ -2,8 +2,8 @@
 
 Tiles are ragged: at most ``Schedule.block`` pairs of one expert by a block of columns. Nothing is padded in memory. The weight
 is read through a tensor descriptor of experts and rows, so no coordinate grows with experts * N * K. Rows of x are gathered by
-token as they are loaded, or lie in the order of the pairs. Gathered rows may be fp8 with scales (``fp8_rows``): they are
-multiplied as they are loaded and rounded to the weight's dtype.
+token as they are loaded, or lie in the order of the pairs. Gathered rows may be fp8 with scales (``weft.kernels.fp8``): they
+are multiplied as they are loaded and rounded to the weight's dtype.
 
     grouped_matmul_silu_mul   h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T)      pair i of the schedule is pair p, of token t
     grouped_matmul            y[p] = h[i] @ weight.T
@@ -24,11 +24,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft.language as wl
+from weft.kernels.fp8 import COLUMNS
 from weft.kernels.gemm_tile import halves
 from weft.kernels.operands import can_describe
 from weft.ops.knobs import check_knobs, flipped, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
-from weft.ops.moe.fp8_rows import COLUMNS
 from weft.ops.moe.routing import Schedule
 from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv, next_power_of_2

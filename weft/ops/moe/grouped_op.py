@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 from weft.arguments import quoted
+from weft.kernels.fp8 import E4M3, by_torch, check_e4m3, read_back, scales_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
 from weft.ops.moe import grouped
-from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, read_back, scales_of
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles, grouped_tiles_for
 from weft.ops.moe.grouped_space import tiles
 from weft.ops.moe.moe_cases import common, draw_ids, experts_of

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
+from weft.kernels.fp8 import E4M3, by_torch, check_e4m3, quantize_rows, scales_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
@@ -36,7 +37,6 @@ from weft.ops.moe.dispatch_pieces import DispatchPieces, dispatch_pieces
 from weft.ops.moe.dispatch_rows import dispatch_rows
 from weft.ops.moe.exchange import DispatchArguments, PushRows, padded
 from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
-from weft.ops.moe.fp8_rows import E4M3, by_torch, check_e4m3, quantize_rows, scales_of
 from weft.ops.moe.gather_fp8_words import fits, gather_fp8_words
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case, shared_experts
@@ -102,7 +102,7 @@ def moe_dispatch(
                 whole ones, slices of all, or those of its group of tp ranks, which each get a row. Groups lie in one node
     max_tokens  of any rank; the same on all ranks, as H, k, dtypes, the layout of experts and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
-                ``grouped_matmul_silu_mul`` takes them (weft/ops/moe/fp8_rows.py says how they are rounded), in one node
+                ``grouped_matmul_silu_mul`` takes them (weft/kernels/fp8.py says how they are rounded), in one node
     algorithm   "auto", "push" (rows to the ranks that need them), "gather" (all rows to all ranks), "pipelined" (as "gather",
                 by copy engines, for many tokens) or "lamport" (as "gather", in one kernel and one hop, for few tokens; of two
                 ranks for some thousands)

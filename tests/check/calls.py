@@ -133,13 +133,13 @@ def dispatched_fp8(
 
 
 def combined(team: Any, x: Callable[..., torch.Tensor], algorithm: str = "push", width: int = 40) -> torch.Tensor:
-    found, tokens = routed(team, x, "gather")
+    found, tokens = routed(team, x, "lamport")
     return ops.moe_combine(x(len(found.rows) * 2, width), found, tokens, team, algorithm=algorithm)
 
 
 def combined_in_pieces(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Three pieces, of which a program of the last kernel adds up tokens of several."""
-    (found, tokens), design = routed(team, x, "gather", most=20), CombinePieces(pieces=(1, 1, 1), per_sm=1)
+    (found, tokens), design = routed(team, x, "lamport", most=20), CombinePieces(pieces=(1, 1, 1), per_sm=1)
     given = CombineArguments(x(len(found.rows) * 2, 40), *found.routing, 2 * team.size, tokens, team.name, "auto")
     return MOE_COMBINE.run(design, team, given)
 
@@ -295,7 +295,6 @@ OPS = [
     Call("gathered_prefill_attention pipelined", functools.partial(prefilled, algorithm="pipelined"), 2),
     Call("gathered_prefill_attention ulysses", functools.partial(prefilled, algorithm="ulysses"), 2),
     Call("moe_dispatch", dispatched, 4),
-    Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),
     Call("moe_dispatch lamport", functools.partial(dispatched, algorithm="lamport"), 2),
     Call("moe_dispatch fp8", dispatched_fp8, 2),
     Call("moe_dispatch lamport fp8", functools.partial(dispatched_fp8, algorithm="lamport", width=256), 2),
@@ -379,7 +378,6 @@ OVER_NODES = [
         if isinstance(op, Overlapped)
     ),
     Call("moe_dispatch", dispatched, 2),
-    Call("moe_dispatch gather", functools.partial(dispatched, algorithm="gather"), 2),
     Call("moe_dispatch lamport", functools.partial(dispatched, algorithm="lamport"), 2),
     Call("moe_combine", combined, 2),
     Call("moe_combine lamport", functools.partial(combined, algorithm="lamport"), 2),

@@ -291,7 +291,7 @@ def compiled(team: Any) -> Attempts:
 
 def gradients(team: Any) -> Attempts:
     of_both = ((one, one) for one in ("push", "pipelined", "lamport", "auto"))
-    for algorithms in (("gather", "sum_then_scatter"), *of_both):
+    for algorithms in (("lamport", "sum_then_scatter"), *of_both):
 
         def launch(algorithms=algorithms):
             return [trained.over_ranks(team, False, *algorithms) for _ in range(2)]

@@ -69,8 +69,8 @@ def experts(nodes: int, world_size: int) -> Iterator[Case]:
     common = {"world_size": world_size, "dtype": BF16}
     fields = (("tokens", tokens), ("nodes", nodes))
     both = "pipelined", "lamport", "push"
-    for op, designs in (("moe_dispatch", ("gather", *both)), ("moe_combine", both)):
-        for design in ("auto", *designs):
+    for op in ("moe_dispatch", "moe_combine"):
+        for design in ("auto", *both):
             yield Case(op=op, sizes=(5, 3, 3 * world_size, 24), design=design, fields=fields, **common)
     for skew in ("some", "last expert"):
         for op in ("moe_dispatch", "moe_combine"):

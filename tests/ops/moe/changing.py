@@ -59,7 +59,7 @@ def overlapped(team, x, routing, gate_up, down, most):
 WAYS = {
     "push": exchanged("push", "push"),
     "lamport": exchanged("lamport", "lamport"),
-    "gather and sum_then_scatter": exchanged("gather", "sum_then_scatter"),
+    "lamport and sum_then_scatter": exchanged("lamport", "sum_then_scatter"),
     "pipelined": exchanged("pipelined", "pipelined"),
     "push, slices of experts": exchanged("push", "push", shared=True),
     "overlapped": overlapped,

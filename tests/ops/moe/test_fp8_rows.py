@@ -17,6 +17,7 @@ from weft import ops
 from weft.kernels.fp8 import E4M3, quantize_rows_kernel
 from weft.ops.moe.dispatch_rows import Mail, moe_dispatch_kernel
 from weft.ops.moe.exchange import DispatchArguments, PushRows, Sizes
+from weft.ops.moe.gather_words import GatherWords
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.ops.moe.routing import Routing
 from weft.ops.op import find_op
@@ -50,7 +51,7 @@ def test_a_layer_in_fp8_is_the_whole_one_in_every_algorithm(world_size):
 
     def main(team):
         x = tokens_of(team.rank, 1, torch.float32)
-        return [layer(team, x, algorithm, of_layer) for algorithm in ("push", "gather", "pipelined", "lamport")]
+        return [layer(team, x, algorithm, of_layer) for algorithm in ("push", "pipelined", "lamport")]
 
     for rank, (first, *others) in enumerate(weft.simulate(main, world_size)):
         expected = by_torch(tokens_of(rank, 1, torch.float64), *(w.double() for w in of_layer), K)
@@ -77,6 +78,12 @@ def test_the_check_finds_nothing_in_fp8_rows():
         ("algorithm='lamport' for rows of 201 torch.bfloat16, which are no whole 4-byte words; use 'push'",
          lambda team, x, routing: ops.moe_dispatch(torch.zeros(3, 201).bfloat16(), routing, team, experts=8, max_tokens=4,
                                                    algorithm="lamport")),
+        ("rounds=True for rows of 200, no multiple of 128 columns; pass rounds=False",
+         lambda team, x, routing: find_op("moe_dispatch").run(
+             GatherWords(row_bytes=1024, rounds=True), team,
+             DispatchArguments(x, routing, 8, 4, True, False, team.name, "lamport"))),
+        ("row_bytes=4096 with rounds=True and num_warps=2 is not in 256 .. 2048",
+         lambda team, x, routing: GatherWords(row_bytes=4096, num_warps=2, rounds=True)),
         ("block=64 is less than the 128 columns of a scale",
          lambda team, x, routing: find_op("moe_dispatch").run(
              PushRows(block=64), team, DispatchArguments(x, routing, 8, 4, True, False, team.name, "push"))),

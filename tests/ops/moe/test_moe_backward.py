@@ -27,7 +27,7 @@ SWEEP = pytest.mark.sweep
             for algorithms in (
                 ("push", "push"),
                 ("auto", "auto"),
-                ("gather", "sum_then_scatter"),
+                ("lamport", "sum_then_scatter"),
                 ("pipelined", "pipelined"),
             )
         ),

@@ -98,10 +98,10 @@ class GatherGroupedCall(NamedTuple):
     design: str = AUTO
     fp8: bool = False
 
-    @property
-    def dispatch(self) -> DispatchCall:
+    def dispatch(self, machine: Machine) -> DispatchCall:
         """Call of moe_dispatch of the same rows."""
-        return DispatchCall(self.tokens, self.choices, self.K, self.dtype, fp8=self.fp8)
+        tp = machine.world_size * self.held // self.experts
+        return DispatchCall(self.tokens, self.choices, self.K, self.dtype, fp8=self.fp8, tp=tp)
 
     def gemm(self, machine: Machine) -> GroupedCall:
         """Call of the grouped GEMM of all ranks' tokens."""
@@ -243,7 +243,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         Two H200s, µs: 512 tokens of 2048 136 instead of 141, 2048 tokens 290 and 288, 4096 tokens 484 and 456. Not measured of
         more ranks.
         """
-        whole = machine.world_size * call.tokens * row_bytes(call.dispatch)
+        whole = machine.world_size * call.tokens * row_bytes(call.dispatch(machine))
         if whole <= (4 if machine.world_size == 2 else 2) << 20:
             return "sequential", f"{whole:,} bytes of rows in all arrive in one hop"
         return "fused", "copy engines bring the other ranks' rows while tiles of this rank's are computed"
@@ -259,12 +259,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             routing = machine.nodes * call.tokens * call.choices * (4 + call.dtype.itemsize)
             words = CollectiveCall(routing, torch.uint8, "copy_engine")
             return ByNodes(tiles=gemm.design, node=ALL_GATHER.plan(words, machine.node))
-        dispatch = call.dispatch
-        if call.held * machine.world_size != call.experts:
-            # Slices: all ranks need all rows.
-            lamport = MOE_DISPATCH.rule(dispatch, machine.node)[0] == "lamport"
-            dispatch = dispatch._replace(design="lamport" if lamport else "gather")
-        return Sequential(dispatch=MOE_DISPATCH.plan(dispatch, machine), gemm=gemm)
+        return Sequential(dispatch=MOE_DISPATCH.plan(call.dispatch(machine), machine), gemm=gemm)
 
     def table_key(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         name, *key = super().table_key(call, machine)
@@ -285,7 +280,10 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             return gather_by_nodes(design, team, given)
         (x, routing, gate_up), (most, block, fp8) = given[:3], (given.max_tokens, given.block, given.fp8)
         if isinstance(design, Sequential):
-            sent = DispatchArguments(x, routing, given.total, most, fp8, kept=False, team=team.name, algorithm=AUTO)
+            tp = team.size * given.count // given.total
+            sent = DispatchArguments(
+                x, routing, given.total, most, fp8, kept=False, team=team.name, algorithm=AUTO, tp=tp
+            )
             rows, ids, weights, scales = MOE_DISPATCH.run(design.dispatch.design, team, sent)
             schedule = schedule_of(team, ids, given.experts, most, block)
             h = GROUPED_MATMUL_SILU_MUL.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -31,14 +32,12 @@ QUICK_PUSHES = ((1, 1024, 4), (4, 1024, 8), (16, 512, 8))
 class ExchangeOp(MoeOp):
     """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
 
-    everything  name of the design for all rows; of many tokens it is "pipelined"
-    calls       type of the calls
+    calls  type of the calls
 
     Calls have ``tokens``, ``choices``, ``width``, ``dtype`` and ``tp``, the ranks that hold slices of the same experts; sizes
     of a case: max_tokens, k, experts, H.
     """
 
-    everything: ClassVar[str]
     calls: ClassVar[type[tuple]]
     internal = ("over_nodes",)
     spans_nodes = True
@@ -62,7 +61,8 @@ class ExchangeOp(MoeOp):
     def choose(self, call: Any, machine: Machine) -> Planned:
         if machine.nodes == 1:
             return super().choose(call, machine)
-        node = self.plan(call, machine.node)
+        # Where ranks of several nodes hold slices of an expert, each node has all of it.
+        node = self.plan(call._replace(tp=min(call.tp, machine.node.world_size)), machine.node)
         return Planned(
             "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each of them"
         )
@@ -74,8 +74,12 @@ class ExchangeOp(MoeOp):
             return "push", reason
         part = call.tokens * self.token_bytes(call)
         if part < PIPELINED_BYTES or 2 * capacity_for(machine.world_size * part) > machine.heap_bytes // 4:
-            return self.everything, reason
+            return self.for_all_rows(call), reason
         return "pipelined", f"{reason}; {part:,} bytes for each"
+
+    @abstractmethod
+    def for_all_rows(self, call: Any) -> str:
+        """Name of the design for all rows that needs little of the heap."""
 
     def needs_nearly_all(self, call: Any, machine: Machine) -> bool:
         """True if a rank has an expert for more than three quarters of another's tokens.
@@ -101,7 +105,6 @@ class ExchangeOp(MoeOp):
         return found if found is None or found.row.shape[1:] == (call.choices, call.width) else None
 
     def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield self.designs[self.everything]()
         yield self.default("pipelined", call, machine)
         pushes = QUICK_PUSHES if quick else PUSHES
         for chunk, block, num_warps in pushes:
@@ -131,4 +134,4 @@ def share_of_rows(choices: int, groups: int) -> float:
 
     groups  of ranks with the same experts
     """
-    return 1 - (1 - 1 / groups) ** choices
+    return 1 - (1 - 1 / max(1, groups)) ** choices

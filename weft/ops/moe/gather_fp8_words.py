@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.fp8 import COLUMNS, E4M3, quantized
-from weft.ops.moe.gather_words import GatherWords, load_part, store_part
+from weft.ops.moe.gather_words import WORDS, GatherWords, load_part, store_part
 from weft.ops.registration import as_words
 from weft.runtime.arithmetic import cdiv
 from weft.transport.exchange import Body, launch
@@ -26,9 +26,6 @@ from weft.transport.push import is_rank
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
-
-# Words of a block of columns, and so the most scales of a tile.
-WORDS: tl.constexpr = tl.constexpr(COLUMNS.value // 4)
 
 
 class Rows(NamedTuple):
@@ -55,15 +52,6 @@ class Blocks(NamedTuple):
     of_row: int
     choices: int
     of_token: int
-
-
-def fits(design: GatherWords, width: int) -> bool:
-    """True if rows of ``width`` are whole blocks, and a tile has a block and a place for each scale.
-
-    A thread has at most eight words: of sixteen, code of ptxas 12.8 lost every eighth byte (sm_90).
-    """
-    slots, threads = design.row_bytes // (4 * WORDS.value), 32 * design.num_warps
-    return width % COLUMNS.value == 0 and 2 <= slots <= WORDS.value + 1 and design.row_bytes <= 32 * threads
 
 
 @triton.jit
@@ -144,9 +132,13 @@ def gather_fp8_words(
 ) -> tuple[torch.Tensor, ...]:
     """(rows in fp8, ids, weights, scales) of all ranks, ``most`` tokens of each.
 
-    Only where ``fits`` is True.
+    ValueError for rows that are no whole blocks of columns.
     """
     (T, H), k = x.shape, ids.shape[1]
+    if H % COLUMNS.value:
+        raise ValueError(
+            f"moe_dispatch: rounds=True for rows of {H}, no multiple of {COLUMNS.value} columns; pass rounds=False"
+        )
     blocks = Blocks(most * H // COLUMNS.value, H // COLUMNS.value, most * k, k)
     rows = x.new_empty((team.size * most, H), dtype=E4M3)
     scales = x.new_empty((len(rows), blocks.of_row), dtype=torch.float32)

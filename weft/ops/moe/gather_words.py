@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.kernels.fp8 import COLUMNS
 from weft.ops.knobs import halved, knob
 from weft.ops.registration import as_words
 from weft.runtime.codec import exchangeable
@@ -25,13 +26,34 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
+# Int words of a block of columns in fp8, and so the most scales of a tile.
+WORDS: tl.constexpr = tl.constexpr(COLUMNS.value // 4)
+
+
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherWords:
-    """All rows to all ranks, by one kernel. row_bytes, num_warps: of ``PushPlan``."""
+    """All rows to all ranks, by one kernel.
+
+    row_bytes, num_warps  of ``PushPlan``
+    rounds                the kernel rounds rows of whole blocks of 128 columns to fp8; False: fp8 rows are rounded before
+    """
 
     row_bytes: int = knob(512, near=halved(128))
     num_warps: int = knob(1, near=halved(1, 16))
+    rounds: bool = False
+
+    def __post_init__(self) -> None:
+        # A tile has a block and a place for each scale. With sixteen words a thread, code of ptxas 12.8 lost every eighth byte.
+        slots, most = (
+            self.row_bytes // (4 * WORDS.value),
+            min(4 * WORDS.value * (WORDS.value + 1), 1024 * self.num_warps),
+        )
+        if self.rounds and (slots < 2 or self.row_bytes > most):
+            raise ValueError(
+                f"row_bytes={self.row_bytes} with rounds=True and num_warps={self.num_warps} is not in "
+                f"{8 * WORDS.value} .. {most}"
+            )
 
     @property
     def push(self) -> PushPlan:

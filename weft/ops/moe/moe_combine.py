@@ -70,7 +70,7 @@ class CombineArguments(NamedTuple):
 
 
 class CombineCall(NamedTuple):
-    """Sizes that the plan depends on."""
+    """Sizes that the plan depends on. weighted: False: of a row for each token, whose ranks are added up in their order."""
 
     tokens: int
     choices: int
@@ -78,6 +78,7 @@ class CombineCall(NamedTuple):
     dtype: torch.dtype
     design: str = AUTO
     tp: int = 1
+    weighted: bool = True
 
 
 def moe_combine(
@@ -133,7 +134,6 @@ class MoeCombine(ExchangeOp):
         "push": PushRows, "sum_then_scatter": SumThenScatter, "pipelined": CombinePieces, "lamport": CombineWords,
         "over_nodes": OverNodes,
     }  # fmt: skip
-    everything = "sum_then_scatter"
     calls = CombineCall
     dtypes = FLOATS
 
@@ -150,6 +150,13 @@ class MoeCombine(ExchangeOp):
             return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
         return super().rule(call, machine)
 
+    def for_all_rows(self, call: CombineCall) -> str:
+        return "sum_then_scatter" if call.weighted else "push"
+
+    def tuned(self, call: CombineCall, machine: Machine) -> Planned | None:
+        row = super().tuned(call, machine)
+        return None if row is not None and row.name == "sum_then_scatter" and not call.weighted else row
+
     def whole_bytes(self, call: CombineCall, machine: Machine) -> int:
         """Bytes of the results of all ranks."""
         return machine.world_size * call.tokens * call.width * call.dtype.itemsize
@@ -165,6 +172,7 @@ class MoeCombine(ExchangeOp):
         return super().default(name, call, machine)
 
     def space(self, call: CombineCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield SumThenScatter()
         yield from super().space(call, machine, quick)
         sizes = ((256, 1), (4096, 8)) if quick else ((256, 1), (512, 1), (1024, 2), (4096, 8))
         yield from (CombineWords(row_bytes=size, num_warps=warps) for size, warps in sizes)
@@ -207,14 +215,11 @@ class MoeCombine(ExchangeOp):
         added_over_nodes(team, of, out, design.node)
         return out
 
-    def planned(self, given: CombineArguments, team: Team) -> Planned:
-        """Plan of a call."""
-        sizes = len(given.ids) // team.size, given.ids.shape[1], given.y.shape[1]
-        return self.plan(CombineCall(*sizes, given.y.dtype, given.algorithm, given.tp), machine_of(team))
-
     def forward(self, given: CombineArguments) -> torch.Tensor:
         team = find_team(given.team)
-        return self.run(self.planned(given, team).design, team, given)
+        sizes = len(given.ids) // team.size, given.ids.shape[1], given.y.shape[1]
+        call = CombineCall(*sizes, given.y.dtype, given.algorithm, given.tp, given.weights is not None)
+        return self.run(self.plan(call, machine_of(team)).design, team, given)
 
     def fake(self, given: CombineArguments) -> torch.Tensor:
         return given.y.new_empty((given.tokens, given.y.shape[1]))
@@ -239,14 +244,8 @@ class MoeCombine(ExchangeOp):
         rows  [W * max_tokens, H]: as ``moe_dispatch`` has sent them, such as gradients of its rows
         sent  arguments of moe_dispatch, with ids of all ranks and tokens of this one
         """
-        team = find_team(sent.team)
         given = CombineArguments(rows, sent.ids, None, sent.experts, sent.tokens, sent.team, AUTO, sent.tp)
-        planned, ranks = self.planned(given, team), team.size
-        if isinstance(planned.design, OverNodes):
-            planned, ranks = planned.design.node, team.shape.node_size
-        # The design's name, or that of one that adds up ranks in their order if this one may not.
-        name = "push" if planned.name == "sum_then_scatter" and ranks > 2 else planned.name
-        return self.through_torch(given._replace(algorithm=name))
+        return self.through_torch(given)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

@@ -21,15 +21,13 @@ Backward: moe_combine without weights adds up the gradients that the ranks have 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.kernels.fp8 import E4M3, by_torch, check_e4m3, quantize_rows, scales_of
+from weft.kernels.fp8 import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, scales_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
@@ -37,14 +35,13 @@ from weft.ops.moe.dispatch_pieces import DispatchPieces, dispatch_pieces
 from weft.ops.moe.dispatch_rows import dispatch_rows
 from weft.ops.moe.exchange import DispatchArguments, PushRows, padded
 from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
-from weft.ops.moe.gather_fp8_words import fits, gather_fp8_words
+from weft.ops.moe.gather_fp8_words import gather_fp8_words
 from weft.ops.moe.gather_words import GatherWords, gather_words
 from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case, shared_experts
 from weft.ops.moe.routing import Experts, Routing, check_distinct
 from weft.ops.op import find_op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
-from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import find_team
 
 if TYPE_CHECKING:
@@ -64,12 +61,6 @@ class Dispatched(NamedTuple):
     routing: Routing
     experts: Experts
     scales: torch.Tensor | None = None
-
-
-@exchangeable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherRows:
-    """All rows to all ranks, by all_gather: where nearly all get a row, as with 8 choices."""
 
 
 class DispatchCall(NamedTuple):
@@ -103,9 +94,8 @@ def moe_dispatch(
     max_tokens  of any rank; the same on all ranks, as H, k, dtypes, the layout of experts and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
                 ``grouped_matmul_silu_mul`` takes them (weft/kernels/fp8.py says how they are rounded), in one node
-    algorithm   "auto", "push" (rows to the ranks that need them), "gather" (all rows to all ranks), "pipelined" (as "gather",
-                by copy engines, for many tokens) or "lamport" (as "gather", in one kernel and one hop, for few tokens; of two
-                ranks for some thousands)
+    algorithm   "auto", "push" (rows to the ranks that need them), "pipelined" (all rows to all ranks by copy engines, for many
+                tokens) or "lamport" (all rows to all ranks in one kernel and one hop)
 
     The tensors of the result may be the team's receive buffers: they hold until this rank's next call with these sizes. So
     ranks compute and combine one layer's rows before they dispatch the next one's. Bits arrive as they were sent, or rounded to
@@ -173,6 +163,11 @@ def row_bytes(call: DispatchCall) -> int:
     return call.width + 4 * scales_of(call.width) if call.fp8 else call.width * call.dtype.itemsize
 
 
+def rounds_rows(call: DispatchCall) -> bool:
+    """``GatherWords.rounds``: True for fp8 rows of whole blocks of columns."""
+    return call.fp8 and call.width % COLUMNS.value == 0
+
+
 class MoeDispatch(ExchangeOp):
     """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
 
@@ -183,10 +178,7 @@ class MoeDispatch(ExchangeOp):
         "weights": (0,),
         "kept": (),
     }  # tokens of the rank; and only its own receive buffers
-    designs = {
-        "push": PushRows, "gather": GatherRows, "pipelined": DispatchPieces, "lamport": GatherWords, "over_nodes": OverNodes,
-    }  # fmt: skip
-    everything = "gather"
+    designs = {"push": PushRows, "pipelined": DispatchPieces, "lamport": GatherWords, "over_nodes": OverNodes}
     calls = DispatchCall
     variants = ("fp8",)
     dtypes = FLOATS
@@ -207,6 +199,9 @@ class MoeDispatch(ExchangeOp):
             return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
         return super().rule(call, machine)
 
+    def for_all_rows(self, call: DispatchCall) -> str:
+        return "push" if row_bytes(call) % 4 else "lamport"
+
     def whole_bytes(self, call: DispatchCall, machine: Machine) -> int:
         """Bytes of all ranks' rows, ids and weights."""
         return machine.world_size * call.tokens * (row_bytes(call) + 8 * call.choices)
@@ -215,9 +210,9 @@ class MoeDispatch(ExchangeOp):
         whole = self.whole_bytes(call, machine)
         if name == "lamport" and (call.fp8 or whole > 2 << 20):
             # In fp8 one block of words of a tile has its scales: of 1024 bytes one of eight, of 4096 one of 32.
-            if whole <= (4 if call.fp8 else 20) << 20:
-                return GatherWords(row_bytes=1024, num_warps=2)
-            return GatherWords(row_bytes=4096, num_warps=8)
+            few = whole <= (4 if call.fp8 else 20) << 20
+            size, warps = (1024, 2) if few else (4096, 8)
+            return GatherWords(row_bytes=size, num_warps=warps, rounds=rounds_rows(call))
         if name == "push" and call.fp8:
             # With 1024 columns a thread that converts them has a stack on sm_90.
             return PushRows(block=512)
@@ -237,7 +232,8 @@ class MoeDispatch(ExchangeOp):
         yield from super().space(call, machine, quick)
         if row_bytes(call) % 4 == 0:
             sizes = ((512, 1), (4096, 8)) if quick else ((512, 1), (1024, 2), (2048, 4), (4096, 8))
-            yield from (GatherWords(row_bytes=size, num_warps=warps) for size, warps in sizes)
+            rounds = rounds_rows(call)
+            yield from (GatherWords(row_bytes=size, num_warps=warps, rounds=rounds) for size, warps in sizes)
 
     def traffic_of(self, case: Case) -> int:
         """Rows, with their scales in fp8, for those that need them; all ids and weights for all."""
@@ -258,15 +254,11 @@ class MoeDispatch(ExchangeOp):
         if isinstance(design, OverNodes):
             return *self._run_over_nodes(design, team, given), none
         if isinstance(design, GatherWords):
-            if fp8 and fits(design, x.shape[1]):
+            if design.rounds:
                 return gather_fp8_words(design, team, x, ids, weights, most)
             rows, scales = quantize_rows(x, len(x), team.caps) if fp8 else (x, None)
             *arrived, scales = gather_words(design, team, rows, ids, weights, scales, most)
             return *arrived, scales if fp8 else none
-        if isinstance(design, GatherRows):
-            rows, scales = quantize_rows(x, most, team.caps) if fp8 else (padded(x, most, 0), none)
-            gathered = [all_gather(tensor, team) for tensor in (rows, padded(ids, most, -1), padded(weights, most, 0))]
-            return *gathered, all_gather(scales, team) if fp8 else none
         send = dispatch_pieces if isinstance(design, DispatchPieces) else dispatch_rows
         arrived = send(design, team, given)
         return tuple(arrived if fp8 else [*arrived, none])
@@ -276,19 +268,21 @@ class MoeDispatch(ExchangeOp):
 
         Within a node its experts count from 0; ids of other nodes' experts are outside and chosen by none of its ranks.
         """
-        (ids, weights), most = given.routing, given.max_tokens
-        nodes, of_node = team.shape.nodes, given.experts // team.shape.nodes
-        mine = padded(given.x.detach(), most, 0), padded(ids, most, -1), padded(weights.detach(), most, 0)
-        whole = [tensor.new_empty((team.size * most, tensor.shape[1])) for tensor in mine]
-        for node, piece in swapped(team, [packed(mine)] * nodes, design.node):
-            rows, choices, factors = unpacked(piece, mine)
-            routing = Routing(choices - team.rail.index * of_node, factors)
-            # Rows that no rank has sent are not to be read, so copies of the others.
-            received = given._replace(x=rows, routing=routing, experts=of_node, kept=True)
+        (ids, weights), most, (nodes, size) = given.routing, given.max_tokens, team.shape
+        tp = min(given.tp, size)
+        of_node = given.experts * given.tp // (nodes * tp)
+        first = team.rail.index * of_node % given.experts
+        own = padded(given.x.detach(), most, 0), padded(ids, most, -1), padded(weights.detach(), most, 0)
+        whole = [tensor.new_empty((team.size * most, tensor.shape[1])) for tensor in own]
+        for node, piece in swapped(team, [packed(own)] * nodes, design.node):
+            rows, choices, factors = unpacked(piece, own)
+            routing = Routing(choices - first, factors)
+            # Rows that no rank has sent are not to be read, so the received ones are copied.
+            received = given._replace(x=rows, routing=routing, experts=of_node, kept=True, tp=tp)
             arrived = self.run(design.node.design, team.node, received)
             for out, part in zip(whole, arrived, strict=False):
                 out.chunk(nodes)[node].copy_(part)
-        whole[1] += team.rail.index * of_node
+        whole[1] += first
         return tuple(whole)
 
     def forward(self, given: DispatchArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -377,7 +371,7 @@ class MoeDispatch(ExchangeOp):
     def cases(self) -> Iterator[Case]:
         for case in exchange_cases(self.name):
             whole_words = case["sizes"][3] * case["dtype"].itemsize % 4 == 0
-            for design in ("push", "gather", "pipelined", *(["lamport"] if whole_words else [])):
+            for design in ("push", "pipelined", *(["lamport"] if whole_words else [])):
                 yield Case(**{**case, "design": design})
         for w in (2, 3):
             fields = (("tokens", (30, 7, 30)[:w]),)
@@ -394,7 +388,7 @@ class MoeDispatch(ExchangeOp):
             layout="offset",
             fields=fields,
         )
-        for design in ("push", "gather", "pipelined", "lamport"):
+        for design in ("push", "pipelined", "lamport"):
             for dtype in (BF16, FP16, FP32):
                 for data in ("random", "special", "subnormal"):
                     yield fp8_case(2, dtype, (9, 2, 8, 200), (9, 4), design, data)
@@ -402,10 +396,9 @@ class MoeDispatch(ExchangeOp):
                 yield fp8_case(w, BF16, (5, 3, 12, 16), (5, 0, 3, 5)[:w], design)
             yield fp8_case(2, BF16, (3, 1, 6, 2200), (3, 2), design)
             yield fp8_case(2, FP16, (7, 3, 6, 384), (7, 0), design, "special")
-        # Rows of whole blocks are rounded by the kernel that sends them, but not where a thread had too many words.
         yield fp8_case(2, BF16, (11, 3, 12, 256), (11, 3), GatherWords(row_bytes=4096, num_warps=2))
         for w, row_bytes in ((1, 1024), (2, 256), (2, 4096), (3, 512), (4, 1024)):
-            design = GatherWords(row_bytes=row_bytes, num_warps=max(1, row_bytes // 512))
+            design = GatherWords(row_bytes=row_bytes, num_warps=max(1, row_bytes // 512), rounds=True)
             yield fp8_case(w, BF16, (11, 3, 12, 256), (11, 0, 5, 1)[:w], design)
         yield fp8_case(2, FP32, (9, 2, 8, 128), (9, 4), "lamport", "subnormal")
         pieces = DispatchPieces(pieces=(1, 2, 1), chunk=4, block=128, num_warps=2)
@@ -417,7 +410,7 @@ class MoeDispatch(ExchangeOp):
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
-                for design in ("push", "gather", "pipelined", "lamport"):
+                for design in ("push", "pipelined", "lamport"):
                     fields = (("tokens", (T, T - 1, 0, T)[:w]),)
                     for more in ((), (("fp8", True),)):
                         yield Case(

@@ -12,9 +12,9 @@ import weft
 from tests.limits import ANSWER
 from weft.engine import AsyncLLM, Engine, SamplingParams, grammars
 from weft.engine import StructuredOutputsParams as Structured
-from weft.engine.grammar_process import RANK_STACK, TRIAL_STACK
 from weft.engine.grammars import GrammarGuard, Guides, refusal
 from weft.engine.tokenizer import load_tokenizer
+from weft.engine.untrusted import RANK_STACK, TRIAL_STACK
 from weft.models.builtin import PATH as BUILTIN
 
 pytest.importorskip("llguidance")

@@ -114,7 +114,7 @@ def test_the_process_neither_takes_this_folders_modules_nor_writes_files(tmp_pat
 
 def test_a_process_that_does_not_start_is_said(monkeypatch):
     monkeypatch.setattr(limited_process.sys, "path", [])
-    with pytest.raises(WeftError, match="the process of template_process.py does not start"):
+    with pytest.raises(WeftError, match="the process of untrusted.py does not start"):
         Renderer().render("x", {})
 
 

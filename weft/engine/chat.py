@@ -22,7 +22,7 @@ SECONDS = 5.0
 # Limit on the output: a context of a million tokens has four million characters.
 CHARACTERS = 16 << 20
 MEMORY = 1 << 30
-_WORKER = Path(__file__).with_name("template_process.py")
+_WORKER = Path(__file__).with_name("untrusted.py")
 
 
 class RenderError(Exception):

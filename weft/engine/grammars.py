@@ -27,8 +27,8 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.arguments import shortened
-from weft.engine.grammar_process import RANK_STACK, Vocabulary, compile_grammar, read_tokenizer
 from weft.engine.params import StructuredOutputsParams
+from weft.engine.untrusted import RANK_STACK, Vocabulary, compile_grammar, read_tokenizer
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.limited_process import LimitedProcess, ProcessFailed
 
@@ -43,7 +43,7 @@ AT_ONCE = 4
 MOST_PASSED = 4096
 # Bytes beyond those of the tokenizer.
 MEMORY = 512 << 20
-_WORKER = Path(__file__).with_name("grammar_process.py")
+_WORKER = Path(__file__).with_name("untrusted.py")
 
 
 class Trial:

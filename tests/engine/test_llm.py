@@ -21,7 +21,7 @@ import weft
 from tests.limits import ANSWER, PROCESS
 from tests.runtime.sockets import listening
 from weft import SamplingParams
-from weft.engine import Completion, processes
+from weft.engine import Completion, loop
 from weft.engine import llm as llm_module
 from weft.engine.answers import join_pieces
 from weft.engine.batch import Batch
@@ -357,7 +357,7 @@ def test_the_heap_is_as_large_as_was_asked_for(byte_model, as_processes, monkeyp
 
     monkeypatch.setattr(llm_module, "Engine", engine)
     asks()
-    processes.Processes(1, partial(engine, byte_model), 3 << 20, {}, lambda *told: None).close()
+    loop.Processes(1, partial(engine, byte_model), 3 << 20, {}, lambda *told: None).close()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     weft.simulate(lambda team: asks(), 1)
@@ -398,7 +398,7 @@ class OfOneRank:
 
     def __init__(self, make, watchers):
         self.calls = Calls(lambda command: self.ranks.put(command))
-        self.ranks = processes.Processes(1, make, None, watchers, self.calls.take)
+        self.ranks = loop.Processes(1, make, None, watchers, self.calls.take)
         self.ask, self.close = self.calls.ask, self.ranks.close
 
 
@@ -410,7 +410,7 @@ def as_processes(monkeypatch):
     def launch_on_pipes(main, pipes, started, args, heap_bytes):
         return weft.simulate(lambda team: main(team, pipes[team.rank], *args), len(pipes), heap_bytes=heap_bytes)
 
-    monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
+    monkeypatch.setattr(loop, "launch_on_pipes", launch_on_pipes)
 
     def start(directory, progress=None, engine=weft.Engine):
         return OfOneRank(partial(engine, directory, mode="torch"), {"progress": progress} if progress else {})

@@ -15,10 +15,10 @@ import pytest
 from tests.limits import ANSWER
 from tests.spawning import launch_two
 from weft import SamplingParams
-from weft.engine import Load, Piece, Stats, StructuredOutputsParams, processes
+from weft.engine import Load, Piece, Stats, StructuredOutputsParams, loop
 from weft.engine import ranks as ranks_module
+from weft.engine.config import every_tenth
 from weft.engine.llm import Calls
-from weft.engine.loop import every_tenth
 from weft.errors import NotExchangeable, PeerFailed, WeftError
 from weft.runtime.codec import encode
 
@@ -127,9 +127,9 @@ class Ranks:
             self.told.append((kind, value))
             self.calls.take(kind, value)
 
-        monkeypatch.setattr(processes, "launch_on_pipes", launch_on_pipes)
-        monkeypatch.setattr(processes, "Pipe", lambda pipe=multiprocessing.Pipe: [Shared(end) for end in pipe()])
-        self.processes = processes.Processes(3, make, None, {"progress": progress} if progress else {}, take)
+        monkeypatch.setattr(loop, "launch_on_pipes", launch_on_pipes)
+        monkeypatch.setattr(loop, "Pipe", lambda pipe=multiprocessing.Pipe: [Shared(end) for end in pipe()])
+        self.processes = loop.Processes(3, make, None, {"progress": progress} if progress else {}, take)
 
     def ask(self, steps, prompt="x"):
         return self.calls.ask(([prompt], [SamplingParams(max_tokens=steps)]), self.stats.append)
@@ -278,9 +278,9 @@ class LonelyEngine(CountedEngine):
 
 @pytest.mark.sweep
 def test_real_processes_take_requests_through_their_pipes_and_one_that_falls_ends_all(monkeypatch):
-    monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
+    monkeypatch.setattr(loop, "launch_on_pipes", launch_two)
     told = []
-    ranks = processes.Processes(2, LonelyEngine, None, {}, lambda *message: told.append(message))
+    ranks = loop.Processes(2, LonelyEngine, None, {}, lambda *message: told.append(message))
     ranks.put(("submit", 7, [3], EIGHT))
     until(lambda: told and told[-1] == ("load", Load()))
     pieces = [piece for kind, found in told if kind == "pieces" for piece in found]
@@ -418,19 +418,19 @@ def test_ranks_whose_parent_closes_in_a_call_end_at_one_step_without_an_error(ra
 
 def rank_of_a_process(parent, end):
     parent.close()  # a fork's copy
-    processes.serve(SimpleNamespace(rank=0), (end,), lambda team, **watchers: CountedEngine(threading.Barrier(1)))
+    loop.serve(SimpleNamespace(rank=0), (end,), lambda team, **watchers: CountedEngine(threading.Barrier(1)))
 
 
 def test_an_interrupt_does_not_end_a_rank():
     """Ctrl-C goes to all processes of a terminal."""
-    parent, end = processes.Pipe()
+    parent, end = loop.Pipe()
     process = multiprocessing.get_context("fork").Process(target=rank_of_a_process, args=(parent, end), daemon=True)
     process.start()
     end.close()
-    assert processes.receive(parent) == ("loaded", None)
+    assert loop.receive(parent) == ("loaded", None)
     os.kill(process.pid, signal.SIGINT)
     parent.send_bytes(encode(("call", 0, ["x"], [SamplingParams(max_tokens=3)])))
-    assert [processes.receive(parent)[0] for _ in range(4)] == ["accepted", "pieces", "pieces", "ended"]
+    assert [loop.receive(parent)[0] for _ in range(4)] == ["accepted", "pieces", "pieces", "ended"]
     parent.close()
     process.join(timeout=ANSWER)
     assert process.exitcode == 0
@@ -462,7 +462,7 @@ def test_ranks_that_load_end_when_their_parent_is_interrupted(monkeypatch):
         while True:
             try:
                 progress(rank, 9)
-            except (processes.ParentClosed, OSError):
+            except (loop.ParentClosed, OSError):
                 failed.append(rank)
                 raise
 
@@ -511,11 +511,11 @@ class CountingSteps:
 
 
 def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
+    monkeypatch.setattr(loop, "launch_on_pipes", launch_two)
     stats, loaded, params = [], [], [SamplingParams(max_tokens=LONG)]
     watchers = {"progress": lambda *read: loaded.append(read), "warm_up_progress": every_tenth(loaded.append)}
     calls = Calls(lambda command: ranks.put(command))
-    ranks = processes.Processes(2, partial(CountingSteps, tmp_path), None, watchers, calls.take)
+    ranks = loop.Processes(2, partial(CountingSteps, tmp_path), None, watchers, calls.take)
     assert numbers(calls.ask((["x"], params), stats.append)) == list(range(1, LONG + 1))
     stream = calls.ask((["x"], params), stats.append)
     assert next(stream).token_id == 1
@@ -532,11 +532,11 @@ def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, m
 
 def test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped(tmp_path, monkeypatch):
     """Ctrl-C and SIGTERM reach a whole group; the parent ends ranks, by a kill if need be, and nobody else does."""
-    monkeypatch.setattr(processes, "launch_on_pipes", launch_two)
-    monkeypatch.setattr(processes, "CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr(loop, "launch_on_pipes", launch_two)
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 1.0)
     params = [SamplingParams(max_tokens=LONG)]
     calls = Calls(lambda command: ranks.put(command))
-    ranks = processes.Processes(2, partial(CountingSteps, tmp_path), None, {}, calls.take)
+    ranks = loop.Processes(2, partial(CountingSteps, tmp_path), None, {}, calls.take)
     for process in ranks._started:
         os.kill(process.pid, signal.SIGINT)
         os.kill(process.pid, signal.SIGTERM)

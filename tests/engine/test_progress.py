@@ -3,7 +3,7 @@
 import logging
 
 from weft.cli.engine_flags import starting
-from weft.engine.loop import every_tenth, watchers_of
+from weft.engine.config import every_tenth, watchers_of
 from weft.runtime import logs
 
 

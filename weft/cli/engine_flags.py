@@ -25,8 +25,7 @@ from rich.text import Text
 
 from weft.arguments import DEVICES
 from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, layout_of, notices, one_of
-from weft.engine.config import DEFAULTS
-from weft.engine.loop import every_tenth
+from weft.engine.config import DEFAULTS, every_tenth
 from weft.models.families import published
 from weft.models.hub import find_checkpoint
 from weft.parallel.modes import MODES, OLD_MODES

@@ -1,14 +1,16 @@
-"""Options of an engine: parallel strategy, batch size, KV cache."""
+"""Options of an engine: parallel strategy, batch size, KV cache; functions that watch it start."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from weft.arguments import (
     check_bool,
+    check_callable,
     check_choice,
     check_instance,
     check_number,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from weft.layers.moe import Layout
+    from weft.models.checkpoint import Progress
     from weft.parallel.modes import Mode
 
 MAX_BATCH = 1 << 16
@@ -144,3 +147,27 @@ class EngineConfig:
 
 # Defaults by name, for the command line's flags.
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
+
+# Engine's progress and warm_up_progress by these names, called in the caller's process.
+Watchers = Mapping[str, Callable[[int, int], None]]
+
+
+def watchers_of(progress: Progress | None, warm_up_progress: Progress | None) -> Watchers:
+    """The functions that are given, by name; in place of a missing `warm_up_progress` one that logs."""
+    check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")
+    check_optional(check_callable, "warm_up_progress", warm_up_progress, "warm_up_progress(captured, to capture)")
+    given = {
+        "progress": progress,
+        "warm_up_progress": warm_up_progress or every_tenth(logging.getLogger("weft.engine").info),
+    }
+    return {name: function for name, function in given.items() if function is not None}
+
+
+def every_tenth(say: Callable[[str], None]) -> Progress:
+    """A `warm_up_progress` that says a line for each tenth of the graphs."""
+
+    def progress(captured: int, total: int) -> None:
+        if captured * 10 // total > (captured - 1) * 10 // total:
+            say(f"captured {captured} of {total} CUDA graphs")
+
+    return progress

@@ -1,47 +1,38 @@
-"""Request loop of a rank, for LLM, AsyncLLM and the server: requests come and go while a batch runs.
+"""Request loop of a rank, for LLM, AsyncLLM and the server, and the processes, one per GPU, in which ranks run it.
 
 Before each step all ranks take the same commands, so they submit, cancel and stop at the same step without a collective.
 """
 
 from __future__ import annotations
 
-import logging
+import multiprocessing
 import os
-from collections.abc import Callable, Generator, Mapping
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import chain
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from weft.arguments import check_callable, check_optional
-from weft.errors import WeftError
+from weft.engine.answers import columns_of, pieces_of_columns
+from weft.engine.config import Watchers
+from weft.errors import PeerFailed, WeftError
+from weft.runtime.codec import decode, encode
+from weft.runtime.launch import launch_on_pipes
 
 if TYPE_CHECKING:
     from weft.engine.answers import Load, Piece
     from weft.engine.engine import Engine
     from weft.engine.params import Prompt, SamplingParams
-    from weft.models.checkpoint import Progress
-
-# Engine's progress and warm_up_progress by these names, called in the caller's process.
-Watchers = Mapping[str, Callable[[int, int], None]]
-logger = logging.getLogger("weft.engine")
-
-
-def watchers_of(progress: Progress | None, warm_up_progress: Progress | None) -> Watchers:
-    """The functions that are given, by name; in place of a missing `warm_up_progress` one that logs."""
-    check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")
-    check_optional(check_callable, "warm_up_progress", warm_up_progress, "warm_up_progress(captured, to capture)")
-    given = {"progress": progress, "warm_up_progress": warm_up_progress or every_tenth(logger.info)}
-    return {name: function for name, function in given.items() if function is not None}
-
-
-def every_tenth(say: Callable[[str], None]) -> Progress:
-    """A `warm_up_progress` that says a line for each tenth of the graphs."""
-
-    def progress(captured: int, total: int) -> None:
-        if captured * 10 // total > (captured - 1) * 10 // total:
-            say(f"captured {captured} of {total} CUDA graphs")
-
-    return progress
-
+    from weft.runtime.team.team import Team
 
 # ("submit", number, prompt, SamplingParams); ("call", number, prompts, [SamplingParams]); ("cancel", number) of either; from a
 # rank to all ranks ("prepared", number). Numbers are chosen by the caller.
@@ -153,3 +144,173 @@ def check_process(owner: int) -> None:
             f"this LLM is at work for process {owner}, and process {number} is a fork of it; make an LLM of its own here, or "
             f"have process {owner} ask"
         )
+
+
+# Seconds that ranks have to end by themselves: for the step that runs, and for NCCL.
+CLOSE_SECONDS = 10.0
+
+
+class Processes:
+    """A process per GPU, each with its engine, and this process's end of a pipe to each, until `close`.
+
+    Before each step rank 0 reads the commands that have arrived and sends them to the other ranks, over a pipe to each. So all
+    ranks take the same commands at the same step, and this process, which may be busy, is not asked. Only the thread `_talk`
+    reads from the ranks, and only `_send` writes to them. No interrupt reaches these, so a message is whole. Callers only put
+    into a queue, as does a garbage collector that drops a stream at any line.
+    """
+
+    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, watchers: Watchers, take: Take) -> None:
+        self._take = take
+        self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None  # of the processes
+        self._closed = False
+        self._owner = os.getpid()
+        self._started: list[BaseProcess] = []
+        self._pipes, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
+        first, others = zip(*(Pipe() for _ in range(1, world_size)), strict=True) if world_size > 1 else ((), ())
+        links = [first, *((end,) for end in others)]
+        given = [(end, *link) for end, link in zip(theirs, links, strict=True)]
+
+        def run() -> None:
+            try:
+                launch_on_pipes(serve, given, self._started, args=(make,), heap_bytes=heap_bytes)
+            except BaseException as error:
+                self._error = error
+            for end in theirs:
+                end.close()
+
+        self._processes = threading.Thread(target=run, name="weft processes", daemon=True)
+        self._talker = threading.Thread(target=self._talk, name="weft talker", daemon=True)
+        self._sender = threading.Thread(target=self._send, name="weft sender", daemon=True)
+        self._processes.start()
+        try:
+            self._wait_until_loaded(watchers)
+            for end in chain(*links):  # a rank that ends then closes its links for good
+                end.close()
+            self._talker.start()
+            self._sender.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, command: Command) -> None:
+        """Send a command; from any thread, without waiting. NotExchangeable for one that cannot be sent."""
+        check_process(self._owner)
+        self._commands.put(encode(command))
+
+    def close(self) -> None:
+        """End the ranks with the step that runs, by a kill where they do not end.
+
+        A fork of this process ends none.
+        """
+        if self._owner != os.getpid():
+            return
+        deadline = time.monotonic() + CLOSE_SECONDS
+        self._closed = True
+        self._commands.put(None)
+        for pipe in self._pipes:
+            with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # unlike close(), even while the talker reads
+        self._processes.join(timeout=max(0.0, deadline - time.monotonic()))
+        for process in self._started if self._processes.is_alive() else ():
+            process.kill()  # it is stopped, or hangs
+        self._processes.join(timeout=CLOSE_SECONDS)
+        if self._talker.ident is not None:
+            self._talker.join(timeout=30)
+
+    def _send(self) -> None:
+        with suppress(OSError):  # the ranks have ended, which `_talk` reports
+            for command in iter(self._commands.get, None):
+                self._pipes[0].send_bytes(command)
+
+    def _talk(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._take(*receive(self._pipes[0]))
+        self._commands.put(None)
+        self._take("error", self._reason())
+
+    def _wait_until_loaded(self, watchers: Watchers) -> None:
+        try:
+            for pipe in self._pipes:  # rank 0 first, which alone reports progress
+                while (message := receive(pipe)) != ("loaded", None):
+                    name, counts = message
+                    if name in watchers:
+                        watchers[name](*counts)
+        except (EOFError, OSError):
+            raise self._reason() from None
+
+    def _reason(self) -> BaseException:
+        """Why there are no ranks any more."""
+        if self._closed:
+            return llm_closed()
+        self._processes.join(timeout=30)
+        return self._error or WeftError("the workers have ended; make a new LLM")
+
+
+def serve(team: Team, pipes: tuple[Connection, ...], make: Make) -> None:
+    """Answer requests on one rank, by the engine that `make` builds, until the parent closes its end.
+
+    pipes  to the parent, and after it rank 0's to the other ranks, or theirs to rank 0
+    """
+    parent, *links = pipes
+
+    def hear(wait: float | None, commands: list[Command]) -> list[Command]:
+        if team.rank == 0:
+            told = [*_arrived(parent, 0.0 if commands else wait), *map(encode, commands)]
+            for peer, link in enumerate(links, 1):
+                try:
+                    link.send_bytes(encode(told))
+                except OSError:
+                    raise PeerFailed(0, peer, "its process has ended") from None
+        else:
+            try:
+                told = decode(links[0].recv_bytes())
+            except (EOFError, OSError):  # rank 0 has ended
+                raise ParentClosed from None
+        return [decode(command) for command in told]
+
+    def tell(kind: str, value: Any) -> None:
+        if team.rank == 0:
+            value = columns_of(value) if kind == "pieces" else value
+            with suppress(OSError):  # the parent has closed: `hear` finds out
+                parent.send_bytes(encode((kind, value)))
+
+    with ExitStack() as ends:
+        for end in pipes:
+            ends.enter_context(end)
+        RequestLoop(load(team, parent, make), hear, tell).run()
+
+
+def load(team: Team, parent: Connection, make: Make) -> Engine:
+    """Engine of a rank. Tells the parent its progress, by rank 0, and then ("loaded", None)."""
+    if multiprocessing.parent_process() is not None:
+        # Ctrl-C reaches every process of a terminal, and the parent decides when ranks end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def tell(name: str, *counts: int) -> None:
+        if parent.poll():  # no request comes before "loaded": this is the end of the pipe
+            raise ParentClosed
+        if team.rank == 0:
+            parent.send_bytes(encode((name, counts)))
+
+    engine = make(team, **{name: partial(tell, name) for name in ("progress", "warm_up_progress")})
+    parent.send_bytes(encode(("loaded", None)))
+    return engine
+
+
+def receive(pipe: Connection) -> tuple[str, Any]:
+    """Next message of a rank, in the parent. EOFError or OSError where there is none any more."""
+    kind, value = decode(pipe.recv_bytes())
+    return kind, pieces_of_columns(value) if kind == "pieces" else value
+
+
+def _arrived(pipe: Connection, wait: float | None) -> list[bytes]:
+    """Messages that have arrived, after up to `wait` seconds; None: at least one."""
+    arrived: list[bytes] = []
+    try:
+        while pipe.poll(0.0 if arrived else wait):
+            arrived.append(pipe.recv_bytes())
+    except (EOFError, OSError):
+        raise ParentClosed from None
+    return arrived

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from weft.arguments import check_choice, check_virtual_ranks, positive, shortened
-from weft.engine.loop import Command, Make, ParentClosed, RequestLoop, Take, Watchers, check_process, llm_closed
+from weft.engine.config import Watchers
+from weft.engine.loop import Command, Make, ParentClosed, RequestLoop, Take, check_process, llm_closed
 from weft.errors import NotEnoughGPUs, WeftError
 from weft.models import DecoderConfig
 from weft.models.builtin import PATH as BUILTIN

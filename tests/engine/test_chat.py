@@ -6,7 +6,7 @@ import json
 import jinja2
 import pytest
 
-from weft.engine.chat import ChatTemplate
+from weft.engine.text import ChatTemplate
 from weft.errors import CheckpointError
 
 TEMPLATE = """{%- if tools %}

@@ -353,7 +353,7 @@ def test_ignore_eos_goes_on(byte_model):
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
         [free] = engine.generate("x", max_tokens=10)
-        engine.eos_token_ids = frozenset(free.token_ids[:1])
+        engine.requests.ends = frozenset(free.token_ids[:1])
         counts = []
         for ignore_eos in (False, True):
             pieces = list(engine.answer(["x"], [SamplingParams(max_tokens=10, ignore_eos=ignore_eos)]))

@@ -13,8 +13,8 @@ import numpy
 import pytest
 
 from tests.limits import ANSWER
-from weft.engine import chat as module
-from weft.engine.chat import ChatTemplate, Renderer, RenderError, as_json
+from weft.engine import text as module
+from weft.engine.text import ChatTemplate, Renderer, RenderError, as_json
 from weft.errors import WeftError
 from weft.runtime import limited_process
 

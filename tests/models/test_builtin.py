@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scripts.train_builtin import MODELS, TrainConfig, both_orders, count_right, held_out_sums, make_batch
 from tests.documents import ROOT
-from weft.engine.chat import ChatTemplate, prompt_of
+from weft.engine.text import ChatTemplate, prompt_of
 from weft.engine.tokenizer import load_tokenizer, token_ids_of
 from weft.models.builtin import PATH, PATHS
 

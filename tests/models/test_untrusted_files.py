@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weft.engine.chat import ChatTemplate
+from weft.engine.text import ChatTemplate
 from weft.engine.tokenizer import load_tokenizer
 from weft.errors import CheckpointError
 from weft.models import Checkpoint

@@ -247,7 +247,7 @@ def _check_simulable(flags: GenerateFlags, options: GenerateOptions) -> None:
 
 
 def _as_chat(prompts: list[str], model: Path | None) -> list[list[int]]:
-    from weft.engine.chat import ChatTemplate, prompt_of
+    from weft.engine.text import ChatTemplate, prompt_of
     from weft.engine.tokenizer import load_tokenizer
     from weft.models import Checkpoint
     from weft.models.builtin import PATH

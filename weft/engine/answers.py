@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
-from weft.engine.params import MOST_LOGPROBS
+from weft.arguments import quoted
+from weft.engine.config import EngineConfig
+from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
+from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, check_prompt
 from weft.engine.scheduler import Sequence
+from weft.engine.slots import Adjusted
+from weft.engine.text import StopStrings, TextStream, TokenTexts, token_texts
+from weft.engine.tokenizer import PromptReader, check_room, spellings
 from weft.ops.vocab.sample_argmax import EXCLUDED
 from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from weft.runtime.team.team import Team
 
 FinishReason = Literal["eos", "stop", "length", "error"]
 
@@ -170,170 +183,6 @@ def _completion(index: int, pieces: list[Piece]) -> Completion:
     )
 
 
-class StopStrings:
-    """Automaton of strings.
-
-    A state is the longest ending of the text so far that some string begins with; 0 is the empty one.
-
-    empty    there is no string
-    depth    of each state, its length
-    longest  of each state, the length of the longest string that ends there, or 0
-    """
-
-    def __init__(self, strings: tuple[str, ...]) -> None:
-        self.empty = not strings
-        self._next: list[dict[str, int]] = [{}]
-        self.depth, self.longest = [0], [0]
-        for string in strings:
-            state = 0
-            for letter in string:
-                if (after := self._next[state].get(letter)) is None:
-                    after = self._next[state][letter] = len(self._next)
-                    self._next.append({})
-                    self.depth.append(self.depth[state] + 1)
-                    self.longest.append(0)
-                state = after
-            self.longest[state] = len(string)
-        # State of the longest shorter ending; states are taken by their depth.
-        self._shorter = [0] * len(self._next)
-        ordered = list(self._next[0].values())
-        for state in ordered:
-            for letter, after in self._next[state].items():
-                shorter = self._shorter[after] = self._step(self._shorter[state], letter)
-                self.longest[after] = self.longest[after] or self.longest[shorter]
-                ordered.append(after)
-
-    def advance(self, state: int, text: str, begin: int) -> tuple[int, int]:
-        """(state, end) after the characters from `begin` on, or behind the first string that is complete."""
-        for index in range(begin, len(text)):
-            state = self._step(state, text[index])
-            if self.longest[state]:
-                return state, index + 1
-        return state, len(text)
-
-    def _step(self, state: int, letter: str) -> int:
-        while state and letter not in self._next[state]:
-            state = self._shorter[state]
-        return self._next[state].get(letter, 0)
-
-
-# Decoders that join tokens' bytes or texts as they are.
-JOINING = (decoders.ByteLevel, decoders.Fuse)
-# Tokens behind which a character that has not ended is none: it has up to 4 bytes.
-MOST_UNDECIDED = 16
-
-
-class TokenTexts(dict[int, str]):
-    """Text of each token by itself, decoded when first asked for.
-
-    "\ufffd" in it stands for bytes that are no character.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool) -> None:
-        super().__init__()
-        self._decode, self._skip = tokenizer.decode, not keep_special
-
-    def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._decode([token_id], skip_special_tokens=self._skip)
-        return text
-
-
-def token_texts(tokenizer: Tokenizer, *, keep_special: bool) -> TokenTexts | None:
-    """Texts of tokens by themselves, if these make up the text of all of them.
-
-    None for a decoder that looks at several tokens at once.
-    """
-    return TokenTexts(tokenizer, keep_special=keep_special) if isinstance(tokenizer.decoder, JOINING) else None
-
-
-class TextStream:
-    """Text of a growing sequence of tokens: pieces that, joined, are the text before a stop string.
-
-    keep_stop     the text ends behind the stop string
-    keep_special  special tokens have text too
-    alone         `token_texts` with this keep_special: one look-up a token in place of decoding two; None: none are known
-
-    The first stop string that is complete counts. Bytes of an unfinished character, and an ending that may begin a stop string,
-    are held back until they are decided; of bytes that are no character the last alone, or each token would decode all of them.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: StopStrings | tuple[str, ...] = (),
-        *,
-        keep_stop: bool = False,
-        keep_special: bool = False,
-        alone: TokenTexts | None = None,
-    ) -> None:
-        self.tokenizer, self.alone = tokenizer, alone
-        self._stops, self._state = stop if isinstance(stop, StopStrings) else StopStrings(stop), 0
-        self.keep_stop, self.keep_special = keep_stop, keep_special
-        self.token_ids: list[int] = []
-        self.held = ""
-        # Tokens before `read` are text already; from `first` on they are decoded again with each new one, because some
-        # decoders treat the first token differently (a leading blank).
-        self.first = self.read = 0
-        self.ahead = 0  # characters behind `read` that are text already
-        self._given = self._waiting = 0  # characters given out, and those before an unfinished one
-
-    @property
-    def length(self) -> int:
-        """Number of characters of the text so far, those held back included, without an unfinished one."""
-        return self._given + len(self.held) + self._waiting
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """(new text, whether a stop string ended it)."""
-        decided = self.read == len(self.token_ids)
-        self.token_ids.append(token_id)
-        if decided and self.alone is not None and "\ufffd" not in (new := self.alone[token_id]):
-            self.first, self.read = self.read, self.read + 1
-            if self._stops.empty:
-                self._given += len(new)
-                return new, False
-            self.held += new
-            return self._release()
-        new = self._new_text()
-        self._waiting = 0
-        if new and not new.endswith("\ufffd"):
-            self.held += new
-            self.first, self.read, self.ahead = self.read, len(self.token_ids), 0
-        elif len(self.token_ids) - self.read > 2 * MOST_UNDECIDED:
-            self.held += new[:-1]
-            self.first = self.read = len(self.token_ids) - MOST_UNDECIDED
-            self.ahead = len(self._decoded(self.token_ids[self.first :])) - 1
-        else:
-            self._waiting = len(new.rstrip("\ufffd"))
-        return self._release()
-
-    def finish(self) -> tuple[str, bool]:
-        """Text that was held back, now that no token follows, as from `push`."""
-        self.held += self._new_text()
-        self.first, self.read, self.ahead, self._waiting = len(self.token_ids), len(self.token_ids), 0, 0
-        text, stopped = self._release()
-        self._given += len(self.held)
-        rest, self.held, self._state = self.held, "", 0
-        return (text, True) if stopped else (text + rest, False)
-
-    def _new_text(self) -> str:
-        before = self._decoded(self.token_ids[self.first : self.read])
-        return self._decoded(self.token_ids[self.first :])[len(before) + self.ahead :]
-
-    def _decoded(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=not self.keep_special)
-
-    def _release(self) -> tuple[str, bool]:
-        # What was held back is what the state stands for.
-        state, end = self._stops.advance(self._state, self.held, self._stops.depth[self._state])
-        if stop := self._stops.longest[state]:
-            text, self.held, self._state = self.held[: end if self.keep_stop else end - stop], "", 0
-        else:
-            keep = self._stops.depth[state]
-            text, self.held, self._state = self.held[: end - keep], self.held[end - keep :], state
-        self._given += len(text)
-        return text, stop > 0
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Answer(Sequence):
     """A request, and the answer that grows by its tokens.
@@ -422,3 +271,129 @@ def logprobs_of(row: list[float], token: int, count: int, decode: Callable[[int]
         if logprob > -math.inf and int(other) not in found:
             found[int(other)] = Logprob(logprob, rank, decode(int(other)))
     return found
+
+
+class Requests:
+    """Answers to requests, before their first token: prompts as token ids, parameters as the tokens that they mean.
+
+    Collective, with equal arguments on all ranks of `team`.
+
+    no_text  said where a request needs a tokenizer and there is none
+    ends     end-of-sequence tokens
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        config: EngineConfig,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        no_text: str,
+        ends: frozenset[int],
+    ) -> None:
+        self._team, self._config, self._vocab_size, self.ends = team, config, vocab_size, ends
+        self._tokenizer, self._no_text = tokenizer, no_text
+        self._reader = None if tokenizer is None else PromptReader(tokenizer, config.max_seq_len)
+        self._guides: Guides | None = None  # once a request asks for one
+        self._guard: TeamGuard | None = None  # with them
+        self._token_texts: dict[bool, TokenTexts | None] = {}  # by skip_special_tokens
+        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
+
+    def encode(self, name: str, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. ValueError for one that the model cannot read, or that leaves no room for an answer."""
+        check_prompt(name, prompt)
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError(f"{name}={quoted(prompt)} is text, and {self._no_text}; pass token ids")
+            ids = self._reader.read(name, prompt)
+        else:
+            ids = list(map(int, prompt))
+        if not ids:
+            raise ValueError(f"{name}={quoted(prompt)} is empty; a prompt needs at least one token")
+        most = self._vocab_size - 1
+        if not 0 <= min(ids) <= max(ids) <= most:
+            index = next(index for index, token in enumerate(ids) if not 0 <= token <= most)
+            raise ValueError(f"{name}[{index}]={quoted(ids[index])} is a token id outside 0 .. {most}")
+        check_room(name, len(ids), self._config.max_seq_len)
+        return ids
+
+    def answer_to(self, ids: list[int], params: SamplingParams, prompt: int, index: int) -> Answer:
+        """Answer to a prompt of these ids, whose pieces say `prompt` and `index`."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={quoted(params)} is not a SamplingParams")
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop={quoted(params.stop)} needs text, and {self._no_text}; pass stop_token_ids")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if (largest := max(getattr(params, name) or (), default=0)) >= self._vocab_size:
+                raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {self._vocab_size - 1}")
+        room = self._config.max_seq_len - len(ids)
+        return Answer(
+            prompt=ids,
+            params=params,
+            budget=room if params.max_tokens is None else min(params.max_tokens, room),
+            reads_all=params.prompt_logprobs is not None,
+            adjusted=self._adjusted(params),
+            ends=dict.fromkeys(params.stop_token_ids, "stop")
+            | ({} if params.ignore_eos else dict.fromkeys(self.ends, "eos")),
+            text=self._text_stream(params),
+            decode=self._token_text,
+            prompt_index=prompt,
+            index=index,
+        )
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        skips = params.skip_special_tokens
+        if skips not in self._token_texts:
+            self._token_texts[skips] = token_texts(self._tokenizer, keep_special=not skips)
+        options = {"keep_stop": params.include_stop_str_in_output, "keep_special": not skips}
+        if (stop := self._stops.get(params.stop)) is None:  # the answers of a prompt share it
+            stop = self._stops[params.stop] = StopStrings(params.stop)
+        return TextStream(self._tokenizer, stop, **options, alone=self._token_texts[skips])
+
+    def _adjusted(self, params: SamplingParams) -> Adjusted | None:
+        """Changes of logits that a request asks for."""
+        if not params.adjusted:
+            return None
+        if params.bad_words and self._tokenizer is None:
+            raise ValueError(f"bad_words={quoted(params.bad_words)} needs text, and {self._no_text}; pass logit_bias")
+        guide = None
+        if params.structured_outputs is not None:
+            guide = self._grammars().start(params.structured_outputs)
+        ends = sorted(self.ends | set(params.stop_token_ids)) if params.min_tokens else []
+        adjusted = Adjusted(
+            params=params, ends=ends, bad_words=spellings(self._tokenizer, params.bad_words), guide=guide
+        )
+        adjusted.check_begin(self._vocab_size)
+        return adjusted
+
+    def _grammars(self) -> Guides:
+        if self._guides is None:
+            if self._tokenizer is None:
+                raise ValueError(f"structured_outputs need text, and {self._no_text}")
+            source = self._tokenizer, self._vocab_size, self.ends
+            self._guides = Guides(*source)
+            self._guard = TeamGuard(self._team, GrammarGuard(*source, self._config.grammar_seconds))
+        return self._guides
+
+    def try_grammars(self, params: Iterable[SamplingParams], settle: Callable[[], None]) -> None:
+        """Try the grammars of these requests, as TeamGuard.check does."""
+        asked = [one.structured_outputs for one in params if isinstance(one, SamplingParams) and one.structured_outputs]
+        if asked:
+            self._grammars()
+            self._guard.check(asked, settle)
+
+    def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
+        """Have the grammar of a request compiled in a thread. None without one, and for one that is refused."""
+        if (asked := params.structured_outputs) is None:
+            return None
+        try:
+            future = self._grammars().prepare(asked)
+        except ValueError:
+            return None
+        self._guard.note(asked)
+        return future
+
+    def _token_text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)

@@ -15,13 +15,13 @@ from typing import Any
 
 from weft.arguments import check_heap_bytes, quoted
 from weft.engine.answers import Completion, Load, Piece, join_pieces
-from weft.engine.chat import ChatTemplate, Message
 from weft.engine.config import EngineConfig, watchers_of
 from weft.engine.engine import Engine, check_model
 from weft.engine.grammars import GrammarGuard
 from weft.engine.loop import Processes
 from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, check_prompt, sampling_defaults
 from weft.engine.ranks import Placement, VirtualRanks
+from weft.engine.text import ChatTemplate, Message
 from weft.engine.tokenizer import PromptReader, check_room, has_tokenizer, load_tokenizer
 from weft.errors import RequestCancelled, WeftError
 from weft.models import DecoderConfig

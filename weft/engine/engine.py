@@ -13,7 +13,6 @@ from functools import partial
 from itertools import repeat, zip_longest
 from os import PathLike
 from typing import Any
-from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer
 
@@ -24,27 +23,14 @@ from weft.arguments import (
     check_optional,
     quoted,
 )
-from weft.engine.answers import (
-    Answer,
-    Completion,
-    Load,
-    Piece,
-    Stats,
-    StopStrings,
-    TextStream,
-    TokenTexts,
-    join_pieces,
-    token_texts,
-)
+from weft.engine.answers import Answer, Completion, Load, Piece, Requests, Stats, join_pieces
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig
-from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
 from weft.engine.kv_cache import plan_cache
 from weft.engine.params import (
     Prompt,
     SamplingParams,
     as_prompts,
-    check_prompt,
     difference,
     one_each,
     sampling_defaults,
@@ -52,8 +38,7 @@ from weft.engine.params import (
 )
 from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
-from weft.engine.slots import Adjusted
-from weft.engine.tokenizer import PromptReader, check_room, has_tokenizer, load_tokenizer, spellings
+from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
@@ -126,15 +111,15 @@ class Engine:
             )
         self.team, self.config, self.tokenizer, self.eos_token_ids = team, config, None, frozenset()
         self.defaults, warnings = SamplingParams(), []
-        self._no_text = "this model has no tokenizer"  # said where there is none
+        no_text = "this model has no tokenizer"
         if checkpoint is not None:
             self.defaults, warnings = sampling_defaults(checkpoint), unused_defaults(checkpoint)
             self.eos_token_ids = checkpoint.eos_token_ids()
             if has_tokenizer(checkpoint.directory):
                 self.tokenizer = load_tokenizer(checkpoint.directory)
-                self._reader = PromptReader(self.tokenizer, config.max_seq_len)
                 _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
-            self._no_text = f"{checkpoint.directory} has no tokenizer.json"
+            no_text = f"{checkpoint.directory} has no tokenizer.json"
+        self.requests = Requests(team, config, sizes.vocab_size, self.tokenizer, no_text, self.eos_token_ids)
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
         names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype"
@@ -159,10 +144,6 @@ class Engine:
             self.batch.runner.warm_up(warm_up_progress)
         ready = time.perf_counter() - begin
         logger.info("engine ready in %.1f s, mode %s, up to %d requests at once", ready, config.mode, config.max_batch)
-        self._guides: Guides | None = None  # once a request asks for one
-        self._guard: TeamGuard | None = None  # with them
-        self._token_texts: dict[bool, TokenTexts | None] = {}  # by skip_special_tokens
-        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         self._entered = 0
         self._submitted: dict[int, Answer] = {}  # by the number of the request
         self._held: list[Piece] = []  # pieces of submitted requests that were not yet given out
@@ -227,12 +208,12 @@ class Engine:
         if not prompts:
             raise ValueError("prompts is empty; pass at least one")
         params = self._seeded(params)
-        self._try_grammars(params)
-        encoded = [self._encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
+        self.requests.try_grammars(params, self.settle)
+        encoded = [self.requests.encode(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
         answers: list[Answer] = []
         for prompt, (ids, asked) in enumerate(zip(encoded, params, strict=True)):
             for index, one in enumerate(asked.answers() if isinstance(asked, SamplingParams) else [asked]):
-                answers.append(self._answer_to(ids, one, prompt, index))
+                answers.append(self.requests.answer_to(ids, one, prompt, index))
             self.batch.scheduler.check(f"prompts[{prompt}]", answers[-1])
         return self._answer(answers)
 
@@ -250,8 +231,8 @@ class Engine:
         number = self._entered if number is None else number
         if number in self._submitted:
             raise ValueError(f"number={number} is that of a request that has not ended; pass another, or None")
-        self._try_grammars([params])
-        answer = self._answer_to(self._encode("prompt", prompt), params, number, 0)
+        self.requests.try_grammars([params], self.settle)
+        answer = self.requests.answer_to(self.requests.encode("prompt", prompt), params, number, 0)
         self.batch.scheduler.check("prompt", answer)
         answer.pieces, self._submitted[number] = self._held, answer
         self._enter(answer)
@@ -263,14 +244,7 @@ class Engine:
         The caller has tried it (weft.engine.grammars). Collective, as `submit`. None: the request has none, or `submit`
         will refuse it.
         """
-        if (asked := params.structured_outputs) is None:
-            return None
-        try:
-            found = self._grammars().prepare(asked)
-            self._guard.note(asked)
-            return found
-        except ValueError:
-            return None
+        return self.requests.prepare(params)
 
     def cancel(self, number: int) -> None:
         """Remove a submitted request from the batch; it gives no more pieces.
@@ -357,91 +331,6 @@ class Engine:
             hit_tokens=sum(answer.hit_tokens or 0 for answer in answers),
         )
 
-    def _encode(self, name: str, prompt: Prompt) -> list[int]:
-        check_prompt(name, prompt)
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"{name}={quoted(prompt)} is text, and {self._no_text}; pass token ids")
-            ids = self._reader.read(name, prompt)
-        else:
-            ids = list(map(int, prompt))
-        if not ids:
-            raise ValueError(f"{name}={quoted(prompt)} is empty; a prompt needs at least one token")
-        vocab_size = self.model.config.vocab_size
-        if not 0 <= min(ids) <= max(ids) < vocab_size:
-            index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
-            raise ValueError(f"{name}[{index}]={quoted(ids[index])} is a token id outside 0 .. {vocab_size - 1}")
-        check_room(name, len(ids), self.config.max_seq_len)
-        return ids
-
-    def _answer_to(self, ids: list[int], params: SamplingParams, prompt: int, index: int) -> Answer:
-        """Answer to a prompt of these ids, whose pieces say `prompt` and `index`."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={quoted(params)} is not a SamplingParams")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={quoted(params.stop)} needs text, and {self._no_text}; pass stop_token_ids")
-        vocab_size = self.model.config.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            if (largest := max(getattr(params, name) or (), default=0)) >= vocab_size:
-                raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {vocab_size - 1}")
-        room = self.config.max_seq_len - len(ids)
-        return Answer(
-            prompt=ids,
-            params=params,
-            budget=room if params.max_tokens is None else min(params.max_tokens, room),
-            reads_all=params.prompt_logprobs is not None,
-            adjusted=self._adjusted(params),
-            ends=dict.fromkeys(params.stop_token_ids, "stop")
-            | ({} if params.ignore_eos else dict.fromkeys(self.eos_token_ids, "eos")),
-            text=self._text_stream(params),
-            decode=self._token_text,
-            prompt_index=prompt,
-            index=index,
-        )
-
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
-            return None
-        skips = params.skip_special_tokens
-        if skips not in self._token_texts:
-            self._token_texts[skips] = token_texts(self.tokenizer, keep_special=not skips)
-        options = {"keep_stop": params.include_stop_str_in_output, "keep_special": not skips}
-        if (stop := self._stops.get(params.stop)) is None:  # the answers of a prompt share it
-            stop = self._stops[params.stop] = StopStrings(params.stop)
-        return TextStream(self.tokenizer, stop, **options, alone=self._token_texts[skips])
-
-    def _adjusted(self, params: SamplingParams) -> Adjusted | None:
-        """Changes of logits that a request asks for."""
-        if not params.adjusted:
-            return None
-        if params.bad_words and self.tokenizer is None:
-            raise ValueError(f"bad_words={quoted(params.bad_words)} needs text, and {self._no_text}; pass logit_bias")
-        guide = None
-        if params.structured_outputs is not None:
-            guide = self._grammars().start(params.structured_outputs)
-        ends = sorted(self.eos_token_ids | set(params.stop_token_ids)) if params.min_tokens else []
-        adjusted = Adjusted(
-            params=params, ends=ends, bad_words=spellings(self.tokenizer, params.bad_words), guide=guide
-        )
-        adjusted.check_begin(self.model.config.vocab_size)
-        return adjusted
-
-    def _grammars(self) -> Guides:
-        if self._guides is None:
-            if self.tokenizer is None:
-                raise ValueError(f"structured_outputs need text, and {self._no_text}")
-            source = self.tokenizer, self.model.config.vocab_size, self.eos_token_ids
-            self._guides = Guides(*source)
-            self._guard = TeamGuard(self.team, GrammarGuard(*source, self.config.grammar_seconds))
-        return self._guides
-
-    def _try_grammars(self, params: Sequence[Any]) -> None:
-        """Try the grammars of these requests, as TeamGuard does."""
-        asked = [one.structured_outputs for one in params if isinstance(one, SamplingParams) and one.structured_outputs]
-        if asked:
-            self._grammars()
-            self._guard.check(asked, self.settle)
-
     def _seeded(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """The parameters, those without a seed with one that rank 0 has drawn."""
         if not any(isinstance(one, SamplingParams) and one.seed is None for one in params):
@@ -458,9 +347,6 @@ class Engine:
         self.batch.scheduler.finish(answer)
         if self._submitted.get(answer.prompt_index) is answer:
             del self._submitted[answer.prompt_index]
-
-    def _token_text(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _open(model: str | PathLike[str] | None, team: Team) -> Checkpoint:

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 from weft.arguments import check_heap_bytes, quoted
 from weft.engine.answers import Completion, Piece, Stats, join_pieces
-from weft.engine.chat import ChatTemplate, Message, prompt_of
 from weft.engine.config import EngineConfig, watchers_of
 from weft.engine.engine import Engine, check_model
 from weft.engine.loop import Command, Processes, check_process
 from weft.engine.params import Prompt, SamplingParams, as_prompts, one_each, sampling_defaults
 from weft.engine.ranks import Placement, VirtualRanks
+from weft.engine.text import ChatTemplate, Message, prompt_of
 from weft.engine.tokenizer import load_tokenizer
 from weft.errors import WeftError
 from weft.models import DecoderConfig

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from weft.engine import EngineConfig
-from weft.engine.kv_cache import plan_cache
+from weft.engine.config import plan_cache
 from weft.models import DecoderConfig
 
 

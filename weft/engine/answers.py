@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from weft.arguments import quoted
 from weft.engine.config import EngineConfig
 from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
+from weft.engine.kv_cache import Sequence
 from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, check_prompt
-from weft.engine.scheduler import Sequence
 from weft.engine.slots import Adjusted
 from weft.engine.text import StopStrings, TextStream, TokenTexts, token_texts
 from weft.engine.tokenizer import PromptReader, check_room, spellings

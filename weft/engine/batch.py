@@ -10,11 +10,11 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.grammars import Guide
-from weft.engine.kv_cache import PagePool
+from weft.engine.kv_cache import Decoding, PagePool, Sequence, SequenceRange
 from weft.engine.params import Kind
 from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Runner
-from weft.engine.scheduler import Decoding, Scheduler, Sequence, SequenceRange
+from weft.engine.scheduler import Scheduler
 from weft.engine.slots import Entry, SlotState
 
 

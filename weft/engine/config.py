@@ -19,11 +19,14 @@ from weft.arguments import (
     positive,
     quoted,
 )
+from weft.parallel.modes import mode_named
+from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
     import torch
 
     from weft.layers.moe import Layout
+    from weft.models import DecoderConfig
     from weft.models.checkpoint import Progress
     from weft.parallel.modes import Mode
 
@@ -63,7 +66,7 @@ class EngineConfig:
     prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
                      KV cache, and only the rest of it is computed
     context_parallel  the KV cache is spread over the ranks by pages and not by heads, so a sequence may fill the caches of all
-                     ranks; None: where that makes it smaller, with fewer KV heads than ranks (weft.engine.kv_cache)
+                     ranks; None: where that makes it smaller, with fewer KV heads than ranks (`plan_cache`)
     pipeline_parallel  stages that the layers are split over, of world_size / pipeline_parallel ranks each: whole nodes, or
                      equal parts of one (weft.engine.pipeline)
     microbatch_tokens  a pass goes through the stages in up to pipeline_parallel microbatches of at least this many tokens,
@@ -143,6 +146,45 @@ class EngineConfig:
             rest = f"weft's name is {name}" if name else f"the options are {', '.join(known)}"
             raise TypeError(f"{unknown}= is not an option of an engine; {rest}")
         return replace(config or cls(), **options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """Layout of the KV cache and the reason for it. context_parallel: as of weft.models.Decoder."""
+
+    context_parallel: bool
+    reason: str
+
+    def __str__(self) -> str:
+        how = "spread over the ranks by pages" if self.context_parallel else "split over the ranks by heads"
+        return f"{how}: {self.reason}"
+
+
+def plan_cache(config: EngineConfig, model: DecoderConfig, world_size: int, nodes: int = 1) -> CachePlan:
+    """Plan for `config`, whose max_seq_len is known: as asked for, else what makes the cache smaller.
+
+    With fewer KV heads than ranks, a split by heads holds each of them several times.
+    """
+    if world_size == 1:
+        return CachePlan(context_parallel=False, reason="one rank has all")
+    if config.context_parallel is not None:
+        return CachePlan(context_parallel=config.context_parallel, reason=f"context_parallel={config.context_parallel}")
+    if mode_named(config.mode) == "reference":
+        return CachePlan(context_parallel=False, reason=f"mode={config.mode!r} knows no other cache")
+    if nodes > 1:
+        reason = f"{nodes} nodes, between which a spread cache sends in every layer; context_parallel=True spreads it"
+        return CachePlan(context_parallel=False, reason=reason)
+    heads, page = model.num_key_value_heads, config.page_size
+    split = max(1, heads // world_size) * cdiv(config.max_seq_len, page) * page
+    spread = heads * cdiv(config.max_seq_len, page * world_size) * page
+    fewer, more = sorted((split, spread))
+    reason = (
+        f"{config.max_seq_len} tokens of {heads} KV heads take {fewer} tokens of a head on each of {world_size} ranks, the "
+        f"other way {more}"
+    )
+    if spread >= split:
+        return CachePlan(context_parallel=False, reason=reason)
+    return CachePlan(context_parallel=True, reason=f"{reason}; context_parallel=False splits by heads")
 
 
 # Defaults by name, for the command line's flags.

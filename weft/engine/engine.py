@@ -25,8 +25,7 @@ from weft.arguments import (
 )
 from weft.engine.answers import Answer, Completion, Load, Piece, Requests, Stats, join_pieces
 from weft.engine.batch import Batch
-from weft.engine.config import EngineConfig
-from weft.engine.kv_cache import plan_cache
+from weft.engine.config import EngineConfig, plan_cache
 from weft.engine.params import (
     Prompt,
     SamplingParams,

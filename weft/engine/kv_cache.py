@@ -1,17 +1,19 @@
-"""Pages of the KV cache: allocation, sharing of equal first tokens, and how ranks split the cache."""
+"""Pages of the KV cache, shared by equal first tokens, and the sequences that hold them."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, abc
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
-from weft.engine.config import EngineConfig
-from weft.models import DecoderConfig
-from weft.parallel.modes import mode_named
-from weft.runtime.arithmetic import cdiv
+from weft.engine.params import Kind, SamplingParams, joint_kind
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.engine.slots import Adjusted
 
 
 class PagePool:
@@ -61,7 +63,7 @@ class PagePool:
         # A run of n tokens lies in at most ceil((n - 1) / page_size) + 1 pages.
         return min(self.needed(tokens), self.needed(self.window + chunk - 2) + 1)
 
-    def free_without(self, pages: Sequence[int]) -> int:
+    def free_without(self, pages: abc.Sequence[int]) -> int:
         """Number of free pages once these have been shared."""
         return self.free - sum(page in self._unused for page in pages)
 
@@ -73,13 +75,13 @@ class PagePool:
             self._references[page] = 1
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
+    def share(self, pages: abc.Sequence[int]) -> None:
         """Refer to published pages, to read them."""
         for page in pages:
             self._unused.pop(page, None)
             self._references[page] += 1
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def give_back(self, pages: abc.Sequence[int]) -> None:
         """Drop a reference to each page.
 
         The next owner's kernels follow in the same stream, so nothing has to be waited for. The last page is freed first: the
@@ -99,13 +101,13 @@ class PagePool:
         if digest not in self._page_of:
             self._page_of[digest], self._digest_of[page] = page, digest
 
-    def withdraw(self, pages: Sequence[int]) -> None:
+    def withdraw(self, pages: abc.Sequence[int]) -> None:
         """Let no sequence find these pages, which are referred to, from now on."""
         for page in pages:
             if (digest := self._digest_of.pop(page, None)) is not None:
                 del self._page_of[digest]
 
-    def find(self, digests: Sequence[bytes]) -> list[int]:
+    def find(self, digests: abc.Sequence[bytes]) -> list[int]:
         """Pages of the longest begin of a sequence of which all that the next token attends to are published.
 
         0 for those before its window.
@@ -134,7 +136,7 @@ class PagePool:
         return page
 
 
-def digest_of(before: bytes, tokens: Sequence[int]) -> bytes:
+def digest_of(before: bytes, tokens: abc.Sequence[int]) -> bytes:
     """Digest of a page's tokens and of all before them, whose digest is `before`: the same on every rank."""
     return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
 
@@ -145,40 +147,106 @@ def digest_of_salt(salt: str | None) -> bytes:
     return b"" if salt is None else hashlib.sha256(b"cache_salt " + salt.encode()).digest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachePlan:
-    """Layout of the KV cache and the reason for it. context_parallel: as of weft.models.Decoder."""
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of a request.
 
-    context_parallel: bool
-    reason: str
-
-    def __str__(self) -> str:
-        how = "spread over the ranks by pages" if self.context_parallel else "split over the ranks by heads"
-        return f"{how}: {self.reason}"
-
-
-def plan_cache(config: EngineConfig, model: DecoderConfig, world_size: int, nodes: int = 1) -> CachePlan:
-    """Plan for `config`, whose max_seq_len is known: as asked for, else what makes the cache smaller.
-
-    With fewer KV heads than ranks, a split by heads holds each of them several times.
+    adjusted  changes of logits that it asks for; None: none
+    number    index among the engine's requests; -1: not submitted yet
+    budget    maximum tokens of the answer, by `params` and by the model
+    tokens    answer, as far as the host knows it
+    prompt_logprobs  rows of weft.engine.sampling of the prompt's tokens but the first, if asked for, in host memory
+    launched  answer tokens that the device has been told to compute
+    cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
+    reads_all  every token of the prompt is read, also those in the cache: for their log-probabilities
+    hit_tokens  tokens that it found in the cache when it was first admitted; None: not admitted yet
+    digests   of its full pages, as far as they were needed
+    published  number of its pages that others can find
+    released  number of its first pages that it has given back, or never had; `pages` has zeros for them
+    slot      batch slot; None while it waits
+    running   all tokens but the last one are cached: decode steps continue it
+    late      submitted while others were running
+    together  submitted by a call of several prompts, which may be read before they decode
+    corrupt   its logits were not finite, so keys and values may not be either: no other sequence may share its pages
+    kind      of the choice of its tokens
     """
-    if world_size == 1:
-        return CachePlan(context_parallel=False, reason="one rank has all")
-    if config.context_parallel is not None:
-        return CachePlan(context_parallel=config.context_parallel, reason=f"context_parallel={config.context_parallel}")
-    if mode_named(config.mode) == "reference":
-        return CachePlan(context_parallel=False, reason=f"mode={config.mode!r} knows no other cache")
-    if nodes > 1:
-        reason = f"{nodes} nodes, between which a spread cache sends in every layer; context_parallel=True spreads it"
-        return CachePlan(context_parallel=False, reason=reason)
-    heads, page = model.num_key_value_heads, config.page_size
-    split = max(1, heads // world_size) * cdiv(config.max_seq_len, page) * page
-    spread = heads * cdiv(config.max_seq_len, page * world_size) * page
-    fewer, more = sorted((split, spread))
-    reason = (
-        f"{config.max_seq_len} tokens of {heads} KV heads take {fewer} tokens of a head on each of {world_size} ranks, the "
-        f"other way {more}"
-    )
-    if spread >= split:
-        return CachePlan(context_parallel=False, reason=reason)
-    return CachePlan(context_parallel=True, reason=f"{reason}; context_parallel=False splits by heads")
+
+    prompt: list[int]
+    params: SamplingParams
+    budget: int
+    reads_all: bool = False
+    adjusted: Adjusted | None = None
+    number: int = -1
+    tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[torch.Tensor] = field(default_factory=list)
+    launched: int = 0
+    cached: int = 0
+    pages: list[int] = field(default_factory=list)
+    hit_tokens: int | None = None
+    digests: list[bytes] = field(default_factory=list)
+    published: int = 0
+    released: int = 0
+    slot: int | None = None
+    running: bool = False
+    late: bool = False
+    together: bool = False
+    done: bool = False
+    corrupt: bool = False
+    kind: Kind = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = self.params.kind
+
+    @property
+    def to_read(self) -> int:
+        """Number of tokens that must be cached before the next one can be chosen."""
+        return len(self.prompt) + self.launched
+
+    @property
+    def held(self) -> int:
+        """Number of pages that it refers to."""
+        return len(self.pages) - self.released
+
+    @property
+    def in_flight(self) -> int:
+        return self.launched - len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRange:
+    """Tokens start .. start + length of a sequence to read; `last`: then its next token is chosen."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    last: bool
+
+
+class Decoding:
+    """Sequences of a decode step, and what it needs to know of all of them.
+
+    Made anew when one comes, goes or moves to another slot.
+
+    sequences  oldest first
+    slots      of each of them
+    size       highest of these + 1
+    kind       union of the sequences' kinds
+    """
+
+    __slots__ = "kind", "sequences", "size", "slots"
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences, self.slots = sequences, [sequence.slot for sequence in sequences]
+        self.size = max(self.slots, default=-1) + 1
+        self.kind = joint_kind(sequences)
+
+
+class Changes(NamedTuple):
+    """Changes of batch slots between two decode steps.
+
+    slots      the sequence that begins to decode in a slot; None: the one that was in it has stopped
+    new_pages  (slot, index among its pages, page) of sequences that go on; page 0: given back
+    """
+
+    slots: dict[int, Sequence | None]
+    new_pages: list[tuple[int, int, int]]

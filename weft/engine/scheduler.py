@@ -24,124 +24,12 @@ pages of its window are there.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
 
-from weft.engine.kv_cache import PagePool, digest_of, digest_of_salt
-from weft.engine.params import Kind, SamplingParams, joint_kind
-from weft.engine.slots import Adjusted
+from weft.engine.kv_cache import Changes, Decoding, PagePool, Sequence, SequenceRange, digest_of, digest_of_salt
 from weft.runtime.logs import logger_of
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logger_of(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """State of a request.
-
-    adjusted  changes of logits that it asks for; None: none
-    number    index among the engine's requests; -1: not submitted yet
-    budget    maximum tokens of the answer, by `params` and by the model
-    tokens    answer, as far as the host knows it
-    prompt_logprobs  rows of weft.engine.sampling of the prompt's tokens but the first, if asked for, in host memory
-    launched  answer tokens that the device has been told to compute
-    cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
-    reads_all  every token of the prompt is read, also those in the cache: for their log-probabilities
-    hit_tokens  tokens that it found in the cache when it was first admitted; None: not admitted yet
-    digests   of its full pages, as far as they were needed
-    published  number of its pages that others can find
-    released  number of its first pages that it has given back, or never had; `pages` has zeros for them
-    slot      batch slot; None while it waits
-    running   all tokens but the last one are cached: decode steps continue it
-    late      submitted while others were running
-    together  submitted by a call of several prompts, which may be read before they decode
-    corrupt   its logits were not finite, so keys and values may not be either: no other sequence may share its pages
-    kind      of the choice of its tokens
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    budget: int
-    reads_all: bool = False
-    adjusted: Adjusted | None = None
-    number: int = -1
-    tokens: list[int] = field(default_factory=list)
-    prompt_logprobs: list[torch.Tensor] = field(default_factory=list)
-    launched: int = 0
-    cached: int = 0
-    pages: list[int] = field(default_factory=list)
-    hit_tokens: int | None = None
-    digests: list[bytes] = field(default_factory=list)
-    published: int = 0
-    released: int = 0
-    slot: int | None = None
-    running: bool = False
-    late: bool = False
-    together: bool = False
-    done: bool = False
-    corrupt: bool = False
-    kind: Kind = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.kind = self.params.kind
-
-    @property
-    def to_read(self) -> int:
-        """Number of tokens that must be cached before the next one can be chosen."""
-        return len(self.prompt) + self.launched
-
-    @property
-    def held(self) -> int:
-        """Number of pages that it refers to."""
-        return len(self.pages) - self.released
-
-    @property
-    def in_flight(self) -> int:
-        return self.launched - len(self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceRange:
-    """Tokens start .. start + length of a sequence to read; `last`: then its next token is chosen."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    last: bool
-
-
-class Decoding:
-    """Sequences of a decode step, and what it needs to know of all of them.
-
-    Made anew when one comes, goes or moves to another slot.
-
-    sequences  oldest first
-    slots      of each of them
-    size       highest of these + 1
-    kind       union of the sequences' kinds
-    """
-
-    __slots__ = "kind", "sequences", "size", "slots"
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences, self.slots = sequences, [sequence.slot for sequence in sequences]
-        self.size = max(self.slots, default=-1) + 1
-        self.kind = joint_kind(sequences)
-
-
-class Changes(NamedTuple):
-    """Changes of batch slots between two decode steps.
-
-    slots      the sequence that begins to decode in a slot; None: the one that was in it has stopped
-    new_pages  (slot, index among its pages, page) of sequences that go on; page 0: given back
-    """
-
-    slots: dict[int, Sequence | None]
-    new_pages: list[tuple[int, int, int]]
 
 
 class Scheduler:

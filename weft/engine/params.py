@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import IntFlag
-from functools import reduce
+from functools import partial, reduce
 from numbers import Integral, Real
 from operator import or_
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from weft.arguments import (
@@ -84,26 +86,8 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise ValueError(f"structured_outputs has {' and '.join(given) or 'nothing'}; pass one of {_listed(self)}")
         [name] = given
-        value = getattr(self, name)
-        if name == "json" and isinstance(value, Mapping):
-            try:
-                object.__setattr__(self, name, json.dumps(value))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"json={quoted(value)} is not a JSON schema: {error}") from None
-        elif name == "json" and isinstance(value, str):
-            try:
-                json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"json={quoted(value)} is not a JSON schema: {error}") from None
-        elif name == "choice":
-            if isinstance(value, str) or not (choice := _strings(name, value)):
-                raise ValueError(f"choice={quoted(value)} is not a list of texts")
-            object.__setattr__(self, name, choice)
-        elif name == "json_object":
-            if value is not True:
-                raise ValueError(f"json_object={quoted(value)} is not True; leave it out")
-        elif not isinstance(value, str):
-            raise ValueError(f"{name}={quoted(value)} is not text")
+        plain = {"json": _json, "choice": _choice, "json_object": _only_true}.get(name, partial(_instance, str, "text"))
+        object.__setattr__(self, name, plain(name, getattr(self, name)))
 
     @property
     def grammar_text(self) -> tuple[str, str]:
@@ -177,60 +161,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Plain values, as ranks exchange them, also from NumPy's numbers and strings.
-        for name in ("stop", "bad_words"):
-            strings = _strings(name, getattr(self, name))
-            check_strings(name, strings, MOST_BAD_WORDS if name == "bad_words" else MOST_STOPS, MOST_CHARACTERS)
-            object.__setattr__(self, name, strings)
-        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", stop_token_ids))
-        if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                raise ValueError("allowed_token_ids is empty; pass at least one token id, or None for all")
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            if not isinstance(value := getattr(self, name), Real) or isinstance(value, bool):
-                raise ValueError(f"{name}={quoted(value)} is not a number")
-        rule = "a StructuredOutputsParams, or None"
-        check_optional(check_instance, "structured_outputs", self.structured_outputs, StructuredOutputsParams, rule)
-        object.__setattr__(self, "max_tokens", check_optional(positive, "max_tokens", self.max_tokens))
-        object.__setattr__(self, "min_tokens", check_int("min_tokens", self.min_tokens, 0))
+        for name, plain in _PLAIN.items():
+            object.__setattr__(self, name, plain(name, getattr(self, name)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
-        object.__setattr__(self, "n", check_int("n", self.n, 1, MOST_ANSWERS))
-        for name in ("logprobs", "prompt_logprobs"):
-            object.__setattr__(self, name, check_optional(check_int, name, getattr(self, name), 0, MOST_LOGPROBS))
         if self.min_tokens and self.structured_outputs is not None:
             raise ValueError(
                 f"min_tokens={self.min_tokens} with structured_outputs, which say where an answer ends; leave it out"
             )
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature={quoted(self.temperature)} is not 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={quoted(self.top_p)} is not in (0, 1]; 1 keeps every token")
-        if not is_integer(self.top_k) or not -1 <= self.top_k < 1 << 31:
-            raise ValueError(f"top_k={quoted(self.top_k)} is not a number of tokens, or 0 or -1 for all")
-        object.__setattr__(self, "top_k", max(0, int(self.top_k)))
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={quoted(self.min_p)} is not in [0, 1]; 0 keeps every token")
-        for name in ("presence_penalty", "frequency_penalty"):
-            check_number(name, getattr(self, name), -2, 2, "in [-2, 2]; 0 changes nothing")
-        check_number("repetition_penalty", self.repetition_penalty, 1e-30, 1e30, "a positive number; 1 changes nothing")
-        if self.seed is not None:
-            if not is_integer(self.seed) or not 0 <= self.seed < 1 << 63:
-                raise ValueError(f"seed={quoted(self.seed)} is not an integer in 0 .. 2**63 - 1, or None")
-            object.__setattr__(self, "seed", int(self.seed))
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            check_bool(name, getattr(self, name))
-        if (salt := self.cache_salt) is not None:
-            if not isinstance(salt, str) or not salt:
-                raise ValueError(f"cache_salt={quoted(salt)} is not a non-empty string, or None")
-            _check_utf_8("cache_salt", salt)
 
     @property
     def kind(self) -> Kind:
@@ -322,22 +260,128 @@ def check_strings(name: str, strings: Sequence[str], most: int, characters: int)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """The value's token ids, each once, in order. ValueError if it is no list of them."""
+    """The value's token ids, each once, in order. ValueError if it is no list of token ids."""
     are_ids = isinstance(value, (Sequence, Set)) and not isinstance(value, (bytes, bytearray))
     if not are_ids or not all(is_integer(token) and token >= 0 for token in value):
         raise ValueError(f"{name}={quoted(value)} is not a list of token ids")
     return tuple(sorted(set(map(int, value))))
 
 
-def _logit_bias(value: Any) -> dict[int, float] | None:
+def _allowed(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not (allowed := _token_ids(name, value)):
+        raise ValueError(f"{name} is empty; pass at least one token id, or None for all")
+    return allowed
+
+
+def _bounded(most: int, name: str, value: Any) -> tuple[str, ...]:
+    """At most `most` strings."""
+    strings = _strings(name, value)
+    check_strings(name, strings, most, MOST_CHARACTERS)
+    return strings
+
+
+def _number(low: float, high: float, rule: str, name: str, value: Any) -> float:
+    """The value as a float. ValueError unless it is a number in low .. high; `rule` names the range."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{name}={quoted(value)} is not a number")
+    check_number(name, value, low, high, rule)
+    return float(value)
+
+
+def _top_k(name: str, value: Any) -> int:
+    if not is_integer(value) or not -1 <= value < 1 << 31:
+        raise ValueError(f"{name}={quoted(value)} is not a number of tokens, or 0 or -1 for all")
+    return max(0, int(value))
+
+
+def _seed(name: str, value: Any) -> int | None:
+    if value is not None and (not is_integer(value) or not 0 <= value < 1 << 63):
+        raise ValueError(f"{name}={quoted(value)} is not an integer in 0 .. 2**63 - 1, or None")
+    return None if value is None else int(value)
+
+
+def _checked(check: Callable[[str, Any], None], name: str, value: Any) -> Any:
+    check(name, value)
+    return value
+
+
+def _instance(kind: type | tuple[type, ...], rule: str, name: str, value: Any) -> Any:
+    check_instance(name, value, kind, rule)
+    return value
+
+
+def _salt(name: str, value: Any) -> str | None:
+    if value is not None:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name}={quoted(value)} is not a non-empty string, or None")
+        _check_utf_8(name, value)
+    return value
+
+
+def _json(name: str, value: Any) -> str:
+    """A JSON schema as text, from text or a dict."""
+    if not isinstance(value, Mapping):
+        check_instance(name, value, str, "text")
+    try:
+        if isinstance(value, str):
+            json.loads(value)
+            return value
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}={quoted(value)} is not a JSON schema: {error}") from None
+
+
+def _choice(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not (choice := _strings(name, value)):
+        raise ValueError(f"{name}={quoted(value)} is not a list of texts")
+    return choice
+
+
+def _only_true(name: str, value: Any) -> bool:
+    if value is not True:
+        raise ValueError(f"{name}={quoted(value)} is not True; leave it out")
+    return value
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     """Plain numbers by token id, in order. ValueError unless the value maps token ids to -100 .. 100."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(is_integer(token) and token >= 0 for token in value):
-        raise ValueError(f"logit_bias={quoted(value)} is not a dict of token ids to numbers")
+        raise ValueError(f"{name}={quoted(value)} is not a dict of token ids to numbers")
     for token, bias in value.items():
-        check_number(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "in [-100, 100]")
+        check_number(f"{name}[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "in [-100, 100]")
     return {int(token): float(bias) for token, bias in sorted(value.items())}
+
+
+# Function from a field's name and value to its plain value; ValueError for an invalid one.
+_PLAIN: dict[str, Callable[[str, Any], Any]] = {
+    "stop": partial(_bounded, MOST_STOPS),
+    "bad_words": partial(_bounded, MOST_BAD_WORDS),
+    "stop_token_ids": lambda name, value: () if value is None else _token_ids(name, value),
+    "allowed_token_ids": _allowed,
+    "logit_bias": _logit_bias,
+    "structured_outputs": partial(_instance, (StructuredOutputsParams, NoneType), "a StructuredOutputsParams, or None"),
+    "max_tokens": partial(check_optional, positive),
+    "min_tokens": partial(check_int, low=0),
+    "n": partial(check_int, low=1, high=MOST_ANSWERS),
+    "logprobs": lambda name, value: check_optional(check_int, name, value, 0, MOST_LOGPROBS),
+    "prompt_logprobs": lambda name, value: check_optional(check_int, name, value, 0, MOST_LOGPROBS),
+    "temperature": partial(_number, 0, MAX_TEMPERATURE, f"0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"),
+    "top_p": partial(_number, math.ulp(0.0), 1, "in (0, 1]; 1 keeps every token"),
+    "top_k": _top_k,
+    "min_p": partial(_number, 0, 1, "in [0, 1]; 0 keeps every token"),
+    "presence_penalty": partial(_number, -2, 2, "in [-2, 2]; 0 changes nothing"),
+    "frequency_penalty": partial(_number, -2, 2, "in [-2, 2]; 0 changes nothing"),
+    "repetition_penalty": partial(_number, 1e-30, 1e30, "a positive number; 1 changes nothing"),
+    "seed": _seed,
+    "ignore_eos": partial(_checked, check_bool),
+    "include_stop_str_in_output": partial(_checked, check_bool),
+    "skip_special_tokens": partial(_checked, check_bool),
+    "cache_salt": _salt,
+}
 
 
 def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:

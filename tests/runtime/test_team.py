@@ -299,7 +299,7 @@ def test_no_workspace_is_made_while_a_graph_is_captured(monkeypatch):
                 call()
             refused.append(str(error.value))
             capturing.now = False
-        agreed = {"gemm agreed"}  # equal arguments stay equal after a refusal
+        agreed = {"agreed calls"}  # equal arguments stay equal after a refusal
         assert made(team) - agreed == before
         return refused
 

@@ -14,11 +14,10 @@ import weft.language as wl
 from weft.arguments import check_instance, check_int
 from weft.kernels.gemm_tile import SplitK, halves, store_tile
 from weft.kernels.tile_schedule import as_argument, buffer_of, first_tile, from_argument, make_tiles
-from weft.ops.gemm.persistent import agree
-from weft.ops.registration import FLOATS, check_team, check_tensor
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
 from weft.runtime.team.channel import Channel
+from weft.runtime.team.checks import FLOATS, agree, check_team, check_tensor
 from weft.runtime.team.workspace import grown_workspace
 from weft.tiles import marks
 from weft.tiles.tile import (

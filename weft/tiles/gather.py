@@ -14,10 +14,9 @@ import weft.language as wl
 from weft.arguments import check_choice, check_instance, check_int
 from weft.kernels.operands import can_describe, descriptor_or_self
 from weft.kernels.tile_schedule import as_argument, from_argument, make_tiles
-from weft.ops.gemm.persistent import agree
-from weft.ops.registration import check_team, check_tensor
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
+from weft.runtime.team.checks import agree, check_team, check_tensor
 from weft.runtime.team.workspace import grown_workspace
 from weft.tiles import marks
 from weft.tiles.tile import (

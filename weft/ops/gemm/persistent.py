@@ -1,4 +1,4 @@
-"""Host side of the persistent GEMM kernels: agreement of the ranks, operands, programs, workspaces."""
+"""Host side of the persistent GEMM kernels: operands, programs, workspaces."""
 
 from __future__ import annotations
 
@@ -16,28 +16,6 @@ if TYPE_CHECKING:
 
 # Elements of the smallest output tile, which bounds the number of tiles, and so of signals, of a buffer.
 SMALLEST_TILE = 16 * 16
-
-
-def agree(op: str, team: Team, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
-    """ValueError on all ranks unless ``values``, called ``names``, are the same on all.
-
-    With other tiles or another design they would wait for each other without end. The ranks exchange each set of values once;
-    the rendezvous reports a rank that exchanges alone. A team that compares calls does so at each.
-    """
-    team.compare(op, {name: str(value) for name, value in zip(names, values, strict=True)})
-    seen = team.workspace("gemm agreed", set)
-    if (op, values) in seen:
-        return
-    by_rank = team.exchange((op, names, values))
-    if any(of_rank != by_rank[0] for of_rank in by_rank):
-        members = [{"op": other, **dict(zip(of_rank, theirs, strict=True))} for other, of_rank, theirs in by_rank]
-        different = [
-            f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(found))}"
-            for name in ("op", *names)
-            if len(set(found := [member.get(name) for member in members])) > 1
-        ]
-        raise ValueError(f"{op}: {'; '.join(different)}; pass the same on all ranks")
-    seen.add((op, values))
 
 
 def operands(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> tuple[tuple[Any, Any], bool]:

@@ -16,7 +16,7 @@ from weft.ops.case import Case, Inputs
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, swapped
-from weft.ops.gemm import cublas, persistent
+from weft.ops.gemm import cublas
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
@@ -33,6 +33,7 @@ from weft.plan import table
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
+from weft.runtime.team.checks import agree
 from weft.runtime.team.team import find_team
 from weft.transport.copy_channel import await_chunk
 
@@ -230,7 +231,7 @@ class AllGatherMatmul(Overlapped):
         if team.size > 1:
             names = ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first", "b has dense rows")
             sizes = shard.shape[0], *b.shape, b.dtype, local_first, has_dense_rows(b)
-            persistent.agree(self.name, team, names, sizes)
+            agree(self.name, team, names, sizes)
 
     def plan_of(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> Any:
         """Design for these operands."""

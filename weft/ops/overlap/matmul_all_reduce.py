@@ -45,6 +45,7 @@ from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
+from weft.runtime.team.checks import agree
 from weft.runtime.team.team import find_team
 from weft.runtime.team.workspace import capacity_for, grown_workspace
 from weft.transport.copy_channel import CopyChannel, await_chunk
@@ -211,7 +212,7 @@ class MatmulAllReduce(Overlapped):
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
         members, (M, K), N = find_team(team), a.shape, b.shape[0]
         if members.size > 1:
-            persistent.agree(self.name, members, ("a.shape[0]", "b.shape[0]", "dtype"), (M, N, a.dtype))
+            agree(self.name, members, ("a.shape[0]", "b.shape[0]", "dtype"), (M, N, a.dtype))
         call = GemmCall(M, N, K, a.dtype, can_describe(a, b))
         return self.run(self.plan(call, machine_of(members)).design, members, a, b)
 

@@ -32,6 +32,7 @@ from weft.ops.registration import check_team
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
+from weft.runtime.team.checks import agree
 from weft.runtime.team.team import find_team
 from weft.runtime.team.workspace import grown_workspace
 from weft.transport.copy_channel import CopyChannel, await_chunk
@@ -191,7 +192,7 @@ class MatmulReduceScatter(Overlapped):
         members, (M, K), N = find_team(team), a.shape, b.shape[0]
         if members.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows")
-            persistent.agree(self.name, members, names, (M, N, a.dtype, own_first, has_dense_rows(b)))
+            agree(self.name, members, names, (M, N, a.dtype, own_first, has_dense_rows(b)))
         call = GemmCall(M, N, K, a.dtype, can_describe(a, b), own_first, dense=has_dense_rows(b))
         return self.run(self.plan(call, machine_of(members)).design, members, a, b, own_first)
 

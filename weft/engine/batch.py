@@ -20,7 +20,7 @@ from weft.engine.slots import Entry, SlotState
 
 @dataclass(slots=True, eq=False)
 class HostBuffer:
-    """Host memory for the tokens of a pass, on GPUs pinned, and the event behind their copy.
+    """Host memory for the tokens of a pass, pinned on GPUs, and the event after their copy.
 
     logprobs  for rows of weft.engine.sampling, once a sequence asks for them
     """
@@ -31,9 +31,9 @@ class HostBuffer:
 
 
 class PendingTokens(NamedTuple):
-    """Tokens of a pass while they are copied to the host: those of `decoding`, in its slots.
+    """Tokens of the sequences of `decoding`, in its slots, while they are copied to the host.
 
-    scored  their log-probabilities are copied too
+    scored  log-probabilities are copied too
     """
 
     buffer: HostBuffer
@@ -42,9 +42,9 @@ class PendingTokens(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Tokens of a pass that the host has, one of each sequence.
+    """Tokens of a pass that the host has, one per sequence.
 
-    logprobs  their rows of log-probabilities, if one of the sequences asks for them
+    logprobs  a row per token, if a sequence asks for log-probabilities
     """
 
     sequences: list[Sequence]
@@ -56,14 +56,14 @@ class Batch:
     """Scheduled sequences on a runner.
 
     Collective: every rank makes the same calls, and gets the same tokens. On GPUs the host runs one step ahead: it launches
-    the next step before it waits for the tokens of this one. It waits for the first tokens of an answer at once, unless
-    more prompts are to be read, which takes the host longer; meanwhile the GPU runs the decode step behind them. A step in
-    flight over stages has its tokens on all of them within the next step, or by `settle`.
+    the next step before it waits for the tokens of this one. It waits for the first tokens of an answer at once, while the
+    GPU runs the decode step that follows, unless more prompts are to be read, which takes the host longer. The tokens of a
+    step in flight over stages reach all stages within the next step, or by `settle`.
     """
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self.runner, self.team = runner, runner.team
-        # Of the whole model: all stages of a pipeline have the same pages.
+        # The whole model's window: all stages of a pipeline have the same pages.
         window = runner.model.config.attention.longest_window
         pool = PagePool(runner.cache.pages, runner.entry_tokens, window)
         self.scheduler = Scheduler(
@@ -73,8 +73,8 @@ class Batch:
             mixed_chunk_tokens=config.mixed_chunk_tokens,
             prefix_caching=config.prefix_caching,
         )
-        # Over stages on virtual ranks too: the host has no tokens yet of a step in flight.
-        self._steps_behind = 1 if self.team.device.type == "cuda" or runner.pipeline.stages > 1 else 0
+        # Steps by which tokens reach the host late. Over stages on virtual ranks too: a step in flight has no tokens yet.
+        self._steps_late = 1 if self.team.device.type == "cuda" or runner.pipeline.stages > 1 else 0
         self._pending: deque[list[PendingTokens]] = deque()
         self._flying: Decoding | None = None  # decode step in flight
         self._buffers: list[HostBuffer] = []  # whose tokens have been read
@@ -86,64 +86,72 @@ class Batch:
     def advance(self) -> list[Arrival]:
         """Launch a chunk of the waiting prompts, then a decode step.
 
-        Returns the tokens that have arrived, in order. Before the next step the caller appends each
-        token to its sequence, or calls `scheduler.finish`. A sequence that has ended may get one more token, which the
-        caller drops. After an error, call `restart`.
+        Returns the tokens that have arrived, in order. Before the next step the caller appends each token to its sequence,
+        or calls `scheduler.finish`. A sequence that has ended may get one more token, which the caller drops. After an
+        error, call `restart`.
         """
-        first: list[PendingTokens] = []
-        arrived: list[Arrival] = []
         ranges = self.scheduler.next_chunk()
-        if ranges:
-            self.settle()
-            self.runner.prefill([_chunk(part) for part in ranges])
-            for part in ranges:
-                if (rows := self.runner.prompts.logprobs.get(part.sequence.slot)) is not None:
-                    part.sequence.prompt_logprobs.append(_host_memory_like(rows).copy_(rows, non_blocking=True))
-            first = self._copy_to_host(Decoding([part.sequence for part in ranges if part.last]))
+        first = self._read(ranges) if ranges else []
         decoding = self.scheduler.next_decode()
         if decoding is None or not decoding.sequences:
             self.settle()
         if decoding is None:  # out of pages: the tokens in flight decide what is preempted
             self._pending.append(first)
             return self._collect(0)
-        next_ones: list[PendingTokens] = []
-        if decoding.sequences:
-            decoding = self._assign_slots(decoding)
-            between = None
-            if Kind.GUIDED in decoding.kind:
-                # Masks depend on all tokens before. The GPU runs the forward pass while the host waits and computes them.
-                self._pending.append(first)
-                first = []
-
-                def between() -> None:
-                    arrived.extend(self._collect(0))
-                    if self.runner.pipeline.is_last:
-                        self.runner.adjustments.allow({slot: guide.mask() for slot, guide in _guides_of(decoding)})
-
-            entries = None
-            if self.runner.pipeline.stages > 1 and not ranges and not self.scheduler.has_prompts:
-                entries = sum(sequence.held for sequence in decoding.sequences)
-            self.runner.decode(decoding.size, decoding.kind, between, entries=entries, arrived=self._arrived)
-            if self.runner.in_flight:
-                self._flying = decoding
-            else:
-                next_ones = self._copy_to_host(decoding)
-        at_once = first and next_ones and not self.scheduler.has_prompts
-        launched = [first, next_ones] if at_once else [first + next_ones]
+        arrived: list[Arrival] = []
+        if decoding.sequences and Kind.GUIDED in decoding.kind:
+            self._pending.append(first)
+            first = []
+        decoded = self._decode(decoding, bool(ranges), arrived) if decoding.sequences else []
+        at_once = first and decoded and not self.scheduler.has_prompts
+        launched = [first, decoded] if at_once else [first + decoded]
         self._pending += [tokens for tokens in launched if tokens]
-        return arrived + self._collect(self._steps_behind if first or next_ones else 0)
+        return arrived + self._collect(self._steps_late if first or decoded else 0)
+
+    def _read(self, ranges: list[SequenceRange]) -> list[PendingTokens]:
+        """Read chunks of prompts. Returns the first tokens of the prompts that end."""
+        self.settle()
+        self.runner.prefill([_chunk(part) for part in ranges])
+        for part in ranges:
+            if (rows := self.runner.prompts.logprobs.get(part.sequence.slot)) is not None:
+                part.sequence.prompt_logprobs.append(_host_memory_like(rows).copy_(rows, non_blocking=True))
+        return self._copy_to_host(Decoding([part.sequence for part in ranges if part.last]))
+
+    def _decode(self, decoding: Decoding, reads: bool, arrived: list[Arrival]) -> list[PendingTokens]:
+        """Launch a decode step. Returns its tokens, unless it stays in flight.
+
+        reads    this step reads prompts too
+        arrived  with grammars, gets the tokens of all steps before
+        """
+        decoding = self._assign_slots(decoding)
+
+        def compute_masks() -> None:
+            # Masks depend on all tokens before. The GPU runs the forward pass while the host waits and computes them.
+            arrived.extend(self._collect(0))
+            if self.runner.pipeline.is_last:
+                self.runner.adjustments.allow({slot: guide.mask() for slot, guide in _guides_of(decoding)})
+
+        between = compute_masks if Kind.GUIDED in decoding.kind else None
+        entries = None
+        if self.runner.pipeline.stages > 1 and not reads and not self.scheduler.has_prompts:
+            entries = sum(sequence.held for sequence in decoding.sequences)
+        self.runner.decode(decoding.size, decoding.kind, between, entries=entries, arrived=self._arrived)
+        if self.runner.in_flight:
+            self._flying = decoding
+            return []
+        return self._copy_to_host(decoding)
 
     def settle(self) -> None:
         """End a decode step in flight over stages; its tokens arrive with the next `advance`. Collective."""
         self.runner.settle(self._arrived)
 
     def _arrived(self) -> None:
-        """Start to copy the tokens of the step in flight to the host: all have come to this stage."""
+        """Start to copy the tokens of the step in flight, which have all reached this stage, to the host."""
         self._pending.append(self._copy_to_host(self._flying))
         self._flying = None
 
     def restart(self) -> None:
-        """Recover from a failed step: discard the tokens in flight and schedule them again."""
+        """Discard the tokens in flight after a failed step, and schedule their sequences again."""
         self._pending.clear()
         self._flying = None
         self.runner.settle()
@@ -251,7 +259,7 @@ def _chunk(part: SequenceRange) -> PrefillChunk:
 
 
 def _targets(part: SequenceRange) -> list[int]:
-    """Prompt tokens whose log-probabilities this range gives; after a preemption those that are missing."""
+    """Prompt tokens whose log-probabilities this range gives; after a preemption only the missing ones."""
     sequence = part.sequence
     if sequence.params.prompt_logprobs is None:
         return []

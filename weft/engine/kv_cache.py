@@ -21,8 +21,8 @@ class PagePool:
 
     Equal calls give equal pages on every rank.
 
-    window  most tokens that a token attends to in any layer, itself the last; None: all before it. Pages that lie before the
-            windows of all tokens to come are given back while their sequence runs
+    window  most tokens that a token attends to in any layer, itself included; None: all before it. Pages before the windows of
+            all tokens to come are given back while their sequence runs
 
     A full page can be published under the digest of all tokens up to its end. `find` then names it, and sequences that begin
     with these tokens share it; it is not written again. Once no sequence refers to it, it counts as free and can still be
@@ -35,9 +35,8 @@ class PagePool:
         self._references = [0] * pages
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self._unused: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # published pages without a reference, the first freed first
+        # Published pages without a reference, the first freed first.
+        self._unused: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
@@ -53,7 +52,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def first_needed(self, tokens: int) -> int:
-        """Index of the first page that the tokens behind the first `tokens` attend to."""
+        """Index of the first page that the tokens after the first `tokens` attend to."""
         return 0 if self.window is None else max(0, tokens + 1 - self.window) // self.page_size
 
     def needed_at_once(self, tokens: int, chunk: int = 1) -> int:
@@ -84,8 +83,8 @@ class PagePool:
     def give_back(self, pages: abc.Sequence[int]) -> None:
         """Drop a reference to each page.
 
-        The next owner's kernels follow in the same stream, so nothing has to be waited for. The last page is freed first: the
-        begin of a sequence is useful to more others than its end.
+        The next owner's kernels follow in the same stream, so nothing has to be waited for. The last page is freed first: more
+        sequences can use the begin of a sequence than its end.
         """
         for page in reversed(pages):
             self._references[page] -= 1
@@ -97,7 +96,7 @@ class PagePool:
                     self._free.append(page)
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Let others find a full page. Without effect where another page has these tokens."""
+        """Let `find` name a full page. Without effect where another page has these tokens."""
         if digest not in self._page_of:
             self._page_of[digest], self._digest_of[page] = page, digest
 
@@ -108,10 +107,7 @@ class PagePool:
                 del self._page_of[digest]
 
     def find(self, digests: abc.Sequence[bytes]) -> list[int]:
-        """Pages of the longest begin of a sequence of which all that the next token attends to are published.
-
-        0 for those before its window.
-        """
+        """Pages of the longest begin of a sequence whose pages in the next token's window are published; 0 before it."""
         pages = [self._page_of.get(digest, 0) for digest in digests]
         count = run = 0  # `run`: published pages in a row
         for end, page in enumerate(pages, 1):
@@ -124,7 +120,7 @@ class PagePool:
         return [0] * first + pages[first:count]
 
     def unpublish(self) -> None:
-        """Let no page be found: after an error their contents are uncertain."""
+        """Let no page be found, after an error that leaves their contents uncertain."""
         self._page_of.clear()
         self._digest_of.clear()
         self._free.extend(reversed(self._unused))
@@ -137,13 +133,13 @@ class PagePool:
 
 
 def digest_of(before: bytes, tokens: abc.Sequence[int]) -> bytes:
-    """Digest of a page's tokens and of all before them, whose digest is `before`: the same on every rank."""
+    """Digest of a page's tokens and of all earlier ones, whose digest is `before`: the same on every rank."""
     return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
 
 
 def digest_of_salt(salt: str | None) -> bytes:
-    """Digest of what stands before the first page: pages of other salts have other digests."""
-    # No page begins with the name, since no token id is as large: otherwise a salt could be made that stands for a page.
+    """Digest before the first page, so that pages of different salts have different digests."""
+    # No page begins with these bytes, since no token id is as large: a salt cannot stand for a page.
     return b"" if salt is None else hashlib.sha256(b"cache_salt " + salt.encode()).digest()
 
 
@@ -156,16 +152,16 @@ class Sequence:
     budget    maximum tokens of the answer, by `params` and by the model
     tokens    answer, as far as the host knows it
     prompt_logprobs  rows of weft.engine.sampling of the prompt's tokens but the first, if asked for, in host memory
-    launched  answer tokens that the device has been told to compute
+    launched  answer tokens whose computation has been launched
     cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
-    reads_all  every token of the prompt is read, also those in the cache: for their log-probabilities
+    reads_all  every token of the prompt is read, also a cached one: for its log-probability
     hit_tokens  tokens that it found in the cache when it was first admitted; None: not admitted yet
     digests   of its full pages, as far as they were needed
-    published  number of its pages that others can find
-    released  number of its first pages that it has given back, or never had; `pages` has zeros for them
+    published  number of its pages that other sequences can find
+    released  number of its first pages that it has given back, or never had: zeros in `pages`
     slot      batch slot; None while it waits
     running   all tokens but the last one are cached: decode steps continue it
-    late      submitted while others were running
+    late      submitted while sequences were running
     together  submitted by a call of several prompts, which may be read before they decode
     corrupt   its logits were not finite, so keys and values may not be either: no other sequence may share its pages
     kind      of the choice of its tokens
@@ -223,13 +219,11 @@ class SequenceRange:
 
 
 class Decoding:
-    """Sequences of a decode step, and what it needs to know of all of them.
-
-    Made anew when one comes, goes or moves to another slot.
+    """Sequences of a decode step; made anew when a sequence comes, goes or moves to another slot.
 
     sequences  oldest first
-    slots      of each of them
-    size       highest of these + 1
+    slots      one per sequence
+    size       highest slot + 1
     kind       union of the sequences' kinds
     """
 
@@ -244,7 +238,7 @@ class Decoding:
 class Changes(NamedTuple):
     """Changes of batch slots between two decode steps.
 
-    slots      the sequence that begins to decode in a slot; None: the one that was in it has stopped
+    slots      the sequence that begins to decode in a slot; None: the one before has stopped
     new_pages  (slot, index among its pages, page) of sequences that go on; page 0: given back
     """
 

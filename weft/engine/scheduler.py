@@ -6,17 +6,17 @@ needed. When none is free, the youngest sequence is preempted: it returns its pa
 with its answer so far (recomputation, as in vLLM). So the oldest sequence always advances; a request that would not fit alone
 has been refused.
 
-A prompt that arrives while others decode is read beside them, at most `mixed_chunk_tokens` tokens a step: so the time between
-two tokens of a stream is bounded by such a chunk and a decode step, however long the prompt.
+A prompt that arrives while sequences decode is read beside their steps, at most `mixed_chunk_tokens` tokens a step: a chunk
+and a decode step bound the time between two tokens of a stream, however long the prompt.
 
-Prompts of one call, which gives them all at once, are read one chunk after the other before any of them decodes, as far as
-slots and pages allow: a decode step between two chunks would serve few sequences, and the call waits for the last one's end.
+Prompts of one call, which gives them all at once, are read chunk after chunk before the first one decodes, as far as slots and
+pages allow: a decode step between two chunks would serve few sequences, and the call waits for the last one's end.
 
-With prefix caching a request starts behind the full pages of its first tokens that are in the cache already, from other
+With prefix caching a request starts after the full pages of its first tokens that are in the cache already, from earlier
 prompts or answers. At least its last token is read, since only a pass chooses the next one. Pages that a step fills are found
-from the next step on; a request that begins with one of them waits for it.
+from the next step on; a request that begins with such a page waits for it.
 
-Where all layers have windows, a sequence gives back the pages that lie before those of all its tokens to come: its entries are
+Where all layers have windows, a sequence gives back the pages before the windows of all its tokens to come: their entries are
 0 from then on. It is admitted once there is room for its window and a chunk, and finds its first tokens in the cache where the
 pages of its window are there.
 """
@@ -53,12 +53,12 @@ class Scheduler:
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self._unread = 0  # active sequences whose prompts have not been read to the end
         self._has_read = False  # this step reads a chunk of prompts
-        self._running: list[Sequence] = []  # those that decode, by age
+        self._running: list[Sequence] = []  # sequences that decode, by age
         self._decoding: Decoding | None = None  # of `_running`; None: it has changed
         self._changes = Changes({}, [])
 
     def check(self, name: str, sequence: Sequence) -> None:
-        """ValueError for a sequence that could not run even alone. `name`: of its prompt, for the message."""
+        """ValueError for a sequence that could not run even alone. `name`: the prompt's, for the message."""
         if (needed := self._most_pages(sequence)) > self.pool.capacity:
             raise ValueError(
                 f"{name} of {len(sequence.prompt)} tokens and an answer of up to {sequence.budget} need {needed} KV pages "
@@ -102,6 +102,14 @@ class Scheduler:
         for sequence in self.active:
             if left and not sequence.running:
                 left -= self._read(sequence, left, ranges)
+        self._admit_waiting(left, ranges)
+        for part in ranges:
+            self._publish(part.sequence)
+        self._has_read = bool(ranges)
+        return ranges
+
+    def _admit_waiting(self, left: int, ranges: list[SequenceRange]) -> None:
+        """Admit waiting sequences while slots and pages allow, and add ranges of up to `left` tokens."""
         filling = self._being_filled(ranges)
         growing = sum(map(self._may_grow, self.active)) if left and self.waiting and self._free_slots else 0
         while left and self.waiting and self._free_slots:
@@ -112,7 +120,7 @@ class Scheduler:
             if len(shared) < len(digests) and digests[len(shared)] in filling:
                 break
             own = self._own_pages(sequence, shared)
-            # One page more for each sequence that may grow: otherwise this one could be preempted as soon as it has been read.
+            # One page more per sequence that may grow: otherwise this one could be preempted as soon as it has been read.
             if own + growing > self.pool.free_without(shared):
                 break
             self.waiting.popleft()
@@ -120,10 +128,6 @@ class Scheduler:
             left -= self._read(sequence, left, ranges)
             growing += self._may_grow(sequence)
             filling |= self._being_filled(ranges[-1:])
-        for part in ranges:
-            self._publish(part.sequence)
-        self._has_read = bool(ranges)
-        return ranges
 
     def _may_grow(self, sequence: Sequence) -> bool:
         return sequence.held < self._most_pages(sequence)
@@ -151,7 +155,7 @@ class Scheduler:
     def _own_pages(self, sequence: Sequence, shared: list[int]) -> int:
         """Number of pages that a sequence is admitted with, beside those that it shares.
 
-        With windows those of a chunk, which are taken anew for each. In a pool that has fewer, chunks are shorter.
+        With windows, the pages of a chunk, which each chunk takes anew. In a pool that has fewer, chunks are shorter.
         """
         at_once = self.pool.needed_at_once(sequence.to_read, self.chunk_tokens)
         held = len(shared) - self.pool.first_needed(len(shared) * self.pool.page_size)
@@ -174,10 +178,10 @@ class Scheduler:
         self._unread += 1
 
     def _read(self, sequence: Sequence, limit: int, ranges: list[SequenceRange]) -> int:
-        """Add a range of at most `limit` tokens; returns how many fewer the others may read.
+        """Add a range of at most `limit` tokens; returns how many fewer the next sequences may read.
 
-        With windows pages may be missing, which others have shared, or taken meanwhile. Then it reads what it has pages for, if
-        anything, and no other prompt is begun. It is the youngest, so the others end, or preempt it.
+        With windows pages may be missing, since older sequences share or have taken them. Then it reads what it has pages for,
+        if anything, and no further prompt is begun. It is the youngest, so older sequences end, or preempt it.
         """
         start, page_size = sequence.cached, self.pool.page_size
         self._release(sequence, start)
@@ -202,13 +206,13 @@ class Scheduler:
         """Digests of a sequence's first `pages` pages, which are full; none without prefix caching."""
         if not self.prefix_caching:
             return []
-        found, size = sequence.digests, self.pool.page_size
-        if len(found) < pages:
+        digests, size = sequence.digests, self.pool.page_size
+        if len(digests) < pages:
             tokens = sequence.prompt + sequence.tokens
-            for start in range(len(found) * size, pages * size, size):
-                before = found[-1] if found else digest_of_salt(sequence.params.cache_salt)
-                found.append(digest_of(before, tokens[start : start + size]))
-        return found[:pages]
+            for start in range(len(digests) * size, pages * size, size):
+                before = digests[-1] if digests else digest_of_salt(sequence.params.cache_salt)
+                digests.append(digest_of(before, tokens[start : start + size]))
+        return digests[:pages]
 
     def _being_filled(self, ranges: list[SequenceRange]) -> set[bytes]:
         """Digests of the pages that these ranges fill."""
@@ -220,14 +224,14 @@ class Scheduler:
         return self._digests(sequence, known // self.pool.page_size)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Let others find the pages that are full and that it has."""
+        """Let later requests find the full pages of a sequence."""
         digests = self._full(sequence)
         for index in range(max(sequence.published, sequence.released), len(digests)):
             self.pool.publish(sequence.pages[index], digests[index])
         sequence.published = len(digests)
 
     def _release(self, sequence: Sequence, tokens: int) -> None:
-        """Give back the pages that no token behind the first `tokens` attends to."""
+        """Give back the pages that no token after the first `tokens` attends to."""
         if (first := self.pool.first_needed(tokens)) > sequence.released:
             self._publish(sequence)
             self.pool.give_back(sequence.pages[sequence.released : first])
@@ -239,8 +243,8 @@ class Scheduler:
     def next_decode(self) -> Decoding | None:
         """Choose the sequences that decode one token, oldest first, and allocate their pages.
 
-        Preempts the youngest if needed. None: no page is free, and the youngest sequence has tokens in flight. Collect
-        them, then call again.
+        Preempts the youngest if needed. None: no page is free, and the youngest sequence has tokens in flight: collect
+        these, then call again.
         """
         if self._reads_on:
             return Decoding([])
@@ -248,7 +252,7 @@ class Scheduler:
             self._stop(sequence)
         size = self.pool.page_size
         for sequence in [one for one in self._running if one.cached >= len(one.pages) * size]:
-            if sequence.slot is not None:  # else preempted by an older one
+            if sequence.slot is not None:  # None: an older one has preempted it
                 self._release(sequence, sequence.cached)
             while sequence.slot is not None and len(sequence.pages) < self.pool.needed(sequence.cached + 1):
                 if self.pool.free:
@@ -279,7 +283,6 @@ class Scheduler:
         return Changes(slots, [one for one in new_pages if one[0] not in slots])
 
     def _stop(self, sequence: Sequence) -> None:
-        """Let a sequence decode no further."""
         if sequence in self._running:
             self._running.remove(sequence)
             self._decoding, self._changes.slots[sequence.slot] = None, None

@@ -34,8 +34,8 @@ FinishReason = Literal["eos", "stop", "length", "error"]
 class Logprob(NamedTuple):
     """Log-probability of a token at its place, by the model alone: before penalties and temperature.
 
-    rank           number of tokens at least as likely, itself included
-    decoded_token  its text by itself; None without a tokenizer
+    rank           number of tokens at least as likely, this one included
+    decoded_token  text of the token alone; None without a tokenizer
     """
 
     logprob: float
@@ -47,7 +47,7 @@ class Logprob(NamedTuple):
 class Fault(NamedTuple):
     """Cause of an answer that ended with finish_reason "error": one line.
 
-    of_request  True: its own constraints exclude every token; False: the model's logits are not finite
+    of_request  True: the request's constraints exclude every token; False: the model's logits are not finite
     """
 
     message: str
@@ -212,32 +212,35 @@ class Answer(Sequence):
         if (fault := self._fault(token, [*rows, *(of_prompt or ())])) is not None:
             return self._end(fault)
         self.tokens.append(token)
-        reason, text, offset = self.ends.get(token), None, None
-        if reason is not None:
-            if self.text is not None:
-                text, _ = self.text.finish()
-                offset = self.text.length
-        else:
-            if len(self.tokens) == self.budget:
-                reason = "length"
-            if self.text is not None:
-                offset = self.text.length
-                text, stopped = self.text.push(token)
-                if reason is not None and not stopped:
-                    rest, stopped = self.text.finish()
-                    text += rest
-                if stopped:
-                    reason = "stop"
+        text, offset, reason = self._text_after(token)
         piece = Piece(self.prompt_index, text, token, reason, index=self.index)
         if rows:
             logprobs = logprobs_of(row, token, self.params.logprobs, self.decode)
             piece = piece._replace(logprobs=logprobs, offset=offset)
         if of_prompt is not None:
             pairs = zip(of_prompt, self.prompt[1:], strict=True)
-            found = [logprobs_of(*pair, self.params.prompt_logprobs, self.decode) for pair in pairs]
-            piece = piece._replace(prompt_logprobs=[None, *found])
+            scores = [logprobs_of(*pair, self.params.prompt_logprobs, self.decode) for pair in pairs]
+            piece = piece._replace(prompt_logprobs=[None, *scores])
         self.pieces.append(piece)
         return reason is not None
+
+    def _text_after(self, token: int) -> tuple[str | None, int | None, FinishReason | None]:
+        """(new text, its offset, reason why the answer ends) of the answer's newest token."""
+        reason, stream = self.ends.get(token), self.text
+        ends_early = reason is not None
+        if not ends_early and len(self.tokens) == self.budget:
+            reason = "length"
+        if stream is None:
+            return None, None, reason
+        if ends_early:
+            text, _ = stream.finish()
+            return text, stream.length, reason
+        offset = stream.length
+        text, stopped = stream.push(token)
+        if reason is not None and not stopped:
+            rest, stopped = stream.finish()
+            text += rest
+        return text, offset, "stop" if stopped else reason
 
     def _rows_of_prompt(self) -> list[list[float]]:
         return [row for part in self.prompt_logprobs for row in part.tolist()]
@@ -264,13 +267,13 @@ class Answer(Sequence):
 
 
 def logprobs_of(row: list[float], token: int, count: int, decode: Callable[[int], str | None]) -> dict[int, Logprob]:
-    """The token's Logprob, then those of the `count` likeliest tokens, by token id."""
-    found = {token: Logprob(row[0], int(row[1]), decode(token))}
+    """Logprobs by token id: of the token, then of the `count` likeliest tokens."""
+    logprobs = {token: Logprob(row[0], int(row[1]), decode(token))}
     for rank in range(1, count + 1):
-        logprob, other = row[1 + rank], row[1 + MOST_LOGPROBS + rank]
-        if logprob > -math.inf and int(other) not in found:
-            found[int(other)] = Logprob(logprob, rank, decode(int(other)))
-    return found
+        logprob, likely = row[1 + rank], int(row[1 + MOST_LOGPROBS + rank])
+        if logprob > -math.inf and likely not in logprobs:
+            logprobs[likely] = Logprob(logprob, rank, decode(likely))
+    return logprobs
 
 
 class Requests:

@@ -1,6 +1,6 @@
 """Prefill: chunks of prompts as they are, kernel by kernel, or on static tensors, for CUDA graphs.
 
-A graph saves the host time of launching the kernels of small prompts, which may take longer than they take the GPU
+A graph saves host time: to launch the kernels of small prompts may take longer than to run them
 (benchmarks/lab/h200-x2-prompts.json: two H200s, 128 tokens, 90 ms, in a graph 12).
 """
 
@@ -32,9 +32,9 @@ ALIGNMENT = 16
 class PrefillChunk:
     """Prompt tokens of one sequence, after `before` cached ones; `choose`: then its next token is chosen.
 
-    entry    changes of logits that it asks for, if it does and a token is chosen
-    targets  prompt tokens whose log-probabilities are asked for, each behind one of the chunk's last tokens; with `choose` none
-             is behind the very last
+    entry    changes of logits that it asks for, if a token is chosen
+    targets  prompt tokens whose log-probabilities are asked for, each after one of the chunk's last tokens; with `choose` none
+             follows the very last
     """
 
     slot: int
@@ -71,13 +71,7 @@ def prefill_eagerly(
     width = max(len(chunk.pages) for chunk in chunks)
     table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
     tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
-    ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
-    last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.choose]
-    # Token i of a prompt is predicted after token i - 1. No target follows the prompt's last token.
-    scored = []
-    for end, chunk in zip(ends, chunks, strict=True):
-        end -= chunk.choose
-        scored += range(end - len(chunk.targets), end)
+    last, scored = _rows_of(chunks)
     sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
     logits = pipeline.prefill(tokens, sequences, table, cache, last + scored)
     prompt_logprobs = {}
@@ -97,6 +91,19 @@ def prefill_eagerly(
     )
     chosen = pipeline.choose(logits, choice, joint_kind(params))
     return Prefilled(*chosen, prompt_logprobs)
+
+
+def _rows_of(chunks: Sequence[PrefillChunk]) -> tuple[list[int], list[int]]:
+    """Rows of a pass after which tokens are chosen, and rows whose logits score the chunks' targets."""
+    last, scored, end = [], [], 0
+    for chunk in chunks:
+        end += len(chunk.tokens)
+        if chunk.choose:
+            last.append(end - 1)
+        # Token i of a prompt is predicted after token i - 1. No target follows the prompt's last token.
+        stop = end - chunk.choose
+        scored += range(stop - len(chunk.targets), stop)
+    return last, scored
 
 
 def _score(pipeline: Pipeline, chunks: Sequence[PrefillChunk], logits: torch.Tensor | None) -> dict[int, torch.Tensor]:
@@ -158,12 +165,12 @@ class Inputs:
 
     def views(self, packed: torch.Tensor) -> Inputs:
         """Views of these shapes into `packed` [nbytes] uint8."""
-        found, start = {}, 0
+        views, start = {}, 0
         for field in fields(self):
             like = getattr(self, field.name)
-            found[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
+            views[field.name] = packed[start : start + like.nbytes].view(like.dtype).view(like.shape)
             start += cdiv(like.nbytes, ALIGNMENT) * ALIGNMENT
-        return Inputs(**found)
+        return Inputs(**views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +178,7 @@ class Shape:
     """Number of tokens and of sequences of a pass.
 
     entries  of page tables that it gathers from a spread cache
-    length   of each of `batch` new prompts, with the padding behind it; None: sequences of any lengths, one after the other
+    length   of every one of `batch` new prompts, its padding included; None: sequences of any lengths, one after the other
     """
 
     tokens: int
@@ -188,11 +195,11 @@ class Shape:
 class StaticPrefill:
     """Prefill of sequences that fit a shape, on static tensors.
 
-    Call `load`, then `run`, which may be captured; `chosen` and `logprobs` hold the next tokens and theirs.
+    Call `load`, then `run`, which may be captured; `chosen` and `logprobs` hold the next tokens and their log-probabilities.
 
     New prompts of a shape with `length` are padded to it one by one, so that a step knows its runs: cuDNN and unfused attention
     take them from the host. A prompt's padding follows it, where causal attention does not see it, and is not cached; a missing
-    prompt is all padding. Sequences of other shapes, which are for fused plans only, have their padding after the last.
+    prompt is all padding. Shapes without `length`, for fused plans only, have their padding after the last sequence.
 
     max_pages  of a sequence
     """

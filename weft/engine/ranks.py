@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from weft.arguments import check_choice, check_virtual_ranks, positive, shortened
+from weft.arguments import check_choice, check_optional, check_virtual_ranks, positive, shortened
 from weft.engine.config import Watchers
 from weft.engine.loop import Command, Make, ParentClosed, RequestLoop, Take, check_process, llm_closed
 from weft.errors import NotEnoughGPUs, WeftError
@@ -25,7 +25,7 @@ from weft.models.checkpoint import Checkpoint
 from weft.models.config import check_simulable
 from weft.models.hub import find_checkpoint
 from weft.parallel.step_plan import Mode
-from weft.runtime.environment import coordinates
+from weft.runtime.environment import Coordinates, coordinates
 from weft.runtime.launch import DEFAULT_VIRTUAL_RANKS, DEVICES, is_simulated, launch
 from weft.runtime.virtual_rank import on_virtual_rank
 
@@ -53,8 +53,7 @@ class Placement:
     ) -> Placement:
         """Placement by the arguments of LLM, whose docstring has the rules and the errors."""
         check_choice("device", device, DEVICES)
-        if world_size is not None:
-            world_size = positive("world_size", world_size)
+        world_size = check_optional(positive, "world_size", world_size)
         started = coordinates() if device != "sim" else None
         if started is not None and world_size not in (None, started.world_size):
             raise ValueError(
@@ -65,11 +64,7 @@ class Placement:
             source = BUILTIN if model is None else find_checkpoint(model)
         gpus = torch.cuda.device_count()
         if started is not None:
-            if gpus <= started.local_rank and not on_virtual_rank():
-                raise WeftError(
-                    f"torchrun started {started.world_size} ranks, and this machine has {gpus} GPUs; run it without torchrun, "
-                    f"as LLM(world_size={started.world_size}, device='sim') (virtual ranks)"
-                )
+            _check_started(started, gpus)
             return cls(source=source, world_size=started.world_size, device="cuda", torchrun=True)
         simulated = is_simulated(world_size, device)
         world_size = world_size or (DEFAULT_VIRTUAL_RANKS if simulated else gpus)
@@ -91,6 +86,15 @@ class Placement:
         """Tokens that a sequence of this model may have."""
         sizes = self.source if self.directory is None else DecoderConfig.from_dict(Checkpoint(self.directory).config)
         return sizes.max_position_embeddings
+
+
+def _check_started(started: Coordinates, gpus: int) -> None:
+    """WeftError for a rank of torchrun without a GPU."""
+    if gpus <= started.local_rank and not on_virtual_rank():
+        raise WeftError(
+            f"torchrun started {started.world_size} ranks, and this machine has {gpus} GPUs; run it without torchrun, "
+            f"as LLM(world_size={started.world_size}, device='sim') (virtual ranks)"
+        )
 
 
 def _check_virtual(model: Path | DecoderConfig, mode: Mode, remedy: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ class RenderError(Exception):
 class Renderer:
     """Process that renders templates, started when first needed and after it had to be ended.
 
-    It ends with this object. Threads take turns. 0.2 s for the first text, under a millisecond for each further one of an
-    ordinary template.
+    It ends with this object. Threads take turns. The first text takes 0.2 s, further ones under a millisecond.
     """
 
     def __init__(self, seconds: float = SECONDS, characters: int = CHARACTERS, memory: int = MEMORY) -> None:
@@ -79,25 +78,29 @@ class Renderer:
         return answer
 
 
+# NumPy's numbers and strings, as Python's.
+_PLAIN: dict[type, Callable[[Any], Any]] = {Integral: int, Real: float, str: str}
+MAX_DEPTH = 64
+
+
 def as_json(name: str, value: Any, depth: int = 0) -> Any:
     """Convert `value` to JSON's types. ValueError, which names the place, where that is impossible."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    if isinstance(value, Real):  # NumPy's
-        return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, str):
-        return str(value)
-    if depth < 64 and isinstance(value, Mapping):
+    for kind, plain in _PLAIN.items():
+        if isinstance(value, kind):
+            return plain(value)
+    if depth < MAX_DEPTH and isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise ValueError(
                 f"{name} has the key {wrong[0]!r}, which is not text; chat templates get what JSON can hold"
             )
         return {str(key): as_json(f"{name}[{key!r}]", one, depth + 1) for key, one in value.items()}
-    if depth < 64 and isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+    if depth < MAX_DEPTH and isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [as_json(f"{name}[{index}]", one, depth + 1) for index, one in enumerate(value)]
     raise ValueError(
-        f"{name} is a {type(value).__name__}{' too deep' if depth >= 64 else ''}, which chat templates do not get; pass text, "
-        f"numbers, lists and dictionaries"
+        f"{name} is a {type(value).__name__}{' too deep' if depth >= MAX_DEPTH else ''}, which chat templates do not get; pass "
+        f"text, numbers, lists and dictionaries"
     )
 
 
@@ -113,8 +116,8 @@ _RENDERER = Renderer()
 class ChatTemplate:
     """Jinja template of a checkpoint, rendered in another process with the variables of transformers.
 
-    It is that of chat_template.jinja, else of tokenizer_config.json; of several by name `tool_use` where there are tools, else
-    `default`.
+    It comes from chat_template.jinja, else from tokenizer_config.json. Of several templates, `tool_use` serves where there are
+    tools, else `default`.
 
     renderer  sets limits on time, memory and output; None: the one that all templates of this process share
 
@@ -247,7 +250,7 @@ class StopStrings:
                 ordered.append(after)
 
     def advance(self, state: int, text: str, begin: int) -> tuple[int, int]:
-        """(state, end) after the characters from `begin` on, or behind the first string that is complete."""
+        """(state, end) after the characters from `begin` on, or after the first complete string."""
         for index in range(begin, len(text)):
             state = self._step(state, text[index])
             if self.longest[state]:
@@ -262,7 +265,7 @@ class StopStrings:
 
 # Decoders that join tokens' bytes or texts as they are.
 JOINING = (decoders.ByteLevel, decoders.Fuse)
-# Tokens behind which a character that has not ended is none: it has up to 4 bytes.
+# Tokens after which a character that has not ended is none: it has up to 4 bytes.
 MOST_UNDECIDED = 16
 
 
@@ -282,22 +285,19 @@ class TokenTexts(dict[int, str]):
 
 
 def token_texts(tokenizer: Tokenizer, *, keep_special: bool) -> TokenTexts | None:
-    """Texts of tokens by themselves, if these make up the text of all of them.
-
-    None for a decoder that looks at several tokens at once.
-    """
+    """Texts of single tokens that, joined, are the text; None for a decoder that looks at several tokens at once."""
     return TokenTexts(tokenizer, keep_special=keep_special) if isinstance(tokenizer.decoder, JOINING) else None
 
 
 class TextStream:
     """Text of a growing sequence of tokens: pieces that, joined, are the text before a stop string.
 
-    keep_stop     the text ends behind the stop string
+    keep_stop     the text includes the stop string
     keep_special  special tokens have text too
     alone         `token_texts` with this keep_special: one look-up a token in place of decoding two; None: none are known
 
     The first stop string that is complete counts. Bytes of an unfinished character, and an ending that may begin a stop string,
-    are held back until they are decided; of bytes that are no character the last alone, or each token would decode all of them.
+    are held back until they are decided. Of bytes that are no character only the last is, so that a token decodes few bytes.
     """
 
     def __init__(
@@ -317,12 +317,12 @@ class TextStream:
         # Tokens before `read` are text already; from `first` on they are decoded again with each new one, because some
         # decoders treat the first token differently (a leading blank).
         self.first = self.read = 0
-        self.ahead = 0  # characters behind `read` that are text already
-        self._given = self._waiting = 0  # characters given out, and those before an unfinished one
+        self.ahead = 0  # characters after `read` that are text already
+        self._given = self._waiting = 0  # characters given out, and characters that wait for an unfinished one
 
     @property
     def length(self) -> int:
-        """Number of characters of the text so far, those held back included, without an unfinished one."""
+        """Number of characters of the text so far, also of held back ones, without an unfinished one."""
         return self._given + len(self.held) + self._waiting
 
     def push(self, token_id: int) -> tuple[str, bool]:

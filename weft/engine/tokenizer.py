@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ BEFORE = "a"
 
 
 class TokenBytes(dict[int, bytes | None]):
-    """Bytes that each token adds to a text behind other tokens, worked out when first asked for.
+    """Bytes that a token adds to a text after other tokens, worked out when first asked for.
 
-    A blank that the decoder writes before a word is among them, so the bytes of an answer's tokens, joined, are its text,
-    but for a blank at its begin. Special tokens have the bytes of their names. None for an id without a token.
+    They include a blank that the decoder writes before a word, so the bytes of an answer's tokens, joined, are its text but for
+    a blank at its begin. Special tokens have the bytes of their names. None for an id without a token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -36,14 +36,14 @@ class TokenBytes(dict[int, bytes | None]):
 
     def __missing__(self, token_id: int) -> bytes | None:
         token = self._tokenizer.id_to_token(token_id)
-        found = self[token_id] = None if token is None else self._bytes_of(token)
-        return found
+        self[token_id] = None if token is None else self._bytes_of(token)
+        return self[token_id]
 
     def _bytes_of(self, token: str) -> bytes:
         if "ByteFallback" in self._kinds and (byte := FALLBACK.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         if "ByteLevel" in self._kinds:
-            known = all(letter in BYTE_OF for letter in token)  # others stand in added tokens, as they are
+            known = all(letter in BYTE_OF for letter in token)  # added tokens have further letters, as they are
             return bytes(BYTE_OF[letter] for letter in token) if known else token.encode()
         if self._decoder is None:  # tokens are joined by blanks
             return f" {token}".encode()
@@ -53,8 +53,8 @@ class TokenBytes(dict[int, bytes | None]):
 def _letters() -> dict[str, int]:
     """Byte of each letter of byte-level tokens: GPT-2 has a printable letter for every byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
 
 
 BYTE_OF = _letters()
@@ -67,7 +67,7 @@ DEFAULTS: dict[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
 }
-"""Class that builds a tokenizer of its own -> special tokens whose names tokenizer_config.json may leave out."""
+"""Class that builds its tokenizer itself -> special tokens whose names tokenizer_config.json may leave out."""
 
 
 def class_of(directory: Path, config: Mapping[str, Any]) -> str:
@@ -104,7 +104,7 @@ def follow_class(tokenizer: Tokenizer, named: str, config: Mapping[str, Any]) ->
             tokenizer.pre_tokenizer = _with_prefix_space(tokenizer.pre_tokenizer, bool(asked))
     elif named and isinstance(tokenizer.model, models.BPE):
         prefixed = asked is None or bool(asked)
-        always = named == "LlamaTokenizer" and config.get("legacy")  # behind special tokens too
+        always = named == "LlamaTokenizer" and config.get("legacy")  # after special tokens too
         scheme = ("always" if always else "first") if prefixed else "never"
         tokenizer.model.fuse_unk = tokenizer.model.byte_fallback = True
         tokenizer.normalizer = normalizers.Sequence([])
@@ -177,10 +177,10 @@ def _add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], at: Path) -> No
     if new:
         tokenizer.add_tokens(new)
     for token_id, token in listed.items():
-        if (found := tokenizer.token_to_id(token.content)) != token_id:
+        if (actual := tokenizer.token_to_id(token.content)) != token_id:
             raise CheckpointError(
                 f"{at}: added_tokens_decoder has {token.content!r} as token {token_id}, and behind those of tokenizer.json it "
-                f"is {found}; add it to tokenizer.json"
+                f"is {actual}; add it to tokenizer.json"
             )
 
 
@@ -208,23 +208,23 @@ def named_tokens(directory: Path) -> dict[str, str]:
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name, first those that all tokenizers may have, then a model's own."""
-    others = [name for name in config if name.endswith("_token") and name not in SPECIAL]
-    found = {name: config.get(name) for name in (*SPECIAL, *others)}
+    """Special tokens by name: first the names that all tokenizers may have, then the model's."""
+    further = [name for name in config if name.endswith("_token") and name not in SPECIAL]
+    values = {name: config.get(name) for name in (*SPECIAL, *further)}
     if isinstance(extra := _extra(config), Mapping):
-        found |= extra
-    return {name: text for name, value in found.items() if (text := _content(value)) is not None}
+        values |= extra
+    return {name: text for name, value in values.items() if (text := _content(value)) is not None}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> list[str]:
-    """All special tokens: those by name, then those that are only listed."""
+    """All special tokens: named ones, then ones that are only listed."""
     extra = _extra(config)
     listed = [text for one in extra if (text := _content(one)) is not None] if isinstance(extra, list) else []
     return [*_named(config).values(), *listed]
 
 
 def _extra(config: Mapping[str, Any]) -> Any:
-    """A model's own special tokens: a list, or an object with their names."""
+    """Special tokens of this model alone: a list, or an object with their names."""
     return config.get("extra_special_tokens") or config.get("additional_special_tokens")
 
 
@@ -264,25 +264,27 @@ def _unreadable(tokenizer: Tokenizer, text: str) -> str:
 
 
 def spellings(tokenizer: Tokenizer | None, words: Sequence[str]) -> list[list[int]]:
-    """Token ids of each word, and of it behind a blank if its first token alone changes, as in vLLM."""
-    found = []
+    """Token ids of each word, and of a blank and the word if only the first token differs, as in vLLM."""
+    spelled = []
     for word in words:
         alone = token_ids_of(tokenizer, "bad_words", word.lstrip(), special=False)
         try:
-            behind = token_ids_of(tokenizer, "bad_words", " " + word.lstrip(), special=False)
+            blank_first = token_ids_of(tokenizer, "bad_words", " " + word.lstrip(), special=False)
         except ValueError:  # the tokenizer has no blank
-            behind = []
+            blank_first = []
         if not alone:
             raise ValueError(f"bad_words: {quoted(word)} has no tokens")
-        found.append(alone)
-        if behind and behind[0] != alone[0] and len(behind) == len(alone):
-            found.append(behind)
-    return found
+        spelled.append(alone)
+        if blank_first and blank_first[0] != alone[0] and len(blank_first) == len(alone):
+            spelled.append(blank_first)
+    return spelled
 
 
+# A character, or a byte with a tokenizer of bytes; None: a letter that stands for no byte.
+Letter = str | int | None
 # A text up to this length is tokenized, which takes a millisecond.
 SHORT = 4096
-# Characters that are counted together, and the most that a cut between two such pieces can add.
+# Characters that are counted together, and the most tokens that a cut between two pieces can add.
 _PIECE, _SLACK = 1 << 16, 8
 # Pre-tokenizers that keep all characters; "Split" and "Punctuation" may remove those that they find.
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts"}
@@ -291,7 +293,7 @@ _EACH_ALONE = {"Regex": r"[\s\S]"}
 
 
 class TokenBound:
-    """Lower bound of the number of tokens of a text. 0 with a tokenizer of which none is known."""
+    """Lower bound of the number of tokens of a text; 0 with a tokenizer for which no bound is known."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._normalizer = tokenizer.normalizer
@@ -305,26 +307,32 @@ class TokenBound:
         alone = any(step["type"] == "Split" and step.get("pattern") == _EACH_ALONE for step in steps)
         keeps = kinds <= _KEEPING | _DROPPING_BLANKS and all(step.get("behavior") != "Removed" for step in steps)
         self._known = keeps and (alone or isinstance(model, (models.BPE, models.Unigram)))
-        # By character, or by byte with a tokenizer of bytes.
-        self._longest: dict[Any, int] = {}
-        singles = set()
-        for token in sorted([] if alone else vocabulary, key=len):
+        longest, singles = self._longest_tokens([] if alone else vocabulary, added)
+        # A character without a token becomes an unknown token, perhaps together with its neighbours, or is left out, unless:
+        counted = alone or ("<0x00>" in vocabulary and getattr(model, "byte_fallback", False))
+        self._weights = {letter: 1 / length for letter, length in longest.items() if counted or letter in singles}
+        self._rest = 1.0 if counted else 0.0
+
+    def _longest_tokens(
+        self, vocabulary: Iterable[str], added: Iterable[AddedToken]
+    ) -> tuple[dict[Letter, int], set[Letter]]:
+        """Length of the longest token with each letter, and the letters that are tokens. A letter: a character or a byte."""
+        longest: dict[Letter, int] = {}
+        singles: set[Letter] = set()
+        for token in sorted(vocabulary, key=len):
             letters = [BYTE_OF.get(letter) for letter in token] if self._bytes else token
-            self._longest.update(dict.fromkeys(letters, len(token)))
+            longest.update(dict.fromkeys(letters, len(token)))
             if len(token) == 1:
                 singles.add(letters[0])
         for token in added:
             forms = [self._letters(text) for text in self._forms(token)]
             for letter in {letter for form in forms for letter in form}:
-                self._longest[letter] = max(self._longest.get(letter, 1), *map(len, forms))
-        # Characters without a token of their own are left out, or become one unknown token together, but for these:
-        each = alone or ("<0x00>" in vocabulary and getattr(model, "byte_fallback", False))
-        self._weights = {letter: 1 / longest for letter, longest in self._longest.items() if each or letter in singles}
-        self._other = 1.0 if each else 0.0
+                longest[letter] = max(longest.get(letter, 1), *map(len, forms))
+        return longest, singles
 
     def least(self, text: str, enough: int) -> int:
-        """A number that the text's tokens are not fewer than; `enough` ends the count."""
-        found = 0.0
+        """Lower bound of the text's number of tokens; `enough` ends the count."""
+        least = 0.0
         for start in range(0, len(text) if self._known else 0, _PIECE):
             piece = text[start : start + _PIECE]
             if self._drops_blanks:
@@ -332,11 +340,11 @@ class TokenBound:
             if self._normalizer is not None:
                 piece = self._normalizer.normalize_str(piece)
             counts = Counter(self._letters(piece))
-            weight = sum(count * self._weights.get(letter, self._other) for letter, count in counts.items())
-            found += max(0.0, weight - _SLACK)
-            if found >= enough:
+            weight = sum(count * self._weights.get(letter, self._rest) for letter, count in counts.items())
+            least += max(0.0, weight - _SLACK)
+            if least >= enough:
                 break
-        return int(found)
+        return int(least)
 
     def _forms(self, token: AddedToken) -> list[str]:
         """Text of an added token, as it is and normalized."""
@@ -365,9 +373,9 @@ class PromptReader:
             if self._bound is None:
                 self._bound = TokenBound(self._tokenizer)
             check_room(name, self._bound.least(text, self._max_seq_len), self._max_seq_len, least=True)
-        found = token_ids_of(self._tokenizer, name, text, special=add_special_tokens)
-        check_room(name, len(found), self._max_seq_len)
-        return found
+        ids = token_ids_of(self._tokenizer, name, text, special=add_special_tokens)
+        check_room(name, len(ids), self._max_seq_len)
+        return ids
 
 
 def check_room(name: str, tokens: int, max_seq_len: int, *, least: bool = False) -> None:
@@ -381,9 +389,9 @@ def check_room(name: str, tokens: int, max_seq_len: int, *, least: bool = False)
         )
 
 
-def _steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
+def _steps(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> list[dict[str, Any]]:
     """Pre-tokenizers that follow each other, as JSON."""
     if pre_tokenizer is None:
         return []
-    found = json.loads(pre_tokenizer.__getstate__())
-    return found.get("pretokenizers", [found])
+    state = json.loads(pre_tokenizer.__getstate__())
+    return state.get("pretokenizers", [state])

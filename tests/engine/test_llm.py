@@ -310,7 +310,7 @@ def test_what_is_wrong_is_said_once_and_the_next_request_is_answered(llm):
         llm.generate(["x", ""])
     with pytest.raises(ValueError, match="1 sampling parameters for 2 prompts"):
         llm.generate(PROMPTS, [SamplingParams()])
-    with pytest.raises(ValueError, match="params=3 is not a SamplingParams or a list of them"):
+    with pytest.raises(ValueError, match="params=3 is not a SamplingParams or a list of SamplingParams"):
         llm.generate("x", 3)
     assert len(llm.generate("x", SamplingParams(max_tokens=3))[0].token_ids) == 3
 

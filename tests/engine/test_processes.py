@@ -549,7 +549,7 @@ def test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped(tmp_path,
                 ask()
             except WeftError as error:
                 said.append(
-                    f"a fork of it; make an LLM of its own here, or have process {os.getppid()} ask" in str(error)
+                    f"a fork of it; make another LLM here, or have process {os.getppid()} ask" in str(error)
                 )
         ranks.close()
         os._exit(0 if said == [True, True] else 1)

@@ -84,7 +84,7 @@ class Completion:
         """Log-probability of the whole answer."""
         if self.logprobs is None:
             return None
-        return sum(found[token].logprob for found, token in zip(self.logprobs, self.token_ids, strict=True))
+        return sum(likely[token].logprob for likely, token in zip(self.logprobs, self.token_ids, strict=True))
 
 
 @exchangeable
@@ -107,7 +107,7 @@ class Piece(NamedTuple):
     offset: int | None = None
 
 
-# Fields of Piece with the values of several pieces; None for a field that is None in all of them.
+# Values of several pieces, field by field; None for a field that is None in all pieces.
 Columns = list[list[Any] | None]
 
 
@@ -151,7 +151,7 @@ class Stats:
 class Load(NamedTuple):
     """Load of an engine between two steps.
 
-    running, waiting  requests in the batch, and those that wait for room in it
+    running, waiting  requests in the batch, and requests that wait for room in it
     cache_usage       share of the KV cache's pages that are taken
     preemptions       as in Stats, of all requests so far
     """

@@ -1,4 +1,4 @@
-"""Inference for an asyncio program: requests come, stream and are cancelled while others run."""
+"""Inference for an asyncio program: requests come, stream and are cancelled while it runs."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Request:
         """Yield the pieces that have arrived since the last ones were drawn, at least one each time."""
         last = False
         while not last:
-            found: list[Piece] = []
-            while not found or not self._arrived.empty():
+            pieces: list[Piece] = []
+            while not pieces or not self._arrived.empty():
                 one = await self._arrived.get()
                 if isinstance(one, BaseException):
                     raise one
-                found += one
-            last = found[-1].finish_reason is not None
-            yield found
+                pieces += one
+            last = pieces[-1].finish_reason is not None
+            yield pieces
 
     def _take(self, arrived: Sequence[Piece] | BaseException | None) -> None:
         """Take what has arrived, in the loop of the request; None: the engine has accepted it."""
@@ -95,7 +95,7 @@ class AsyncLLM:
     threads may submit requests. Without requests the ranks sleep.
 
     The first error of a rank ends all requests: each raises it, as does every further one, and `error` holds it. WeftError
-    under torchrun, since this process starts the ranks. While an AsyncLLM has virtual ranks, its process can have no others.
+    under torchrun, since this process starts the ranks. While an AsyncLLM has virtual ranks, its process can start no more.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class AsyncLLM:
         progress: Progress | None = None,
         warm_up_progress: Progress | None = None,
         config: EngineConfig | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         check_model(model)
         watchers = watchers_of(progress, warm_up_progress)
@@ -172,7 +172,7 @@ class AsyncLLM:
 
         ValueError for one that leaves no room for an answer.
         """
-        # In a thread, since a long prompt takes a while, and it would hold up the streams of others.
+        # In a thread, since a long prompt takes a while, and would hold up other streams.
         return prompt if isinstance(prompt, TokenIds) else await asyncio.to_thread(self._encode, prompt)
 
     async def stream(
@@ -258,13 +258,13 @@ class AsyncLLM:
         if kind == "load":
             self.load = value
         elif kind == "pieces":
-            found: dict[int, list[Piece]] = defaultdict(list)
+            by_request: dict[int, list[Piece]] = defaultdict(list)
             for piece in value:
-                found[piece.prompt].append(piece)
+                by_request[piece.prompt].append(piece)
             with self._lock:
                 get = self._requests.get
-                arrived = [(get(number), pieces) for number, pieces in found.items()]
-                for number, pieces in found.items():
+                arrived = [(get(number), pieces) for number, pieces in by_request.items()]
+                for number, pieces in by_request.items():
                     if pieces[-1].finish_reason is not None:
                         self._requests.pop(number, None)
             self._deliver(arrived)

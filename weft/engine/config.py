@@ -62,7 +62,7 @@ class EngineConfig:
                      checkpoint's scales, or scales of 1 where it has none
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
-    mixed_chunk_tokens  fewer of a prompt that arrives while others decode: bounds the time between two of their tokens
+    mixed_chunk_tokens  the same, fewer, of a prompt that arrives while sequences decode: bounds the time between two tokens
     prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
                      KV cache, and only the rest of it is computed
     context_parallel  the KV cache is spread over the ranks by pages and not by heads, so a sequence may fill the caches of all
@@ -76,7 +76,7 @@ class EngineConfig:
     warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, about 170 with
                      context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is
                      reserved before the KV cache's
-    grammar_seconds  longest time that a grammar of structured_outputs may take to compile; others go on meanwhile
+    grammar_seconds  longest time that a grammar of structured_outputs may take to compile; other requests go on meanwhile
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """
@@ -150,7 +150,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """Layout of the KV cache and the reason for it. context_parallel: as of weft.models.Decoder."""
+    """Layout of the KV cache and the reason for it. context_parallel: as in weft.models.Decoder."""
 
     context_parallel: bool
     reason: str
@@ -163,7 +163,7 @@ class CachePlan:
 def plan_cache(config: EngineConfig, model: DecoderConfig, world_size: int, nodes: int = 1) -> CachePlan:
     """Plan for `config`, whose max_seq_len is known: as asked for, else what makes the cache smaller.
 
-    With fewer KV heads than ranks, a split by heads holds each of them several times.
+    With fewer KV heads than ranks, a split by heads holds a head several times.
     """
     if world_size == 1:
         return CachePlan(context_parallel=False, reason="one rank has all")
@@ -195,7 +195,7 @@ Watchers = Mapping[str, Callable[[int, int], None]]
 
 
 def watchers_of(progress: Progress | None, warm_up_progress: Progress | None) -> Watchers:
-    """The functions that are given, by name; in place of a missing `warm_up_progress` one that logs."""
+    """The given functions by name; for a missing `warm_up_progress` one that logs."""
     check_optional(check_callable, "progress", progress, "progress(bytes read, bytes to read)")
     check_optional(check_callable, "warm_up_progress", warm_up_progress, "warm_up_progress(captured, to capture)")
     given = {

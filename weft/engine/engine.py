@@ -67,7 +67,7 @@ class Engine:
     warn      rank 0 logs a line (docs/logging.md) for settings of generation_config.json that weft does not follow, for NaN or
               infinite weights, and for tensors that the model does not have
     config    an EngineConfig; the default one if None
-    options   fields of EngineConfig by name, in place of those of `config`
+    options   fields of EngineConfig by name, which replace `config`'s
 
     `defaults` are the SamplingParams of the checkpoint's generation_config.json, and `cache_plan` says where keys and values
     lie, and why. CheckpointError (a ValueError) where the directory cannot be loaded, ValueError where W does not divide the
@@ -83,7 +83,7 @@ class Engine:
         progress: Progress | None = None,
         warm_up_progress: Progress | None = None,
         warn: bool = True,
-        **options: Any,
+        **options: object,
     ) -> None:
         begin = time.perf_counter()
         # All arguments are checked before the weights are read.
@@ -148,7 +148,7 @@ class Engine:
         self._held: list[Piece] = []  # pieces of submitted requests that were not yet given out
         self.stats = Stats(load_seconds=ready)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Completion]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: object) -> list[Completion]:
         """Generate n Completions for each prompt, in order. Collective. Arguments and errors as in `stream`.
 
         An answer is shorter than `max_tokens` where it would exceed `max_seq_len`: finish_reason "length". Where no token can
@@ -164,13 +164,13 @@ class Engine:
         *,
         seed: int | None = 0,
         ignore_eos: bool = False,
-        **sampling: Any,
+        **sampling: object,
     ) -> Generator[Piece, None, None]:
         """Yield a Piece for each new token, as soon as the host has it.
 
         prompts  text or lists of token ids
         seed     of prompt 0; the other prompts draw with seeds derived from it. None: random ones
-        others   fields of SamplingParams by name; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint
+        sampling  fields of SamplingParams by name; None: as in `defaults`, which are 64 tokens and greedy unless the checkpoint
                  sets them. TypeError for another name
 
         Collective: all ranks must draw the same pieces and close the stream after the same one. Closing removes unfinished
@@ -219,7 +219,7 @@ class Engine:
     def submit(self, prompt: Prompt, params: SamplingParams, number: int | None = None) -> int:
         """Add a request, which joins the batch when there is room. Returns its number: `prompt` of its pieces.
 
-        number  chosen by the caller, other than those of the submitted requests that have not ended; None: by the engine
+        number  chosen by the caller, unlike that of any submitted request that has not ended; None: by the engine
 
         Collective: all ranks submit the same requests between the same steps. ValueError as in `generate`, and for several
         answers: submit `params.answers()` one by one.
@@ -268,7 +268,7 @@ class Engine:
     def step(self) -> list[Piece]:
         """Launch a chunk of the waiting prompts and a decode step; call it while `has_work`. Collective.
 
-        Returns the pieces of submitted requests that have arrived: on GPUs those of the step before.
+        Returns the pieces of submitted requests that have arrived: on GPUs from the step before.
         """
         self._step()
         return _drained(self._held)
@@ -331,7 +331,7 @@ class Engine:
         )
 
     def _seeded(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-        """The parameters, those without a seed with one that rank 0 has drawn."""
+        """The parameters; where a seed is missing, rank 0 draws it."""
         if not any(isinstance(one, SamplingParams) and one.seed is None for one in params):
             return list(params)
         self.settle()
@@ -349,7 +349,7 @@ class Engine:
 
 
 def _open(model: str | PathLike[str] | None, team: Team) -> Checkpoint:
-    """Checkpoint of a model. Collective: all ranks must have found the same revision in the hub's cache."""
+    """Checkpoint of a model. Collective: the hub's cache must have the same revision on all ranks."""
     checkpoint = Checkpoint(BUILTIN if model is None else find_checkpoint(model))
     revisions = team.exchange(revision_of(checkpoint.directory))
     for rank, revision in enumerate(revisions):
@@ -361,7 +361,7 @@ def _open(model: str | PathLike[str] | None, team: Team) -> Checkpoint:
     return checkpoint
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """ValueError unless `model` names or describes a model."""
     rule = "a checkpoint directory, a configuration of weft.models, or None for the built-in model"
     check_optional(check_instance, "model", model, (str, PathLike, DecoderConfig), rule)
@@ -387,9 +387,9 @@ def _check_tokenizer(tokenizer: Tokenizer, checkpoint: Checkpoint, vocab_size: i
 
 def _drained(pieces: list[Piece]) -> list[Piece]:
     """The pieces, which leave the list."""
-    found = pieces.copy()
+    drained = pieces.copy()
     pieces.clear()
-    return found
+    return drained
 
 
 def _one_by_one(steps: Generator[list[Piece], None, None]) -> Generator[Piece, None, None]:

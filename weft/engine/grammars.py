@@ -1,13 +1,13 @@
 """Grammars of answers: masks of the tokens that may come next, by llguidance, on every rank's CPU.
 
 A grammar's state depends on the tokens alone, so all ranks compute the same masks and exchange nothing. A mask needs the token
-before it on the host: meanwhile the GPU computes the next logits, and it waits for the mask only to choose.
+before it on the host: meanwhile the GPU computes the next logits, and waits for the mask only to choose.
 
-A large grammar takes a second to compile. Threads do it, without Python's lock for most of the time, so that steps go on;
-compiled ones are kept, and an answer takes a copy, in microseconds.
+A large grammar takes a second to compile. Threads do it, mostly without Python's lock, so that steps go on; compiled grammars
+are kept, and an answer takes a copy, in microseconds.
 
-Grammars of users are tried first, in a process with limits: a grammar of a few kilobytes can overflow the stack of the library
-that compiles it, which ends the process, or take minutes. Ranks compile only what has passed.
+A process with limits tries grammars of users first: a few kilobytes can overflow the stack of the library that compiles them,
+which ends the process, or take minutes. Ranks compile only what has passed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 AT_ONCE = 4
 # Grammars whose trial is remembered.
 MOST_PASSED = 4096
-# Bytes beyond those of the tokenizer.
+# Bytes beyond what the begun process has.
 MEMORY = 512 << 20
 _WORKER = Path(__file__).with_name("untrusted.py")
 
@@ -63,8 +63,8 @@ class Trial:
 class GrammarGuard:
     """Trials of grammars over the tokens of one tokenizer, AT_ONCE at a time.
 
-    ValueError as `check_guided`. Equal grammars are tried once, and those that passed last are remembered. Processes
-    start when first needed, in a second for 150,000 tokens.
+    ValueError as `check_guided`. Equal grammars are tried once, and the last that passed are remembered. Processes start when
+    first needed, in a second for 150,000 tokens.
 
     seconds  limit of a trial
     """
@@ -252,7 +252,7 @@ def key_of(asked: StructuredOutputsParams) -> bytes:
 
 def refusal(wrong: str) -> ValueError:
     """Error in one line for the library's text, without its dump of the state and the grammar."""
-    text: Any = wrong.partition("\n<state>")[0]
+    text = wrong.partition("\n<state>")[0]
     if "panic" in text.lower():
         text = "llguidance fails on this grammar by an error of its own; write it in another way"
     return ValueError(f"structured_outputs: {shortened(text)}")
@@ -272,7 +272,7 @@ class Guide:
         self.kind, self._matcher, self._ends = kind, matcher, ends
 
     def take(self, token: int) -> None:
-        """Go on by the token that was chosen. One behind the end, or below 0, changes nothing."""
+        """Go on by the token that was chosen. A token after the end, or below 0, changes nothing."""
         if token >= 0 and not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
@@ -285,13 +285,12 @@ class Guide:
     def mask(self) -> torch.Tensor:
         """Bits of the tokens that may come next, [cdiv(V, 32)] int32.
 
-        At the end of the grammar those of the tokens that end an answer; none where no token fits, or where the library has
-        given up.
+        At the end of the grammar, of the tokens that end an answer; none where no token fits, or the library has given up.
         """
         if self._matcher.is_stopped():
             return torch.zeros_like(self._ends) if self._matcher.get_error() else self._ends
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
-        # A tokenizer may have fewer tokens than the model, which then may not choose the others.
+        # A tokenizer may have fewer tokens than the model, which may not choose the rest.
         return torch.nn.functional.pad(bits, (0, len(self._ends) - len(bits)))
 
 
@@ -313,8 +312,8 @@ class Guides:
         self._vocabulary: Vocabulary | None = None
         self._reading = threading.Lock()
         self._threads = _threads(AT_ONCE, RANK_STACK)
-        # By kind and text: those that are still referred to, and of these the kept ones, least recently used first.
-        self._found: WeakValueDictionary[tuple[str, str], Future[LLMatcher]] = WeakValueDictionary()
+        # By kind and text: all that are still referred to, and the kept ones, least recently used first.
+        self._known: WeakValueDictionary[tuple[str, str], Future[LLMatcher]] = WeakValueDictionary()
         self._kept: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
         bits = numpy.zeros(cdiv(vocab_size, 32) * 32, numpy.uint8)
         bits[ends] = 1
@@ -326,9 +325,9 @@ class Guides:
         As long as the future is referred to, `start` finds it. Its result raises as `start` does.
         """
         key = asked.grammar_text
-        future = self._found.get(key)
+        future = self._known.get(key)
         if future is None:
-            self._found[key] = future = self._threads.submit(self._compile, *key)
+            self._known[key] = future = self._threads.submit(self._compile, *key)
         self._kept[key] = future
         self._kept.move_to_end(key)
         if len(self._kept) > MOST_GRAMMARS:
@@ -355,11 +354,11 @@ class Guides:
 
 def _threads(count: int, stack: int) -> ThreadPoolExecutor:
     """Threads with stacks of this size."""
-    found, all_run = ThreadPoolExecutor(count, "weft grammars"), threading.Barrier(count)
+    threads, all_run = ThreadPoolExecutor(count, "weft grammars"), threading.Barrier(count)
     before = threading.stack_size(stack)
     try:
         for _ in range(count):  # one that waits at the barrier takes no further call, so each call starts a thread
-            found.submit(all_run.wait)
+            threads.submit(all_run.wait)
     finally:
         threading.stack_size(before)
-    return found
+    return threads

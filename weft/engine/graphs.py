@@ -4,15 +4,15 @@ In flight: a group of batch slots a stage, and no wait for a step's end.
 
     groups a, b of steps 1, 2, …       turn t of stage s: group (t - s) mod P, of P stages
     stage 0 | a1 | b1 | a2 | b2 | a3
-    stage 1      | a1 | b1 | a2 | b2   behind its turn the last stage sends the group's tokens to all others
+    stage 1      | a1 | b1 | a2 | b2   after its turn the last stage sends the group's tokens to all stages
 
-A group's tokens come to stage s behind its turn with the group P - 1 - s later: to stage 0 just before the group's next turn.
+A group's tokens come to stage s after its turn with the group P - 1 - s later: to stage 0 just before the group's next turn.
 So P - 1 - s groups of a step are under way to it once its turns are launched. They come in the turns of the next step, if that
-one continues it, or else by ``Flight.settle``.
+continues this one, or else by ``Flight.settle``.
 
-order  behind the turns t of all stages: tokens from the last stage, then hidden states, those of the higher stages first. It
-       is the order of weft.engine.pipeline's pieces, so no two ranks wait for each other
-slots  slot i is of group i mod P: groups of a batch differ by one sequence at most
+order  after the turns t of all stages: tokens from the last stage, then hidden states, higher stages first. It is the order of
+       weft.engine.pipeline's pieces, so no two ranks wait for each other
+slots  slot i is in group i mod P: groups of a batch differ by one sequence at most
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Graphs:
 def decode_buckets(max_batch: int) -> list[int]:
     """Batch sizes that decode steps are padded to: 1, 2, 4 … 64, 96, 128, 256, 384, 512 … and `max_batch`.
 
-    Sizes between those up to 64 would run the same tiles (SMALL_M_ROWS of weft/plan/table.py). Rows of tables for more than 64
-    begin at 96, and those of 96 serve 112 too. From 128 on all are multiples of ROWS, four or more to a factor of two.
+    Sizes in between, up to 64, would run the same tiles (SMALL_M_ROWS of weft/plan/table.py). Rows of tables for more than 64
+    begin at 96, which serves 112 too. From 128 on all are multiples of ROWS, four or more to a factor of two.
     One H200, Qwen3-8B: 96 sequences take 6.85 ms, padded to 128 7.54 (benchmarks/lab/h200-traffic.json).
     """
     sizes, size = [], 1
@@ -155,8 +155,7 @@ class DecodeGraph:
     cache        keys and values of this stage; None: not allocated yet
     adjustments  None until a request asks for changes of logits
 
-    Collective. It reads and writes tensors at fixed addresses only. Slots are given as a slice: the first of them, or with a
-    step.
+    Collective. It reads and writes tensors at fixed addresses only. Slots are given as a slice from 0, or with a step.
     """
 
     def __init__(self, pipeline: Pipeline, slots: Slots, page_size: int) -> None:
@@ -249,18 +248,17 @@ def without_autograd(device: torch.device) -> AbstractContextManager:
 
 # Bytes of memory that an H200 reads in the 20 us until a rail's piece has begun.
 CROSSING_BYTES = 80 << 20
-# Steps in flight that end, since prompts are read, have cost P - 1 turns more, mostly of reading weights. With keys and values
-# of this share of the weights' bytes, some eight steps between two prompts pay for that.
+# When a prompt arrives, steps in flight are drained, which costs P - 1 turns, mostly to read weights. If attention reads at
+# least this fraction of the weights' bytes, about eight steps between two prompts earn that back.
 FEWEST_OF_WEIGHTS = 1 / 8
 
 
 class Turn(NamedTuple):
-    """Turn of a stage in a decode step: its layers for a group, then the tokens of another one.
+    """Turn of a stage in a decode step: its layers for one group, then the arrival of another group's tokens.
 
     batch     slots of the step
-    group     whose layers are computed
-    arriving  group whose tokens come from the last stage; None: of no group, in a step that follows none, and on the last
-              stage, which has them
+    group     group that passes the stage's layers
+    arriving  group whose tokens come from the last stage; None: none, in a step that follows none, and on the last stage
     """
 
     batch: int
@@ -275,10 +273,10 @@ def slots_of(group: int, batch: int, stages: int) -> slice:
 
 def turns_of(stage: int, stages: int, batch: int, *, continued: bool) -> list[Turn]:
     """Turns of a decode step on a stage; `continued`: tokens of the step before are under way to it."""
-    behind, turns = stages - 1 - stage, []
+    late, turns = stages - 1 - stage, []
     for group in range(stages):
-        arriving = group - behind
-        comes = behind > 0 and (arriving >= 0 or continued)
+        arriving = group - late
+        comes = late > 0 and (arriving >= 0 or continued)
         turns.append(Turn(batch, group, arriving % stages if comes else None))
     return turns
 
@@ -300,7 +298,7 @@ class Flight:
     """
 
     def __init__(self, graph: DecodeGraph, graphs: Graphs) -> None:
-        """`graph`: with its cache; `graphs`: in which the turns are captured."""
+        """`graph`: with a cache; `graphs`: for the captured turns."""
         self.graph, self.pipeline, self.graphs = graph, graph.pipeline, graphs
         self._flying: tuple[int, Kind] | None = None  # slots and kind of the decode step in flight
         if self.pipeline.stages > 1:
@@ -331,17 +329,17 @@ class Flight:
     def run(self, batch: int, kind: Kind, arrived: Callable[[], None] | None = None, *, cuda_graph: bool) -> None:
         """Launch a decode step in groups; it continues one in flight of the same slots and kind.
 
-        arrived     called once `graph.tokens` has all those of a step in flight before, and none of this one
+        arrived     called once `graph.tokens` has all tokens of a step in flight before, and none of this one
         cuda_graph  True: the turns are replayed, and captured if they are not yet
         """
         if self._flying != (batch, kind):
             self.settle(arrived)
             if cuda_graph:
                 self._capture_turns(batch, kind)
-        continued, behind = self.in_flight, self.pipeline.stages - 1 - self.pipeline.rail.index
+        continued, late = self.in_flight, self.pipeline.stages - 1 - self.pipeline.rail.index
         self._flying = None  # after an error between turns it is unknown what is under way
         for turn in self._turns(batch, continued):
-            if continued and arrived is not None and turn.group == behind:
+            if continued and arrived is not None and turn.group == late:
                 arrived()
             if cuda_graph:
                 self.graphs.replay((turn, kind))
@@ -379,12 +377,12 @@ class Flight:
         pipeline.rail.join()
 
     def _receive(self, group: int, batch: int, kind: Kind) -> None:
-        """Tokens of a group that the last stage sends."""
+        """Receive the tokens of a group from the last stage."""
         slots = slots_of(group, batch, self.pipeline.stages)
         self.graph.put(slots, *self.pipeline.chosen(len(self.graph.tokens[slots]), kind))
 
     def _receive_rest(self, batch: int, kind: Kind) -> None:
-        """Tokens of the groups that come behind the last turn of a step."""
+        """Receive the tokens of the groups that come after the last turn of a step."""
         for group in range(self.pipeline.rail.index + 1, self.pipeline.stages):
             self._receive(group, batch, kind)
 

@@ -34,10 +34,10 @@ Keep = Callable[[Stats], None]
 
 
 class Calls:
-    """Calls of a request loop's clients, each of which draws its own pieces.
+    """Calls of a request loop's clients, which draw their pieces from any thread.
 
-    Any thread may call. A garbage collector may drop pieces at any line of the program: so there are no locks, only queues and
-    single operations of a dictionary.
+    A garbage collector may drop pieces at any line of the program: so there are no locks, only queues and single operations of
+    a dictionary.
 
     put  sends a command to the ranks
     """
@@ -127,9 +127,9 @@ class LLM:
     warm_up_progress  called with (graphs captured, graphs to capture) during `warm_up`; None: the logger "weft.engine" gets a
                 line, level INFO, for each tenth of them
     config      an EngineConfig; the default one if None
-    options     fields of EngineConfig by name, in place of those of `config`
+    options     fields of EngineConfig by name, which replace `config`'s
 
-    `defaults` are the SamplingParams of a call that is given none: those of the checkpoint's generation_config.json, else
+    `defaults` are the SamplingParams of a call that is given none: from the checkpoint's generation_config.json, else
     SamplingParams(). Settings that weft does not follow, and NaN weights, are logged once, a line each (docs/logging.md).
 
     On GPUs a script must be importable: guard its top level with `if __name__ == "__main__"`, since processes are spawned. An
@@ -148,7 +148,7 @@ class LLM:
         progress: Progress | None = None,
         warm_up_progress: Progress | None = None,
         config: EngineConfig | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         check_model(model)
         watchers = watchers_of(progress, warm_up_progress)
@@ -179,7 +179,7 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Generate a completion for each prompt, in order; n of them if `params` say so.
+        """Generate a completion for each prompt, in order, or n completions if `params` say so.
 
         prompts  text or lists of token ids
         params   one for all prompts, or a list of one each; None: `defaults`
@@ -195,10 +195,10 @@ class LLM:
     ) -> Generator[Piece, None, None]:
         """Yield pieces as tokens arrive; arguments as in `generate`.
 
-        Closing or dropping the generator stops the answer with the step that runs, and `stats` stay those of the answer before.
-        Leaving a `for` loop does not close a generator that still has a name; the next call then first computes its rest (under
-        torchrun, beside its own). Use `contextlib.closing`. The ranks do not wait for a caller that draws slowly: pieces are
-        kept until they are drawn (under torchrun, a step runs when its pieces are drawn).
+        Closing or dropping the generator stops the answer with the step that runs, and `stats` stay as they were.
+        Leaving a `for` loop does not close a generator that still has a name: use `contextlib.closing`, or the next call first
+        computes its rest (under torchrun, beside the new answer). The ranks do not wait for a slow caller: pieces are kept till
+        they are drawn (under torchrun, a step runs when its pieces are drawn).
         """
         return self._ask(as_prompts(prompts), params)
 
@@ -234,7 +234,7 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = one_each(params or self.defaults, len(prompts))
         elif not isinstance(params, Sequence):
-            raise ValueError(f"params={quoted(params)} is not a SamplingParams or a list of them")
+            raise ValueError(f"params={quoted(params)} is not a SamplingParams or a list of SamplingParams")
         requests = prompts, list(params)
         if self._engine is not None:
             return self._answer_on_rank(self._engine, self._engine.answer(*requests))
@@ -258,7 +258,7 @@ class LLM:
         if self.directory is None:
             raise ValueError("a model with random weights has no chat template; pass token ids to generate()")
         if isinstance(messages, str) or not isinstance(messages, Sequence):
-            raise ValueError(f"messages={quoted(messages)} is not a list of messages, or of lists of them")
+            raise ValueError(f"messages={quoted(messages)} is not a list of messages, or of lists of messages")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         if self._chat is None:
             self._chat = ChatTemplate(self.directory), load_tokenizer(self.directory)

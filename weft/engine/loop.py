@@ -41,8 +41,8 @@ Command = tuple[Any, ...]
 PREPARING_SECONDS = 1e-3
 # Takes what rank 0 tells, on the thread of the ranks; ("error", why) comes last, once.
 Take = Callable[[str, Any], None]
-# hear(wait, commands): commands before a step, the same on every rank: those that have arrived, and `commands` of one of the
-# ranks. Waits for one up to `wait` seconds; None: until there is one. ParentClosed: there will be no more.
+# hear(wait, commands): commands before a step, the same on every rank: all that have arrived, and `commands` of one rank.
+# Waits for one up to `wait` seconds; None: until there is one. ParentClosed: there will be no more.
 Hear = Callable[[float | None, list[Command]], list[Command]]
 # Called as make(team, progress=…, warm_up_progress=…, warn=…) on every rank; travels to processes, so a partial of Engine.
 Make = Callable[..., "Engine"]
@@ -141,7 +141,7 @@ def check_process(owner: int) -> None:
     """WeftError in a fork of the process `owner`, whose threads a fork does not have."""
     if (number := os.getpid()) != owner:
         raise WeftError(
-            f"this LLM is at work for process {owner}, and process {number} is a fork of it; make an LLM of its own here, or "
+            f"this LLM is at work for process {owner}, and process {number} is a fork of it; make another LLM here, or "
             f"have process {owner} ask"
         )
 
@@ -167,8 +167,8 @@ class Processes:
         self._owner = os.getpid()
         self._started: list[BaseProcess] = []
         self._pipes, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
-        first, others = zip(*(Pipe() for _ in range(1, world_size)), strict=True) if world_size > 1 else ((), ())
-        links = [first, *((end,) for end in others)]
+        first, second = zip(*(Pipe() for _ in range(1, world_size)), strict=True) if world_size > 1 else ((), ())
+        links = [first, *((end,) for end in second)]
         given = [(end, *link) for end, link in zip(theirs, links, strict=True)]
 
         def run() -> None:

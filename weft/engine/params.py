@@ -48,7 +48,7 @@ MOST_ANSWERS = 1 << 14
 class Kind(IntFlag):
     """Kernels that a choice of tokens launches. The union of requests' kinds serves them all.
 
-    GREEDY .. TRUNCATED  kinds of sampling; each has the bits of those before it
+    GREEDY .. TRUNCATED  kinds of sampling; each has the bits of all earlier ones
     ADJUSTED             logits are changed first: penalties, biases, tokens that are not allowed
     LOGPROBS             log-probabilities of the chosen tokens
     GUIDED               the tokens that a grammar allows; with ADJUSTED
@@ -104,16 +104,14 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Sampling parameters of a request. ValueError for an invalid value.
 
-    n               answers to the prompt, of which each but the first draws with a seed derived from `seed`
+    n               answers to the prompt; all but the first draw with seeds derived from `seed`
     temperature     0: the most likely token (greedy); otherwise tokens are drawn from softmax(logits / temperature)
-    top_k           draw only from this many of the most likely tokens, and from those as likely as the last of them; 0 or -1:
-                    from all
-    top_p           draw only from the most likely tokens whose probabilities together reach it; of those that top_k and min_p
-                    leave
+    top_k           draw only from this many of the most likely tokens, and from tokens as likely as the last; 0 or -1: from all
+    top_p           draw only from the most likely tokens, left by top_k and min_p, whose probabilities together reach it
     min_p           draw only from tokens at least min_p times as likely as the most likely one
     presence_penalty    subtracted from the logit of each token that the answer has already
     frequency_penalty   the same, times how often it has it
-    repetition_penalty  divides the logits above 0, and multiplies those below, of tokens that prompt or answer have
+    repetition_penalty  divides logits above 0, and multiplies logits below, of tokens that prompt or answer have
     logit_bias      added to logits, by token id, before the penalties; in -100 .. 100
     allowed_token_ids  the only tokens that an answer may have; None: all
     bad_words       strings that an answer does not get: never the last token of one whose other tokens stand before it
@@ -121,8 +119,7 @@ class SamplingParams:
                     None: as long as the model allows
     min_tokens      before these, no end-of-sequence token and none of stop_token_ids is chosen; stop strings do count
     structured_outputs  StructuredOutputsParams: the answer's structure, such as a JSON schema; needs weft[guided]
-    logprobs        number of the likeliest tokens whose log-probabilities come with each token, beside its own; up to 20. None:
-                    no log-probabilities
+    logprobs        each token comes with its log-probability and with this many tokens' greatest, up to 20. None: without
     prompt_logprobs  the same for the tokens of the prompt
     seed            of the random numbers, which depend on seed, position and token only; logits still round differently for
                     another world size, batch or GPU, so answers may differ there. None: another one each time
@@ -131,8 +128,7 @@ class SamplingParams:
     stop_token_ids  tokens that end an answer; their text is not part of it
     ignore_eos      continue after an end-of-sequence token
     skip_special_tokens  special tokens give no text
-    cache_salt      pages of the KV cache are shared only with requests of the same salt (prefix caching); None: with those that
-                    have none
+    cache_salt      pages of the KV cache are shared only with requests of the same salt (prefix caching); None: without salt
     """
 
     n: int = 1
@@ -196,17 +192,17 @@ class SamplingParams:
         )
 
     def answers(self) -> list[SamplingParams]:
-        """Parameters of each of the n answers, as requests of their own; the first one scores the prompt."""
+        """Parameters of the n answers, as n requests; the first one scores the prompt."""
         if self.n == 1:
             return [self]
-        others = [
+        further = [
             replace(self, n=1, prompt_logprobs=None, seed=derived(self.seed, index, 0xD1B54A32D192ED03))
             for index in range(1, self.n)
         ]
-        return [replace(self, n=1), *others]
+        return [replace(self, n=1), *further]
 
     def with_options(self, options: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with others by name; None: no other one. TypeError for an unknown name."""
+        """These parameters with changes by name; None: no change. TypeError for an unknown name."""
         known = [one.name for one in fields(self)]
         if unknown := next((name for name in options if name not in known), None):
             raise TypeError(f"{unknown}= is not a sampling parameter; they are {_listed(self)}")
@@ -218,15 +214,15 @@ def joint_kind(requests: Iterable[Any]) -> Kind:
     return reduce(or_, {one.kind for one in requests}, Kind.GREEDY)
 
 
-def difference(one: Any, other: Any) -> str:
-    """The value for a message; of parameters only those that differ from the other ones."""
+def difference(one: object, other: object) -> str:
+    """The value for a message; of parameters only what differs."""
     if not isinstance(one, SamplingParams) or not isinstance(other, SamplingParams):
         return quoted(one)
     names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
     return f"SamplingParams({', '.join(f'{name}={quoted(getattr(one, name))}' for name in names)})"
 
 
-def _listed(params: Any) -> str:
+def _listed(params: SamplingParams | StructuredOutputsParams) -> str:
     return ", ".join(one.name for one in fields(params))
 
 
@@ -238,8 +234,8 @@ def _check_utf_8(name: str, text: str) -> None:
         raise ValueError(f"{name} is not text that UTF-8 can hold: {error}") from None
 
 
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    """The value, a string or strings, as a tuple. ValueError for others, and for an empty one."""
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    """The value, a string or strings, as a tuple. ValueError for other types, and for an empty string."""
     value = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(value, Iterable):
         raise ValueError(f"{name}={quoted(value)} is not a string or a list of strings")
@@ -252,14 +248,14 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_strings(name: str, strings: Sequence[str], most: int, characters: int) -> None:
-    """ValueError for more than `most` strings, or for more characters in all of them together."""
+    """ValueError for more than `most` strings, or for more than `characters` in all together."""
     if len(strings) > most:
         raise ValueError(f"{name} has {len(strings):,} strings; pass at most {most:,}")
     if (together := sum(map(len, strings))) > characters:
         raise ValueError(f"{name} has {together:,} characters in all; pass at most {characters:,}")
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
     """The value's token ids, each once, in order. ValueError if it is no list of token ids."""
     are_ids = isinstance(value, (Sequence, Set)) and not isinstance(value, (bytes, bytearray))
     if not are_ids or not all(is_integer(token) and token >= 0 for token in value):
@@ -267,7 +263,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, value))))
 
 
-def _allowed(name: str, value: Any) -> tuple[int, ...] | None:
+def _allowed(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not (allowed := _token_ids(name, value)):
@@ -275,14 +271,14 @@ def _allowed(name: str, value: Any) -> tuple[int, ...] | None:
     return allowed
 
 
-def _bounded(most: int, name: str, value: Any) -> tuple[str, ...]:
+def _bounded(most: int, name: str, value: object) -> tuple[str, ...]:
     """At most `most` strings."""
     strings = _strings(name, value)
     check_strings(name, strings, most, MOST_CHARACTERS)
     return strings
 
 
-def _number(low: float, high: float, rule: str, name: str, value: Any) -> float:
+def _number(low: float, high: float, rule: str, name: str, value: object) -> float:
     """The value as a float. ValueError unless it is a number in low .. high; `rule` names the range."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name}={quoted(value)} is not a number")
@@ -290,29 +286,29 @@ def _number(low: float, high: float, rule: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def _top_k(name: str, value: Any) -> int:
+def _top_k(name: str, value: object) -> int:
     if not is_integer(value) or not -1 <= value < 1 << 31:
         raise ValueError(f"{name}={quoted(value)} is not a number of tokens, or 0 or -1 for all")
     return max(0, int(value))
 
 
-def _seed(name: str, value: Any) -> int | None:
+def _seed(name: str, value: object) -> int | None:
     if value is not None and (not is_integer(value) or not 0 <= value < 1 << 63):
         raise ValueError(f"{name}={quoted(value)} is not an integer in 0 .. 2**63 - 1, or None")
     return None if value is None else int(value)
 
 
-def _checked(check: Callable[[str, Any], None], name: str, value: Any) -> Any:
+def _checked(check: Callable[[str, object], None], name: str, value: bool) -> bool:
     check(name, value)
     return value
 
 
-def _instance(kind: type | tuple[type, ...], rule: str, name: str, value: Any) -> Any:
+def _instance(kind: type | tuple[type, ...], rule: str, name: str, value: object) -> Any:
     check_instance(name, value, kind, rule)
     return value
 
 
-def _salt(name: str, value: Any) -> str | None:
+def _salt(name: str, value: object) -> str | None:
     if value is not None:
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name}={quoted(value)} is not a non-empty string, or None")
@@ -320,7 +316,7 @@ def _salt(name: str, value: Any) -> str | None:
     return value
 
 
-def _json(name: str, value: Any) -> str:
+def _json(name: str, value: object) -> str:
     """A JSON schema as text, from text or a dict."""
     if not isinstance(value, Mapping):
         check_instance(name, value, str, "text")
@@ -333,19 +329,19 @@ def _json(name: str, value: Any) -> str:
         raise ValueError(f"{name}={quoted(value)} is not a JSON schema: {error}") from None
 
 
-def _choice(name: str, value: Any) -> tuple[str, ...]:
+def _choice(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not (choice := _strings(name, value)):
         raise ValueError(f"{name}={quoted(value)} is not a list of texts")
     return choice
 
 
-def _only_true(name: str, value: Any) -> bool:
+def _only_true(name: str, value: object) -> bool:
     if value is not True:
         raise ValueError(f"{name}={quoted(value)} is not True; leave it out")
     return value
 
 
-def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
+def _logit_bias(name: str, value: object) -> dict[int, float] | None:
     """Plain numbers by token id, in order. ValueError unless the value maps token ids to -100 .. 100."""
     if value is None:
         return None
@@ -390,25 +386,19 @@ def one_each(params: SamplingParams, prompts: int) -> list[SamplingParams]:
 
 
 def derived(seed: int | None, index: int, stride: int) -> int | None:
-    """Seed number `index` of those that follow from one; without a seed none."""
+    """Seed number `index` that follows from a seed; None without one."""
     return None if seed is None else (seed + index * stride) % (1 << 63)
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingParams:
     """Sampling parameters of generation_config.json. CheckpointError for invalid values."""
-    found = checkpoint.generation_defaults()
-    tokens = SamplingParams().max_tokens if found.max_new_tokens is None else found.max_new_tokens
+    given = checkpoint.generation_defaults()
+    same = {
+        name: getattr(given, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+    }
+    tokens = SamplingParams().max_tokens if given.max_new_tokens is None else given.max_new_tokens
     try:
-        return SamplingParams(
-            temperature=found.temperature,
-            top_p=found.top_p,
-            top_k=found.top_k,
-            min_p=found.min_p,
-            repetition_penalty=found.repetition_penalty,
-            max_tokens=tokens,
-            min_tokens=found.min_new_tokens,
-            stop=found.stop,
-        )
+        return SamplingParams(**same, max_tokens=tokens, min_tokens=given.min_new_tokens)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.directory}: generation_config.json: {error}") from None
 

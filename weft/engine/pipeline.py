@@ -4,7 +4,7 @@ All ranks schedule alike, and run a pass together; decode steps may overlap (wef
 microbatches, which go through the stages in order:
 
     stage s, for each microbatch m:   receive m from s - 1   layers of m   send m to s + 1
-    after the last microbatch:        the last stage chooses tokens and sends them to all others
+    after the last microbatch:        the last stage chooses tokens and sends them to all stages
 
     stage 0 | m0 | m1 |              | tokens         P stages take M + P - 1 turns for M microbatches: a stage waits for
     stage 1      | m0 | m1 | choose  | tokens         (P - 1) / (M + P - 1) of them
@@ -12,10 +12,10 @@ microbatches, which go through the stages in order:
 order     a microbatch may hold the rest of a prompt whose first tokens are in the one before: each stage computes them in this
           order, so their keys and values are in its cache
 progress  the pieces of all rails have one order, by m + s, and of equal ones the higher stage's first. Every rank's are in it,
-          tokens behind them all, so no two ranks wait for each other
+          tokens after all hidden states, so no two ranks wait for each other
 turns     no kernel runs on a rank while it waits for a piece. Two-sided NCCL runs a kernel; a grid of a stage's ranks that wait
           for each other could start on one and find no room beside that kernel on another
-reuse     what a rank sends may be written, and what it receives be freed, behind ``Rail.after`` and ``Rail.join``
+reuse     what a rank sends may be written, and what it receives be freed, after ``Rail.after`` and ``Rail.join``
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """Tokens [T] of a microbatch, and the rows [n] of them whose logits are asked for; None: those of all.
+    """Tokens [T] of a microbatch, and the rows [n] whose logits are asked for; None: all rows.
 
     chooses  False: no logits are asked for
     """
@@ -55,7 +55,7 @@ class Pipeline:
     """This rank's place in a pipeline; of one stage, the model as it is.
 
     team    all ranks
-    stage   ranks of this stage, over which its layers are split as those of a whole model
+    stage   ranks of this stage, over which its layers are split, as a whole model is
     rail    to the ranks of equal place in the other stages, by stage; None: one stage
     layers  of this stage
     microbatch_tokens  fewest tokens of a microbatch
@@ -115,7 +115,7 @@ class Pipeline:
         return sys.maxsize if self.rail is None else 2 * self.microbatch_tokens - 1
 
     def cuts(self, tokens: int) -> list[tuple[int, int]]:
-        """First token of each microbatch of a pass, and the one behind its last."""
+        """First token of each microbatch of a pass, and the end of the last."""
         count = max(1, min(self.stages, tokens // self.microbatch_tokens))
         ends = [tokens * index // count for index in range(count + 1)]
         return list(zip(ends, ends[1:], strict=False))
@@ -244,14 +244,14 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
 def ranges_between(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[int, list[tuple[int, int]]]:
     """Index of the first sequence with tokens in begin .. end of a pass, and (before, length) of each.
 
-    sequences  (before, length) of all, as of ``Decoder.prefill_step``
+    sequences  (before, length) of all, as for ``Decoder.prefill_step``
     """
-    found, at, skipped = [], 0, 0
+    ranges, at, skipped = [], 0, 0
     for before, length in sequences:
         start, stop = max(begin, at), min(end, at + length)
         if start < stop:
-            found.append((before + start - at, stop - start))
-        elif not found:
+            ranges.append((before + start - at, stop - start))
+        elif not ranges:
             skipped += 1
         at += length
-    return skipped, found
+    return skipped, ranges

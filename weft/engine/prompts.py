@@ -35,8 +35,8 @@ SLACK = 1.25
 PROMPTS = 64
 # Bytes of a layer that a captured pass gathers at least: 7 us by the links of an H200. With fewer, entries are padded to them.
 FEWEST_GATHERED = 2 << 20
-# Most bytes of a layer that a graph gathers from a spread cache: up to 0.4 ms by the links of an H200. With more of them the
-# kernels take longer than their launches, and padding to a power of two costs more than a graph saves.
+# Most bytes of a layer that a graph gathers from a spread cache: up to 0.4 ms by the links of an H200. Beyond, kernels take
+# longer than their launches, and padding to a power of two costs more than a graph saves.
 MOST_GATHERED = 128 << 20
 
 
@@ -118,13 +118,13 @@ def prompt_shapes(chunk_tokens: int, max_batch: int, lengths: Sequence[int]) -> 
 
 
 def gathering_shapes(chunk_tokens: int, max_batch: int, gathering: Gathering, longest: int) -> list[Shape]:
-    """Shapes of prompts behind cached tokens in a spread cache, the largest first.
+    """Shapes of prompts after cached tokens in a spread cache, the largest first.
 
     longest  number of entries of the longest sequence
 
     Numbers of entries are powers of two from FEWEST_GATHERED bytes on, up to the longest sequence's and ``gathering.most``.
-    Tokens are those of ``prompt_shapes`` up to 256, then powers of two with one size between them, and from 1,024 on with
-    three: each size is captured once for each number of entries.
+    Tokens are as in ``prompt_shapes`` up to 256, then powers of two with one size between two, and from 1,024 on with three:
+    each size is captured once for each number of entries.
     """
     most = min(longest, gathering.most)
     entries, few = [], next_power_of_2(cdiv(FEWEST_GATHERED, gathering.nbytes))
@@ -162,7 +162,7 @@ class Prompts:
     """Prompts of a batch: chunks go into the cache, and their next tokens into the slots. Collective.
 
     A shape has a graph once it has recurred (LAUNCHED_FIRST, RAGGED_FIRST), as long as it is recent (MOST_SHAPES). After
-    `warm_up` of ``warm_sizes`` prompts are padded to those. Longer ones, and those with log-probabilities, are launched as they
+    `warm_up`, prompts are padded to ``warm_sizes``. Longer prompts, and prompts with log-probabilities, are launched as they
     are.
 
     gathering  sizes of the pages that are gathered from a spread cache; None: it is not spread

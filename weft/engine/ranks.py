@@ -215,7 +215,7 @@ class VirtualRanks:
         def hear(wait: float | None, commands: list[Command]) -> list[Command]:
             nonlocal steps
             if wait != 0.0:
-                team.barrier()  # a rank that waits for a command holds up the others, so it is the last to have work
+                team.barrier()  # a rank that waits for a command holds up all, so it is the last to have work
             steps += 1
             return self._commands_of(steps, wait, commands, team.size)
 
@@ -229,7 +229,7 @@ class VirtualRanks:
             self._take(kind, value)
 
     def _commands_of(self, step: int, wait: float | None, commands: list[Command], ranks: int) -> list[Command]:
-        """Commands before a step, drawn by the first rank that asks, with its own. Ranks take turns: no lock."""
+        """Commands before a step, drawn by the first rank that asks, and its `commands`. Ranks take turns: no lock."""
         commands, have = self._drawn.pop(step, None) or (self._draw(0.0 if commands else wait) + commands, 0)
         if have + 1 < ranks:
             self._drawn[step] = commands, have + 1

@@ -112,7 +112,7 @@ class Runner:
             logger.info("warm-up: captured them in %.1f s", self.graphs.capture_seconds)
 
     def _warm_sizes(self) -> list[tuple[int | Shape | Turn, Kind]]:
-        """Graphs that `warm_up` captures, the largest first: those behind it fit into its memory."""
+        """Graphs that `warm_up` captures, the largest first: the rest fit into its memory."""
         gathering, prompts = self.prompts.warm_sizes()
         decoding = [*self._warm_flights(), *reversed(self.buckets)]
         return [*gathering, *prompts, *((size, kind) for size in decoding for kind in WARM_KINDS)]
@@ -185,9 +185,9 @@ class Runner:
 
         entries  of page tables that are read, where the next step is likely to decode the same slots: stages may then keep
                  this one in flight (weft.engine.graphs); None: it ends with this call
-        arrived  called once `tokens` has all those of a step in flight before, and none of this one
+        arrived  called once `tokens` has all tokens of a step in flight before, and none of this one
 
-        The other arguments as of `replay`.
+        The other arguments as in `replay`.
         """
         batch = self.bucket(slots)
         self.largest_decode = max(self.largest_decode, batch)

@@ -4,16 +4,15 @@
     temperature  argmax over token ids of logit + temperature * g(token id)    g: Gumbel noise; so distributed as softmax
     top_p        the same, among the most likely token ids that together reach top_p
     top_k        the same, among the top_k most likely ones
-    min_p        the same, among those at least min_p times as likely as the most likely one
+    min_p        the same, among ids at least min_p times as likely as the most likely one
 
-Before all of these come the changes of logits that a request asks for (weft.engine.slots), each rank's own.
-top_p counts what top_k and min_p leave. Ranks exchange one (value, token id) per sequence, for top_p sums of probabilities and
-for top_k numbers of tokens, never logits. The noise is a function of
-(seed of the request, position of the token, token id), so equal logits give the same choice for every world size and batch. All
-ranks choose alike: they compare exchanged values, and sums are of integers, so their order does not matter.
+First, each rank changes its logits as requests ask (weft.engine.slots). top_p counts what top_k and min_p leave. Ranks exchange
+one (value, token id) per sequence, for top_p sums of probabilities and for top_k numbers of tokens, never logits. The noise is
+a function of (seed of the request, position of the token, token id), so equal logits give the same choice for every world size
+and batch. All ranks choose the same: they compare exchanged values, and sums are of integers, so their order does not matter.
 
 Log-probabilities are rows: [logprob of the token, its rank, logprobs of the MOST_LOGPROBS likeliest tokens, their ids], in
-fp32, which holds token ids exactly. As vLLM's, they are those of the model: before penalties, masks and temperature.
+fp32, which holds token ids exactly. As in vLLM they are the model's: before penalties, masks and temperature.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def _narrowed(
 
 
 def keep(logits: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """The logits whose keys are at least ``least`` [B]; -inf in place of the others."""
+    """The logits whose keys are at least ``least`` [B]; -inf in place of the rest."""
     return logits.masked_fill(ordered_keys(logits) < least[:, None], float("-inf"))
 
 

@@ -11,10 +11,10 @@ In vLLM's order, for each token id of a row:
     x = x - f * count - p * (count > 0)           f, p: frequency_penalty, presence_penalty; count: in the answer
 
 Logits that are NaN or +inf stay so, also of excluded tokens. A request that excludes all tokens at its begin is refused; one
-that comes to exclude all of them ends with an error.
+that excludes all later ends with an error.
 
-Each rank changes the logits of its own token ids, and nothing is exchanged. The state is that of batch slots: a slot is filled
-when its sequence's prompt has been read, again when it is read again after a preemption, and each chosen token is noted.
+Each rank changes the logits of its token ids, and nothing is exchanged. State is kept by batch slot: it is filled when the
+prompt of its sequence has been read, also once more after a preemption, and each chosen token is noted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = {
     "positions": torch.int64, "seed": torch.int64, "top_k": torch.int64,
     "temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32,
 }  # fmt: skip
-# Of those, the sampling parameters.
+# The sampling parameters among them.
 SAMPLING = [name for name in DTYPES if name != "positions"]
 # Int32 words to whose multiples fields are aligned: kernels are compiled for pointers of 16 bytes.
 ALIGNMENT = 4
@@ -50,7 +50,7 @@ ALIGNMENT = 4
 class SlotState:
     """State of a batch slot; `position`: of the token that the next decode step takes.
 
-    pages  the sequence's; page 0 stands for those that it has given back, before the windows of all layers
+    pages  the sequence's; 0 for a page that it has given back, before the windows of all layers
     """
 
     position: int
@@ -67,7 +67,7 @@ class Slots:
     temperature, top_p, min_p              [max_batch] fp32
     occupied                               slots that `send` has filled and not emptied
 
-    They are views of one buffer of int32 words, of which the host has a copy. So any changes together are one copy to the
+    They are views of one buffer of int32 words, of which the host has a copy. So all changes of a step are one copy to the
     device, of the words and their places, and one kernel.
     """
 
@@ -94,7 +94,7 @@ class Slots:
         self.top_p.fill_(1.0)
         self._here = {name: part.numpy() for name, part in views(self._words).items()}
         self._table_begin, self._max_pages = begins["table"], max_pages
-        # Places of a slot's words: first + slot * step, those of its position first.
+        # Places of a slot's words: first + slot * step; its position comes first.
         first = [numpy.arange(begins[name], begins[name] + size) for name, size in sizes.items()]
         self._first, self._step = numpy.concatenate(first), numpy.repeat(list(sizes.values()), list(sizes.values()))
         self._position_words = sizes["positions"]
@@ -172,7 +172,7 @@ class Adjusted:
 
     ends       token ids that may not come before `min_tokens`
     bad_words  token ids of each, of one spelling
-    guide      grammar of the answer, behind the tokens that the host has
+    guide      grammar of the answer, after the tokens that the host has
     """
 
     params: SamplingParams
@@ -184,7 +184,7 @@ class Adjusted:
         if self.params.min_tokens and len(self.ends) > MOST_ENDS:
             raise ValueError(
                 f"min_tokens={self.params.min_tokens} with {len(self.ends)} tokens that end an answer; pass at most "
-                f"{MOST_ENDS}, those of the checkpoint included"
+                f"{MOST_ENDS}, the checkpoint's included"
             )
         if len(self.bad_words) > MOST_BAD_WORDS:
             raise ValueError(
@@ -195,7 +195,7 @@ class Adjusted:
             raise ValueError(f"bad_words: {quoted(word)} has {longest} tokens; pass words of up to {LONGEST_BAD_WORD}")
 
     def constraints(self, chosen: int) -> list[str]:
-        """Names of the parameters that exclude tokens behind the first `chosen` ones of the answer."""
+        """Names of the parameters that exclude tokens after the first `chosen` ones of the answer."""
         named = {
             "allowed_token_ids": self.params.allowed_token_ids is not None,
             "bad_words": bool(self.bad_words),
@@ -217,7 +217,7 @@ class Adjusted:
             raise ValueError(f"no token can begin the answer: {self.named(0)}")
 
     def named(self, chosen: int) -> str:
-        """Rest of a message that no token is left, behind the first `chosen` ones of the answer."""
+        """Rest of a message that no token is left after the first `chosen` ones of the answer."""
         return f"{' and '.join(self.constraints(chosen))} exclude all; loosen one of them"
 
 
@@ -235,7 +235,7 @@ class Adjustments:
 
     Rows of sequences that ask for nothing leave logits as they are, bit for bit in fp32.
 
-    state  of all slots, and behind them of `neutral`
+    state  of all slots, then of `neutral`
     """
 
     def __init__(self, head: VocabParallelHead, slots: int) -> None:
@@ -297,7 +297,7 @@ class Adjustments:
         """Set the tokens that the next choice for these slots may give: a mask of weft.engine.grammars each."""
         size = self.state.allowed.shape[1]
         parts = torch.stack([mask[self._first_word : self._first_word + size] for mask in masks.values()])
-        rows = self.state.allowed[:, : parts.shape[1]]  # behind the vocabulary there is only padding
+        rows = self.state.allowed[:, : parts.shape[1]]  # only padding follows the vocabulary
         rows.index_copy_(0, self._upload(list(masks), torch.int64), upload(parts, rows.device))
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:

@@ -78,12 +78,13 @@ class Renderer:
         return answer
 
 
+Json = None | bool | int | float | str | dict[str, "Json"] | list["Json"]
 # NumPy's numbers and strings, as Python's.
 _PLAIN: dict[type, Callable[[Any], Any]] = {Integral: int, Real: float, str: str}
 MAX_DEPTH = 64
 
 
-def as_json(name: str, value: Any, depth: int = 0) -> Any:
+def as_json(name: str, value: object, depth: int = 0) -> Json:
     """Convert `value` to JSON's types. ValueError, which names the place, where that is impossible."""
     if value is None or isinstance(value, (bool, int, float)):
         return value

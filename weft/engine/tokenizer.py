@@ -228,7 +228,7 @@ def _extra(config: Mapping[str, Any]) -> Any:
     return config.get("extra_special_tokens") or config.get("additional_special_tokens")
 
 
-def _content(token: Any) -> str | None:
+def _content(token: object) -> str | None:
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 
@@ -286,7 +286,7 @@ Letter = str | int | None
 SHORT = 4096
 # Characters that are counted together, and the most tokens that a cut between two pieces can add.
 _PIECE, _SLACK = 1 << 16, 8
-# Pre-tokenizers that keep all characters; "Split" and "Punctuation" may remove those that they find.
+# Pre-tokenizers that keep all characters; "Split" and "Punctuation" may remove matches.
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts"}
 _DROPPING_BLANKS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
 _EACH_ALONE = {"Regex": r"[\s\S]"}
@@ -303,10 +303,10 @@ class TokenBound:
         model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
         self._bytes = "ByteLevel" in kinds
         self._blank = next((step.get("replacement") for step in steps if step["type"] == "Metaspace"), None)
-        self._drops_blanks = bool(kinds & _DROPPING_BLANKS) or any(token.lstrip or token.rstrip for token in added)
+        blanks_go = [token.lstrip or token.rstrip for token in added]
+        self._drops_blanks = any((*blanks_go, kinds & _DROPPING_BLANKS))
         alone = any(step["type"] == "Split" and step.get("pattern") == _EACH_ALONE for step in steps)
-        keeps = kinds <= _KEEPING | _DROPPING_BLANKS and all(step.get("behavior") != "Removed" for step in steps)
-        self._known = keeps and (alone or isinstance(model, (models.BPE, models.Unigram)))
+        self._known = _keeps_letters(steps) and (alone or isinstance(model, (models.BPE, models.Unigram)))
         longest, singles = self._longest_tokens([] if alone else vocabulary, added)
         # A character without a token becomes an unknown token, perhaps together with its neighbours, or is left out, unless:
         counted = alone or ("<0x00>" in vocabulary and getattr(model, "byte_fallback", False))
@@ -387,6 +387,12 @@ def check_room(name: str, tokens: int, max_seq_len: int, *, least: bool = False)
             f"{name} has {count} tokens and leaves no room for an answer in max_seq_len={max_seq_len}; shorten it to {most} "
             f"tokens"
         )
+
+
+def _keeps_letters(steps: list[dict[str, Any]]) -> bool:
+    """True if these pre-tokenizers drop blanks at most."""
+    known = {step["type"] for step in steps} <= _KEEPING | _DROPPING_BLANKS
+    return known and all(step.get("behavior") != "Removed" for step in steps)
 
 
 def _steps(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> list[dict[str, Any]]:

@@ -29,8 +29,7 @@ from weft.bench.harness.machine import revision
 from weft.ops.local import machine_on
 from weft.ops.moe import grouped
 from weft.ops.moe.grouped import GroupedCall, GroupedTiles, grouped_tiles_for
-from weft.ops.moe.grouped_matmul import GROUPED_MATMUL
-from weft.ops.moe.grouped_matmul_silu_mul import GROUPED_MATMUL_SILU_MUL
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.routing import Experts
 from weft.runtime.files import put

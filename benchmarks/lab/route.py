@@ -22,8 +22,7 @@ import weft
 from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.local import machine_on
-from weft.ops.moe.matmul_route_schedule import MATMUL_ROUTE_SCHEDULE, RouterCall
-from weft.ops.moe.router_plan import MOST_LOGITS, MOST_TOKENS
+from weft.ops.moe.matmul_route_schedule import MATMUL_ROUTE_SCHEDULE, MOST_LOGITS, MOST_TOKENS, RouterCall
 from weft.ops.moe.routing import Experts
 from weft.runtime.files import put
 

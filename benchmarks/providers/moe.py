@@ -18,8 +18,7 @@ from weft.bench.ops.buffers import group_of
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.problem import OpProblem
 from weft.ops.gemm.cublas import matmul
-from weft.ops.moe.moe_cases import experts_of
-from weft.ops.moe.routing import Experts
+from weft.ops.moe.routing import Experts, experts_of
 
 
 class Order(NamedTuple):

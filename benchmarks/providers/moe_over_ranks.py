@@ -14,8 +14,7 @@ from weft.bench.ops.buffers import group_of
 from weft.bench.ops.normed import add_norm
 from weft.bench.ops.problem import OpProblem
 from weft.kernels.fp8 import by_torch
-from weft.ops.moe.grouped_matmul import grouped_matmul
-from weft.ops.moe.grouped_matmul_silu_mul import grouped_matmul_silu_mul
+from weft.ops.moe.grouped_matmul import grouped_matmul, grouped_matmul_silu_mul
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.routing import Experts
 

@@ -19,7 +19,7 @@ from weft.ops.collectives import all_gather, all_reduce
 from weft.ops.gemm import matmul, small_m
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile
-from weft.ops.moe import combine_rows, dispatch_rows, exchange, grouped
+from weft.ops.moe import exchange, grouped, rows
 from weft.ops.moe.routing import Schedule
 from weft.runtime.team.channel import ChannelView
 from weft.transport.halves import Half
@@ -48,14 +48,12 @@ def of_keyed(view):
 
 
 def of_dispatch(view):
-    mail = dispatch_rows.Mail(HALVES, X, HALVES)
-    return of_rows(dispatch_rows.moe_dispatch_kernel, HALVES, X, HALVES, 100, mail, view=view)
+    mail = rows.Mail(HALVES, X, HALVES)
+    return of_rows(rows.moe_dispatch_kernel, HALVES, X, HALVES, 100, mail, view=view)
 
 
 def of_combine(view):
-    return of_rows(
-        combine_rows.moe_combine_kernel, HALVES, X, HALVES, HALVES, 100, combine_rows.Partials(HALVES), view=view
-    )
+    return of_rows(rows.moe_combine_kernel, HALVES, X, HALVES, HALVES, 100, rows.Partials(HALVES), view=view)
 
 
 def of_rows(kernel, *arguments, view):
@@ -125,6 +123,6 @@ def of_gathered(view):
 
 
 MODULES = (
-    all_reduce, all_gather, dispatch_rows, combine_rows, exchange, grouped, small_m, matmul, head_words,
+    all_reduce, all_gather, rows, exchange, grouped, small_m, matmul, head_words,
     sharded_decode_attention, stripes,
 )  # fmt: skip

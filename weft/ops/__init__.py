@@ -27,10 +27,9 @@ from weft.ops.gemm.matmul import matmul
 from weft.ops.gemm.matmul_parts import matmul_parts
 from weft.ops.gemm.matmul_silu_mul import matmul_silu_mul
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import all_gather_grouped_matmul_silu_mul
-from weft.ops.moe.grouped_matmul import grouped_matmul
+from weft.ops.moe.grouped_matmul import grouped_matmul, grouped_matmul_silu_mul
 from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import grouped_matmul_all_reduce_rms_norm
 from weft.ops.moe.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
-from weft.ops.moe.grouped_matmul_silu_mul import grouped_matmul_silu_mul
 from weft.ops.moe.matmul_route_schedule import matmul_route_schedule
 from weft.ops.moe.moe_combine import moe_combine
 from weft.ops.moe.moe_dispatch import Dispatched, moe_dispatch

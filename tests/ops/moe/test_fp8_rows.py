@@ -15,11 +15,11 @@ from tests.ops.moe.test_moe_ops import SCHEDULE, WEIGHT, built_grouped, by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.kernels.fp8 import E4M3, quantize_rows_kernel
-from weft.ops.moe.dispatch_rows import Mail, moe_dispatch_kernel
 from weft.ops.moe.exchange import DispatchArguments, PushRows, Sizes
-from weft.ops.moe.gather_words import GatherWords
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.ops.moe.routing import Routing
+from weft.ops.moe.rows import Mail, moe_dispatch_kernel
+from weft.ops.moe.words import GatherWords
 from weft.ops.op import find_op
 from weft.plan.planned import machine
 from weft.runtime.capabilities import launch_options

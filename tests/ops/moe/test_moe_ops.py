@@ -15,13 +15,13 @@ from tests.ops.moe.trained import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.errors import InvalidAccess
+from weft.kernels.expert_choices import Scoring
 from weft.kernels.fp8 import E4M3
 from weft.ops.moe import grouped, moe_schedule, moe_sum, route
-from weft.ops.moe.combine_rows import Partials, moe_combine_kernel
-from weft.ops.moe.dispatch_rows import Mail, moe_dispatch_kernel
 from weft.ops.moe.exchange import PushRows, Sizes, copy_chosen_kernel
 from weft.ops.moe.grouped import Form, GroupedCall, grouped_matmul_kernel, grouped_tiles_for
 from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.rows import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
 from weft.ops.op import find_op
 from weft.runtime.capabilities import launch_options
 from weft.runtime.team.channel import ChannelView
@@ -410,12 +410,12 @@ def test_kernels_that_push_rows_compile(arch, tmp_path):
 
 
 ROWS = torch.zeros(16, dtype=torch.bfloat16)
-GROUPED_SCORING = route.Scoring(softmax=False, biased=True, renormalize=True, groups=8, group_limit=4)
+GROUPED_SCORING = Scoring(softmax=False, biased=True, renormalize=True, groups=8, group_limit=4)
 LOCAL = {
     "route": (route.route_kernel, (ROWS, 128, ROWS, INTS, ROWS, None, 64, 128, 1.0),
-              {"SCORING": route.Scoring(True, False, True, 1, 1), "K": 8, "ROWS": 16, "BLOCK": 128, "PARTS": 0}),
+              {"SCORING": Scoring(True, False, True, 1, 1), "K": 8, "ROWS": 16, "BLOCK": 128, "PARTS": 0}),
     "route of parts": (route.route_kernel, (torch.zeros(16), 129, ROWS, INTS, ROWS, ROWS, 64, 128, 1.0),
-                       {"SCORING": route.Scoring(True, False, True, 1, 1), "K": 8, "ROWS": 1, "BLOCK": 128, "PARTS": 16}),
+                       {"SCORING": Scoring(True, False, True, 1, 1), "K": 8, "ROWS": 1, "BLOCK": 128, "PARTS": 16}),
     "route in groups": (route.route_kernel, (ROWS, 256, ROWS, INTS, ROWS, None, 64, 256, 2.5),
                         {"SCORING": GROUPED_SCORING, "K": 8, "ROWS": 8, "BLOCK": 256, "PARTS": 0}),
     "moe_schedule": (moe_schedule.moe_schedule_kernel, (INTS, INTS, INTS, INTS, INTS, INTS, 4096, 0, 64),

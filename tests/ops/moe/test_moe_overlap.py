@@ -20,12 +20,12 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.kernels import fp8
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
-from weft.ops.moe import arrival, by_nodes, grouped, slabs
+from weft.ops.moe import by_nodes, grouped, overlapped
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.grouped import Arriving, Form, GroupedCall, GroupedTiles, grouped_matmul_kernel, grouped_tiles_for
 from weft.ops.moe.moe_combine import MOE_COMBINE
-from weft.ops.moe.overlapped_op import ScatterArguments
+from weft.ops.moe.overlapped import ScatterArguments
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.plan.planned import Planned, machine_of
 from weft.runtime.capabilities import launch_options
@@ -115,7 +115,7 @@ def test_every_design_gives_the_same_bits(world_size, layout):
             sequential = replace(sequential, combine=push)
         mine = experts.total, experts.first, experts.count
         given = ScatterArguments(h, down, schedule, gathered.routing, *mine, len(x), team.name, "auto")
-        designs = sequential, slabs.Slabs(tiles=small, slabs=2), slabs.Slabs(tiles=small, slabs=1)
+        designs = sequential, moe_rs.Slabs(tiles=small, slabs=2), moe_rs.Slabs(tiles=small, slabs=1)
         return found, [moe_rs.MOE_RS.run(design, team, given) for design in designs]
 
     for found, sums in weft.simulate(main, world_size):
@@ -162,7 +162,7 @@ def test_tiles_of_this_rank_s_rows_come_first(head):
     def main(team):
         ids = torch.randint(0, 4, (2 * 80, 1), generator=torch.Generator().manual_seed(0)).int()
         schedule = ops.moe_schedule(ids, Experts.slices(4), block=16, start=80 * team.rank)
-        found, count = arrival.order_tiles(team, schedule, 80, head), int(schedule.tile_count)
+        found, count = overlapped.order_tiles(team, schedule, 80, head), int(schedule.tile_count)
         tiles, pairs = schedule.tiles[:count].tolist(), schedule.pairs.view(-1)
         late = [int(pairs[first + rows - 1]) // 80 != team.rank for _, first, _, rows in tiles]
         order = sorted(range(count), key=lambda tile: (tile, 0) if tile >= head else (-1, late[tile]))
@@ -209,13 +209,14 @@ BUGS = {
     "the chunk before awaited": (
         grouped, "row // arriving.chunk, team)", "0, team)", "grouped_matmul_kernel", grouped, "race"),
     "a rank without rows sends no flags": (
-        arrival, SEND, SEND.replace("channel", "len(source) and channel"), "send_rows", arrival, "deadlock"),
-    "scales behind the flag of their rows": (arrival, SCALES + SEND, SEND + SCALES, "send_rows", arrival, "race"),
+        overlapped, SEND, SEND.replace("channel", "len(source) and channel"), "send_rows", overlapped, "deadlock"),
+    "scales behind the flag of their rows": (overlapped, SCALES + SEND, SEND + SCALES, "send_rows", overlapped, "race"),
     "a slab sent before its sums": (
-        slabs, FORK, FORK.replace("team.copy_engine.fork()", "number or team.copy_engine.fork()"), "run_slabs", moe_rs, "race"),
+        moe_rs, FORK, FORK.replace("team.copy_engine.fork()", "number or team.copy_engine.fork()"), "run_slabs", moe_rs,
+        "race"),
     "a slab not awaited": (
-        slabs, "wl.chunk_wait(call, (me + step) % world, slab, team)", "wl.chunk_wait(call, (me + step) % world, 0, team)",
-        "sum_slabs_kernel", slabs, "race"),
+        moe_rs, "wl.chunk_wait(call, (me + step) % world, slab, team)", "wl.chunk_wait(call, (me + step) % world, 0, team)",
+        "sum_slabs_kernel", moe_rs, "race"),
 }  # fmt: skip
 
 
@@ -226,7 +227,7 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
     mutant = mutated(source, old, new, f"overlap_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(module, changed, getattr(mutant, changed))
     in_fp8 = functools.partial(experts_gathered, width=144, fp8=True)
-    run = experts_scattered if source is slabs else in_fp8 if "scales" in name else experts_gathered
+    run = experts_scattered if source is moe_rs else in_fp8 if "scales" in name else experts_gathered
     report = weft.check.check(calls_of(run), 3 if kind == "deadlock" else 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}
     assert kinds and all(kind in found for found in kinds), report
@@ -311,7 +312,7 @@ def test_wrong_designs_are_refused():
     for make, message in (
         (lambda: ag_moe.Fused(tiles=tiles, chunks=9), "chunks=9 is not in 1 .. 8"),
         (lambda: ag_moe.Fused(tiles=tiles, head=3), "head=3 is neither 0 nor a power of two"),
-        (lambda: slabs.Slabs(tiles=tiles, slabs=0), "slabs=0 is not in 1 .. 8"),
+        (lambda: moe_rs.Slabs(tiles=tiles, slabs=0), "slabs=0 is not in 1 .. 8"),
         (lambda: moe_rs.MOE_RS.check_design(PushRows()), "design=PushRows.* is not one of slabs, sequential"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -369,8 +370,8 @@ def test_a_grouped_gemm_that_waits_compiles(arch, block, fp8, tmp_path):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_order_of_tiles_and_the_sum_of_slabs_compile(arch, tmp_path):
     schedule, options = Schedule(INTS, INTS, INTS, INTS, 8, 128), launch_options(caps_of(arch))
-    constants = {"CHOICES": 8, "HEAD": arrival.MAX_HEAD}
-    kernel = compiled(arrival.order_tiles_kernel, INTS, schedule, 2048, 1, arch=arch, **constants, **options)
+    constants = {"CHOICES": 8, "HEAD": overlapped.MAX_HEAD}
+    kernel = compiled(overlapped.order_tiles_kernel, INTS, schedule, 2048, 1, arch=arch, **constants, **options)
     check_compiles(kernel, arch)
     assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
     constants = {"NODES": 2, "SIZE": 8, "CHOICES": 8, "ARRIVING": True}
@@ -379,7 +380,7 @@ def test_the_order_of_tiles_and_the_sum_of_slabs_compile(arch, tmp_path):
     check_compiles(kernel, arch)
     assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
     arguments = FLOATS, FLOATS, FLOATS, LANDED, 100, 128, 2048, 512, a_view()
-    options = {"ROWS": slabs.ROWS, "BLOCK": slabs.BLOCK, "num_warps": slabs.WARPS}
-    kernel = compiled(slabs.sum_slabs_kernel, *arguments, arch=arch, **options, **launch_options(caps_of(arch)))
+    options = {"ROWS": moe_rs.ROWS, "BLOCK": moe_rs.BLOCK, "num_warps": moe_rs.WARPS}
+    kernel = compiled(moe_rs.sum_slabs_kernel, *arguments, arch=arch, **options, **launch_options(caps_of(arch)))
     check_compiles(kernel, arch)
     assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0

@@ -16,8 +16,16 @@ from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe import grouped
-from weft.ops.moe.arrival import (
+from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
+from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
+from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, GroupedArguments, grouped_matmul_silu_mul
+from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
+from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
+from weft.ops.moe.overlapped import (
     MAX_HEAD,
+    GatherArguments,
+    OverlappedOp,
     case_experts,
     case_start,
     first_rank,
@@ -26,17 +34,8 @@ from weft.ops.moe.arrival import (
     order_tiles,
     schedule_of,
 )  # fmt: skip
-from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
-from weft.ops.moe.exchange import DispatchArguments, padded
-from weft.ops.moe.exchange_op import rows_sent
-from weft.ops.moe.gather_words import GatherWords, gather_words
-from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
-from weft.ops.moe.grouped_matmul_silu_mul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
-from weft.ops.moe.moe_cases import draw_ids
-from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
-from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
-from weft.ops.moe.overlapped_op import GatherArguments, OverlappedOp
-from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
+from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct, draw_ids
+from weft.ops.moe.words import GatherWords, Tokens, gather_words
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -286,15 +285,14 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             )
             rows, ids, weights, scales = MOE_DISPATCH.run(design.dispatch.design, team, sent)
             schedule = schedule_of(team, ids, given.experts, most, block)
-            h = GROUPED_MATMUL_SILU_MUL.run(
-                design.gemm.design, None, rows, gate_up, schedule, True, scales if fp8 else None
-            )
+            gemm = GroupedArguments(rows, gate_up, schedule, True, scales if fp8 else None)
+            h = GROUPED_MATMUL_SILU_MUL.run(design.gemm.design, None, gemm)
             return h, *schedule[:4], ids, weights
         if fp8 and design.in_place:
             raise ValueError(f"{self.name}: in_place=True is for rows of x's dtype; pass False for {E4M3}")
         x, chunk = x.contiguous(), cdiv(most, design.chunks)
         gathered, scales, own, landed = gather_rows(team, self.name, x, most, chunk, fp8)
-        _, ids, weights, _ = gather_words(design.words, team, x[:, :0], *routing, None, most)
+        _, ids, weights, _ = gather_words(design.words, team, Tokens(x[:, :0], *routing, None), most)
         schedule = schedule_of(team, ids, given.experts, most, block)
         if not (design.in_place or fp8):
             gathered[team.rank * most :][: len(x)].copy_(x)

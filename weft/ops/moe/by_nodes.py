@@ -19,11 +19,10 @@ from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.over_nodes import added_over_nodes, packed, unpacked
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.moe import grouped
-from weft.ops.moe.arrival import load_tiles, schedule_of, store_tiles
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.moe.moe_sum import moe_sum
-from weft.ops.moe.overlapped_op import GatherArguments, ScatterArguments
+from weft.ops.moe.overlapped import GatherArguments, ScatterArguments, load_tiles, schedule_of, store_tiles
 from weft.ops.moe.routing import Routing, Schedule
 from weft.plan.planned import Planned
 from weft.runtime.capabilities import launch_options

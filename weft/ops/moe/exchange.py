@@ -1,4 +1,4 @@
-"""Workspaces of moe_dispatch and moe_combine, and what their kernels share.
+"""Base of moe_dispatch and moe_combine: arguments, plans, search and cases; workspaces, and what their kernels share.
 
 Tokens of a rank go in chunks of CHUNK. Every rank sends a flag for each chunk to every other rank, also for chunks without a
 row for it, so no rank needs to know how many rows will come.
@@ -6,9 +6,12 @@ row for it, so no rank needs to know how many rows will come.
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -16,17 +19,24 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.fp8 import COLUMNS, scales_of
-from weft.ops.knobs import check_knobs, either, halved, knob, powers
-from weft.ops.moe.routing import Routing
+from weft.ops.case import BF16, FP16, FP32, Case
+from weft.ops.collectives.over_nodes import OverNodes
+from weft.ops.knobs import around, check_knobs, either, halved, knob, powers
+from weft.ops.local import check_sizes
+from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing
+from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_of
-from weft.transport.copy_channel import MAX_CHUNKS
+from weft.runtime.team.workspace import capacity_for, grown_workspace
+from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel
 from weft.transport.halves import Half, Halves
+from weft.triton_api import JITFunction
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
+
 
 # Relative sizes of pieces, from few large ones to many small ones.
 PIECES = (1,), (1, 1), (1, 3), (1, 2, 1), (1, 1, 1, 1), (1, 3, 3, 1), (1, 2, 4, 4, 4, 1), (1, 1, 1, 1, 1, 1, 1, 1)
@@ -53,6 +63,28 @@ class DispatchArguments(NamedTuple):
     team: str
     algorithm: str
     tp: int = 1
+
+
+class CombineArguments(NamedTuple):
+    """Arguments of moe_combine.
+
+    ids, weights  of all ranks' tokens; without weights y has a row for each token [W * max_tokens, H], added up as it is
+    experts       of all ranks together
+    tp            neighbouring ranks that hold slices of the same experts
+    """
+
+    y: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    experts: int
+    tokens: int
+    team: str
+    algorithm: str
+    tp: int = 1
+
+    def held(self, team: Team) -> Experts:
+        """Experts of this rank."""
+        return Experts.grouped(self.experts, team.rank, team.size // self.tp, self.tp)
 
 
 @exchangeable
@@ -93,6 +125,15 @@ def mailboxes(team: Team, chunks: int, shapes: dict[str, tuple[tuple[int, ...], 
     """Symmetric buffers [2, *shape] of these names, with a flag for each chunk of a rank. Collective."""
     buffers = tuple(team.empty((2, *shape), dtype, name=name) for name, (shape, dtype) in shapes.items())
     return Halves.make(team, buffers, team.size, chunks, MAX_PROGRAMS)
+
+
+def channel_of(team: Team, op: str, dtype: torch.dtype, size: int) -> CopyChannel:
+    """The op's channel, with two halves of at least ``size`` elements."""
+
+    def make(capacity: int) -> CopyChannel:
+        return CopyChannel.make(team, team.empty((2, capacity), dtype=dtype), team.size)
+
+    return grown_workspace(team, (op, dtype), size, make)
 
 
 class Sizes(NamedTuple):
@@ -161,42 +202,199 @@ def copy_chosen_kernel(rows, ids, out, tokens, team, SIZES: tl.constexpr):
         tl.store(out + at, row, mask=there[:, None] & inside)
 
 
-def copy_chosen(design: PushRows, sizes: Sizes, team: Team, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """New tensor like ``rows`` [tokens, H], with zeros for tokens that chose no expert of this rank."""
-    out, options = torch.empty_like(rows), {"num_warps": design.num_warps, **launch_options(team.caps)}
-    launch = launch_of(team, copy_chosen_kernel, (sizes, design), lambda: {"SIZES": sizes, **options})
+def kept_tensors(design: PushRows, sizes: Sizes, team: Team, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
+    """New tensors [rows, ids, weights] of receive buffers, rows of tokens that chose no expert of this rank as zeros."""
+    rows, ids, weights = arrived
+    out, constants = (
+        torch.empty_like(rows),
+        {"SIZES": sizes, "num_warps": design.num_warps, **launch_options(team.caps)},
+    )
+    launch = launch_of(team, copy_chosen_kernel, (sizes, design), lambda: constants)
     launch(cdiv(len(rows), sizes.chunk), rows, ids, out, len(rows), team.view)
-    return out
+    return [out, ids.clone(), weights.clone()]
 
 
 def padded(x: torch.Tensor, tokens: int, fill: int) -> torch.Tensor:
-    """``x`` [T, n] with rows of ``fill`` behind it, [tokens, n]; ``x`` itself if T = tokens."""
+    """``x`` [T, n] followed by rows of ``fill``, [tokens, n]; ``x`` itself if T = tokens."""
     return x if len(x) == tokens else torch.nn.functional.pad(x, (0, 0, 0, tokens - len(x)), value=fill)
 
 
 def launch_rows(
-    kernel: Any,
-    design: PushRows,
-    sizes: Sizes,
-    team: Team,
-    tensors: tuple[torch.Tensor | None, ...],
-    T: int,
-    buffers: Any,
-    half: Half,
+    kernel: JITFunction, design: PushRows, sizes: Sizes, team: Team, given: tuple, buffers: NamedTuple, half: Half
 ) -> None:
-    """Launch a kernel of ``PushRows`` with as many programs as chunks, or as can be resident."""
+    """Launch a kernel of ``PushRows`` with as many programs as chunks, or as can be resident.
+
+    given  its first arguments: tensors, of which strided ones are copied, then T
+    """
     programs = min(sizes.chunks, MAX_PROGRAMS, team.max_programs(design.num_warps))
-    launch = launch_of(
-        team,
-        kernel,
-        (sizes, design),
-        lambda: {
-            "SIZES": sizes,
-            "CHUNKS": sizes.chunks,
-            "num_warps": design.num_warps,
-            "launch_cooperative_grid": True,
-            **launch_options(team.caps),
-        },
-    )
-    dense = (None if tensor is None else tensor.contiguous() for tensor in tensors)
-    launch(programs, *dense, T, buffers, half, team.view)
+    options = {"CHUNKS": sizes.chunks, "num_warps": design.num_warps, "launch_cooperative_grid": True}
+    constants = {"SIZES": sizes, **options, **launch_options(team.caps)}
+    launch = launch_of(team, kernel, (sizes, design), lambda: constants)
+    *tensors, T = given
+    launch(programs, *dense(*tensors), T, buffers, half, team.view)
+
+
+def dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Contiguous tensors; None as it is."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+# chunk, block, num_warps, from many small programs to few large ones.
+PUSHES = (
+    (1, 1024, 4), (1, 2048, 4), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 1024, 8), (8, 1024, 8), (8, 512, 8), (8, 2048, 16),
+    (16, 512, 8), (16, 1024, 16), (32, 512, 16),
+)  # fmt: skip
+# Least bytes for each peer by copy engine: 12 us of a link, beside some 4 for each flag. Not measured. Two ranks take "lamport"
+# up to limits of their own, which were.
+PIPELINED_BYTES = 4 << 20
+QUICK_PUSHES = ((1, 1024, 4), (4, 1024, 8), (16, 512, 8))
+
+
+class ExchangeOp(MoeOp):
+    """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
+
+    calls  type of the calls
+
+    Calls have ``tokens``, ``choices``, ``width``, ``dtype`` and ``tp``, the ranks that hold slices of the same experts; sizes
+    of a case: max_tokens, k, experts, H.
+    """
+
+    calls: ClassVar[type[tuple]]
+    internal = ("over_nodes",)
+    spans_nodes = True
+    sizes = ("max_tokens", "k", "H")
+
+    def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
+        tokens = (shape[0],) * world_size
+        return super().case_of(shape, dtype, world_size, **{"tokens": tokens, **fields})
+
+    def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
+        return shape.tokens, shape.k, shape.experts, shape.hidden
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> Any:
+        return self.calls(*check_sizes(self.name, self.sizes, sizes), dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> Any:
+        tokens, k, _, H = case.sizes
+        call = self.call_of((tokens, k, H), case.dtype, machine, case.design)
+        return call._replace(tp=case.field("tp") or 1)
+
+    def choose(self, call: Any, machine: Machine) -> Planned:
+        if machine.nodes == 1:
+            return super().choose(call, machine)
+        # Where ranks of several nodes hold slices of an expert, each node has all of it.
+        node = self.plan(call._replace(tp=min(call.tp, machine.node.world_size)), machine.node)
+        return Planned(
+            "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each of them"
+        )
+
+    def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
+        share = share_of_rows(call.choices, machine.world_size // call.tp)
+        reason = f"a rank has an expert for {share:.2f} of another's tokens if all experts are chosen alike"
+        if machine.world_size == 1 or not self.needs_nearly_all(call, machine):
+            return "push", reason
+        part = call.tokens * self.token_bytes(call)
+        if part < PIPELINED_BYTES or 2 * capacity_for(machine.world_size * part) > machine.heap_bytes // 4:
+            return self.for_all_rows(call), reason
+        return "pipelined", f"{reason}; {part:,} bytes for each"
+
+    @abstractmethod
+    def for_all_rows(self, call: Any) -> str:
+        """Name of the design for all rows that needs little of the heap."""
+
+    def needs_nearly_all(self, call: Any, machine: Machine) -> bool:
+        """True if a rank has an expert for more than three quarters of another's tokens.
+
+        Then all are sent, in larger pieces.
+        """
+        return share_of_rows(call.choices, machine.world_size // call.tp) > 0.75
+
+    def token_bytes(self, call: Any) -> int:
+        """Bytes of a token's row as it is sent, and what goes with it."""
+        return call.width * call.dtype.itemsize
+
+    def default(self, name: str, call: Any, machine: Machine) -> Any:
+        return self.designs[name]()
+
+    def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.tokens, call.choices, call.width), machine.world_size
+
+    def tuned(self, call: Any, machine: Machine) -> Planned | None:
+        # Rows of tables were measured with whole experts.
+        found = super().tuned(call, machine) if call.tp == 1 else None
+        # Choices decide how many rows a rank needs, the width which designs can send them.
+        return found if found is None or found.row.shape[1:] == (call.choices, call.width) else None
+
+    def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield self.default("pipelined", call, machine)
+        pushes = QUICK_PUSHES if quick else PUSHES
+        for chunk, block, num_warps in pushes:
+            yield PushRows(chunk=chunk, block=block, num_warps=num_warps)
+
+    def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        yield from around(design)
+
+    def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
+        return int(rows_sent(sizes, world_size) * sizes[3] * dtype.itemsize)
+
+    def moved_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Rows of all ranks."""
+        shape = MoeShape(*sizes)
+        return shape.tokens * (shape.experts // shape.held) * shape.hidden * dtype.itemsize
+
+
+def rows_sent(sizes: Sequence[int], world_size: int) -> float:
+    """Rows that leave a rank if all experts are chosen alike: to each peer those that need its experts."""
+    tokens, k, experts, _ = sizes
+    others = experts - experts // world_size
+    return (world_size - 1) * tokens * (1 - math.comb(others, k) / math.comb(experts, k))
+
+
+def share_of_rows(choices: int, groups: int) -> float:
+    """Share of a rank's tokens that another rank gets on average, where all experts are chosen alike.
+
+    groups  of ranks with the same experts
+    """
+    return 1 - (1 - 1 / max(1, groups)) ** choices
+
+
+def shared_experts(case: Case, rank: int) -> Experts:
+    """Experts of ``rank`` in a case of an exchange, shared by the ranks of its field ``tp``."""
+    tp = case.field("tp") or 1
+    return Experts.grouped(case.sizes[2], rank, case.world_size // tp, tp)
+
+
+def fp8_case(
+    w: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    tokens: tuple[int, ...],
+    design: Any,
+    data: str = "random",
+) -> Case:
+    """Case of rows of ``dtype`` that are sent in fp8."""
+    fields = (("tokens", tokens), ("fp8", True))
+    return Case(op="moe_dispatch", world_size=w, dtype=dtype, sizes=sizes, design=design, data=data, fields=fields)
+
+
+def exchange_cases(op: str) -> Iterator[dict[str, Any]]:
+    """Fields of cases of moe_dispatch and moe_combine."""
+
+    def case(
+        w: int, dtype: torch.dtype, sizes: tuple[int, ...], tokens: tuple[int, ...], **fields: Any
+    ) -> dict[str, Any]:
+        named = (("tokens", tokens), *fields.items())
+        return {"op": op, "world_size": w, "dtype": dtype, "sizes": sizes, "fields": named}
+
+    yield case(1, BF16, (9, 2, 8, 40), (9,))
+    for w in (2, 3, 4, 8):
+        yield case(w, BF16, (20, 3, 24, 136), (20, 0, 13, 1, 7, 20, 20, 3)[:w])
+    for w in (2, 3):
+        for dtype in (FP16, FP32):
+            yield case(w, dtype, (5, 8, 12, 48), (5, 3, 5)[:w])
+        for skew in ("one expert", "last expert", "some", "none", "recorded"):
+            yield case(w, BF16, (17, 2, 12, 40), (17, 16, 2)[:w], skew=skew)
+        yield case(w, BF16, (3, 1, 6, 24), (0, 0, 0)[:w])
+        yield case(w, BF16, (3, 1, 6, 25), (0, 3, 0)[:w])
+    for w, tp in ((2, 2), (4, 2), (8, 2), (8, 4)):
+        yield case(w, BF16, (4, 2, 8, 24), (4, 0, 3, 1, 2, 4, 1, 0)[:w], tp=tp)

@@ -32,14 +32,11 @@ from weft.ops.collectives.all_reduce_rms_norm import (
     check_row,
 )
 from weft.ops.local import check_shape, check_sizes
-from weft.ops.moe.grouped_matmul import GROUPED_MATMUL
-from weft.ops.moe.grouped_op import OWN_SCHEDULE, check_grouped
-from weft.ops.moe.moe_cases import draw_ids, experts_of
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE, GroupedArguments, check_grouped
 from weft.ops.moe.moe_dispatch import check_routing
-from weft.ops.moe.moe_op import MoeOp, MoeShape
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import Shared, check_shared, moe_sum
-from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct
+from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule, check_distinct, draw_ids, experts_of
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_scalar, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -144,7 +141,7 @@ def grouped_matmul_all_reduce_rms_norm(
     """
     op = "grouped_matmul_all_reduce_rms_norm"
     check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
-    check_grouped(op, x, weight, schedule, None, gather=False, gated=False)
+    check_grouped(op, GroupedArguments(x, weight, schedule, False, None), gated=False)
     check_routing(op, routing, team, over_nodes=True)
     check_tensor(op, "weights", routing.weights, team, FLOATS, over_nodes=True)
     tokens, H = len(routing.ids), weight.shape[1]
@@ -234,7 +231,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     def run(self, design: SumInNorm | SumThenNorm, team: Team, given: PairsArguments) -> tuple[torch.Tensor, ...]:
         """(normed, hidden), or if ``given.deferred`` (scaled, hidden, squares), of checked arguments."""
         self.check_design(design)
-        y = GROUPED_MATMUL.forward(given.x, given.weight, given.schedule, False, None)
+        y = GROUPED_MATMUL.forward(GroupedArguments(given.x, given.weight, given.schedule, False, None))
         first, count, shared, gate = given.first, len(given.weight), given.shared, given.gate
         summed: torch.Tensor | PairSum
         if isinstance(design, SumThenNorm):

@@ -26,15 +26,20 @@ from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
-from weft.ops.moe.combine_pieces import CombinePieces, combine_pieces
-from weft.ops.moe.combine_rows import combine_rows
-from weft.ops.moe.combine_words import CombineWords, combine_words
-from weft.ops.moe.exchange import DispatchArguments, PushRows, padded
-from weft.ops.moe.exchange_op import ExchangeOp
-from weft.ops.moe.moe_cases import draw_ids, exchange_cases, shared_experts
+from weft.ops.moe.exchange import (
+    CombineArguments,
+    DispatchArguments,
+    ExchangeOp,
+    PushRows,
+    exchange_cases,
+    padded,
+    shared_experts,
+)
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, Dispatched, check_routing, sharers_of
 from weft.ops.moe.moe_sum import moe_sum
-from weft.ops.moe.routing import Experts, Routing
+from weft.ops.moe.routing import Experts, Routing, draw_ids
+from weft.ops.moe.rows import CombinePieces, combine_pieces, combine_rows
+from weft.ops.moe.words import CombineWords, combine_words
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -49,24 +54,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumThenScatter:
     """moe_sum of all tokens, then reduce_scatter: where nearly all ranks have a row of each token."""
-
-
-class CombineArguments(NamedTuple):
-    """Arguments of moe_combine.
-
-    ids, weights  of all ranks' tokens; without weights y has a row for each token [W * max_tokens, H], added up as it is
-    experts       of all ranks together
-    tp            neighbouring ranks that hold slices of the same experts
-    """
-
-    y: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor | None
-    experts: int
-    tokens: int
-    team: str
-    algorithm: str
-    tp: int = 1
 
 
 class CombineCall(NamedTuple):
@@ -184,19 +171,18 @@ class MoeCombine(ExchangeOp):
         self.check_design(design)
         if isinstance(design, OverNodes):
             return self._run_over_nodes(design, team, given)[: given.tokens]
-        y, ids, weights, experts, tokens, *_, tp = given
-        mine = Experts.grouped(experts, team.rank, team.size // tp, tp)
         if isinstance(design, CombineWords):
-            return combine_words(design, team, y, ids, weights, mine.count, tokens, tp)
+            return combine_words(design, team, given)
         if isinstance(design, CombinePieces):
-            return combine_pieces(design, team, y, ids, weights, mine, tokens, tp)
-        if isinstance(design, SumThenScatter):
-            if weights is None:
-                summand = y.masked_fill(~mine.chosen(ids).any(-1, keepdim=True), 0)
-            else:
-                summand = moe_sum(y, Routing(ids, weights), mine)
-            return reduce_scatter(summand, team)[:tokens].contiguous()
-        return combine_rows(design, team, y, ids, weights, mine.count, tokens, tp)
+            return combine_pieces(design, team, given)
+        if isinstance(design, PushRows):
+            return combine_rows(design, team, given)
+        y, ids, weights, held = given.y, given.ids, given.weights, given.held(team)
+        if weights is None:
+            summand = y.masked_fill(~held.chosen(ids).any(-1, keepdim=True), 0)
+        else:
+            summand = moe_sum(y, Routing(ids, weights), held)
+        return reduce_scatter(summand, team)[: given.tokens].contiguous()
 
     def _run_over_nodes(self, design: OverNodes, team: Team, given: CombineArguments) -> torch.Tensor:
         """Sums of all max_tokens tokens of this rank.

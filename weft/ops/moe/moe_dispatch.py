@@ -31,14 +31,19 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.layout import Given
 from weft.ops.local import check_shape
-from weft.ops.moe.dispatch_pieces import DispatchPieces, dispatch_pieces
-from weft.ops.moe.dispatch_rows import dispatch_rows
-from weft.ops.moe.exchange import DispatchArguments, PushRows, padded
-from weft.ops.moe.exchange_op import ExchangeOp, rows_sent
-from weft.ops.moe.gather_fp8_words import gather_fp8_words
-from weft.ops.moe.gather_words import GatherWords, gather_words
-from weft.ops.moe.moe_cases import draw_ids, exchange_cases, fp8_case, shared_experts
-from weft.ops.moe.routing import Experts, Routing, check_distinct
+from weft.ops.moe.exchange import (
+    DispatchArguments,
+    ExchangeOp,
+    PushRows,
+    exchange_cases,
+    fp8_case,
+    padded,
+    rows_sent,
+    shared_experts,
+)
+from weft.ops.moe.routing import Experts, Routing, check_distinct, draw_ids
+from weft.ops.moe.rows import DispatchPieces, dispatch_pieces, dispatch_rows
+from weft.ops.moe.words import GatherWords, Tokens, gather_fp8_words, gather_words
 from weft.ops.op import find_op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -247,21 +252,21 @@ class MoeDispatch(ExchangeOp):
     def run(self, design: Any, team: Team, given: DispatchArguments) -> tuple[torch.Tensor, ...]:
         """(rows, ids, weights, scales) of all ranks; no scales [0] unless ``fp8``."""
         self.check_design(design)
-        x, (ids, weights), fp8, most = given.x, given.routing, given.fp8, given.max_tokens
+        x, fp8 = given.x, given.fp8
         if fp8:
             check_e4m3(self.name, team.caps)
-        none = x.new_empty(0, dtype=torch.float32)
+        no_scales = [] if fp8 else [x.new_empty(0, dtype=torch.float32)]
         if isinstance(design, OverNodes):
-            return *self._run_over_nodes(design, team, given), none
-        if isinstance(design, GatherWords):
-            if design.rounds:
-                return gather_fp8_words(design, team, x, ids, weights, most)
-            rows, scales = quantize_rows(x, len(x), team.caps) if fp8 else (x, None)
-            *arrived, scales = gather_words(design, team, rows, ids, weights, scales, most)
-            return *arrived, scales if fp8 else none
-        send = dispatch_pieces if isinstance(design, DispatchPieces) else dispatch_rows
-        arrived = send(design, team, given)
-        return tuple(arrived if fp8 else [*arrived, none])
+            return *self._run_over_nodes(design, team, given), *no_scales
+        if isinstance(design, DispatchPieces):
+            return *dispatch_pieces(design, team, given), *no_scales
+        if isinstance(design, PushRows):
+            return *dispatch_rows(design, team, given), *no_scales
+        if design.rounds:
+            return gather_fp8_words(design, team, given)
+        rows, scales = quantize_rows(x, len(x), team.caps) if fp8 else (x, None)
+        *arrived, scales = gather_words(design, team, Tokens(rows, *given.routing, scales), given.max_tokens)
+        return *arrived, *(no_scales or [scales])
 
     def _run_over_nodes(self, design: OverNodes, team: Team, given: DispatchArguments) -> tuple[torch.Tensor, ...]:
         """(rows, ids, weights) of all ranks, new tensors.

@@ -14,9 +14,7 @@ from weft.arguments import quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.moe.moe_cases import common, draw_ids, experts_of
-from weft.ops.moe.moe_op import MoeOp, MoeShape
-from weft.ops.moe.routing import Experts, Routing
+from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, common, draw_ids, experts_of
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
@@ -129,15 +127,9 @@ def check_shared(
         check_shape(op, "gate", gate, shape[:1])
 
 
-def add_up(
-    y: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    experts: tuple[int, int],
-    shared: Shared,
-    out: torch.Tensor,
-) -> None:
-    """Launch moe_sum_kernel for checked arguments; experts: (first, count)."""
+def add_up(y: torch.Tensor, routing: Routing, held: tuple[int, int], shared: Shared, out: torch.Tensor) -> None:
+    """Launch moe_sum_kernel for checked arguments; held: number of the first expert, and of experts."""
+    ids, weights = routing
     (T, k), N = ids.shape, y.shape[1]
     if shared.rows is not None:
         shared = shared._replace(pitch=shared.rows.stride(0))
@@ -145,7 +137,7 @@ def add_up(
         options = launch_options(capabilities_of(y.device))
         launch = launch_on(y.device, moe_sum_kernel, k, lambda: {"K": k, "BLOCK": BLOCK, **options})
         tensors = y.contiguous(), ids.contiguous(), weights.contiguous(), shared, out
-        launch((T, cdiv(N, BLOCK)), *tensors, N, *experts)
+        launch((T, cdiv(N, BLOCK)), *tensors, N, *held)
 
 
 class MoeSum(MoeOp):
@@ -225,7 +217,7 @@ class MoeSum(MoeOp):
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
         out = self.fake(y, routing)
-        add_up(y, *routing, (first, count), Shared.of(shared, gate), out)
+        add_up(y, routing, (first, count), Shared.of(shared, gate), out)
         return out
 
     def fake(self, y, routing, *_):

@@ -1,8 +1,4 @@
-"""route: the k experts of each token and their weights, from the router's logits.
-
-Choices are made by comparing 32-bit keys that order as the scores do, with the expert behind them, k rounds of the greatest
-one, the lowest expert first among equals. So ties have one answer, and rows with NaN end too.
-"""
+"""route: the k experts of each token and their weights, from the router's logits; and the kernels of matmul_route_schedule."""
 
 from __future__ import annotations
 
@@ -15,19 +11,170 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import check_int
+from weft.kernels.expert_choices import TINY, Scoring, choices_of
 from weft.kernels.operands import rows_contiguous
 from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.gemm.small_m import prefetch_columns
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.moe.moe_cases import draw_ids, popularity
-from weft.ops.moe.moe_op import MoeOp, MoeShape
-from weft.ops.moe.routing import Gating, Routing
+from weft.ops.moe.moe_schedule import write_tiles
+from weft.ops.moe.routing import Gating, MoeOp, MoeShape, Routing, draw_ids, popularity
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
+
+
+class Rows(NamedTuple):
+    """Operands, passed to the kernel as the argument ``rows``.
+
+    x       [T, H], rows ``x_stride`` apart
+    router  [E or E + 1, H], rows ``stride`` apart; row E is that of the shared expert's gate
+    bias    fp32 [E], any tensor if not SCORING.biased
+    """
+
+    x: torch.Tensor
+    x_stride: int
+    router: torch.Tensor
+    stride: int
+    bias: torch.Tensor
+
+
+class Found(NamedTuple):
+    """Results, passed to the kernel as ``found``: ``Routing``, the gate's logits [T], ``Schedule``."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    gate: torch.Tensor
+    pairs: torch.Tensor
+    counts: torch.Tensor
+    tiles: torch.Tensor
+    tile_count: torch.Tensor
+
+
+class RouterForm(NamedTuple):
+    """Compile-time sizes.
+
+    experts  E, and ``count`` of them to schedule; rows: of the router
+    k        choices
+    tokens   at least T, a power of two; block: pairs of a tile of the schedule
+    parts    programs that share a tile of logits, each with its share of H
+    rows_of, step  rows of the router that a program multiplies, columns at a time: powers of two, at least 16
+    ahead    the router's rows begin on 16 bytes, so that they can be prefetched
+    """
+
+    experts: int
+    count: int
+    rows: int
+    k: int
+    tokens: int
+    block: int
+    parts: int
+    rows_of: int
+    step: int
+    ahead: bool
+
+
+@triton.jit
+def part_of_logits(rows, partials, T, H, program, FORM: tl.constexpr):
+    """Store partials[part, t, r] = x[t, share] @ router[r, share].
+
+    For a tile of the router's rows and a share of H.
+    partials  fp32 [FORM.parts, T, FORM.rows]
+    """
+    TOKENS: tl.constexpr = max(16, FORM.tokens)
+    TILE: tl.constexpr = FORM.rows_of
+    STEP: tl.constexpr = FORM.step
+    part, tile = program % FORM.parts, program // FORM.parts
+    steps = tl.cdiv(H, STEP)
+    first, last = part * steps // FORM.parts * STEP, (part + 1) * steps // FORM.parts * STEP
+    row, token = tile * TILE + tl.arange(0, TILE), tl.arange(0, TOKENS)
+    if FORM.ahead:
+        columns = (min(last, H) - first) // 64 * 64
+        prefetch_columns(rows.router, rows.stride, tile * TILE, FORM.rows, first, columns, TILE)
+    wl.follow_previous_kernel()
+    acc = tl.zeros([TILE, TOKENS], tl.float32)
+    of_router = rows.router + row.to(tl.int64)[:, None] * rows.stride
+    of_x = rows.x + token.to(tl.int64)[:, None] * rows.x_stride
+    for k in range(first, last, STEP):
+        column = k + tl.arange(0, STEP)[None, :]
+        a = tl.load(of_router + column, mask=(row < FORM.rows)[:, None] & (column < H), other=0.0)
+        b = tl.load(of_x + column, mask=(token < T)[:, None] & (column < H), other=0.0)
+        acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    at = (part * T + token)[None, :] * FORM.rows + row[:, None]
+    tl.store(partials + at, acc, mask=(token < T)[None, :] & (row < FORM.rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["T"])
+def router_parts_kernel(rows, partials, T, H, FORM: tl.constexpr):
+    """partials[part, t, r] = x[t, share] @ router[r, share], each part a share of H
+
+    grid      (tiles of rows * FORM.parts,)
+    rows      ``Rows``
+    partials  fp32 [FORM.parts, T, FORM.rows]
+
+    signals, waits  none, except the wait for the previous kernel
+    """
+    part_of_logits(rows, partials, T, H, tl.program_id(0), FORM)
+
+
+@triton.jit(do_not_specialize=["T", "first"])
+def matmul_route_schedule_kernel(
+    rows, found, partials, arrivals, T, H, first, scale, SCORING: tl.constexpr, FORM: tl.constexpr
+):
+    """``Routing`` of x @ router.T, and its ``Schedule`` of experts first .. first + FORM.count - 1
+
+    logits = x @ router.T is added up in fp32 in the order of the parts, and rounded once to x's dtype.
+
+    grid      (tiles of experts * FORM.parts,): each program multiplies its part, and the last one to end does the rest
+    rows      ``Rows``; found: ``Found``, as ``route_kernel`` and ``moe_schedule_kernel`` give them, tokens in their order
+    partials  fp32 [FORM.parts, T, FORM.rows], workspace of this launch
+    arrivals  int32 [1], 0 before and after
+
+    signals   arrivals: each program adds 1 when its part is stored (release)
+    waits     none: the program that finds all others arrived sees their parts (acquire), so programs need not be resident
+    order     which program is the last changes no result
+    reuse     arrivals: the last program sets it to 0, and the next kernel of the stream waits for this one's end
+
+    program 0      | prefetch router | (previous kernel) | multiply | store part |
+    the last one   | prefetch router | (previous kernel) | multiply | store part | sum, choose, schedule |
+    """
+    TOKENS: tl.constexpr = FORM.tokens
+    PARTS: tl.constexpr = FORM.parts
+    WIDTH: tl.constexpr = max(16, triton.next_power_of_2(FORM.experts))
+    part_of_logits(rows, partials, T, H, tl.program_id(0), FORM)
+    wl.gather_stores()
+    if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(arrivals, 0)
+        dtype: tl.constexpr = rows.x.dtype.element_ty
+        token, expert = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDTH)[None, :]
+        asked, size = partials + token * FORM.rows + expert, T * FORM.rows
+        logits = rounded_sum(asked, (token < T) & (expert < FORM.experts), size, PARTS, dtype)
+        logits = tl.where(expert < FORM.experts, logits.to(tl.float32), float("-inf"))
+        if FORM.rows > FORM.experts:
+            one = tl.arange(0, TOKENS)
+            gate = rounded_sum(partials + one * FORM.rows + FORM.experts, one < T, size, PARTS, dtype)
+            tl.store(found.gate + one, gate, mask=one < T)
+        weight, place, _, _ = choices_of(logits, rows.bias, FORM.experts, SCORING, FORM.k)
+        taken = (place > 0) & (token < T)
+        if SCORING.renormalize:
+            weight = weight / (tl.sum(tl.where(place > 0, weight, 0.0), axis=1, keep_dims=True) + TINY)
+        pair = token * FORM.k + place - 1
+        tl.store(found.ids + pair, tl.broadcast_to(expert, pair.shape), mask=taken)
+        tl.store(found.weights + pair, (weight * scale).to(dtype), mask=taken)
+        mine = taken & (expert >= first) & (expert < first + FORM.count)
+        number = mine.to(tl.int32)
+        before = tl.zeros(number.shape, tl.int32)
+        if TOKENS > 1:
+            before = tl.cumsum(number, 0) - number
+        tl.store(found.pairs + (expert - first) * T + before, pair, mask=mine)
+        count, local = tl.sum(number, 0), tl.arange(0, WIDTH) - first
+        tl.store(found.counts + local, count, mask=(local >= 0) & (local < FORM.count))
+        tiles = write_tiles(count, tl.cumsum(count, 0) - count, found.tiles, T, FORM.block, -first)
+        tl.store(found.tile_count, tiles)
+
 
 MAX_CHOICES, MAX_EXPERTS = 16, 1024
 SCORINGS = ("softmax", "sigmoid")
@@ -36,122 +183,6 @@ TILE = 2048
 # Tokens up to which each has a program of one warp: reductions then are shuffles, without barriers between warps. One H200, 128
 # tokens in a row: 1.9 us, before that 3.8 (benchmarks/lab/h200-route.json, before docs/performance/h200-x1.md).
 LONE_TOKENS = 512
-# Added to a sum of weights before they are divided by it, as DeepSeek-V3 does: it changes no sum that is not almost 0.
-TINY = tl.constexpr(1e-20)
-# Keys below those of all numbers: of NaN, of experts outside the chosen groups, of experts that are taken.
-NAN_KEY, OUTSIDE_KEY, TAKEN_KEY = tl.constexpr(-(2**31) + 2), tl.constexpr(-(2**31) + 1), tl.constexpr(-(2**31))
-# Below all pairs of a key and an expert.
-TAKEN_PAIR = tl.constexpr(-(2**63))
-
-
-class Scoring(NamedTuple):
-    """Compile-time form of a routing.
-
-    softmax      scores are softmax(logits), else sigmoid(logits)
-    biased       choices, but not weights, are by score + bias
-    groups       groups of experts, of which ``group_limit`` are chosen first; 1: none are
-    renormalize  weights are divided by their sum
-    """
-
-    softmax: bool
-    biased: bool
-    renormalize: bool
-    groups: int
-    group_limit: int
-
-    @classmethod
-    def of(cls, bias: torch.Tensor | None, gating: Gating) -> Scoring:
-        return cls(gating.scoring == "softmax", bias is not None, gating.renormalize, gating.groups, gating.group_limit)
-
-
-@triton.jit
-def key_of(x):
-    """int32 keys that order as the fp32 numbers ``x`` do; -0.0 as 0.0, NaN below all."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x == x, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), NAN_KEY)
-
-
-@triton.jit
-def first_greatest(key, index):
-    """[rows, 1]: the lowest ``index`` [1, n] of the greatest ``key`` [rows, n] of each row."""
-    greatest = tl.max(key, axis=1, keep_dims=True)
-    return tl.min(tl.where(key == greatest, index, 2**30), axis=1, keep_dims=True)
-
-
-@triton.jit
-def in_chosen_groups(score, key, expert, E, SCORING: tl.constexpr):
-    """``key`` with OUTSIDE_KEY for experts outside the SCORING.group_limit best of SCORING.groups groups.
-
-    A group is as good as the sum of its two best scores with a bias, as its best one without.
-    """
-    # Triton takes no field of a tuple as the bound of static_range.
-    GROUPS: tl.constexpr = SCORING.groups
-    LIMIT: tl.constexpr = SCORING.group_limit
-    group = expert // (E // GROUPS)
-    of_group = tl.full(score.shape, float("-inf"), tl.float32)
-    for g in tl.static_range(GROUPS):
-        mine = tl.where(group == g, key, OUTSIDE_KEY)
-        best = first_greatest(mine, expert)
-        value = tl.sum(tl.where(expert == best, score, 0.0), axis=1, keep_dims=True)
-        if SCORING.biased:
-            second = first_greatest(tl.where(expert == best, OUTSIDE_KEY, mine), expert)
-            value += tl.sum(tl.where(expert == second, score, 0.0), axis=1, keep_dims=True)
-        of_group = tl.where(group == g, value, of_group)
-    group_key = tl.where(expert < E, key_of(of_group), TAKEN_KEY)
-    inside = tl.zeros(score.shape, tl.int1)
-    for _ in tl.static_range(LIMIT):
-        chosen = first_greatest(group_key, group)
-        inside = inside | (group == chosen)
-        group_key = tl.where(group == chosen, TAKEN_KEY, group_key)
-    return tl.where(inside, key, tl.minimum(key, OUTSIDE_KEY))
-
-
-@triton.jit
-def turned(expert):
-    """Numbers of 31 bits that order experts the other way round, and the experts of such numbers."""
-    return 2147483647 - expert
-
-
-@triton.jit
-def choices_of(x, bias, E, SCORING: tl.constexpr, K: tl.constexpr):
-    """(score, place, chosen, weight) of the rows of logits ``x`` fp32 [rows, n].
-
-    x       -inf from expert E on; n is a power of two
-    bias    of ``route_kernel``
-    score   fp32 [rows, n]
-    place   int32 [rows, n]: 1 + j for choice j, 0 for the other experts
-    chosen  int32 [rows, 16]: the expert of each choice; weight fp32 [rows, 16]: its score; 0 from K on
-    """
-    ROWS: tl.constexpr = x.shape[0]
-    expert = tl.arange(0, x.shape[1])[None, :]
-    exists = expert < E
-    if SCORING.softmax:
-        # A NaN makes its row's sum NaN, and so all its weights, as torch's softmax does.
-        grown = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
-        score = grown / tl.sum(grown, axis=1, keep_dims=True)
-    else:
-        score = tl.where(exists, 1.0 / (1.0 + tl.exp(-x)), 0.0)
-    # Without a bias logits order as scores do, and differ where rounded scores do not.
-    rank_by = x
-    if SCORING.biased:
-        rank_by = score + tl.load(bias + expert, mask=exists, other=0.0)
-    key = tl.where(exists, key_of(rank_by), TAKEN_KEY)
-    if SCORING.groups > 1:
-        key = in_chosen_groups(rank_by, key, expert, E, SCORING)
-    # One reduction a round finds the greatest key and the lowest expert with it.
-    pair = key.to(tl.int64) * 4294967296 + turned(expert)
-    choice = tl.arange(0, 16)[None, :]
-    chosen = tl.zeros([ROWS, 16], tl.int32)
-    weight = tl.zeros([ROWS, 16], tl.float32)
-    place = tl.zeros(x.shape, tl.int32)
-    for j in tl.static_range(K):
-        greatest = tl.max(pair, axis=1, keep_dims=True)
-        place = tl.where(pair == greatest, j + 1, place)
-        pair = tl.where(pair == greatest, TAKEN_PAIR, pair)
-        best = turned(greatest.to(tl.int32))
-        chosen = tl.where(choice == j, best, chosen)
-        weight = tl.where(choice == j, tl.sum(tl.where(expert == best, score, 0.0), axis=1, keep_dims=True), weight)
-    return score, place, chosen, weight
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -264,6 +295,12 @@ def check_routing(op: str, E: int, gating: Gating) -> Gating:
     return Gating(k, scoring, renormalize, groups, group_limit, float(scale))
 
 
+def scoring_of(bias: torch.Tensor | None, gating: Gating) -> Scoring:
+    """Form of ``gating`` for kernels."""
+    softmax = gating.scoring == "softmax"
+    return Scoring(softmax, bias is not None, gating.renormalize, gating.groups, gating.group_limit)
+
+
 def launch_route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -281,7 +318,7 @@ def launch_route(
     T, E = logits.shape[-2], experts or logits.shape[-1]
     caps, block = capabilities_of(logits.device), max(16, next_power_of_2(E))
     rows, warps = (1, cdiv(block, 256)) if T <= LONE_TOKENS else (max(1, TILE // block), 4)
-    form = Scoring.of(bias, gating)
+    form = scoring_of(bias, gating)
     parts = 0 if experts is None else len(logits)
     sizes = {"K": k, "ROWS": rows, "BLOCK": block, "PARTS": parts, "num_warps": warps}
     launch = launch_on(

@@ -25,19 +25,19 @@ from weft import ops
 from weft.bench.harness.machine import check_clean, revision
 from weft.check.detector.detector import Detector
 from weft.ops.gemm.tile import Tile
-from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL
-from weft.ops.overlap.fused_gather import Fused
+from weft.ops.overlap.fused_reduce import Fused
+from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.runtime.files import put
 
 RUNS = 3
 WORLD_SIZE = 4
 
 
-def gathered_gemm(team: Any) -> torch.Tensor:
+def scattered_gemm(team: Any) -> torch.Tensor:
     """8 x 8 tiles of 64 x 64, K = 256."""
     design = Fused(tile=Tile(block_m=64, block_n=64, block_k=64))
-    a_shard, b = torch.ones(512 // team.size, 256).bfloat16(), torch.ones(512, 256).bfloat16()
-    return ALL_GATHER_MATMUL.run(design, team, a_shard, b)
+    a, b = torch.ones(512, 256).bfloat16(), torch.ones(512, 256).bfloat16()
+    return MATMUL_REDUCE_SCATTER.run(design, team, a, b)
 
 
 def collectives(team: Any) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ def command() -> None:
     check_clean("--json", chosen.json)
     torch.set_num_threads(1)
     rows = {}
-    for main in (gathered_gemm, reduced_gemm, collectives):
+    for main in (scattered_gemm, reduced_gemm, collectives):
         row = rows[main.__name__] = measure(main)
         print(
             f"{main.__name__:14} W={WORLD_SIZE}  plain {row['plain_s']:.2f} s, checked {row['watched_s']:.2f} s, "

@@ -129,7 +129,7 @@ def launched(monkeypatch, op, design):
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("op", "design", "flags"),
-    [("all_reduce", "one_shot", 0), ("all_gather_matmul", "fused", 1), ("matmul_reduce_scatter", "fused", 1)],
+    [("all_reduce", "one_shot", 0), ("matmul_reduce_scatter", "fused", 1)],
 )
 def test_whole_kernels_release_and_poll_at_system_scope(op, design, flags, arch, monkeypatch):
     """Each flag that a kernel sets follows the stores of all waves; what it polls comes from memory."""

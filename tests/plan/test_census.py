@@ -23,7 +23,6 @@ UNCHOSEN = {
     ("heads_to_sequence", "copy_engine"): "of 256 MiB on, which weft bench does not name",
     ("sequence_to_heads", "copy_engine"): "of 256 MiB on, which weft bench does not name",
     ("matmul", "persistent"): "weft's own GEMM, asked for by name; tests of tile schedules run it",
-    ("all_gather_matmul", "fused"): "asked for by name; the copy engines' designs are faster where it was measured",
     **{
         (name, "over_nodes"): NODES
         for name in (

@@ -14,7 +14,7 @@ import weft.language as wl
 from tests.compiling import a_view, compiled
 from tests.trace import kernels
 from weft.language import bulk, lamport, signals, waits
-from weft.ops.overlap import fused_gather, fused_reduce
+from weft.ops.overlap import fused_reduce
 from weft.runtime.launching import _describe
 from weft.runtime.team.trace_rings import RING_BYTES
 from weft.runtime.team.view import TeamView
@@ -53,8 +53,8 @@ def of_begin_kernel(view):
     return compiled(begin_kernel, Half(channel, X, X), view, arch="sm_90", num_warps=1)
 
 
-def of_gemm(kernel, view, **constants):
-    """A fused kernel with small tiles, which compile fast."""
+def of_matmul_reduce(view):
+    """The fused kernel with small tiles, which compile fast."""
     from weft.kernels.gemm_tile import Sizes, SplitK
     from weft.kernels.tile_schedule import as_argument, make_tiles
     from weft.ops.gemm.tile import Tile
@@ -63,26 +63,19 @@ def of_gemm(kernel, view, **constants):
     tile = Tile(block_m=64, block_n=32, block_k=32, group=2, num_warps=4, num_stages=2)
     tiles = as_argument(make_tiles(640, 256, panels=4, block_m=64, block_n=32, group=2))
     shared = SplitK(torch.zeros(8), X), 640, Sizes(256, 512, 512, 512), tiles, tile.block(False), view
-    channel = copy_channel.ChannelView(X, X, tl.constexpr(8))
     buffers = fused_reduce.Buffers(a, X, X, a, X, 1 << 20, 1 << 12)
-    first = (a, a, a, a, channel) if "FLATTEN" in constants else (a, a, a, a, buffers)
-    return compiled(kernel, *first, *shared, arch="sm_90", num_warps=4, **constants)
+    return compiled(
+        fused_reduce.matmul_reduce_kernel, a, a, a, a, buffers, *shared, arch="sm_90", num_warps=4, LOCAL_FIRST=False,
+        REPLICATE=False,
+    )  # fmt: skip
 
 
-def of_all_gather_matmul(view):
-    return of_gemm(fused_gather.all_gather_matmul_kernel, view, FLATTEN=False, LOCAL_FIRST=False)
-
-
-def of_matmul_reduce(view):
-    return of_gemm(fused_reduce.matmul_reduce_kernel, view, LOCAL_FIRST=False, REPLICATE=False)
-
-
-# With their spans: wait, put_nbi and its like twice, put, notify, add, wait_all, wait_any; two loops, a split tile, two waits;
-# two puts and a wait for words.
-SPANS = {of_primitives: 8, of_all_gather_matmul: 5, kernels.of_lamport: 3}
-# entered and its wait; a GEMM, five notifies and waits.
+# With their spans: wait, put_nbi and its like twice, put, notify, add, wait_all, wait_any; a GEMM, five notifies and waits; two
+# puts and a wait for words.
+SPANS = {of_primitives: 8, of_matmul_reduce: 6, kernels.of_lamport: 3}
+# entered and its wait.
 MORE_SPANS = {
-    of_begin_kernel: 2, of_matmul_reduce: 6, kernels.of_keyed: 3, kernels.of_dispatch: 11, kernels.of_combine: 12,
+    of_begin_kernel: 2, kernels.of_keyed: 3, kernels.of_dispatch: 11, kernels.of_combine: 12,
     kernels.of_grouped: 1, kernels.of_arriving: 2, kernels.of_small_m: 1, kernels.of_persistent: 1, kernels.of_sharded: 3,
     kernels.of_merge: 1, kernels.of_gathered: 3,
 }  # fmt: skip
@@ -106,7 +99,7 @@ def without_records():
     changed = {}
 
     def remove():
-        modules = (signals, waits, bulk, lamport, push, fused_gather, fused_reduce, *kernels.MODULES)
+        modules = (signals, waits, bulk, lamport, push, fused_reduce, *kernels.MODULES)
         for found in {f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}:
             if OF_RECORDS.search(found.src):
                 changed[found] = found.src

@@ -13,7 +13,8 @@ from weft.ops.gemm.tile import Tile
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.grouped import GroupedTiles
 from weft.ops.op import find_op
-from weft.ops.overlap import all_gather_matmul, fused_reduce
+from weft.ops.overlap import fused_reduce
+from weft.ops.overlap.all_gather_matmul import Pipelined
 from weft.plan import table as tuned
 from weft.plan.memo import forget
 from weft.plan.planned import machine
@@ -23,7 +24,7 @@ from weft.transport.plans import PushPlan
 GPU = dataclasses.replace(capabilities.simulated(4), device_name="Some GPU", is_simulated=False)
 BF16 = torch.bfloat16
 TILE = Tile(block_m=64, block_n=128, block_k=64, group=2, num_stages=5)
-FUSED = all_gather_matmul.Fused(tile=TILE)
+TUNED = Pipelined(streams=3)
 PUSH = TwoShot(push=PushPlan(transport="lamport", row_bytes=4096, num_warps=8, programs_per_sm=2))
 
 
@@ -87,12 +88,12 @@ def test_a_row_for_another_alignment_is_left_alone(rows):
 
 
 def test_a_matrix_product_takes_the_row(rows):
-    rows(("all_gather_matmul", (4096, 2560, 5120), FUSED))
-    assert planned("all_gather_matmul", 4096, 2560, 5120)[0] == FUSED
-    assert planned("all_gather_matmul", 5000, 2560, 5120)[0] == FUSED
+    rows(("all_gather_matmul", (4096, 2560, 5120), TUNED))
+    assert planned("all_gather_matmul", 4096, 2560, 5120)[0] == TUNED
+    assert planned("all_gather_matmul", 5000, 2560, 5120)[0] == TUNED
     for shape, op in (((4096, 12800, 5120), "all_gather_matmul"), ((4096, 2560, 5120), "matmul_reduce_scatter")):
         design, default = planned(op, *shape)
-        assert design == default != FUSED
+        assert design == default != TUNED
 
 
 def test_attention_takes_the_row_of_its_head_dim(rows):
@@ -120,27 +121,24 @@ def test_attention_takes_the_row_of_its_head_dim(rows):
 
 
 def test_a_row_above_the_library_s_says_nothing_of_what_lies_below(rows):
-    rows(("all_gather_matmul", (1024, 2560, 5120), FUSED))
-    assert planned("all_gather_matmul", 516, 2560, 5120)[0] == FUSED
+    rows(("all_gather_matmul", (1024, 2560, 5120), TUNED))
+    assert planned("all_gather_matmul", 516, 2560, 5120)[0] == TUNED
     assert ops.explain("ag_gemm", M=512, N=2560, K=5120, world_size=4, caps=GPU).algorithm == "sequential"
     assert ops.explain("ag_gemm", M=512, N=2560, K=5120, world_size=4, caps=GPU).row is None
-    rows(("all_gather_matmul", (512, 2560, 5120), FUSED))
-    assert planned("all_gather_matmul", 512, 2560, 5120)[0] == FUSED
+    rows(("all_gather_matmul", (512, 2560, 5120), TUNED))
+    assert planned("all_gather_matmul", 512, 2560, 5120)[0] == TUNED
 
 
 def test_explain_tells_the_row_and_why(rows, capsys):
-    rows(("all_gather_matmul", (4096, 2560, 5120), FUSED), ("all_reduce", (65536,), PUSH))
+    rows(("all_gather_matmul", (4096, 2560, 5120), TUNED), ("all_reduce", (65536,), PUSH))
     found = ops.explain("ag_gemm", M=2500, N=2560, K=5120, world_size=4, caps=GPU)
-    assert (found.algorithm, found.plan) == ("fused", FUSED)
-    fields = (
-        "block_m=64, block_n=128, block_k=64, group=2, num_warps=4, num_stages=5, split=True, chunks=1, flatten=False"
-    )
+    assert (found.algorithm, found.plan) == ("pipelined", TUNED)
     assert (
         repr(found).splitlines()
         == str(found).splitlines()
         == [
             "all_gather_matmul M=2500 N=2560 K=5120 bfloat16, world_size=4, Some GPU",
-            f"  gets  fused: {fields}",
+            "  gets  pipelined: chunks=1, streams=3, span=1, begin_first=False",
             "  row   some-gpu.w4.json: all_gather_matmul bfloat16 4096x2560x5120: 7.5 µs, the default 9, the nearest row "
             "(2026-11-20, weft 0.1.0)",
         ]
@@ -194,7 +192,7 @@ def test_explain_needs_nothing_but_the_sizes():
         (
             ("ag_gemm",),
             {"M": 4, "N": 8, "K": 8, "algorithm": "segments"},
-            "algorithm='segments' is not one of 'auto', 'fused'",
+            "algorithm='segments' is not one of 'auto', 'pipelined'",
         ),
         (("all_reduce", ("a",)), {}, "is no shape; pass a tuple of sizes"),
         ((3,), {}, "op=3 is not one of"),
@@ -232,12 +230,12 @@ def test_sums_that_the_one_kernel_cannot_count_are_said_to_go_by_the_pipelined_d
 
 
 def test_the_order_of_arrival_has_rows_of_its_own(rows):
-    other = dataclasses.replace(FUSED, tile=dataclasses.replace(TILE, group=4))
+    other = Pipelined(streams=4)
     rows(
-        ("all_gather_matmul", (4096, 2560, 5120), FUSED), ("all_gather_matmul+local_first", (4096, 2560, 5120), other)
+        ("all_gather_matmul", (4096, 2560, 5120), TUNED), ("all_gather_matmul+local_first", (4096, 2560, 5120), other)
     )  # fmt: skip
     sizes = {"M": 4096, "N": 2560, "K": 5120, "world_size": 4, "caps": GPU}
-    for own_first, design in ((False, FUSED), (True, other)):
+    for own_first, design in ((False, TUNED), (True, other)):
         found = ops.explain("ag_gemm", own_first=own_first, **sizes)
         assert found.plan == design == planned("all_gather_matmul", 4096, 2560, 5120, own_first)[0]
         assert found.row.op == "all_gather_matmul" + "+local_first" * own_first
@@ -310,12 +308,12 @@ def test_an_exchange_of_rows_has_rows_by_its_number_of_choices(op, everything, r
 
 def test_only_the_design_s_own_fields_are_shown(rows):
     rows(
-        ("all_gather_matmul", (4096, 2560, 5120), all_gather_matmul.Pipelined(span=2)),
+        ("all_gather_matmul", (4096, 2560, 5120), Pipelined(span=2)),
         ("matmul_reduce_scatter", (4096, 2560, 5120), fused_reduce.Fused(tile=TILE)),
     )
     shown = str(ops.explain("ag_gemm", M=4096, N=2560, K=5120, world_size=4, caps=GPU))
     assert "span=2" in shown
     assert "block_m" not in shown
     shown = str(ops.explain("gemm_rs", M=4096, N=2560, K=5120, world_size=4, caps=GPU))
-    assert "block_m=64" in shown
+    assert "block_m=64, block_n=128, block_k=64, group=2, num_warps=4, num_stages=5, split=True, piece=2048" in shown
     assert "span" not in shown

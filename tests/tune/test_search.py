@@ -19,7 +19,6 @@ from weft.ops.collectives.space import QUICK_PUSHES
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import MATMUL, Persistent
 from weft.ops.gemm.tile import Tile
-from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.plan import table as tuned
 from weft.plan.planned import machine
@@ -348,20 +347,19 @@ def test_a_variant_has_its_own_inputs_and_answer():
 
 
 def test_neighbours_move_one_field_within_what_the_design_allows():
-    op, four = ALL_GATHER_MATMUL, machine(capabilities.simulated(4), 4)
+    op, four = MATMUL_REDUCE_SCATTER, machine(capabilities.simulated(4), 4)
     tile = Tile(block_m=128, block_n=256, block_k=16, num_warps=8, group=1)
-    best = op.designs["fused"](tile=tile, chunks=8)
+    best = op.designs["fused"](tile=tile, piece=8192)
     found = list(op.around(best, four))
     assert len(found) == len(set(found))
     for design in found:
         one, other = flat(design), flat(best)
         assert len([name for name in one if one[name] != other[name]]) == 1
-    assert {design.chunks for design in found} == {4, 8}
+    assert {design.piece for design in found} == {4096, 8192}
     assert {design.tile.block_k for design in found} == {16, 32}
     assert list(op.around(best, four, quick=True)) == []
     gemm = MATMUL.plan(GemmCall(16, 16, 16, torch.bfloat16), four)
     assert list(op.around(op.designs["sequential"](gemm=gemm), four)) == []
-    op = MATMUL_REDUCE_SCATTER
     for world_size, span, spans, accumulate in (
         (2, 1, {1}, {False, True}),
         (3, 2, {1, 2}, {False}),

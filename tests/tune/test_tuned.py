@@ -185,7 +185,7 @@ def test_found_says_file_key_and_microseconds():
 
 
 def test_a_row_that_no_longer_fits_says_so():
-    designs = find_op("all_gather_matmul").designs
+    designs = find_op("matmul_all_reduce").designs
     with pytest.raises(ValueError, match="tuned row matmul bfloat16 16x8x8 does not fit design 'fused' .*warp_count"):
         row("matmul", 16, 8, 8, warp_count=4).as_design(designs)
     with pytest.raises(ValueError, match="does not fit design 'segments'"):

@@ -17,7 +17,6 @@ from weft.kernels.operands import descriptor_or_self
 from weft.kernels.tile_schedule import as_argument, make_tiles
 from weft.ops.gemm.matmul import matmul_kernel
 from weft.ops.op import find_op
-from weft.ops.overlap.fused_gather import all_gather_matmul_kernel
 from weft.ops.overlap.fused_reduce import Buffers, matmul_reduce_kernel
 from weft.ops.overlap.pipelined import SUM_BLOCK, SUM_WARPS, Shares, share_kernel, sum_kernel
 from weft.plan import table
@@ -30,7 +29,6 @@ from weft.transport.halves import Half, begin_kernel
 # The design with a kernel of its own.
 FUSED = {
     "matmul": "persistent",
-    "all_gather_matmul": "fused",
     "matmul_reduce_scatter": "fused",
     "matmul_all_reduce": "fused",
 }
@@ -74,11 +72,6 @@ def built(op, arch, rows, descriptors=True, dtype=torch.bfloat16, world_size=4, 
     options = tile.options(descriptors, arch)
     if op == "matmul":
         return compiled(matmul_kernel, a, b, x, split, rows, sizes, tiles, None, block, arch=arch, **options)
-    if op == "all_gather_matmul":
-        return compiled(
-            all_gather_matmul_kernel, a, a, b, x, LANDED, split, rows, sizes, tiles, block, team, arch=arch,
-            FLATTEN=chosen.flatten, LOCAL_FIRST=own_first, **options,
-        )  # fmt: skip
     buffers = Buffers(x, WORDS, WORDS, x, WORDS, 1 << 20, 1 << 12)
     return compiled(
         matmul_reduce_kernel, a, b, x, x, buffers, split, world_size * rows, sizes, tiles, block, team, arch=arch,
@@ -111,9 +104,8 @@ def test_machine_code_on_sm_90(rows, op, tmp_path):
     assert stack_bytes(kernel, tmp_path) == 0
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_own_rows_first_on_sm_90(op, tmp_path):
-    assert stack_bytes(built(op, "sm_90", 2048, own_first=True), tmp_path) == 0
+def test_own_rows_first_on_sm_90(tmp_path):
+    assert stack_bytes(built("matmul_reduce_scatter", "sm_90", 2048, own_first=True), tmp_path) == 0
 
 
 @pytest.mark.parametrize("op", KERNELS)

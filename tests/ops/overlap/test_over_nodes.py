@@ -22,8 +22,8 @@ def test_every_case(nodes, node_size, seed):
 @pytest.mark.parametrize("design", ["fused", "pipelined", "sequential"])
 def test_a_node_may_use_any_design(design):
     def main(team):
-        run_cases(team, [Case(op=op, world_size=4, dtype=BF16, sizes=(24, 16, 32), design=design) for op in (
-            "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")], 1)  # fmt: skip
+        ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")[design == "fused" :]
+        run_cases(team, [Case(op=op, world_size=4, dtype=BF16, sizes=(24, 16, 32), design=design) for op in ops], 1)
 
     weft.simulate(main, 4, node_size=2)
 

@@ -27,7 +27,7 @@ KINDS = (
 # nvjet, cutlass and xmma are cuBLAS's, fmha and flash torch's SDPA, triton_… torch.compile's, which spells out what it fused.
 NAMES = (
     ("all-reduce + norm", r"all_reduce_rms_norm"),
-    ("gemm+communication", r"all_gather_matmul|matmul_reduce|matmul_all_reduce"),
+    ("gemm+communication", r"matmul_reduce"),
     ("routing", r"route|moe_schedule|moe_sum|sum_slabs|(order|group)_tiles|place_tokens|add_pieces|copy_chosen|quantize_rows"),
     ("communication", r"moe_dispatch|moe_combine|gather_(fp8_)?words|combine_words|(exchange|merge)_heads"),
     ("attention", r"attention|flash|fmha|\bsdpa|cudnn_generated"),

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.kernels.operands import can_describe, has_dense_rows
-from weft.kernels.tile_schedule import (
-    place_of,
-)
+from weft.kernels.tile_schedule import place_of
 from weft.ops.case import Case, Inputs
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import CollectiveCall
@@ -19,23 +17,23 @@ from weft.ops.collectives.over_nodes import OverNodes, swapped
 from weft.ops.gemm import cublas
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, check_operands, product, rotated
 from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
-from weft.ops.gemm.tile import default_tile, splits_by_default
 from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
-from weft.ops.overlap.fused_gather import Fused, gather_channel, push_shard, run_fused
 from weft.ops.overlap.pipelined import CHUNKS, check_pipelined, pieces_of, runs_of
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
-from weft.ops.overlap.space import fused_tiles, pipelines
+from weft.ops.overlap.space import pipelines
 from weft.ops.registration import check_flag, check_list, check_team
 from weft.plan import table
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
+from weft.runtime.team.channel import Channel
 from weft.runtime.team.checks import agree
 from weft.runtime.team.team import find_team
-from weft.transport.copy_channel import await_chunk
+from weft.runtime.team.workspace import grown_workspace
+from weft.transport.copy_channel import CopyChannel, await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -100,7 +98,7 @@ def all_gather_matmul(
 class AllGatherMatmul(Overlapped):
     name, alias = "all_gather_matmul", "ag-gemm"
     saves = ("a_shard", "b")
-    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
+    designs = {"pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
     internal = ("over_nodes",)
     rows_sharded = gathers = True
     options = variants = ("local_first",)
@@ -118,9 +116,6 @@ class AllGatherMatmul(Overlapped):
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         world, rows = machine.world_size, call.M // machine.world_size
-        if name == "fused":
-            tile = default_tile(rows, call.N, call.dtype, machine.caps, world)
-            return Fused(tile=tile, split=splits_by_default(call.K, machine.caps))
         if name == "pipelined":
             if world == 2:
                 return Pipelined(chunks=2 if call.N >= 8192 and rows >= 1024 else 1)
@@ -136,12 +131,6 @@ class AllGatherMatmul(Overlapped):
         yield from (self.default(name, call, machine) for name in self.algorithms[1:])
         for design in pipelines(Pipelined(), machine):
             yield from (design, replace(design, begin_first=True))
-        base = self.default("fused", call, machine)
-        for design in fused_tiles(base, call.M // machine.world_size, call.dtype, machine, quick):
-            yield design
-            # The next tile's loads during the epilogue take one stage of shared memory.
-            if (design.tile.block_n, design.tile.num_stages) == (256, 3):
-                yield replace(design, flatten=True)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -194,14 +183,13 @@ class AllGatherMatmul(Overlapped):
         outs = list(into) or [shard.new_empty((team.size * shard.shape[0], b.shape[0])) for b in bs]
         if isinstance(design, OverNodes):
             return self._run_over_nodes(design, team, shard, bs, outs, gathers)
-        run = run_fused if isinstance(design, Fused) else _run_pipelined
-        gathered = run(design, team, shard, bs, outs, local_first)
+        gathered = _run_pipelined(design, team, shard, bs, outs, local_first)
         if not gathers:
             return outs
+        # A copy, since later calls write over the workspace; the own shard is not in it.
         panels = list(gathered.chunk(team.size))
-        if local_first and isinstance(design, Fused):
-            panels = panels[team.rank :] + panels[: team.rank]
-        return [*outs, _whole(panels, shard, team, local_first)]
+        panels[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard
+        return [*outs, torch.cat(panels)]
 
     def _run_over_nodes(
         self,
@@ -331,8 +319,8 @@ def _run_pipelined(
 ) -> torch.Tensor:
     """Run a cuBLAS GEMM for the own shard, then one for each chunk of each peer's shard as it arrives.
 
-    One GEMM may take several peers' shards. The GEMMs use the streams in turn. Returns the panels of gathered rows in the
-    result's order; this rank's is not written.
+    One GEMM may take several peers' shards. The GEMMs use the streams in turn. Returns the gathered rows in the result's
+    order; this rank's are not written.
 
     signals  copy engine of rank s, after each chunk: flags[place of s, c] = epoch, if local_first flags[W + place of s, c]: in
              either order a row has one writer, so its epochs grow, whatever the order of earlier calls
@@ -344,18 +332,14 @@ def _run_pipelined(
     stream 0  | s0 | s2 |                                               rank 0 of 4: shards
     stream 1      | s1 | s3 |
     """
-    world, me, (rows, K) = team.size, team.rank, shard.shape
-    channel, streams = gather_channel(team, shard.dtype, world * rows * K), side_streams(team, design.streams)
+    world, rows, streams = team.size, len(shard), side_streams(team, design.streams)
     pieces = list(pieces_of(rows, design.chunks))
     streams.fork()
     with streams.urgent():
-        gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
+        gathered, landed, own = begin_gather(team, shard, [piece for _, piece in pieces], local_first)
         begun = streams.mark()
-        team.copy_engine.fork()
-    push_shard(team, shard, gathered, [piece for _, piece in pieces], channel, local_first)
     if design.begin_first:
         streams.after(begun)
-    own, landed = place_of.fn(me, me, world, local_first), channel.rows_from(world) if local_first else channel.landed
     for b, out in zip(bs, outs, strict=True):
         cublas.matmul(shard, b, out[own * rows : (own + 1) * rows])
     turn = 1
@@ -373,10 +357,31 @@ def _run_pipelined(
     return gathered
 
 
-def _whole(panels: list[torch.Tensor], shard: torch.Tensor, team: Team, local_first: bool) -> torch.Tensor:
-    """All ranks' rows as a new tensor: the workspace's ``panels``, with ``shard`` in this rank's place.
+def begin_gather(
+    team: Team, shard: torch.Tensor, pieces: Sequence[slice], local_first: bool
+) -> tuple[torch.Tensor, Channel, int]:
+    """Begin a call in the current stream, and have copy engines write ``shard`` into every peer's A_full, by ``pieces``.
 
-    Later calls write over the workspace.
+    Returns the half of A_full, whose rows of this rank are not written, its flags, and this rank's place. Rank r serves
+    r - 1, r - 2, … : the peer that needs this shard next is first, and every link carries one shard at a time.
     """
-    panels[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard
-    return torch.cat([panel[: len(shard)] for panel in panels])
+    if shard.requires_grad:
+        shard = shard.detach()  # copies are made outside the op, where autograd would follow it
+    world, me, (rows, K) = team.size, team.rank, shard.shape
+
+    def make(capacity: int) -> CopyChannel:
+        # A row of flags per rank for each order of rows, so that each row has one writer.
+        return CopyChannel.make(team, team.empty((2, capacity), dtype=shard.dtype), 2 * world)
+
+    channel = grown_workspace(team, ("all_gather_matmul", shard.dtype), world * rows * K, make)
+    gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
+    team.copy_engine.fork()
+    first_flags = world if local_first else 0
+    for step in range(1, world):
+        peer = (me - step) % world
+        place = place_of.fn(me, peer, world, local_first)
+        for number, piece in enumerate(pieces):
+            target = gathered[place * rows + piece.start : place * rows + piece.stop]
+            channel.send(team, target, shard if len(pieces) == 1 else shard[piece], first_flags + place, number, peer)
+    landed = channel.rows_from(world) if local_first else channel.landed
+    return gathered, landed, place_of.fn(me, me, world, local_first)

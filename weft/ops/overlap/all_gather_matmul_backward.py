@@ -9,19 +9,16 @@ import torch
 
 from weft.arguments import did_you_mean
 from weft.kernels.operands import can_describe, has_dense_rows
-from weft.kernels.tile_schedule import place_of
 from weft.ops.gemm import cublas
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import weight_gradient
 from weft.ops.layout import Given
 from weft.ops.op import Op, define
-from weft.ops.overlap.all_gather_matmul import gathered_rows
-from weft.ops.overlap.fused_gather import gather_channel, push_shard
+from weft.ops.overlap.all_gather_matmul import begin_gather, gathered_rows
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.sequential import rows_overlap
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.codec import exchangeable
-from weft.runtime.team.channel import Channel
 from weft.runtime.team.team import find_team
 from weft.transport.copy_channel import await_chunk
 
@@ -161,7 +158,7 @@ def _run_under_scatter(
     gemm  | o1 | o2 | o3 | own | of b |                    rank 0 of 4: A's gradient by owner, then B's
     """
     world, shard = team.size, a_shard.contiguous()
-    gathered, landed, own = _begin_gather(team, shard, local_first)
+    gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], local_first)
     gathered.view(world, *shard.shape)[own].copy_(shard.detach())
     of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first)
     await_chunk(landed, 0, (own + 1) % world, world - 1)
@@ -191,7 +188,7 @@ def _run_by_shards(
     gemm  | s0 | s1 | s2 | s3 | o1 | o2 | o3 | own |       rank 0 of 4: summands of B's gradient, then A's by owner
     """
     world, shard = team.size, a_shard.contiguous()
-    gathered, landed, own = _begin_gather(team, shard, local_first)
+    gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], local_first)
     panels, of_panels = gathered.view(world, *shard.shape), grad.view(world, len(shard), -1)
     of_b = cublas.widened(of_panels[own].t(), shard.t(), torch.float32)
     for step in range(1, world):
@@ -201,17 +198,6 @@ def _run_by_shards(
     of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first)
     team.copy_engine.join()
     return [of_a, of_b.to(dtype)]
-
-
-def _begin_gather(team: Team, shard: torch.Tensor, local_first: bool) -> tuple[torch.Tensor, Channel, int]:
-    """Have copy engines gather ``shard``. Returns the rows, their flags, and this rank's place."""
-    world, me, (rows, K) = team.size, team.rank, shard.shape
-    channel = gather_channel(team, shard.dtype, world * rows * K)
-    gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
-    team.copy_engine.fork()
-    push_shard(team, shard, gathered, [slice(0, rows)], channel, local_first)
-    landed = channel.rows_from(world) if local_first else channel.landed
-    return gathered, landed, place_of.fn(me, me, world, local_first)
 
 
 ALL_GATHER_MATMUL_BACKWARD = AllGatherMatmulBackward()

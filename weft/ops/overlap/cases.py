@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +20,8 @@ def tile(block_m: int, block_n: int, block_k: int, **more: int) -> Tile:
     return Tile(block_m=block_m, block_n=block_n, block_k=block_k, **more)
 
 
-# Tiles of full size, with the default number of stages and with one more.
-FULL, FULL_4 = tile(128, 256, 64, num_warps=8), tile(128, 256, 64, num_warps=8, num_stages=4)
+# A tile of full size, with more than the default number of stages.
+FULL_4 = tile(128, 256, 64, num_warps=8, num_stages=4)
 
 
 class Table:
@@ -35,10 +34,13 @@ class Table:
         return Case(op=self.op.name, world_size=w, dtype=dtype, sizes=sizes, design=design, **more)
 
     def fused(self, tile: Tile, **fields: Any) -> Any:
-        """Fused design of the op, with those of ``fields`` that it has."""
-        kind = self.op.designs["fused"]
-        own = {field.name for field in dataclasses.fields(kind)}
-        return kind(tile=tile, **{name: value for name, value in fields.items() if name in own})
+        return self.op.designs["fused"](tile=tile, **fields)
+
+    def each(self) -> Iterator[Any]:
+        """A design of each kind."""
+        if "fused" in self.op.designs:
+            yield self.fused(tile(64, 128, 64))
+        yield from (self.pipelined(), "sequential")
 
     def pipelined(self, *, chunks: int = 1, streams: int = 2, **fields: Any) -> Any:
         return self.op.designs["pipelined"](chunks=chunks, streams=streams, **fields)
@@ -53,14 +55,15 @@ def overlap_cases(op: Overlapped, span: int) -> Iterator[Case]:
         yield made.case(w, FP16, (w, 33, 21))
         if w != 8:
             yield made.case(w, FP32, (w * 7, 40, 36))
-    # Several tile rows a panel, the last short; groups and chunks that do not divide them.
-    yield made.case(2, BF16, (2 * 41, 40, 72), made.fused(SMALL, chunks=2))
-    yield made.case(4, BF16, (4 * 33, 70, 48), made.fused(WIDE))
+    if "fused" in op.designs:
+        # Several tile rows a panel, the last short; groups that do not divide them.
+        yield made.case(2, BF16, (2 * 41, 40, 72), made.fused(SMALL))
+        yield made.case(4, BF16, (4 * 33, 70, 48), made.fused(WIDE))
+        # Tiles with several split-K partials, and none split; a tile sent in many pieces, and in one.
+        yield made.case(2, BF16, (2 * 40, 72, 150), made.fused(tile(16, 16, 16), piece=32))
+        yield made.case(2, BF16, (2 * 20, 40, 90), made.fused(tile(16, 16, 16), piece=256, split=False))
     yield made.case(2, BF16, (2 * 12, 24, 20), layout="transposed")
     yield made.case(3, BF16, (3 * 5, 24, 32), layout="offset")
-    # Tiles with several split-K partials, and none split; a tile sent in many pieces, and in one.
-    yield made.case(2, BF16, (2 * 40, 72, 150), made.fused(tile(16, 16, 16), piece=32))
-    yield made.case(2, BF16, (2 * 20, 40, 90), made.fused(tile(16, 16, 16), piece=256, split=False))
     for w in WORLD_SIZES:
         yield made.case(w, BF16, (w * 20, 40, 48), made.pipelined())
         yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(chunks=3, streams=3))
@@ -74,7 +77,8 @@ def local_first_cases(op: Overlapped) -> Iterator[Case]:
     """Cases of every design with rows in local-first order, and of runs of several ranks' rows."""
     made = Table(op)
     for w in WORLD_SIZES:
-        yield made.case(w, BF16, (w * 20, 40, 48), made.fused(SMALL), fields=LOCAL_FIRST)
+        if "fused" in op.designs:
+            yield made.case(w, BF16, (w * 20, 40, 48), made.fused(SMALL), fields=LOCAL_FIRST)
         yield made.case(w, FP32, (w * 5, 40, 36), made.pipelined(span=2, streams=1), fields=LOCAL_FIRST)
         yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(span=8), fields=LOCAL_FIRST)
         yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(chunks=3), fields=LOCAL_FIRST)
@@ -87,8 +91,6 @@ def all_gather_matmul_cases(op: Overlapped) -> Iterator[Case]:
     yield from overlap_cases(op, span=3)
     yield from local_first_cases(op)
     yield made.case(3, BF16, (36, 24, 32), made.pipelined(begin_first=True))
-    yield made.case(3, BF16, (3 * 70, 20, 16), made.fused(tile(16, 32, 16), chunks=8))
-    yield made.case(2, BF16, (2 * 60, 90, 40), made.fused(tile(16, 32, 16), chunks=2, flatten=True))
 
 
 def matmul_reduce_scatter_cases(op: Overlapped) -> Iterator[Case]:
@@ -126,7 +128,7 @@ def large_overlap_cases(op: Overlapped) -> Iterator[Case]:
     """Large cases of every overlapped op: each design, and the plan of the shape."""
     made = Table(op)
     for w in GPU_WORLD_SIZES:
-        for design in (made.fused(tile(64, 128, 64)), made.pipelined(), "sequential"):
+        for design in made.each():
             yield made.case(w, BF16, (w * 128, 776, 520), design)
     for w in LARGE_WORLD_SIZES:
         yield made.case(w, BF16, (2048, 1280, 1024))
@@ -134,15 +136,17 @@ def large_overlap_cases(op: Overlapped) -> Iterator[Case]:
         yield made.case(w, BF16, (w * 130, 700, 333))
         yield made.case(w, BF16, (w * 16, 5120, 640))
         yield made.case(w, FP32, (w * 100, 300, 200))
-        # Tiles that are split on 132 SMs.
-        for design in (made.fused(FULL_4), made.fused(FULL_4, split=False, piece=512), "sequential"):
-            yield made.case(w, BF16, (1024, 5120, 2000), design)
+        yield made.case(w, BF16, (1024, 5120, 2000), "sequential")
+        if "fused" in op.designs:
+            # Tiles that are split on 132 SMs.
+            for design in (made.fused(FULL_4), made.fused(FULL_4, split=False, piece=512)):
+                yield made.case(w, BF16, (1024, 5120, 2000), design)
 
 
 def large_local_first_cases(op: Overlapped, N: int, K: int) -> Iterator[Case]:
     made = Table(op)
     for w in GPU_WORLD_SIZES:
-        for design in (made.fused(tile(64, 128, 64)), made.pipelined(), "sequential"):
+        for design in made.each():
             yield made.case(w, BF16, (w * 128, 776, 520), design, fields=LOCAL_FIRST)
     for w in LARGE_WORLD_SIZES:
         for rows in (w * 16, w * 256, w * 1000):
@@ -156,13 +160,12 @@ def large_all_gather_matmul_cases(op: Overlapped) -> Iterator[Case]:
     for w in LARGE_WORLD_SIZES:
         yield made.case(w, BF16, (w * 2048, 1280, 5120))
         for design in (
-            made.fused(FULL, chunks=2, flatten=True),
             made.pipelined(),
             made.pipelined(chunks=2, streams=4, begin_first=True),
             made.pipelined(span=3),
         ):
             yield made.case(w, BF16, (1024, 5120, 2000), design)
-        for design in (made.pipelined(span=3), made.pipelined(chunks=2), made.fused(FULL, chunks=2, flatten=True)):
+        for design in (made.pipelined(span=3), made.pipelined(chunks=2)):
             yield made.case(w, BF16, (1024, 5120, 2000), design, fields=LOCAL_FIRST)
 
 

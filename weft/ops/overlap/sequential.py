@@ -54,7 +54,7 @@ class Overlapped(GemmOp):
         return super().choose(call, machine)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if not (quick and isinstance(design, self.designs["fused"])):
+        if not (quick and isinstance(design, self.designs.get("fused", ()))):
             most = max(machine.world_size - 1, getattr(design, "span", 1))
             yield from (one for one in around(design) if getattr(one, "span", 1) <= most)
 

@@ -20,8 +20,6 @@ UNCHOSEN = {
     ("sharded_decode_attention", "over_nodes"): NODES,
     ("all_reduce", "multimem_one_shot"): "NVLink multicast was off on all GPUs that measured: asked for by name",
     ("all_reduce", "multimem_two_shot"): "NVLink multicast was off on all GPUs that measured: asked for by name",
-    ("heads_to_sequence", "copy_engine"): "of 256 MiB on, which weft bench does not name",
-    ("sequence_to_heads", "copy_engine"): "of 256 MiB on, which weft bench does not name",
     ("matmul", "persistent"): "weft's own GEMM, asked for by name; tests of tile schedules run it",
     **{
         (name, "over_nodes"): NODES

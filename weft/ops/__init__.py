@@ -16,9 +16,8 @@ from weft.ops.collectives.all_reduce import all_reduce
 from weft.ops.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from weft.ops.collectives.all_to_all import all_to_all
 from weft.ops.collectives.barrier import barrier
-from weft.ops.collectives.heads_to_sequence import heads_to_sequence
+from weft.ops.collectives.heads import heads_to_sequence, sequence_to_heads
 from weft.ops.collectives.reduce_scatter import reduce_scatter
-from weft.ops.collectives.sequence_to_heads import sequence_to_heads
 from weft.ops.elementwise.add_rms_norm import add_rms_norm
 from weft.ops.elementwise.silu_mul import silu_mul
 from weft.ops.explain import Explanation, explain

@@ -25,8 +25,7 @@ from weft.ops.attention.pipelined_prefill import attend_between_copies
 from weft.ops.attention.stripes import Stripes, attend
 from weft.ops.attention.zigzag import ZigzagRanges, ZigzagShards
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.collectives.heads_to_sequence import HEADS_TO_SEQUENCE
-from weft.ops.collectives.sequence_to_heads import SEQUENCE_TO_HEADS
+from weft.ops.collectives.heads import HEADS_TO_SEQUENCE, SEQUENCE_TO_HEADS
 from weft.ops.local import check_shape
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_flag, check_scalar, check_team, check_tensor

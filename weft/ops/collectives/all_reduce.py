@@ -19,11 +19,10 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import FP32, Case, Draw, Inputs, sum_of
-from weft.ops.collectives import cases
+from weft.ops.collectives import cases, multimem
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot, shots_rule
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
-from weft.ops.collectives.multimem import Multimem, MultimemOneShot, MultimemTwoShot, all_reduce_by_switch
 from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.op import register
@@ -140,12 +139,11 @@ class AllReduce(Collective):
         "one_shot": OneShot,
         "two_shot": TwoShot,
         "copy_engine": CopyEngine,
-        "multimem_one_shot": MultimemOneShot,
-        "multimem_two_shot": MultimemTwoShot,
+        **multimem.DESIGNS,
         "copy": Copy,
         "over_nodes": ScatterGather,
     }
-    rare = ("multimem_one_shot", "multimem_two_shot")  # need multicast
+    rare = tuple(multimem.DESIGNS)  # need multicast
     staging_buffers = 2  # the peers' parts, and their sums
     copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
     # Two ranks' parts are long, and the engines wait for their sum: more programs. A smaller last piece is copied out sooner:
@@ -158,11 +156,7 @@ class AllReduce(Collective):
         return 2 * nbytes * (world_size - 1) // world_size
 
     def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
-        if self._of_the_switch(call.design) and not machine.caps.multicast:
-            raise ValueError(
-                f"all_reduce: algorithm={call.design!r} needs NVLink multicast, which this team lacks (team.caps.multicast); "
-                f"pass 'auto'"
-            )
+        multimem.check(call.design, machine)
         return super().choose(call, machine)
 
     def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
@@ -178,10 +172,7 @@ class AllReduce(Collective):
         return self.run_of_partials(x, case.dtype, team) if case.field("partials") else super().call(case, team, x)
 
     def default(self, name: str, call: CollectiveCall, machine: Machine) -> Any:
-        return self.designs[name]() if self._of_the_switch(name) else super().default(name, call, machine)
-
-    def _of_the_switch(self, name: str) -> bool:
-        return name != AUTO and issubclass(self.designs[name], Multimem)
+        return multimem.DESIGNS[name]() if name in multimem.DESIGNS else super().default(name, call, machine)
 
     def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
         return all_reduce(x, team, algorithm)
@@ -189,8 +180,8 @@ class AllReduce(Collective):
     def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
         """All-reduce of ``x``, checked, any strides: a new contiguous tensor of its shape."""
         self.check_design(design)
-        if isinstance(design, Multimem) and x.numel() > 0:
-            return all_reduce_by_switch(x.detach().contiguous(), team, design)
+        if isinstance(design, multimem.Multimem) and x.numel() > 0:
+            return multimem.all_reduce(x.detach().contiguous(), team, design)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if isinstance(design, Copy):
             return out.copy_(x)

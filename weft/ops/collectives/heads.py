@@ -1,4 +1,4 @@
-"""Exchange of attention heads for tokens (Ulysses): base of sequence_to_heads and heads_to_sequence.
+"""Exchange of attention heads for tokens (Ulysses): sequence_to_heads and heads_to_sequence.
 
 Between attentions a rank has all heads of its own tokens, in attention its own heads of all tokens. Rows are transposed where
 they are loaded and stored: one kernel and one hop, no copy before or after. Several tensors of different numbers of heads,
@@ -17,19 +17,17 @@ import torch
 
 from weft.arguments import check_int, quoted
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.collectives.cases import FEW_KEYED, PIECES
+from weft.ops.collectives.cases import FEW_KEYED
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, Push
-from weft.ops.collectives.copy_engine import CopyEngine, exchange, on_lines
 from weft.ops.collectives.head_exchange import Part, exchange_heads_kernel
+from weft.ops.op import register
 from weft.ops.registration import as_words, check_choice, check_list, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 from weft.runtime.team.team import Team, find_team
 from weft.transport.plans import word_of
-from weft.transport.push import (
-    launch,
-)
+from weft.transport.push import launch
 
 
 class ExchangeHeads(Collective):
@@ -37,14 +35,13 @@ class ExchangeHeads(Collective):
 
     Fields of a case: ``heads`` of further tensors, ``tokens`` of each rank.
 
-    The limits of the push are all_to_all's, which sends as many bytes between the same programs. Copy engines are never chosen:
-    they need a permutation of their own before or after (two H100s, 256 MiB: 745 us, the push 398).
+    The limits of the push are all_to_all's, which sends as many bytes between the same programs. Copy engines would need a
+    permutation before or after (two H100s, 256 MiB: 745 us, the push 398).
     """
 
     moves_bits = True
-    designs = {"push": Push, "copy_engine": CopyEngine, "copy": Copy}
-    copy_engine_from = {2: ENDLESS, 4: ENDLESS, 8: ENDLESS}
-    copies = {2: CopyEngine(pieces=(3, 1))}
+    designs = {"push": Push, "copy": Copy}
+    copy_engine_from = {8: ENDLESS}
     to_heads: ClassVar[bool]
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -74,9 +71,9 @@ class ExchangeHeads(Collective):
                     f"tokens and dtype"
                 )
         check_choice(name, "algorithm", algorithm, self.algorithms)
-        return xs, self.checked_tokens(xs[0].shape[0], team, tokens, algorithm)
+        return xs, self.checked_tokens(xs[0].shape[0], team, tokens)
 
-    def checked_tokens(self, rows: int, team: Team, tokens: Sequence[int] | None, algorithm: str) -> list[int]:
+    def checked_tokens(self, rows: int, team: Team, tokens: Sequence[int] | None) -> list[int]:
         """Tokens of each rank. ValueError unless they fit tensors of ``rows`` tokens."""
         W = team.size
         if tokens is None:
@@ -89,17 +86,13 @@ class ExchangeHeads(Collective):
             raise ValueError(
                 f"{self.name}: tokens={quoted(tokens)} are not those of each of {W} ranks; pass a tuple of {W}"
             )
-        found = [check_int(f"{self.name}: tokens[{rank}]", count, 0) for rank, count in enumerate(tokens)]
-        expected = found[team.rank] if self.to_heads else sum(found)
+        counts = [check_int(f"{self.name}: tokens[{rank}]", count, 0) for rank, count in enumerate(tokens)]
+        expected = counts[team.rank] if self.to_heads else sum(counts)
         if rows != expected:
             raise ValueError(
-                f"{self.name}: x has {rows} tokens, and tokens={tuple(found)} say {expected} at rank {team.rank}"
+                f"{self.name}: x has {rows} tokens, and tokens={tuple(counts)} say {expected} at rank {team.rank}"
             )
-        if algorithm == "copy_engine" and len(set(found)) > 1:
-            raise ValueError(
-                f"{self.name}: tokens={tuple(found)} differ, and algorithm='copy_engine' sends equal parts; take 'push'"
-            )
-        return found
+        return counts
 
     def shape_of_result(self, x: torch.Tensor, tokens: Sequence[int], team: Team) -> tuple[int, int, int]:
         _, heads, D = x.shape
@@ -110,8 +103,6 @@ class ExchangeHeads(Collective):
     def plan_of(self, xs: Sequence[torch.Tensor], tokens: Sequence[int], team: Team, algorithm: str) -> Any:
         """Design for the rank with the most tokens, the same on all ranks."""
         row = sum(x.shape[1] * x.shape[2] for x in xs) * xs[0].itemsize * (1 if self.to_heads else team.size)
-        if algorithm == AUTO and len(set(tokens)) > 1:
-            algorithm = "push" if team.size > 1 else AUTO
         return self.plan(CollectiveCall(max(tokens) * row, xs[0].dtype, algorithm), machine_of(team)).design
 
     def run(self, design: Any, team: Team, xs: Sequence[torch.Tensor], tokens: Sequence[int]) -> list[torch.Tensor]:
@@ -123,10 +114,6 @@ class ExchangeHeads(Collective):
         # Tensors without elements have nothing to send, and no words.
         filled = [(x.detach(), out) for x, out in zip(xs, outs, strict=True) if x.shape[1] * x.shape[2] > 0]
         if max(tokens) == 0 or not filled:
-            return outs
-        if isinstance(design, CopyEngine):
-            for x, out in filled:
-                self._by_copy_engine(x, out, team, design)
             return outs
         width = [out.shape[1] * out.shape[2] // (1 if self.to_heads else team.size) for _, out in filled]
         # The same on all ranks, whatever the layout of their tensors.
@@ -152,18 +139,6 @@ class ExchangeHeads(Collective):
             EVEN=even,
         )
         return outs
-
-    def _by_copy_engine(self, x: torch.Tensor, out: torch.Tensor, team: Team, design: CopyEngine) -> None:
-        """Copy engines carry whole parts, so the side that is by token is permuted by a kernel of torch."""
-        W = team.size
-        T = out.shape[0] // W if self.to_heads else out.shape[0]
-        by_part = (x.reshape(T, W, -1).transpose(0, 1) if self.to_heads else x.reshape(W, T, -1)).contiguous()
-        word = word_of(by_part[0].nbytes)
-        received = out if self.to_heads else torch.empty_like(by_part)
-        source, target = on_lines(as_words(by_part, word)), as_words(received, word)
-        exchange(source.view(W, -1).unbind(), target.view(W, -1).unbind(), team, design)
-        if not self.to_heads:
-            out.view(T, W, -1).copy_(received.view(W, T, -1).transpose(0, 1))
 
     def forward(
         self, xs: Sequence[torch.Tensor], tokens: Sequence[int], team: str, algorithm: str
@@ -229,26 +204,16 @@ class ExchangeHeads(Collective):
 
     def cases(self) -> Iterator[Case]:
         def case(w: int, dtype: torch.dtype, sizes: tuple[int, ...], design: Any = AUTO, **fields: Any) -> Case:
-            given = {name: value for name, value in fields.items() if name not in ("layout", "data")}
-            named = {name: value for name, value in fields.items() if name in ("layout", "data")}
-            return Case(
-                op=self.name,
-                world_size=w,
-                dtype=dtype,
-                sizes=sizes,
-                design=design,
-                fields=tuple(given.items()),
-                **named,
-            )
+            named = {name: fields.pop(name) for name in ("layout", "data") if name in fields}
+            given = {"sizes": sizes, "design": design, "fields": tuple(fields.items())}
+            return Case(op=self.name, world_size=w, dtype=dtype, **given, **named)
 
         for w in (1, 2, 3, 4, 8):
             yield case(w, FP16, (7, w, 24), tokens=(7, 0, 1, 3, 7, 0, 2, 5)[:w], heads=(3 * w,))
             if w == 8:
                 continue
             yield case(w, BF16, (5, 2 * w, 16), heads=(w, w))
-            yield case(w, BF16, (6, 2 * w, 32), "copy_engine")
         yield case(2, BF16, (40, 4, 16), Push(push=FEW_KEYED), tokens=(40, 7), heads=(2,))
-        yield case(2, BF16, (40, 4, 16), CopyEngine(pieces=PIECES[1], programs=2))
         yield case(3, BF16, (1, 6, 8), tokens=(0, 0, 1), heads=(3,))
         if not self.to_heads:  # which shares all but the direction
             return
@@ -259,14 +224,13 @@ class ExchangeHeads(Collective):
             yield case(2, BF16, (max(tokens), 4, 8), tokens=tokens, heads=(2,))
         yield case(2, BF16, (33, 4, 8), layout="transposed")
         yield case(2, BF16, (33, 4, 10), layout="strided")
-        yield case(2, BF16, (6, 2, 10), "copy_engine", heads=(4,), layout="offset")
+        yield case(2, BF16, (6, 2, 10), heads=(4,), layout="offset")
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, heads, D in ((4096 // w, 32, 128), (32768 // w, 64, 128)):
                 for fields in ((("heads", (8, 8)),), (("heads", (8, 8)), ("tokens", (T, T - 1, 3, T)[:w]))):
                     yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(T, heads, D), fields=fields)
-            yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(4096, 32, 128), design="copy_engine")
 
 
 def _words(x: torch.Tensor, word: torch.dtype) -> torch.Tensor:
@@ -287,3 +251,63 @@ def _ranges(team: Team, tokens: Sequence[int]) -> torch.Tensor:
         firsts = [sum(key[:rank]) for rank in range(len(key))]
         known[key] = upload(torch.tensor([*zip(firsts, key, strict=True)], dtype=torch.int32), team.device)
     return known[key]
+
+
+class SequenceToHeads(ExchangeHeads):
+    name, alias = "sequence_to_heads", "sequence-to-heads"
+    to_heads = True
+    differs = {"xs": (0,)}  # tokens of the rank
+
+
+SEQUENCE_TO_HEADS = SequenceToHeads()
+register(SEQUENCE_TO_HEADS)
+
+
+def sequence_to_heads(
+    x: torch.Tensor | Sequence[torch.Tensor],
+    team: Team,
+    *,
+    tokens: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor | list[torch.Tensor]:
+    """Send each rank its heads of this rank's tokens: [T, H, D] -> [all tokens, H / W, D]. Collective.
+
+    x          one tensor, or several of the same T and dtype, such as q, k and v, with their own H and D: a list of results
+               is returned. Any dtype of 1, 2, 4 or 8 bytes, on ``team.device``; tokens may be strided
+    tokens     those of each rank, which may differ and be 0; None: T on every rank. Known on the host and equal on all ranks,
+               as H, D and dtype are
+    algorithm  "auto" or "push"
+
+    Rank r gets heads r * H / W and on; tokens are in rank order. Bits arrive as they were sent, in new contiguous tensors.
+    Captured in a CUDA graph it replays correctly with these ``tokens``, after one call outside. ValueError for arguments that
+    do not fit, among them heads that W does not divide. The backward is ``heads_to_sequence``.
+    """
+    xs, counts = SEQUENCE_TO_HEADS.checked(x, team, tokens, algorithm)
+    outs = SEQUENCE_TO_HEADS.dispatch(xs, counts, team.name, algorithm)
+    return outs[0] if isinstance(x, torch.Tensor) else outs
+
+
+class HeadsToSequence(ExchangeHeads):
+    name, alias = "heads_to_sequence", "heads-to-sequence"
+    to_heads = False
+
+
+HEADS_TO_SEQUENCE = HeadsToSequence()
+register(HEADS_TO_SEQUENCE)
+
+
+def heads_to_sequence(
+    x: torch.Tensor | Sequence[torch.Tensor],
+    team: Team,
+    *,
+    tokens: Sequence[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor | list[torch.Tensor]:
+    """Send each rank its tokens of this rank's heads: [all tokens, h, D] -> [T, W * h, D]. Collective.
+
+    The inverse of ``sequence_to_heads``, whose arguments have the same meaning. tokens: None: the same number on every rank,
+    which then divides all tokens. The backward is ``sequence_to_heads``.
+    """
+    xs, counts = HEADS_TO_SEQUENCE.checked(x, team, tokens, algorithm)
+    outs = HEADS_TO_SEQUENCE.dispatch(xs, counts, team.name, algorithm)
+    return outs[0] if isinstance(x, torch.Tensor) else outs

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.plan.planned import Machine
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.team.team import Team
@@ -53,6 +54,18 @@ class MultimemTwoShot(Multimem):
     """Every rank loads the sums of its part of a tile from the switch, and stores them to all ranks."""
 
     words: int = 128
+
+
+DESIGNS = {"multimem_one_shot": MultimemOneShot, "multimem_two_shot": MultimemTwoShot}
+
+
+def check(design: str, machine: Machine) -> None:
+    """ValueError if the design of this name needs multicast and ``machine`` has none."""
+    if design in DESIGNS and not machine.caps.multicast:
+        raise ValueError(
+            f"all_reduce: algorithm={design!r} needs NVLink multicast, which this team lacks (team.caps.multicast); "
+            f"pass 'auto'"
+        )
 
 
 @triton.jit
@@ -114,7 +127,7 @@ def multimem_all_reduce_kernel(
     tl.store(turns + program, turn)
 
 
-def all_reduce_by_switch(x: torch.Tensor, team: Team, design: Multimem) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, team: Team, design: Multimem) -> torch.Tensor:
     """Sum of all ranks' ``x``, contiguous and not empty: a new tensor of its shape."""
     two_shot = isinstance(design, MultimemTwoShot)
     tile = design.words * WORD_BYTES * (team.size if two_shot else 1)

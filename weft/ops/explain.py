@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,6 @@ def explain(
     world_size: int | None = None,
     caps: Capabilities | None = None,
     *,
-    M: int | None = None,
-    N: int | None = None,
-    K: int | None = None,
     algorithm: str = "auto",
     own_first: bool = False,
     node_size: int | None = None,
@@ -83,13 +80,13 @@ def explain(
 
     op          name of an op in weft.ops, or its alias on the command line
     shape       of a collective's input at each rank; of all_reduce_rms_norm's x
-    M, N, K     of a GEMM: rows of the whole GEMM, N and K of one rank's
     world_size  number of ranks, at least 1; None: the number of GPUs here
     caps        ``team.caps``; None: capabilities of this machine
     algorithm   the design to ask for
     own_first   as in all_gather_matmul
     node_size   ranks of a node; None: all
-    sizes       of an op on one rank, by the names that it lists (``Op.sizes``)
+    sizes       by the names that the op lists (``Op.sizes``): M, N, K of a GEMM are rows of the whole GEMM, N and K of one
+                rank's
 
         print(weft.ops.explain("ag_gemm", M=4096, N=12800, K=5120, world_size=4))
         print(weft.ops.explain("all_reduce", (16, 5120), world_size=4))
@@ -97,44 +94,51 @@ def explain(
 
     An op without a plan takes no sizes. ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
-    given = {"shape": shape, "M": M, "N": N, "K": K, **sizes}
+    given: dict[str, Any] = {"shape": shape, "M": None, "N": None, "K": None, **sizes}
     if why := why_no_plan(op):
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"explain: {op} has no plan that {name}={quoted(value)} could change; leave it out")
         return Explanation(op, op, Planned("kernel", NoPlan(), why))
-    found = find_op(op)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"explain: dtype={quoted(dtype)} is no torch.dtype; pass torch.bfloat16")
-    if world_size is None:
-        world_size = max(1, torch.cuda.device_count())
+    asked = find_op(op)
+    world_size = max(1, torch.cuda.device_count()) if world_size is None else world_size
+    _check_team(world_size, caps)
+    _check_dtype(asked, dtype)
+    check_choice(asked.name, "algorithm", algorithm, asked.algorithms)
+    _check_sizes(asked, given)
+    nodes = world_size // (check_node_size(node_size, world_size) or world_size)
+    here = machine(caps or _here(world_size), world_size, nodes=nodes)
+    fields = _fields(asked, own_first)
+    call = asked.call_of([given[name] for name in asked.sizes], dtype, here, algorithm, **fields)
+    if nodes > 1 and not asked.spans_nodes:
+        raise ValueError(
+            f"explain: {asked.name} works within a node; leave node_size out and pass world_size={node_size}"
+        )
+    given_as = " ".join(f"{name}={given[name]}" for name in asked.sizes) if shape is None else f"of {tuple(shape)}"
+    split = f", {nodes} nodes" if nodes > 1 else ""
+    where = f"{name_of(dtype)}, world_size={world_size}{split}, {here.caps.device_name}"
+    return Explanation(asked.name, f"{asked.name} {given_as} {where}", asked.plan(call, here))
+
+
+def _check_team(world_size: int, caps: Capabilities | None) -> None:
     if not is_integer(world_size) or world_size < 1:
         raise ValueError(f"explain: world_size={quoted(world_size)} is not positive; pass 1 or more")
     check_optional(check_instance, "explain: caps", caps, capabilities.Capabilities, "a Capabilities; team.caps is one")
+
+
+def _check_sizes(op: Op, given: Mapping[str, Any]) -> None:
+    if {name for name, value in given.items() if value is not None} != set(op.sizes):
+        needed = ", ".join(f"{name}=" for name in op.sizes)
+        rest = ", ".join(name for name in given if name not in op.sizes)
+        raise ValueError(f"explain: {op.name} needs {needed} and no {rest}")
+
+
+def _fields(op: Op, own_first: bool) -> dict[str, bool]:
+    """Further fields of the op's call."""
     check_bool("explain: own_first", own_first)
-    _check_dtype(found, dtype)
-    check_choice(found.name, "algorithm", algorithm, found.algorithms)
-    if {name for name, value in given.items() if value is not None} != set(found.sizes):
-        needed = ", ".join(f"{name}=" for name in found.sizes)
-        rest = ", ".join(name for name in given if name not in found.sizes)
-        raise ValueError(f"explain: {found.name} needs {needed} and no {rest}")
-    fields = {}
-    if own_first:
-        if "local_first" not in found.options:
-            raise ValueError(f"explain: own_first=True does not change the plan of {found.name}; leave it out")
-        fields["local_first"] = True
-    nodes = world_size // (check_node_size(node_size, world_size) or world_size)
-    here = machine(caps or _here(world_size), world_size, nodes=nodes)
-    call = found.call_of([given[name] for name in found.sizes], dtype, here, algorithm, **fields)
-    given_as = tuple(shape) if shape is not None else " ".join(f"{name}={given[name]}" for name in found.sizes)
-    if nodes > 1 and not found.spans_nodes:
-        raise ValueError(
-            f"explain: {found.name} works within a node; leave node_size out and pass world_size={node_size}"
-        )
-    split = f", {nodes} nodes" if nodes > 1 else ""
-    where = f"{name_of(dtype)}, world_size={world_size}{split}, {here.caps.device_name}"
-    text = f"{found.name} {'of ' if shape is not None else ''}{given_as} {where}"
-    return Explanation(found.name, text, found.plan(call, here))
+    if own_first and "local_first" not in op.options:
+        raise ValueError(f"explain: own_first=True does not change the plan of {op.name}; leave it out")
+    return {"local_first": True} if own_first else {}
 
 
 def _lines(planned: Planned, label: str, indent: str = "  ") -> Iterator[str]:
@@ -158,6 +162,8 @@ def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_dtype(op: Op, dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"explain: dtype={quoted(dtype)} is no torch.dtype; pass torch.bfloat16")
     if op.dtypes is not None and dtype not in op.dtypes:
         raise ValueError(f"explain: {op.name} is for {', '.join(map(name_of, op.dtypes))}, not {name_of(dtype)}")
     if dtype.itemsize not in ITEM_SIZES:

@@ -35,6 +35,24 @@ FEW_TOKENS = 2048
 CHUNK_BYTES = 2 << 20
 
 
+class GatheredArguments(NamedTuple):
+    """Arguments of gathered_prefill_attention.
+
+    tables, block_m  of ``ZigzagRanges``; rows: ``ZigzagShards.rows``
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    tables: list[torch.Tensor]
+    rows: list[int]
+    block_m: int
+    scale: float
+    return_lse: bool
+    team: str
+    algorithm: str
+
+
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:

@@ -12,14 +12,22 @@ of the traffic.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.kernels.paged_cache import PagedCache
 from weft.kernels.tile_schedule import buffer_of
 from weft.ops.attention import cases
-from weft.ops.attention.gathered_plan import Gathered, GatheredCall, GatheredPlan, Pipelined, Ulysses, check_sharing
+from weft.ops.attention.gathered_plan import (
+    Gathered,
+    GatheredArguments,
+    GatheredCall,
+    GatheredPlan,
+    Pipelined,
+    Ulysses,
+    check_sharing,
+)
 from weft.ops.attention.paged_prefill_attention import KeyBlocks
 from weft.ops.attention.pipelined_prefill import attend_between_copies
 from weft.ops.attention.stripes import Stripes, attend
@@ -111,24 +119,6 @@ def gathered_prefill_attention(
     return (out, lse) if return_lse else out
 
 
-class GatheredArguments(NamedTuple):
-    """Arguments of gathered_prefill_attention.
-
-    tables, block_m  of ``ZigzagRanges``; rows: ``ZigzagShards.rows``
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    tables: list[torch.Tensor]
-    rows: list[int]
-    block_m: int
-    scale: float
-    return_lse: bool
-    team: str
-    algorithm: str
-
-
 class GatheredPrefillAttention(GatheredPlan):
     """sizes of a case: q_heads, kv_heads, D. Its field ``lengths`` has the tokens of each sequence.
 
@@ -145,36 +135,45 @@ class GatheredPrefillAttention(GatheredPlan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of checked arguments; lse is [0] unless ``return_lse``."""
         self.check_design(design)
-        _, _, _, tables, rows, block_m, scale, return_lse, *_ = given
-        *_, stripes = tables
         q, k, v = (x.detach().contiguous() for x in given[:3])
-        W = team.size
+        given, W, rows = given._replace(q=q, k=k, v=v), team.size, given.rows
         tokens = [rows[rank] + rows[2 * W - 1 - rank] for rank in range(W)]
         if W == 1 and isinstance(design, Pipelined):
-            return attend_between_copies(team, q, k, v, None, None, rows, scale, return_lse)
-        if W > 1 and not isinstance(design, Ulysses):
-            chunk = cdiv(max(1, *tokens), design.chunks if isinstance(design, Gathered) else 1)
-            channel, received = self._gather(chunk, team, k, v, tokens, rows)
-            if isinstance(design, Gathered):
-                others = PagedCache(received[0], received[1])
-                keys = Stripes(PagedCache(k, v), others, stripes, stripes.shape[1], max(1, *tokens), chunk)
-                out, lse = attend(design.blocks, team, q, keys, tables[:2], block_m, scale, return_lse, channel)
-            else:
-                out, lse = attend_between_copies(team, q, k, v, received, channel, rows, scale, return_lse)
-            team.copy_engine.join()
-            return out, lse
-        if W > 1:
-            exchanged = SEQUENCE_TO_HEADS.plan_of([q, k, v], tokens, team, AUTO)
-            q, k, v = SEQUENCE_TO_HEADS.run(exchanged, team, [q, k, v], tokens)
-        own = PagedCache(k, v)
-        keys = Stripes(own, own, stripes, stripes.shape[1], 0, 1)
-        out, lse = attend(design.blocks, team, q, keys, tables[2:4], block_m, scale, return_lse, None)
-        if W > 1:
-            results = [[out], [lse[..., None]]][: 1 + return_lse]
-            back = [HEADS_TO_SEQUENCE.plan_of(xs, tokens, team, AUTO) for xs in results]
-            found = [HEADS_TO_SEQUENCE.run(way, team, xs, tokens)[0] for way, xs in zip(back, results, strict=True)]
-            out, lse = found[0], found[1][..., 0] if return_lse else lse
+            return attend_between_copies(team, given, None, None)
+        if W == 1:
+            return self._local(design, team, given)
+        if isinstance(design, Ulysses):
+            return self._by_heads(design, team, given, tokens)
+        chunk = cdiv(max(1, *tokens), design.chunks if isinstance(design, Gathered) else 1)
+        channel, received = self._gather(chunk, team, k, v, tokens, rows)
+        if isinstance(design, Gathered):
+            others, stripes = PagedCache(received[0], received[1]), given.tables[4]
+            keys = Stripes(PagedCache(k, v), others, stripes, stripes.shape[1], max(1, *tokens), chunk)
+            out, lse = attend(design.blocks, team, given, keys, given.tables[:2], channel)
+        else:
+            out, lse = attend_between_copies(team, given, received, channel)
+        team.copy_engine.join()
         return out, lse
+
+    def _local(
+        self, design: Gathered | Ulysses, team: Team, given: GatheredArguments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention to keys that are all here."""
+        own, stripes = PagedCache(given.k, given.v), given.tables[4]
+        keys = Stripes(own, own, stripes, stripes.shape[1], 0, 1)
+        return attend(design.blocks, team, given, keys, given.tables[2:4], None)
+
+    def _by_heads(
+        self, design: Ulysses, team: Team, given: GatheredArguments, tokens: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange tokens for heads, attend, and exchange back."""
+        xs = list(given[:3])
+        q, k, v = SEQUENCE_TO_HEADS.run(SEQUENCE_TO_HEADS.plan_of(xs, tokens, team, AUTO), team, xs, tokens)
+        out, lse = self._local(design, team, given._replace(q=q, k=k, v=v))
+        results = [[out], [lse[..., None]]][: 1 + given.return_lse]
+        ways = [HEADS_TO_SEQUENCE.plan_of(one, tokens, team, AUTO) for one in results]
+        back = [HEADS_TO_SEQUENCE.run(way, team, one, tokens)[0] for way, one in zip(ways, results, strict=True)]
+        return back[0], back[1][..., 0] if given.return_lse else lse
 
     def _gather(
         self, chunk: int, team: Team, k: torch.Tensor, v: torch.Tensor, tokens: Sequence[int], rows: Sequence[int]

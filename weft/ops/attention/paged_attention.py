@@ -11,7 +11,7 @@ Device code: weft.kernels.online_softmax and weft.kernels.split_kv.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -118,7 +118,23 @@ def paged_attention(
         check_scalar(op, "scale", scale)
     scale = D**-0.5 if scale is None else scale
     sequences = Sequences(pages, lengths)
-    return PAGED_ATTENTION.dispatch(q, keys, values, sequences, scale, tickets, window, k_scale, v_scale)
+    return PAGED_ATTENTION.dispatch(
+        PagedArguments(q, keys, values, sequences, scale, tickets, window, k_scale, v_scale)
+    )
+
+
+class PagedArguments(NamedTuple):
+    """Arguments of paged_attention."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sequences: Sequences
+    scale: float
+    tickets: torch.Tensor | None
+    window: int | None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 class PagedAttention(DecodingOp):
@@ -144,7 +160,7 @@ class PagedAttention(DecodingOp):
                 out[b] = cases.attended(q[b : b + 1], *mine, length - 1, case.field("window"))[0]
         return out
 
-    def call(self, case: Case, team: Any, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: None, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
         window = case.field("window")
         if isinstance(case.design, str):
             keys, values, pages, lengths, *scales = cache
@@ -179,24 +195,15 @@ class PagedAttention(DecodingOp):
             launch(grid, q.contiguous(), *arguments, scale * LOG2_E)
         return out
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        tickets: torch.Tensor | None,
-        window: int | None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        window, cache = hiding(window, keys, sequences.pages), cache_of(self.name, keys, values, k_scale, v_scale)
+    def forward(self, given: PagedArguments) -> torch.Tensor:
+        keys, sequences = given.keys, given.sequences
+        window = hiding(given.window, keys, sequences.pages)
+        cache = cache_of(self.name, keys, given.values, given.k_scale, given.v_scale)
         design = self.plan_of(keys, sequences.pages, window)
-        return self.run(design, None, q, cache, sequences, scale, tickets, window)
+        return self.run(design, None, given.q, cache, sequences, given.scale, given.tickets, window)
 
-    def fake(self, q, *_):
-        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    def fake(self, given: PagedArguments) -> torch.Tensor:
+        return torch.empty_like(given.q, memory_format=torch.contiguous_format)
 
 
 PAGED_ATTENTION = PagedAttention()

@@ -14,11 +14,11 @@ the ranks from r on: the same bits from run to run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from weft.ops.attention.gathered_plan import GatheredArguments
 from weft.ops.attention.parts import Part, attention, merged
 from weft.transport.copy_channel import CopyChannel, await_chunk
 
@@ -27,29 +27,21 @@ if TYPE_CHECKING:
 
 
 def attend_between_copies(
-    team: Team,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    received: torch.Tensor | None,
-    channel: CopyChannel | None,
-    rows: Sequence[int],
-    scale: float,
-    return_lse: bool,
+    team: Team, given: GatheredArguments, received: torch.Tensor | None, channel: CopyChannel | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of this rank's queries of one sequence; lse is [0] unless ``return_lse``.
+    """(out, lse) of this rank's queries of one sequence; lse is [0] unless ``given.return_lse``.
 
     received  [2, W - 1, room, Hkv, D]: keys and values; panel d is of rank me + 1 + d (mod W). None for one rank, as
               ``channel``
-    rows      tokens of each of the 2 W stripes
     """
+    q, k, v, rows, scale, return_lse = *given[:3], given.rows, given.scale, given.return_lse
     W, me = team.size, team.rank
     first = rows[me]
     stripes = [half for half in (slice(0, first), slice(first, len(q))) if half.start < half.stop]
     parts: list[list[Part]] = [[attention(q[half], k[half], v[half], scale, causal=True)] for half in stripes]
     if len(stripes) == 2:
-        before, behind = stripes
-        parts[1].append(attention(q[behind], k[before], v[before], scale, causal=False))
+        first_half, second = stripes
+        parts[1].append(attention(q[second], k[first_half], v[first_half], scale, causal=False))
     for step in range(1, W):
         source = (me + step) % W
         keys = rows[source] + (0 if source < me else rows[2 * W - 1 - source])
@@ -63,8 +55,8 @@ def attend_between_copies(
         out, lse = attention(q[seeing], *panels, scale, causal=False)
         for half, own in zip(stripes, parts, strict=True):
             if half.start >= seeing.start:
-                mine = slice(half.start - seeing.start, half.stop - seeing.start)
-                own.append((out[mine], lse[mine]))
+                at = slice(half.start - seeing.start, half.stop - seeing.start)
+                own.append((out[at], lse[at]))
     if not stripes:
         return torch.empty_like(q), q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
     outs, lses = zip(*map(merged, parts), strict=True)

@@ -56,12 +56,7 @@ class SequenceRanges:
 
         ValueError for sequences or sizes that do not fit.
         """
-        try:
-            fits = all(len(span) == 2 and min(span) >= 0 and sum(span) == int(sum(span)) for span in sequences)
-        except TypeError:
-            fits = False
-        if not fits:
-            raise ValueError(f"sequences={quoted(sequences)} are not all (before, length), integers and none negative")
+        _check_sequences(sequences)
         real, given = sum(length for _, length in sequences), len(sequences)
         exact = tokens is None and batch is None
         tokens, batch = real if tokens is None else tokens, given if batch is None else batch
@@ -70,15 +65,7 @@ class SequenceRanges:
         block_m = block_m or default_block_m(dtype)
         if block_m < 16 or block_m & (block_m - 1):
             raise ValueError(f"block_m={block_m} is not a power of two of at least 16")
-        rows, tiles, first = [], [], 0
-        # Lists, not tensors: torch would start its threads for this.
-        for sequence, (before, length) in enumerate([*sequences, (real - tokens, tokens - real)]):
-            rows.append((first, length, before))
-            first += length
-            for tile in range(cdiv(length * group, block_m)):
-                keys = before + min((tile * block_m + block_m - 1) // group + 1, length)
-                tiles.append((-keys, sequence, tile))
-        tiles = [(sequence, tile) for _, sequence, tile in sorted(tiles)]
+        rows, tiles = _rows_and_tiles([*sequences, (real - tokens, tokens - real)], group, block_m)
         # The largest number of tiles: the last one of each sequence, and of the padding, may be ragged.
         room = len(tiles) if exact else cdiv(tokens * group, block_m) + batch
         rows += [(0, 0, 0)] * (batch + 2 - len(rows))
@@ -96,3 +83,30 @@ class SequenceRanges:
     def to(self, device: torch.device) -> SequenceRanges:
         """Copy to ``device`` without waiting."""
         return replace(self, spans=upload(self.spans, device), tiles=upload(self.tiles, device))
+
+
+def _check_sequences(sequences: Sequence[tuple[int, int]]) -> None:
+    """ValueError unless all are (before, length)."""
+    try:
+        fits = all(len(span) == 2 and min(span) >= 0 and sum(span) == int(sum(span)) for span in sequences)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"sequences={quoted(sequences)} are not all (before, length), integers and none negative")
+
+
+def _rows_and_tiles(
+    sequences: Sequence[tuple[int, int]], group: int, block_m: int
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+    """Rows of ``spans``, and of ``tiles``, those with most keys first.
+
+    Lists, not tensors: torch would start its threads for this.
+    """
+    rows, tiles, first = [], [], 0
+    for sequence, (before, length) in enumerate(sequences):
+        rows.append((first, length, before))
+        first += length
+        for tile in range(cdiv(length * group, block_m)):
+            keys = before + min((tile * block_m + block_m - 1) // group + 1, length)
+            tiles.append((-keys, sequence, tile))
+    return rows, [(sequence, tile) for _, sequence, tile in sorted(tiles)]

@@ -16,7 +16,7 @@ two_kernels  | attend | join partials | push heads |    then    | receive, merge
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -264,7 +264,24 @@ def sharded_decode_attention(
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
     places = keys, values, Sequences(pages, lengths)
-    return SHARDED_DECODE_ATTENTION.dispatch(q, *places, scale, team.name, algorithm, k_scale, v_scale, window)
+    return SHARDED_DECODE_ATTENTION.dispatch(
+        ShardedArguments(q, *places, scale, team.name, algorithm, k_scale, v_scale, window)
+    )
+
+
+class ShardedArguments(NamedTuple):
+    """Arguments of sharded_decode_attention."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sequences: Sequences
+    scale: float
+    team: str
+    algorithm: str
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    window: int | None = None
 
 
 def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
@@ -384,29 +401,19 @@ class ShardedDecodeAttention(ShardedPlan):
             merge((B, cdiv(heads.held, rows)), out, lse, words, team.view)
         return out, lse
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        team: str,
-        algorithm: str,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        members, (_, heads, page, D) = find_team(team), keys.shape
-        window = hiding(window, keys, sequences.pages, members.size)
-        tokens = attended_tokens(sequences.pages.shape[1], page, window, members.size)
-        call = ShardedCall(len(q) * heads, tokens, D, keys.dtype, algorithm)
-        design = self.plan(call, machine_of(members)).design
-        cache = cache_of(self.name, keys, values, k_scale, v_scale)
-        return self.run(design, members, q, cache, sequences, scale, window)
+    def forward(self, given: ShardedArguments) -> torch.Tensor:
+        team, q, keys, sequences = find_team(given.team), given.q, given.keys, given.sequences
+        _, heads, page, D = keys.shape
+        window = hiding(given.window, keys, sequences.pages, team.size)
+        tokens = attended_tokens(sequences.pages.shape[1], page, window, team.size)
+        call = ShardedCall(len(q) * heads, tokens, D, keys.dtype, given.algorithm)
+        design = self.plan(call, machine_of(team)).design
+        cache = cache_of(self.name, keys, given.values, given.k_scale, given.v_scale)
+        return self.run(design, team, q, cache, sequences, given.scale, window)
 
-    def fake(self, q, keys, values, sequences, scale, team, *_):
-        return q.new_empty((q.shape[0], q.shape[1] // find_team(team).size, q.shape[2]))
+    def fake(self, given: ShardedArguments) -> torch.Tensor:
+        B, q_heads, D = given.q.shape
+        return given.q.new_empty((B, q_heads // find_team(given.team).size, D))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

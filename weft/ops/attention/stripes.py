@@ -14,6 +14,7 @@ from weft.kernels.online_softmax import PrefillTile, over_keys
 from weft.kernels.paged_cache import CacheSizes, PagedCache
 from weft.kernels.tile_schedule import buffer_of
 from weft.ops.attention.attention_op import LOG2_E
+from weft.ops.attention.gathered_plan import GatheredArguments
 from weft.ops.attention.paged_prefill_attention import KeyBlocks
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
@@ -170,18 +171,16 @@ def gathered_prefill_attention_kernel(
 def attend(
     blocks: KeyBlocks,
     team: Team,
-    q: torch.Tensor,
+    given: GatheredArguments,
     keys: Stripes,
     tables: Sequence[torch.Tensor],
-    block_m: int,
-    scale: float,
-    return_lse: bool,
     channel: CopyChannel | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel on the rows of ``tables``: (ranges, tiles). channel: None, if all keys are here."""
+    q, return_lse = given.q, given.return_lse
     (T, q_heads, D), heads = q.shape, keys.own.key_pages.shape[1]
     out, lse = torch.empty_like(q), q.new_empty((T, q_heads) if return_lse else 0, dtype=torch.float32)
-    sizes, tile = CacheSizes(heads, 0, D), PrefillTile(q_heads // heads, block_m, blocks.block_n)
+    sizes, tile = CacheSizes(heads, 0, D), PrefillTile(q_heads // heads, given.block_m, blocks.block_n)
     ranges, tiles = tables
 
     def constants() -> dict[str, Any]:
@@ -193,5 +192,5 @@ def attend(
         key = blocks, sizes, tile, channel is not None, return_lse
         launch = launch_of(team, gathered_prefill_attention_kernel, key, constants)
         landed = keys.table if channel is None else channel.landed.view  # unused without one
-        launch(programs, q, keys, out, lse, ranges, tiles, landed, scale * LOG2_E, team.view)
+        launch(programs, q, keys, out, lse, ranges, tiles, landed, given.scale * LOG2_E, team.view)
     return out, lse

@@ -273,16 +273,15 @@ def deliver(x, at, part, out, target, buffers, block, team, REPLICATE: tl.conste
 def launch(
     design: Fused,
     team: Team,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    matrices: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     tiles: Tiles,
     buffers: Buffers,
     local_first: bool = False,
     replicate: bool = False,
 ) -> None:
-    """Run the kernel on operands with dense rows. tiles: those of the whole result, none split along K."""
-    tile = design.tile
+    """Run the kernel on ``matrices`` (a, b) with dense rows. tiles: of the whole result, none split along K."""
+    (a, b), tile = matrices, design.tile
     scratch = persistent.scratch_for(team, tile, a.dtype)
     programs = persistent.programs_for(team, tiles, tile, design.split)
     tiles = persistent.with_split(tiles, programs, design.split)

@@ -256,7 +256,8 @@ def _run_fused(design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out:
         )
     tiles = make_tiles(M, N, panels=1, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
     buffers = _buffers(team, a.dtype, buffer_size)
-    fused_reduce.launch(design, team, rows_contiguous(a), rows_contiguous(b), out, tiles, buffers, replicate=True)
+    matrices = rows_contiguous(a), rows_contiguous(b)
+    fused_reduce.launch(design, team, matrices, out, tiles, buffers, replicate=True)
 
 
 def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

@@ -220,7 +220,8 @@ def _run_fused(
     world, (rows, N), tile = team.size, out.shape, design.tile
     tiles = make_tiles(rows, N, panels=world, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
     buffers = _buffers(team, a.dtype, tiles.count // world * tile.block_m * tile.block_n)
-    fused_reduce.launch(design, team, rows_contiguous(a), rows_contiguous(b), out, tiles, buffers, local_first)
+    matrices = rows_contiguous(a), rows_contiguous(b)
+    fused_reduce.launch(design, team, matrices, out, tiles, buffers, local_first)
 
 
 def _run_pipelined(

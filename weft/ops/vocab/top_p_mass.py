@@ -11,7 +11,7 @@ For top-k the mass of each logit is 1, and the wanted mass is k.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -155,7 +155,19 @@ def top_p_mass(
         check_shape("top_p_mass", name, x, (logits.shape[0],))
     if shift not in SHIFTS:
         raise ValueError(f"top_p_mass: shift={quoted(shift)} is not one of {', '.join(map(str, SHIFTS))}")
-    return TOP_P_MASS.dispatch(logits, best, temperature, low, shift, count, floor)
+    return TOP_P_MASS.dispatch(MassArguments(logits, best, temperature, low, shift, count, floor))
+
+
+class MassArguments(NamedTuple):
+    """Arguments of top_p_mass."""
+
+    logits: torch.Tensor
+    best: torch.Tensor
+    temperature: torch.Tensor
+    low: torch.Tensor
+    shift: int
+    count: bool
+    floor: torch.Tensor | None
 
 
 def narrow(
@@ -208,7 +220,7 @@ class TopPMass(LogitsOp):
         return Accuracy(exact=True)
 
     def call(
-        self, case: Case, team: Any, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor
+        self, case: Case, team: None, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor
     ) -> torch.Tensor:
         """``low`` after all shifts."""
         best = logits.float().amax(dim=1)
@@ -220,7 +232,7 @@ class TopPMass(LogitsOp):
         for shift in SHIFTS:
             arguments = logits, best, temperature, low, shift, count, floor
             planned = isinstance(case.design, str)
-            above = top_p_mass(*arguments) if planned else self.run(case.design, None, *arguments)
+            above = top_p_mass(*arguments) if planned else self.run(case.design, None, MassArguments(*arguments))
             narrow(above, share, low, wanted, shift, count)
         return low
 
@@ -232,20 +244,10 @@ class TopPMass(LogitsOp):
         yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(4, 310), fields=(("floor", True),))
         yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(3, 600), design=Chunks(chunks=4, chunk=190))
 
-    def run(
-        self,
-        design: Chunks,
-        team: None,
-        logits: torch.Tensor,
-        best: torch.Tensor,
-        temperature: torch.Tensor,
-        low: torch.Tensor,
-        shift: int,
-        count: bool = False,
-        floor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def run(self, design: Chunks, team: None, given: MassArguments) -> torch.Tensor:
         """``top_p_mass`` of checked arguments."""
         self.check_design(design)
+        logits, best, temperature, low, shift, count, floor = given
         logits, (batch, vocab) = rows_contiguous(logits), logits.shape
         above = torch.empty((design.chunks, THRESHOLDS, batch), dtype=torch.int64, device=logits.device)
         if batch > 0:
@@ -268,19 +270,11 @@ class TopPMass(LogitsOp):
             )
         return above
 
-    def forward(
-        self,
-        logits: torch.Tensor,
-        best: torch.Tensor,
-        temperature: torch.Tensor,
-        low: torch.Tensor,
-        shift: int,
-        count: bool,
-        floor: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return self.run(self.plan_of(logits), None, logits, best, temperature, low, shift, count, floor)
+    def forward(self, given: MassArguments) -> torch.Tensor:
+        return self.run(self.plan_of(given.logits), None, given)
 
-    def fake(self, logits, best, temperature, low, shift, count, floor):
+    def fake(self, given: MassArguments) -> torch.Tensor:
+        logits = given.logits
         return logits.new_empty((self.plan_of(logits).chunks, THRESHOLDS, logits.shape[0]), dtype=torch.int64)
 
 
@@ -313,7 +307,7 @@ class Narrow(Op):
         return Accuracy(exact=True)
 
     def call(
-        self, case: Case, team: Any, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor
+        self, case: Case, team: None, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         narrow(above, top_p, low, wanted, case.field("shift"))
         return low, wanted

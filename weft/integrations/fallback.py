@@ -8,7 +8,7 @@ refused   the original, with one line in the log: what weft cannot do, and what 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,11 +16,15 @@ from weft.errors import HeapExhausted, WeftError
 from weft.runtime.logs import logger_of
 from weft.runtime.team.team import Team
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DeviceMesh
+
 T = TypeVar("T")
 logger = logger_of(__name__)
 
 # An eager call takes the host up to 560 µs (benchmarks/lab/h200-host-time.json), which only a longer GEMM hides. FLOP of a
-# rank's GEMM, and bytes of an all-reduce, from which on every call measured is at least as fast as all others': two H200s,
+# rank's GEMM, and bytes of an all-reduce, from which on every measured call is at least as fast as the alternatives: two H200s,
 # benchmarks/results/h200-x2-eager, when the host took up to 700 µs.
 EAGER_FROM = {
     "all_gather_matmul": 2 * 4096 * 5120 * 5120,
@@ -46,7 +50,7 @@ class Kind(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """True if an eager call on weft is at least as fast as the others measured."""
+        """True if an eager call on weft is at least as fast as the measured alternatives."""
         work = 1 if len(self.sizes) == 1 else 2
         for size in self.sizes:
             work *= size
@@ -61,7 +65,7 @@ class Fallback:
         self._pays: dict[Kind, bool | None] = {}  # None: left to the original
 
     @staticmethod
-    def of(group: Any, heap_bytes: int | None = None) -> Fallback | None:
+    def of(group: ProcessGroup | DeviceMesh | None, heap_bytes: int | None = None) -> Fallback | None:
         """The one of ``group``'s shared team; None, with a line in the log, where weft cannot serve the group.
 
         Collective in the call that makes the team, and never under graph capture.
@@ -108,7 +112,7 @@ class Fallback:
     def _first(self, kind: Kind, on_weft: Callable[[], T], original: Callable[[], T], problem: str | None) -> T:
         # Ranks may hold different shares of K, and must still go the same way.
         by_rank = self.team.exchange((kind.pays, problem))
-        problem = next((found for _, found in by_rank if found), None)
+        problem = next((reason for _, reason in by_rank if reason), None)
         if problem is None:
             try:
                 result = on_weft()

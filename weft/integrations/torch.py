@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symm_mem
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
@@ -30,7 +32,7 @@ _KERNELS: list[torch.library.Library] = []
 _GROUPS: set[str] = set()
 
 
-def install(group: Any = None, *, heap_bytes: int | None = None) -> bool:
+def install(group: ProcessGroup | DeviceMesh | None = None, *, heap_bytes: int | None = None) -> bool:
     """Have torch's fused ops on ``group`` run on weft. Collective, before any capture.
 
     group       process group or one-dimensional DeviceMesh; None: all ranks
@@ -221,7 +223,7 @@ class WeftRowwiseParallel(RowwiseParallel):
                     out = _MatmulAllReduce.apply(x.flatten(0, -2), weight, team).view(*x.shape[:-1], -1)
                 if module.bias is None:
                     return out
-                # Each rank adds it to its own tokens: the gradient is the sum over the ranks.
+                # Each rank adds it to its tokens: the gradient is the sum over the ranks.
                 return out + module.bias.to_local(grad_placements=[Partial() if scatters else Replicate()])
 
             def problem() -> str | None:
@@ -238,7 +240,7 @@ class WeftRowwiseParallel(RowwiseParallel):
         return _apply_style(self, module, device_mesh, compute)
 
 
-def _of_features(layout: Any) -> bool:
+def _of_features(layout: Placement) -> bool:
     return isinstance(layout, Shard) and layout.dim == -1
 
 
@@ -280,11 +282,11 @@ class _MatmulAllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         return ops.matmul_all_reduce(x, weight, team)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         return grad @ weight, grad.t() @ x, None

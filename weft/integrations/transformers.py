@@ -3,7 +3,7 @@
     weft.integrations.transformers.install()                        # before from_pretrained
     AutoModelForCausalLM.from_pretrained(NAME, distributed_config=DistributedConfig(tp_plan="auto"))
 
-``install`` puts its own style in the place of "rowwise", which every model's plan has, and registers the attention "weft".
+``install`` puts weft's style in the place of "rowwise", which every model's plan has, and registers the attention "weft".
 ``weft.integrations.fallback`` decides which calls run on weft.
 """
 
@@ -33,7 +33,7 @@ from weft.integrations.fallback import Fallback, Kind, problem_of_operands
 from weft.runtime.arithmetic import cdiv
 
 STYLE, ATTENTION = "rowwise", "weft"
-# Styles without communication in a forward pass; the others that weft does not replace are named by ``describe``.
+# Styles without communication in a forward pass; ``describe`` names the rest that weft does not replace.
 _LOCAL_STYLES = ("colwise", "packed_colwise", "replicate", "replicated_with_grad_allreduce", "local_params")
 _PAGE = 64
 
@@ -86,13 +86,13 @@ def uninstall() -> None:
 
 def describe(model: nn.Module) -> dict[str, str]:
     """Communicating modules of the tensor-parallel plan, each with weft's op or the reason for none."""
-    found = {}
+    styles = {}
     for name, module in model.named_modules():
         generic = parallel_utils.replace_layer_number_by_wildcard(name)
         style = (model.tp_plan or {}).get(generic)
         if style is not None and style not in _LOCAL_STYLES:
-            found[generic] = getattr(module, "_weft", _left(f"style {style!r}"))
-    return found
+            styles[generic] = getattr(module, "_weft", _left(f"style {style!r}"))
+    return styles
 
 
 def _left(what: str) -> str:
@@ -114,7 +114,7 @@ def attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention "weft": ``paged_prefill_attention`` of prompts without padding, else SDPA.
 
@@ -138,7 +138,7 @@ def _serves(
     dropout: float,
     options: dict[str, Any],
 ) -> bool:
-    """True if weft computes this call: all tokens of prompts at once, each attending to those before it."""
+    """True if weft computes this call: all tokens of prompts at once, each attending to itself and earlier ones."""
     length, D = query.shape[2:]
     causal = options.get("is_causal")
     plain = mask is None and not dropout and not any(options.get(name) is not None for name in _EXTRAS)

@@ -3,7 +3,7 @@
     WEFT_VLLM=1 vllm serve NAME --tensor-parallel-size 2
 
 vLLM finds ``register`` by the entry point ``vllm.general_plugins`` in all its processes. ``weft.integrations.fallback`` decides
-which calls run on weft: those of CUDA graphs, and long eager ones.
+which calls run on weft: in CUDA graphs, and long eager ones.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from weft.runtime.environment import vllm_is_asked_for
 from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
     from weft.integrations.fallback import Fallback
 
 __all__ = ["register"]
@@ -31,7 +35,7 @@ class Group(NamedTuple):
     """One tensor-parallel group of vLLM.
 
     captured_rows  most tokens of a step that vLLM captures
-    fuses          vLLM's compiler fuses all-reduces with the norms behind them, by FlashInfer
+    fuses          vLLM's compiler fuses all-reduces with the norms that follow, by FlashInfer
     """
 
     fallback: Fallback
@@ -88,11 +92,11 @@ def replace(communicator: type) -> None:
         return
     init, theirs = communicator.__init__, communicator.all_reduce
 
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
+    def __init__(self: CudaCommunicator, *args: object, **options: object) -> None:
         init(self, *args, **options)
         self.weft = group_of(self)
 
-    def all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self: CudaCommunicator, input_: torch.Tensor) -> torch.Tensor:
         return theirs(self, input_) if self.weft is None else self.weft.all_reduce(input_, lambda: theirs(self, input_))
 
     communicator.weft = None
@@ -103,11 +107,11 @@ def replace(communicator: type) -> None:
 
     import weft
 
-    # A factor of the keys of compiled graphs, which are others with the op.
+    # A part of the keys of compiled graphs, which differ with the op.
     vllm.envs.environment_variables["WEFT_VLLM"] = lambda: weft.__version__
 
 
-def group_of(communicator: Any) -> Group | None:
+def group_of(communicator: CudaCommunicator) -> Group | None:
     """The group of a communicator; None, with a line in the log, where it is left to vLLM. Collective."""
     if communicator.unique_name.partition(":")[0] != "tp" or communicator.world_size == 1:
         return None
@@ -127,7 +131,7 @@ def group_of(communicator: Any) -> Group | None:
     return Group(fallback, *settings_of(config))
 
 
-def reason_against(config: Any, batch_invariant: bool) -> str | None:
+def reason_against(config: VllmConfig | None, batch_invariant: bool) -> str | None:
     """Reason to leave everything to vLLM; None: there is none."""
     if batch_invariant:
         return "VLLM_BATCH_INVARIANT=1, and weft's sums depend on the number of tokens"
@@ -136,7 +140,7 @@ def reason_against(config: Any, batch_invariant: bool) -> str | None:
     return None
 
 
-def settings_of(config: Any) -> tuple[int, bool]:
+def settings_of(config: VllmConfig | None) -> tuple[int, bool]:
     """``captured_rows`` and ``fuses`` of vLLM's config."""
     if config is None:
         return _CAPTURED_ROWS, False
@@ -175,7 +179,7 @@ def _replace_layer() -> None:
     class WeftRowParallelLinear(RowParallelLinear):
         """RowParallelLinear whose GEMM and all-reduce are one op, where weft has it."""
 
-        def __init__(self, *args: Any, **options: Any) -> None:
+        def __init__(self, *args: object, **options: object) -> None:
             super().__init__(*args, **options)
             communicator = get_tp_group().device_communicator
             group = getattr(communicator, "weft", None)
@@ -190,7 +194,7 @@ def _replace_layer() -> None:
     RowParallelLinear.register_oot(WeftRowParallelLinear, name="RowParallelLinear")
 
 
-def is_plain(layer: Any) -> bool:
+def is_plain(layer: RowParallelLinear) -> bool:
     """True if a RowParallelLinear is one GEMM of unquantized weights and one all-reduce."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.utils import default_unquantized_gemm

@@ -121,37 +121,37 @@ def predict(
         known = _ops()
         from weft.predict.costs import read
 
-        costs, found, counts = read(), known[op], numbers("world-size", world_size)
-        for title, times in _cases(op, found, [*(shapes or ()), *(shape or ())], costs, counts):
+        costs, model, counts = read(), known[op], numbers("world-size", world_size)
+        for title, times in _cases(op, model, [*(shapes or ()), *(shape or ())], costs, counts):
             typer.echo(f"{op} {title}, bf16, predicted on H200s")
             for count, us in times.items():
                 typer.echo(f"W = {count:<4} {us:10.1f} us")
-        for line in _basis(op, found, costs):
+        for line in _basis(op, model, costs):
             typer.echo(line)
 
 
 def _cases(
-    op: str, found: _Predicted, words: Sequence[str], costs: Costs, counts: Sequence[int]
+    op: str, model: _Predicted, words: Sequence[str], costs: Costs, counts: Sequence[int]
 ) -> Iterator[tuple[str, dict[int, float]]]:
     """Yield each problem as text, with its time by world size."""
     of_ranks: list[str] = []
     for word in words:
         if re.fullmatch(r"\s*\d+\s*x.*", word.lower()):
             for part in word.split(","):
-                yield _of_all_ranks(found, _sizes(part, found), costs, counts)
+                yield _of_all_ranks(model, _sizes(part, model), costs, counts)
         else:
             of_ranks.append(word)
     if of_ranks:
         yield from _of_each_rank(op, of_ranks, costs, counts)
     if not words:
-        yield _of_all_ranks(found, found.example, costs, counts)
+        yield _of_all_ranks(model, model.example, costs, counts)
 
 
 def _of_all_ranks(
-    found: _Predicted, sizes: Sequence[int], costs: Costs, counts: Sequence[int]
+    model: _Predicted, sizes: Sequence[int], costs: Costs, counts: Sequence[int]
 ) -> tuple[str, dict[int, float]]:
-    title = ", ".join(f"{name}={size}" for name, size in zip(found.sizes, sizes, strict=True))
-    return f"{title} of all ranks together", {count: found.time(costs, sizes, count) for count in counts}
+    title = ", ".join(f"{name}={size}" for name, size in zip(model.sizes, sizes, strict=True))
+    return f"{title} of all ranks together", {count: model.time(costs, sizes, count) for count in counts}
 
 
 def _of_each_rank(
@@ -165,19 +165,19 @@ def _of_each_rank(
     for count in counts:
         for shape in parse_shapes("ag-moe" if op == "moe" else op, words, count):
             times.setdefault(shape.label, {})[count] = of_shape(costs, op, shape.size, count)
-    for label, found in times.items():
-        yield f"{label} as in weft bench", found
+    for label, by_count in times.items():
+        yield f"{label} as in weft bench", by_count
 
 
-def _basis(op: str, found: _Predicted, costs: Costs) -> Iterator[str]:
+def _basis(op: str, model: _Predicted, costs: Costs) -> Iterator[str]:
     """Lines on the costs that were fitted, measured apart and assumed, and on the errors."""
     from weft.predict.costs import ASSUMED, FITTED, errors, shown
 
     def listed(names: Sequence[str]) -> str:
         return ", ".join(shown(costs, name) for name in names)
 
-    yield f"fitted:    {listed([name for group in found.groups for name in FITTED[group]])}"
-    yield f"measured:  {listed(found.measured)}"
+    yield f"fitted:    {listed([name for group in model.groups for name in FITTED[group]])}"
+    yield f"measured:  {listed(model.measured)}"
     yield f"assumed:   {listed(ASSUMED)} (beyond 8 GPUs)"
     known = errors().get(op, {})
     for world, (rows, mean, largest) in known.items():
@@ -186,13 +186,13 @@ def _basis(op: str, found: _Predicted, costs: Costs) -> Iterator[str]:
         yield "error:     not known over ranks, for which no row is committed"
 
 
-def _sizes(text: str, found: _Predicted) -> tuple[int, ...]:
+def _sizes(text: str, model: _Predicted) -> tuple[int, ...]:
     """Sizes of all ranks together. ValueError unless there is a positive one for each name."""
     parts = text.strip().lower().split("x")
-    if len(parts) != len(found.sizes) or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != len(model.sizes) or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(
-            f"--shapes {quoted(text)} is not {'x'.join(found.sizes)}; pass positive numbers, as in "
-            f"{'x'.join(map(str, found.example))}"
+            f"--shapes {quoted(text)} is not {'x'.join(model.sizes)}; pass positive numbers, as in "
+            f"{'x'.join(map(str, model.example))}"
         )
     if math.prod(map(int, parts)) >= 1 << 60:
         raise ValueError(f"--shapes {quoted(text)} is larger than any machine; pass the sizes of a problem")

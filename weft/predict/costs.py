@@ -54,7 +54,7 @@ class Costs:
     sms: int = 132
 
 
-# As `weft predict` prints them; others are factors and counts.
+# As `weft predict` prints them; the rest are factors and counts.
 UNITS = {
     "mac": "fs",
     **dict.fromkeys(

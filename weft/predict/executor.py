@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Slots:
-    """SMs that take tiles as they become free, as those of cuBLAS GEMMs on several streams do."""
+    """SMs that take tiles as they become free, as with cuBLAS GEMMs on several streams."""
 
     def __init__(self, count: int) -> None:
         self._free = [0.0] * count
@@ -43,7 +43,7 @@ def run_in_order(ready: np.ndarray, each: float, programs: int, begin: float) ->
 
 
 class CopyEngine:
-    """Copy engine that makes one copy after the other, each with a flag behind it."""
+    """Copy engine that makes one copy after the other, a flag after each."""
 
     def __init__(self, start: float, link: float, flag: float, begin: float) -> None:
         """``link``: bytes per microsecond."""

@@ -1,6 +1,6 @@
 """Times of ops by their schedules: tiles on SM slots, copies on a copy engine, pieces on rails.
 
-All ranks are alike and begin at once. Times are microseconds, sizes those of ``weft bench``: M rows in all, and this rank's
+All ranks are alike and begin at once. Times are microseconds, sizes as in ``weft bench``: M rows in all, and this rank's
 share N or K of the weights.
 """
 
@@ -29,7 +29,7 @@ GROUPED_COLUMNS, SLABS = 256, 4
 
 
 def of_shape(costs: Costs, op: str, shape: Sequence[int], world_size: int) -> float:
-    """Time of a shape as `weft bench` has it, of one rank; "moe" has those of "ag-moe"."""
+    """Time of a shape as `weft bench` has it, of one rank; "moe" has the shapes of "ag-moe"."""
     if op == "all-reduce":
         return all_reduce(costs, *shape, world_size)
     if op in ("ag-gemm", "gemm-rs"):
@@ -93,7 +93,7 @@ def all_reduce(costs: Costs, nbytes: int, world_size: int) -> float:
 
 
 def moe(costs: Costs, tokens: int, hidden: int, inner: int, experts: int, top: int, world_size: int) -> float:
-    """Mixture of experts over ranks, each with its share of them: ``ag_moe``, then ``moe_rs``."""
+    """Mixture of experts split over ranks: ``ag_moe``, then ``moe_rs``."""
     sizes = costs, tokens, hidden, inner, experts, top, world_size
     return ag_moe(*sizes) + moe_rs(*sizes)
 
@@ -260,11 +260,11 @@ def _piece(costs: Costs, slots: Slots, rows: int, N: int, K: int, ready: float) 
 def _gathered(costs: Costs, nbytes: float, world_size: int) -> list[float]:
     """Arrivals of the other ranks' shards of ``nbytes`` each; the own one at 0."""
     near, nodes = min(world_size, NODE), cdiv(world_size, NODE)
-    engine, found = CopyEngine(costs.copy, costs.link, costs.flag, 0.0), [0.0]
+    engine, ends = CopyEngine(costs.copy, costs.link, costs.flag, 0.0), [0.0]
     for node in range(nodes):
         ready = node * (costs.rail + nbytes / costs.rail_link)
-        found += arrivals(engine, [nbytes] * (near - 1), ready)
-    return found
+        ends += arrivals(engine, [nbytes] * (near - 1), ready)
+    return ends
 
 
 def _count(tile: tuple[int, int, int], M: int, N: int) -> int:

@@ -321,10 +321,10 @@ async def _body(request: Request, limit: int) -> bytearray:
 def _asked(body: bytearray, chat: bool, defaults: SamplingParams) -> Asked:
     """Fields of a body. ApiError for one that is no JSON, BadField as `Asked.of`."""
     try:
-        found = json.loads(body, parse_constant=_no_constant)
+        decoded = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {shortened(error)}") from None
-    return Asked.of(found, chat, defaults)
+    return Asked.of(decoded, chat, defaults)
 
 
 def _no_constant(name: str) -> None:
@@ -383,13 +383,13 @@ async def _whole(service: Service, answer: Choices, asked: Asked, shape: Shape) 
     async for index, arrived in answer.arrivals():
         _check(arrived)
         pieces[index] += arrived
-    found = []
+    choices = []
     for index, ones in enumerate(pieces):
         choice = _choice(service, index, shape, shape.whole(_text(ones)), ones, asked)
         if asked.return_token_ids:
             choice["prompt_token_ids"] = list(answer.choices[index].request.prompt)
-        found.append(choice)
-    return found
+        choices.append(choice)
+    return choices
 
 
 async def _events(
@@ -432,12 +432,12 @@ def _choice(
     service: Service, index: int, shape: Shape, content: dict[str, Any], pieces: list[Piece], asked: Asked
 ) -> dict[str, Any]:
     """JSON of a choice, or of its newest pieces."""
-    found = {"index": index, **content, "logprobs": None, "finish_reason": None}
+    choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
     if pieces:
-        found["finish_reason"] = REASONS.get(pieces[-1].finish_reason)
+        choice["finish_reason"] = REASONS.get(pieces[-1].finish_reason)
         pieces = [piece for piece in pieces if piece.token_id is not None]
         if asked.params.logprobs is not None:
-            found["logprobs"] = shape.logprobs(pieces, asked.params.logprobs, service.token_bytes)
+            choice["logprobs"] = shape.logprobs(pieces, asked.params.logprobs, service.token_bytes)
         if asked.return_token_ids:
-            found["token_ids"] = [piece.token_id for piece in pieces]
-    return found
+            choice["token_ids"] = [piece.token_id for piece in pieces]
+    return choice

@@ -26,7 +26,7 @@ class Choice:
         metrics.request_prompt.observe(len(request.prompt))
 
     async def arrivals(self) -> AsyncIterator[list[Piece]]:
-        """Yield the pieces that have arrived, together: a client that is slow gets fewer, longer ones."""
+        """Yield the pieces that have arrived, together: a slow client gets fewer and longer lists."""
         async for pieces in self.request.arrivals():
             for piece in pieces:
                 self._count(piece)
@@ -74,7 +74,7 @@ class Choices:
     async def of(
         cls, llm: AsyncLLM, prompts: Sequence[Prompt], params: SamplingParams, n: int, name: str, metrics: Metrics
     ) -> Choices:
-        """Submit the requests, all of them or none. ValueError where the engine refuses one."""
+        """Submit all requests, or none. ValueError where the engine refuses one."""
         begin = time.perf_counter()
         # Once for the n choices.
         encoded = [await llm.encode(prompt) for prompt in prompts]
@@ -82,7 +82,7 @@ class Choices:
         submitting = [asyncio.create_task(llm.submit(prompt, one, request_id=name)) for prompt, one in asked]
         try:
             submitted = await asyncio.gather(*submitting, return_exceptions=True)
-        except asyncio.CancelledError:  # those that have been accepted already are cancelled here
+        except asyncio.CancelledError:  # the accepted ones are cancelled here
             llm.cancel(name)
             raise
         choices = [Choice(one, begin, metrics) for one in submitted if isinstance(one, Request)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +104,7 @@ class Asked:
     return_token_ids: bool
 
     @classmethod
-    def of(cls, body: Any, chat: bool, defaults: SamplingParams) -> Asked:
+    def of(cls, body: object, chat: bool, defaults: SamplingParams) -> Asked:
         """Fields of a decoded JSON body. BadField for any that is wrong, unknown or not supported."""
         if not isinstance(body, dict):
             raise BadField(f"the body is {quoted(body)}; send a JSON object")
@@ -130,7 +130,7 @@ class Asked:
         )
 
 
-def _refuse(name: str, value: Any) -> None:
+def _refuse(name: str, value: object) -> None:
     """Raise BadField for a field that is not supported, unless its value asks for nothing."""
     if name not in UNSUPPORTED:
         raise BadField(f"{shortened(name)} is not a field of this request; leave it out", shortened(name))
@@ -138,26 +138,26 @@ def _refuse(name: str, value: Any) -> None:
         raise BadField(f"{name}={quoted(value)} is not supported; leave it out", name)
 
 
-def _checked(name: str, check: Any, value: Any) -> Any:
+def _checked(name: str, check: Callable[[str, Any], Any], value: Any) -> Any:
     """The value that `check(name, value)` returns, else `value`. BadField for its ValueError."""
     try:
-        found = check_optional(check, name, value)
+        checked = check_optional(check, name, value)
     except ValueError as error:
         raise BadField(str(error), name) from None
-    return value if found is None else found
+    return value if checked is None else checked
 
 
-def _text(name: str, value: Any) -> None:
+def _text(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise ValueError(f"{name}={quoted(value)} is not a string")
 
 
-def _object(name: str, value: Any) -> None:
+def _object(name: str, value: object) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{name}={quoted(value)} is not an object")
 
 
-def _include_usage(options: Any, stream: bool) -> bool:
+def _include_usage(options: object, stream: bool) -> bool:
     if options is None:
         return False
     _checked("stream_options", _object, options)
@@ -173,21 +173,21 @@ def _include_usage(options: Any, stream: bool) -> bool:
 def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> SamplingParams:
     if given.get("max_tokens", tokens := given.get("max_completion_tokens")) != tokens and tokens is not None:
         raise BadField("max_tokens and max_completion_tokens differ; send the latter alone", "max_tokens")
-    found: dict[str, Any] = {"logprobs": _logprobs(given, chat), "structured_outputs": _structure(given)}
+    parameters: dict[str, object] = {"logprobs": _logprobs(given, chat), "structured_outputs": _structure(given)}
     for name, value in given.items():
         if (parameter := SAMPLING.get(name)) is not None:
             # JSON has text for keys.
-            found[parameter] = _by_token_id(value) if name == "logit_bias" else value
+            parameters[parameter] = _by_token_id(value) if name == "logit_bias" else value
     for name in ("stop", "bad_words"):
-        _checked(name, _few_strings, found.get(name))
+        _checked(name, _few_strings, parameters.get(name))
     try:
-        return replace(defaults, **found)
+        return replace(defaults, **parameters)
     except ValueError as error:
         name = str(error).partition("=")[0]
         raise BadField(str(error), name if name in given else None) from None
 
 
-def _few_strings(name: str, value: Any) -> None:
+def _few_strings(name: str, value: object) -> None:
     """ValueError for more strings than the server takes; values of another type are refused later."""
     strings = [value] if isinstance(value, str) else value
     if isinstance(strings, list) and all(isinstance(one, str) for one in strings):
@@ -233,14 +233,14 @@ def _structure(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
         raise BadField(f"structured_outputs: {error}", "structured_outputs") from None
 
 
-def _by_token_id(value: Any) -> Any:
+def _by_token_id(value: object) -> object:
     """Biases with integers for keys; another value as it is, which SamplingParams refuses."""
     if isinstance(value, dict) and all(key.isascii() and key.isdigit() and len(key) < 19 for key in value):
         return {int(key): bias for key, bias in value.items()}
     return value
 
 
-def _prompts(value: Any) -> list[Prompt]:
+def _prompts(value: object) -> list[Prompt]:
     try:
         prompts = as_prompts(value)
     except ValueError as error:
@@ -250,13 +250,13 @@ def _prompts(value: Any) -> list[Prompt]:
     return prompts
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise BadField(f"messages={quoted(value)} is not a list of messages", "messages")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
 
 
-def _message(name: str, message: Any) -> dict[str, Any]:
+def _message(name: str, message: object) -> dict[str, Any]:
     """Role and text of a message, for the chat template."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadField(f"{name}={quoted(message)} is not an object with a role and content", "messages")

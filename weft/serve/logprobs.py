@@ -16,21 +16,21 @@ def of_chat(pieces: Sequence[Piece], top: int, tokens: TokenBytes | None) -> dic
     """Log-probabilities of a conversation's answer, with the `top` likeliest tokens of each place."""
     content = []
     for piece in pieces:
-        token, *others = _entries(piece, tokens)
-        content.append({**token, "top_logprobs": _top(piece, [token, *others], top)})
+        entries = _entries(piece, tokens)
+        content.append({**entries[0], "top_logprobs": _top(piece, entries, top)})
     return {"content": content, "refusal": None}
 
 
 def of_completion(pieces: Sequence[Piece], top: int, tokens: TokenBytes | None) -> dict[str, Any]:
     """Log-probabilities of a completion."""
-    found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for piece in pieces:
-        entries = _entries(piece, tokens)
-        found["tokens"].append(entries[0]["token"])
-        found["token_logprobs"].append(entries[0]["logprob"])
-        found["top_logprobs"].append(_by_text(piece, entries) if top else None)
-        found["text_offset"].append(piece.offset or 0)
-    return found
+    entries = [_entries(piece, tokens) for piece in pieces]
+    by_text = [_by_text(*pair) if top else None for pair in zip(pieces, entries, strict=True)]
+    return {
+        "tokens": [chosen["token"] for chosen, *_ in entries],
+        "token_logprobs": [chosen["logprob"] for chosen, *_ in entries],
+        "top_logprobs": by_text,
+        "text_offset": [piece.offset or 0 for piece in pieces],
+    }
 
 
 def _entries(piece: Piece, tokens: TokenBytes | None) -> list[dict[str, Any]]:
@@ -58,14 +58,14 @@ def _text(data: bytes) -> str:
 
 
 def _by_text(piece: Piece, entries: list[dict[str, Any]]) -> dict[str, float]:
-    """Log-probabilities by text, the chosen token's first; by id where one before has the same text."""
-    found: dict[str, float] = {}
+    """Log-probabilities by text, the chosen token's first; by id where an earlier token has the same text."""
+    by_text: dict[str, float] = {}
     for token, entry in zip(piece.logprobs, entries, strict=True):
-        found[_named(token) if entry["token"] in found else entry["token"]] = entry["logprob"]
-    return found
+        by_text[_named(token) if entry["token"] in by_text else entry["token"]] = entry["logprob"]
+    return by_text
 
 
 def _top(piece: Piece, entries: list[dict[str, Any]], top: int) -> list[dict[str, Any]]:
-    """The `top` likeliest of the entries, without the chosen token where it is not one of them."""
+    """The `top` likeliest of the entries, without a chosen token that is less likely."""
     ranked = sorted(zip(piece.logprobs.values(), entries, strict=True), key=lambda pair: pair[0].rank)
     return [entry for _, entry in ranked[:top]]

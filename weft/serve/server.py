@@ -27,8 +27,8 @@ logger = logger_of(__name__)
 class Server(uvicorn.Server):
     """HTTP server of a service.
 
-    A signal ends the answers that are being computed, and an error of the engine ends the server. It listens once a first
-    request of its own has run, and then calls `listening`.
+    A signal ends the answers that are being computed, and an error of the engine ends the server. It listens once its
+    first request has run, and then calls `listening`.
     """
 
     def __init__(self, service: Service, listening: Callable[[], None] = lambda: None) -> None:
@@ -85,23 +85,23 @@ def bound(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ValueError(f"--host {host}: {error.strerror}; pass an address of this machine") from None
     try:
         try:
-            found.bind(address)
+            listener.bind(address)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             # A server that has just ended leaves connections on the port for a minute, which only a shared one passes over.
-            share(found)
-            found.bind(address)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            share(listener)
+            listener.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
-        found.close()
+        listener.close()
         raise not_bound(host, port, error) from None
-    return found
+    return listener
 
 
 def share(end: socket.socket) -> None:

@@ -3,7 +3,7 @@
 mode               tokens between layers     recipe
 reference          replicated [M, H]         torch and torch.distributed
 sequence_parallel  sharded    [M/W, H]       all_gather_matmul, matmul_reduce_scatter
-replicated         replicated [M, H]         matmul_all_reduce, or a fused all-reduce + norm behind the GEMM
+replicated         replicated [M, H]         matmul_all_reduce, or a fused all-reduce + norm after the GEMM
 """
 
 from weft.layers.attention import TPAttention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class TPAttention(nn.Module):
 
     qk_norm  False: no norms of q and k
     bias     False: no bias
-    window   tokens that a token attends to, itself the last of them; None: all before it
+    window   tokens that a token attends to, itself included; None: all before it
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
     x, y: [T, hidden] on every rank, the tokens of a Step; in mode "sequence_parallel" this rank's 1/W of these rows, padded to
@@ -35,7 +35,7 @@ class TPAttention(nn.Module):
     ValueError where the heads cannot be split over W ranks.
 
     Trains with Sequences as TPMLP does, after ``attention.requires_grad_()``: gradients of norms and of KV heads that ranks
-    share are summed over those ranks in the backward, so that they stay the same on all.
+    share are summed over the sharers in the backward, so that they stay the same on all.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class TPAttention(nn.Module):
         )
 
     @classmethod
-    def from_module(cls, module: nn.Module, config: Any, team: Team, mode: Mode) -> TPAttention:
+    def from_module(cls, module: nn.Module, config: object, team: Team, mode: Mode) -> TPAttention:
         """This rank's share of a whole attention, such as transformers' LlamaAttention or Qwen3Attention.
 
-        `config` names the sizes as transformers' configuration of the module does. ValueError, by what was found, for a module
-        that computes anything else: other norms, scaling, rotary embedding, masks or weights.
+        `config` names the sizes as transformers' configuration of the module does. ValueError, with all differences, for a
+        module that computes anything else: other norms, scaling, rotary embedding, masks or weights.
         """
         attention = cls(**check_module(module, config), team=team, mode=mode, dtype=module.q_proj.weight.dtype)
         fill_from_module(attention.shards(), module)
@@ -143,15 +143,15 @@ class TPAttention(nn.Module):
 
     def _shared(self, weights: AttentionWeights) -> AttentionWeights:
         """``weights``, with gradients summed over the ranks that hold the same."""
-        found = weights._asdict()
+        summed = weights._asdict()
         for name in ("q_norm", "k_norm"):
-            if found[name] is not None:
-                found[name] = SummedGradient.apply(found[name], self.team)
+            if summed[name] is not None:
+                summed[name] = SummedGradient.apply(summed[name], self.team)
         shared = 2 * self.num_kv_heads * self.head_dim
         for name in ("qkv", "bias"):
-            if found[name] is not None and self.sharers > 1:
-                found[name] = SharedHeadsGradient.apply(found[name], shared, self.sharers, self.team)
-        return AttentionWeights(**found)
+            if summed[name] is not None and self.sharers > 1:
+                summed[name] = SharedHeadsGradient.apply(summed[name], shared, self.sharers, self.team)
+        return AttentionWeights(**summed)
 
 
 def check_heads(num_attention_heads: int, num_key_value_heads: int, world_size: int) -> None:

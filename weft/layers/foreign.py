@@ -31,6 +31,8 @@ from weft.parallel.thresholds import splits_tokens
 from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
+    from transformers import Cache
+
     from weft.runtime.team.team import Team
 
 logger = logger_of(__name__)
@@ -52,14 +54,14 @@ class Replaced:
 
     def __str__(self) -> str:
         layers, left = (
-            "; ".join(f"{name} ({told})" for name, told in found.items()) or "nothing"
-            for found in (self.layers, self.left)
+            "; ".join(f"{name} ({told})" for name, told in modules.items()) or "nothing"
+            for modules in (self.layers, self.left)
         )
         return f"replaced {layers}. Left alone: {left}"
 
 
 def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
-    """Put TPAttention, TPMLP and MoE into a model of Transformers, in place, by its own ``tp_plan``.
+    """Put TPAttention, TPMLP and MoE into a model of Transformers, in place, by its ``tp_plan``.
 
     model  whole, the same on every rank, on the team's device
     mode   of every pass: "replicated", "reference", or "sequence_parallel": a rank holds 1/W of each sequence between the
@@ -69,8 +71,8 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
     Every rank calls the model with the same tokens, and gets the same logits. Ranks that draw tokens at random must draw the
     same: torch.manual_seed before ``generate``. What is left alone stays whole on every rank; the log names it too. A module
     that computes anything else than weft's layer is left alone; in "sequence_parallel" and "auto" such an attention is an
-    error. Weights keep their ``requires_grad``: TPMLP says which gradients they get; those of modules left
-    alone are then this rank's part, to be summed over the ranks.
+    error. Weights keep their ``requires_grad``: TPMLP says which gradients they get. Gradients of modules
+    left alone are this rank's part, to be summed over the ranks.
 
     ValueError for a model without a plan or of which nothing can be replaced, for sizes that W does not divide, and later for
     calls that ask for attention weights, router logits or, where a rank holds 1/W, hidden states. The model's weights are
@@ -97,7 +99,7 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
     attentions = sum(isinstance(layer, _Attention) for layer in made.values())
     if mode in ("sequence_parallel", "auto") and attentions != len(decoder.layers):
         raise ValueError(
-            f"mode={mode!r}: {attentions} of {len(decoder.layers)} attentions fit, and others would see 1/W of the tokens; "
+            f"mode={mode!r}: {attentions} of {len(decoder.layers)} attentions fit, and the rest would see 1/W of the tokens; "
             f"pass mode='replicated'; {'; '.join(left.values())}"
         )
     for path, layer in made.items():
@@ -106,9 +108,9 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
     left |= _whole(model, plan, (*layers, *left))
     current.watch(decoder)
     model.save_pretrained = _refuse_to_save
-    found = Replaced(layers=layers, left=left)
-    logger.info("%s over %d ranks: %s", name, team.size, found)
-    return found
+    replaced = Replaced(layers=layers, left=left)
+    logger.info("%s over %d ranks: %s", name, team.size, replaced)
+    return replaced
 
 
 class _Pass:
@@ -144,11 +146,11 @@ class _Pass:
 
     def _check(self, decoder: nn.Module, args: tuple, options: dict[str, Any]) -> None:
         refused = {
-            "output_attentions": "a rank has its own heads",
+            "output_attentions": "a rank has a part of the heads",
             "output_router_logits": "MoE chooses experts in a kernel",
         }
         if self.mode in ("sequence_parallel", "auto"):
-            refused["output_hidden_states"] = "a rank has 1/W of them; replace(mode='replicated') keeps them whole"
+            refused["output_hidden_states"] = "a rank has 1/W of the rows; replace(mode='replicated') keeps them whole"
         for name, why in refused.items():
             asked = options.get(name)
             if getattr(decoder.config, name, False) if asked is None else asked:
@@ -157,14 +159,14 @@ class _Pass:
                 )
 
     def _split(self, layer: nn.Module, args: tuple) -> tuple | None:
-        x, *others = args
+        x, *further = args
         batch, self.length, _ = x.shape
         self.sharded = self.splits(batch * self.length)
         if not self.sharded:
             return None
         padding = -self.length % self.team.size
         x = F.pad(x, (0, 0, 0, padding)) if padding else x
-        return (x.chunk(self.team.size, dim=1)[self.team.rank].contiguous(), *others)
+        return (x.chunk(self.team.size, dim=1)[self.team.rank].contiguous(), *further)
 
     def _gather(self, norm: nn.Module, args: tuple) -> tuple | None:
         if not self.sharded:
@@ -177,7 +179,7 @@ class _Pass:
 class _Attention(nn.Module):
     """TPAttention, called as an attention of Transformers."""
 
-    def __init__(self, module: nn.Module, config: Any, current: _Pass) -> None:
+    def __init__(self, module: nn.Module, config: object, current: _Pass) -> None:
         super().__init__()
         self.layer = _like(TPAttention.from_module(module, config, current.team, current.mode), module)
         self.current = current
@@ -191,18 +193,16 @@ class _Attention(nn.Module):
         known = theirs.__globals__
         self._functions, self._eager = known.get("ALL_ATTENTION_FUNCTIONS"), known.get("eager_attention_forward")
         if not hasattr(self._functions, "get_interface"):
-            raise ValueError(
-                f"module={type(module).__name__} has no attention functions as those of transformers 5 have"
-            )
+            raise ValueError(f"module={type(module).__name__} has no attention functions as in transformers 5")
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: Any = None,
-        cache: Any = None,
-        past_key_values: Any = None,
-        **options: Any,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **options: object,
     ) -> tuple[torch.Tensor, None]:
         cache = past_key_values if cache is None else cache
         (cos, sin), current, half = position_embeddings, self.current, self.layer.head_dim // 2
@@ -233,7 +233,7 @@ class _Attention(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    """TPMLP or MoE, called as a feed-forward of Transformers, behind the attention of its layer."""
+    """TPMLP or MoE, called as a feed-forward of Transformers, after the attention of its layer."""
 
     def __init__(self, layer: TPMLP | MoE, current: _Pass) -> None:
         super().__init__()
@@ -243,11 +243,11 @@ class _FeedForward(nn.Module):
         return self.layer(hidden_states, self.current.plan(self.layer, hidden_states))
 
 
-def _mlp(module: nn.Module, config: Any, current: _Pass) -> _FeedForward:
+def _mlp(module: nn.Module, config: object, current: _Pass) -> _FeedForward:
     return _FeedForward(_like(TPMLP.from_module(module, current.team, current.mode), module), current)
 
 
-def _mixture(module: nn.Module, config: Any, current: _Pass) -> _FeedForward:
+def _mixture(module: nn.Module, config: object, current: _Pass) -> _FeedForward:
     layer = MoE.from_module(module, current.team, current.mode, layout="slices")
     return _FeedForward(_like(layer, module), current)
 
@@ -275,16 +275,16 @@ def _planned(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.M
 
 
 def _whole(model: nn.Module, plan: dict[str, str], named: tuple[str, ...]) -> dict[str, str]:
-    """Reasons of modules with weights of their own that are whole on every rank, but those in ``named``."""
-    found = {}
+    """Reasons of modules whose weights are whole on every rank, but for ``named`` ones."""
+    reasons = {}
     for path, module in model.named_modules():
         name = _starred(path)
         if any(name == one or name.startswith(f"{one}.") for one in named):
             continue
         if next(module.parameters(recurse=False), None) is not None:
             style = plan.get(name)
-            found[name] = f"no layer for {style}" if style else "not in its tp_plan"
-    return found
+            reasons[name] = f"no layer for {style}" if style else "not in its tp_plan"
+    return reasons
 
 
 def _starred(path: str) -> str:
@@ -292,5 +292,5 @@ def _starred(path: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
-def _refuse_to_save(*args: Any, **options: Any) -> None:
+def _refuse_to_save(*args: object, **options: object) -> None:
     raise RuntimeError("save_pretrained: this rank has its share of the weights; save the model before replace()")

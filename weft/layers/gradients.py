@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from weft.ops.collectives.all_reduce import all_reduce
 from weft.parallel.recipe import StepPlan
@@ -22,12 +23,12 @@ def asked_for(layer: nn.Module, x: torch.Tensor) -> bool:
 
 def with_gradients(layer: nn.Module, x: torch.Tensor, plan: StepPlan) -> bool:
     """``asked_for``; RuntimeError if the plan's collectives have no backward."""
-    found = asked_for(layer, x)
-    if found and plan.mode == "reference":
+    asked = asked_for(layer, x)
+    if asked and plan.mode == "reference":
         raise RuntimeError(
             "mode='reference' has no gradients; use mode='replicated' or 'sequence_parallel', or torch.no_grad()"
         )
-    return found
+    return asked
 
 
 def plan_for(layer: nn.Module, x: torch.Tensor, tokens: int) -> StepPlan:
@@ -37,35 +38,35 @@ def plan_for(layer: nn.Module, x: torch.Tensor, tokens: int) -> StepPlan:
 
 
 class SummedGradient(torch.autograd.Function):
-    """A parameter that all ranks hold: its gradient is the sum of theirs."""
+    """A parameter that all ranks hold: its gradient is the sum of all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, team: Team) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team) -> torch.Tensor:
         ctx.team = team
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce(grad, ctx.team), None
 
 
 class SharedHeadsGradient(torch.autograd.Function):
     """Weights of heads, the last rows shared: their gradient is the sum over the ranks that hold them.
 
-    shared   number of these rows, the keys' and the values'
+    shared   number of the shared rows, keys' and values'
     sharers  number of neighbouring ranks that hold the same
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shared: int, sharers: int, team: Team) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, shared: int, sharers: int, team: Team) -> torch.Tensor:
         ctx.shared, ctx.sharers, ctx.team = shared, sharers, team
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        # Each group of sharers has a place of its own in one all-reduce.
-        mine, group = grad[-ctx.shared :], ctx.team.rank // ctx.sharers
-        places = grad.new_zeros(ctx.team.size // ctx.sharers, *mine.shape)
-        places[group] = mine
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        # One all-reduce has a place for each group of sharers.
+        shared, group = grad[-ctx.shared :], ctx.team.rank // ctx.sharers
+        places = grad.new_zeros(ctx.team.size // ctx.sharers, *shared.shape)
+        places[group] = shared
         summed = all_reduce(places, ctx.team)[group]
         return torch.cat((grad[: -ctx.shared], summed)), None, None, None

@@ -25,9 +25,9 @@ class TPMLP(nn.Module):
     x, y: [M, hidden] or [batch, length, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of the rows, as many
     as every other rank's. ValueError where W does not divide `intermediate_size`.
 
-    Its weights carry no gradients before ``mlp.requires_grad_()``. Then those are of the sum of all ranks' losses: where all
-    ranks have all tokens and the same loss, each divides it by W, and the gradient of what all of them hold (x, norms) is the
-    sum over the ranks. Not in mode "reference": RuntimeError.
+    Its weights carry no gradients before ``mlp.requires_grad_()``. Then gradients are of the sum of all ranks' losses: where
+    all ranks have all tokens and the same loss, each divides it by W, and what every rank holds (x, norms) has the sum over the
+    ranks as its gradient. Not in mode "reference": RuntimeError.
     """
 
     def __init__(self, *, hidden_size: int, intermediate_size: int, team: Team, mode: Mode, dtype: torch.dtype) -> None:
@@ -44,7 +44,7 @@ class TPMLP(nn.Module):
     def from_module(cls, module: nn.Module, team: Team, mode: Mode) -> TPMLP:
         """This rank's share of a whole MLP: `gate_proj`, `up_proj`, `down_proj`, as in transformers' Qwen3MLP.
 
-        ValueError, by what was found, for one that computes anything else.
+        ValueError, with the difference, for one that computes anything else.
         """
         _check_module(module)
         intermediate_size, hidden_size = module.gate_proj.weight.shape
@@ -88,8 +88,8 @@ def _check_module(module: nn.Module) -> None:
     act_fn = getattr(module, "act_fn", None)
     points = torch.linspace(-4, 4, 9)
     if act_fn is None or not torch.allclose(act_fn(points), F.silu(points)):
-        found = "no act_fn" if act_fn is None else f"act_fn={type(act_fn).__name__}"
-        raise ValueError(f"{name} has {found}; {computes}")
+        function = "no act_fn" if act_fn is None else f"act_fn={type(act_fn).__name__}"
+        raise ValueError(f"{name} has {function}; {computes}")
     weights = [getattr(children[one], "weight", None) for one in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(weight, torch.Tensor) and weight.is_floating_point() for weight in weights):
         raise ValueError(f"{name} has projections without weights of floating point; {computes}")
@@ -98,9 +98,9 @@ def _check_module(module: nn.Module) -> None:
     gate, up, down = weights
     x = torch.randn(2, gate.shape[1], generator=torch.Generator().manual_seed(0)).to(gate)
     with torch.no_grad():
-        found, expected = module(x).float(), F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down).float()
+        result, expected = module(x).float(), F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down).float()
     tolerance = 1e-3 if gate.dtype in (torch.float32, torch.float64) else 5e-2
-    if not (found - expected).abs().max() <= tolerance * expected.abs().max():
+    if not (result - expected).abs().max() <= tolerance * expected.abs().max():
         raise ValueError(
             f"{name} gives another result than down(silu(gate(x)) * up(x)), by a multiplier perhaps; {computes}"
         )

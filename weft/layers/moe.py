@@ -61,9 +61,9 @@ class MoE(nn.Module):
 
     No token is dropped. ValueError where W, ep or tp does not divide what it is to split.
 
-    Its weights carry no gradients before ``moe.requires_grad_()``. Then those are of the sum of all ranks' losses: where all
-    ranks have all tokens and the same loss, each divides it by W. The router's is summed over the ranks in the backward, so
-    that it stays the same on all; x.grad is that of this rank's x. Not in mode "reference": RuntimeError.
+    Its weights carry no gradients before ``moe.requires_grad_()``. Then gradients are of the sum of all ranks' losses: where
+    all ranks have all tokens and the same loss, each divides it by W. The router's is summed over the ranks in the backward, so
+    that it stays the same on all; x.grad belongs to this rank's x. Not in mode "reference": RuntimeError.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class MoE(nn.Module):
             raise ValueError("shared_gate=True without shared_intermediate_size; pass both, or neither")
         check_layout("layout", layout, team.size)
         self.team, self.mode, self.layout, self.features = team, mode_named(mode), layout, intermediate_size
-        # Of the slices of an expert's features.
-        self.slice, mine = 0, intermediate_size
+        # Index of this rank's slice of an expert's features, and its size.
+        self.slice, features = 0, intermediate_size
         if layout == "whole":
             self.experts = Experts.whole(num_experts, team.rank, team.size)
         elif layout == "slices":
             self.experts, self.slice = Experts.slices(num_experts), team.rank
-            mine = split_evenly("intermediate_size", intermediate_size, team)
+            features = split_evenly("intermediate_size", intermediate_size, team)
         else:
             ep, tp = layout
             self.experts, self.slice = Experts.grouped(num_experts, team.rank, ep, tp), team.rank % tp
@@ -114,12 +114,12 @@ class MoE(nn.Module):
                 raise ValueError(
                     f"intermediate_size={intermediate_size} is not divisible by tp={tp} of layout={layout}"
                 )
-            mine = intermediate_size // tp
+            features = intermediate_size // tp
         # One GEMM gives the experts' logits and the gate's.
         self.router = empty_parameter(num_experts + shared_gate, hidden_size, team=team, dtype=dtype)
         self.router_bias = empty_parameter(num_experts, team=team, dtype=torch.float32) if router_bias else None
-        self.gate_up = empty_parameter(self.experts.count, 2 * mine, hidden_size, team=team, dtype=dtype)
-        self.down = empty_parameter(self.experts.count, hidden_size, mine, team=team, dtype=dtype)
+        self.gate_up = empty_parameter(self.experts.count, 2 * features, hidden_size, team=team, dtype=dtype)
+        self.down = empty_parameter(self.experts.count, hidden_size, features, team=team, dtype=dtype)
         self.register_buffer("tickets", torch.zeros(1, dtype=torch.int32, device=team.device), persistent=False)
         self.shared_expert = None
         if shared_intermediate_size is not None:
@@ -133,7 +133,7 @@ class MoE(nn.Module):
     def from_module(cls, module: nn.Module, team: Team, mode: Mode, layout: Layout = "whole") -> MoE:
         """This rank's share of a whole mixture, as transformers' Qwen3MoeSparseMoeBlock.
 
-        Or Qwen2MoeSparseMoeBlock or MixtralSparseMoeBlock. ValueError, by what was found, for one that computes anything else.
+        Or Qwen2MoeSparseMoeBlock or MixtralSparseMoeBlock. ValueError, with the difference, for one that computes another result.
         """
         tensors, gating = _checked(module)
         num_experts, hidden_size = tensors["gate.weight"].shape
@@ -151,13 +151,13 @@ class MoE(nn.Module):
             mode=mode,
             dtype=tensors["gate.weight"].dtype,
         )
-        mine = moe.shards()
-        names = mine.keys() | {
+        shards = moe.shards()
+        names = shards.keys() | {
             f"experts.{e}.{name}_proj.weight" for e in range(num_experts) for name in ("gate", "up", "down")
         }
         if unknown := sorted(tensors.keys() - names):
             raise ValueError(f"module={type(module).__name__} has {unknown[:3]} that MoE does not use")
-        fill(mine, {name: tensors[name] for name in mine}, type(module).__name__)
+        fill(shards, {name: tensors[name] for name in shards}, type(module).__name__)
         return moe
 
     @property
@@ -213,15 +213,7 @@ def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
     """
     name, computes = f"module={type(module).__name__}", "MoE.from_module takes softmax routing to gated MLPs with silu"
     children, state = dict(module.named_children()), module.state_dict()
-    if missing := [one for one in ("gate", "experts") if one not in children]:
-        raise ValueError(f"{name} has no {', '.join(missing)}; {computes}")
-    if others := sorted(children.keys() - {"gate", "experts", "shared_expert", "shared_expert_gate"}):
-        raise ValueError(f"{name} has {', '.join(others)} beside its experts; {computes}")
-    wanted = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
-    if "shared_expert" in children:
-        wanted += [f"shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")]
-    if "shared_expert_gate" in children:
-        wanted.append("shared_expert_gate.weight")
+    wanted = _wanted(children, name, computes)
     if state.keys() != set(wanted):
         raise ValueError(f"{name} has weights {sorted(state)}; MoE.from_module takes {sorted(wanted)}")
     router, gate_up, down, *beside = (state[one] for one in wanted)
@@ -232,13 +224,13 @@ def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
     rows, experts = torch.cat([router, *beside[3:]]), Experts.slices(len(router))
     x = torch.randn(5, router.shape[1], generator=torch.Generator().manual_seed(0)).to(router)
     with torch.no_grad():
-        found = module(x[None])
-    found = (found[0] if isinstance(found, tuple) else found).reshape(x.shape).float()
+        result = module(x[None])
+    result = (result[0] if isinstance(result, tuple) else result).reshape(x.shape).float()
     for renormalize in (True, False):
         gating = Gating(k, renormalize=renormalize)
         expected = plain.experts(x, MoEWeights(rows, None, gate_up, down, experts, gating, shared)).float()
         tolerance = 1e-3 if router.dtype in (torch.float32, torch.float64) else 5e-2
-        if (found - expected).abs().max() <= tolerance * expected.abs().max():
+        if (result - expected).abs().max() <= tolerance * expected.abs().max():
             break
     else:
         raise ValueError(
@@ -250,3 +242,17 @@ def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
         parts = {"gate": gate, "up": up, "down": down[e]}
         tensors |= {f"experts.{e}.{part}_proj.weight": weight for part, weight in parts.items()}
     return tensors, gating
+
+
+def _wanted(children: dict[str, nn.Module], name: str, computes: str) -> list[str]:
+    """Names of the weights of a mixture with these children. ValueError for a child that is missing or unknown."""
+    if missing := [one for one in ("gate", "experts") if one not in children]:
+        raise ValueError(f"{name} has no {', '.join(missing)}; {computes}")
+    if unknown := sorted(children.keys() - {"gate", "experts", "shared_expert", "shared_expert_gate"}):
+        raise ValueError(f"{name} has {', '.join(unknown)} beside its experts; {computes}")
+    wanted = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
+    if "shared_expert" in children:
+        wanted += [f"shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")]
+    if "shared_expert_gate" in children:
+        wanted.append("shared_expert_gate.weight")
+    return wanted

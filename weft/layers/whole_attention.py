@@ -34,8 +34,8 @@ def check_module(module: nn.Module, config: Any) -> dict[str, Any]:
 
     ValueError with all differences where `module` computes something else.
     """
-    if found := list(_differences(module, config)):
-        raise ValueError(f"module={type(module).__name__} has {'; '.join(found)}; {COMPUTES}")
+    if differences := list(_differences(module, config)):
+        raise ValueError(f"module={type(module).__name__} has {'; '.join(differences)}; {COMPUTES}")
     sizes = {name: getattr(config, name) for name in SIZES}
     sizes |= {"head_dim": _head_dim(module, config), "rms_norm_eps": getattr(config, "rms_norm_eps", 0.0)}
     options = {
@@ -49,8 +49,8 @@ def check_module(module: nn.Module, config: Any) -> dict[str, Any]:
 
 
 def _head_dim(module: nn.Module, config: Any) -> int | None:
-    found = getattr(config, "head_dim", None) or getattr(module, "head_dim", None)
-    return found if isinstance(found, int) else None
+    head_dim = getattr(config, "head_dim", None) or getattr(module, "head_dim", None)
+    return head_dim if isinstance(head_dim, int) else None
 
 
 def _window(module: nn.Module, config: Any) -> Any:
@@ -63,6 +63,30 @@ def _window(module: nn.Module, config: Any) -> Any:
 def _differences(module: nn.Module, config: Any) -> Iterator[str]:
     children = dict(module.named_children())
     norms = [name for name in NORMS if name in children]
+    yield from _differences_of_children(children, norms)
+    required = (*SIZES, "rms_norm_eps") if norms else SIZES
+    if absent := [name for name in required if getattr(config, name, None) is None]:
+        yield f"a config without {', '.join(absent)}"
+    # The config speaks where the module is silent.
+    values = {name: getattr(module, name, getattr(config, name, None)) for name in NEUTRAL}
+    yield from (f"{name}={value!r}" for name, value in values.items() if value not in NEUTRAL[name])
+    if (window := _window(module, config)) is not None and not (is_integer(window) and window > 0):
+        yield f"sliding_window={window!r}"
+    yield from _differences_of_rotary(config)
+    if (head_dim := _head_dim(module, config)) is None:
+        yield "no head_dim"
+        return
+    scaling = getattr(module, "scaling", None)
+    if scaling is not None and abs(scaling * head_dim**0.5 - 1) > 1e-6:
+        yield f"scaling={scaling!r} instead of head_dim**-0.5={head_dim**-0.5:.6g}"
+    for name in norms:
+        if difference := _norm_difference(children[name], head_dim, getattr(config, "rms_norm_eps", 0.0)):
+            yield f"{name}={type(children[name]).__name__} {difference}"
+    if not _rotates_halves(module, head_dim):
+        yield "a rotary embedding that does not pair element i of a head with element i + head_dim / 2"
+
+
+def _differences_of_children(children: dict[str, nn.Module], norms: list[str]) -> Iterator[str]:
     if "qkv_proj" in children:
         yield "a fused qkv_proj (split it into q_proj, k_proj and v_proj)"
     elif missing := [name for name in PROJECTIONS if name not in children]:
@@ -72,17 +96,11 @@ def _differences(module: nn.Module, config: Any) -> Iterator[str]:
     if len(norms) == 1:
         yield f"{norms[0]} without the other norm"
     known, harmless = (*PROJECTIONS, *NORMS, "qkv_proj", "rotary_emb"), (nn.Dropout, nn.Identity)
-    if others := [name for name in children if name not in known and type(children[name]) not in harmless]:
-        yield f"{', '.join(others)} beside these"
-    required = (*SIZES, "rms_norm_eps") if norms else SIZES
-    if absent := [name for name in required if getattr(config, name, None) is None]:
-        yield f"a config without {', '.join(absent)}"
-    for name, neutral in NEUTRAL.items():
-        # The config speaks where the module is silent.
-        if (value := getattr(module, name, getattr(config, name, None))) not in neutral:
-            yield f"{name}={value!r}"
-    if (window := _window(module, config)) is not None and not (is_integer(window) and window > 0):
-        yield f"sliding_window={window!r}"
+    if unknown := [name for name in children if name not in known and type(children[name]) not in harmless]:
+        yield f"{', '.join(unknown)} beside these"
+
+
+def _differences_of_rotary(config: Any) -> Iterator[str]:
     if (rope := getattr(config, "rope_parameters", None)) is not None:
         try:
             Rotary.of(rope)
@@ -90,20 +108,9 @@ def _differences(module: nn.Module, config: Any) -> Iterator[str]:
             yield str(error)
     if (partial := getattr(config, "partial_rotary_factor", None)) not in (1.0, None):
         yield f"partial_rotary_factor={partial!r}"
-    if (head_dim := _head_dim(module, config)) is None:
-        yield "no head_dim"
-        return
-    scaling = getattr(module, "scaling", None)
-    if scaling is not None and abs(scaling * head_dim**0.5 - 1) > 1e-6:
-        yield f"scaling={scaling!r} instead of head_dim**-0.5={head_dim**-0.5:.6g}"
-    for name in norms:
-        if found := _norm_difference(children[name], head_dim, getattr(config, "rms_norm_eps", 0.0)):
-            yield f"{name}={type(children[name]).__name__} {found}"
-    if not _rotates_halves(module, head_dim):
-        yield "a rotary embedding that does not pair element i of a head with element i + head_dim / 2"
 
 
-def _is_float(weight: Any) -> bool:
+def _is_float(weight: object) -> bool:
     return isinstance(weight, torch.Tensor) and weight.is_floating_point()
 
 
@@ -116,12 +123,12 @@ def _norm_difference(norm: nn.Module, head_dim: int, eps: float) -> str | None:
     rows = 0.5 + torch.randn(2, head_dim, generator=torch.Generator().manual_seed(0))
     rows = (rows * torch.tensor([[1.0], [max(eps, 0.0) ** 0.5]])).to(weight)
     with torch.no_grad():
-        found, expected = norm(rows), F.rms_norm(rows.float(), (head_dim,), weight.float(), eps)
-    return None if _close(found, expected, weight.dtype) else f"that is not x / sqrt(mean(x^2) + {eps:g}) * weight"
+        normed, expected = norm(rows), F.rms_norm(rows.float(), (head_dim,), weight.float(), eps)
+    return None if _close(normed, expected, weight.dtype) else f"that is not x / sqrt(mean(x^2) + {eps:g}) * weight"
 
 
 def _rotates_halves(module: nn.Module, head_dim: int) -> bool:
-    """False if the rotary function in the module's own file differs from weft's. True without one."""
+    """False if the rotary function in the module's file differs from weft's. True without one."""
     rotate = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("apply_rotary_pos_emb")
     if rotate is None or head_dim % 2:
         return head_dim % 2 == 0
@@ -130,17 +137,17 @@ def _rotates_halves(module: nn.Module, head_dim: int) -> bool:
     cos, sin = (torch.cat((part, part), dim=-1)[None] for part in (half.cos(), half.sin()))
     q = x.transpose(0, 1)[None]  # [batch, heads, tokens, head_dim]
     try:
-        found = rotate(q, q, cos, sin)[0]
+        rotated = rotate(q, q, cos, sin)[0]
     except Exception:  # another signature
         return False
     expected = apply_rotary(x, torch.cat((half.cos(), half.sin()), dim=-1)).transpose(0, 1)[None]
-    return _close(found, expected, torch.float32)
+    return _close(rotated, expected, torch.float32)
 
 
 def _other_result(module: nn.Module, sizes: dict[str, Any], options: dict[str, Any]) -> str | None:
     """Difference between the module's result for three tokens and TPAttention's.
 
-    None without one, and where the module is not called as those of transformers are.
+    None without one, and where the module is not called as transformers calls it.
     """
     parameters = inspect.signature(type(module).forward).parameters
     how = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -158,16 +165,15 @@ def _other_result(module: nn.Module, sizes: dict[str, Any], options: dict[str, A
         torch.rand(tokens, head_dim // 2, generator=generator),
     )
     x, half = x.to(like), half.to(like.device)
-    behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
-    mask = torch.zeros(tokens, tokens).masked_fill((behind < 0) | (behind >= window), float("-inf")).to(like)
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    mask = torch.zeros(tokens, tokens).masked_fill((distance < 0) | (distance >= window), float("-inf")).to(like)
     whole = torch.cat((half, half), dim=-1)[None].to(like.dtype)
     training = module.training
     module.eval()
     try:
         with torch.no_grad():
-            found = module(x[None], position_embeddings=(whole.cos(), whole.sin()), attention_mask=mask[None, None])[0][
-                0
-            ]
+            given = {"position_embeddings": (whole.cos(), whole.sin()), "attention_mask": mask[None, None]}
+            result = module(x[None], **given)[0][0]
     except Exception as error:
         return f"cannot be called with position_embeddings and attention_mask ({error})"
     finally:
@@ -183,13 +189,11 @@ def _other_result(module: nn.Module, sizes: dict[str, Any], options: dict[str, A
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
     expected = F.linear(attended.reshape(tokens, -1), weights["o_proj.weight"])
     tolerance = 1e-3 if like.dtype in (torch.float32, torch.float64) else 5e-2
-    if found.shape == expected.shape and (found - expected).abs().max() <= tolerance * expected.abs().max():
+    if result.shape == expected.shape and (result - expected).abs().max() <= tolerance * expected.abs().max():
         return None
     return "gives another result for the same weights"
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+def _close(x: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
     tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
-    return found.shape == expected.shape and torch.allclose(
-        found.float(), expected.float(), rtol=tolerance, atol=tolerance
-    )
+    return x.shape == expected.shape and torch.allclose(x.float(), expected.float(), rtol=tolerance, atol=tolerance)

@@ -133,7 +133,7 @@ class MoE(nn.Module):
     def from_module(cls, module: nn.Module, team: Team, mode: Mode, layout: Layout = "whole") -> MoE:
         """This rank's share of a whole mixture, as transformers' Qwen3MoeSparseMoeBlock.
 
-        Or Qwen2MoeSparseMoeBlock or MixtralSparseMoeBlock. ValueError, with the difference, for one that computes another result.
+        Or Qwen2MoeSparseMoeBlock or MixtralSparseMoeBlock. ValueError, with the difference, for any other function.
         """
         tensors, gating = _checked(module)
         num_experts, hidden_size = tensors["gate.weight"].shape

@@ -623,7 +623,7 @@ def test_the_built_in_model_adds_in_every_mode(mode):
         assert (completion.text, completion.finish_reason) == ("579", "eos")
 
 
-@pytest.mark.parametrize(("world_size", "mode"), [(1, "gemm_ar"), (2, "ag_rs")])
+@pytest.mark.parametrize(("world_size", "mode"), [pytest.param(1, "gemm_ar", marks=pytest.mark.sweep), (2, "ag_rs")])
 def test_padded_passes_give_the_tokens_of_those_as_they_are(one_layer, monkeypatch, world_size, mode):
     """As on GPUs, but that a graph's replay is the pass itself: new prompts, parts of some with the begin of others."""
     keys = set()

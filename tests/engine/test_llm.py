@@ -455,9 +455,9 @@ IDS = [[120, 32, 61], [7]]
 
 def test_token_ids_need_no_tokenizer(byte_model, without_tokenizer):
     params = [SamplingParams(max_tokens=6, stop_token_ids=[9]), SamplingParams(max_tokens=4, temperature=1.0, seed=2)]
-    with weft.LLM(byte_model, 2, device="sim") as llm:
+    with weft.LLM(byte_model, 2, device="sim", mode="torch") as llm:
         expected = llm.generate(IDS, params)
-    with weft.LLM(without_tokenizer, 2, device="sim") as llm:
+    with weft.LLM(without_tokenizer, 2, device="sim", mode="torch") as llm:
         found = llm.generate(IDS, params)
         assert found == [dataclasses.replace(one, text=None) for one in expected]
         assert {piece.text for piece in llm.stream(IDS, params)} == {None}
@@ -587,15 +587,14 @@ def test_a_closed_llm_says_so(byte_model):
 
 
 def test_under_torchrun_every_rank_asks_and_gets_the_answers(byte_model, monkeypatch):
-    with weft.LLM(byte_model, 2, device="sim") as llm:
+    with weft.LLM(byte_model, 2, device="sim", mode="torch") as llm:
         expected = llm.generate(["a", "bc"], SamplingParams(max_tokens=5))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
 
     def main(_):
-        with weft.LLM(
-            byte_model
-        ) as llm:  # weft.init() finds the virtual ranks here, and torchrun's where there are some
+        # weft.init() finds the virtual ranks here, and torchrun's where there are some.
+        with weft.LLM(byte_model, mode="torch") as llm:
             found = [llm.generate(["a", "bc"], SamplingParams(max_tokens=5)) for _ in range(2)]
             with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
                 llm.generate("")

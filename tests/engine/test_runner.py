@@ -211,7 +211,7 @@ def test_padded_prompts_are_read_as_they_are(byte_model, lengths, shape, fused):
     ],
     ids=str,
 )
-def test_ragged_prompts_are_read_as_they_are(byte_model, lengths, befores, shape):
+def test_ragged_prompts_are_read_as_they_are(one_layer, lengths, befores, shape):
     """What comes first is read into both caches as it is. All chunks but the second have a token chosen."""
     reads = reads_of(*lengths)
     first = [replace(r, tokens=r.tokens[:n], choose=False) for r, n in zip(reads, befores, strict=True) if n]
@@ -234,7 +234,7 @@ def test_ragged_prompts_are_read_as_they_are(byte_model, lengths, befores, shape
         prefill.run(Kind.NUCLEUS)
         return exact.tokens[: len(rest)], prefill.chosen[: len(rest)], exact.cache.data, padded.cache.data
 
-    expected, found, expected_cache, cache = on_one_rank(main, byte_model, fused=True)
+    expected, found, expected_cache, cache = on_one_rank(main, one_layer, fused=True)
     assert torch.equal(found[chosen], expected[chosen])
     torch.testing.assert_close(cache[:, :, 1:], expected_cache[:, :, 1:], rtol=1e-4, atol=1e-4)
     assert (cache[:, :, 0] == 50.0).all()
@@ -334,7 +334,7 @@ def test_after_a_warm_up_prompts_behind_cached_tokens_run_in_graphs(one_layer, m
     assert [size.entries for size, _ in replayed] == [0, 0, 3, 3]
 
 
-def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
+def test_shapes_that_come_again_are_captured(one_layer, monkeypatch):
     """Here a capture is the pass itself: what is captured gives the tokens of what is not."""
     captured = []
     monkeypatch.setattr(Graphs, "run", lambda self, key, run: (captured.append(key), run()))
@@ -361,12 +361,12 @@ def test_shapes_that_come_again_are_captured(byte_model, monkeypatch):
                 found.append(each.tokens[: len(lengths)].clone())
         return found
 
-    found = on_one_rank(main, byte_model, fused=True)
+    found = on_one_rank(main, one_layer, fused=True)
     assert all(torch.equal(*pair) for pair in zip(found[::2], found[1::2], strict=True))
     new, continuing = (Shape.of_new(2, 16), Kind.NUCLEUS), (Shape(16, 1), Kind.NUCLEUS)
     assert captured == [new, continuing, new]
     captured.clear()
-    assert on_one_rank(main, byte_model) and captured == [new] * 2, "unfused attention knows its sequences on the host"
+    assert on_one_rank(main, one_layer) and captured == [new] * 2, "unfused attention knows its sequences on the host"
 
 
 def test_graphs_of_prompts_are_kept_for_the_shapes_that_came_last(byte_model, monkeypatch):
@@ -389,7 +389,7 @@ def test_graphs_of_prompts_are_kept_for_the_shapes_that_came_last(byte_model, mo
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_empty_slots_of_a_bucket_change_nothing(byte_model, fused):
+def test_empty_slots_of_a_bucket_change_nothing(one_layer, fused):
     reads = reads_of(5, 16, 9)
 
     def main(model):
@@ -410,7 +410,7 @@ def test_empty_slots_of_a_bucket_change_nothing(byte_model, fused):
             found.append((torch.stack(tokens), runner.slots.positions.clone(), runner.cache.data[:, :, 1:]))
         return found
 
-    exact, *padded = on_one_rank(main, byte_model, fused)
+    exact, *padded = on_one_rank(main, one_layer, fused)
     for tokens, positions, cache in padded:
         assert torch.equal(tokens, exact[0])
         assert positions.tolist() == [9, 20, 13] + [-1] * 5

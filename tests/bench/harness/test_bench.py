@@ -207,6 +207,7 @@ def test_kernels_on_some_ranks_only_end_the_run_with_what_was_found(fake_gpus, o
 def test_the_protocol_says_whether_neighbours_are_balanced(rounds, said, fake_gpus, others, monkeypatch):
     others(library=library)
     monkeypatch.setattr(meters, "rounds_for", lambda seconds, quick, count: rounds)
+    monkeypatch.setattr(meters, "MANY_CALLS", 16)
     made = workload(providers=("weft.one_shot", "library"))  # both alone and in a row: four meters
     assert run(made)[0][0][0].protocol["neighbours"] == said
     assert runner.neighbours({"1 KiB": True, "1 MiB": False}) == "balanced, but not at 1 MiB: too few rounds"

@@ -333,7 +333,7 @@ def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, compl
     sizes = {
         name: getattr(TINY_CONFIG, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
     }
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4}
     sizes |= {"sliding_window": 4} if name == "mistral-7b" else {}
     sizes |= (
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if name == "qwen3-30b-a3b" else {}
@@ -485,7 +485,9 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
 
     monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
     found = run(
-        workload(level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True)
+        workload(
+            level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True, layers=1
+        )
     )
     wrong, right = found.rows
     assert re.search(complaint, wrong.reason)

@@ -117,7 +117,11 @@ def sum_to_all(x, team, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize(
     ("arch", "patience_us"),
-    [*((arch, 0) for arch in TARGETS), ("sm_90", 1_000_000), ("gfx942", 1_000_000)],
+    [
+        *((arch, 0) for arch in TARGETS),
+        ("sm_90", 1_000_000),
+        pytest.param("gfx942", 1_000_000, marks=pytest.mark.sweep),
+    ],
     ids=lambda value: {0: "release", 1_000_000: "debug"}.get(value, value),
 )
 def test_every_primitive_compiles(arch, patience_us):

@@ -88,7 +88,7 @@ def test_a_wait_for_one_value_that_is_answered_is_clean(cmp):
         send_answered[(1,)](landed, seen, out, 3, team.view, getattr(wl.shmem, f"NVSHMEM_CMP_{cmp}"))
         assert out.tolist() == [1, 2, 3]
 
-    report = weft.check(main, [1, 2, 3, 4], schedules=6)
+    report = weft.check(main, [1, 2, 3], schedules=4)
     assert report.ok, str(report)
 
 
@@ -174,7 +174,7 @@ def test_waits_for_any_skip_what_status_marks(cmp, dtype):
         assert sorted(out.tolist()[:-1]) == list(range(1, team.size + 1)) and out[-1] == -1
         assert status.tolist() == [1] * team.size
 
-    report = weft.check(main, [1, 2, 3, 4], schedules=4, deterministic=False)
+    report = weft.check(main, [1, 2, 3], schedules=3, deterministic=False)
     assert report.ok, str(report)
 
 

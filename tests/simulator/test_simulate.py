@@ -56,7 +56,7 @@ def test_the_same_seed_gives_the_same_run_event_for_event():
 
 
 @pytest.mark.parametrize("check", behaviour.ALL, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(8, marks=pytest.mark.sweep)])
 def test_teams_and_primitives_do_what_they_promise(check, world_size):
     assert weft.simulate(check, world_size, seed=world_size) == [[]] * world_size
 

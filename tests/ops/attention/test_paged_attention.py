@@ -137,7 +137,7 @@ MUTATIONS = {
 @pytest.mark.parametrize(
     ("mutation", "schedules"),
     sampled(
-        ((mutation, schedules) for mutation in MUTATIONS for schedules in (4, 8)), lambda _, schedules: schedules == 4
+        ((mutation, schedules) for mutation in MUTATIONS for schedules in (2, 8)), lambda _, schedules: schedules == 2
     ),
 )
 def test_what_orders_the_partials_is_needed(mutation, schedules, tmp_path):

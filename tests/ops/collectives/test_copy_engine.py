@@ -75,7 +75,7 @@ def test_both_designs_in_turn(world_size, slow, seed):
     check_replicated(weft.simulate(run_in_turn, world_size, seed=seed, slow=slow, args=(cases,)))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("world_size", sampled([(2,), (3,), (4,)], lambda world_size: world_size == 3))
 def test_what_the_slots_cannot_hold_goes_in_rounds(monkeypatch, world_size):
     monkeypatch.setattr(copy_engine, "ROUND_BYTES", 512)
     cases = [case for case in in_turn(world_size) if case.design == "copy_engine"]
@@ -96,7 +96,7 @@ def test_the_same_bits_from_run_to_run():
     assert_identical(first[0][0][2], second[0][0][2])
 
 
-@pytest.mark.parametrize("schedules", [4, pytest.param(12, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("schedules", [2, pytest.param(12, marks=pytest.mark.sweep)])
 def test_rounds_are_clean_under_many_schedules(monkeypatch, schedules):
     """The slots are written again in the same call, by engines that may be a round ahead."""
     monkeypatch.setattr(copy_engine, "ROUND_BYTES", 256)
@@ -124,7 +124,7 @@ def test_a_slot_that_nobody_gives_back_is_a_race(monkeypatch):
         x = torch.randn(64, generator=torch.Generator().manual_seed(team.rank)).bfloat16()
         return [ops.all_gather(x, team, "copy_engine") for _ in range(3)]
 
-    assert not weft.check.check(main, 2, schedules=12).ok
+    assert not weft.check.check(main, 2, schedules=4).ok
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

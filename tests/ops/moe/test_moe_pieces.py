@@ -156,7 +156,7 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
     module, old, new, (user, changed), run, kind = BUGS[name]
     mutant = mutated(module, old, new, f"pieces_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(user, changed, getattr(mutant, changed))
-    report = weft.check.check(calls_of(run), 3 if kind == "deadlock" else 2, schedules=6)
+    report = weft.check.check(calls_of(run), 3 if kind == "deadlock" else 2, schedules=3)
     kinds = {found.finding.kind for found in report.wrong}
     assert kinds and all(kind in found for found in kinds), report
 
@@ -177,7 +177,7 @@ def test_one_half_is_written_again_only_after_it_was_read(run, waits, one_half, 
         awaits = "await_entered(half.entered, peer, last, team)"
         mutant = mutated(halves, awaits, awaits.replace("last", "0"), "begin_mutant", tmp_path)
         monkeypatch.setattr(copy_channel, "begin_kernel", mutant.begin_kernel)
-    report = weft.check.check(calls_of(run), 2, schedules=8)
+    report = weft.check.check(calls_of(run), 2, schedules=3)
     assert report.ok if waits else {found.finding.kind for found in report.wrong} == {"race"}, report
 
 

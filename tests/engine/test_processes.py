@@ -548,9 +548,7 @@ def test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped(tmp_path,
             try:
                 ask()
             except WeftError as error:
-                said.append(
-                    f"a fork of it; make another LLM here, or have process {os.getppid()} ask" in str(error)
-                )
+                said.append(f"a fork of it; make another LLM here, or have process {os.getppid()} ask" in str(error))
         ranks.close()
         os._exit(0 if said == [True, True] else 1)
     assert os.waitpid(fork, 0)[1] == 0

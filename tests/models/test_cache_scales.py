@@ -100,8 +100,8 @@ def changed(**changes):
         (changed(strategy="attn_head"), {}, "kv_cache_scheme with strategy='attn_head' is not supported"),
         (changed(dynamic=True), {}, "kv_cache_scheme with dynamic=True is not supported"),
         (changed(type="int"), {}, "kv_cache_scheme with type='int' is not supported"),
-        (COMPRESSED | {"config_groups": {"group_0": {}}}, {}, "quant_method='compressed-tensors' is not supported"),
-        (MODELOPT | {"kv_cache_quant_algo": "NVFP4"}, {}, "quant_method='modelopt' is not supported"),
+        (COMPRESSED | {"config_groups": {"group_0": {}}}, {}, "weights=None is not supported"),
+        (MODELOPT | {"kv_cache_quant_algo": "NVFP4"}, {}, "kv_cache_quant_algo='NVFP4' is not supported"),
     ],
 )
 def test_other_scales_and_quantized_weights_are_refused(scaled, quantization, tensors, message):

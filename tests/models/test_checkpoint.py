@@ -205,7 +205,7 @@ def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
             "factor=0.5 is not a",
         ),
         ({"dtype": "float64"}, "dtype='float64'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method='fp8' is not supp"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config with quant_method='awq' is not supp"),
         ({"hidden_size": None}, "hidden_size=None is not a positive integer"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None is not a positive number"),
         ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta='1e6' is not a positive number"),

@@ -9,7 +9,7 @@ is below 448 * 2**-126 = 5.3e-36 keeps 2**-136 of absolute precision. A row is r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -110,3 +110,55 @@ def by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def read_back(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``rows`` times their scales, in ``dtype``, as grouped GEMMs load them."""
     return (rows.float() * scales.repeat_interleave(COLUMNS.value, 1)[:, : rows.shape[1]]).to(dtype)
+
+
+class Fp8(NamedTuple):
+    """A matrix [rows, K] of e4m3 with its scales: data * scales, each scale in fp32.
+
+    data         [rows, K] float8_e4m3fn, or of experts [E, rows, K]
+    scales       of a weight [ceil(N / r), ceil(K / c)], a scale for each block of r rows and c columns, powers of two up to
+                 128, the largest that give the shape; [N, 1] for each channel; [1, 1] for the whole tensor.
+                 Of activations [M, ceil(K / 128)] for groups of 128 columns of a row; [M, 1] for each token; [1, 1] for all
+    input_scale  [1, 1], of a weight whose activations are quantized with this scale, whatever they are
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    input_scale: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in ``dtype``: each byte times its scale, in fp32 at least, rounded once."""
+        wide = torch.promote_types(dtype, torch.float32)
+        rows, columns = (spread(self.scales.shape[dim], self.shape[dim]) for dim in (-2, -1))
+        scales = self.scales.to(wide).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+        return (self.data.to(wide) * scales[..., : self.shape[-2], : self.shape[-1]]).to(dtype)
+
+
+def spread(scales: int, size: int) -> int:
+    """Rows or columns of a scale, of ``scales`` along ``size``: all for a single one; 0: none fits."""
+    if scales == 1:
+        return size
+    block = COLUMNS.value
+    while block and cdiv(size, block) != scales:
+        block //= 2
+    return block
+
+
+def quantized_weight(weight: torch.Tensor, scheme: str) -> Fp8:
+    """``weight`` [N, K] in e4m3: a scale for each "block" of 128 x 128, "channel", or "tensor"."""
+    N, K = weight.shape
+    rows, columns = {"block": (COLUMNS.value, COLUMNS.value), "channel": (1, K), "tensor": (N, K)}[scheme]
+    padded = torch.nn.functional.pad(weight.float(), (0, -K % columns, 0, -N % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    scales = torch.where(largest > 0, (largest / torch.full_like(largest, LARGEST.value)).clamp(min=SMALLEST.value), 1)
+    data = (blocks * (1 / scales)).clamp(-LARGEST.value, LARGEST.value).flatten(2).flatten(0, 1)[:N, :K]
+    return Fp8(data.to(E4M3).contiguous(), scales[:, 0, :, 0].contiguous())

@@ -12,6 +12,7 @@ from weft.layers.gradients import SharedHeadsGradient, SummedGradient, asked_for
 from weft.layers.whole_attention import check_module
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows, split_evenly
 from weft.parallel.modes import Mode, mode_named
+from weft.parallel.quantized import Formats
 from weft.parallel.sequences import Sequences
 from weft.parallel.sharding import Shard, fill_from_module, whole
 from weft.parallel.step import Step
@@ -27,6 +28,7 @@ class TPAttention(nn.Module):
     qk_norm  False: no norms of q and k
     bias     False: no bias
     window   tokens that a token attends to, itself included; None: all before it
+    formats  of the weights; None: they are in `dtype`. In fp8 they have no gradients: RuntimeError
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
     x, y: [T, hidden] on every rank, the tokens of a Step; in mode "sequence_parallel" this rank's 1/W of these rows, padded to
@@ -53,6 +55,7 @@ class TPAttention(nn.Module):
         bias: bool = False,
         window: int | None = None,
         context_parallel: bool = False,
+        formats: Formats | None = None,
     ) -> None:
         super().__init__()
         check_optional(positive, "window", window)
@@ -74,8 +77,9 @@ class TPAttention(nn.Module):
         q_rows = Rows.even("num_attention_heads", num_attention_heads * head_dim, team)
         kv_rows = Rows(num_key_value_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
         parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        self.qkv_proj = ColumnParallelLinear(hidden_size, parts, team=team, dtype=dtype, bias=bias)
-        self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, team=team, dtype=dtype)
+        options = {"team": team, "dtype": dtype, "formats": formats}
+        self.qkv_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, **options)
+        self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, **options)
         self.eps, self.window = rms_norm_eps, window
         norm = {"eps": rms_norm_eps, "device": team.device, "dtype": dtype}
         self.q_norm, self.k_norm = (
@@ -102,7 +106,7 @@ class TPAttention(nn.Module):
     def weights(self) -> AttentionWeights:
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         return AttentionWeights(
-            self.qkv_proj.weight, self.o_proj.weight, q_norm, k_norm, self.eps,
+            self.qkv_proj.matrix, self.o_proj.matrix, q_norm, k_norm, self.eps,
             self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window,
         )  # fmt: skip
 

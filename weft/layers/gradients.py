@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from weft.kernels.fp8 import E4M3
 from weft.ops.collectives.all_reduce import all_reduce
 from weft.parallel.recipe import StepPlan
 from weft.parallel.step_plan import plan_layer
@@ -22,8 +23,10 @@ def asked_for(layer: nn.Module, x: torch.Tensor) -> bool:
 
 
 def with_gradients(layer: nn.Module, x: torch.Tensor, plan: StepPlan) -> bool:
-    """``asked_for``; RuntimeError if the plan's collectives have no backward."""
+    """``asked_for``; RuntimeError if weights are in fp8, or the plan's collectives have no backward."""
     asked = asked_for(layer, x)
+    if asked and any(one.dtype == E4M3 for one in layer.parameters()):
+        raise RuntimeError("weights in fp8 have no gradients; take weights of 16 bits, or torch.no_grad()")
     if asked and plan.mode == "reference":
         raise RuntimeError(
             "mode='reference' has no gradients; use mode='replicated' or 'sequence_parallel', or torch.no_grad()"

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from weft.layers.gradients import plan_for, with_gradients
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows
 from weft.parallel.modes import Mode, mode_named
+from weft.parallel.quantized import Formats
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill_from_module
 from weft.parallel.tensors import MLPWeights, tensor_of
@@ -24,21 +25,30 @@ class TPMLP(nn.Module):
 
     x, y: [M, hidden] or [batch, length, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of the rows, as many
     as every other rank's. ValueError where W does not divide `intermediate_size`.
+    formats: of the weights; None: they are in `dtype`. In fp8 they have no gradients: RuntimeError.
 
     Its weights carry no gradients before ``mlp.requires_grad_()``. Then gradients are of the sum of all ranks' losses: where
     all ranks have all tokens and the same loss, each divides it by W, and what every rank holds (x, norms) has the sum over the
     ranks as its gradient. Not in mode "reference": RuntimeError.
     """
 
-    def __init__(self, *, hidden_size: int, intermediate_size: int, team: Team, mode: Mode, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        team: Team,
+        mode: Mode,
+        dtype: torch.dtype,
+        formats: Formats | None = None,
+    ) -> None:
         super().__init__()
         check_layer(team, mode, dtype, hidden_size=hidden_size, intermediate_size=intermediate_size)
         self.team, self.mode = team, mode_named(mode)
         rows = Rows.even("intermediate_size", intermediate_size, team)
-        self.gate_up_proj = ColumnParallelLinear(
-            hidden_size, {"gate_proj": rows, "up_proj": rows}, team=team, dtype=dtype
-        )
-        self.down_proj = RowParallelLinear("down_proj", intermediate_size, hidden_size, team=team, dtype=dtype)
+        options = {"team": team, "dtype": dtype, "formats": formats}
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, {"gate_proj": rows, "up_proj": rows}, **options)
+        self.down_proj = RowParallelLinear("down_proj", intermediate_size, hidden_size, **options)
 
     @classmethod
     def from_module(cls, module: nn.Module, team: Team, mode: Mode) -> TPMLP:
@@ -60,7 +70,7 @@ class TPMLP(nn.Module):
 
     @property
     def weights(self) -> MLPWeights:
-        return MLPWeights(self.gate_up_proj.weight, self.down_proj.weight)
+        return MLPWeights(self.gate_up_proj.matrix, self.down_proj.matrix)
 
     def shards(self) -> dict[str, Shard]:
         return self.gate_up_proj.shards() | self.down_proj.shards()

@@ -13,8 +13,16 @@ from weft.layers.mlp import TPMLP
 from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS, check_routing
 from weft.ops.moe.routing import Experts
 from weft.parallel import plain
-from weft.parallel.linear import check_layer, check_rows, empty_parameter, split_evenly
+from weft.parallel.linear import (
+    check_layer,
+    check_rows,
+    empty_parameter,
+    matrix_parameter,
+    scales_beside,
+    split_evenly,
+)
 from weft.parallel.modes import Mode, mode_named
+from weft.parallel.quantized import Formats, formats_under
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill, under, whole
 from weft.parallel.step_plan import plan_layer
@@ -59,6 +67,10 @@ class MoE(nn.Module):
             features of a gated MLP of all tokens, split over the ranks in every layout; None: there is none. With
             ``shared_gate`` its result is times sigmoid(x @ shared_expert_gate.T)
 
+    formats      of the experts' and the shared one's weights; None: they are in `dtype`. In fp8 they have no gradients:
+                 RuntimeError. The router is in `dtype`
+    projections  a checkpoint's names of gate, up and down of the experts that tokens choose
+
     No token is dropped. ValueError where W, ep or tp does not divide what it is to split.
 
     Its weights carry no gradients before ``moe.requires_grad_()``. Then gradients are of the sum of all ranks' losses: where
@@ -85,6 +97,8 @@ class MoE(nn.Module):
         team: Team,
         mode: Mode,
         dtype: torch.dtype,
+        formats: Formats | None = None,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
         check_layer(
@@ -118,8 +132,15 @@ class MoE(nn.Module):
         # One GEMM gives the experts' logits and the gate's.
         self.router = empty_parameter(num_experts + shared_gate, hidden_size, team=team, dtype=dtype)
         self.router_bias = empty_parameter(num_experts, team=team, dtype=torch.float32) if router_bias else None
-        self.gate_up = empty_parameter(self.experts.count, 2 * features, hidden_size, team=team, dtype=dtype)
-        self.down = empty_parameter(self.experts.count, hidden_size, features, team=team, dtype=dtype)
+        self.projections = projections
+        names = [[f"experts.{e}.{name}" for e in range(num_experts)] for name in projections]
+        first, second = (None, None) if formats is None else (formats(names[0] + names[1]), formats(names[2]))
+        options = {"team": team, "dtype": dtype}
+        self.gate_up = matrix_parameter(self.experts.count, 2 * features, hidden_size, format=first, **options)
+        self.gate_up_scales = scales_beside(self.gate_up, first, row_edges=[features])
+        self.down = matrix_parameter(self.experts.count, hidden_size, features, format=second, **options)
+        cut = [features] if features < intermediate_size else []
+        self.down_scales = scales_beside(self.down, second, column_edges=cut)
         self.register_buffer("tickets", torch.zeros(1, dtype=torch.int32, device=team.device), persistent=False)
         self.shared_expert = None
         if shared_intermediate_size is not None:
@@ -127,7 +148,9 @@ class MoE(nn.Module):
                 "shared_intermediate_size", positive("shared_intermediate_size", shared_intermediate_size), team
             )
             sizes = {"hidden_size": hidden_size, "intermediate_size": shared_intermediate_size}
-            self.shared_expert = TPMLP(**sizes, team=team, mode=mode, dtype=dtype)
+            self.shared_expert = TPMLP(
+                **sizes, team=team, mode=mode, dtype=dtype, formats=formats_under("shared_expert", formats)
+            )
 
     @classmethod
     def from_module(cls, module: nn.Module, team: Team, mode: Mode, layout: Layout = "whole") -> MoE:
@@ -163,34 +186,41 @@ class MoE(nn.Module):
     @property
     def weights(self) -> MoEWeights:
         shared = None if self.shared_expert is None else self.shared_expert.weights
-        tensors = self.router, self.router_bias, self.gate_up, self.down
+        gate_up = self.gate_up if self.gate_up_scales is None else self.gate_up_scales.matrix(self.gate_up)
+        down = self.down if self.down_scales is None else self.down_scales.matrix(self.down)
+        tensors = self.router, self.router_bias, gate_up, down
         return MoEWeights(*tensors, self.experts, self.gating, shared, self.tickets)
 
-    def shards(self, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Shard]:
-        """Shards of the router, of this rank's experts and of the shared one.
-
-        projections: a checkpoint's names of gate, up and down of the experts that tokens choose
-        """
+    def shards(self) -> dict[str, Shard]:
+        """Shards of the router, of this rank's experts and of the shared one."""
         router, gate = self.router.data.split([self.experts.total, len(self.router) - self.experts.total])
-        found = {"gate.weight": whole(router)}
+        shards = {"gate.weight": whole(router)}
         if self.router_bias is not None:
-            found["gate.e_score_correction_bias"] = whole(self.router_bias)
+            shards["gate.e_score_correction_bias"] = whole(self.router_bias)
         if self.shared_expert is not None:
-            found |= under("shared_expert", self.shared_expert.shards())
+            shards |= under("shared_expert", self.shared_expert.shards())
         if len(gate):
-            found["shared_expert_gate.weight"] = whole(gate)
-        of_gate, of_up, of_down = projections
-        hidden, mine = self.down.shape[1:]
-        first = self.slice * mine
+            shards["shared_expert_gate.weight"] = whole(gate)
+        hidden, features = self.down.shape[1:]
+        first = self.slice * features
         for local in range(self.experts.count):
-            name = f"experts.{self.experts.first + local}"
             gate, up = self.gate_up.data[local].chunk(2)
             rows = {"shape": (self.features, hidden), "start": first}
-            found[f"{name}.{of_gate}.weight"] = Shard(target=gate, **rows)
-            found[f"{name}.{of_up}.weight"] = Shard(target=up, **rows)
             columns = {"shape": (hidden, self.features), "dim": 1, "start": first}
-            found[f"{name}.{of_down}.weight"] = Shard(target=self.down.data[local], **columns)
-        return found
+            parts = (
+                (Shard(target=gate, **rows), self.gate_up_scales, 0),
+                (Shard(target=up, **rows), self.gate_up_scales, features),
+                (Shard(target=self.down.data[local], **columns), self.down_scales, 0),
+            )
+            for projection, (shard, scales, begin) in zip(self.projections, parts, strict=True):
+                name = f"experts.{self.experts.first + local}.{projection}"
+                scaled = None if scales is None else scales.shards(name, shard, begin, local)
+                shards |= {f"{name}.weight": shard} if scaled is None else scaled
+        # One scale for the inputs of all experts, also those of other ranks.
+        for projection, scales in zip(self.projections, (self.gate_up_scales,) * 2 + (self.down_scales,), strict=True):
+            for expert in range(self.experts.total if scales is not None else 0):
+                shards |= scales.input_shards(f"experts.{expert}.{projection}")
+        return shards
 
     def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
         """If the plan's norms add up over the ranks, y is this rank's summand."""

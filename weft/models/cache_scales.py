@@ -16,23 +16,21 @@ from weft.models.family import WeightNames
 
 # Below a layer's attention: compressed-tensors' names, then ModelOpt's.
 NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"))
-METHODS = ("compressed-tensors", "modelopt")
 # What kv_cache_scheme may say, with the values that its format assumes for absent keys.
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 ASSUMED = {"strategy": "tensor", "dynamic": False, "symmetric": True}
-# Keys that quantize something else where they are not empty.
-OTHERS = ("config_groups", "quant_algo", "sparsity_config", "transform_config")
 
 
-def quantizes_cache_alone(quantization: Any) -> bool:
-    """True for a quantization_config of an fp8 KV cache alone. CheckpointError for another cache."""
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") not in METHODS:
-        return False
+def check_cache_scheme(quantization: Mapping[str, Any]) -> None:
+    """CheckpointError for a quantization_config with a KV cache that weft does not run."""
+    algorithm = quantization.get("kv_cache_quant_algo")  # ModelOpt's name of it
+    if algorithm not in (None, "FP8"):
+        raise CheckpointError(
+            f"config.json: kv_cache_quant_algo={quoted(algorithm)} is not supported; weft runs 'FP8': take another checkpoint"
+        )
     scheme = quantization.get("kv_cache_scheme")
-    if quantization.get("kv_cache_quant_algo") == "FP8":  # ModelOpt's name of it
-        scheme = scheme or SCHEME
-    if scheme is None or any(quantization.get(name) for name in OTHERS):
-        return False
+    if scheme is None or (scheme == "static" and quantization.get("quant_method") == "fp8"):
+        return
     if not isinstance(scheme, Mapping):
         raise CheckpointError(f"config.json: kv_cache_scheme={quoted(scheme)} is not an object")
     for name, value in SCHEME.items():
@@ -41,7 +39,6 @@ def quantizes_cache_alone(quantization: Any) -> bool:
                 f"config.json: kv_cache_scheme with {name}={quoted(found)} is not supported; weft runs an fp8 cache with "
                 f"{name}={value!r}: one scale of the keys and one of the values of each layer"
             )
-    return True
 
 
 def scale_names(checkpoint: Checkpoint, names: WeightNames, layers: int) -> list[str]:

@@ -15,8 +15,11 @@ from weft.models.files import as_directory, check_directory, check_regular, read
 from weft.models.generation import GenerationDefaults
 from weft.parallel.sharding import Shard
 
-# safetensors' names and torch's. 8-bit types need scales beside them, which weft does not read.
+# safetensors' names and torch's.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+E4M3_NAME = "F8_E4M3"
+# Ends of names of tensors that hold scales.
+SCALES = ("_scale", "_scale_inv")
 COMPARED_ROWS = 8192
 
 Progress = Callable[[int, int], None]
@@ -70,7 +73,7 @@ class Checkpoint:
     def dtype(self) -> str:
         """torch's name for the data type of the first weight that is not quantized."""
         for name, file in self._files().items():
-            if (dtype := file.get_slice(name).get_dtype()) in DTYPES:
+            if not name.endswith(SCALES) and (dtype := file.get_slice(name).get_dtype()) in DTYPES:
                 return DTYPES[dtype]
         raise CheckpointError(
             f"{self.directory}: no tensor of {', '.join(DTYPES)} in it; take one that was not quantized"
@@ -113,23 +116,33 @@ class Checkpoint:
                 raise CheckpointError(f"{self.directory}: tensor {name} is missing; the checkpoint is not complete")
             tensor = files[name].get_slice(name)
             shape = tuple(tensor.get_shape())
-            if shape != shard.shape:
+            if not shard.fits(shape):
                 raise CheckpointError(
                     f"{self.directory}: tensor {name} has shape {shape}, but config.json asks for {shard.shape}"
                 )
-            if (dtype := tensor.get_dtype()) not in DTYPES:
-                raise CheckpointError(
-                    f"{self.directory}: tensor {name} is of {dtype}, so it has been quantized; weft reads {', '.join(DTYPES)}"
-                )
+            self._check_dtype(name, tensor.get_dtype(), shard)
             shard.copy_from(tensor)
             # NaN or infinite if a summand is. The host reads it at the end, so a GPU sums while it copies.
-            sums.append(shard.target.sum(dtype=torch.float32))
+            sums.append(_sum(shard.target))
             done += shard.target.nbytes
             if progress is not None:
                 progress(done, total)
         odd = torch.stack(sums).isfinite().logical_not().tolist() if sums else []
         # Finite values can have an infinite sum.
-        return [name for name, odd in zip(shards, odd, strict=True) if odd and not shards[name].target.isfinite().all()]
+        return [name for name, odd in zip(shards, odd, strict=True) if odd and not _is_finite(shards[name].target)]
+
+    def _check_dtype(self, name: str, dtype: str, shard: Shard) -> None:
+        """CheckpointError unless a shard can be filled from a tensor of this dtype, by safetensors' name."""
+        if shard.stored is None and dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.directory}: tensor {name} is of {dtype}, so it has been quantized; weft reads {', '.join(DTYPES)}, and "
+                f"{E4M3_NAME} where quantization_config says so"
+            )
+        if shard.stored is not None and dtype != E4M3_NAME:
+            raise CheckpointError(
+                f"{self.directory}: tensor {name} is of {dtype}, but quantization_config of config.json says that it is of "
+                f"{E4M3_NAME}; name its module there among those that are not quantized"
+            )
 
     def _files(self) -> dict[str, Any]:
         if self._tensors is None:
@@ -175,6 +188,18 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: {name} is missing, though the index names it") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or damaged ({error}); download it again") from None
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """fp32 sum of all elements; of e4m3, which has no infinity, NaN or 0."""
+    if x.dtype != torch.float8_e4m3fn:
+        return x.sum(dtype=torch.float32)
+    is_nan = ((x.view(torch.uint8) & 0x7F) == 0x7F).any()
+    return torch.where(is_nan, torch.nan, 0.0)
+
+
+def _is_finite(x: torch.Tensor) -> bool:
+    return bool((_sum(x) if x.dtype == torch.float8_e4m3fn else x).isfinite().all())
 
 
 def _is_inside(name: str) -> bool:

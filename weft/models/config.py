@@ -12,10 +12,10 @@ import torch
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models import generation
-from weft.models.cache_scales import quantizes_cache_alone
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, published
 from weft.models.family import AttentionOptions, ExpertOptions, Family
+from weft.models.quantization import Quantization
 from weft.parallel.rotary import Rotary
 from weft.parallel.step_plan import Mode, mode_named
 from weft.runtime.logs import logger_of
@@ -113,6 +113,7 @@ SIMULATED_REFERENCE_PARAMETERS = 2_000_000_000
 class DecoderConfig:
     """Sizes and options of a decoder, under the names of config.json.
 
+    quantization  of matrices in fp8; None: all are in `dtype`
     max_position_embeddings  with YaRN, its positions: factor * original_max_position_embeddings
     """
 
@@ -131,10 +132,20 @@ class DecoderConfig:
     dtype: torch.dtype
     attention: AttentionOptions
     experts: ExpertOptions | None = None
+    quantization: Quantization | None = None
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
+        """Bytes of the matrices of consecutive layers, in `dtype` where they are not in fp8."""
+        whole = self.parameters_of(layers)
+        if self.quantization is None:
+            return whole * dtype.itemsize
+        # All matrices of the layers count as fp8: the routers are small.
+        embeddings = self._embeddings(layers)
+        return embeddings * dtype.itemsize + whole - embeddings
 
     @property
     def parameters(self) -> int:
@@ -153,9 +164,30 @@ class DecoderConfig:
             of_experts = self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
             of_experts += 3 * (self.experts.shared_intermediate_size or 0) + self.experts.shared_gate
             columns += mixtures * (of_experts - 3 * self.intermediate_size)
+        return self._embeddings(layers) + self.hidden_size * columns
+
+    def _embeddings(self, layers: range) -> int:
+        """Number of weights in the embedding and the head that come with consecutive layers."""
         first, last = layers.start == 0, layers.stop == self.num_hidden_layers
-        embeddings = self.vocab_size * (1 if self.tie_word_embeddings and first else first + last)
-        return self.hidden_size * (embeddings + columns)
+        return self.hidden_size * self.vocab_size * (1 if self.tie_word_embeddings and first else first + last)
+
+    def quantized(self, name: str | None) -> DecoderConfig:
+        """The same with weights put in fp8 as they are read; None: as they are.
+
+        name  of MADE in weft.models.quantization
+
+        ValueError for another name, and for a checkpoint that has been quantized otherwise.
+        """
+        if name is None:
+            return self
+        made = Quantization.made(name)
+        if self.quantization is None:
+            return replace(self, quantization=made)
+        if name != "fp8" and self.quantization != made:
+            raise ValueError(
+                f"quantization={name!r}, but the weights are in fp8 by quant_method={self.quantization.method!r}; leave it out"
+            )
+        return self
 
     @classmethod
     def named(cls, name: str) -> DecoderConfig:
@@ -190,13 +222,7 @@ class DecoderConfig:
                 f"config.json: model_type={quoted(model_type)} is not supported; weft runs "
                 f"{', '.join(map(repr, FAMILIES))}"
             )
-        quantization = content.get("quantization_config")
-        if quantization and not quantizes_cache_alone(quantization):
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-            raise CheckpointError(
-                f"config.json: quantization_config with quant_method={quoted(method)} is not supported; weft runs weights of "
-                f"{', '.join(DTYPES)}: take the checkpoint that was not quantized"
-            )
+        quantization = Quantization.of(content.get("quantization_config"))
         classes = content.get("architectures")
         if classes and not (isinstance(classes, list) and family.architecture in classes):
             raise CheckpointError(
@@ -236,6 +262,7 @@ class DecoderConfig:
             dtype=DTYPES[dtype.removeprefix("torch.")],
             attention=family.attention(filled),
             experts=family.experts(filled),
+            quantization=quantization,
         )
 
 

@@ -18,11 +18,12 @@ from weft.kernels.fp8 import E4M3, check_e4m3
 from weft.layers import TPMLP, MoE, TPAttention
 from weft.layers.moe import Layout, check_layout
 from weft.models.cache_scales import read_scale, scale_names
-from weft.models.checkpoint import Checkpoint, Progress
+from weft.models.checkpoint import SCALES, Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.parallel.modes import Mode, mode_named
+from weft.parallel.quantized import QuantizedShard
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under, whole
@@ -55,6 +56,11 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.names = config.family.weights
+        prefix, quantization = f"{self.names.layers}.{index}", config.quantization
+        attention, mlp = (
+            None if quantization is None else quantization.formats(f"{prefix}.{name}")
+            for name in (self.names.attention, self.names.mlp)
+        )
         self.input_layernorm = _norm(config, team, dtype)
         self.self_attn = TPAttention(
             hidden_size=config.hidden_size,
@@ -69,15 +75,15 @@ class DecoderLayer(nn.Module):
             mode=mode,
             dtype=dtype,
             context_parallel=context_parallel,
+            formats=attention,
         )
         self.post_attention_layernorm = _norm(config, team, dtype)
-        self.mlp = _feed_forward(config, index, layout, team=team, mode=mode, dtype=dtype)
+        self.mlp = _feed_forward(config, index, layout, team=team, mode=mode, dtype=dtype, formats=mlp)
 
     def shards(self) -> dict[str, Shard]:
-        experts = isinstance(self.mlp, MoE)
         return (
             under(self.names.attention, self.self_attn.shards())
-            | under(self.names.mlp, self.mlp.shards(self.names.projections) if experts else self.mlp.shards())
+            | under(self.names.mlp, self.mlp.shards())
             | under(self.names.input_norm, _norm_shards(self.input_layernorm))
             | under(self.names.post_norm, _norm_shards(self.post_attention_layernorm))
         )
@@ -105,6 +111,8 @@ class Decoder(nn.Module):
            checkpoint's scales, or scales of 1 where it has none
     context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
            "reference". Page tables of such a model have an entry for a page of each rank
+    quantization  "fp8" or "fp8_per_block", "fp8_per_channel": matrices of the layers are put in fp8 as they are read from a
+           checkpoint of 16 or 32 bits (docs/fp8.md); None: they are as the checkpoint has them
     layers  those of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
            the last one a norm and a head
 
@@ -126,9 +134,10 @@ class Decoder(nn.Module):
         kv_cache_dtype: str = "auto",
         context_parallel: bool = False,
         layers: range | None = None,
+        quantization: str | None = None,
     ) -> None:
         super().__init__()
-        dtype = dtype or config.dtype
+        dtype, config = dtype or config.dtype, config.quantized(quantization)
         layout = _expert_layout(config, expert_layout, team)
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
@@ -223,7 +232,16 @@ class Decoder(nn.Module):
             generator = torch.Generator(self.team.device)
             start = seed * 7919 + index
             generator.manual_seed(start if shard.replicated else start * 1024 + self.team.rank + 1)
-            if "norm" in name:
+            if shard.target.dtype == E4M3:
+                # N(0, 0.02) up to rounding: the largest of a block is near e4m3's.
+                drawn = torch.empty(shard.target.shape, device=self.team.device)
+                shard.target.copy_(drawn.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448))
+                if isinstance(shard, QuantizedShard):
+                    shard.scales.fill_(2e-4)
+            elif name.endswith(SCALES):
+                # An input of 50 is as large as e4m3 can be.
+                shard.target.fill_(50 / 448 if name.endswith("input_scale") else 2e-4)
+            elif "norm" in name:
                 shard.target.normal_(1.0, 0.05, generator=generator)
             else:
                 # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
@@ -244,7 +262,7 @@ class Decoder(nn.Module):
 
     def plan(self, tokens: int) -> StepPlan:
         """Plan of a forward pass of `tokens` tokens; its text says what runs and why."""
-        return plan_step(
+        plan = plan_step(
             tokens,
             mode=self.mode,
             hidden_size=self.config.hidden_size,
@@ -252,6 +270,11 @@ class Decoder(nn.Module):
             team=self.team,
             fused=self.fused,
         )
+        quantization = self.config.quantization
+        if quantization is None or not quantization.format.static_inputs:
+            return plan
+        # A static scale is of normed rows.
+        return replace(plan, recipe=plan.recipe.without_deferred_scale())
 
     def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE) -> PagedCache:
         kv_heads = self.layers[0].self_attn.num_kv_heads
@@ -359,11 +382,9 @@ def _expert_layout(config: DecoderConfig, layout: Layout | None, team: Team) -> 
     return layout
 
 
-def _feed_forward(
-    config: DecoderConfig, index: int, layout: Layout | None, *, team: Team, mode: Mode, dtype: torch.dtype
-) -> TPMLP | MoE:
+def _feed_forward(config: DecoderConfig, index: int, layout: Layout | None, **options: Any) -> TPMLP | MoE:
     """MLP of a layer, or its experts."""
-    experts, shared = config.experts, {"hidden_size": config.hidden_size, "team": team, "mode": mode, "dtype": dtype}
+    experts, shared = config.experts, {"hidden_size": config.hidden_size, **options}
     if experts is None or not experts.in_layer(index):
         return TPMLP(intermediate_size=config.intermediate_size, **shared)
     return MoE(
@@ -379,6 +400,7 @@ def _feed_forward(
         shared_intermediate_size=experts.shared_intermediate_size,
         shared_gate=experts.shared_gate,
         layout=layout,
+        projections=config.family.weights.projections,
         **shared,
     )
 

@@ -19,7 +19,7 @@ def check_memory(config: DecoderConfig, team: Team, dtype: torch.dtype, layers: 
 
     Virtual ranks share the machine's memory, so there all shares together count.
     """
-    share = config.parameters_of(layers) * dtype.itemsize // team.size
+    share = config.weight_bytes(layers, dtype) // team.size
     memory: int | None
     virtual = team.device.type != "cuda"
     if not virtual:

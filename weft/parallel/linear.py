@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from weft.arguments import check_instance, positive, quoted
+from weft.kernels.fp8 import E4M3, Fp8
 from weft.parallel.modes import Mode, check_mode
+from weft.parallel.quantized import Formats, Fp8Format, Fp8Grid, Fp8Scales
 from weft.parallel.sharding import Shard
 
 if TYPE_CHECKING:
@@ -32,12 +36,12 @@ def check_team(team: Team) -> None:
 
 
 def check_rows(layer: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """ValueError unless x is [M, K] or [batch, length, K], and `weight` [N, K] in the same dtype."""
+    """ValueError unless x is [M, K] or [batch, length, K], and `weight` [N, K] in its dtype or fp8."""
     check_instance("x", x, torch.Tensor, "a tensor [M, hidden] or [batch, length, hidden]")
     if x.dim() not in (2, 3) or x.shape[-1] != weight.shape[1]:
         K = weight.shape[1]
         raise ValueError(f"{layer}: x has shape {tuple(x.shape)}; pass [M, {K}] or [batch, length, {K}]")
-    if x.dtype != weight.dtype:
+    if x.dtype != weight.dtype and weight.dtype != E4M3:
         raise ValueError(f"{layer}: x.dtype={x.dtype} and the weights are {weight.dtype}; convert one of them")
 
 
@@ -70,36 +74,92 @@ class Rows:
 
 
 class ColumnParallelLinear(nn.Module):
-    """weight [N_local, K], bias [N_local] or None: this rank's rows of several weights, for one GEMM."""
+    """weight [N_local, K], bias [N_local] or None: this rank's rows of several weights, for one GEMM.
+
+    formats  of the weights; None: they are in `dtype`
+    """
 
     def __init__(
-        self, in_features: int, parts: dict[str, Rows], *, team: Team, dtype: torch.dtype, bias: bool = False
+        self,
+        in_features: int,
+        parts: dict[str, Rows],
+        *,
+        team: Team,
+        dtype: torch.dtype,
+        bias: bool = False,
+        formats: Formats | None = None,
     ) -> None:
         super().__init__()
         self.parts = parts
-        local = sum(rows.size for rows in parts.values())
-        self.weight = empty_parameter(local, in_features, team=team, dtype=dtype)
-        self.bias = empty_parameter(local, team=team, dtype=dtype) if bias else None
+        sizes = [rows.size for rows in parts.values()]
+        seams = [*accumulate(sizes[:-1]), *(rows.size for rows in parts.values() if rows.size < rows.total)]
+        format = None if formats is None else formats(tuple(parts))
+        self.weight = matrix_parameter(sum(sizes), in_features, team=team, dtype=dtype, format=format)
+        self.scales = scales_beside(self.weight, format, row_edges=seams)
+        self.bias = empty_parameter(sum(sizes), team=team, dtype=dtype) if bias else None
+
+    @property
+    def matrix(self) -> torch.Tensor | Fp8:
+        """The weight, with its scales if it is in fp8."""
+        return self.weight if self.scales is None else self.scales.matrix(self.weight)
 
     def shards(self) -> dict[str, Shard]:
-        sizes = [rows.size for rows in self.parts.values()]
-        return {
-            f"{name}.{kind}": Shard(target=target, shape=(rows.total, *target.shape[1:]), start=rows.start)
-            for kind, parameter in self.named_parameters()
-            for (name, rows), target in zip(self.parts.items(), parameter.data.split(sizes), strict=True)
-        }
+        shards, first = {}, 0
+        for name, rows in self.parts.items():
+            for kind in ("weight", "bias"):
+                parameter = getattr(self, kind)
+                if parameter is None:
+                    continue
+                target = parameter.data[first : first + rows.size]
+                shard = Shard(target=target, shape=(rows.total, *target.shape[1:]), start=rows.start)
+                scaled = kind == "weight" and self.scales is not None
+                shards |= self.scales.shards(name, shard, first) if scaled else {f"{name}.{kind}": shard}
+            first += rows.size
+        return shards
 
 
 class RowParallelLinear(nn.Module):
     """weight [N, K_local]: this rank's columns of a checkpoint weight; its GEMM gives a partial sum."""
 
-    def __init__(self, name: str, in_features: int, out_features: int, *, team: Team, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        team: Team,
+        dtype: torch.dtype,
+        formats: Formats | None = None,
+    ) -> None:
         super().__init__()
         self.team, self.name, self.in_features = team, name, in_features
         local = split_evenly(f"in_features of {name}", in_features, team)
-        self.weight = empty_parameter(out_features, local, team=team, dtype=dtype)
+        format = None if formats is None else formats((name,))
+        self.weight = matrix_parameter(out_features, local, team=team, dtype=dtype, format=format)
+        self.scales = scales_beside(self.weight, format, column_edges=[local] if team.size > 1 else [])
+
+    @property
+    def matrix(self) -> torch.Tensor | Fp8:
+        """The weight, with its scales if it is in fp8."""
+        return self.weight if self.scales is None else self.scales.matrix(self.weight)
 
     def shards(self) -> dict[str, Shard]:
         out_features, local = self.weight.shape
         shape = (out_features, self.in_features)
-        return {f"{self.name}.weight": Shard(target=self.weight.data, shape=shape, dim=1, start=self.team.rank * local)}
+        shard = Shard(target=self.weight.data, shape=shape, dim=1, start=self.team.rank * local)
+        return {f"{self.name}.weight": shard} if self.scales is None else self.scales.shards(self.name, shard)
+
+
+def matrix_parameter(*shape: int, team: Team, dtype: torch.dtype, format: Fp8Format | None) -> nn.Parameter:
+    """Uninitialised matrix in ``dtype``, or in fp8 if it has a format."""
+    return empty_parameter(*shape, team=team, dtype=dtype if format is None else E4M3)
+
+
+def scales_beside(
+    weight: nn.Parameter, format: Fp8Format | None, *, row_edges: Sequence[int] = (), column_edges: Sequence[int] = ()
+) -> Fp8Scales | None:
+    """Scales of a matrix in fp8, whose blocks these edges may cut; None for one without a format."""
+    if format is None:
+        return None
+    grid = Fp8Grid.of(format, weight.shape[-1], row_edges, column_edges)
+    return Fp8Scales(grid, *weight.shape, device=weight.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.ops.moe.routing import Routing
+from weft.parallel.quantized import expert_of, linear
 from weft.parallel.rotary import apply_rotary
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import AttentionWeights, Gating, MLPWeights, MoEWeights, NormWeights, VocabWeights
@@ -38,7 +39,7 @@ def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Ten
 
 def project(x: Tensor, w: AttentionWeights, step: Step) -> Tensor:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
-    return F.linear(x, w.qkv)
+    return linear(x, w.qkv)
 
 
 def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None) -> Tensor:
@@ -114,7 +115,7 @@ def norm_of_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def gated(x: Tensor, w: MLPWeights) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T)"""
-    return silu_mul(F.linear(x, w.gate_up))
+    return silu_mul(linear(x, w.gate_up))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -141,13 +142,14 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
     total = torch.zeros_like(x)
     for local in range(w.experts.count):
         weight = weights.masked_fill(ids != w.experts.first + local, 0).sum(-1, keepdim=True)
-        total = total + F.linear(silu_mul(F.linear(x, w.gate_up[local])), w.down[local]) * weight
+        h = silu_mul(linear(x, expert_of(w.gate_up, local)))
+        total = total + linear(h, expert_of(w.down, local)) * weight
     return total if w.shared is None else total + shared_expert(x, w.shared, gate)
 
 
 def shared_expert(x: Tensor, w: MLPWeights, gate: Tensor | None) -> Tensor:
     """This rank's summand of an MLP of all tokens, times sigmoid(gate [T]) if there is one."""
-    y = F.linear(gated(x, w), w.down)
+    y = linear(gated(x, w), w.down)
     return y if gate is None else y * gate.sigmoid()[:, None]
 
 

@@ -74,6 +74,10 @@ class Recipe:
         """The same for layers used by themselves: no norm follows that could add up a result over the ranks."""
         return self
 
+    def without_deferred_scale(self) -> Recipe:
+        """The same with whole norms before GEMMs."""
+        return self
+
     def of_head(self, rows: int) -> Recipe:
         """The same for the last norm and the head, of ``rows`` tokens."""
         return self

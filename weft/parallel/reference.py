@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from weft.parallel import plain
+from weft.parallel.quantized import linear
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -59,13 +59,13 @@ class Reference(Recipe):
         return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Any, cache: Any) -> Tensor:
-        qkv = F.linear(x, w.qkv)
+        qkv = linear(x, w.qkv)
         attended = self.attend(qkv, w, step, cache)
-        return self.sum(F.linear(attended, w.o))
+        return self.sum(linear(attended, w.o))
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = plain.gated(x, w)
-        return self.sum(F.linear(gated, w.down))
+        return self.sum(linear(gated, w.down))
 
     def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
         return self.sum(self.experts(x, w))

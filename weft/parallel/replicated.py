@@ -16,6 +16,7 @@ from torch import Tensor
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel import fused
+from weft.parallel.quantized import operands
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -57,7 +58,7 @@ class FusedNorm(Recipe):
         normed, residual = self.all_reduce_norm(x, residual, w.input_norm)
         x = self.attention(normed, w.attention, step, cache)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
-        behind = replace(self, deferred_scale=False) if isinstance(w.mlp, MoEWeights) else self
+        behind = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
         normed, residual = behind.all_reduce_norm(x, residual, w.post_norm)
         if isinstance(w.mlp, MoEWeights):
             # matmul_route_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
@@ -103,9 +104,12 @@ class FusedNorm(Recipe):
     def of_single_layers(self) -> Replicated:
         return Replicated(team=self.team, local=self.local)
 
+    def without_deferred_scale(self) -> FusedNorm:
+        return replace(self, deferred_scale=False)
+
     def of_head(self, rows: int) -> FusedNorm:
         # No kernel would divide logits by root mean squares.
-        return self if gemm_divides(rows) else replace(self, deferred_scale=False)
+        return self if gemm_divides(rows) else self.without_deferred_scale()
 
     def all_reduce_norm(
         self, x: PartialSum, residual: Tensor | None, norm: NormWeights
@@ -114,7 +118,15 @@ class FusedNorm(Recipe):
         if isinstance(x.summand, ExpertRows):
             # grouped_matmul, all_reduce_rms_norm, and moe_sum between them by that op's plan
             mine, beside = x.summand, {"shared": x.summand.shared, "gate": x.summand.gate}
-            given = mine.h, mine.down, mine.schedule, mine.routing, mine.experts, residual, norm.weight, norm.eps
+            given = (
+                *operands(mine.h, mine.down),
+                mine.schedule,
+                mine.routing,
+                mine.experts,
+                residual,
+                norm.weight,
+                norm.eps,
+            )
             return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside, factored=self.deferred_scale)
         summand = tensor_of(x)
         residual = torch.zeros_like(summand) if residual is None else residual
@@ -149,11 +161,11 @@ class Replicated(Recipe):
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         qkv = self.local.project(x, w, step)
         attended = self.local.attend(qkv, w, step, cache)
-        return ops.matmul_all_reduce(attended, w.o, self.team)
+        return ops.matmul_all_reduce(*operands(attended, w.o), self.team)
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = self.local.gated(x, w)
-        return ops.matmul_all_reduce(gated, w.down, self.team)
+        return ops.matmul_all_reduce(*operands(gated, w.down), self.team)
 
     def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
         summand = self.local.experts(x, w)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
+from weft.kernels.fp8 import Fp8
+from weft.parallel.quantized import operands
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -52,18 +54,18 @@ class SequenceParallel(Recipe):
         return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: Cache) -> SequenceShard:
-        qkv = ops.all_gather_matmul(x.rows, w.qkv, self.team)
+        qkv = ops.all_gather_matmul(*operands(x.rows, w.qkv), self.team)
         padding = len(qkv) - step.tokens
         attended = self.local.attend(qkv[: step.tokens], w, step, cache)
         attended = F.pad(attended, (0, 0, 0, padding)) if padding else attended
-        return SequenceShard(ops.matmul_reduce_scatter(attended, w.o, self.team))
+        return SequenceShard(ops.matmul_reduce_scatter(*operands(attended, w.o), self.team))
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.
         own_first = self.team.rail is None
-        gate_up = ops.all_gather_matmul(x.rows, w.gate_up, self.team, own_first=own_first)
+        gate_up = ops.all_gather_matmul(*operands(x.rows, w.gate_up), self.team, own_first=own_first)
         gated = self.local.silu_mul(gate_up)
-        return SequenceShard(ops.matmul_reduce_scatter(gated, w.down, self.team, own_first=own_first))
+        return SequenceShard(ops.matmul_reduce_scatter(*operands(gated, w.down), self.team, own_first=own_first))
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
         return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
@@ -76,25 +78,33 @@ class SequenceParallel(Recipe):
         gemms  | shared gate_up, router | shared down | experts' gate_up | experts' down by slabs |
         copy    | rows of other ranks |                                        | sums to their ranks |
         """
-        both = [shared.gate_up, w.router]
-        (gate_up, logits), rows = ops.all_gather_matmul(x.rows, both, self.team, return_gathered=True)
-        beside = ops.matmul(self.local.silu_mul(gate_up), shared.down)
+        if isinstance(shared.gate_up, Fp8):
+            # The router takes rows that are not rounded to fp8.
+            (logits,), rows = ops.all_gather_matmul(x.rows, [w.router], self.team, return_gathered=True)
+            gate_up = ops.matmul(*operands(rows, shared.gate_up))
+        else:
+            both = [shared.gate_up, w.router]
+            (gate_up, logits), rows = ops.all_gather_matmul(x.rows, both, self.team, return_gathered=True)
+        beside = ops.matmul(*operands(self.local.silu_mul(gate_up), shared.down))
         routing, gate = self.local.choose(logits, w)
         # In the order of the tokens: all rows are here.
         schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
-        h = ops.grouped_matmul_silu_mul(rows, w.gate_up, schedule)
+        h = ops.grouped_matmul_silu_mul(*operands(rows, w.gate_up), schedule)
         found, count = ops.Dispatched(rows, routing, w.experts), len(x.rows)
         return SequenceShard(
-            ops.grouped_matmul_reduce_scatter(h, w.down, schedule, found, count, self.team, shared=beside, gate=gate)
+            ops.grouped_matmul_reduce_scatter(
+                *operands(h, w.down), schedule, found, count, self.team, shared=beside, gate=gate
+            )
         )
 
     def chosen(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
         """A mixture without a shared expert: rows travel under the first of its own GEMMs."""
         routing, count = self.local.route(x.rows, w), len(x.rows)
+        rows, gate_up = operands(x.rows, w.gate_up)
         h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(
-            x.rows, routing, w.gate_up, w.experts, self.team, max_tokens=count
+            rows, routing, gate_up, w.experts, self.team, max_tokens=count
         )
-        return SequenceShard(ops.grouped_matmul_reduce_scatter(h, w.down, schedule, found, count, self.team))
+        return SequenceShard(ops.grouped_matmul_reduce_scatter(*operands(h, w.down), schedule, found, count, self.team))
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:
         x = self.local.embed(tokens, table)  # vocab_embedding
@@ -152,7 +162,7 @@ class GatheredMLP(SequenceParallel):
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)
         gated = self.local.gated(whole, w)
-        return SequenceShard(ops.matmul_reduce_scatter(gated, w.down, self.team))
+        return SequenceShard(ops.matmul_reduce_scatter(*operands(gated, w.down), self.team))
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)

@@ -25,6 +25,15 @@ class Shard:
     start: int = 0
     replicated: bool = False
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """True if the whole tensor may have this shape."""
+        return shape == self.shape
+
+    @property
+    def stored(self) -> torch.dtype | None:
+        """The dtype that the whole tensor has to have; None: any that converts to the target's."""
+        return torch.float8_e4m3fn if self.target.dtype == torch.float8_e4m3fn else None
+
     def copy_from(self, whole: Any) -> None:
         """Fill from `whole`, a tensor or a safetensors slice. Of a slice only this shard's bytes are read."""
         if self.target.numel() == 0:
@@ -61,7 +70,7 @@ def fill(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor], modul
             f"layer does not use; it needs exactly {sorted(shards)}"
         )
     for name, shard in shards.items():
-        if tuple(tensors[name].shape) != shard.shape:
+        if not shard.fits(tuple(tensors[name].shape)):
             raise ValueError(
                 f"{name} of the module has shape {tuple(tensors[name].shape)}, but this layer needs {shard.shape}"
             )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.kernels.fp8 import Fp8
 from weft.ops.moe.routing import Experts, Gating, Routing, Schedule
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class ExpertRows:
     """
 
     h: Tensor
-    down: Tensor
+    down: Tensor | Fp8
     schedule: Schedule
     routing: Routing
     experts: Experts
@@ -95,8 +96,8 @@ class AttentionWeights(NamedTuple):
     window          a token attends to this many tokens, itself the last of them; None: to all before it
     """
 
-    qkv: Tensor
-    o: Tensor
+    qkv: Tensor | Fp8
+    o: Tensor | Fp8
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
@@ -110,8 +111,8 @@ class AttentionWeights(NamedTuple):
 class MLPWeights(NamedTuple):
     """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N]."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Fp8
+    down: Tensor | Fp8
 
 
 class MoEWeights(NamedTuple):
@@ -128,8 +129,8 @@ class MoEWeights(NamedTuple):
 
     router: Tensor
     bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Fp8
+    down: Tensor | Fp8
     experts: Experts
     gating: Gating
     shared: MLPWeights | None = None

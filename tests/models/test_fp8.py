@@ -1,0 +1,220 @@
+"""Checkpoints in fp8 are what a plain-torch model of their format computes, on all numbers of ranks, in every recipe."""
+
+import pytest
+import torch
+
+import weft
+from tests.against_transformers import FAMILIES, greedy, prompt, reference_greedy, reference_logits, relative_rms
+from tests.fp8_checkpoints import CONFIGS, reference, write
+from tests.sampled import sampled
+from tests.teacher_forced import all_logits
+from weft.models import Decoder
+from weft.models.checkpoint import Checkpoint
+
+# Inputs near the middle of two e4m3 numbers fall to either side by the order of a sum: 1 in 10^5 moves by 1/16, a row's.
+TOLERANCE = 8e-3
+# Matrices with whole blocks and with ragged ones; heads that W cuts into parts of a block.
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.06,
+}
+
+
+@pytest.fixture(scope="session")
+def in_fp8(make_checkpoint, tmp_path_factory):
+    """in_fp8(format, family, world_size, ...) -> (directory, transformers' model of 16 bits, tensors)"""
+    made = {}
+
+    def make(name, family="Qwen3", world_size=1, **changes):
+        key = name, family, world_size == 3, str(sorted(changes.items()))
+        if key not in made:
+            heads = {"num_attention_heads": 6, "kv_heads": 3} if world_size == 3 else {"kv_heads": 2}
+            source, model = make_checkpoint(family, **SIZES | heads | changes)
+            directory = tmp_path_factory.mktemp(name)
+            made[key] = directory, model, write(directory, source, name)
+        return made[key]
+
+    return make
+
+
+def answers(team, directory, mode, tokens, steps, fused, options):
+    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, **options)
+    return all_logits(model, tokens), greedy(model, tokens.tolist(), steps)
+
+
+def check(made, name, mode, world_size, *, batch=2, steps=12, fused=False, expert_ranks=1, **options):
+    directory, model, tensors = made
+    expected = reference(model, tensors, name, world_size, expert_ranks)
+    tokens = prompt(batch, 9)
+    logits, ids = reference_logits(expected, tokens), reference_greedy(expected, tokens, steps)
+    assert relative_rms(reference_logits(model, tokens), logits) > 2 * TOLERANCE  # what rounding to fp8 itself does
+    arguments = (directory, mode, tokens, steps, fused, options)
+    for found, generated in weft.simulate(answers, world_size, args=arguments):
+        assert relative_rms(found, logits) <= TOLERANCE
+        assert torch.equal(generated.T, ids)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_format_is_its_plain_model(in_fp8, name):
+    check(in_fp8(name), name, "reference", 1)
+
+
+MODES = ("reference", "replicated", "sequence_parallel")
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "mode"),
+    sampled(
+        ((name, world_size, mode) for name in CONFIGS for world_size in (1, 2, 3, 4, 8) for mode in MODES),
+        lambda name, world_size, mode: (name, world_size, mode) in {
+            ("block", 2, "replicated"), ("block", 2, "sequence_parallel"), ("block", 3, "replicated"),
+            ("block", 4, "reference"), ("block", 8, "sequence_parallel"), ("channel", 4, "replicated"),
+            ("channel", 2, "sequence_parallel"), ("modelopt", 2, "replicated"), ("static", 4, "sequence_parallel"),
+            ("tensor", 3, "reference"),
+        },
+    ),
+)  # fmt: skip
+def test_the_recipes_are_the_plain_model(in_fp8, plain_ops, name, world_size, mode):
+    check(in_fp8(name, world_size=world_size), name, mode, world_size)
+
+
+MOE = FAMILIES["qwen3-moe"] | {"moe_intermediate_size": 192}
+SHARED = FAMILIES["qwen2-moe"] | {"moe_intermediate_size": 192, "initializer_range": 0.06, "num_hidden_layers": 2}
+MIXTURES = {"qwen3-moe": MOE, "qwen2-moe": SHARED | {"shared_expert_intermediate_size": 192}}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "world_size", "mode", "layout"),
+    sampled(
+        (
+            (family, name, world_size, mode, layout)
+            for family in MIXTURES
+            for name in ("block", "channel", "modelopt")
+            for world_size, layout in ((1, "whole"), (2, "whole"), (4, "slices"), (4, (2, 2)), (8, "slices"))
+            for mode in MODES
+        ),
+        lambda *one: one in {
+            ("qwen3-moe", "block", 1, "reference", "whole"), ("qwen3-moe", "block", 2, "sequence_parallel", "whole"),
+            ("qwen3-moe", "block", 4, "replicated", "slices"), ("qwen2-moe", "block", 4, "sequence_parallel", (2, 2)),
+            ("qwen2-moe", "channel", 2, "replicated", "whole"), ("qwen3-moe", "modelopt", 4, "reference", (2, 2)),
+        },
+    ),
+)  # fmt: skip
+def test_mixtures_are_the_plain_model(in_fp8, plain_ops, family, name, world_size, mode, layout):
+    changes = {key: value for key, value in MIXTURES[family].items() if key not in ("family", "kv_heads")}
+    made = in_fp8(name, MIXTURES[family]["family"], world_size, **changes)
+    over = {"whole": 1, "slices": world_size}.get(layout) or layout[1]
+    check(made, name, mode, world_size, steps=6, expert_ranks=over, expert_layout=layout)
+
+
+def test_the_recipes_are_the_plain_model_over_simulated_kernels(in_fp8):
+    check(in_fp8("block"), "block", "replicated", 2, batch=1, steps=2, fused=True)
+
+
+def matrices(team, directory, layout=None):
+    """Dequantized matrices of this rank's layers by name: qkv, o, gate_up, down."""
+    model = Decoder.from_pretrained(directory, team, mode="reference", fused=False, expert_layout=layout)
+    found = {}
+    for index, layer in enumerate(model.layers):
+        weights = layer.weights
+        for name, matrix in {**weights.attention._asdict(), **weights.mlp._asdict()}.items():
+            if name in ("qkv", "o", "gate_up", "down"):
+                assert matrix.data.dtype == torch.float8_e4m3fn
+                assert matrix.scales.dtype == torch.float32
+                assert matrix.scales.is_contiguous()
+                found[index, name] = matrix.dequantized(torch.float32)
+    return found
+
+
+def whole_heads(parts, sizes):
+    """Rows of q, k and v of all ranks, from those of each; ranks that share a KV head hold the same."""
+    per_rank = [part.split(sizes) for part in parts]
+    q, k, v = (torch.cat([one[number] for one in per_rank]) for number in range(3))
+    return q, k, v
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["block", "channel", "tensor"])
+def test_dequantized_weights_are_bit_for_bit_those_of_one_rank(in_fp8, name, world_size):
+    """Blocks are cut by edges of ranks, and by the seams of q, k and v, and of gate and up."""
+    directory, *_ = in_fp8(name, world_size=world_size)
+    [alone] = weft.simulate(matrices, 1, args=(directory,))
+    ranks = weft.simulate(matrices, world_size, args=(directory,))
+    heads, kv_heads = (6, 3) if world_size == 3 else (8, 2)
+    dim = SIZES["head_dim"]
+    for key, whole in alone.items():
+        parts = [rank[key] for rank in ranks]
+        if key[1] in ("o", "down"):
+            assert torch.equal(torch.cat(parts, 1), whole)
+        elif key[1] == "gate_up":
+            halves = [torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True)]
+            assert torch.equal(torch.cat(halves), whole)
+        else:
+            local = max(kv_heads // world_size, 1) * dim
+            q, k, v = whole_heads(parts, [heads // world_size * dim, local, local])
+            shared = max(world_size // kv_heads, 1)
+            k, v = (x.view(-1, shared, dim, x.shape[1])[:, 0].flatten(0, 1) if shared > 1 else x for x in (k, v))
+            assert torch.equal(torch.cat((q, k, v)), whole)
+
+
+def test_bytes_and_scales_are_as_downloaded(in_fp8):
+    """One rank's blocks are the checkpoint's where they are whole, and merged in the order of the GEMM."""
+    directory, _, tensors = in_fp8("block", intermediate_size=256)
+
+    def main(team):
+        mlp = Decoder.from_pretrained(directory, team, mode="reference").layers[0].weights.mlp
+        return mlp.gate_up, mlp.down
+
+    [(gate_up, down)] = weft.simulate(main, 1)
+    prefix = "model.layers.0.mlp"
+    for matrix, parts in ((gate_up, ("gate_proj", "up_proj")), (down, ("down_proj",))):
+        data = torch.cat([tensors[f"{prefix}.{part}.weight"].view(torch.uint8) for part in parts])
+        scales = torch.cat([tensors[f"{prefix}.{part}.weight_scale_inv"] for part in parts])
+        assert torch.equal(matrix.data.view(torch.uint8), data)
+        assert torch.equal(matrix.scales, scales)
+
+
+def test_scales_in_bf16_are_read(make_checkpoint, tmp_path):
+    """As Qwen3-FP8 has them."""
+    source, model = make_checkpoint(**SIZES)
+    tensors = write(tmp_path, source, "block", scale_dtype=torch.bfloat16)
+    check((tmp_path, model, tensors), "block", "reference", 1, steps=4)
+    assert Checkpoint(tmp_path).dtype() == "float32"
+
+
+def swap_scales(model):
+    for layer in model.layers:
+        scales = layer.mlp.gate_up_proj.scales.scales.data
+        scales.copy_(scales.roll(1, 0))
+
+
+def transpose_scales(model):
+    for layer in model.layers:
+        scales = layer.self_attn.o_proj.scales.scales.data
+        scales.copy_(scales.T.contiguous().view_as(scales).roll(1, 1))
+
+
+def another_input_scale(model):
+    for layer in model.layers:
+        layer.mlp.down_proj.scales.input_scale.data.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutate"),
+    [("block", swap_scales), ("block", transpose_scales), ("channel", swap_scales), ("static", another_input_scale)],
+)
+def test_of_the_test_a_wrong_scale_is_beyond_the_tolerance(in_fp8, name, mutate):
+    directory, model, tensors = in_fp8(name)
+    tokens = prompt(2, 9)
+    expected = reference_logits(reference(model, tensors, name), tokens)
+
+    def main(team):
+        model = Decoder.from_pretrained(directory, team, mode="reference")
+        mutate(model)
+        return all_logits(model, tokens)
+
+    [found] = weft.simulate(main, 1)
+    assert relative_rms(found, expected) > 1.5 * TOLERANCE

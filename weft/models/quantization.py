@@ -1,0 +1,268 @@
+"""Weights in fp8, as the quantization_config of a config.json describes them.
+
+Block scales as Qwen3-FP8 and DeepSeek-V3 have them, scales of channels or tensors as compressed-tensors, ModelOpt and older
+vLLM write them. Everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
+from weft.models.cache_scales import check_cache_scheme
+from weft.parallel.quantized import BLOCK, Formats, Fp8Format
+
+# What --quantization may be: made from weights of 16 or 32 bits as they are read.
+MADE = {"fp8": "block", "fp8_per_block": "block", "fp8_per_channel": "channel"}
+
+# Keys of quantization_config without effect on what is computed.
+WITHOUT_EFFECT = {
+    "quant_method",
+    "quantization_status",
+    "version",
+    "global_compression_ratio",
+    "producer",
+    "kv_cache_scheme",
+    "kv_cache_quant_algo",
+    "dequantize",
+    "is_checkpoint_fp8_serialized",
+}
+# A regular expression of compressed-tensors' `ignore` is matched if it cannot take long: few repeats, of single characters.
+LONGEST_PATTERN, MOST_REPEATS = 200, 3
+PATTERN = re.compile(r"(?:[\w\-^$|]|\\[.dw\-](?:[+*])?|\.(?:[+*])?|\[[\w\-]+\][+*]?|\((?:\?:)?(?!\()|\)(?![+*?{]))*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Matrices of the layers that are in fp8.
+
+    method   in messages: quant_method, or the name of what is made at load
+    format   of all of them
+    ignored  modules of 16 bits: their names, prefixes or ends of names, patterns with *, or "re:" and a regular expression
+    """
+
+    method: str
+    format: Fp8Format
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def made(cls, name: str) -> Quantization:
+        """Made at load. ValueError for another name than those of MADE."""
+        if name not in MADE:
+            raise ValueError(f"quantization={quoted(name)} is not one of {', '.join(map(repr, MADE))}")
+        return cls(method=name, format=Fp8Format(scheme=MADE[name]))
+
+    @classmethod
+    def of(cls, content: Any) -> Quantization | None:
+        """Reads a quantization_config; None if weights are not quantized.
+
+        CheckpointError for what weft does not run.
+        """
+        if not content:
+            return None
+        method = content.get("quant_method") if isinstance(content, Mapping) else content
+        reader = READERS.get(method) if isinstance(method, str) else None
+        if reader is None:
+            raise CheckpointError(
+                f"config.json: quantization_config with quant_method={quoted(method)} is not supported; weft runs weights in "
+                f"fp8 of {', '.join(map(repr, READERS))}, and weights of 16 or 32 bits: take such a checkpoint"
+            )
+        check_cache_scheme(content)
+        return reader(content)
+
+    @property
+    def is_made(self) -> bool:
+        """True if the checkpoint's weights are not quantized."""
+        return self.format.scale is None
+
+    def ignores(self, name: str) -> bool:
+        """True for a module of 16 bits."""
+        return any(_names(entry, name) for entry in self.ignored)
+
+    def formats(self, prefix: str) -> Formats:
+        """Formats of a module's matrices.
+
+        CheckpointError where of the matrices of one GEMM some are in fp8 and some are not.
+        """
+
+        def of(names: Sequence[str]) -> Fp8Format | None:
+            of_16_bits = [name for name in names if self.ignores(f"{prefix}.{name}")]
+            if of_16_bits and len(of_16_bits) < len(names):
+                other = next(name for name in names if name not in of_16_bits)
+                raise CheckpointError(
+                    f"config.json: quantization_config names {prefix}.{of_16_bits[0]} as not quantized, but not {other}; weft "
+                    f"computes both in one GEMM: take a checkpoint in which both are, or neither"
+                )
+            return None if of_16_bits else self.format
+
+        return of
+
+
+def _names(entry: str, module: str) -> bool:
+    """True if an entry of a list of ignored modules names this one."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    if "*" in entry:
+        return fnmatchcase(module, entry) or fnmatchcase(module, f"{entry}.*")
+    return module == entry or module.startswith(f"{entry}.") or module.endswith(f".{entry}") or f".{entry}." in module
+
+
+def _refused(method: str, what: str, supported: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: quantization_config of quant_method={method!r} with {what} is not supported; weft runs {supported}: "
+        f"take another checkpoint in fp8, or one of 16 bits"
+    )
+
+
+def _check(method: str, content: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """CheckpointError for other values than these, and for unknown keys that ask for something."""
+    for name, value in content.items():
+        if name in values:
+            if not any(value == one and type(value) is type(one) for one in values[name]):
+                raise _refused(method, f"{where}{name}={quoted(value)}", f"{name}={values[name][0]!r}")
+        elif value and not (not where and name in WITHOUT_EFFECT):
+            raise _refused(method, f"{where}{quoted(name)[1:-1]}={quoted(value)}", "what it does without this key")
+
+
+def _ignored(method: str, content: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """Modules that are not quantized, under any of these keys."""
+    found: list[str] = []
+    for name in names:
+        entries = content.get(name) or []
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise CheckpointError(
+                f"config.json: {name}={quoted(entries)} of quantization_config is not a list of names"
+            )
+        found += entries
+    for entry in found:
+        pattern = entry.removeprefix("re:")
+        repeats = sum(pattern.count(one) for one in "*+")
+        if entry.startswith("re:"):
+            fits = len(pattern) <= LONGEST_PATTERN and repeats <= MOST_REPEATS and PATTERN.fullmatch(pattern)
+            if not fits or not _compiles(pattern):
+                raise _refused(method, f"the pattern {quoted(entry)}", "names, and patterns such as 're:.*lm_head'")
+        elif repeats > MOST_REPEATS:
+            raise _refused(method, f"the pattern {quoted(entry)}", f"patterns of at most {MOST_REPEATS} asterisks")
+    return tuple(found)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _fp8(content: Mapping[str, Any]) -> Quantization:
+    """Reads transformers' and vLLM's fp8: blocks with weight_block_size, else a scale for each tensor."""
+    method = "fp8"
+    names = ("modules_to_not_convert", "ignored_layers")
+    block = content.get("weight_block_size")
+    schemes = ("dynamic",) if block else ("dynamic", "static")
+    rest = {name: value for name, value in content.items() if name not in names}
+    _check(
+        method,
+        rest,
+        {
+            "weight_block_size": ([BLOCK, BLOCK], None),
+            "activation_scheme": schemes,
+            "fmt": ("e4m3", "float8_e4m3fn", None),
+            "scale_fmt": ("float", None),
+            "expert_dtype": ("fp8", None),
+        },
+    )
+    scheme, scale = ("block", "weight_scale_inv") if block else ("tensor", "weight_scale")
+    static = content.get("activation_scheme") == "static"
+    form = Fp8Format(scheme=scheme, scale=scale, static_inputs=static)
+    return Quantization(method=method, format=form, ignored=_ignored(method, content, *names))
+
+
+# compressed-tensors' weights, by strategy → scheme, with the strategies of inputs that go with them.
+STRATEGIES = {
+    "block": ("block", ("group",)),
+    "channel": ("channel", ("token",)),
+    "tensor": ("tensor", ("token", "tensor")),
+}
+
+
+def _compressed_tensors(content: Mapping[str, Any]) -> Quantization | None:
+    """Reads llm-compressor's: one group of float-quantized layers; None for an fp8 cache alone."""
+    method, groups = "compressed-tensors", content.get("config_groups")
+    rest = {name: value for name, value in content.items() if name not in ("config_groups", "ignore")}
+    if not groups:
+        _check(method, {name: value for name, value in rest.items() if name != "format"}, {})
+        return None
+    # The format goes first: its name says most.
+    _check(method, rest, {"format": ("float-quantized",)})
+    if not isinstance(groups, Mapping) or len(groups) != 1 or not isinstance(next(iter(groups.values())), Mapping):
+        raise _refused(method, f"config_groups={quoted(groups)}", "one group")
+    [(name, group)] = groups.items()
+    sides = {side: group.get(side) for side in ("weights", "input_activations")}
+    others = {key: value for key, value in group.items() if key not in sides}
+    _check(method, others, {"targets": (["Linear"],), "format": ("float-quantized", None)}, f"{name}.")
+    for side, value in sides.items():
+        if not isinstance(value, Mapping):
+            raise _refused(method, f"{name}.{side}={quoted(value)}", "weights and input_activations in fp8")
+    weights, inputs = sides["weights"], sides["input_activations"]
+    number = {"num_bits": (8,), "type": ("float",), "symmetric": (True, None)}
+    unread = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder"}
+
+    def check(side: str, content: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
+        read = {key: value for key, value in content.items() if key not in unread}
+        missing = {key: None for key in number if key not in read}
+        _check(method, missing | read, number | values, f"{side}.")
+
+    strategy = weights.get("strategy")
+    scheme, of_inputs = STRATEGIES.get(strategy, (None, ())) if isinstance(strategy, str) else (None, ())
+    if scheme is None:
+        raise _refused(method, f"weights.strategy={quoted(strategy)}", ", ".join(map(repr, STRATEGIES)))
+    check(
+        "weights",
+        weights,
+        {
+            "strategy": tuple(STRATEGIES),
+            "dynamic": (False, None),
+            "block_structure": ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}") if scheme == "block" else (None, ""),
+            "group_size": (None, BLOCK if scheme == "block" else -1),
+        },
+    )
+    static = inputs.get("dynamic") is False or inputs.get("dynamic") is None
+    if static:
+        of_inputs = ("tensor",) if scheme != "block" else ("group",)
+    elif scheme == "tensor":
+        of_inputs = ("token",)
+    check(
+        "input_activations",
+        inputs,
+        {
+            "strategy": of_inputs,
+            "dynamic": (True, False, None) if scheme != "block" else (True,),
+            "group_size": (None, -1) if scheme != "block" else (BLOCK,),
+        },
+    )
+    form = Fp8Format(scheme=scheme, scale="weight_scale", static_inputs=static)
+    return Quantization(method=method, format=form, ignored=_ignored(method, content, "ignore"))
+
+
+def _modelopt(content: Mapping[str, Any]) -> Quantization | None:
+    """Reads ModelOpt's: a scale for each tensor and its inputs; None for an fp8 cache alone."""
+    method, names = "modelopt", ("ignore", "exclude_modules")
+    algorithm = content.get("quant_algo")
+    # Groups say in compressed-tensors' words what quant_algo says.
+    rest = {name: value for name, value in content.items() if name not in (*names, "config_groups")}
+    if algorithm is None and not content.get("config_groups"):
+        _check(method, rest, {})
+        return None
+    _check(method, {"quant_algo": algorithm, **rest}, {"quant_algo": ("FP8",)})
+    form = Fp8Format(scheme="tensor", scale="weight_scale", static_inputs=True)
+    return Quantization(method=method, format=form, ignored=_ignored(method, content, *names))
+
+
+READERS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt}
+"""quant_method → reader of its quantization_config."""

@@ -1,0 +1,241 @@
+"""Matrices of a layer in fp8: how their scales are cut with them, filled, and applied.
+
+A checkpoint's block of 128 x 128 weights under one scale may be cut by a rank's edge, or by the seam of two weights that one
+GEMM takes. This rank's matrix then has a finer grid of scales, some repeated, so that byte * scale is the same on all numbers
+of ranks. All blocks of a matrix have one size, powers of two that divide 128 (``weft.kernels.fp8.Fp8``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.fp8 import COLUMNS, E4M3, LARGEST, SMALLEST, Fp8, quantized_weight
+from weft.parallel.sharding import Shard
+from weft.runtime.arithmetic import cdiv
+
+BLOCK = COLUMNS.value
+Scheme = Literal["block", "channel", "tensor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Format:
+    """Form of a matrix in fp8, and the names of its tensors in a checkpoint below the matrix's.
+
+    scheme         a scale for each "block" of 128 x 128, each "channel" (row), or for the whole "tensor"
+    scale          name of the scales' tensor; None: weights are of 16 bits there, and quantized as they are read
+    static_inputs  activations have one scale, ``input_scale`` of the checkpoint; else they are scaled as they are quantized, in
+                   groups of 128 columns with blocks, by tokens without
+    """
+
+    scheme: Scheme
+    scale: str | None = None
+    static_inputs: bool = False
+
+
+Formats = Callable[[Sequence[str]], Fp8Format | None]
+"""Names of matrices that one GEMM takes, below their layer's → their format; None: they are of 16 bits."""
+
+
+def formats_under(prefix: str, formats: Formats | None) -> Formats | None:
+    """Formats of the part of a layer whose names begin with ``prefix``."""
+    return None if formats is None else lambda names: formats([f"{prefix}.{name}" for name in names])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Grid:
+    """Format of one rank's matrix, and the rows and columns under a scale; without blocks 1 and all."""
+
+    format: Fp8Format
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, format: Fp8Format, in_features: int, row_edges: Sequence[int], column_edges: Sequence[int]) -> Fp8Grid:
+        """Grid that is cut at these rows and columns, or multiples of them."""
+        if format.scheme != "block":
+            return cls(format=format, rows=1, columns=in_features)
+        return cls(format=format, rows=gcd(BLOCK, *row_edges), columns=gcd(BLOCK, *column_edges))
+
+    def counts(self, rows: int, columns: int) -> tuple[int, int]:
+        """Number of scales of a matrix along its rows and columns."""
+        return cdiv(rows, self.rows), cdiv(columns, self.columns)
+
+
+class Fp8Scales(nn.Module):
+    """Scales of a matrix beside its weight, fp32, and ``input_scale`` [1, 1] if inputs have one."""
+
+    def __init__(self, grid: Fp8Grid, *shape: int, device: torch.device) -> None:
+        """shape  of the weight: [N, K], or of experts [E, N, K]"""
+        super().__init__()
+        self.grid = grid
+
+        def empty(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(sizes, dtype=torch.float32, device=device), requires_grad=False)
+
+        self.scales = empty(*shape[:-2], *grid.counts(*shape[-2:]))
+        self.input_scale = empty(1, 1) if grid.format.static_inputs else None
+
+    def matrix(self, weight: Tensor) -> Fp8:
+        return Fp8(weight, self.scales, self.input_scale)
+
+    def shards(self, name: str, weight: Shard, first: int = 0, expert: int | None = None) -> dict[str, Shard]:
+        """Shards of one checkpoint matrix and its scales.
+
+        weight  shard of its weight
+        first   row of the matrix here from which it lies
+        expert  of the matrices here that one
+        """
+        rows, columns = weight.target.shape
+        scales = self.scales.data if expert is None else self.scales.data[expert]
+        count = self.grid.counts(rows, columns)[0]
+        begin = first // self.grid.rows
+        scales, stored = scales[begin : begin + count], self.grid.format.scale
+        if stored is None:
+            return {f"{name}.weight": QuantizedShard.of(weight, self.grid, scales)}
+        of_scales = ScaleShard.of(weight, self.grid, scales)
+        return {f"{name}.weight": weight, f"{name}.{stored}": of_scales} | self.input_shards(name)
+
+    def input_shards(self, name: str) -> dict[str, Shard]:
+        """Shard of the inputs' scale of one checkpoint matrix, if they have one."""
+        if self.input_scale is None:
+            return {}
+        return {f"{name}.input_scale": LargestShard(target=self.input_scale.data, shape=(1, 1), replicated=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleShard(Shard):
+    """This rank's scales of a matrix: those of the blocks of its rows and columns, which may repeat."""
+
+    rows: Tensor
+    columns: Tensor
+
+    @classmethod
+    def of(cls, weight: Shard, grid: Fp8Grid, scales: Tensor) -> ScaleShard:
+        """Scales of the part of a matrix that ``weight`` is."""
+        scheme = grid.format.scheme
+        N, K = weight.shape
+        shape = {"block": (cdiv(N, BLOCK), cdiv(K, BLOCK)), "channel": (N, 1), "tensor": (1, 1)}[scheme]
+        rows, columns = blocks_of(weight, grid, scales)
+        return cls(target=scales, shape=shape, rows=rows, columns=columns)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        # Channels may be a vector, and a single scale a scalar.
+        if shape == () and self.shape == (1, 1):
+            return True
+        return shape == self.shape or (self.shape[1] == 1 and shape == self.shape[:1])
+
+    def copy_from(self, whole: Any) -> None:
+        self.target.copy_(whole[...].reshape(self.shape)[self.rows][:, self.columns])
+
+
+def blocks_of(weight: Shard, grid: Fp8Grid, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, column) of the whole matrix's scales for each row and column of ``scales``."""
+    if grid.format.scheme == "tensor":
+        return torch.zeros(len(scales), dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    starts = [weight.start if weight.dim == dim else 0 for dim in (0, 1)]
+    if grid.format.scheme == "channel":
+        return starts[0] + torch.arange(len(scales)), torch.zeros(1, dtype=torch.long)
+    rows, columns = (torch.arange(count) for count in scales.shape)
+    return (starts[0] + rows * grid.rows) // BLOCK, (starts[1] + columns * grid.columns) // BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestShard(Shard):
+    """One scale of the inputs of several matrices: the largest in the checkpoint."""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return all(size == 1 for size in shape)
+
+    def copy_from(self, whole: Any) -> None:
+        self.target.copy_(torch.maximum(self.target, whole[...].reshape(1, 1).to(self.target)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedShard(Shard):
+    """This rank's part of a weight of 16 or 32 bits, quantized as it is read: bytes, and ``scales``.
+
+    Whole blocks or rows are read, so that all numbers of ranks get the same bytes.
+    """
+
+    grid: Fp8Grid
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: Shard, grid: Fp8Grid, scales: Tensor) -> QuantizedShard:
+        fields = {name: getattr(weight, name) for name in ("target", "shape", "dim", "start", "replicated")}
+        return cls(**fields, grid=grid, scales=scales)
+
+    @property
+    def stored(self) -> torch.dtype | None:
+        return None
+
+    def copy_from(self, whole: Any) -> None:
+        scheme = self.grid.format.scheme
+        sizes, begins, ends = self.target.shape, [0, 0], list(self.shape)
+        if scheme == "block" or self.dim == 0:
+            step = BLOCK if scheme == "block" else 1
+            begins[self.dim] = self.start // step * step
+            ends[self.dim] = min(cdiv(self.start + sizes[self.dim], step) * step, self.shape[self.dim])
+        part = whole[begins[0] : ends[0], begins[1] : ends[1]].to(self.target.device)
+        quantized = quantized_weight(part, scheme)
+        offsets = [self.start - begins[dim] if dim == self.dim else 0 for dim in (0, 1)]
+        self.target.copy_(quantized.data[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]])
+        rows, columns = blocks_of(self, self.grid, self.scales)
+        if scheme == "block":
+            rows, columns = rows - begins[0] // BLOCK, columns - begins[1] // BLOCK
+        else:
+            rows = rows - begins[0]
+        self.scales.copy_(quantized.scales[rows.to(part.device)][:, columns.to(part.device)])
+
+
+def rounded(x: Tensor, w: Fp8) -> Tensor:
+    """``x`` [..., K] as the format of ``w`` rounds it: to fp8 and back, in its dtype."""
+    if w.input_scale is not None:
+        scale = w.input_scale
+        return (rounded_to_fp8(x.float() * (1 / scale)) * scale).to(x.dtype)
+    K = x.shape[-1]
+    group = K if is_per_channel(w) else BLOCK
+    blocks = F.pad(x.float(), (0, -K % group)).unflatten(-1, (-1, group))
+    finite = blocks.isfinite()
+    largest = torch.where(finite, blocks.abs(), 0).amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, (largest / torch.full_like(largest, LARGEST.value)).clamp(min=SMALLEST.value), 1)
+    read_back = rounded_to_fp8(torch.where(finite, blocks * (1 / scale), torch.nan)) * scale
+    return read_back.flatten(-2)[..., :K].to(x.dtype)
+
+
+def rounded_to_fp8(x: Tensor) -> Tensor:
+    """fp32 ``x`` rounded to e4m3, saturated."""
+    return x.clamp(-LARGEST.value, LARGEST.value).to(E4M3).float()
+
+
+def is_per_channel(w: Fp8) -> bool:
+    """True for a scale of each row; one of each block of a row as narrow as a block means the same."""
+    return w.scales.shape[-1] == 1 and w.shape[-1] > BLOCK
+
+
+def operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor]:
+    """(x, w) for an op that takes no fp8: ``x`` rounded as the format says, ``w`` in its dtype."""
+    if not isinstance(w, Fp8):
+        return x, w
+    if isinstance(x, DeferredNorm):
+        # Scales of rows or groups follow any factor of the row.
+        return replace(x, scaled=rounded(x.scaled, w)), w.dequantized(x.scaled.dtype)
+    return rounded(x, w), w.dequantized(x.dtype)
+
+
+def linear(x: Tensor, w: Tensor | Fp8) -> Tensor:
+    """x @ w.T by torch."""
+    return F.linear(*operands(x, w))
+
+
+def expert_of(w: Tensor | Fp8, expert: int) -> Tensor | Fp8:
+    """The matrix of one expert."""
+    return Fp8(w.data[expert], w.scales[expert], w.input_scale) if isinstance(w, Fp8) else w[expert]

@@ -72,6 +72,10 @@ class EngineFlags:
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: half the bytes of 16 bits")] = DEFAULTS[
         "kv_cache_dtype"
     ]
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="Put weights of 16 bits in fp8 as they are read: fp8, fp8_per_block or fp8_per_channel"),
+    ] = DEFAULTS["quantization"]
     prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -136,6 +140,7 @@ PASSED_ON = (
     "max_seq_len",
     "page_size",
     "kv_cache_dtype",
+    "quantization",
     "prefix_caching",
     "context_parallel",
     "pipeline_parallel",

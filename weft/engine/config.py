@@ -60,6 +60,8 @@ class EngineConfig:
                      but no more than a full batch can use
     kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3, for weights of 16 bits, with the
                      checkpoint's scales, or scales of 1 where it has none
+    quantization     "fp8" or "fp8_per_block", "fp8_per_channel": weights of 16 or 32 bits are put in fp8 as they are read
+                     (docs/fp8.md); None: they are as the checkpoint has them
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
     mixed_chunk_tokens  the same, fewer, of a prompt that arrives while sequences decode: bounds the time between two tokens
@@ -90,6 +92,7 @@ class EngineConfig:
     page_size: int = 64
     pages: int | None = None
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     memory_fraction: float = 0.8
     chunk_tokens: int = 4096
     mixed_chunk_tokens: int = 1024
@@ -107,6 +110,7 @@ class EngineConfig:
         import torch
 
         from weft.layers.moe import check_layout
+        from weft.models.quantization import MADE
         from weft.parallel.modes import check_mode
         from weft.parallel.step import check_page_size
 
@@ -119,6 +123,7 @@ class EngineConfig:
         for name in ("prefix_caching", "cuda_graph", "warm_up"):
             check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
+        check_optional(check_choice, "quantization", self.quantization, MADE)
         for name in ("chunk_tokens", "mixed_chunk_tokens", "max_batch", "pipeline_parallel", "microbatch_tokens"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
         for name in ("max_seq_len", "pages"):

@@ -121,7 +121,7 @@ class Engine:
         self.requests = Requests(team, config, sizes.vocab_size, self.tokenizer, no_text, self.eos_token_ids)
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
-        names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype"
+        names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype", "quantization"
         options = {name: getattr(config, name) for name in names}
         context_parallel = self.cache_plan.context_parallel
         self.model: Decoder = Decoder(

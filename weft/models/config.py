@@ -15,7 +15,7 @@ from weft.models import generation
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, published
 from weft.models.family import AttentionOptions, ExpertOptions, Family
-from weft.models.quantization import Quantization
+from weft.models.quantization import Quantization, modelopt_file
 from weft.parallel.rotary import Rotary
 from weft.parallel.step_plan import Mode, mode_named
 from weft.runtime.logs import logger_of
@@ -204,6 +204,8 @@ class DecoderConfig:
         content = checkpoint.config
         if content.get("dtype") is None and content.get("torch_dtype") is None:
             content = {**content, "dtype": checkpoint.dtype()}
+        if not content.get("quantization_config") and (found := modelopt_file(checkpoint)):
+            content = {**content, "quantization_config": found}
         config = cls.from_dict(content)
         names = config.family.weights
         if config.tie_word_embeddings and checkpoint.differ(f"{names.embedding}.weight", f"{names.head}.weight"):

@@ -141,6 +141,10 @@ class Decoder(nn.Module):
         layout = _expert_layout(config, expert_layout, team)
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
+        if config.quantization is not None and dtype.itemsize != 2 and team.device.type == "cuda":
+            raise ValueError(
+                f"dtype={dtype} with weights in fp8: they run in bfloat16 and float16; pass one, or leave it out"
+            )
         self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode_named(mode), dtype, fused
         self.context_parallel = context_parallel and team.size > 1
         if self.context_parallel and self.mode == "reference":

@@ -15,6 +15,7 @@ from typing import Any
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models.cache_scales import check_cache_scheme
+from weft.models.checkpoint import Checkpoint
 from weft.parallel.quantized import BLOCK, Formats, Fp8Format
 
 # What --quantization may be: made from weights of 16 or 32 bits as they are read.
@@ -66,7 +67,7 @@ class Quantization:
         if not content:
             return None
         method = content.get("quant_method") if isinstance(content, Mapping) else content
-        reader = READERS.get(method) if isinstance(method, str) else None
+        reader = READERS.get(method) if method is not content and isinstance(method, str) else None
         if reader is None:
             raise CheckpointError(
                 f"config.json: quantization_config with quant_method={quoted(method)} is not supported; weft runs weights in "
@@ -262,6 +263,17 @@ def _modelopt(content: Mapping[str, Any]) -> Quantization | None:
     _check(method, {"quant_algo": algorithm, **rest}, {"quant_algo": ("FP8",)})
     form = Fp8Format(scheme="tensor", scale="weight_scale", static_inputs=True)
     return Quantization(method=method, format=form, ignored=_ignored(method, content, *names))
+
+
+def modelopt_file(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """quantization_config in hf_quant_config.json, where older ModelOpt has it; None: there is no such file."""
+    name = "hf_quant_config.json"
+    if not (checkpoint.directory / name).exists():
+        return None
+    content = checkpoint.read_json(name).get("quantization")
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{checkpoint.directory}: {name} has no quantization; download it again")
+    return {**content, "quant_method": "modelopt"}
 
 
 READERS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt}

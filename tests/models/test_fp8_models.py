@@ -185,6 +185,49 @@ def test_scales_in_bf16_are_read(make_checkpoint, tmp_path):
     assert Checkpoint(tmp_path).dtype() == "float32"
 
 
+def test_transformers_dequantizes_the_same_weights(in_fp8):
+    """Its own fp8 modules need kernels that are downloaded, so it computes with inputs of 16 or 32 bits."""
+    transformers = pytest.importorskip("transformers")
+    directory, _, tensors = in_fp8("block")
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=config, dtype=torch.float32
+    )
+    tokens = prompt(2, 9)
+
+    def main(team):
+        model = Decoder.from_pretrained(directory, team, mode="reference")
+        return all_logits(model, tokens), model.layers[1].weights.mlp.down.dequantized(torch.float32)
+
+    [(logits, down)] = weft.simulate(main, 1)
+    assert torch.equal(down, theirs.model.layers[1].mlp.down_proj.weight)
+    assert relative_rms(logits, reference_logits(theirs, tokens)) < 0.15  # the rounding of inputs
+
+
+@pytest.mark.parametrize("mode", ["replicated", "sequence_parallel"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_per_channel"])
+def test_experts_made_fp8_at_load_are_the_plain_model(make_checkpoint, plain_ops, tmp_path, name, mode):
+    """The same model as of a checkpoint that was quantized before; its experts are cut in the middle of a block."""
+    scheme = {"fp8": "block", "fp8_per_channel": "channel"}[name]
+    source, model = make_checkpoint(MOE["family"], **SIZES | {key: MOE[key] for key in MOE if key != "family"})
+    tensors = write(tmp_path, source, scheme)
+    check((source, model, tensors), scheme, mode, 4, steps=4, expert_ranks=4, quantization=name, expert_layout="slices")
+
+
+def test_gradients_are_refused(in_fp8):
+    directory, *_ = in_fp8("block")
+
+    def main(team):
+        mlp = Decoder.from_pretrained(directory, team, mode="replicated", fused=False).layers[0].mlp
+        x = torch.zeros(2, SIZES["hidden_size"], requires_grad=True)
+        with pytest.raises(RuntimeError, match="weights in fp8 have no gradients"):
+            mlp(x)
+        with torch.no_grad():
+            return mlp(x).shape
+
+    assert weft.simulate(main, 1) == [(2, SIZES["hidden_size"])]
+
+
 def swap_scales(model):
     for layer in model.layers:
         scales = layer.mlp.gate_up_proj.scales.scales.data

@@ -1,0 +1,46 @@
+"""The engine with weights in fp8: the built-in models still add, with an fp8 cache too."""
+
+import pytest
+import torch
+
+import weft
+from tests.sampled import sampled
+from weft.engine import EngineConfig
+from weft.models.builtin import PATHS
+
+SUMS = {"12+34=": "46", "123+456=": "579", "7+8=": "15", "250+399=": "649", "99+1=": "100"}
+
+
+def answers(team, name, options):
+    engine = weft.Engine(PATHS[name], team, max_seq_len=64, max_batch=8, warn=False, **options)
+    in_fp8 = {parameter.dtype for parameter in engine.model.parameters()}
+    assert torch.float8_e4m3fn in in_fp8
+    return [answer.text.strip() for answer in engine.generate(list(SUMS), max_tokens=8, temperature=0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "world_size", "mode", "kv_cache_dtype"),
+    sampled(
+        (
+            (name, quantization, world_size, mode, kv_cache_dtype)
+            for name in PATHS
+            for quantization in ("fp8", "fp8_per_channel")
+            for world_size in (1, 2, 4)
+            for mode in ("reference", "replicated", "sequence_parallel")
+            for kv_cache_dtype in ("auto", "fp8")
+        ),
+        lambda *one: one in {
+            ("adder", "fp8", 1, "reference", "auto"), ("adder", "fp8_per_channel", 2, "reference", "fp8"),
+            ("adder-moe", "fp8", 2, "reference", "auto"), ("adder-moe", "fp8_per_channel", 1, "reference", "fp8"),
+        },
+    ),
+)  # fmt: skip
+def test_built_in_models_made_fp8_add(name, quantization, world_size, mode, kv_cache_dtype):
+    options = {"quantization": quantization, "mode": mode, "kv_cache_dtype": kv_cache_dtype, "fused": False}
+    for found in weft.simulate(answers, world_size, args=(name, options)):
+        assert found == list(SUMS.values())
+
+
+def test_other_names_are_refused():
+    with pytest.raises(ValueError, match="quantization='int8' is not one of fp8, fp8_per_block, fp8_per_channel"):
+        EngineConfig(quantization="int8")

@@ -190,7 +190,7 @@ def page() -> str:
     unknown = [name for name in types if getattr(tl, name).name not in numerics.DTYPES]
     return f"""# What the simulator runs of Triton
 
-For Triton {triton.__version__}. Each public function of `triton.language` is called once, in a kernel of its own.
+For Triton {triton.__version__}. Each public function of `triton.language` is called once, in a separate kernel.
 `python -m tests.simulator.simulated_triton` writes this page, and a test compares it.
 
 ## Functions that run ({len(run)})
@@ -220,7 +220,7 @@ Also refused: `tl.map_elementwise` with `pack` above 1, Gluon functions, element
 
 ## libdevice
 
-Functions that run ({len(there)}), those of fp32 in fp64 and rounded once, so that their last bits may differ from a GPU's:
+Functions that run ({len(there)}), functions of fp32 in fp64 and rounded once, so that their last bits may differ from a GPU's:
 {_listed(there)}.
 
 Functions that are refused by name ({len(missing)}): {_listed(missing)}.

@@ -85,7 +85,7 @@ def attend(team, tokens, *, wrong_owner=False, unmasked=False, permuted=False):
     team.barrier()
 
 
-@exhibit("deadlock", "words", "a head's part is pushed to the rank behind its owner", push_words, mark="words")
+@exhibit("deadlock", "words", "a head's part is pushed to the rank after its owner", push_words, mark="words")
 def part_to_the_wrong_owner(team, bug):
     attend(team, 1, wrong_owner=bug)
 

@@ -64,7 +64,7 @@ def piece_behind_its_flag(team, bug):
     team.barrier()
 
 
-@exhibit("race", "sums, argument of sum_piece", "a piece's sums are written over those that the copy engine still sends",
+@exhibit("race", "sums, argument of sum_piece", "a piece's sums are written over sums that the copy engine still sends",
          sum_piece, mark="written")  # fmt: skip
 def sums_of_the_next_piece(team, bug):
     received, landed, y, sums, out = buffers(team)

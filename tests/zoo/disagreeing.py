@@ -13,7 +13,7 @@ def rest_of_a_division(team, bug):
     ops.all_reduce(torch.ones(each, N)[: rows - team.rank * each], team)  # here
 
 
-@exhibit("call-mismatch", "", "one rank leaves out a collective call that the others make", schedules=4)
+@exhibit("call-mismatch", "", "one rank leaves out a collective call that all other ranks make", schedules=4)
 def call_that_one_rank_leaves_out(team, bug):
     x = torch.ones(N)
     if not bug or team.rank == 0:

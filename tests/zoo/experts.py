@@ -45,7 +45,7 @@ def multiply_rounded(rows, scales, h, landed, team, N: tl.constexpr):
     tl.store(h + at, tl.load(rows + other * N + at) * tl.load(scales + other))  # here
 
 
-@exhibit("race", "scales", "the scales of fp8 rows are sent behind the flag of their rows", multiply_rounded)
+@exhibit("race", "scales", "the scales of fp8 rows are sent after the flag of their rows", multiply_rounded)
 def scales_behind_the_flag(team, bug):
     rows, landed = team.zeros((team.size, N), torch.float32, name="rows"), team.channel(1, name="landed")
     scales = team.zeros((team.size, 1), torch.float32, name="scales")

@@ -52,7 +52,7 @@ def begin(entered, call, team):
 
 
 @exhibit(
-    "race", "keys", "the next call's keys are copied over those that a slow rank still reads", add_keys, push_chunks
+    "race", "keys", "the next call's keys are copied over keys that a slow rank still reads", add_keys, push_chunks
 )
 def keys_of_the_next_call(team, bug):
     keys, landed, mine, got = buffers(team)

@@ -22,7 +22,7 @@ def gather_after_a_wait_for_any(data, got, landed, team, N: tl.constexpr, BUG: t
         tl.store(got + source * N + at, tl.load(data + source * N + at))  # here
 
 
-@exhibit("race", "data", "the data of all ranks are read after a wait for any one of them", gather_after_a_wait_for_any,
+@exhibit("race", "data", "the data of all ranks are read after a wait for any one rank", gather_after_a_wait_for_any,
          also=("divergence",))  # fmt: skip
 def wait_for_any_in_place_of_all(team, bug):
     data, landed = team.zeros((team.size, N), torch.float32, name="data"), team.signals(team.size, name="landed")

@@ -307,7 +307,7 @@ def relayed(data, landed, got, team, N: tl.constexpr, BUG: tl.constexpr):
 
 
 @exhibit(
-    "relaxed-order", "data", "a rank between two others forwards the signal without acquiring it", relayed, world_size=3
+    "relaxed-order", "data", "a rank between two ranks forwards the signal without acquiring it", relayed, world_size=3
 )
 def relay_that_does_not_acquire(team, bug):
     data, landed, got = tensors(team)
@@ -345,7 +345,7 @@ def store_tile_then_load(data, got, N: tl.constexpr, BUG: tl.constexpr):
     tl.store(got + at, tl.load(data + at))  # here
 
 
-@exhibit("undrained-tma", "data", "a program reads its own descriptor store, which may not have landed",
+@exhibit("undrained-tma", "data", "a program reads back a descriptor store, which may not have landed",
          store_tile_then_load, world_size=1)  # fmt: skip
 def own_descriptor_store_read_back(team, bug):
     data, _, got = tensors(team)

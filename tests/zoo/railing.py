@@ -71,7 +71,7 @@ def read_behind_flag(pieces, landed, epoch, got, flag, team, N: tl.constexpr):
     tl.store(got + tl.arange(0, N), tl.load(pieces + at))  # here
 
 
-@exhibit("race", "pieces", "a kernel waits for the flag of the piece before its own", read_behind_flag)
+@exhibit("race", "pieces", "a kernel waits for the flag of the piece before the one it reads", read_behind_flag)
 def flag_of_another_piece(team, bug):
     team, rail, x, _ = alone_in_a_node(team)
     pieces, landed = team.node.zeros((2, N), torch.float32, name="pieces"), team.node.signals(2, name="landed")
@@ -253,7 +253,7 @@ def puts_of_a_rail(team):
     return link, node, pieces, landed, epoch, got, sources
 
 
-@exhibit("race", "pieces", "a signal is sent before the fence behind the puts", read_when_counted)
+@exhibit("race", "pieces", "a signal is sent before the fence after the puts", read_when_counted)
 def signal_before_fence(team, bug):
     link, node, pieces, landed, epoch, got, sources = puts_of_a_rail(team)
     other = 1 - team.rank
@@ -267,7 +267,7 @@ def signal_before_fence(team, bug):
     return got
 
 
-@exhibit("race", "pieces", "a weak signal, of its own put, is taken for a strong one, of all before", read_when_counted)
+@exhibit("race", "pieces", "a weak signal, of one put, is taken for a strong one, of all before", read_when_counted)
 def weak_signal_taken_for_strong(team, bug):
     link, node, pieces, landed, epoch, got, sources = puts_of_a_rail(team)
     other = 1 - team.rank

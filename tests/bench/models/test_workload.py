@@ -485,9 +485,7 @@ def test_a_wrong_model_is_caught(spoil, level, complaint, monkeypatch):
 
     monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
     found = run(
-        workload(
-            level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True, layers=1
-        )
+        workload(level, "decode:2x6", modes=("gemm_ar",), providers=("weft", "torch.eager"), teacher_forced=True)
     )
     wrong, right = found.rows
     assert re.search(complaint, wrong.reason)

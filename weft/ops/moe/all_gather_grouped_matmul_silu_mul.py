@@ -393,19 +393,19 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         return torch.where(computed[:, None], h, 0), counts.to(h.dtype)
 
     def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
-        yield self.case(2, BF16, 9, 1, 4, 24, 16, "fused", tokens=(9, 9), skew="one expert")
-        yield self.case(2, BF16, 9, 2, 8, 24, 16, "fused", tokens=(9, 7), skew="recorded")
+        yield self.case_with(2, BF16, (9, 1, 4, 24, 16), "fused", (9, 9), skew="one expert")
+        yield self.case_with(2, BF16, (9, 2, 8, 24, 16), "fused", (9, 7), skew="recorded")
         design = Fused(tiles=small, chunks=3, head=4)
-        yield self.case(2, BF16, 18, 1, 2, 40, 24, design, tokens=(18, 17))
+        yield self.case_with(2, BF16, (18, 1, 2, 40, 24), design, (18, 17))
         words = GatherWords(row_bytes=256, num_warps=2)
         design = Fused(tiles=replace(small, transposed=True), words=words, in_place=False)
-        yield self.case(2, BF16, 9, 1, 4, 40, 24, design, tokens=(6, 9))
+        yield self.case_with(2, BF16, (9, 1, 4, 40, 24), design, (6, 9))
         for w, dtype, design in (
             (2, BF16, "fused"), (3, FP16, "fused"), (2, FP32, "sequential"), (2, BF16, "sequential"),
             (2, BF16, Fused(tiles=small, chunks=2, head=4, in_place=False)),
         ):  # fmt: skip
-            yield self.case(w, dtype, 9, 2, 6, 272, 16, design, tokens=(9, 4, 0)[:w], fp8=True)
-        yield self.case(2, BF16, 5, 2, 4, 144, 16, "fused", tokens=(0, 5), fp8=True, layout="slices")
+            yield self.case_with(w, dtype, (9, 2, 6, 272, 16), design, (9, 4, 0)[:w], fp8=True)
+        yield self.case_with(2, BF16, (5, 2, 4, 144, 16), "fused", (0, 5), fp8=True, layout="slices")
 
 
 AG_MOE = AllGatherGroupedMatmulSiluMul()

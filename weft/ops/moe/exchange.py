@@ -6,6 +6,7 @@ row for it, so no rank needs to know how many rows will come.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -334,6 +335,24 @@ class ExchangeOp(MoeOp):
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from around(design)
 
+    def exchange_cases(self, designs: Sequence[str]) -> Iterator[Case]:
+        """Cases of both ops, with the designs that take them."""
+        for name in designs:
+            case = functools.partial(self.case, design=name)
+            yield case(1, BF16, 9, 2, 8, 40, tokens=(9,))
+            for w in (2, 3, 4, 8):
+                yield case(w, BF16, 20, 3, 24, 136, tokens=(20, 0, 13, 1, 7, 20, 20, 3)[:w])
+            for w in (2, 3):
+                for dtype in (FP16, FP32):
+                    yield case(w, dtype, 5, 8, 12, 48, tokens=(5, 3, 5)[:w])
+                for skew in ("one expert", "last expert", "some", "none", "recorded"):
+                    yield case(w, BF16, 17, 2, 12, 40, tokens=(17, 16, 2)[:w], skew=skew)
+                yield case(w, BF16, 3, 1, 6, 24, tokens=(0, 0, 0)[:w])
+                if (self.name, name) != ("moe_dispatch", "lamport"):  # rows that are no whole words
+                    yield case(w, BF16, 3, 1, 6, 25, tokens=(0, 3, 0)[:w])
+            for w, tp in ((2, 2), (4, 2), (8, 2), (8, 4)):
+                yield case(w, BF16, 4, 2, 8, 24, tokens=(4, 0, 3, 1, 2, 4, 1, 0)[:w], tp=tp)
+
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         return int(rows_sent(sizes, world_size) * sizes[3] * dtype.itemsize)
 
@@ -362,39 +381,3 @@ def shared_experts(case: Case, rank: int) -> Experts:
     """Experts of ``rank`` in a case of an exchange, shared by the ranks of its field ``tp``."""
     tp = case.field("tp") or 1
     return Experts.grouped(case.sizes[2], rank, case.world_size // tp, tp)
-
-
-def fp8_case(
-    w: int,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    tokens: tuple[int, ...],
-    design: Any,
-    data: str = "random",
-) -> Case:
-    """Case of rows of ``dtype`` that are sent in fp8."""
-    fields = (("tokens", tokens), ("fp8", True))
-    return Case(op="moe_dispatch", world_size=w, dtype=dtype, sizes=sizes, design=design, data=data, fields=fields)
-
-
-def exchange_cases(op: str) -> Iterator[dict[str, Any]]:
-    """Fields of cases of moe_dispatch and moe_combine."""
-
-    def case(
-        w: int, dtype: torch.dtype, sizes: tuple[int, ...], tokens: tuple[int, ...], **fields: Any
-    ) -> dict[str, Any]:
-        named = (("tokens", tokens), *fields.items())
-        return {"op": op, "world_size": w, "dtype": dtype, "sizes": sizes, "fields": named}
-
-    yield case(1, BF16, (9, 2, 8, 40), (9,))
-    for w in (2, 3, 4, 8):
-        yield case(w, BF16, (20, 3, 24, 136), (20, 0, 13, 1, 7, 20, 20, 3)[:w])
-    for w in (2, 3):
-        for dtype in (FP16, FP32):
-            yield case(w, dtype, (5, 8, 12, 48), (5, 3, 5)[:w])
-        for skew in ("one expert", "last expert", "some", "none", "recorded"):
-            yield case(w, BF16, (17, 2, 12, 40), (17, 16, 2)[:w], skew=skew)
-        yield case(w, BF16, (3, 1, 6, 24), (0, 0, 0)[:w])
-        yield case(w, BF16, (3, 1, 6, 25), (0, 3, 0)[:w])
-    for w, tp in ((2, 2), (4, 2), (8, 2), (8, 4)):
-        yield case(w, BF16, (4, 2, 8, 24), (4, 0, 3, 1, 2, 4, 1, 0)[:w], tp=tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -292,10 +293,7 @@ class GroupedOp(MoeOp):
         return {"pairs": pairs, "active experts": active, "tile fill": pairs / tile_rows if tile_rows else 0.0}
 
     def cases(self) -> Iterator[Case]:
-        def case(dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
-            named = tuple(fields.items())
-            return Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=named)
-
+        case = functools.partial(self.case, 1)
         kinds = ({},) if self.gated else ({}, {"gather": False})
         for kind in kinds:
             for dtype in (FP16, BF16, FP32):
@@ -319,21 +317,11 @@ class GroupedOp(MoeOp):
         yield case(BF16, 37, 3, 4, 80, 304, design=design, fp8=True)
 
     def large_cases(self) -> Iterator[Case]:
-        for T, k, experts, N, K in (
-            (1, 8, 128, 768, 2048),
-            (128, 8, 128, 768, 2048),
-            (1000, 8, 128, 768, 2048),
-            (600, 2, 8, 14336, 4096),
-        ):
+        layers = [(T, 8, 128, 768, 2048) for T in (1, 128, 1000)]
+        for sizes in (*layers, (600, 2, 8, 14336, 4096)):
             for skew in (None, "one expert"):
                 for fp8 in (False, True):
-                    yield Case(
-                        op=self.name,
-                        world_size=1,
-                        dtype=BF16,
-                        sizes=(T, k, experts, N, K),
-                        fields=(("local", (experts // 2, experts // 2)), ("skew", skew), ("fp8", fp8)),
-                    )
+                    yield self.case(1, BF16, *sizes, local=(sizes[2] // 2, sizes[2] // 2), skew=skew, fp8=fp8)
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, *self.columns(shape)

@@ -325,10 +325,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return torch.stack((normed.normed() if isinstance(normed, DeferredNorm) else normed, hidden))
 
     def cases(self) -> Iterator[Case]:
-        def case(w: int, dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
-            named = tuple(fields.items())
-            return Case(op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=named)
-
+        case = self.case
         for design in ("in_norm", "sequential"):
             yield case(2, BF16, 5, 3, 4, 72, 24, design=design, held=2)
             yield case(3, FP32, 3, 2, 5, 36, 16, design=design, shared="gated", deferred=True)
@@ -351,9 +348,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         for w in (2, 4):
             for T in (1, 7, 128, 700):
                 for design in ("in_norm", "sequential"):
-                    fields = (("held", 128 // w), ("deferred", T == 7))
-                    sizes = T, 8, 128, 2048, 768
-                    yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+                    yield self.case(w, BF16, T, 8, 128, 2048, 768, design=design, held=128 // w, deferred=T == 7)
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, shape.hidden, shape.features

@@ -420,11 +420,11 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         return grouped_matmul_reduce_scatter(h, down, schedule, found, tokens, team, **beside, algorithm=case.design)
 
     def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
-        yield self.case(2, BF16, 5, 2, 4, 72, 40, Slabs(tiles=small, slabs=3), tokens=(5, 3))
+        yield self.case_with(2, BF16, (5, 2, 4, 72, 40), Slabs(tiles=small, slabs=3), (5, 3))
         design = Slabs(tiles=replace(small, transposed=True), slabs=2)
-        yield self.case(3, BF16, 3, 2, 6, 40, 40, design, tokens=(3, 0, 2))
-        yield self.case(2, FP32, 5, 2, 4, 72, 16, "slabs", tokens=(5, 3), shared="gated")
-        yield self.case(2, BF16, 4, 2, 4, 24, 16, "sequential", tokens=(0, 4), shared="gated")
+        yield self.case_with(3, BF16, (3, 2, 6, 40, 40), design, (3, 0, 2))
+        yield self.case_with(2, FP32, (5, 2, 4, 72, 16), "slabs", (5, 3), shared="gated")
+        yield self.case_with(2, BF16, (4, 2, 4, 24, 16), "sequential", (0, 4), shared="gated")
 
 
 MOE_RS = GroupedMatmulReduceScatter()

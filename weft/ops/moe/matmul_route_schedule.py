@@ -9,6 +9,7 @@ sequential  matmul | route | moe_schedule
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -428,10 +429,7 @@ class MatmulRouteSchedule(MoeOp):
         return int(rows + shape.tokens * shape.k * (4 + dtype.itemsize) + 4 * shape.pairs)
 
     def cases(self) -> Iterator[Case]:
-        def case(dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
-            named = tuple(fields.items())
-            return Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=named)
-
+        case = functools.partial(self.case, 1)
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1, 136, 60, 8), (5, 40, 17, 4), (16, 24, 8, 2)):
                 yield case(dtype, *sizes)
@@ -451,8 +449,7 @@ class MatmulRouteSchedule(MoeOp):
     def large_cases(self) -> Iterator[Case]:
         for E, H, k in ((128, 2048, 8), (256, 7168, 8), (8, 4096, 2)):
             for T in (1, 2, 8, 32, 128, 4096):
-                fields = (("held", E // 2), ("gated", T == 8))
-                yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(T, H, E, k), fields=fields)
+                yield self.case(1, BF16, T, H, E, k, held=E // 2, gated=T == 8)
 
 
 MATMUL_ROUTE_SCHEDULE = MatmulRouteSchedule()

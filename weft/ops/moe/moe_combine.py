@@ -31,7 +31,6 @@ from weft.ops.moe.exchange import (
     DispatchArguments,
     ExchangeOp,
     PushRows,
-    exchange_cases,
     padded,
     shared_experts,
 )
@@ -279,45 +278,35 @@ class MoeCombine(ExchangeOp):
         return moe_combine(y, dispatched, tokens, team, algorithm=case.design)
 
     def cases(self) -> Iterator[Case]:
-        for case in exchange_cases(self.name):
-            for design in ("push", "sum_then_scatter", "pipelined", "lamport"):
-                yield Case(**{**case, "design": design})
+        designs = "push", "sum_then_scatter", "pipelined", "lamport"
+        yield from self.exchange_cases(designs)
+        both = {}, {"unweighted": True}
         for w in (2, 3):
             pieces = CombinePieces(pieces=(1, 2, 1), chunk=4, block=32, num_warps=2, per_sm=1)
             for design in (PushRows(chunk=4, block=32, num_warps=4), CombineWords(row_bytes=1024, num_warps=2), pieces):
-                fields = (("tokens", (30, 7, 30)[:w]),)
-                yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
+                yield self.case(w, BF16, 30, 2, 12, 72, design=design, tokens=(30, 7, 30)[:w])
         # Tiles that lie in one token.
         for w, dtype in ((1, BF16), (2, FP16), (2, FP32), (3, BF16), (4, BF16), (8, BF16)):
-            for more in ((), (("unweighted", True),)):
-                fields = (("tokens", (7, 0, 6, 1, 7, 3, 0, 2)[:w]), *more)
-                yield Case(
-                    op=self.name, world_size=w, dtype=dtype, sizes=(7, 3, 24, 256), design="lamport", fields=fields
-                )
+            for more in both:
+                tokens = (7, 0, 6, 1, 7, 3, 0, 2)[:w]
+                yield self.case(w, dtype, 7, 3, 24, 256, design="lamport", tokens=tokens, **more)
         # As two ranks have them for more than 1 MiB: some tiles in one token, some across two.
         for H in (512, 384):
-            fields = (("tokens", (7, 6)),)
-            design = CombineWords(row_bytes=512)
-            yield Case(op=self.name, world_size=2, dtype=BF16, sizes=(7, 3, 24, H), design=design, fields=fields)
+            yield self.case(2, BF16, 7, 3, 24, H, design=CombineWords(row_bytes=512), tokens=(7, 6))
         for w in (1, 2, 3, 4):
-            fields = (("tokens", (5, 0, 9, 3)[:w]), ("unweighted", True))
-            for design in ("push", "sum_then_scatter", "pipelined", "lamport"):
-                yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(9, 2, 12, 40), design=design, fields=fields)
+            for design in designs:
+                yield self.case(w, BF16, 9, 2, 12, 40, design=design, tokens=(5, 0, 9, 3)[:w], unweighted=True)
         for w, dtype, tokens in ((2, BF16, (70, 41)), (3, FP16, (0, 70, 8)), (4, FP32, (70, 9, 0, 64))):
-            for fields in ((), (("unweighted", True),), (("skew", "some"),)):
-                fields = ("tokens", tokens), *fields
-                yield Case(
-                    op=self.name, world_size=w, dtype=dtype, sizes=(70, 2, 12, 25), design="pipelined", fields=fields
-                )
+            for more in (*both, {"skew": "some"}):
+                yield self.case(w, dtype, 70, 2, 12, 25, design="pipelined", tokens=tokens, **more)
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
                 for design in ("push", "sum_then_scatter", "pipelined", "lamport"):
-                    for more in ((), (("unweighted", True),)):
-                        fields = (("tokens", (T, T - 1, 0, T)[:w]), *more)
-                        sizes = T, 8, 64, H
-                        yield Case(op=self.name, world_size=w, dtype=BF16, sizes=sizes, design=design, fields=fields)
+                    for more in ({}, {"unweighted": True}):
+                        tokens = (T, T - 1, 0, T)[:w]
+                        yield self.case(w, BF16, T, 8, 64, H, design=design, tokens=tokens, **more)
 
 
 MOE_COMBINE = MoeCombine()

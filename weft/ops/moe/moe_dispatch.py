@@ -21,6 +21,7 @@ Backward: moe_combine without weights adds up the gradients that the ranks have 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,8 +36,6 @@ from weft.ops.moe.exchange import (
     DispatchArguments,
     ExchangeOp,
     PushRows,
-    exchange_cases,
-    fp8_case,
     padded,
     rows_sent,
     shared_experts,
@@ -374,58 +373,43 @@ class MoeDispatch(ExchangeOp):
         return torch.where(mine, rows, 0), ids.clone(), weights.clone(), *wanted
 
     def cases(self) -> Iterator[Case]:
-        for case in exchange_cases(self.name):
-            whole_words = case["sizes"][3] * case["dtype"].itemsize % 4 == 0
-            for design in ("push", "pipelined", *(["lamport"] if whole_words else [])):
-                yield Case(**{**case, "design": design})
+        yield from self.exchange_cases(("push", "pipelined", "lamport"))
+        pieces = DispatchPieces(chunk=4, block=32, num_warps=2)
         for w in (2, 3):
-            fields = (("tokens", (30, 7, 30)[:w]),)
-            pieces = DispatchPieces(chunk=4, block=32, num_warps=2)
             for design in (PushRows(chunk=4, block=32, num_warps=4), GatherWords(row_bytes=1024, num_warps=2), pieces):
-                yield Case(op=self.name, world_size=w, dtype=BF16, sizes=(30, 2, 12, 72), design=design, fields=fields)
-        fields = (("tokens", (5, 4)),)
-        yield Case(
-            op=self.name,
-            world_size=2,
-            dtype=BF16,
-            sizes=(5, 3, 4, 24),
-            design="lamport",
-            layout="offset",
-            fields=fields,
-        )
+                yield self.case(w, BF16, 30, 2, 12, 72, design=design, tokens=(30, 7, 30)[:w])
+        yield replace(self.case(2, BF16, 5, 3, 4, 24, design="lamport", tokens=(5, 4)), layout="offset")
         for design in ("push", "pipelined", "lamport"):
             for dtype in (BF16, FP16, FP32):
                 for data in ("random", "special", "subnormal"):
-                    yield fp8_case(2, dtype, (9, 2, 8, 200), (9, 4), design, data)
+                    yield self._fp8_case(2, dtype, (9, 2, 8, 200), (9, 4), design, data)
             for w in (1, 3, 4):
-                yield fp8_case(w, BF16, (5, 3, 12, 16), (5, 0, 3, 5)[:w], design)
-            yield fp8_case(2, BF16, (3, 1, 6, 2200), (3, 2), design)
-            yield fp8_case(2, FP16, (7, 3, 6, 384), (7, 0), design, "special")
-        yield fp8_case(2, BF16, (11, 3, 12, 256), (11, 3), GatherWords(row_bytes=4096, num_warps=2))
+                yield self._fp8_case(w, BF16, (5, 3, 12, 16), (5, 0, 3, 5)[:w], design)
+            yield self._fp8_case(2, BF16, (3, 1, 6, 2200), (3, 2), design)
+            yield self._fp8_case(2, FP16, (7, 3, 6, 384), (7, 0), design, "special")
+        yield self._fp8_case(2, BF16, (11, 3, 12, 256), (11, 3), GatherWords(row_bytes=4096, num_warps=2))
         for w, row_bytes in ((1, 1024), (2, 256), (2, 4096), (3, 512), (4, 1024)):
             design = GatherWords(row_bytes=row_bytes, num_warps=max(1, row_bytes // 512), rounds=True)
-            yield fp8_case(w, BF16, (11, 3, 12, 256), (11, 0, 5, 1)[:w], design)
-        yield fp8_case(2, FP32, (9, 2, 8, 128), (9, 4), "lamport", "subnormal")
+            yield self._fp8_case(w, BF16, (11, 3, 12, 256), (11, 0, 5, 1)[:w], design)
+        yield self._fp8_case(2, FP32, (9, 2, 8, 128), (9, 4), "lamport", "subnormal")
         pieces = DispatchPieces(pieces=(1, 2, 1), chunk=4, block=128, num_warps=2)
         for design in (PushRows(chunk=4, block=128, num_warps=4), pieces):
-            yield fp8_case(2, BF16, (30, 2, 12, 300), (30, 7), design)
+            yield self._fp8_case(2, BF16, (30, 2, 12, 300), (30, 7), design)
         for w, tokens in ((2, (33, 16)), (3, (0, 33, 1)), (4, (32, 8, 0, 33))):
-            yield fp8_case(w, BF16, (33, 2, 12, 200), tokens, "pipelined")
+            yield self._fp8_case(w, BF16, (33, 2, 12, 200), tokens, "pipelined")
+
+    def _fp8_case(
+        self, w: int, dtype: torch.dtype, sizes: tuple, tokens: tuple[int, ...], design: Any, data: str = "random"
+    ) -> Case:
+        return replace(self.case(w, dtype, *sizes, design=design, tokens=tokens, fp8=True), data=data)
 
     def large_cases(self) -> Iterator[Case]:
         for w in (2, 4):
             for T, H in ((128, 7168), (1000, 2048)):
                 for design in ("push", "pipelined", "lamport"):
-                    fields = (("tokens", (T, T - 1, 0, T)[:w]),)
-                    for more in ((), (("fp8", True),)):
-                        yield Case(
-                            op=self.name,
-                            world_size=w,
-                            dtype=BF16,
-                            sizes=(T, 8, 64, H),
-                            design=design,
-                            fields=(*fields, *more),
-                        )
+                    for more in ({}, {"fp8": True}):
+                        tokens = (T, T - 1, 0, T)[:w]
+                        yield self.case(w, BF16, T, 8, 64, H, design=design, tokens=tokens, **more)
 
 
 MOE_DISPATCH = MoeDispatch()

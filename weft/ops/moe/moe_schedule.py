@@ -6,6 +6,7 @@ ids alone. The last one to end knows all counts, and writes the table of tiles.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -266,10 +267,7 @@ class MoeSchedule(MoeOp):
         return 4 * int(shape.tokens * shape.k + shape.pairs)
 
     def cases(self) -> Iterator[Case]:
-        def case(*sizes: int, design: Any = AUTO, **fields: Any) -> Case:
-            named = tuple(fields.items())
-            return Case(op=self.name, world_size=1, dtype=torch.int32, sizes=sizes, design=design, fields=named)
-
+        case = functools.partial(self.case, 1, torch.int32)
         for sizes in ((1, 8, 128), (5, 4, 60), (33, 2, 8), (130, 1, 4), (7, 16, 16), (300, 3, 12)):
             yield case(*sizes)
             yield case(*sizes, block=16, start=sizes[0] // 2, local=(sizes[2] // 2, sizes[2] // 4), tickets=True)
@@ -281,7 +279,7 @@ class MoeSchedule(MoeOp):
 
     def large_cases(self) -> Iterator[Case]:
         for sizes in ((4096, 8, 128), (8192, 8, 256), (10000, 2, 8), (300, 8, 128)):
-            yield Case(op=self.name, world_size=1, dtype=torch.int32, sizes=sizes, fields=(("start", sizes[0] // 2),))
+            yield self.case(1, torch.int32, *sizes, start=sizes[0] // 2)
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -190,9 +191,7 @@ class MoeSum(MoeOp):
         return int(rows) + shape.tokens * shape.k * (4 + dtype.itemsize)
 
     def cases(self) -> Iterator[Case]:
-        def case(dtype: torch.dtype, *sizes: int, **fields: Any) -> Case:
-            return Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=tuple(fields.items()))
-
+        case = functools.partial(self.case, 1)
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1, 8, 128, 1), (5, 2, 8, 1030), (3, 16, 16, 64)):
                 yield case(dtype, *sizes)
@@ -205,7 +204,7 @@ class MoeSum(MoeOp):
 
     def large_cases(self) -> Iterator[Case]:
         for sizes in ((128, 8, 128, 2048), (4096, 8, 128, 2048)):
-            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("local", (64, 64)),))
+            yield self.case(1, BF16, *sizes, local=(64, 64))
 
     def forward(
         self,

@@ -180,26 +180,27 @@ class OverlappedOp(MoeOp):
 
     # --- cases -------------------------------------------------------------------------------------------------------
 
-    def case(
-        self, w: int, dtype: torch.dtype, T: int, k: int, E: int, hidden: int, features: int, design: Any, **fields: Any
+    def case_with(
+        self, w: int, dtype: torch.dtype, sizes: tuple[int, ...], design: Any, tokens: tuple[int, ...], **fields: Any
     ) -> Case:
-        sizes = (T, k, E, *self.gemm_sizes(hidden, features))
-        return Case(op=self.name, world_size=w, dtype=dtype, sizes=sizes, design=design, fields=tuple(fields.items()))
+        """A case of sizes max_tokens, k, experts, hidden, features."""
+        T, k, E, *of_gemm = sizes
+        return self.case(w, dtype, T, k, E, *self.gemm_sizes(*of_gemm), design=design, tokens=tokens, **fields)
 
     def cases(self) -> Iterator[Case]:
-        case, overlapped = self.case, self.overlapped
-        yield case(1, BF16, 5, 2, 4, 24, 16, AUTO, tokens=(5,))
+        overlapped = self.overlapped
+        yield self.case_with(1, BF16, (5, 2, 4, 24, 16), AUTO, (5,))
         for w in (2, 3, 4, 8):
             tokens = (3, 0, 2, 1, 3, 3, 0, 2)[:w]
-            yield case(w, BF16, 3, 2, 24 if w == 3 else 8, 24, 16, overlapped, tokens=tokens)
+            yield self.case_with(w, BF16, (3, 2, 24 if w == 3 else 8, 24, 16), overlapped, tokens)
         for w in (2, 3):
-            yield case(w, BF16, 6, 2, 4, 24, 16, overlapped, tokens=(2, 6, 0)[:w], layout="slices")
+            yield self.case_with(w, BF16, (6, 2, 4, 24, 16), overlapped, (2, 6, 0)[:w], layout="slices")
         for dtype in (FP16, FP32):
-            yield case(2, dtype, 5, 2, 4, 24, 16, overlapped, tokens=(3, 5))
-        yield case(2, BF16, 7, 2, 6, 24, 16, "sequential", tokens=(7, 4))
-        yield case(2, BF16, 6, 2, 4, 24, 16, "sequential", tokens=(0, 6), layout="slices")
-        yield case(2, BF16, 3, 1, 4, 24, 16, overlapped, tokens=(0, 0))
-        yield case(2, BF16, 5, 2, 4, 24, 16, overlapped, tokens=(5, 5), skew="some")
+            yield self.case_with(2, dtype, (5, 2, 4, 24, 16), overlapped, (3, 5))
+        yield self.case_with(2, BF16, (7, 2, 6, 24, 16), "sequential", (7, 4))
+        yield self.case_with(2, BF16, (6, 2, 4, 24, 16), "sequential", (0, 6), layout="slices")
+        yield self.case_with(2, BF16, (3, 1, 4, 24, 16), overlapped, (0, 0))
+        yield self.case_with(2, BF16, (5, 2, 4, 24, 16), overlapped, (5, 5), skew="some")
         small = GroupedTiles(block_n=32, block_k=32, columns=32, per_sm=2, num_warps=4, num_stages=2)
         yield from self.cases_of_tiles(small)
 
@@ -213,7 +214,7 @@ class OverlappedOp(MoeOp):
                 for design in self.algorithms[1:]:
                     for layout in ("whole", "slices"):
                         tokens = (T, T - 1, 0, T)[:w]
-                        yield self.case(w, BF16, T, 8, 64, 2048, 768, design, tokens=tokens, layout=layout)
+                        yield self.case_with(w, BF16, (T, 8, 64, 2048, 768), design, tokens, layout=layout)
 
 
 # Most tiles that a program orders: 8 a thread of 4 warps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -399,9 +400,7 @@ class Route(MoeOp):
         return shape.tokens * (shape.experts * dtype.itemsize + shape.k * (4 + dtype.itemsize))
 
     def cases(self) -> Iterator[Case]:
-        def case(dtype: torch.dtype, *sizes: int, **fields: Any) -> Case:
-            return Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=tuple(fields.items()))
-
+        case = functools.partial(self.case, 1)
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1, 128, 8), (5, 60, 4), (33, 8, 2), (3, 1, 1), (2, 256, 8), (4, 16, 16)):
                 yield case(dtype, *sizes)
@@ -418,7 +417,7 @@ class Route(MoeOp):
     def large_cases(self) -> Iterator[Case]:
         for T in (1, 128, 4096):
             for E, k in ((128, 8), (256, 8), (8, 2)):
-                yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(T, E, k))
+                yield self.case(1, BF16, T, E, k)
 
     def forward(
         self, logits: torch.Tensor, bias: torch.Tensor | None, gating: Gating

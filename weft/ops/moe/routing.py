@@ -17,6 +17,7 @@ import torch
 from weft.arguments import check_int
 from weft.ops.case import Case, Draw
 from weft.ops.op import Op
+from weft.plan.planned import AUTO
 from weft.runtime.virtual_rank import settle
 
 
@@ -350,6 +351,11 @@ class MoeOp(Op):
         given = {"held": whole.held, **({"skew": SKEWS[whole.skew]} if whole.skew else {}), **fields}
         sizes = self.case_sizes(whole)
         return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, fields=tuple(given.items()))
+
+    def case(self, world_size: int, dtype: torch.dtype, *sizes: int, design: Any = AUTO, **fields: Any) -> Case:
+        """A case of these sizes; fields: its further arguments."""
+        given = tuple(fields.items())
+        return Case(op=self.name, world_size=world_size, dtype=dtype, sizes=sizes, design=design, fields=given)
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         """``Case.sizes`` of a shape."""

@@ -74,7 +74,7 @@ class Accuracy:
 
     terms       terms of each sum, in fp32
     partials    partial sums that are rounded to the dtype before they are added up
-    levels      times that a summand is rounded so, one behind the other, if there are partials
+    levels      times that a summand is rounded so, one after another, if there are partials
     exact       bits arrive as they were sent; no arithmetic
     replicated  all ranks get the same bits
     by_row      rows are sums of different lengths: each is judged by its own RMS, not by that of the whole result
@@ -121,9 +121,9 @@ def error_bound(
 ) -> torch.Tensor:
     """Largest error of each element of a result in ``dtype``, by ``tolerance``.
 
-    expected  the reference, in fp32 or wider; where it is NaN the bound is NaN, and its RMS is that of the others
+    expected  the reference, in fp32 or wider; where it is NaN the bound is NaN, and its RMS is that of the other elements
     by_row    the RMS is that of the element's row, not of the whole
-    roundings  to ``dtype``, one behind the other, the result's included; ``tolerance`` allows two
+    roundings  to ``dtype``, one after another, the result's included; ``tolerance`` allows two
     levels     of roundings of partial sums, as of ``Accuracy``
     """
     squares = expected.square()

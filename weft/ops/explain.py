@@ -46,7 +46,7 @@ class Explanation:
 
     @property
     def plan(self) -> Any:
-        """The design, a dataclass with its own fields."""
+        """The design, a dataclass."""
         return self.planned.design
 
     @property

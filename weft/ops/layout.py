@@ -48,7 +48,7 @@ class Layout:
         return torch.library.infer_schema(prototype, mutates_args=tuple(mutates))
 
     def given(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Arguments of ``forward`` from those of the torch op, of which torch omits trailing defaults."""
+        """Arguments of ``forward`` from the torch op's, of which torch omits trailing defaults."""
         whole = (*values, *self._all_defaults[len(values) :])
         return _taken(self._kinds, iter(whole)) if self._has_records else whole
 
@@ -58,7 +58,7 @@ class Layout:
 
 
 def flat(arguments: Iterable[Any]) -> list[Any]:
-    """Arguments of the torch op from those of ``forward``."""
+    """Arguments of the torch op from ``forward``'s."""
     values: list[Any] = []
     for one in arguments:
         if isinstance(one, tuple):
@@ -75,7 +75,7 @@ def _kind(hint: Any) -> Kind | None:
 def _parameters(name: str, hint: Any, default: Any, defaults: bool) -> Iterator[inspect.Parameter]:
     """Parameters of the torch op in place of one.
 
-    defaults  those of a record's fields are defaults of the torch op too
+    defaults  True: the defaults of a record's fields are defaults of the torch op too
     """
     if not hasattr(hint, "_fields"):
         yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint, default=default)

@@ -106,9 +106,9 @@ class Op:
 
     def choose(self, call: Any, machine: Machine) -> Planned:
         """``plan`` without memoisation: from the row of the table if one decides, else by the rule."""
-        found = self.tuned(call, machine)
-        if found is not None and call.design in (AUTO, found.name):
-            return found
+        tuned = self.tuned(call, machine)
+        if tuned is not None and call.design in (AUTO, tuned.name):
+            return tuned
         name, reason = self.rule(call, machine)
         if call.design not in (AUTO, name):
             name, reason = call.design, f"asked for design={call.design!r}"
@@ -141,10 +141,10 @@ class Op:
 
     def tuned(self, call: Any, machine: Machine) -> Planned | None:
         """Plan of the row that decides ``call``, or None."""
-        found = self.found(call, machine)
-        if found is None:
+        best = self.found(call, machine)
+        if best is None:
             return None
-        return Planned(found.row.design, self.from_row(found.row, call, machine), found.reason, found.row)
+        return Planned(best.row.design, self.from_row(best.row, call, machine), best.reason, best.row)
 
     def from_row(self, row: table.Row, call: Any, machine: Machine) -> Any:
         """Design of ``row``, with its fields. ValueError if the design's fields have changed since."""

@@ -35,9 +35,9 @@ class AttentionOp(Op):
         return self.name, (call.pairs, call.tokens, call.head_dim), 1
 
     def tuned(self, call: Any, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
+        planned = super().tuned(call, machine)
         # The steps of a row for smaller heads need not fit into shared memory.
-        return found if found is None or found.row.shape[2] == call.head_dim else None
+        return planned if planned is None or planned.row.shape[2] == call.head_dim else None
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         pairs, tokens, head_dim = shape

@@ -68,8 +68,8 @@ def draw_cache(
 
 def tokens_of(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Tensor:
     """The first ``count`` tokens [count, heads, D] of a sequence, in fp64."""
-    mine = pages[: cdiv(count, cache.shape[2])].long()
-    return cache[mine].transpose(1, 2).flatten(0, 1)[:count].double()
+    used = pages[: cdiv(count, cache.shape[2])].long()
+    return cache[used].transpose(1, 2).flatten(0, 1)[:count].double()
 
 
 def tokens_of_ranks(caches: Sequence[torch.Tensor], pages: Sequence[torch.Tensor], count: int) -> torch.Tensor:
@@ -80,8 +80,8 @@ def tokens_of_ranks(caches: Sequence[torch.Tensor], pages: Sequence[torch.Tensor
     world_size, (_, heads, size, D) = len(caches), caches[0].shape
     whole = caches[0].new_empty((cdiv(count, size), size, heads, D))
     for rank, (cache, table) in enumerate(zip(caches, pages, strict=True)):
-        mine = whole[rank::world_size]
-        mine.copy_(cache[table[: len(mine)].long()].transpose(1, 2))
+        shard = whole[rank::world_size]
+        shard.copy_(cache[table[: len(shard)].long()].transpose(1, 2))
     return whole.flatten(0, 1)[:count].double()
 
 
@@ -106,8 +106,8 @@ def attended_by_head(
         for head in range(0, heads if length > 0 else 0, step):
             caches = ([cache[:, head : head + step] for cache in of_ranks] for of_ranks in (keys, values))
             k, v = (tokens_of_ranks(cache, tables, length) for cache in caches)
-            mine = slice(head * group, (head + step) * group)
-            out[b : b + 1, mine] = attended(q[b : b + 1, mine], k, v, length - 1, window)
+            some = slice(head * group, (head + step) * group)
+            out[b : b + 1, some] = attended(q[b : b + 1, some], k, v, length - 1, window)
     return out
 
 
@@ -122,7 +122,7 @@ def attended(
     last = before + torch.arange(q.shape[0], device=q.device)[:, None]
     at = torch.arange(keys.shape[0], device=q.device)
     seen = at <= last if window is None else (at <= last) & (at > last - window)
-    used = seen.any(0)[:, None, None]  # the others may be NaN
+    used = seen.any(0)[:, None, None]  # rows that nothing reads may be NaN
     k, v = (torch.where(used, x.double(), 0.0).transpose(0, 1) for x in (keys, values))
     rows = q.double().unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, D]
     scores = (rows.flatten(1, 2) @ k.transpose(1, 2)).view(*rows.shape[:3], len(at)) / q.shape[2] ** 0.5
@@ -169,12 +169,12 @@ class Projection(NamedTuple):
         q_weight: torch.Tensor,
         k_weight: torch.Tensor,
         angles: torch.Tensor,
-        *others: torch.Tensor,
+        *more: torch.Tensor,
     ) -> Projection:
         """The projection of what ``draw_projection`` drew."""
-        given = qkv if case.field("squares") is None else DeferredNorm(qkv, others[0], EPS)
+        given = qkv if case.field("squares") is None else DeferredNorm(qkv, more[0], EPS)
         weights = (None, None) if case.field("norms") is False else (q_weight, k_weight)
-        return cls(case, given, (*weights, EPS), angles, others[-1] if case.field("bias") else None)
+        return cls(case, given, (*weights, EPS), angles, more[-1] if case.field("bias") else None)
 
     def heads(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(queries, keys, values) [T, heads, D] in fp64: normalised and rotated."""

@@ -1,6 +1,6 @@
 """decode_attention: qk_norm_rope and paged_attention in one kernel, for a decode step.
 
-The queries of a KV head are few, so each program normalises and rotates those that it attends for. The new key and value are
+The queries of a KV head are few, so each program normalises and rotates the ones that it attends for. The new key and value are
 computed, and written into the cache, by the program whose split-KV partial they belong to. So programs wait for each other only
 to join partials.
 """
@@ -71,7 +71,7 @@ def decode_attention_kernel(
 
     ``paged_attention_kernel``, where q and the last key and value of sequence b come from its new token, projected[b].
 
-    projected, QKV  ``Projected`` and its ``ProjectedSizes``; norms: ``HeadNorms``; the others as for ``paged_attention_kernel``
+    projected, QKV  ``Projected`` and its ``ProjectedSizes``; norms: ``HeadNorms``; the rest as for ``paged_attention_kernel``
     position        lengths[b] - 1: row of ``angles``, and the cell of the cache that the program of this token's partial writes
                     before it attends. lengths[b] = 0: nothing is written
     signals, waits  none: each cell is written and read by one program; partials as in ``paged_attention_kernel``
@@ -84,7 +84,7 @@ def decode_attention_kernel(
     table = sequences.pages + sequence.to(tl.int64) * max_pages
     first = split * TILE.block_n
     wl.follow_previous_kernel()
-    # All loads at once; pages behind the length are loaded and not used. With a window the length decides the first page.
+    # All loads at once; pages beyond the length are loaded and not used. With a window the length decides the first page.
     length = tl.load(sequences.lengths + sequence)
     begin = first_block(tl.minimum(length, max_pages * PAGE), TILE)
     first += begin
@@ -163,7 +163,7 @@ def decode_attention(
 
     Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings. D and S are powers of two from 16 to 256.
     No two sequences of a call share the page of their new tokens. Results are the same bits from run to run. The host reads no
-    lengths or pages: those out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
+    lengths or pages: values out of range are not refused. No backward. ValueError for shapes, dtypes, devices that do not fit.
     """
     op = "decode_attention"
     norms, cache = HeadNorms(q_weight, k_weight, eps), PagedCache(keys, values, k_scale, v_scale)
@@ -238,8 +238,8 @@ class DecodeAttention(DecodingOp):
             if length > 0:
                 page, offset = pages[b, (length - 1) // S].long(), (length - 1) % S
                 keys[page, :, offset], values[page, :, offset] = k[b], v[b]
-                mine = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
-                out[b] = cases.attended(q[b : b + 1], *mine, length - 1, case.field("window"))[0]
+                held = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
+                out[b] = cases.attended(q[b : b + 1], *held, length - 1, case.field("window"))[0]
         return out, keys, values
 
     def call(

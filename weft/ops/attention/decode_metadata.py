@@ -2,7 +2,7 @@
 
 at = max(position, 0);  slot = page * S + at % S, page = pages[b, at // S];  length = position + 1        position -1: slot -1
 
-Of a cache spread over W ranks (weft.kernels.block_cyclic) page = pages[b, at // S // W] at rank at // S % W; slot -1 at others.
+Of a cache spread over W ranks (weft.kernels.block_cyclic) page = pages[b, at // S // W] at rank at // S % W; slot -1 elsewhere.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def decode_metadata_kernel(
     wl.follow_previous_kernel()
     position = tl.load(positions + row, mask=exists, other=-1)
     here = tl.maximum(position, 0)
-    mine, index = exists, here // PAGE
+    held, index = exists, here // PAGE
     if RANKS > 1:
-        mine, index = exists & (index % RANKS == rank), index // RANKS
-    page = tl.load(pages + row.to(tl.int64) * width + index, mask=mine, other=0).to(tl.int64)
-    slot = tl.where((position >= 0) & mine, page * PAGE + here % PAGE, -1)
+        held, index = exists & (index % RANKS == rank), index // RANKS
+    page = tl.load(pages + row.to(tl.int64) * width + index, mask=held, other=0).to(tl.int64)
+    slot = tl.where((position >= 0) & held, page * PAGE + here % PAGE, -1)
     tl.store(at + row, here, mask=exists)
     tl.store(slots + row, slot, mask=exists)
     tl.store(lengths + row, (position + 1).to(tl.int32), mask=exists)
@@ -72,7 +72,7 @@ def decode_metadata(
     pages      [B, max_pages] int32, contiguous
     tickets    number of arrival counters that decode_attention needs: B * kv_heads int32 zeros
     rank       of ``ranks`` that a cache is spread over, block-cyclic: ``pages`` has this rank's pages, tokens at
-               others get slot -1, and lengths are those of the whole sequences
+               other ranks get slot -1, and lengths are those of the whole sequences
 
     lengths [B] int32 are for decode_attention; at and slots [B] int64 for qk_norm_rope before paged_attention. Padding has
     at 0, slot -1 and length 0.

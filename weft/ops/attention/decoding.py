@@ -61,7 +61,7 @@ class DecodingCall(NamedTuple):
     """Sizes that the plan of a decoding attention depends on.
 
     pairs   of a sequence and a KV head
-    tokens  that a sequence attends to at most: those that a row of the page table has room for, or the window
+    tokens  that a sequence attends to at most: what a row of the page table has room for, or the window
     """
 
     pairs: int

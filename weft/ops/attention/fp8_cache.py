@@ -38,14 +38,14 @@ def to_bytes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).clamp(-LARGEST.value, LARGEST.value).to(E4M3)
 
 
-def quantized_cache(keys: torch.Tensor, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(keys and values in e4m3, ``others``, k_scale, v_scale), for cases."""
+def quantized_cache(keys: torch.Tensor, values: torch.Tensor, *more: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(keys and values in e4m3, ``more``, k_scale, v_scale), for cases."""
     k_scale, v_scale = (torch.tensor([scale], device=keys.device) for scale in (0.037, 0.021))
-    return to_bytes(keys, k_scale), to_bytes(values, v_scale), *others, k_scale, v_scale
+    return to_bytes(keys, k_scale), to_bytes(values, v_scale), *more, k_scale, v_scale
 
 
 def read_back(keys: torch.Tensor, values: torch.Tensor, *scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a cache; those of an fp8 cache in fp64."""
+    """Keys and values of a cache, in fp64 if it is in fp8."""
     if not scales:
         return keys, values
     k_scale, v_scale = scales

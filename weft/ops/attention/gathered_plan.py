@@ -1,4 +1,4 @@
-"""Plan of gathered_prefill_attention: its designs, and which of them a call gets."""
+"""Plan of gathered_prefill_attention: its designs, and the choice among them."""
 
 from __future__ import annotations
 
@@ -171,9 +171,9 @@ class GatheredPlan(Op):
         return self.name, (call.tokens, call.q_heads, call.kv_heads, call.head_dim), machine.world_size
 
     def tuned(self, call: GatheredCall, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
+        planned = super().tuned(call, machine)
         # The heads decide which designs there are, their size how many fit into shared memory.
-        return found if found is None or found.row.shape[1:] == call[1:4] else None
+        return planned if planned is None or planned.row.shape[1:] == call[1:4] else None
 
     def space(
         self, call: GatheredCall, machine: Machine, quick: bool = False

@@ -1,11 +1,11 @@
 """gathered_prefill_attention: causal attention of prompts whose tokens are sharded over ranks zig-zag.
 
 Three designs. "gathered": copy engines bring the other ranks' keys and values while attention, of this rank's queries with all
-heads, begins with its own and waits for each chunk. "pipelined": the same with cuDNN's attention, a call for each rank's keys
-(``pipelined_prefill``). "ulysses": every rank computes its own heads of all tokens, between a sequence_to_heads and a
+heads, begins with local keys and awaits each chunk. "pipelined": the same with cuDNN's attention, a call for each rank's keys
+(``pipelined_prefill``). "ulysses": every rank computes its share of the heads of all tokens, between a sequence_to_heads and a
 heads_to_sequence, which nothing hides.
 
-Causal attention needs no key behind the query: the second stripe of rank s never goes to ranks above s, which saves a quarter
+Causal attention needs no key after the query: the second stripe of rank s never goes to ranks above s, which saves a quarter
 of the traffic.
 """
 
@@ -62,7 +62,7 @@ def gathered_prefill_attention(
 
     q           [T, Hq, D], fp16, bf16 or fp32: this rank's tokens, as ``ZigzagShards.take`` gives them; T may be 0
     k, v        [T, Hkv, D] of q's dtype, of the same tokens; query head h attends to KV head h * Hkv // Hq
-    shards      tokens of each sequence, equal on all ranks; or ZigzagRanges of them, which many calls share
+    shards      tokens of each sequence, equal on all ranks; or their ZigzagRanges, which many calls share
     scale       positive; D ** -0.5 where None
     return_lse  return (out, lse): lse fp32 [T, Hq], the log of the sum of exp(score * scale) of each row
     algorithm   "auto", "gathered", "ulysses", which needs W to divide Hkv, or "pipelined", which is cuDNN's attention of one
@@ -125,7 +125,7 @@ class GatheredPrefillAttention(GatheredPlan):
     sampled  field of a case for benchmarks: a few rows are checked, since the reference computes all scores of a row
     """
 
-    # Tokens of the rank, and the tables and blocks of its own queries.
+    # Tokens of the rank, and the tables and blocks of its queries.
     differs = {"q": (0,), "k": (0,), "v": (0,), "tables": (), "block_m": ()}
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ class GatheredPrefillAttention(GatheredPlan):
         chunk = cdiv(max(1, *tokens), design.chunks if isinstance(design, Gathered) else 1)
         channel, received = self._gather(chunk, team, k, v, tokens, rows)
         if isinstance(design, Gathered):
-            others, stripes = PagedCache(received[0], received[1]), given.tables[4]
-            keys = Stripes(PagedCache(k, v), others, stripes, stripes.shape[1], max(1, *tokens), chunk)
+            peers, stripes = PagedCache(received[0], received[1]), given.tables[4]
+            keys = Stripes(PagedCache(k, v), peers, stripes, stripes.shape[1], max(1, *tokens), chunk)
             out, lse = attend(design.blocks, team, given, keys, given.tables[:2], channel)
         else:
             out, lse = attend_between_copies(team, given, received, channel)
@@ -195,7 +195,9 @@ class GatheredPrefillAttention(GatheredPlan):
         team.copy_engine.fork()
         for step in range(1, W):
             peer = (me - step) % W
-            sent = tokens[me] if peer < me else rows[me]  # not the second stripe, which lies behind all of theirs
+            sent = (
+                tokens[me] if peer < me else rows[me]
+            )  # not the second stripe, which all of the peer's queries precede
             panels = received[:, buffer_of.fn(me, peer, W)]
             for number, first in enumerate(range(0, sent, chunk)):
                 piece = slice(first, min(first + chunk, sent))
@@ -221,7 +223,7 @@ class GatheredPrefillAttention(GatheredPlan):
         q_heads, kv_heads, D = case.sizes
         T = _shards_of(case).tokens[rank]
         q, k, v = (draw.own(name, (T, heads, D)) for name, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads)))
-        if case.field("huge") == rank and T > 0:  # one score above all others
+        if case.field("huge") == rank and T > 0:  # one score above the rest
             k[0] *= 100
         return q, k, v
 
@@ -250,8 +252,8 @@ class GatheredPrefillAttention(GatheredPlan):
         shards = _shards_of(case)
         q, k, v = (shards.join(torch.cat(parts)) for parts in zip(*by_rank, strict=True))
         if case.field("sampled"):
-            mine = shards.indices(rank)
-            places = mine[sample_of(len(mine))].tolist()
+            tokens = shards.indices(rank)
+            places = tokens[sample_of(len(tokens))].tolist()
             rows = [cases.attended(q[at : at + 1], k[: at + 1], v[: at + 1], at) for at in places]
             return torch.cat(rows) if rows else q[:0].double()
         out, first = torch.zeros(q.shape, dtype=torch.float64, device=q.device), 0

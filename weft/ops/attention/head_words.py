@@ -34,7 +34,7 @@ class HeadWords(NamedTuple):
     Place b * held + j: head j of sequence b that comes here.
 
     means     fp32 [2, W, places, D], symmetric: [half, s] written by rank s; unwritten at first
-    log_sums  fp32 [2, W, places], symmetric: likewise
+    log_sums  fp32 [2, W, places], symmetric, in the same places
     halves    int32 [pairs], this rank's: half of the next call, for each sequence and KV head
     """
 
@@ -61,7 +61,7 @@ class HeadSizes(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Heads that come to a rank: its own, and those of equal local rank in the other nodes."""
+        """Heads that come to a rank: the ones it owns, and the ones of equal local rank in other nodes."""
         return self.nodes * self.own
 
     @classmethod
@@ -82,7 +82,7 @@ def places_of_words(half, words, team, ROWS: tl.constexpr, D: tl.constexpr, HEAD
     """Places of the words of pair program_id(0) at its heads' owners.
 
     Returns (pointers to the means [ROWS], pointers to the log sums [ROWS], mask [ROWS]). The first HEADS.group rows exist.
-    TO_SELF: also those that this rank owns
+    TO_SELF: also the heads that this rank owns
     """
     world: tl.constexpr = wl.num_ranks(team)
     row = tl.arange(0, ROWS)
@@ -129,7 +129,7 @@ def owner_of(row, world, HEADS: tl.constexpr):
     """(owner, place at the owner) of the query heads ``row`` of pair program_id(0)."""
     pair = tl.program_id(0)
     head = pair % HEADS.kv_heads * HEADS.group + row
-    # Rows that fill up a tile may lie behind the last head.
+    # Rows that fill up a tile may lie beyond the last head.
     if HEADS.nodes > 1:
         owner, sequence = tl.minimum(head // HEADS.own, HEADS.nodes * world - 1), pair // HEADS.kv_heads
         return owner % world, (sequence * HEADS.nodes + owner // world) * HEADS.own + head % HEADS.own
@@ -139,13 +139,13 @@ def owner_of(row, world, HEADS: tl.constexpr):
 
 @triton.jit
 def receive_heads(
-    mean, log_sum, place, mine, half, pair, words, team, HEADS: tl.constexpr, LOCAL: tl.constexpr, WARPS: tl.constexpr
+    mean, log_sum, place, wanted, half, pair, words, team, HEADS: tl.constexpr, LOCAL: tl.constexpr, WARPS: tl.constexpr
 ):
-    """State (``merged_parts.fold``) of the parts of all ranks, in rank order, of the rows ``mine``.
+    """State (``merged_parts.fold``) of the parts of all ranks, in rank order, of the rows ``wanted``.
 
-    Words are cleared behind the read.
+    Words are cleared after the read.
 
-    place      [ROWS], of the rows; mine: mask [ROWS]; pair: that of the first row
+    place      [ROWS], of the rows; wanted: mask [ROWS]; pair: that of the first row
     LOCAL      this rank's part is (mean, log_sum), and no words; else all parts are words, and these two are not used
     """
     ROWS: tl.constexpr = mean.shape[0]
@@ -159,7 +159,7 @@ def receive_heads(
         sent = source < world
         if LOCAL:
             sent &= source != me
-        there = sent[:, None] & mine[None, :]
+        there = sent[:, None] & wanted[None, :]
         at = ((half * world + source)[:, None] * HEADS.places + place[None, :]).to(tl.int64)
         columns = tl.arange(0, D)[None, None, :]
         cells, of_cells = words.means + (at * D)[:, :, None] + columns, there[:, :, None] & (columns >= 0)
@@ -171,7 +171,7 @@ def receive_heads(
         wl.lamport_clear(sums, there)
         for i in tl.static_range(HELD_RANKS):
             if first + i < world:
-                # Each rank's part alone: a sum over all of them would have an order of the compiler's choice.
+                # Each rank's part alone: a sum over all parts would have an order of the compiler's choice.
                 part = tl.sum(tl.where((index == i)[:, None, None], means, 0.0), axis=0)
                 of_part = tl.sum(tl.where((index == i)[:, None], log_sums, 0.0), axis=0)
                 if LOCAL:
@@ -199,20 +199,20 @@ def merge_heads_kernel(out, lse, words, team, HEADS: tl.constexpr, ROWS: tl.cons
     # The attention kernel before this one has moved on to the next call's half.
     half = 1 - tl.load(words.halves + sequence * HEADS.kv_heads)
     held = HEADS.nodes * HEADS.own
-    place, mine = sequence * held + head, head < held
+    place, wanted = sequence * held + head, head < held
     none, nothing = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
     if HEADS.nodes > 1:
         of_all = (first // HEADS.own * wl.num_ranks(team) + wl.rank(team)) * HEADS.own + first % HEADS.own
     else:
         of_all = wl.rank(team) * HEADS.own + first
     pair = sequence * HEADS.kv_heads + of_all // HEADS.group
-    state = receive_heads(none, nothing, place, mine, half, pair, words, team, HEADS, False, MERGE_WARPS)
+    state = receive_heads(none, nothing, place, wanted, half, pair, words, team, HEADS, False, MERGE_WARPS)
     target = out + (place.to(tl.int64) * D)[:, None] + columns
-    tl.store(target, merged(state).to(out.dtype.element_ty), mask=mine[:, None])
+    tl.store(target, merged(state).to(out.dtype.element_ty), mask=wanted[:, None])
     if lse is not None:
         largest, total, _ = state
         log_sum = tl.where(total == 0, float("-inf"), largest + tl.log2(total))
-        tl.store(lse + place.to(tl.int64), log_sum * LN_2, mask=mine)
+        tl.store(lse + place.to(tl.int64), log_sum * LN_2, mask=wanted)
 
 
 def words_of(team: Team, sizes: HeadSizes, D: int, *, fused: bool) -> tuple[HeadWords, torch.Tensor]:

@@ -1,7 +1,7 @@
 """paged_attention: attention of one new token of each sequence to all of its tokens in a paged cache.
 
 Split-KV decoding in one kernel. A program computes the query heads of one KV head (rows of one tile, so that each key is loaded
-once for all of them) over one split-KV partial of one sequence. The last program of a sequence and KV head joins its partials.
+once for all heads) over one split-KV partial of one sequence. The last program of a sequence and KV head joins its partials.
 The largest number of partials follows from shapes alone, so that a CUDA graph holds any lengths; the programs derive the number
 of a sequence's partials from its length.
 
@@ -56,7 +56,7 @@ def paged_attention_kernel(
     table = sequences.pages + sequence.to(tl.int64) * max_pages
     first = split * TILE.block_n
     wl.follow_previous_kernel()
-    # All three loads at once; pages behind the length are loaded and not used. With a window the length decides the first page.
+    # All three loads at once; pages beyond the length are loaded and not used. With a window the length decides the first page.
     length = tl.load(sequences.lengths + sequence)
     first += first_block(tl.minimum(length, max_pages * SIZES.page), TILE)
     page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
@@ -89,16 +89,16 @@ def paged_attention(
     lengths       [B] int32: tokens to attend to, the new one included, max_pages * S at most. 0, a padding row: zeros
     scale         D ** -0.5 where None
     tickets       arrival counters: int32 zeros, B * Hkv or more, left as zeros, so calls of one stream may share them. None:
-                  each call makes its own, which takes one more small kernel
+                  each call makes new ones, which takes one more small kernel
     window        a token attends to this many tokens, itself the last of them, 1 or more; None: to all. Blocks of keys before
                   the window are not loaded
     k_scale, v_scale  of a cache in e4m3, for q in 16 bits: fp32, 1 element each, on the device, positive; a key is its byte
                   times k_scale, a value its byte times v_scale
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
-    run; B, max_pages, the window and the lengths decide how sums are split. ``pages`` and the cache behind a length, and the
+    run; B, max_pages, the window and the lengths decide how sums are split. ``pages`` and the cache beyond a length, and the
     cache before a window, do not change a result.
-    The host reads no lengths or pages: those out of range are not refused. No backward. ValueError for shapes, dtypes or
+    The host reads no lengths or pages: values out of range are not refused. No backward. ValueError for shapes, dtypes or
     devices that do not fit.
     """
     op = "paged_attention"
@@ -156,8 +156,8 @@ class PagedAttention(DecodingOp):
         out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
         for b, length in enumerate(case.field("lengths")):
             if length > 0:
-                mine = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
-                out[b] = cases.attended(q[b : b + 1], *mine, length - 1, case.field("window"))[0]
+                held = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
+                out[b] = cases.attended(q[b : b + 1], *held, length - 1, case.field("window"))[0]
         return out
 
     def call(self, case: Case, team: None, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@
 cached tokens. So one CUDA graph serves all prompts with the same number of tokens. Keys are read from the cache only.
 
 The method is FlashAttention's online softmax (Dao et al., 2022), on rows that are the query heads of one KV head of
-neighbouring tokens: each key is loaded once for all of them.
+neighbouring tokens: each key is loaded once for all rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weft.runtime.launching import launch_on
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
-# A program of at most this many steps masks all of them: all their loads are then in flight at once, in one loop.
+# A program of at most this many steps masks every step: all loads are then in flight at once, in one loop.
 SHORT = tl.constexpr(4)
 
 
@@ -94,7 +94,7 @@ def paged_prefill_attention_kernel(
     ranges  [B + 2, 3]: (first_token, length, before) of each sequence; the keys of one with before = -length are none, and its
             rows of out 0
     tiles   [N, 2]: (sequence, tile) of program i * heads + KV head
-    pages   [B, max_pages]: key i of sequence b lies in page pages[b, i // page]; keys behind before + length - 1 are not used
+    pages   [B, max_pages]: key i of sequence b lies in page pages[b, i // page]; keys beyond before + length - 1 are not used
     """
     D: tl.constexpr = SIZES.dim
     GROUP: tl.constexpr = TILE.group
@@ -123,7 +123,7 @@ def paged_prefill_attention_kernel(
     if TILE.window is None:
         whole = tl.where(end <= SHORT * BLOCK_N, 0, whole)
     position = before + token
-    # With a window not -inf: a row may see no key of the first step, and has a difference of two of them to take.
+    # With a window not -inf: a row may see no key of the first step, and takes a difference of two maxima.
     largest = tl.full((BLOCK_M,), float("-inf") if TILE.window is None else -1e30, tl.float32)
     state = largest, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, D), tl.float32)
     x = tl.load(q + at, mask=exists, other=0.0)
@@ -134,8 +134,8 @@ def paged_prefill_attention_kernel(
         # Keys from ``inner`` on lie in the window of the last row, and so of all rows up to themselves.
         inner = tl.cdiv(tl.maximum(end - TILE.window, 0), BLOCK_N) * BLOCK_N
         masked = (inner >= whole) | (end - first <= SHORT * BLOCK_N)
-        behind = tl.cdiv(tl.maximum(end, 0), BLOCK_N) * BLOCK_N
-        inner, whole = tl.where(masked, behind, inner), tl.where(masked, behind, whole)
+        past = tl.cdiv(tl.maximum(end, 0), BLOCK_N) * BLOCK_N
+        inner, whole = tl.where(masked, past, inner), tl.where(masked, past, whole)
         state = over_keys(
             x, position, cache, table, head, first, tl.minimum(inner, end), scale, state, True, SIZES, TILE
         )
@@ -162,7 +162,7 @@ def paged_prefill_attention(
     q             [T, Hq, D], fp16, bf16 or fp32: the new tokens of all sequences, whose keys and values are in the cache
     keys, values  [P, Hkv, S, D], contiguous, of q's dtype or e4m3; query head h attends to KV head h * Hkv // Hq
     pages         [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
-    spans         (before, length) of each sequence: it goes on by ``length`` tokens after ``before`` others; T tokens in all,
+    spans         (before, length) of each sequence: it goes on by ``length`` tokens after ``before``; T tokens in all,
                   one sequence after the other. Or the same as SequenceRanges on q's device, which many calls share
     scale         positive; D ** -0.5 where None
     window        a token attends to this many tokens, itself the last of them, 1 or more; None: to all up to itself. Blocks of
@@ -170,8 +170,8 @@ def paged_prefill_attention(
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
-    run; sizes decide how sums are split. ``pages`` and the cache behind a sequence, and the cache before the window of its
-    first new token, do not change a result. The host reads no pages: those out of range are not refused. No backward.
+    run; sizes decide how sums are split. ``pages`` and the cache beyond a sequence, and the cache before the window of its
+    first new token, do not change a result. The host reads no pages: values out of range are not refused. No backward.
     ValueError for shapes, dtypes, devices or spans that do not fit.
     """
     op = "paged_prefill_attention"
@@ -302,8 +302,8 @@ class PagedPrefillAttention(AttentionOp):
         keys, values = read_back(keys, values, *scales)
         out, first = torch.zeros(q.shape, dtype=torch.float64, device=q.device), 0
         for b, (before, length) in enumerate(_spans_of(case)):
-            mine = (cases.tokens_of(x, pages[b], before + length) for x in (keys, values))
-            out[first : first + length] = cases.attended(q[first : first + length], *mine, before, case.field("window"))
+            held = (cases.tokens_of(x, pages[b], before + length) for x in (keys, values))
+            out[first : first + length] = cases.attended(q[first : first + length], *held, before, case.field("window"))
             first += length
         return out
 

@@ -13,7 +13,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool) -> Part:
-    """Attention of q [T, Hq, D] to k and v [keys, Hkv, D]: to all of them, or row i to the first i + 1.
+    """Attention of q [T, Hq, D] to k and v [keys, Hkv, D]: to all keys, or row i to the first i + 1.
 
     cuDNN's on GPUs, torch's operations on virtual ranks.
     """
@@ -49,7 +49,7 @@ def attention_after(
     """[T, Hq, D]: attention of new tokens to all cached ones, then to the new ones up to themselves.
 
     new     keys and values of the new tokens, [T, Hkv, D]
-    cached  keys and values of those before, some at a time, [keys, Hkv, D]; each is read before the next one is made
+    cached  keys and values of earlier tokens, some at a time, [keys, Hkv, D]; each is read before the next one is made
     """
     parts = [attention(q, *some, scale, causal=False) for some in cached]
     return merged([*parts, attention(q, *new, scale, causal=True)])[0]

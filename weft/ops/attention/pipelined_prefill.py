@@ -3,7 +3,7 @@
     copy  | keys of r+1 | keys of r+2 | …
     attn  | own stripes | r+1 | r+2 | … | merge                                        rank r, source ranks modulo W
 
-signals  the copy engine of rank s: landed[s, 0] = the call, behind its keys and values
+signals  the copy engine of rank s: landed[s, 0] = the call, after its keys and values
 waits    one kernel of one program before the attention to rank s's keys, in the stream that computes
 reuse    a ``CopyChannel``: two halves, in turn
 

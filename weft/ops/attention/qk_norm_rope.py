@@ -64,7 +64,7 @@ def qk_norm_rope_kernel(
 
     projected  ``Projected``, and QKV its ``ProjectedSizes``; norms: ``HeadNorms``; cache, SIZES: ``PagedCache`` and its
                ``CacheSizes``
-    queries    q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or also the keys behind them, or
+    queries    q[t, h, :] = rotated(n) by positions[t], with q_weight. q has KEPT heads: these, or also the keys after them, or
                also the values
     keys       key_pages[page, h, offset, :] = rotated(n), with k_weight, where slots[t] = page * page_size + offset
     values     value_pages[page, h, offset, :] = x of the value, rounded. Of an fp8 cache both are ``as_bytes``
@@ -148,7 +148,7 @@ def qk_norm_rope(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalised and rotated queries [T, Hq, D]; new keys (likewise) and values go into the paged cache.
+    """Normalised and rotated queries [T, Hq, D]; new keys, normalised and rotated too, and values go into the paged cache.
 
     qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided.
                         Or fp32 [partials, T, (Hq + 2 Hkv) * D], contiguous: its split-K partials. Or a ``DeferredNorm``, whose
@@ -159,7 +159,7 @@ def qk_norm_rope(
     slots               [T] int64: page * S + offset in the page, no two alike; -1: not written, for padding, and for tokens of
                         a sharded cache that another rank holds
     keys, values        [P, Hkv, S, D], contiguous, of qkv's dtype, or for partials any of the three, or e4m3; written in place
-    with_keys           the result has the new keys behind the queries, [T, Hq + Hkv, D]. With a bias, where the new values are
+    with_keys           the result has the new keys after the queries, [T, Hq + Hkv, D]. With a bias, where the new values are
                         no columns of qkv, it has them too, last: [T, Hq + 2 Hkv, D]
     bias                [(Hq + 2 Hkv) * D], of the cache's dtype, added to qkv after the sum of partials and the RMS scale;
                         None: there is none
@@ -227,7 +227,7 @@ def check_projected(
     *,
     tokens: str,
 ) -> None:
-    """ValueError unless qkv [``tokens``, ...] or its partials fit the cache's heads, and the others too."""
+    """ValueError unless qkv [``tokens``, ...] or its partials fit the cache's heads, and the other tensors too."""
     (q_weight, k_weight, _), (keys, values, k_scale, v_scale) = norms, cache
     check_is_tensor(op, "qkv", qkv)
     in_partials = qkv.dim() == 3

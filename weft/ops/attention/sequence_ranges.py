@@ -13,7 +13,7 @@ from weft.runtime.copying import upload
 
 
 def default_block_m(dtype: torch.dtype) -> int:
-    """Rows of a tile, unless a caller asks for others."""
+    """Rows of a tile, unless a caller asks for another number."""
     return 16 if dtype == torch.float32 else 64
 
 
@@ -22,11 +22,11 @@ class SequenceRanges:
     """The ranges of T tokens that belong to each sequence, made once for a forward pass (``make``).
 
     spans     [B + 2, 3] int32: (first_token, length, before) of each sequence, of the padding, and of an empty sequence
-    tiles     [N, 2] int32: (sequence, tile of its rows) of each program of a KV head, those with most keys first
+    tiles     [N, 2] int32: (sequence, tile of its rows) of each program of a KV head, most keys first
     block_m   rows of a tile, each a query head of a token
     group     query heads of a KV head
     tokens    T, padding included
-    longest   tokens of the longest sequence, those before included: what its row of pages must hold
+    longest   tokens of the longest sequence, earlier ones included: what its row of pages must hold
     """
 
     spans: torch.Tensor
@@ -49,8 +49,8 @@ class SequenceRanges:
     ) -> SequenceRanges:
         """Ranges in host memory, for tokens that lie one sequence after the other.
 
-        sequences      (before, length) of each: it goes on by ``length`` tokens after ``before`` others
-        tokens, batch  capacities, on which alone the tensors' sizes depend; None: as many as given. Tokens behind the last
+        sequences      (before, length) of each: it goes on by ``length`` tokens after ``before`` earlier ones
+        tokens, batch  capacities, on which alone the tensors' sizes depend; None: as many as given. Tokens after the last
                        sequence's are padding: they attend to nothing, and their rows become 0
         block_m        None: the fast one for ``dtype``
 
@@ -98,7 +98,7 @@ def _check_sequences(sequences: Sequence[tuple[int, int]]) -> None:
 def _rows_and_tiles(
     sequences: Sequence[tuple[int, int]], group: int, block_m: int
 ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-    """Rows of ``spans``, and of ``tiles``, those with most keys first.
+    """Rows of ``spans``, and of ``tiles``, most keys first.
 
     Lists, not tensors: torch would start its threads for this.
     """

@@ -7,7 +7,7 @@ split-KV partials, as ``paged_attention`` does, and pushes the mean and the log 
 owner, which merges the parts of all ranks in their order.
 
 Over nodes the kernels run within each, on the pages of its ranks: heads of rank (k, l) come to rank (j, l) of every node j. It
-sends node j's mean and log of the sum of weights over its rail, once; rank (k, l) merges those of the nodes in their order.
+sends node j's mean and log of the sum of weights over its rail, once; rank (k, l) merges the nodes' parts in their order.
 
 one_kernel   | attend | join partials | push heads | receive own heads, merge |       the program that joins a pair receives it
 two_kernels  | attend | join partials | push heads |    then    | receive, merge |    where not all programs are resident
@@ -142,7 +142,7 @@ def sharded_attention_kernel(
                 place = pair.to(tl.int64) * splits * TILE.group
                 means, log_sums = partials.means + place * SIZES.dim, partials.log_sums + place
                 JOINED: tl.constexpr = triton.next_power_of_2(TILE.group)
-                # Loaded before the partials, and not in line behind them.
+                # Loaded before the partials, so as not to wait for them in line.
                 half, places = next_places(words, team, JOINED, SIZES.dim, HEADS, FUSED)
                 largest, total, acc = joined(means, log_sums, count, TILE.group, SIZES.dim, TILE.joined)
                 whole = as_values(acc / tl.where(total == 0, 1.0, total)[:, None], cache)
@@ -188,7 +188,7 @@ def exchange_heads(
 ):
     """Push pair program_id(0), mean [ROWS, D] and log_sum [ROWS], to its heads' owners.
 
-    FUSED: then receive and store its own heads. half, places: of ``next_places``
+    FUSED: then receive and store the heads that it owns. half, places: of ``next_places``
     """
     D: tl.constexpr = mean.shape[1]
     world: tl.constexpr = wl.num_ranks(team)
@@ -203,13 +203,13 @@ def exchange_heads(
     if FUSED:
         owner, place = owner_of(row, world, HEADS)
         first, me = pair % HEADS.kv_heads * HEADS.group, wl.rank(team)
-        mine = (row < HEADS.group) & (owner == me)
+        wanted = (row < HEADS.group) & (owner == me)
         if (first // HEADS.own <= me) & (me <= (first + HEADS.group - 1) // HEADS.own):
             whole = mean
             if not alone:
-                whole = merged(receive_heads(mean, log_sum, place, mine, half, pair, words, team, HEADS, True, WARPS))
+                whole = merged(receive_heads(mean, log_sum, place, wanted, half, pair, words, team, HEADS, True, WARPS))
             target = out + (place.to(tl.int64) * D)[:, None] + tl.arange(0, D)[None, :]
-            tl.store(target, whole.to(out.dtype.element_ty), mask=mine[:, None])
+            tl.store(target, whole.to(out.dtype.element_ty), mask=wanted[:, None])
 
 
 def sharded_decode_attention(
@@ -237,13 +237,13 @@ def sharded_decode_attention(
     window        a token attends to this many tokens of all ranks, itself the last of them, 1 or more; None: to all. Pages
                   before the window are not read
     algorithm     "auto", "one_kernel" (all programs resident, of one node) or "two_kernels"
-    k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of its own bytes
+    k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of the bytes that it holds
 
-    Rank r gets heads r * Hq / W and on: those whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
+    Rank r gets heads r * Hq / W and on: the ones whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
     groups have at most 64 heads; D and S are powers of two from 16 to 256. Softmax and sums in fp32, the parts of ranks merged
     in rank order: the same bits from run to run. They are not those of another W. A row whose scores are all -inf gets zeros.
-    ``pages`` and the cache behind a length, and the cache before a window, do not change a result. The host reads no lengths or
-    pages: those out of range, and lengths that differ between ranks, are not refused. Captured in a CUDA graph it follows
+    ``pages`` and the cache beyond a length, and the cache before a window, do not change a result. The host reads no lengths or
+    pages: values out of range, and lengths that differ between ranks, are not refused. Captured in a CUDA graph it follows
     growing lengths, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.
     """
     op = "sharded_decode_attention"
@@ -341,11 +341,11 @@ class ShardedDecodeAttention(ShardedPlan):
         window: int | None,
     ) -> torch.Tensor:
         """Merge of the nodes' parts, each of which has crossed once."""
-        found = self._run_in_node(design.node.design, team.node, q, cache, sequences, scale, heads, window)
-        of_nodes = [[x.unflatten(1, (heads.nodes, heads.own))[:, node] for x in found] for node in range(heads.nodes)]
-        mine, parts = of_nodes[heads.node], {}
+        results = self._run_in_node(design.node.design, team.node, q, cache, sequences, scale, heads, window)
+        of_nodes = [[x.unflatten(1, (heads.nodes, heads.own))[:, node] for x in results] for node in range(heads.nodes)]
+        local, parts = of_nodes[heads.node], {}
         for node, piece in swapped(team, [packed(part) for part in of_nodes], design.node):
-            parts[node] = unpacked(piece, mine)
+            parts[node] = unpacked(piece, local)
         return merge_attention(*(torch.stack(x) for x in zip(*(parts[node] for node in sorted(parts)), strict=True)))[0]
 
     def _run_in_node(
@@ -424,11 +424,11 @@ class ShardedDecodeAttention(ShardedPlan):
         """
         whole = torch.tensor(case.field("lengths"), dtype=torch.int32)
         page, room = case.sizes[3], room_of(case)
-        mine = local_lengths(whole, rank, case.world_size, page).tolist()
-        spare = room - max(1, max(cdiv(length, page) for length in mine))
+        counts = local_lengths(whole, rank, case.world_size, page).tolist()
+        spare = room - max(1, max(cdiv(length, page) for length in counts))
         firsts = torch.tensor([cases.first_seen(case, length) for length in case.field("lengths")], dtype=torch.int32)
         firsts = local_lengths(firsts, rank, case.world_size, page).tolist()
-        keys, values, pages = cases.draw_cache(draw, mine, [*zip(firsts, mine, strict=True)], spare=spare)
+        keys, values, pages = cases.draw_cache(draw, counts, [*zip(firsts, counts, strict=True)], spare=spare)
         if (huge := case.field("huge")) is not None and huge // page % case.world_size == rank:
             for table, length in zip(pages.tolist(), case.field("lengths"), strict=True):
                 if huge < length:

@@ -1,4 +1,4 @@
-"""Plan of sharded_decode_attention: its designs, and which of them a call gets."""
+"""Plan of sharded_decode_attention: its designs, and the choice among them."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class ShardedPlan(AttentionOp):
     def traffic_of(self, case: Case) -> int:
         """Bytes of a rank's parts of other ranks' heads, in fp32."""
         q_heads, _, D, _ = case.sizes
-        others = q_heads - q_heads // case.world_size
-        return 4 * len(case.field("lengths")) * others * (D + 1)
+        sent = q_heads - q_heads // case.world_size
+        return 4 * len(case.field("lengths")) * sent * (D + 1)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -137,10 +137,14 @@ class ShardedPlan(AttentionOp):
         return self.name, (call.pairs, call.tokens, call.head_dim), machine.world_size
 
     def tuned(self, call: ShardedCall, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
+        planned = super().tuned(call, machine)
         # A row of another batch may have more programs than fit.
-        fits = found is None or not isinstance(found.design, OneKernel) or self.fits(found.design.split, call, machine)
-        return found if fits else None
+        fits = (
+            planned is None
+            or not isinstance(planned.design, OneKernel)
+            or self.fits(planned.design.split, call, machine)
+        )
+        return planned if fits else None
 
     def rule(self, call: ShardedCall, machine: Machine) -> tuple[str, str]:
         split = self.split_of(call, machine)

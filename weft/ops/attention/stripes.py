@@ -50,15 +50,15 @@ def over_stripe(
 ):
     """The online softmax of rows ``x`` over keys at positions first .. end - 1 more.
 
-    row   of ``cache``, where the first of them lies
-    seen  all rows see the keys before this position; ``first`` is one of them, or the state is of earlier keys
+    row   of ``cache``, where the first key lies
+    seen  all rows see the keys before this position; ``first`` is one of these, or the state is of earlier keys
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     shift = row.to(tl.int64) - first
     whole = first + tl.maximum(tl.minimum(seen, end) - first, 0) // BLOCK_N * BLOCK_N
     state = largest, total, acc
     state = over_keys(x, position, cache, shift, head, first, whole, scale, state, False, SIZES, TILE)
-    # Rows behind the stripe see all of it, and no more.
+    # Rows after the stripe see all of it, and no more.
     position = tl.minimum(position, end - 1)
     return over_keys(x, position, cache, shift, head, whole, end, scale, state, True, SIZES, TILE)
 
@@ -90,10 +90,10 @@ def gathered_prefill_attention_kernel(
               (half, sequence), else (rank, half, sequence)
     tiles     int32 [N, 2]: (segment, tile of its rows) of program i * heads + KV head
 
-    signals   copy engine of rank s, behind each chunk of its keys and values: chunk c of the channel ``landed``
+    signals   copy engine of rank s, after each chunk of its keys and values: chunk c of the channel ``landed``
     waits     before the first load of a chunk: chunk c of rank s. No chunk is awaited that rank s does not send: a stripe
               behind the queries has no keys for them
-    order     own stripe, the other own one, then those of ranks me + 1, me + 2, … (mod W), each from its first key on: the
+    order     own stripe, the other own one, then stripes of ranks me + 1, me + 2, … (mod W), each from its first key on: the
               same bits every run, whatever arrives first. Every row sees the first key of its own stripe, so no maximum is
               -inf after the first step
     reuse     of ``others``: CopyChannel
@@ -134,7 +134,7 @@ def gathered_prefill_attention_kernel(
     largest, total, acc = over_stripe(
         x, position, keys.own, first_token, before, end, seen, head, scale, largest, total, acc, SIZES, TILE
     )
-    # Before this stripe come others in memory of this rank: its first one, or all.
+    # Before this stripe come further ones in memory of this rank: its first one, or all.
     begin = me if GATHERED else 0
     for other in range(begin, tl.where(is_second == 1, me + 1, begin) if GATHERED else stripe):
         table = keys.table + (other * keys.batch + sequence) * 4
@@ -151,13 +151,13 @@ def gathered_prefill_attention_kernel(
             other = tl.where(place % 2 == 0, source, 2 * world - 1 - source)
             table = keys.table + (other * keys.batch + sequence) * 4
             there, first = tl.load(table), tl.load(table + 2)
-            behind = there + tl.where(other < stripe, tl.load(table + 3) - first, 0)
-            last_chunk = tl.where(behind > there, tl.cdiv(behind, keys.chunk), 0)
+            past = there + tl.where(other < stripe, tl.load(table + 3) - first, 0)
+            last_chunk = tl.where(past > there, tl.cdiv(past, keys.chunk), 0)
             panel = buffer_of(source, me, world).to(tl.int64) * keys.room
             for chunk in range(there // keys.chunk, last_chunk):
                 wl.chunk_wait(call, source, chunk, team)
                 began = wl.begin_tile(team)
-                low, high = tl.maximum(there, chunk * keys.chunk), tl.minimum(behind, (chunk + 1) * keys.chunk)
+                low, high = tl.maximum(there, chunk * keys.chunk), tl.minimum(past, (chunk + 1) * keys.chunk)
                 largest, total, acc = over_stripe(
                     x, position, keys.others, panel + low, first + low - there, first + high - there, seen, head, scale,
                     largest, total, acc, SIZES, TILE,

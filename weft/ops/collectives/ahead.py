@@ -1,10 +1,10 @@
 """All-to-all that copy engines carry beside the kernels that follow it: sent now, received later.
 
 engine r | begin | to r-1 | to r-2 | …
-kernels  | begin | others, such as attention … | await r+1, copy out | await r+2, copy out | …            rank r
+kernels  | begin | kernels between, such as attention … | await r+1, copy out | await r+2, copy out | …            rank r
 
     received  symmetric: a receive buffer for each peer's part, in one half
-    signals   copy engine of rank s, behind its part: the flag of its row = the call, at the receiver
+    signals   copy engine of rank s, after its part: the flag of its row = the call, at the receiver
     waits     ``receive``: a kernel for each part, before it is copied out
     reuse     of the receive buffers: CopyChannel, whose ranks begin a call once all have ended their last. A rank receives
               before it sends again, so what it begins comes after its copies out of the buffers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 KEY = "all_to_all ahead"
 # Bytes of a part from which it travels ahead: a start and a flag of a copy engine take longer than all_to_all of less (H200,
-# W=2: 1 MiB by stores 3.9 us in a row, a flag behind a copy 2.3).
+# W=2: 1 MiB by stores 3.9 us in a row, a flag after a copy 2.3).
 FEWEST_BYTES = 1 << 20
 
 

@@ -100,7 +100,7 @@ def two_shot_all_reduce_kernel(
     tiles = count_tiles(end, world * BLOCK)
     ordered = clears_in_order(slot, 2 * tl.cdiv(tiles, programs), BLOCK)
     from_peer = tl.arange(0, ROWS)[:, None] * BLOCK + columns[None, :]
-    mine = wl.rank(team) * BLOCK + columns
+    own_columns = wl.rank(team) * BLOCK + columns
     parts, before, following = epoch, epoch - 1, epoch + 1
     send_parts(x, end, program, slot, parts, team, BLOCK, ROWS, TRANSPORT)
     for tile in range(program, tiles, programs):
@@ -110,7 +110,7 @@ def two_shot_all_reduce_kernel(
             following += 1
         start = tl.cast(tile, tl.int64) * (world * BLOCK)
         rest = tile_rest(end, start, world * BLOCK)
-        own = tl.load(x + start + mine, mask=mine < rest, other=0)
+        own = tl.load(x + start + own_columns, mask=own_columns < rest, other=0)
         received = receive(own, slot, parts, before, team, ordered, ROWS, TRANSPORT, BLOCK)
         part = sum_of_ranks(received).to(x.dtype.element_ty)
         send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, following, team, TRANSPORT, BLOCK)
@@ -216,8 +216,8 @@ class AllReduce(Collective):
         flat = x.detach().contiguous().view(-1)
         if n % team.size:
             flat = torch.cat((flat, flat.new_zeros(part * team.size - n)))
-        mine = REDUCE_SCATTER.run(design.scatter.design, team, flat)
-        out.view(-1).copy_(ALL_GATHER.run(design.gather.design, team, mine)[:n])
+        sums = REDUCE_SCATTER.run(design.scatter.design, team, flat)
+        out.view(-1).copy_(ALL_GATHER.run(design.gather.design, team, sums)[:n])
 
     def over_nodes(self, call: CollectiveCall, machine: Machine) -> Planned:
         if call.design not in (AUTO, "copy_engine"):

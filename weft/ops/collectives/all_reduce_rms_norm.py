@@ -255,7 +255,7 @@ class AllReduceRMSNorm(Op):
 
 
 class AllReduceDeferredNorm(Op):
-    """AllReduceRMSNorm with a deferred RMS scale: its own torch op, since it has one result more."""
+    """AllReduceRMSNorm with a deferred RMS scale: a torch op by itself, since it has one result more."""
 
     name = alias = "all_reduce_deferred_norm"
     differs = AllReduceRMSNorm.differs

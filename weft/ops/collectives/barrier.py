@@ -1,4 +1,4 @@
-"""Barrier on the stream: work behind it comes after all ranks' work before it.
+"""Barrier on the stream: later work waits for all ranks' earlier work.
 
 It is no ``Op``: torch's ops have tensors, and a case has inputs and a result.
 """

@@ -225,7 +225,7 @@ class Collective(Op):
         return nbytes * (world_size - 1) if self.gathers else nbytes * (world_size - 1) // world_size
 
     def whole(self, call: CollectiveCall, world_size: int) -> int:
-        """Bytes of all parts together: the output of an all-gather, the input of the others."""
+        """Bytes of all parts together: the output of an all-gather, else the input."""
         return call.nbytes * world_size if self.gathers else call.nbytes
 
     def table_key(self, call: CollectiveCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:

@@ -9,14 +9,14 @@ large messages in few pieces (Collective.copy_engine_from, CopyEngine). Kernels 
 581). Only the last piece, for which all wait, is copied with a program for each block.
 
     received  symmetric: a receive buffer for each peer's part; an all-reduce has as many again for the peers' sums
-    signals   copy engine of rank s, behind each piece: flags[row, piece] = epoch at its receiver, a row for each buffer
+    signals   copy engine of rank s, after each piece: flags[row, piece] = epoch at its receiver, a row for each buffer
     waits     wait_kernel, before a piece is read: the flag >= epoch
     reuse     of the receive buffers: CopyChannel. They have one half, so every call begins with a barrier of the ranks
     progress  an engine waits for begin_kernel and add_up of its own rank; a kernel waits for copies that precede, in their
               engines, all copies that wait for that kernel
 
 Messages of more than ROUND_BYTES take several rounds, each a call of its own. So the receive buffers take at most ROUND_BYTES
-of the heap (twice that for an all-reduce), and those left from smaller messages less than as much again. "auto" uses copy
+of the heap (twice that for an all-reduce), and buffers left from smaller messages less than as much again. "auto" uses copy
 engines only if the receive buffers exist, or twice their size is free in the heap (``Machine.staging_bytes``).
 """
 
@@ -127,7 +127,7 @@ def add(xs: Parts, out: torch.Tensor, team: Team, plan: CopyEngine) -> None:
     """out = sum of the ranks' parts for this rank, where a rank's xs[p] is its part for rank p
 
     W parts of one length.
-    order  own + those of ranks me + 1, me + 2, … (mod W), in fp32, rounded once
+    order  own + the parts of ranks me + 1, me + 2, … (mod W), in fp32, rounded once
 
     engine r | begin | to r+1, 0 | r+2, 0 | r+3, 0 | r+1, 1 | r+2, 1 | r+3, 1 |             rank r of 4
     kernels                                        | add up 0 |               | add up 1 |

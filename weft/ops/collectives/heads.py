@@ -1,6 +1,6 @@
 """Exchange of attention heads for tokens (Ulysses): sequence_to_heads and heads_to_sequence.
 
-Between attentions a rank has all heads of its own tokens, in attention its own heads of all tokens. Rows are transposed where
+Between attentions a rank has all heads of its tokens, in attention its heads of all tokens. Rows are transposed where
 they are loaded and stored: one kernel and one hop, no copy before or after. Several tensors of different numbers of heads,
 such as q, k and v, go in one call.
 
@@ -274,7 +274,7 @@ def sequence_to_heads(
 
     x          one tensor, or several of the same T and dtype, such as q, k and v, with their own H and D: a list of results
                is returned. Any dtype of 1, 2, 4 or 8 bytes, on ``team.device``; tokens may be strided
-    tokens     those of each rank, which may differ and be 0; None: T on every rank. Known on the host and equal on all ranks,
+    tokens     of each rank, which may differ and be 0; None: T on every rank. Known on the host and equal on all ranks,
                as H, D and dtype are
     algorithm  "auto" or "push"
 

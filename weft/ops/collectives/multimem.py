@@ -1,4 +1,4 @@
-"""All-reduce whose sums are made by the switch: NVLink multicast, behind ``team.caps.multicast``.
+"""All-reduce whose sums are made by the switch: NVLink multicast, where ``team.caps.multicast``.
 
 multimem_one_shot   x tile -> staging, barrier, each rank loads the sum of all stagings          1 barrier a tile
 multimem_two_shot   x tile -> staging, barrier, rank s loads the sum of part s and stores it
@@ -83,14 +83,14 @@ def multimem_all_reduce_kernel(
 
     grid     (programs,), all resident, the same number on all ranks; each over every programs-th tile
     tile     WORDS words of 16 bytes in one-shot, W times that in two-shot
-    order    a barrier of the programs of one number orders what they staged before what the others load behind it
+    order    a barrier of the programs of one number orders what they staged before what the peers load after it
 
     one-shot   | stage 0 | barrier | load sums 0 | stage 1 | barrier | load sums 1 | ...
-    two-shot   | stage parts 0 | barrier | load sums of mine, store to all | barrier | sums to out | stage parts 1 | ...
+    two-shot   | stage parts 0 | barrier | load sums of my part, store to all | barrier | sums to out | stage parts 1 | ...
 
     reuse    one-shot takes two buffers in turn: a rank that stages tile t + 2 has passed the barrier of tile t + 1, which its
              peers reach after they have loaded tile t. Two-shot stages into one and gets sums in the other: peers load the
-             parts before the second barrier, and store the next sums behind the next first one, which this rank reaches after
+             parts before the second barrier, and store the next sums after the next first one, which this rank reaches after
              it has read the last.
     """
     program = tl.program_id(0)
@@ -110,8 +110,10 @@ def multimem_all_reduce_kernel(
             tl.store(staged + at, tl.load(x + start + at, mask=start + at < end, other=0))
         wl.barrier(team)
         if TWO_SHOT:
-            mine = (wl.rank(team) * WORDS + words) * EACH
-            wl.multimem_store(buffers + TILE + mine, wl.multimem_load_reduce(staged + mine, every, team), every, team)
+            own_part = (wl.rank(team) * WORDS + words) * EACH
+            wl.multimem_store(
+                buffers + TILE + own_part, wl.multimem_load_reduce(staged + own_part, every, team), every, team
+            )
             wl.barrier(team)
             for part in range(PARTS):
                 at = part * (WORDS * EACH) + elements

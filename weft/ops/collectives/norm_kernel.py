@@ -76,19 +76,19 @@ def sum_over_parts(x, sums, count, PARTS: tl.constexpr, team, ROWS: tl.constexpr
            row write it, and only p clears it
     count  calls of this program, this one included
     reuse  the programs take turns, so three stages would suffice (weft.language.lamport): a program that sends count + 1 has
-           received ``count`` from all others, which they sent after they had cleared count - 2
+           received ``count`` from all other programs, which they sent after they had cleared count - 2
     """
     BLOCK: tl.constexpr = triton.next_power_of_2(PARTS)
     SIZE: tl.constexpr = ROWS * PARTS
     program = tl.program_id(0)
     part = program % PARTS
-    others, rows = tl.arange(0, BLOCK), tl.arange(0, ROWS)[:, None]
-    there = (others < PARTS)[None, :] & (rows >= 0)
+    parts, rows = tl.arange(0, BLOCK), tl.arange(0, ROWS)[:, None]
+    there = (parts < PARTS)[None, :] & (rows >= 0)
     now, before = count % STAGES * SIZE, (count + STAGES - 1) % STAGES * SIZE
-    theirs = sums + (program - part + others)[None, :] * (STAGES * SIZE) + now + rows * PARTS + part
-    wl.lamport_store(theirs, tl.broadcast_to(x[:, None], (ROWS, BLOCK)), there)
-    mine = sums + program * (STAGES * SIZE) + rows * PARTS + others[None, :]
-    return tl.sum(wl.lamport_receive(mine + now, mine + before, there, team), axis=1)
+    sent = sums + (program - part + parts)[None, :] * (STAGES * SIZE) + now + rows * PARTS + part
+    wl.lamport_store(sent, tl.broadcast_to(x[:, None], (ROWS, BLOCK)), there)
+    arriving = sums + program * (STAGES * SIZE) + rows * PARTS + parts[None, :]
+    return tl.sum(wl.lamport_receive(arriving + now, arriving + before, there, team), axis=1)
 
 
 @triton.jit
@@ -159,11 +159,11 @@ def all_reduce_rms_norm_kernel(
             place = (first + to_peer) * WIDTH + columns[None, :]
             rows = summed(x, place, first + to_peer, columns[None, :], there, asked, WIDTH, dtype, False)
             send(rows, slot, epoch, team, TRANSPORT, PART)
-            mine = (first + wl.rank(team)) * WIDTH + columns
+            of_rank = (first + wl.rank(team)) * WIDTH + columns
             exists = inside & (wl.rank(team) < rest)
             here = wl.rank(team) < rest
-            own = summed(x, mine, first + wl.rank(team), columns, exists, here, WIDTH, dtype, False)
-            before = tl.load(norm.residual + mine, mask=exists, other=0).to(tl.float32)
+            own = summed(x, of_rank, first + wl.rank(team), columns, exists, here, WIDTH, dtype, False)
+            before = tl.load(norm.residual + of_rank, mask=exists, other=0).to(tl.float32)
             received = receive(own, slot, epoch, epoch - 1, team, ordered, ROWS, TRANSPORT, PART)
             part = (sum_of_ranks(received) + before).to(dtype)
             send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, epoch + 1, team, TRANSPORT, PART)

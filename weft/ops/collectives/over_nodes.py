@@ -76,7 +76,7 @@ def unpacked(data: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Ten
 def swapped(team: Team, parts: Sequence[torch.Tensor], node: Planned) -> Iterator[tuple[int, torch.Tensor]]:
     """Send ``parts[k]`` to node k; yields (j, the part that node j has sent), own node first.
 
-    Each may be read in the current stream. N parts, contiguous, of one size. Take all of them: the last one ends the exchange.
+    Each may be read in the current stream. N parts, contiguous, of one size. Take all parts: the last one ends the exchange.
     ``node``: the plan of what is done with them.
     """
     rail = team.rail
@@ -107,7 +107,7 @@ def added_over_nodes(team: Team, reduce: Callable[[int], torch.Tensor], out: tor
     """Compute out = sum over nodes j of node j's ``reduce(k)``, at node k.
 
     reduce  gives a contiguous tensor like ``out``; ``node`` is its plan
-    order  own + those of nodes k - 1, k - 2, … (mod N), in fp32, rounded once
+    order  own + the parts of nodes k - 1, k - 2, … (mod N), in fp32, rounded once
     """
     rail, pieces, overlaps = team.rail, [], leaves_room(node)
     received = torch.empty((rail.size - 1, out.numel()), dtype=out.dtype, device=out.device)

@@ -30,7 +30,7 @@ CASES_EPS = 1e-6
 def silu_mul_kernel(
     gate_up, stride, squares, eps, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr
 ):
-    """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles,), those along N first
+    """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles,), along N first
 
     gate_up  [M, 2 N], rows ``stride`` apart. Computed in fp32, rounded once
     squares  fp32 [M, SQUARES], a deferred RMS scale: row m of gate_up times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: none

@@ -109,9 +109,9 @@ class AllGatherMatmul(Overlapped):
     def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
         if call.local_first:
             # A row of that order has precedence, in its own bucket only: another design is faster there than in rank order.
-            found = table.find(self.variant(call), call[:3], call.dtype, machine.world_size, machine.caps)
-            if found and found.exact:
-                return found
+            row = table.find(self.variant(call), call[:3], call.dtype, machine.world_size, machine.caps)
+            if row and row.exact:
+                return row
         return super().found(call, machine)
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
@@ -200,7 +200,7 @@ class AllGatherMatmul(Overlapped):
         outs: list[torch.Tensor],
         gathers: bool,
     ) -> list[torch.Tensor]:
-        """Run the op of the node for the rows of each node: its own while those of others cross.
+        """Run the op of the node for the rows of each node: this node's while the other nodes' cross.
 
         node k    | rows of k         | rows of k-1 | rows of k-2 |                each gathered in the node meanwhile
         rail      | own shard to k+1, from k-1 | to k+2, from k-2 |
@@ -238,7 +238,7 @@ class AllGatherMatmul(Overlapped):
         return a_shard.new_empty((a_shard.shape[0] * find_team(team).size, b.shape[0]))
 
     def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
-        # Every rank multiplied this shard by its own b: the gradient is the sum over the ranks, scattered by rows.
+        # Every rank multiplied this shard by another b: the gradient is the sum over the ranks, scattered by rows.
         a_shard, b, where = given.a_shard, given.b, (given.team, given.own_first)
         if given.wanted >= {"a_shard", "b"}:
             both = torch.ops.weft.all_gather_matmul_backward.default(grad, a_shard, b, *where, gradient_dtype(b))

@@ -116,7 +116,7 @@ def matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
         # Blocks of one row per rank; the last has one row or three, so none for some ranks.
         yield made.case(w, FP32, (w * 8, 24, 40), made.pipelined(chunks=8, streams=1))
         yield made.case(w, BF16, (w * (w + 1) + 1, 24, 40), made.pipelined(chunks=min(w + 1, 8)))
-        # Ranks with more rows than others, and with none.
+        # Ranks with more rows than the rest, and with none.
         yield made.case(w, BF16, (w * 9 - 1, 40, 24), made.pipelined(chunks=4))
         yield made.case(w, BF16, (w - 1, 40, 24), made.pipelined(chunks=2))
 

@@ -1,7 +1,7 @@
 """Fused design of matmul_reduce_scatter and matmul_all_reduce: a GEMM that sums tiles over ranks.
 
 Every output tile has an owner. A rank computes the tiles of its peers first and sends each to its owner during the GEMM of
-the next one; the owner adds the received tiles to its own, and for an all-reduce sends the sum to all ranks.
+the next one; the owner adds the received tiles to the local one, and for an all-reduce sends the sum to all ranks.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def matmul_reduce_kernel(
              REPLICATE, the owner, per own tile: stores the sum at every peer, then ready[number] = epoch there
     waits    own tiles, after their GEMM: arrived[d, t] >= epoch, d = 0 .. W - 2
              REPLICATE, peers' tiles, after all own ones: ready[number] >= epoch, then the copy into out
-    order    own partial (fp32) + those of ranks me + 1, me + 2, … (in out's dtype), summed in fp32 and rounded once, by
+    order    own partial (fp32) + the partials of ranks me + 1, me + 2, … (in out's dtype), summed in fp32 and rounded once, by
              the owner: the same every run
     reuse    received, REPLICATE (H = 1): the owner reads a tile before it signals ready, and no rank ends a call before all
              tiles are ready.

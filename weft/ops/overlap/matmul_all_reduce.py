@@ -202,8 +202,8 @@ class MatmulAllReduce(Overlapped):
             return _run_sequential(design, team, a, b)
         if isinstance(design, ScatterGather):
             rows = F.pad(a, (0, 0, 0, -len(a) % team.size))
-            mine = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, rows, b)
-            return ALL_GATHER.run(design.gather.design, team, mine)[: len(a)]
+            sums = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, rows, b)
+            return ALL_GATHER.run(design.gather.design, team, sums)[: len(a)]
         out = a.new_empty((a.shape[0], b.shape[0]))
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
         run(design, team, a, b, out)
@@ -229,7 +229,7 @@ register(MATMUL_ALL_REDUCE)
 
 
 def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> tuple[int, int]:
-    """Elements of one receive buffer of the fused kernel, and of all of them as allocated."""
+    """Elements of one receive buffer of the fused kernel, and of all receive buffers as allocated."""
     tiles = cdiv(M, tile.block_m) * cdiv(N, tile.block_n)
     buffer_size = cdiv(tiles, world_size) * tile.block_m * tile.block_n
     return buffer_size, (world_size - 1) * capacity_for(buffer_size)
@@ -292,7 +292,7 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
         team.copy_engine.fork()
     turn, earlier = 0, None
     for number, rows in blocks:
-        total, part, mine = out[rows], partial[rows], rows_of(me, rows.stop - rows.start, world)
+        total, part, owned = out[rows], partial[rows], rows_of(me, rows.stop - rows.start, world)
         received, results = half[:, number * most : (number + 1) * most].split((world - 1, world))
         how = Sending(
             chunks=design.chunks, streams=design.streams, span=design.span, begun=begun, block=number, turn=turn
@@ -305,30 +305,30 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
                     streams.after(computed)
                 _collect(*earlier, channel, number - 1, team)
         with streams.turn(turn):
-            cublas.matmul(a[rows][mine], b, part[mine])
+            cublas.matmul(a[rows][owned], b, part[owned])
             computed = streams.mark()
         turn += 1
         if number < last:
             with streams.urgent():
                 streams.after(computed)
                 await_chunk(channel.landed, number, 0, world - 1)
-                add_up(part[mine], received, total[mine], team, early=False)
+                add_up(part[owned], received, total[owned], team, early=False)
                 team.copy_engine.fork()
-            _give(total[mine].view(-1), results, channel, number, team)
+            _give(total[owned].view(-1), results, channel, number, team)
             earlier = total, results
     streams.join()
-    if mine.stop > mine.start:
+    if owned.stop > owned.start:
         await_chunk(channel.landed, last, 0, world - 1)
-    share(part[mine], received, results, channel, total, team)
+    share(part[owned], received, results, channel, total, team)
     team.copy_engine.join()
 
 
-def _give(mine: torch.Tensor, results: torch.Tensor, channel: CopyChannel, block: int, team: Team) -> None:
+def _give(sums: torch.Tensor, results: torch.Tensor, channel: CopyChannel, block: int, team: Team) -> None:
     """Have the copy engine write this rank's sums of a block to its row of ``results`` at every peer."""
     world, me = team.size, team.rank
     for step in range(1, world):
         peer = (me + step) % world
-        channel.send(team, results[me, : mine.numel()], mine, world - 1 + buffer_of.fn(me, peer, world), block, peer)
+        channel.send(team, results[me, : sums.numel()], sums, world - 1 + buffer_of.fn(me, peer, world), block, peer)
 
 
 def _collect(out: torch.Tensor, results: torch.Tensor, channel: CopyChannel, block: int, team: Team) -> None:

@@ -270,7 +270,7 @@ def _run_pipelined(
                 out[piece].copy_(received[0, piece.start * N : piece.stop * N].view(-1, N))
                 arrived.append(streams.mark())
     of_own = rows_of(place_of.fn(me, me, team.size, local_first), team.size * rows, team.size)
-    own, mine = a[of_own], partial[of_own]
+    own, own_partial = a[of_own], partial[of_own]
     for number, piece in pieces_of(rows, design.chunks):
         with streams.turn(turn):
             if design.accumulate:
@@ -280,7 +280,7 @@ def _run_pipelined(
                 for _, part in pieces_of(piece.stop - piece.start, design.local_pieces):
                     part = slice(piece.start + part.start, piece.start + part.stop)
                     is_last = part.stop == piece.stop
-                    cublas.matmul(own[part], b, mine[part])
+                    cublas.matmul(own[part], b, own_partial[part])
                     done = streams.mark()
                     # The last part's sum follows its GEMM; other sums run beside the next GEMM.
                     with nullcontext() if is_last else streams.urgent():
@@ -288,7 +288,7 @@ def _run_pipelined(
                         for mark in (begun, computed, done):
                             streams.after(mark)
                         await_chunk(channel.landed, number, 0, team.size - 1)
-                        add_up(mine[part], received[:, part.start * N :], out[part], team, early=is_last)
+                        add_up(own_partial[part], received[:, part.start * N :], out[part], team, early=is_last)
         turn += 1
     streams.join()
     team.copy_engine.join()

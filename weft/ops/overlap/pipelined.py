@@ -211,9 +211,9 @@ def send_partials(
                 owner = (me + place) % world if how.local_first else place
                 # One rank's rows go by pieces, several ranks' as a whole.
                 rows = rows_of(place, M, world)
-                mine = partial[rows.start + piece.start : min(rows.start + piece.stop, rows.stop)]
+                sent = partial[rows.start + piece.start : min(rows.start + piece.stop, rows.stop)]
                 row, start = buffer_of.fn(me, owner, world), piece.start * N
-                channel.send(team, received[row, start : start + mine.numel()], mine.view(-1), row, flag, owner)
+                channel.send(team, received[row, start : start + sent.numel()], sent.view(-1), row, flag, owner)
             yield number, piece, computed
 
 

@@ -64,11 +64,11 @@ class Overlapped(GemmOp):
         return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
 
     def found(self, call: GemmCall, machine: Machine) -> Found | None:
-        found = super().found(call, machine)
-        if found and found.row.design == "fused" and not call.dense:
+        best = super().found(call, machine)
+        if best and best.row.design == "fused" and not call.dense:
             return None
         # A row of a GEMM above the crossover does not hold below it.
-        return None if found and call.M <= SEQUENTIAL_ROWS < found.row.shape[0] else found
+        return None if best and call.M <= SEQUENTIAL_ROWS < best.row.shape[0] else best
 
     def config_of(self, design: Any) -> dict[str, Any]:
         return {} if isinstance(design, Sequential) else super().config_of(design)

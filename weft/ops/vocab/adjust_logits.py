@@ -42,7 +42,7 @@ class LogitChanges(NamedTuple):
     seen       [S, N] int32: twice the token's count in the answer, 1 more if the prompt has it
     repetition, frequency, presence  [S] fp32
     ends       [S, E] int64: tokens that may not be chosen for positions before `first_end` [S] int64; NO_TOKEN: none
-    bad_words  [S, W, L] int64: their tokens, right-aligned behind ANY_TOKEN; unused words are NO_TOKEN and come last
+    bad_words  [S, W, L] int64: their tokens, right-aligned after ANY_TOKEN; unused words are NO_TOKEN and come last
     recent     [S, L - 1] int64: last tokens of the answer, NO_TOKEN before its first
     allowed    [S, M] int32: a bit for each token id, from a multiple of 32 on
     """
@@ -61,7 +61,7 @@ class LogitChanges(NamedTuple):
 
 @triton.jit
 def _exclude(row, tokens, first, begin, end):
-    """row[n] -= inf for those of ``tokens`` that are first + begin .. first + end - 1."""
+    """row[n] -= inf for the ``tokens`` that are first + begin .. first + end - 1."""
     local = tokens - first
     inside = (local >= begin) & (local < end)
     tl.store(row + local, tl.load(row + local, mask=inside, other=0.0) - float("inf"), mask=inside)
@@ -88,7 +88,7 @@ def adjust_logits_kernel(
 ):
     """out[B, N] fp32 as in the module's formula        grid: (B, chunks), chunks of ``chunk`` token ids
 
-    A program first writes its ids, and then takes inf from those that are listed. GUIDED: by ``allowed`` too. Rounded as
+    A program first writes its ids, and then takes inf from the ones that are listed. GUIDED: by ``allowed`` too. Rounded as
     separate operations of fp32: launch without fused multiply-adds.
     """
     batch = tl.program_id(0).to(tl.int64)
@@ -208,7 +208,7 @@ def adjusted(
 
 
 def local_index(tokens: torch.Tensor, first: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of each token among this rank's, 0 for others, and whether it is one of them."""
+    """Index of each token among this rank's, 0 for the other ranks' tokens, and whether it is this rank's."""
     index = tokens - first
     owned = (index >= 0) & (index < vocab)
     return torch.where(owned, index, 0), owned

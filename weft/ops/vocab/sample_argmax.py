@@ -267,7 +267,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def break_rows(logits: torch.Tensor) -> None:
     """Take the token to choose from rows of ``logits`` [B, N], in place; every fourth one stays as it is.
 
-    By NaN of either sign or +inf at some places, alone among -inf too, and by -inf at all of them.
+    By NaN of either sign or +inf at some places, alone among -inf too, and by -inf at all places.
     """
     batch, vocab = logits.shape
     for row in range(batch):
@@ -287,7 +287,7 @@ class SampleArgmax(LogitsOp):
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Logits, two of each row equal and the greatest; if sampled, temperatures, seeds and positions.
 
-        With the field "broken" rows without a token to choose, beside others.
+        With the field "broken" rows without a token to choose, beside rows with one.
         """
         batch, vocab = case.sizes
         logits = draw.own("logits", case.sizes, 4.0)

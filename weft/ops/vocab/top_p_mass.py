@@ -176,7 +176,7 @@ def narrow(
     """Raise `low` [B] int32 in place, by `above` [.., 16, B] of all chunks and ranks.
 
     top_p   [B] fp32; where it is 1 `low` stays
-    wanted  [B] int64, set by the first shift for those that follow
+    wanted  [B] int64, set by the first shift for the next ones
     count   `wanted` is given, for all shifts
     """
     NARROW.dispatch(above, top_p, low, wanted, shift, count)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 NODE_OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ag-gemm", "gemm-rs", "gemm-ar")
-# Others know one node, or would need names of weft's designs in a node.
+# Other providers know one node, or would need names of weft's designs in a node.
 NODE_PROVIDERS = ("weft.auto", "nccl", "cublas+nccl")
 
 
@@ -51,7 +51,7 @@ NODE_PROVIDERS = ("weft.auto", "nccl", "cublas+nccl")
 class BenchFlags:
     """Flags of `weft bench` as typed. ValueError for values that are wrong on any machine.
 
-    ops     OP or OP@SHAPES; those of one op are measured together; none with ``nodes``: NODE_OPS
+    ops     OP or OP@SHAPES; shapes of one op are measured together; none with ``nodes``: NODE_OPS
     shapes  for ops without their own
     """
 
@@ -174,9 +174,9 @@ class BenchFlags:
                 parsed = parse_shapes(op, shapes, world_size, dtype=self.dtype, tiny=simulated)
                 asked = providers or (NODE_PROVIDERS if self.nodes else ())
                 made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=asked))
-        found = tuple(replace(one, baselines=self.baselines) for one in made)
-        check_words(found, providers)
-        return found
+        workloads = tuple(replace(one, baselines=self.baselines) for one in made)
+        check_words(workloads, providers)
+        return workloads
 
     def hints(self, runs: Runs, simulated: bool) -> list[str]:
         """Lines for the user: providers that are lacking, flags without effect, shapes of simulated ranks."""
@@ -202,30 +202,24 @@ def bench(asked: BenchFlags) -> None:
     """Time all providers of ops side by side. Exit status 1: weft was wrong or did not run somewhere."""
     with one_line_errors(asked.traceback):
         from weft.bench.harness.bench import Options
-        from weft.bench.render.plot import svg
-        from weft.runtime.files import put
 
         # Everything that can be refused is refused here, before the first rank starts.
         sizes, simulated = ranks(numbers("world-size", asked.world_size), asked.device)
         runs = [(size, asked.workloads(size, simulated)) for size in sizes]
         if asked.list_providers:
-            for workload in runs[0][1]:
-                typer.echo(f"{workload.name}: {', '.join(one.name for one in workload.available())}")
-            return
+            return _list_providers(runs)
         _check_folder(asked.out, runs)
         if talks():
             for line in asked.hints(runs, simulated):
                 notices.info("weft: %s", line)
-        given = {name: getattr(asked, name) for name in ("check_only", "quick", "eager", "one_by_one")}
-        how = Options(**given, command=shlex.join(["weft", *sys.argv[1:]]))
+        how = Options(
+            check_only=asked.check_only, quick=asked.quick, eager=asked.eager, one_by_one=asked.one_by_one,
+            command=shlex.join(["weft", *sys.argv[1:]]),
+        )  # fmt: skip
         reports: list[Report] = []
         lost = _measure(runs, how, simulated, asked, reports)
         if talks():
-            show(reports)
-            if asked.plot is not None:
-                put(asked.plot, svg(reports))
-            if lost is not None:
-                typer.echo(f"weft: {str(lost) or 'interrupted, so the rest was not measured'}", err=True)
+            _tell(reports, asked.plot, lost)
         if lost is not None and asked.traceback:
             raise lost
     if lost is not None:
@@ -234,6 +228,23 @@ def bench(asked: BenchFlags) -> None:
 
 
 command = from_flags(BenchFlags, bench)
+
+
+def _list_providers(runs: Runs) -> None:
+    for workload in runs[0][1]:
+        typer.echo(f"{workload.name}: {', '.join(one.name for one in workload.available())}")
+
+
+def _tell(reports: list[Report], plot: Path | None, lost: BaseException | None) -> None:
+    """Print the reports and the error that ended the run early, and write the picture."""
+    from weft.bench.render.plot import svg
+    from weft.runtime.files import put
+
+    show(reports)
+    if plot is not None:
+        put(plot, svg(reports))
+    if lost is not None:
+        typer.echo(f"weft: {str(lost) or 'interrupted, so the rest was not measured'}", err=True)
 
 
 def check_apart(flag: str, file: Path | None, other_flag: str, other: Path | None) -> None:
@@ -285,8 +296,8 @@ def _measure(
 
     with tempfile.TemporaryDirectory() as folder:
         # Ranks are other processes: if they are lost, their reports so far are read from this file.
-        found = Path(folder) / "found.json"
-        files = (found, *([asked.json] if asked.json else []))
+        saved = Path(folder) / "saved.json"
+        files = (saved, *([asked.json] if asked.json else []))
         for size, workloads in runs:
             before = tuple(reports)
             try:
@@ -300,7 +311,7 @@ def _measure(
                 )[0]
             except (WeftError, KeyboardInterrupt) as error:
                 # Reports of Stuck and OutOfStep, with the reason at all shapes that were not measured.
-                more = getattr(error, "reports", None) or (read(found)[len(before) :] if found.is_file() else [])
+                more = getattr(error, "reports", None) or (read(saved)[len(before) :] if saved.is_file() else [])
                 reports += more
                 if not any(report.rows for report in reports):
                     raise

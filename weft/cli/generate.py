@@ -174,13 +174,13 @@ def _inputs(
             f"model's fast tokenizer there"
         )
     if flags.prompt_token_ids:
-        if flags.prompt or flags.prompts_file or flags.chat or flags.prompt_tokens is not None:
+        if any((flags.prompt, flags.prompts_file, flags.chat, flags.prompt_tokens is not None)):
             raise ValueError(
                 "--prompt-token-ids takes the place of --prompt, --chat and --prompt-tokens; leave them out"
             )
         return [_token_ids(text) for text in flags.prompt_token_ids], None
     if isinstance(model, DecoderConfig):
-        count = 128 if flags.prompt_tokens is None else positive("--prompt-tokens", flags.prompt_tokens)
+        count = positive("--prompt-tokens", 128 if flags.prompt_tokens is None else flags.prompt_tokens)
         return [random.Random(flags.seed).choices(range(model.vocab_size), k=count)], None
     if flags.prompt_tokens is not None:
         raise ValueError(
@@ -273,7 +273,7 @@ def generate_on_rank(team: Team, options: GenerateOptions) -> None:
         if talks:
             _print_json(options, completions)
             _print_speed(engine, team)
-            _check([found.error for found in completions])
+            _check([made.error for made in completions])
         return
     faults: list[Fault | None] = []
     pieces = _with_faults(engine.stream(options.inputs, **options.sampling), faults)
@@ -312,11 +312,11 @@ def _check(faults: Sequence[Fault | None]) -> None:
 
 def _print_json(options: GenerateOptions, completions: list[Completion]) -> None:
     """Print an object a line for each answer, in the order of the prompts."""
-    for number, found in enumerate(completions):
-        line = {"prompt": options.inputs[number // options.sampling["n"]], "index": found.index, "text": found.text}
-        line |= {"token_ids": found.token_ids, "finish_reason": found.finish_reason}
-        if found.error is not None:
-            line["error"] = found.error.message
+    for number, made in enumerate(completions):
+        line = {"prompt": options.inputs[number // options.sampling["n"]], "index": made.index, "text": made.text}
+        line |= {"token_ids": made.token_ids, "finish_reason": made.finish_reason}
+        if made.error is not None:
+            line["error"] = made.error.message
         typer.echo(json.dumps(line, ensure_ascii=False))
 
 

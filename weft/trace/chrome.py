@@ -26,31 +26,35 @@ def to_json(timeline: Timeline) -> str:
         lines.append(here | {"name": "thread_name", "args": {"name": track}})
         lines.append(here | {"name": "thread_sort_index", "args": {"sort_index": thread}})
     for event in timeline.events:
-        place = {"pid": event.rank, "tid": threads[event.rank, event.track], "ts": event.start / 1e3}
-        known = {
-            "kernel": event.kernel or None,
-            "program": event.program,
-            "cause": event.cause or None,
-            "bytes": event.nbytes or None,
-        }
-        args = {name: value for name, value in known.items() if value is not None}
-        if event.signal is not None and event.signal.value is not None:
-            args["value"] = event.signal.value
-        slice_ = {"ph": "X", "cat": event.kind, "name": event.name, "dur": event.duration / 1e3, "args": args}
-        lines.append(slice_ | place)
+        slice_ = {"ph": "X", "cat": event.kind, "name": event.name, "dur": event.duration / 1e3, "args": _args(event)}
+        lines.append(slice_ | _place(event, threads, event.start))
     for number, arrow in enumerate(timeline.arrows):
         notify, wait = timeline.events[arrow.notify], timeline.events[arrow.wait]
         flow = {"cat": "notify", "name": "releases", "id": number}
         ends = {"s": (notify, notify.start, arrow.notify), "f": (wait, max(wait.start, wait.end - 1), arrow.wait)}
         for phase, (event, time, at) in ends.items():
-            place = {"pid": event.rank, "tid": threads[event.rank, event.track], "ts": time / 1e3}
-            lines.append(flow | place | {"ph": phase, "bp": "e", "args": {"slice": at}})
+            lines.append(flow | _place(event, threads, time) | {"ph": phase, "bp": "e", "args": {"slice": at}})
     about = {
         "world_size": timeline.world_size, "clock": timeline.clock, "residual_ns": timeline.residual_ns,
         "streams_ns": timeline.streams_ns, "lost": timeline.lost,
     }  # fmt: skip
     body = ",\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     return f'{{"displayTimeUnit": "ns", "otherData": {json.dumps({"weft": about})}, "traceEvents": [\n{body}\n]}}\n'
+
+
+def _place(event: Event, threads: dict[tuple[int, str], int], time: int) -> dict[str, float]:
+    return {"pid": event.rank, "tid": threads[event.rank, event.track], "ts": time / 1e3}
+
+
+def _args(event: Event) -> dict[str, Any]:
+    known = {
+        "kernel": event.kernel or None,
+        "program": event.program,
+        "cause": event.cause or None,
+        "bytes": event.nbytes or None,
+        "value": event.signal.value if event.signal is not None else None,
+    }
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def read(file: str | Path) -> Timeline:
@@ -84,6 +88,6 @@ def _from(document: dict[str, Any]) -> Timeline:
 
 
 def _in_order(track: tuple[int, str]) -> tuple:
-    """Sort key that puts SM 10 behind SM 9."""
+    """Sort key that puts SM 10 after SM 9."""
     rank, name = track
     return rank, [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]

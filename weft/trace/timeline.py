@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from weft.runtime.codec import exchangeable
 
-# Kinds of events, and the order of those that begin at once: the longer ones contain the others.
+# Kinds of events, and the order of events that begin at once: longer ones contain shorter ones.
 KINDS = ("kernel", "tile", "gemm", "copy", "put", "wait", "notify")
 VIRTUAL, MEASURED = "virtual", "GPU"
 
@@ -73,7 +73,7 @@ class Timeline:
 
     clock        VIRTUAL or MEASURED
     residual_ns  uncertainty of the offset between two ranks' clocks
-    streams_ns   uncertainty of the times of copies and cuBLAS GEMMs, which are those of CUDA events
+    streams_ns   uncertainty of the times of copies and cuBLAS GEMMs, which come from CUDA events
     lost         records that a ring had no room for
     """
 
@@ -103,34 +103,44 @@ def _earlier(event: Event, by: int) -> Event:
     return replace(event, start=event.start - by, end=event.end - by)
 
 
+# By place of the signal: (end, number, signal) of each notify.
+Notifies = dict[tuple[int | None, int], list[tuple[int, int, Signal]]]
+
+
 def arrows_of(events: Sequence[Event], slack: int) -> list[Arrow]:
     """Arrow to each wait from the first notify of its signal that is enough and ended before it did.
 
     slack  nanoseconds by which a notify may seem to end after the wait that it released. Where the value that a notify led to
            is not known, as of one that adds, and of data, the last one before the end of the wait has released it.
     """
-    notifies: dict[tuple[int | None, int], list[tuple[int, int, Signal]]] = defaultdict(list)
+    notifies: Notifies = defaultdict(list)
     for number, event in enumerate(events):
         if event.kind in ("notify", "put") and event.signal is not None:
             notifies[event.signal.place].append((event.end, number, event.signal))
-    for found in notifies.values():
-        found.sort(key=lambda entry: entry[:2])
+    for sent in notifies.values():
+        sent.sort(key=lambda entry: entry[:2])
     arrows = []
     for number, event in enumerate(events):
-        if event.kind != "wait" or event.signal is None:
-            continue
-        sent = notifies.get(event.signal.place, [])
-        if to_all := notifies.get((None, event.signal.place[1])):
-            # Of puts that end at once the next rank's is the first, so that in virtual time no rank seems to be the straggler.
-            after = {number: (events[number].rank - event.rank) % (1 << 16) for _, number, _ in to_all}
-            to_here = [one for one in to_all if after[one[1]] > 0]
-            sent = sorted((*sent, *to_here), key=lambda one: (one[0], after.get(one[1], 0)))
-        before = sent[: bisect_right(sent, event.end + slack, key=lambda entry: entry[0])]
-        enough = [n for _, n, signal in before if _reaches(signal, event.signal)]
-        unknown = [n for _, n, signal in before if signal.value is None]
-        if enough or unknown:
-            arrows.append(Arrow(notify=enough[0] if enough else unknown[-1], wait=number))
+        if event.kind == "wait" and event.signal is not None:
+            notify = _releasing(event, event.signal, events, notifies, slack)
+            if notify is not None:
+                arrows.append(Arrow(notify=notify, wait=number))
     return arrows
+
+
+def _releasing(wait: Event, awaited: Signal, events: Sequence[Event], notifies: Notifies, slack: int) -> int | None:
+    """Number of the notify that released the wait."""
+    sent = notifies.get(awaited.place, [])
+    if to_all := notifies.get((None, awaited.place[1])):
+        # Of puts that end at once the next rank's is the first, so that in virtual time no rank seems to be the straggler.
+        after = {number: (events[number].rank - wait.rank) % (1 << 16) for _, number, _ in to_all}
+        to_here = [one for one in to_all if after[one[1]] > 0]
+        sent = sorted((*sent, *to_here), key=lambda one: (one[0], after.get(one[1], 0)))
+    before = sent[: bisect_right(sent, wait.end + slack, key=lambda entry: entry[0])]
+    for _, number, signal in before:
+        if _reaches(signal, awaited):
+            return number
+    return next((number for _, number, signal in reversed(before) if signal.value is None), None)
 
 
 def _reaches(notified: Signal, awaited: Signal) -> bool:

@@ -145,52 +145,50 @@ def plan(options: TuneFlags) -> list[Run]:
 
     Everything that can be refused is refused here, before the first rank starts.
     """
-    import torch
-
-    from weft.bench.ops.shapes import op_of, parse_shapes
     from weft.plan import algorithms
-    from weft.plan import table as tuned
-    from weft.tune.search import TunePlan, world_of
-    from weft.tune.spaces import parse
+    from weft.tune.search import world_of
 
     sizes, simulated = ranks(options.world_sizes, options.device)
     check_output("--json", options.json)
     check_output("--algorithm-cache", options.algorithm_cache)
     runs = []
     for size in sizes:
-        plans = []
-        for word, shapes in options.shapes_by_op().items():
-            op, variants = parse(word)
-            file, world = options.out, world_of(op, size)
-            if options.algorithm_cache is not None and op_of(op).form != "gemm":
-                raise ValueError(f"--algorithm-cache {options.algorithm_cache}: {op} computes no GEMM; leave it out")
-            if file is None and not simulated and options.algorithm_cache is None:
-                file = tuned.file_for(torch.cuda.get_device_name(), world)
-            if file is not None:
-                _check_file(file, None if simulated else torch.cuda.get_device_name(), world, simulated)
-            parsed = parse_shapes(op, shapes, size, tiny=simulated)
-            plans.append(
-                TunePlan(op=op, shapes=parsed, dtype=options.dtype, quick=options.quick, out=file, variants=variants)
-            )
+        words = options.shapes_by_op().items()
+        plans = [_plan_of(options, word, shapes, size, simulated) for word, shapes in words]
         if options.out is not None and len(worlds := {world_of(plan.op, size) for plan in plans}) > 1:
             raise ValueError(
                 f"--out {options.out}: a file holds one world size, and rows of a GEMM alone are of 1, the others' of "
-                f"{max(worlds)}; "
-                f"run weft tune once for each"
+                f"{max(worlds)}; run weft tune once for each"
             )
-        device = "sim" if simulated else "cuda"
-        runs.append(
-            Run(
-                world_size=size,
-                device=device,
-                plans=tuple(plans),
-                json=options.json,
-                algorithm_cache=options.algorithm_cache,
-            )
+        device, files = (
+            "sim" if simulated else "cuda",
+            {"json": options.json, "algorithm_cache": options.algorithm_cache},
         )
+        runs.append(Run(world_size=size, device=device, plans=tuple(plans), **files))
     if options.algorithm_cache is not None and options.algorithm_cache.exists():
         algorithms.read(options.algorithm_cache)
     return runs
+
+
+def _plan_of(options: TuneFlags, word: str, shapes: tuple[str, ...], size: int, simulated: bool) -> TunePlan:
+    import torch
+
+    from weft.bench.ops.shapes import op_of, parse_shapes
+    from weft.plan import table as tuned
+    from weft.tune.search import TunePlan, world_of
+    from weft.tune.spaces import parse
+
+    op, variants = parse(word)
+    file, world = options.out, world_of(op, size)
+    if options.algorithm_cache is not None and op_of(op).form != "gemm":
+        raise ValueError(f"--algorithm-cache {options.algorithm_cache}: {op} computes no GEMM; leave it out")
+    gpu = None if simulated else torch.cuda.get_device_name()
+    if file is None and gpu is not None and options.algorithm_cache is None:
+        file = tuned.file_for(gpu, world)
+    if file is not None:
+        _check_file(file, gpu, world, simulated)
+    parsed = parse_shapes(op, shapes, size, tiny=simulated)
+    return TunePlan(op=op, shapes=parsed, dtype=options.dtype, quick=options.quick, out=file, variants=variants)
 
 
 def _check_file(file: Path, gpu: str | None, world_size: int, simulated: bool) -> None:
@@ -220,9 +218,9 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
         try:
             if run.algorithm_cache is not None:
                 arguments = run.plans, run.algorithm_cache
-                found = launch(algorithms_on_rank, run.world_size, run.device, args=arguments, heap_bytes=heap)[0]
+                searched = launch(algorithms_on_rank, run.world_size, run.device, args=arguments, heap_bytes=heap)[0]
                 if talks():
-                    show_algorithms(run, found)
+                    show_algorithms(run, searched)
                 continue
             outcomes = launch(on_rank, run.world_size, run.device, args=(run.plans, run.json), heap_bytes=heap)[0]
         except (WeftError, OSError) as error:  # OSError: the file can no longer be written
@@ -233,8 +231,8 @@ def _tune(runs: list[Run], traceback: bool) -> Exception | None:
                 notices.info("results so far are in %s", ", ".join(map(str, files)))
             return error
         if talks():
-            for one, found in zip(run.plans, outcomes, strict=True):
-                show(run, one, found)
+            for one, searched in zip(run.plans, outcomes, strict=True):
+                show(run, one, searched)
     return None
 
 
@@ -254,7 +252,7 @@ def algorithms_on_rank(team: Team, plans: tuple[TunePlan, ...], file: Path) -> l
         return search_algorithms(team, plans, file, say)
 
 
-def show_algorithms(run: Run, found: list[Entry]) -> None:
+def show_algorithms(run: Run, entries: list[Entry]) -> None:
     """Print a line for each GEMM that was searched, and the file."""
     from weft.bench.render.table import show_cells
 
@@ -271,10 +269,12 @@ def show_algorithms(run: Run, found: list[Entry]) -> None:
             f"{entry.torch_us:.4g}",
             f"{entry.torch_us / entry.us:.2f}x",
         )
-        for entry in found
+        for entry in entries
     ]
     show_cells(header, [list(map(Text, row)) for row in rows], console, left=2)
-    console.print(f"{len(found)} GEMMs searched, the others were known; added to {run.algorithm_cache}", soft_wrap=True)
+    console.print(
+        f"{len(entries)} GEMMs searched, the others were known; added to {run.algorithm_cache}", soft_wrap=True
+    )
 
 
 def show(run: Run, plan: TunePlan, outcomes: list[Outcome]) -> None:

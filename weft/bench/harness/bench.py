@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.bench.harness import meters
 from weft.bench.harness.meters import Meter, finish
-from weft.bench.harness.provider import Prepared, Provider, Verdict
+from weft.bench.harness.provider import Prepared, Provider, Result, Verdict
 from weft.bench.harness.report import Row
 from weft.bench.harness.workload import Failed, Problem, Shape, Workload, together
 
@@ -58,7 +58,7 @@ class Entrant:
             self.prepared = None
 
 
-def silent(told: Any) -> None:
+def silent(told: object) -> None:
     """Print nothing, write nothing."""
 
 
@@ -174,17 +174,16 @@ class Bench:
             entrant.leave()
         return entrant
 
-    def judged(self, problem: Problem, entrant: Entrant, out: Any, complaint: str) -> Row:
+    def judged(self, problem: Problem, entrant: Entrant, out: Result, complaint: str) -> Row:
         """Row of the entrant after a check of ``out``. It has a reason if the answer is wrong."""
         row = entrant.row
         try:
-            found: Verdict = problem.check(entrant.prepared, out, f"{row.provider} at {row.label}")
+            verdict: Verdict = problem.check(entrant.prepared, out, f"{row.provider} at {row.label}")
         except Failed as error:
             return replace(row, reason=f"could not be checked: {error}")
-        worst, rms = (error if math.isfinite(error) else None for error in (found.max_abs_error, found.rms_error))
-        return replace(
-            row, max_abs_error=worst, rms_error=rms, reason=f"{complaint}: {found.wrong}" if found.wrong else None
-        )
+        worst, rms = (error if math.isfinite(error) else None for error in (verdict.max_abs_error, verdict.rms_error))
+        wrong = f"{complaint}: {verdict.wrong}" if verdict.wrong else None
+        return replace(row, max_abs_error=worst, rms_error=rms, reason=wrong)
 
     def set_up(self, problem: Problem, entrant: Entrant) -> None:
         """Give the entrant its meters, whose answers are checked again; no ``single`` if it is excluded."""
@@ -192,7 +191,7 @@ class Bench:
         numbers = meters.order(len(problem.sets), problem.replicas)
         reason = None
         if team.is_simulated:
-            meter: Any = meters.HostMeter(team, prepared, numbers[-1:])
+            meter: Meter = meters.HostMeter(team, prepared, numbers[-1:])
             mode = "host"
         else:
             make = meters.AroundMeter if self.empty_us is None else meters.GraphMeter
@@ -231,7 +230,7 @@ class Bench:
             return replace(entrant.row, reason=str(error))
         finish(self.team, what)
         if entrant.prepared.in_place and isinstance(meter, (meters.ChainMeter, meters.AroundMeter)):
-            return entrant.row  # it continued with its own sums, for which there is no answer
+            return entrant.row  # it added to earlier sums, for which there is no answer
         return self.judged(problem, entrant, meter.out, complaint)
 
     def time_alone(self, problem: Problem, entrant: Entrant) -> None:
@@ -259,20 +258,24 @@ class Bench:
         for number in range(rounds):
             # Neighbours alternate, since the previous meter affects clocks and caches. Equal on all ranks.
             self.round([timed[place] for place in meters.in_turn(len(timed), number)])
-            for meter, found in zip(timed, samples, strict=True):
-                found += meter.samples()
-        mine = {id(meter): meters.spread(found) for meter, found in zip(timed, samples, strict=True)}
+            for meter, taken in zip(timed, samples, strict=True):
+                taken += meter.samples()
+        spreads = {id(meter): meters.spread(taken) for meter, taken in zip(timed, samples, strict=True)}
         for entrant in entrants:
-            all_ranks = self.team.exchange([mine[id(meter)] for meter in entrant.meters()])
-            single, *others = [max(ranks, key=lambda s: s.median) for ranks in zip(*all_ranks, strict=True)]
-            chain = others.pop(0).median if entrant.chain is not None else None
-            eager = others.pop(0).median if entrant.eager is not None else None
-            if entrant.row.mode == "eager":
-                eager = single.median
-            entrant.row = replace(
-                entrant.row, median_us=single.median, p10_us=single.p10, p90_us=single.p90, samples=single.samples,
-                chain_us=chain, eager_us=eager,
-            )  # fmt: skip
+            self.fill_in(entrant, spreads)
+
+    def fill_in(self, entrant: Entrant, spreads: dict[int, meters.Spread]) -> None:
+        """Fill in the entrant's times, of ``spreads`` by the ids of this rank's meters."""
+        all_ranks = self.team.exchange([spreads[id(meter)] for meter in entrant.meters()])
+        single, *more = [max(ranks, key=lambda s: s.median) for ranks in zip(*all_ranks, strict=True)]
+        chain = more.pop(0).median if entrant.chain is not None else None
+        eager = more.pop(0).median if entrant.eager is not None else None
+        if entrant.row.mode == "eager":
+            eager = single.median
+        entrant.row = replace(
+            entrant.row, median_us=single.median, p10_us=single.p10, p90_us=single.p90, samples=single.samples,
+            chain_us=chain, eager_us=eager,
+        )  # fmt: skip
 
     def round(self, timed: Sequence[Meter]) -> None:
         for meter in timed:

@@ -2,7 +2,7 @@
 
 GraphMeter   one CUDA graph of n times [prepare, barrier, event, op, event]: single calls, all ranks released at once
 ChainMeter   one CUDA graph of [prepare all, barrier, event, op, op, …, event]: calls in a row, time divided by their number.
-             The first call costs more than the others, since no earlier work hides its launch and the ranks leave the
+             The first call costs more than later ones, since no earlier work hides its launch and the ranks leave the
              barrier apart: on an H200 a 1 KiB all-reduce takes 3 µs in a row and 8 µs alone. `calls_in_a_row` keeps that
              share small.
 AroundMeter  if events cannot be recorded inside a graph: a graph of [prepare all, barrier, op, op, …] minus one of
@@ -20,11 +20,11 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from weft.bench.harness.provider import Prepared
+from weft.bench.harness.provider import Prepared, Result
 from weft.errors import WeftError
 from weft.ops import barrier
 from weft.runtime.codec import exchangeable
@@ -68,7 +68,7 @@ class Spread:
 class Meter(Protocol):
     """Meter of one provider. ``out``: result of the last call of a round, on set 0."""
 
-    out: Any
+    out: Result | None
 
     def replay(self) -> None:
         """Submit one round of work to the GPU."""
@@ -179,7 +179,7 @@ class EagerMeter:
     def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._team, self._prepared, self._numbers = team, prepared, numbers
         self._pairs = [(event(self.external), event(self.external)) for _ in numbers]
-        self.out: Any = None
+        self.out: Result | None = None
 
     def replay(self) -> None:
         for number, (start, end) in zip(self._numbers, self._pairs, strict=True):
@@ -212,7 +212,7 @@ class ChainMeter:
     def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._graph, self._count = torch.cuda.CUDAGraph(), len(numbers)
         self._start, self._end = event(True), event(True)
-        self.out: Any = None
+        self.out: Result | None = None
         with capturing(self._graph):
             _prepare(prepared, sorted(set(numbers), reverse=True))
             barrier(team)
@@ -233,7 +233,7 @@ class AroundMeter:
         self._count = len(numbers)
         self._graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
         self._pairs = [(event(False), event(False)) for _ in self._graphs]
-        self.out: Any = None
+        self.out: Result | None = None
         for graph, with_op in zip(self._graphs, (False, True), strict=True):
             with capturing(graph):
                 _prepare(prepared, sorted(set(numbers), reverse=True))
@@ -256,7 +256,7 @@ class HostMeter:
     def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._team, self._prepared, self._numbers = team, prepared, numbers
         self._samples: list[float] = []
-        self.out: Any = None
+        self.out: Result | None = None
 
     def replay(self) -> None:
         self._samples = []

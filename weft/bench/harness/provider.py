@@ -12,6 +12,9 @@ import torch
 from weft.bench.harness.report import RENAMED
 from weft.runtime.codec import exchangeable
 
+# Tensors that an op or a step returns.
+Result = torch.Tensor | tuple[torch.Tensor, ...]
+
 
 class Unavailable(Exception):
     """Error: a provider cannot run a problem here. Its message is the reason in the table."""
@@ -38,7 +41,7 @@ class Prepared:
     prepare  (number of the set): writes the input where ``run`` reads it, as the kernel before it would; not timed
     local    the result is that of this rank's GEMM alone; for a layer, this rank's rows of it
     compare  result -> (what is checked of it, what that is to be), where the result is not the op's
-    roundings  roundings to the dtype that each element goes through, one behind the other: more than the last where a library
+    roundings  roundings to the dtype that each element goes through, one after the other: more than the last where a library
              stores intermediate results
     in_place the result replaces the input: correct once after each ``prepare``
     close    frees resources that are not freed automatically
@@ -46,10 +49,10 @@ class Prepared:
     first    for a layer or model: comparisons made before ``run`` is called, as (name, distance on this rank)
     """
 
-    run: Callable[[int], Any]
+    run: Callable[[int], Result]
     prepare: Callable[[int], None] | None = None
     local: bool = False
-    compare: Callable[[Any], tuple[Any, Any]] | None = None
+    compare: Callable[[Result], tuple[Result, Result]] | None = None
     roundings: int = 1
     in_place: bool = False
     close: Callable[[], None] | None = None

@@ -20,7 +20,7 @@ from weft.arguments import did_you_mean
 from weft.bench import names
 from weft.bench.harness.limits import Limits
 from weft.bench.harness.meters import Meter, Stuck
-from weft.bench.harness.provider import Prepared, Provider, Unavailable, Verdict, named_by
+from weft.bench.harness.provider import Prepared, Provider, Result, Unavailable, Verdict, named_by
 from weft.errors import CallMismatch, PeerFailed, PeerSilent, WeftError
 
 if TYPE_CHECKING:
@@ -79,16 +79,16 @@ class Problem:
         """Reason to exclude a provider before its first call; "" if there is none. Collective."""
         return ""
 
-    def check(self, prepared: Prepared, out: Any, what: str) -> Verdict:
+    def check(self, prepared: Prepared, out: Result, what: str) -> Verdict:
         """Verdict of all ranks on the result of ``prepared.run(0)``. Collective; may raise Failed."""
-        found: list[Verdict] = self.team.exchange(together(self.team, lambda: self.verdict(prepared, out)))
-        wrong = next((f"rank {rank}: {verdict.wrong}" for rank, verdict in enumerate(found) if verdict.wrong), "")
+        verdicts: list[Verdict] = self.team.exchange(together(self.team, lambda: self.verdict(prepared, out)))
+        wrong = next((f"rank {rank}: {verdict.wrong}" for rank, verdict in enumerate(verdicts) if verdict.wrong), "")
         # A maximum would lose NaN.
-        worst = max(filter(math.isfinite, (verdict.max_abs_error for verdict in found)), default=math.inf)
-        rms = max(filter(math.isfinite, (verdict.rms_error for verdict in found)), default=math.inf)
+        worst = max(filter(math.isfinite, (verdict.max_abs_error for verdict in verdicts)), default=math.inf)
+        rms = max(filter(math.isfinite, (verdict.rms_error for verdict in verdicts)), default=math.inf)
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
 
-    def verdict(self, prepared: Prepared, out: Any) -> Verdict:
+    def verdict(self, prepared: Prepared, out: Result) -> Verdict:
         """Verdict of this rank."""
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ class Workload:
     """Op, layer or model at several shapes: plain data, sent to all ranks.
 
     name       of the op or model benchmark, in commands and reports
-    words      names or families of the providers to measure, and of others that it lacks; all if empty
+    words      names or families of the providers to measure, also such that it lacks; all if empty
     baselines  folder of baselines; None: a checkout's
     """
 
@@ -129,9 +129,9 @@ class Workload:
         raise NotImplementedError
 
     def providers(self, simulated: bool = False) -> tuple[Provider, ...]:
-        """Providers to measure: those that ``words`` name. "torch" also names every "torch.…".
+        """Providers to measure, which ``words`` name. "torch" also names every "torch.…".
 
-        Without words these are all providers; on GPUs all but those on request. ValueError if none is left.
+        Without words these are all providers; on GPUs without the ones on request. ValueError if none is left.
         """
         available = self.available()
         if not self.words:
@@ -218,7 +218,7 @@ class Workload:
 def together(team: Team, action: Callable[[], T], launches: str | None = None) -> T:
     """Result of ``action``; Failed on all ranks, with the first rank's reason, if it raised on any.
 
-    ``action`` must not be collective, since a rank that raises would leave the others in it. A provider's may be, if it fails
+    ``action`` must not be collective, since a rank that raises would leave its peers in it. A provider's may be, if it fails
     on all ranks alike.
     ``launches``: description of its GPU work with waits between ranks. OutOfStep if it raised on some ranks only.
     """
@@ -249,9 +249,9 @@ def _one_line(error: Exception) -> str:
 def sizes_or_set(
     word: str, count: int, sets: Collection[str], usage: str
 ) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """(``count`` sizes, "", ()) that a word lists, or ((), name of a set, numbers behind its colon).
+    """(``count`` sizes, "", ()) that a word lists, or ((), name of a set, numbers after the colon).
 
-    ValueError for others; usage: what the sizes are.
+    ValueError for any other word; usage: what the sizes are.
     """
     number = r"[1-9]\d*"
     if re.fullmatch(rf"{number}(,{number}){{{count - 1}}}", word):
@@ -281,11 +281,11 @@ def listed_shapes(
 
 def words_apart(text: str) -> list[str]:
     """Words of a list. A number belongs to the numbers before it, or to the rows of a set."""
-    found: list[str] = []
+    words: list[str] = []
     for part in text.split(","):
-        word = found[-1] if found else ""
+        word = words[-1] if words else ""
         if word and not part.strip()[:1].isalpha() and (":" in word or not word[:1].isalpha()):
-            found[-1] = f"{word},{part.strip()}"
+            words[-1] = f"{word},{part.strip()}"
         else:
-            found.append(part.strip())
-    return found
+            words.append(part.strip())
+    return words

@@ -59,7 +59,24 @@ class ModelFlags:
         return numbers("bsz", self.bsz), numbers("ctx", self.ctx)
 
     def check_ops(self, ops: dict[str, tuple[str, ...]], eager: bool) -> None:
-        """Raise ValueError for contradictory flags, and for those that none of ``ops`` (with shapes) takes."""
+        """Raise ValueError for contradictory flags, and for flags that none of ``ops`` (with shapes) takes."""
+        self._check_takers(ops, eager)
+        if not any(map(is_model, ops)):
+            return
+        shapes = [given for op, given in ops.items() if is_model(op) and given]
+        if shapes and (self.run_type or any(self.steps)):
+            raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
+        for flag, value, known in (("model", self.model, MODELS), ("run-type", self.run_type, RUN_TYPES)):
+            if value is not None:
+                one_of(flag, value, known)
+        if self.random_cache and self.check:
+            raise ValueError("--check compares answers, which --random-cache makes meaningless; leave one of them out")
+        for mode in self.modes:
+            if OLD_MODES.get(mode, mode) not in WEFT_MODES:
+                near = did_you_mean(mode, (*WEFT_MODES, *OLD_MODES))
+                raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}{near}")
+
+    def _check_takers(self, ops: dict[str, tuple[str, ...]], eager: bool) -> None:
         for flag in [*self.given(), *(["--eager"] if eager and all(map(is_model, ops)) else [])]:
             takers = levels_of(flag)
             if any(op in takers for op in ops):
@@ -69,21 +86,6 @@ class ModelFlags:
                     f"{flag} belongs to single steps ({', '.join(takers)}); generate times whole answers; leave it out"
                 )
             raise ValueError(f"{flag} belongs to {', '.join(takers)}; {', '.join(ops)} takes --shapes")
-        if not any(map(is_model, ops)):
-            return
-        shapes = [given for op, given in ops.items() if is_model(op) and given]
-        if shapes and (self.run_type or any(self.steps)):
-            raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
-        if self.model is not None:
-            one_of("model", self.model, MODELS)
-        if self.run_type is not None:
-            one_of("run-type", self.run_type, RUN_TYPES)
-        if self.random_cache and self.check:
-            raise ValueError("--check compares answers, which --random-cache makes meaningless; leave one of them out")
-        for mode in self.modes:
-            if OLD_MODES.get(mode, mode) not in WEFT_MODES:
-                near = did_you_mean(mode, (*WEFT_MODES, *OLD_MODES))
-                raise ValueError(f"--mode {mode} is unknown; choose from {', '.join(WEFT_MODES)}{near}")
 
     def workload(
         self,

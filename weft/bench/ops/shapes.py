@@ -88,7 +88,7 @@ def parse_shapes(
     word   SET, SET/PROJECTION, SET:M,M,… or M,N,K of a GEMM op; SET, SET:M,M,… or M,H of all-reduce-rms-norm; "sizes" or
            BYTES,BYTES,… (64KiB, 1MiB) of a collective; SET, SET:T,T,… or T,QUERY_HEADS,KV_HEADS,HEAD_DIM of sharded
            prompts; SET, SET/zipf, SET/recorded, SET:T,T,… or T,K,EXPERTS,HELD,HIDDEN,FEATURES of a mixture of experts; or
-           several of them separated by commas
+           several words separated by commas
     dtype  may bound a shape; the workload refuses an unknown one
     tiny   for simulated ranks: named sets become a few small shapes, and large shapes are refused
 
@@ -96,14 +96,14 @@ def parse_shapes(
     """
     made = op_of(op)
     form = FORMS[made.form]
-    found: dict[tuple[int, ...], Shape] = {}
+    by_size: dict[tuple[int, ...], Shape] = {}
     for word in [one for several in words for one in words_apart(several)] or form.sets[:1]:
         for shape in form.read(made, word, world_size, tiny):
             form.check(made, word, shape.size, dtype)
             if tiny:
                 _check_simulable(word, shape.size, *form.simulable(made, shape.size, world_size))
-            found.setdefault(shape.size, shape)
-    return tuple(found.values())
+            by_size.setdefault(shape.size, shape)
+    return tuple(by_size.values())
 
 
 def stand_ins(op: str, words: Sequence[str], world_size: int, dtype: str = "bf16") -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def stand_ins(op: str, words: Sequence[str], world_size: int, dtype: str = "bf16
             )
             lines.append(
                 f"--shapes {shortened(word)}: simulated ranks run {labels} instead, since a tile takes them milliseconds; "
-                f"its own shapes take a machine with GPUs"
+                f"the named shapes take a machine with GPUs"
             )
     return tuple(lines)
 
@@ -219,20 +219,26 @@ def _read_gemm(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     if part is not None and part not in parts:
         raise ValueError(f"--shapes {word!r}: {name} has no part {part!r} for {op.alias}; it has {', '.join(parts)}")
     chosen = [part] if part else list(parts)
-    if rows and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", rows):
-        raise ValueError(f"--shapes {word}: {rows} are not rows M,M,…: positive numbers, as in {name}:1024,2048")
-    listed = tuple(map(int, rows.split(","))) if rows else ()
-    _check_rows(op, word, listed, world_size)
+    listed = _rows_of_set(op, word, name, rows, world_size)
     if tiny:
         return [Shape(size=(16 * world_size, 48, 32), label=f"tiny {part}") for part in chosen[:1]]
-    if not listed:
-        every = RECIPE_ROWS if name == "symm-mem-recipes" else ROWS
-        listed = tuple(m for m in every if not _rows_sharded(op) or m % world_size == 0)
     if not listed:
         raise ValueError(
             f"--shapes {word}: no rows of {name} divide by world_size={world_size}; name some, as in {name}:{128 * world_size}"
         )
     return [Shape(size=(m, *parts[part]), label=f"{name} {part} M={m}") for part in chosen for m in listed]
+
+
+def _rows_of_set(op: Op, word: str, name: str, rows: str | None, world_size: int) -> list[int]:
+    """``rows`` as numbers; without them all of the set that can be split over the ranks."""
+    if not rows:
+        every = RECIPE_ROWS if name == "symm-mem-recipes" else ROWS
+        return [m for m in every if not _rows_sharded(op) or m % world_size == 0]
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", rows):
+        raise ValueError(f"--shapes {word}: {rows} are not rows M,M,…: positive numbers, as in {name}:1024,2048")
+    listed = [int(m) for m in rows.split(",")]
+    _check_rows(op, word, listed, world_size)
+    return listed
 
 
 def _check_rows(op: Op, word: str, rows: Sequence[int], world_size: int) -> None:

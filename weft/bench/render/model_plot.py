@@ -26,25 +26,27 @@ def times(axes: Axes, report: Report, colours: Sequence[str]) -> None:
     shapes = shapes_of(report)
     workload, limits = workload_of(report), GPUS.get(report.machine["gpu"])
     floors = [workload.floor_us(report.world_size, shape, limits) for shape in shapes]
-    units = [floor or 1e3 for floor in floors] if all(floors) else [1e3] * len(shapes)
-    timed = [p for p in providers_of(report) if any(_us(report, shape, p) for shape in shapes)]
+    has_roofline = all(floors)
+    units = floors if has_roofline else [1e3] * len(shapes)
+    times_of = {p: [_us(report, shape, p) for shape in shapes] for p in providers_of(report)}
+    timed = {provider: times for provider, times in times_of.items() if any(times)}
     width = 0.8 / max(1, len(timed))
-    for number, provider in enumerate(timed):
-        found = [(place, _us(report, shape, provider)) for place, shape in enumerate(shapes)]
-        at = [(place - 0.4 + (number + 0.5) * width, us, units[place]) for place, us in found if us]
+    for number, (provider, all_us) in enumerate(timed.items()):
+        bars = {place: us / unit for place, (us, unit) in enumerate(zip(all_us, units, strict=True)) if us}
         axes.bar(
-            [place for place, _, _ in at], [us / unit for _, us, unit in at], width, label=provider,
+            [place - 0.4 + (number + 0.5) * width for place in bars], list(bars.values()), width, label=provider,
             color=colours[number % len(colours)], gid=provider,
         )  # fmt: skip
-    if all(floors):
-        axes.axhline(1, color="black", linewidth=1.2, label="roofline")
     labels = [next(row.label for row in report.rows if row.shape == shape) for shape in shapes]
-    if all(floors):
-        unit, each = (1e3, "ms") if workload.in_milliseconds else (1, "µs")
-        labels = [f"{label}\n{floor / unit:.3g} {each}" for label, floor in zip(labels, floors, strict=True)]
+    about, ratio = workload.axis, f"ms of {workload.timed}"
+    if has_roofline:
+        axes.axhline(1, color="black", linewidth=1.2, label="roofline")
+        unit, name = (1e3, "ms") if workload.in_milliseconds else (1, "µs")
+        labels = [f"{label}\n{floor / unit:.3g} {name}" for label, floor in zip(labels, floors, strict=True)]
+        about, ratio = f"{workload.axis}, and the roofline of {workload.timed}", "time over the roofline's"
     axes.set_xticks(range(len(shapes)), labels, fontsize=7)
-    axes.set_xlabel(f"{workload.axis}, and the roofline of {workload.timed}" if all(floors) else workload.axis)
-    axes.set_ylabel("time over the roofline's" if all(floors) else f"ms of {workload.timed}")
+    axes.set_xlabel(about)
+    axes.set_ylabel(ratio)
     axes.set_title(title_of(report), loc="left")
     if timed:
         _dress(axes)

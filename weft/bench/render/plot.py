@@ -108,17 +108,12 @@ def _panel(axes: Axes, report: Report, colours: Sequence[str]) -> None:
 def _places(axes: Axes, report: Report) -> list[dict[tuple[int, ...], float]]:
     """Place of each shape on the x axis, by runs of shapes that differ in one size, which grows.
 
-    The axis gets its ticks and its name. Bytes are on a scale of powers of 2; other shapes stand side by side.
+    The axis gets ticks and a name. Bytes are on a scale of powers of 2; other shapes stand side by side.
     """
     shapes, workload = shapes_of(report), workload_of(report)
     label = {row.shape: row.label for row in report.rows}
     if len(shapes[0]) == 1:
-        sizes = sorted(size for (size,) in shapes)
-        axes.set_xscale("log", base=2)
-        ticks = [4**power for power in range(32) if sizes[0] <= 4**power <= sizes[-1]] or sizes[:1]
-        axes.set_xticks(ticks, [size_label(size) for size in ticks], rotation=35, ha="right", fontsize=7)
-        axes.set_xlabel(workload.axis)
-        return [{(size,): size for size in sizes}]
+        return _places_of_bytes(axes, sorted(size for (size,) in shapes), workload.axis)
     varied = max(range(len(shapes[0])), key=lambda axis: len({shape[axis] for shape in shapes}))
     runs: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for shape in shapes:
@@ -142,6 +137,14 @@ def _places(axes: Axes, report: Report) -> list[dict[tuple[int, ...], float]]:
     below.spines["bottom"].set_visible(False)
     below.set_xlabel(workload.axis)
     return places
+
+
+def _places_of_bytes(axes: Axes, sizes: list[int], name: str) -> list[dict[tuple[int, ...], float]]:
+    axes.set_xscale("log", base=2)
+    ticks = [4**power for power in range(32) if sizes[0] <= 4**power <= sizes[-1]] or sizes[:1]
+    axes.set_xticks(ticks, [size_label(size) for size in ticks], rotation=35, ha="right", fontsize=7)
+    axes.set_xlabel(name)
+    return [{(size,): size for size in sizes}]
 
 
 def _lines(report: Report) -> dict[str, dict[tuple[int, ...], float]]:

@@ -52,7 +52,7 @@ class Sheet:
 
 def sheets(report: Report) -> list[Sheet]:
     """All tables of a report: the times, and the breakdown if it was measured."""
-    return [found for found in (sheet(report), breakdown_sheet(report)) if found is not None]
+    return [made for made in (sheet(report), breakdown_sheet(report)) if made is not None]
 
 
 def sheet(report: Report) -> Sheet:
@@ -140,8 +140,8 @@ def fill_header(report: Report) -> tuple[str, ...]:
 
 def fill_of(report: Report, shape: Sequence[int]) -> tuple[str, ...]:
     """Cells below ``fill_header``: the share of the rows of tiles that are pairs, in the timed routing."""
-    found = next((row.figures for row in report.rows if row.shape == tuple(shape) and row.figures), {})
-    return tuple(plain(found.get(name), "{:.2f}") for name in fill_header(report))
+    of_shape = next((row.figures for row in report.rows if row.shape == tuple(shape) and row.figures), {})
+    return tuple(plain(of_shape.get(name), "{:.2f}") for name in fill_header(report))
 
 
 def spread(row: Row | None, milli: bool) -> str:
@@ -251,11 +251,11 @@ def reasons(report: Report, providers: Sequence[str]) -> list[str]:
     everywhere = [row.label for row in report.rows if row.provider == providers[0]] if providers else []
     shared: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for provider in providers:
-        found: dict[str, list[str]] = {}
+        labels_of: dict[str, list[str]] = {}
         for row in report.rows:
             if row.provider == provider and row.reason:
-                found.setdefault(row.reason, []).append(row.label)
-        for reason, labels in found.items():
+                labels_of.setdefault(row.reason, []).append(row.label)
+        for reason, labels in labels_of.items():
             shared.setdefault((reason, tuple(labels)), []).append(provider)
     return [
         f"{', '.join(names)}{'' if list(labels) == everywhere else ' at ' + ', '.join(labels)}: {reason}"

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from weft.bench.harness.provider import Prepared, Provider
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.problem import OpProblem
-from weft.bench.ops.tile_providers import merge_over_ranks
 from weft.kernels.block_cyclic import local_lengths
 from weft.ops.attention import cases
 from weft.ops.attention.paged_attention import paged_attention
 from weft.runtime.arithmetic import cdiv
+
+from .tiles import merge_over_ranks
 
 
 def tickets_of(problem: OpProblem) -> torch.Tensor:

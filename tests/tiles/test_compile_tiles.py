@@ -10,9 +10,9 @@ import pytest
 import torch
 import triton.language as tl
 
+from tests.benchmarks.providers.loaded import loaded
 from tests.compiling import SHARED, a_view, compiled, stack_bytes
 from tests.sampled import sampled
-from weft.bench.ops.tile_providers import GemmOperands, gathered_tile, partial_tile
 from weft.kernels.gemm_tile import SplitK
 from weft.kernels.operands import descriptor_or_self
 from weft.kernels.tile_schedule import as_argument, make_tiles
@@ -22,6 +22,7 @@ from weft.tiles.exchange import Inbox, exchange_kernel
 from weft.tiles.gather import Rows, gather_kernel
 from weft.tiles.tile import Geometry, table_owner, table_rows
 
+on_tiles = loaded("tiles")
 X, WORDS = torch.zeros((512, 512), dtype=torch.bfloat16), torch.zeros((4, 4), dtype=torch.int32)
 FLOATS = torch.zeros(16)
 WIDE = Tile(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
@@ -30,7 +31,7 @@ SMALL = Tile(block_m=64, block_n=64, block_k=32)
 
 def built(kernel, arch, tile, described=True, **switches):
     a, b = (descriptor_or_self(X, rows, tile.block_k, described) for rows in (tile.block_m, tile.block_n))
-    operands = GemmOperands(512, 512, 4096, 512, tile.block(described))
+    operands = on_tiles.GemmOperands(512, 512, 4096, 512, tile.block(described))
     tiles = as_argument(make_tiles(2048, 4096, panels=4, block_m=tile.block_m, block_n=tile.block_n, group=8, chunks=4))
     channel, geometry = ChannelView(WORDS, WORDS, tl.constexpr(8)), Geometry(2048, 4096, 512, 64, 0, 64)
     common = {"OWNER_OF": None, "ROWS_OF": None, "ROWS": tile.block_m, "COLUMNS": tile.block_n}
@@ -38,13 +39,14 @@ def built(kernel, arch, tile, described=True, **switches):
     if kernel is gather_kernel:
         rows = Rows(X, X, WORDS)
         return compiled(
-            kernel, a, a, b, None, rows, X, operands, WORDS, channel, geometry, tiles, a_view(), arch=arch, BODY=gathered_tile,
-            **{"PLACED": True, "STORES": False, "DESCRIBED": described, **options},
+            kernel, a, a, b, None, rows, X, operands, WORDS, channel, geometry, tiles, a_view(), arch=arch,
+            BODY=on_tiles.gathered_tile, **{"PLACED": True, "STORES": False, "DESCRIBED": described, **options},
         )  # fmt: skip
     cuts = 2 if tile is WIDE else 0
     return compiled(
         kernel, b, a, X, operands, WORDS, Inbox(X, WORDS), SplitK(FLOATS, WORDS), channel, geometry, tiles, a_view(), arch=arch,
-        BODY=partial_tile, MERGE=None, STORE=None, PART=tile.block_m * tile.block_n, CUTS=cuts, **{"SPLIT": 1, **options},
+        BODY=on_tiles.partial_tile, MERGE=None, STORE=None, PART=tile.block_m * tile.block_n, CUTS=cuts,
+        **{"SPLIT": 1, **options},
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from tests.ops.checking import assert_close, assert_identical
 from tests.sampled import sampled
 from tests.tiles import bodies
 from weft import tiles
+from weft.tiles.exchange import _shared
 
 M, N, K = 20, 24, 16
 STEP = tl.constexpr(16)
@@ -68,6 +69,41 @@ def test_programs_share_a_tile_s_sum(world, split, mapped, K, monkeypatch):
     once, again = (weft.simulate(main, world, seed=seed, slow={world - 1: 10.0}) for seed in (1, 2))
     for one, other in zip(once, again, strict=True):
         assert_identical(one, other, what="another timing")
+
+
+@pytest.mark.parametrize(
+    ("split", "count", "programs", "whole_and_split"),
+    [
+        (4, 6, 4, (4, 2)),
+        (4, 2, 8, (0, 4)),
+        (8, 3, 4, (3, 1)),
+        (4, 400, 132, (396, 4)),
+        (3, 8, 4, (8, 1)),
+        (1, 5, 4, (5, 1)),
+    ],
+)
+def test_tiles_of_a_round_that_is_half_full_at_most_are_shared(split, count, programs, whole_and_split):
+    assert _shared(split, count, programs) == whole_and_split
+
+
+@pytest.mark.parametrize(("mapped", "sms"), [(False, 4), (False, 5), (True, 8), (True, 3)])
+def test_only_the_tiles_of_the_last_round_are_shared(mapped, sms, monkeypatch):
+    """Six tiles, or four of a map: whole numbers below 2**24, whose sums are exact."""
+    monkeypatch.setattr("tests.tiles.test_exchange.K", 48)
+    monkeypatch.setattr("tests.tiles.test_exchange.M", M if mapped else 36)
+    monkeypatch.setattr(
+        torch, "randn", lambda *shape, generator: torch.randint(-4, 5, shape, generator=generator).float()
+    )
+
+    def main(team):
+        for call in range(2):
+            split = scattered(team, call, torch.float32, mapped, tiles.ExchangePlan(rows=16, columns=32, split=4))[0]
+            whole, a, b = scattered(team, call, torch.float32, mapped)
+            wanted = torch.einsum("wmk,wnk->mn", a, b).chunk(team.size)[team.rank]
+            assert_identical(split, whole, what=f"call {call} of rank {team.rank}")
+            assert_identical(split, wanted, what=f"call {call} of rank {team.rank}")
+
+    weft.simulate(main, 2, seed=1, slow={1: 10.0}, sms=sms)
 
 
 @pytest.mark.parametrize("columns", [32, 512])

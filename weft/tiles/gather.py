@@ -24,10 +24,12 @@ from weft.tiles.tile import (
     Matrices,
     Shard,
     TileMap,
+    about_of,
     check_body,
     check_map,
     check_operands,
     check_sizes,
+    covers_of,
     identity,
     launch_constants,
     numbers_for,
@@ -35,6 +37,7 @@ from weft.tiles.tile import (
     tile_of,
 )
 from weft.transport.copy_channel import MAX_CHUNKS, CopyChannel
+from weft.triton_api import JITFunction
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -104,7 +107,7 @@ def gather_kernel(
     STORES: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """BODY of every tile, those of the own rows first.        grid: (programs,)
+    """BODY of every tile, tiles of own rows first.        grid: (programs,)
 
     own_data, gathered_data  of ``rows`` as bodies get them: pointers, or tensor descriptors, which Triton takes by themselves
     first, second  ``Matrices``
@@ -114,7 +117,7 @@ def gather_kernel(
     geometry  ``Geometry``; tiles: ``Tiles`` of the affine map as an argument, whose panels and chunks all maps have
 
     signals   copy engine of rank s, after each chunk of its shard; STORES: the last program of rank s to store its part of it
-    waits     before the first tile of rank s that needs chunk c: chunks 0 .. c of rank s; all of them unless PLACED
+    waits     before the first tile of rank s that needs chunk c: chunks 0 .. c of rank s; all chunks unless PLACED
     reuse     of a half of gathered: CopyChannel
     progress  copy engines: programs wait for them only, and need not be resident. STORES: a program stores before it waits,
               and all programs of all ranks are resident
@@ -136,7 +139,8 @@ def gather_kernel(
     for number in range(begin, end, programs):
         tile = tile_of(number, me, about, geometry, tiles, chunk_rows, world, ROWS, OWNER_OF, ROWS_OF, PLACED)
         if tile.rows > 0:
-            marks.begins_tile(tile, out, rows.own, rows.gathered, geometry, chunk_rows, panel_rows, 0, world, COLUMNS)
+            arrived = marks.Arrived(chunk_rows, panel_rows, 0)
+            marks.begins_tile(tile, out, rows.own, rows.gathered, arrived, geometry, world, COLUMNS)
             run_body(Shard(own_data, 0), out, tile, operands, first, second, BODY, ROWS, COLUMNS)
             marks.ends_tile()
     for step in range(1, world):
@@ -156,9 +160,8 @@ def gather_kernel(
                 while seen < tl.cdiv(limit, chunk_rows):
                     wl.chunk_wait(call, owner, seen, team)
                     seen += 1
-                marks.begins_tile(
-                    tile, out, rows.own, rows.gathered, geometry, chunk_rows, panel_rows, seen, world, COLUMNS
-                )
+                arrived = marks.Arrived(chunk_rows, panel_rows, seen)
+                marks.begins_tile(tile, out, rows.own, rows.gathered, arrived, geometry, world, COLUMNS)
                 run_body(shard, out, tile, operands, first, second, BODY, ROWS, COLUMNS)
                 marks.ends_tile()
 
@@ -174,9 +177,7 @@ def run_body(shard, out, tile, operands, first, second, BODY: tl.constexpr, ROWS
 
 @triton.jit
 def store_chunks(rows, call, geometry, panel_rows, chunk_rows, team):
-    """Store this rank's rows to the peers.
-
-    Each program stores its part of each chunk, and the last one announces the chunk.
+    """Store this rank's rows to the peers: each program its part of each chunk, which the last one announces.
 
     Rank r serves r - 1, r - 2, … : the peer that needs this shard next is first.
     """
@@ -204,13 +205,13 @@ def store_chunks(rows, call, geometry, panel_rows, chunk_rows, team):
 
 
 def gather(
-    body: Any,
+    body: JITFunction,
     shard: torch.Tensor,
     out: torch.Tensor,
-    operands: Any,
+    operands: object,
     team: Team,
     *,
-    matrices: Sequence[Any] = (),
+    matrices: Sequence[object] = (),
     plan: GatherPlan | None = None,
     map: TileMap | None = None,
 ) -> torch.Tensor:
@@ -222,7 +223,7 @@ def gather(
     out       [rows, N], this rank's, contiguous; the affine map has [W * m, N]: rows in rank order, every column
     operands  argument of the body, such as a NamedTuple of tensors, numbers and ``tl.constexpr``
     matrices  at most two tensors or tensor descriptors, which Triton takes by themselves only: the body then gets
-              ``Matrices`` behind its operands
+              ``Matrices`` after its operands
     plan      the same on all ranks
     map       ``TileMap``, for tiles that are not panels in rank order
 
@@ -230,28 +231,8 @@ def gather(
     arguments that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     plan = plan or GatherPlan()
-    check_team("tiles.gather", team)
-    check_body("body", body)
-    check_instance("plan", plan, GatherPlan, "a weft.tiles.GatherPlan")
-    check_map("tiles.gather", map)
-    for name, matrix in (("shard", shard), ("out", out)):
-        check_tensor("tiles.gather", name, matrix, team)
-        if matrix.dim() != 2 or 0 in matrix.shape:
-            raise ValueError(f"tiles.gather: {name} has shape {tuple(matrix.shape)}; pass a matrix that is not empty")
-    given = check_operands("tiles.gather", operands, matrices)
-    if not out.is_contiguous():
-        raise ValueError(f"tiles.gather: out has strides {out.stride()}; pass a contiguous tensor")
+    given = _check(body, shard, out, operands, matrices, team, plan, map)
     world, (m, K), N = team.size, shard.shape, out.shape[1]
-    if map is None and len(out) != world * m:
-        raise ValueError(
-            f"tiles.gather: out has {len(out)} rows, and {world} ranks have {m} each; pass {world * m} rows, or a map"
-        )
-    if world > 1:
-        agree("tiles.gather", team, ("shard.shape[0]", "shard.shape[1]", "dtype", "plan"), (m, K, shard.dtype, plan))
-    if plan.step and K * shard.itemsize % 16:
-        raise ValueError(
-            f"tiles.gather: step={plan.step} needs rows that begin on 16 bytes, and K={K} of {shard.dtype} do not; pass step=0"
-        )
     shard, described = shard.detach().contiguous(), bool(plan.step)
     if described and not can_describe(shard):
         shard = shard.clone()
@@ -267,7 +248,7 @@ def gather(
     if world > 1 and not stores:
         team.copy_engine.fork()
         _send(team, channel, shard, gathered, tiles.chunk * plan.rows, panel)
-    count = map.tiles if map else tiles.count
+    count = tiles.count if map is None else map.tiles
 
     def constants() -> dict[str, Any]:
         placed = map is None or not map.positions
@@ -283,15 +264,45 @@ def gather(
         Rows(shard, gathered, arrivals),
         out,
         operands,
-        operands if map is None or map.table is None else map.table,
+        about_of(map, operands),
         channel.landed.view,
-        Geometry(m, N, K, count, map.covers or 0 if map else 0, 0),
+        Geometry(m, N, K, count, covers_of(map), 0),
         as_argument(tiles),
         team.view,
     )
     if world > 1 and not stores:
         team.copy_engine.join()
     return out
+
+
+def _check(
+    body: JITFunction, shard: torch.Tensor, out: torch.Tensor, operands: object, matrices: Sequence[object], team: Team,
+    plan: GatherPlan, map: TileMap | None,
+) -> Matrices:  # fmt: skip
+    """``matrices`` as arguments. ValueError for arguments that do not fit. Collective."""
+    check_team("tiles.gather", team)
+    check_body("body", body)
+    check_instance("plan", plan, GatherPlan, "a weft.tiles.GatherPlan")
+    check_map("tiles.gather", map)
+    for name, matrix in (("shard", shard), ("out", out)):
+        check_tensor("tiles.gather", name, matrix, team)
+        if matrix.dim() != 2 or 0 in matrix.shape:
+            raise ValueError(f"tiles.gather: {name} has shape {tuple(matrix.shape)}; pass a matrix that is not empty")
+    given = check_operands("tiles.gather", operands, matrices)
+    if not out.is_contiguous():
+        raise ValueError(f"tiles.gather: out has strides {out.stride()}; pass a contiguous tensor")
+    world, (m, K) = team.size, shard.shape
+    if map is None and len(out) != world * m:
+        raise ValueError(
+            f"tiles.gather: out has {len(out)} rows, and {world} ranks have {m} each; pass {world * m} rows, or a map"
+        )
+    if world > 1:
+        agree("tiles.gather", team, ("shard.shape[0]", "shard.shape[1]", "dtype", "plan"), (m, K, shard.dtype, plan))
+    if plan.step and K * shard.itemsize % 16:
+        raise ValueError(
+            f"tiles.gather: step={plan.step} needs rows that begin on 16 bytes, and K={K} of {shard.dtype} do not; pass step=0"
+        )
+    return given
 
 
 def _send(

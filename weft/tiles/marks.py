@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
+import triton.language as tl
 
 from weft.simulator.intrinsics import simulated
+
+if TYPE_CHECKING:
+    from weft.simulator.machine.machine import Machine
+    from weft.tiles.tile import Geometry, Tile
+
+
+class Arrived(NamedTuple):
+    """Rows of a tile's owner that a body may load: the first ``chunks`` chunks of chunk_rows rows, of a panel of panel_rows.
+
+    All 0 without gathered rows.
+    """
+
+    chunk_rows: tl.tensor
+    panel_rows: tl.tensor
+    chunks: tl.tensor
 
 
 @triton.jit
@@ -18,11 +34,11 @@ def maps_tile(tile, rows_of_owner, chunk_rows, covers, world):
 
 
 @triton.jit
-def begins_tile(tile, out, own, gathered, geometry, chunk_rows, panel_rows, chunks, world, COLUMNS):
+def begins_tile(tile, out, own, gathered, arrived, geometry, world, COLUMNS):
     """Mark the start of a body.
 
-    It stores to the tile's part of ``out``, and loads rows of ``own``, this rank's shard, or of ``gathered``, of the owner's
-    first ``chunks`` chunks. None: there is no such tensor.
+    It stores to the tile's part of ``out``, and loads rows of ``own``, this rank's shard, or of ``gathered``, where they have
+    ``arrived``. None: there is no such tensor.
     """
 
 
@@ -32,7 +48,9 @@ def ends_tile():
 
 
 @simulated(maps_tile)
-def _maps_tile(machine: Any, tile: Any, rows_of_owner: Any, chunk_rows: Any, covers: Any, world: Any) -> None:
+def _maps_tile(
+    machine: Machine, tile: Tile, rows_of_owner: object, chunk_rows: object, covers: object, world: object
+) -> None:
     from weft.simulator.observer import MappedTile
 
     fields = {name: _int(getattr(tile, name)) for name in ("number", "owner", "row", "rows", "column")}
@@ -42,13 +60,13 @@ def _maps_tile(machine: Any, tile: Any, rows_of_owner: Any, chunk_rows: Any, cov
 
 @simulated(begins_tile)
 def _begins_tile(
-    machine: Any, tile: Any, out: Any, own: Any, gathered: Any, geometry: Any, chunk_rows: Any, panel_rows: Any, chunks: Any,
-    world: Any, COLUMNS: Any,
+    machine: Machine, tile: Tile, out: tl.tensor | None, own: tl.tensor | None, gathered: tl.tensor | None,
+    arrived: Arrived, geometry: Geometry, world: object, COLUMNS: object,
 ) -> None:  # fmt: skip
     from weft.simulator.observer import TileMark
 
     N, K, columns, column = (_int(value) for value in (geometry.N, geometry.K, COLUMNS, tile.column))
-    sizes = {"panel_rows": panel_rows, "chunk_rows": chunk_rows, "chunks": chunks, "world_size": world}
+    sizes = {name: getattr(arrived, name) for name in ("panel_rows", "chunk_rows", "chunks")} | {"world_size": world}
     machine.observer.tile_began(
         TileMark(
             **{name: _int(getattr(tile, name)) for name in ("number", "owner", "row", "rows")},
@@ -64,24 +82,24 @@ def _begins_tile(
 
 
 @simulated(ends_tile)
-def _ends_tile(machine: Any) -> None:
+def _ends_tile(machine: Machine) -> None:
     machine.observer.tile_ended()
 
 
-def _int(value: Any) -> int:
+def _int(value: object) -> int:
     from weft.simulator import interpreter as interp
 
     return int(interp.value_of(value))
 
 
-def _itemsize(pointer: Any) -> int:
+def _itemsize(pointer: tl.tensor | None) -> int:
     from weft.simulator import interpreter as interp
 
     return 0 if pointer is None else (interp.element_dtype(pointer).primitive_bitwidth + 7) // 8
 
 
-def _address(pointer: Any) -> int:
-    """Address behind a pointer; 0 for None."""
+def _address(pointer: tl.tensor | None) -> int:
+    """Address in a pointer; 0 for None."""
     from weft.simulator import interpreter as interp
     from weft.simulator.machine.pointers import ADDRESS
 

@@ -31,9 +31,9 @@ class Tile(NamedTuple):
     owner      rank whose rows it needs (gather), or that gets it (scatter, exchange)
     row        its first row, counted over all ranks
     owner_row  the same row, counted from the owner's first one
-    rows       rows of the tile, at most ROWS: mask the others
+    rows       rows of the tile, at most ROWS: mask the rest
     column     column tile: columns column * COLUMNS .. of the result
-    share      in 0 .. shares - 1, of the tile's sum: this program's (``ExchangePlan.split``); 0 of 1 unless it is split
+    share      in 0 .. shares - 1, of the tile's sum: this program's (``ExchangePlan.split``); 0 of 1 for a whole tile
     """
 
     number: tl.tensor
@@ -58,7 +58,7 @@ class Shard(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Up to two tensors or tensor descriptors that a body gets behind its operands; None: not given."""
+    """Up to two tensors or tensor descriptors that a body gets after its operands; None: not given."""
 
     first: tl.tensor
     second: tl.tensor
@@ -66,7 +66,7 @@ class Matrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileMap:
-    """Map of tiles to owners and rows, in place of the affine one.
+    """Map of tiles to owners and rows, in place of the affine map.
 
     owner_of  ``@triton.jit`` function (number, operands) -> rank
     rows_of   ``@triton.jit`` function (number, operands) -> (row, rows, column); 0 rows for a number without a tile
@@ -79,8 +79,8 @@ class TileMap:
     Both functions give the same on all ranks. ``row`` is counted over all ranks. ``TileMap.of`` makes the map of a table.
     """
 
-    owner_of: Any
-    rows_of: Any
+    owner_of: JITFunction
+    rows_of: JITFunction
     tiles: int
     covers: int | None = None
     positions: bool = False
@@ -144,18 +144,17 @@ class Geometry(NamedTuple):
 
 
 @triton.jit
-def numbers_for(target, tiles, count, world, MAPPED: tl.constexpr, SPLIT: tl.constexpr = 1):
-    """This program's first number of a tile of rank ``target``, and the limit, both times SPLIT.
+def numbers_for(target, tiles, count, world, MAPPED: tl.constexpr):
+    """This program's first number of a tile of rank ``target``, and the limit.
 
-    SPLIT programs share a tile. Program p of P computes the numbers p, p + P, p + 2 P, … in all. ``tile_of`` skips those of
-    other ranks.
+    Program p of P computes the numbers p, p + P, p + 2 P, … in all. ``tile_of`` skips tiles of other ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if MAPPED:
-        return program, count * SPLIT
+        return program, count
     else:
-        begin = first_tile(target, tiles, world) * SPLIT
-        return begin + (program + programs - begin % programs) % programs, first_tile(target + 1, tiles, world) * SPLIT
+        begin = first_tile(target, tiles, world)
+        return begin + (program + programs - begin % programs) % programs, first_tile(target + 1, tiles, world)
 
 
 @triton.jit
@@ -181,17 +180,17 @@ def tile_of(
         return Tile(number, owner, row, tile.owner_row, tl.where(owner == target, rows, 0), column, share, SHARES)
 
 
-def check_body(name: str, body: Any) -> None:
+def check_body(name: str, body: object) -> None:
     """ValueError unless ``body`` is a ``@triton.jit`` function."""
     check_instance(name, body, JITFunction, "a function decorated with @triton.jit")
 
 
-def check_map(op: str, map: Any) -> None:
+def check_map(op: str, map: object) -> None:
     """ValueError unless ``map`` is a TileMap or None."""
     check_optional(check_instance, f"{op}: map", map, TileMap, "a weft.tiles.TileMap, or None for panels in rank order")
 
 
-def check_operands(op: str, operands: Any, matrices: Sequence[Any]) -> Matrices:
+def check_operands(op: str, operands: object, matrices: Sequence[object]) -> Matrices:
     """``matrices`` as arguments. ValueError for more than two, or a descriptor inside ``operands``."""
     if (
         not isinstance(matrices, (tuple, list))
@@ -219,6 +218,16 @@ def check_sizes(plan: Any, **at_least: int) -> None:
     for name in ("rows", "columns", "num_warps"):
         if (value := getattr(plan, name)) & (value - 1):
             raise ValueError(f"{name}={value} is not a power of two")
+
+
+def about_of(map: TileMap | None, operands: object) -> object:
+    """Argument of the map's functions."""
+    return operands if map is None or map.table is None else map.table
+
+
+def covers_of(map: TileMap | None) -> int:
+    """``Geometry.covers``."""
+    return 0 if map is None else map.covers or 0
 
 
 def identity(map: TileMap | None) -> tuple[Any, ...]:

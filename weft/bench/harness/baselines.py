@@ -19,7 +19,7 @@ from weft.bench.harness.provider import Provider
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 WITHOUT = (
-    "baselines of experts, attention, training and torch.compile are not installed with weft; pass --baselines "
+    "baselines of experts, attention, training, tiles and torch.compile are not installed with weft; pass --baselines "
     "FOLDER, which a checkout of weft has as benchmarks/providers"
 )
 
@@ -49,16 +49,16 @@ def _loaded(folder: Path) -> tuple[Provider, ...]:
     files = sorted(folder.glob("*.py"))
     package = sys.modules[package_of(folder)] = types.ModuleType(package_of(folder))
     package.__path__ = [str(folder)]
-    found: list[Provider] = []
+    providers: list[Provider] = []
     for file in files:
         try:
-            found += getattr(importlib.import_module(f"{package.__name__}.{file.stem}"), "PROVIDERS", ())
+            providers += getattr(importlib.import_module(f"{package.__name__}.{file.stem}"), "PROVIDERS", ())
         except Exception as error:
             raise ValueError(
                 f"--baselines {file}: {type(error).__name__}: {error}; mend it, or move it away"
             ) from error
-    if not found:
+    if not providers:
         raise ValueError(
             f"--baselines {folder}: no Python file there has PROVIDERS; name a folder as benchmarks/providers"
         )
-    return tuple(found)
+    return tuple(providers)

@@ -1,10 +1,9 @@
-"""Providers of each op: weft's choice and designs, then baselines, then ops on weft.tiles."""
+"""Providers of each op: weft's choice and designs, then baselines."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from weft.bench.harness.baselines import baselines_for
 from weft.bench.harness.provider import Prepared, Provider
@@ -12,15 +11,14 @@ from weft.bench.ops.baselines import BASELINES
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import computes, op_of
-from weft.bench.ops.tile_providers import TILE_PROVIDERS
 from weft.ops.op import Op
 from weft.plan.planned import AUTO, Planned, machine_of
 
 
 def providers_for(op: str, baselines: Path | None = None) -> tuple[Provider, ...]:
-    """``baselines``: a folder of more of them, by default a checkout's."""
-    of_torch, on_tiles = ([one for one in several if op in one.ops] for several in (BASELINES, TILE_PROVIDERS))
-    return (*_of_weft(op_of(op)), *of_torch, *baselines_for(op, baselines), *on_tiles)
+    """``baselines``: a folder of more baselines, by default a checkout's."""
+    of_torch = [one for one in BASELINES if op in one.ops]
+    return (*_of_weft(op_of(op)), *of_torch, *baselines_for(op, baselines))
 
 
 def _of_weft(op: Op) -> list[Provider]:
@@ -47,7 +45,7 @@ def _of_weft(op: Op) -> list[Provider]:
     ]
 
 
-def prepared(problem: OpProblem, design: Any = AUTO) -> Prepared:
+def prepared(problem: OpProblem, design: object = AUTO) -> Prepared:
     """weft's op at ``problem`` by ``design``: a design, or the name that a caller can ask for."""
     if problem.computes:
         return Prepared(run=lambda number: problem.call(problem.arguments[number], design))

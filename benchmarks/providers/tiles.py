@@ -23,6 +23,7 @@ from weft.ops.gemm.tile import Tile, default_tile
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.overlapped import case_experts
 from weft.ops.moe.routing import Experts
+from weft.runtime.team.team import Team
 
 # --- GEMMs -----------------------------------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ def partial_tile(tile, o, matrices, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return gemm_tile(a, b, tile.row, tile.column * COLUMNS, o.K, first, last, Outgoing(0, 0, 0), o.block, False)
 
 
-def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, team: Any, transport: str, tile: Tile) -> torch.Tensor:
+def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, team: Team, transport: str, tile: Tile) -> torch.Tensor:
     """all_gather(a[m, K]) @ b[N, K].T -> [W * m, N]."""
     (m, K), (b, described) = a.shape, _rows_of(b, a)
     plan = tiles.GatherPlan(
@@ -71,12 +72,11 @@ def all_gather_matmul(a: torch.Tensor, b: torch.Tensor, team: Any, transport: st
     return tiles.gather(gathered_tile, a, out, operands, team, matrices=(operand,), plan=plan)
 
 
-def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Any, tile: Tile) -> torch.Tensor:
+def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, tile: Tile) -> torch.Tensor:
     """Rows of this rank of the sum of a[M, K] @ b[N, K].T over the ranks -> [M / W, N]."""
     a, (b, described) = rows_contiguous(a), _rows_of(b, a)
-    count = team.size * triton.cdiv(len(a) // team.size, tile.block_m) * triton.cdiv(len(b), tile.block_n)
-    # With fewer tiles than SMs several programs share one, of 8 steps along K at least.
-    split = max(1, min(team.caps.sms // count, a.shape[1] // (8 * tile.block_k), tiles.MAX_SPLIT))
+    # Programs that share a tile of the last round have 8 steps along K at least.
+    split = max(1, min(a.shape[1] // (8 * tile.block_k), tiles.MAX_SPLIT))
     plan = tiles.ExchangePlan(
         rows=tile.block_m, columns=tile.block_n, group=tile.group, split=split, num_warps=_warps(tile, described, team),
         num_stages=tile.num_stages,
@@ -96,7 +96,7 @@ def _rows_of(b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return b, can_describe(a, b)
 
 
-def _warps(tile: Tile, described: bool, team: Any) -> int:
+def _warps(tile: Tile, described: bool, team: Team) -> int:
     return tile.options(described, team.caps.arch)["num_warps"]
 
 
@@ -183,7 +183,7 @@ def all_gather_grouped_matmul_silu_mul(
     ids: torch.Tensor,
     gate_up: torch.Tensor,
     experts: Experts,
-    team: Any,
+    team: Team,
     most: int,
     plan: tiles.GatherPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,7 +252,7 @@ def store_heads(state, source, out, tile, o, ROWS: tl.constexpr, COLUMNS: tl.con
     tl.store(out + at, merged(state).to(out.dtype.element_ty), mask=(r < tile.rows)[:, None])
 
 
-def merge_over_ranks(means: torch.Tensor, log_sums: torch.Tensor, team: Any, rows: int = 8) -> torch.Tensor:
+def merge_over_ranks(means: torch.Tensor, log_sums: torch.Tensor, team: Team, rows: int = 8) -> torch.Tensor:
     """Attention [B, heads / W, D] of this rank's heads from all ranks' parts.
 
     means [B, heads, D], log_sums [B, heads] in natural logs
@@ -269,7 +269,7 @@ def _provider(name: str, op: str, make: Any) -> Provider:
     return Provider(name=name, ops=(op,), role="other", make=make, on_request=True)
 
 
-TILE_PROVIDERS = (
+PROVIDERS = (
     _provider("tiles.copy", "ag-gemm", lambda problem: _gemm(problem, all_gather_matmul, "copy")),
     _provider("tiles.store", "ag-gemm", lambda problem: _gemm(problem, all_gather_matmul, "store")),
     _provider("tiles.store", "gemm-rs", lambda problem: _gemm(problem, matmul_reduce_scatter)),

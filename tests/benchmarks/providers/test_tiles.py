@@ -5,10 +5,10 @@ import torch
 
 import weft
 from tests.bench.ops.choosing import choose
+from tests.benchmarks.providers.loaded import loaded
 from tests.ops.checking import assert_close
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import op_of, parse_shapes
-from weft.bench.ops.tile_providers import merge_over_ranks
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_parts_of_heads_are_merged_over_the_ranks():
         means = torch.randn(team.size, B, heads, D, generator=seeded)
         log_sums = torch.randn(team.size, B, heads, generator=seeded)
         log_sums[0, 1] = -torch.inf  # a rank without tokens of a sequence
-        out = merge_over_ranks(means[team.rank], log_sums[team.rank], team)
+        out = loaded("tiles").merge_over_ranks(means[team.rank], log_sums[team.rank], team)
         wanted = (log_sums.softmax(0)[..., None] * means).sum(0).chunk(team.size, 1)[team.rank]
         assert_close(out, wanted, team.size, what=f"heads of rank {team.rank}")
 

@@ -39,12 +39,12 @@ def did_you_mean(value: object, choices: Iterable[Any]) -> str:
     return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """True for Python's and NumPy's integers, but not for booleans."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def check_int(name: str, value: Any, low: int | None = None, high: int | None = None, remedy: str = "") -> int:
+def check_int(name: str, value: object, low: int | None = None, high: int | None = None, remedy: str = "") -> int:
     """The value as an int. ValueError unless it is an integer in low .. high (None: no bound)."""
     fits = is_integer(value) and (low is None or value >= low) and (high is None or value <= high)
     if fits:
@@ -58,24 +58,24 @@ def check_int(name: str, value: Any, low: int | None = None, high: int | None = 
     raise ValueError(f"{name}={quoted(value)} {rule}" + (f"; {remedy}" if remedy else ""))
 
 
-def positive(name: str, value: Any) -> int:
+def positive(name: str, value: object) -> int:
     """The value as an int. ValueError unless it is a positive integer."""
     return check_int(name, value, 1)
 
 
-def check_number(name: str, value: Any, low: float, high: float, rule: str) -> None:
+def check_number(name: str, value: object, low: float, high: float, rule: str) -> None:
     """ValueError unless the value is a real number in low .. high; `rule` names the range."""
     if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name}={quoted(value)} is not {rule}")
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     """ValueError unless the value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={quoted(value)} is not True or False")
 
 
-def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[Any]) -> None:
     """ValueError unless the value is one of the strings `choices`."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
@@ -83,26 +83,26 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
         raise ValueError(f"{name}={quoted(value)} is not one of {listed}{did_you_mean(value, choices)}")
 
 
-def check_callable(name: str, value: Any, called: str) -> None:
+def check_callable(name: str, value: object, called: str) -> None:
     """ValueError unless the value can be called; `called` shows the call."""
     if not callable(value):
         raise ValueError(f"{name}={quoted(value)} is not a function; pass one that is called as {called}")
 
 
-def check_sequence(name: str, value: Any, rule: str) -> tuple:
+def check_sequence(name: str, value: object, rule: str) -> tuple:
     """The value as a tuple. ValueError unless it is a sequence other than a string; `rule` describes it."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         raise ValueError(f"{name}={quoted(value)} is not {rule}")
     return tuple(value)
 
 
-def check_instance(name: str, value: Any, kind: type | tuple[type, ...], rule: str) -> None:
+def check_instance(name: str, value: object, kind: type | tuple[type, ...], rule: str) -> None:
     """ValueError unless the value is an instance of `kind`; `rule` describes it."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}={quoted(value)} is not {rule}")
 
 
-def check_optional(check: Callable[..., Any], name: str, value: Any, *rest: Any) -> Any:
+def check_optional(check: Callable[..., Any], name: str, value: object, *rest: object) -> Any:
     """The result of `check`, or None for None."""
     return None if value is None else check(name, value, *rest)
 
@@ -115,7 +115,7 @@ MOST_RANKS_PER_GPU = 16
 _MOST_HEAP_BYTES = 1 << 47
 
 
-def check_virtual_ranks(name: str, value: Any) -> int:
+def check_virtual_ranks(name: str, value: object) -> int:
     """The value as an int. ValueError unless that number of virtual ranks can be simulated."""
     value = positive(name, value)
     if value > MOST_VIRTUAL_RANKS:
@@ -126,14 +126,14 @@ def check_virtual_ranks(name: str, value: Any) -> int:
     return value
 
 
-def check_heap_bytes(value: Any, name: str = "heap_bytes") -> int | None:
+def check_heap_bytes(value: object, name: str = "heap_bytes") -> int | None:
     """The value as an int, or None. ValueError unless it can be the size of a symmetric heap."""
     if value is None:
         return None
     return check_int(name, value, 1, _MOST_HEAP_BYTES, "pass bytes per rank, or leave it out")
 
 
-def check_debug(value: Any) -> float | None:
+def check_debug(value: object) -> float | None:
     """Seconds after which a wait gives up; None for False. ValueError for other types and ranges."""
     if isinstance(value, bool):
         return 20.0 if value else None
@@ -141,11 +141,11 @@ def check_debug(value: Any) -> float | None:
     return float(value)
 
 
-def check_args(value: Any) -> tuple:
+def check_args(value: object) -> tuple:
     """The value as a tuple. ValueError unless it is a list or tuple, the arguments of main."""
     return check_sequence("args", value, "a list or tuple of what main gets after team; pass (x,) for one")
 
 
-def check_seed(value: Any) -> int:
+def check_seed(value: object) -> int:
     """The value as an int. ValueError unless it is an integer."""
     return check_int("seed", value)

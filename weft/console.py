@@ -71,21 +71,21 @@ def draws(console: Console) -> bool:
 
 
 def numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    """Positive integers of a comma-separated flag, each once. ValueError for others."""
-    found = words(flag, text)
-    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in found):
+    """Positive integers of a comma-separated flag, each once. ValueError for other text."""
+    listed = words(flag, text)
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in listed):
         raise ValueError(f"--{flag} {shortened(text)} is not a list of positive numbers, as in 2,4")
-    return tuple(dict.fromkeys(map(int, found)))
+    return tuple(dict.fromkeys(map(int, listed)))
 
 
 def words(flag: str, text: str | None) -> tuple[str, ...]:
     """Names of a comma-separated flag; () if it was not given. ValueError if it names nothing."""
     if text is None:
         return ()
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found:
+    listed = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not listed:
         raise ValueError(f"--{flag} {quoted(text)} names nothing; name something, or leave --{flag} out")
-    return found
+    return listed
 
 
 def one_of(name: str, value: str, allowed: Iterable[str]) -> None:
@@ -161,7 +161,7 @@ def api_key_of(key: str | None, file: Path | None) -> str | None:
 
 @contextmanager
 def one_line_errors(traceback: bool) -> Iterator[None]:
-    """Report errors of callers and files as one line on stderr, exit status 2; others as a traceback."""
+    """Report errors of callers and files as one line on stderr, exit status 2; any other error as a traceback."""
     try:
         yield
     except (WeftError, ValueError, OSError) as error:
@@ -286,11 +286,11 @@ def single_valued(command: Callable[..., None]) -> Callable[..., None]:
 
     def checked(**given: Any) -> None:
         with one_line_errors(given["traceback"]):
-            for name, (first, *others) in spellings.items():
+            for name, (first, *further) in spellings.items():
                 values = list(dict.fromkeys(given[name] or [None]))
                 if len(values) > 1:
                     given_as = " and ".join(map(shortened, values))
-                    raise ValueError(f"{first} (also {', '.join(others)}) is given as {given_as}; give one value")
+                    raise ValueError(f"{first} (also {', '.join(further)}) is given as {given_as}; give one value")
                 given[name] = values[0]
         command(**given)
 

@@ -77,10 +77,10 @@ class NotSymmetric(WeftError, ValueError):
 
 
 class AllocationMismatch(WeftError):
-    """Ranks that allocate or free different tensors; none of them has done so. ``what``: the call."""
+    """Ranks that allocate or free different tensors; no rank has done so. ``what``: the call."""
 
     def __init__(self, rank: int, what: str, by_rank: Sequence[str]) -> None:
-        listed = "; ".join(f"rank {r}: {found}" for r, found in enumerate(by_rank))
+        listed = "; ".join(f"rank {r}: {request}" for r, request in enumerate(by_rank))
         super().__init__(
             f"rank {rank}: {what} differs between ranks ({listed}). All ranks must allocate and free the same tensors in the "
             f"same order, in heaps of the same size"
@@ -89,7 +89,7 @@ class AllocationMismatch(WeftError):
 
 
 class CallMismatch(WeftError):
-    """Ranks in different collective calls; raised on all of them, in the simulator on the later one.
+    """Ranks in different collective calls; raised on all ranks, in the simulator on the later one.
 
     of  kind of the calls that ``number`` counts
     """
@@ -231,7 +231,7 @@ class WrongMain(WeftError, TypeError):
 
 
 class Deadlock(WeftError):
-    """No task of a simulation can go on. ``waiting``: one line for each of them."""
+    """No task of a simulation can go on. ``waiting``: one line for each task."""
 
     def __init__(self, waiting: Sequence[str], replay: str) -> None:
         listed = "\n".join(f"  {line}" for line in waiting)

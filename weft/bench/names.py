@@ -58,18 +58,18 @@ def alias_of(name: str) -> str:
 
 
 def shapes_by_op(words: Sequence[str], shapes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Shapes of each op of ``words``, OP or OP@SHAPES, in order. ``shapes``: of those without their own.
+    """Shapes of each op of ``words``, OP or OP@SHAPES, in order. ``shapes``: of words without shapes.
 
     ValueError for a word that ends in @.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    by_op: dict[str, tuple[str, ...]] = {}
     for word in words:
         op, at, own = word.partition("@")
         if at and not own.strip():
             raise ValueError(f"{quoted(word)} names no shape after the @; write {op}@SHAPES, or {op} for its first set")
         op = alias_of(op)
-        found[op] = (*found.get(op, ()), *((own,) if own else shapes))
-    return found
+        by_op[op] = (*by_op.get(op, ()), *((own,) if own else shapes))
+    return by_op
 
 
 def unknown_op(name: str, known: Sequence[str]) -> ValueError:

@@ -29,7 +29,7 @@ def check_words(workloads: Sequence[Workload], words: Sequence[str]) -> None:
     known |= {provider.name for workload in workloads for provider in workload.available()}
     for word in words:
         if not any(named_by(word, name) for name in known):
-            each = (f"{one.name} has {', '.join(found.name for found in one.available())}" for one in workloads)
+            each = (f"{one.name} has {', '.join(p.name for p in one.available())}" for one in workloads)
             near = did_you_mean(word, known) or (f"; {WITHOUT}" if folder_of(baselines) is None else "")
             raise ValueError(f"provider {word!r} is unknown; {'; '.join(each)}{near}")
     for workload in workloads:

@@ -43,25 +43,27 @@ def _print_links(as_json: bool) -> None:
     from weft.runtime.links import links_of_torchrun
 
     with one_line_errors(traceback=False):
-        rank, found = links_of_torchrun()
+        rank, topology = links_of_torchrun()
     if rank != 0:
         return
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        typer.echo(json.dumps(dataclasses.asdict(topology), indent=2))
         return
-    size = len(found.hosts)
-    cells = {(link.one, link.other): link for link in found.links}
+    size = len(topology.hosts)
+    cells = {(link.one, link.other): link for link in topology.links}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("rank", "host", "node", *map(str, range(size))):
         table.add_column(name)
-    for one, host in enumerate(found.hosts):
-        row = [str(one), host, str(one // found.shape.node_size)]
+    for one, host in enumerate(topology.hosts):
+        row = [str(one), host, str(one // topology.shape.node_size)]
         for other in range(size):
             link = cells.get((min(one, other), max(one, other)))
             row.append("" if link is None else f"{link.kind} {link.microseconds:.0f} us {link.gb_per_s:.1f} GB/s")
         table.add_row(*row)
     console = Console(highlight=False, width=max(80, 28 + 26 * size))
-    head = f"{found.shape}, {found.backend}: one way, 4 KiB and 8 MiB; empty: weft goes by way of a rail and a node"
+    head = (
+        f"{topology.shape}, {topology.backend}: one way, 4 KiB and 8 MiB; empty: weft goes by way of a rail and a node"
+    )
     console.print(head, soft_wrap=True)
     console.print(table)
 

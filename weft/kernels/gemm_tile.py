@@ -4,7 +4,7 @@
 sm_90 on, ordinary loads elsewhere) or, where a row does not start on 16 bytes, through masked pointer loads, chosen by a
 constexpr.
 
-Along K the accumulator has half of all registers, and a value computed before that loop for use behind it would be spilled. So
+Along K the accumulator has half of all registers, and a value computed before that loop for use after it would be spilled. So
 addresses are computed where they are used (``wl.zero_here``), and a large tile is finished in ``halves``.
 """
 
@@ -47,7 +47,7 @@ class Operand(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of a GEMM a[M, K] @ b[N, K].T, passed to kernels as the argument ``sizes``.
 
-    M is an argument of its own: kernels are compiled for N, K and strides that are multiples of 16, but not for each M's.
+    M is a separate argument: kernels are compiled for N, K and strides that are multiples of 16, but not for each M's.
 
     a_stride, b_stride  elements from row to row
     """
@@ -138,8 +138,8 @@ def leave_partial(acc, split, place, tiles, depth, block):
     """
     low, end = contributors(place, tiles, depth)
     partials = split.partials + 16 * wl.zero_here()
-    mine = partials + tl.program_id(0).to(tl.int64) * (block.m * block.n)
-    tl.store(mine + packed(block.m, block.n, block.n), acc)
+    place = partials + tl.program_id(0).to(tl.int64) * (block.m * block.n)
+    tl.store(place + packed(block.m, block.n, block.n), acc)
     wl.gather_stores()
     arrival = tl.atomic_add(split.arrivals + (place - tiles.whole), 1, sem="acq_rel", scope="gpu")
     is_last = arrival == end - low - 1

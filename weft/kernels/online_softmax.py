@@ -15,14 +15,14 @@ class DecodeTile(NamedTuple):
     """One program's part of a decoding attention, a compile-time constant.
 
     group    query heads of a KV head
-    rows     rows of the tile that tensor cores multiply, at least ``group``; the others only fill it up
+    rows     rows of the tile that tensor cores multiply, at least ``group``; the rest only fills it up
     kept     ``rows``, or half of it where that holds the group: rows of the result
     block_n  tokens of a step
     ways     warps, which share out the tokens of a step
     least    tokens of a split-KV partial at least
     split    True if a sequence may have more than one partial
     joined   partials that are in flight at a time when they are joined
-    window   tokens that a token attends to, itself the last of them; None: all
+    window   tokens that a token attends to, itself the last one; None: all
     """
 
     group: int
@@ -42,7 +42,7 @@ class PrefillTile(NamedTuple):
     group    query heads of a KV head
     block_m  rows, each a query head of a token
     block_n  keys of a step
-    window   tokens that a token attends to, itself the last of them; None: all up to itself
+    window   tokens that a token attends to, itself the last one; None: all up to itself
     """
 
     group: int
@@ -92,13 +92,13 @@ def attend(
     """(weighted mean of values [kept, D], log2 of the sum of weights [rows]) of rows ``x`` [rows, D].
 
     A token's weight is 2 ** (score * scale), so ``scale`` holds log2(e). The program takes block_n tokens a step, from first,
-    first + stride, ... as far as they lie before ``length``; those before the window are left out. Without any token the mean
+    first + stride, ... as far as they lie before ``length``; tokens before the window are left out. Without any token the mean
     is 0 and the sum has no meaning.
-    table  the sequence's pages; page: those of the first block, already loaded
+    table  the sequence's pages; page: of the first block, already loaded
     SIZES  ``CacheSizes``; TILE: ``DecodeTile``
     begin  with TILE.window: first token of the window, where it is not TILE.window tokens before ``length``
 
-    Each warp takes its own share of the tokens and keeps its own maximum and sums, which are joined at the end: no step
+    Each warp takes a share of the tokens and keeps a maximum and sums of it, which are joined at the end: no step
     waits for more than its loads. Shared out by rows or columns, as a plain dot is, a step has 4 CTA barriers.
     """
     ROWS: tl.constexpr = x.shape[0]
@@ -108,7 +108,7 @@ def attend(
     column = tl.arange(0, D)[None, None, :]
     local = ways(TILE.block_n, WAYS)
     x = tl.broadcast_to(x[None, :, :], (WAYS, ROWS, D))
-    # Not -inf: a way without a token has a difference of two of them to take.
+    # Not -inf: a way without a token has a difference of two such numbers to take.
     largest = tl.full((WAYS, ROWS), -1e30, tl.float32)
     total = tl.zeros((WAYS, ROWS), tl.float32)
     acc = tl.zeros((WAYS, ROWS, D), tl.float32)
@@ -184,7 +184,7 @@ def over_keys(
             there = local < end - at
             if TILE.window is not None:
                 there &= local >= start - at
-            if SIZES.page == 0:  # behind the last row there may be no memory
+            if SIZES.page == 0:  # after the last row there may be no memory
                 k = tl.load(cache.key_pages + cells, mask=there[:, None], other=0.0)
             v = tl.load(cache.value_pages + cells, mask=there[:, None], other=0.0)
         else:

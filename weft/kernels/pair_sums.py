@@ -16,7 +16,7 @@ class PairSum(NamedTuple):
     count    k, a compile-time constant
     ids      int32 [T, k]; weights [T, k]
     experts  number of this rank's, from ``place`` on
-    place    2 * the first one's number + 3, for which Triton compiles no kernel of its own
+    place    2 * the first one's number + 3, for which Triton compiles no further kernel
     shared   [T, WIDTH], added to the sums; None: nothing is
     gate     [T], ``stride`` apart: shared[t] is multiplied by sigmoid(gate[t]); None: it is not
     """
@@ -42,9 +42,9 @@ def pair_of(x, token, exists, j):
 
 
 @triton.jit
-def row_of(x, pair, mine, column, there, WIDTH: tl.constexpr):
+def row_of(x, pair, is_here, column, there, WIDTH: tl.constexpr):
     """Elements of a pair's row; 0 if its expert is another rank's, whose row is not read."""
-    return tl.load(x.first + pair * WIDTH + column, mask=there & mine, other=0.0)
+    return tl.load(x.first + pair * WIDTH + column, mask=there & is_here, other=0.0)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def sum_of_pairs(x, token, column, there, exists, WIDTH: tl.constexpr, dtype: tl
     """Sums of ``x``, a PairSum, rounded to ``dtype``: the bits of moe_sum.
 
     token, column  int64 and int32, of the shape of ``there`` when broadcast; there, exists: masks of elements, of tokens
-    UNROLLED       all ids are loaded, then all rows, which takes registers: one choice behind the other takes ``count`` times
+    UNROLLED       all ids are loaded, then all rows, which takes registers: one choice after the other takes ``count`` times
                    the memory's latency
     """
     COUNT: tl.constexpr = x.count
@@ -67,8 +67,8 @@ def sum_of_pairs(x, token, column, there, exists, WIDTH: tl.constexpr, dtype: tl
             total += tl.where(pairs[j][1], rows[j].to(tl.float32) * pairs[j][2], 0.0)
     else:
         for j in range(COUNT):
-            pair, mine, weight = pair_of(x, token, exists, j)
-            total += tl.where(mine, row_of(x, pair, mine, column, there, WIDTH).to(tl.float32) * weight, 0.0)
+            pair, is_here, weight = pair_of(x, token, exists, j)
+            total += tl.where(is_here, row_of(x, pair, is_here, column, there, WIDTH).to(tl.float32) * weight, 0.0)
     if x.shared is not None:
         row = tl.load(x.shared + token * WIDTH + column, mask=there, other=0.0).to(tl.float32)
         if x.gate is not None:

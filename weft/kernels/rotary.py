@@ -38,7 +38,7 @@ class HeadNorms(NamedTuple):
 def norm_and_rotate(x, partner, scale, weight, partner_weight, cos, sin):
     """Columns ``x`` [n, C] of heads, normalised and rotated, fp32.
 
-    partner  [n, C]: the partner of each element; partner_weight likewise
+    partner  [n, C]: the partner of each element; and partner_weight its weight
     scale    [n, 1]: 1 / RMS of each whole head
     sin      of the columns' angles, negated in the first half of a head
     """

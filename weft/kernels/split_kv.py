@@ -29,7 +29,7 @@ class Partials(NamedTuple):
 def split_count(length, splits, TILE: tl.constexpr):
     """Number of partials of a sequence of ``length`` tokens.
 
-    At most ``splits``, each of about TILE.least tokens or more, of those within the window.
+    At most ``splits``, each of about TILE.least tokens or more, of the tokens within the window.
     """
     if TILE.window is not None:
         length = tl.minimum(length, TILE.window)
@@ -50,7 +50,7 @@ def store_or_join(mean, log_sum, count, out, partials, TILE: tl.constexpr):
     """Finish partial program_id(1) of the ``count`` of pair program_id(0), as ``attend`` computed it.
 
     mean   [kept, D], log_sum [rows]
-    out    [pairs, group, D]: a pair's only partial, or all of them, joined by the program that arrives last
+    out    [pairs, group, D]: a pair's only partial, or all partials, joined by the program that arrives last
     order  that of ``store_partial``
     TILE   ``DecodeTile``; where it is not split, ``partials`` is not touched
     """

@@ -8,17 +8,17 @@ straddles a chunk, so that no tile waits for rows it does not need.
     chunk    tile rows of a panel that arrive under one signal
     owner    rank o owns the tiles o*T//W .. (o+1)*T//W - 1 of all T: its panel where panels are W, else an even share
 
-A rank's order is a rotation of the numbers: from its own first tile on (all_gather_matmul: the local shard comes
+A rank's order is a rotation of the numbers: from its first tile on (all_gather_matmul: the local shard comes
 first), or from the next rank's first tile on (matmul_reduce_scatter, matmul_all_reduce: the peers' tiles come
-first, its own last). Program p of P takes places p, p + P, p + 2 P … of the order. So no two ranks send to one peer at
+first, own tiles last). Program p of P takes places p, p + P, p + 2 P … of the order. So no two ranks send to one peer at
 once, and no two wait for one.
 
       order of rank 1 of 4, own first   | 1 1 | 2 2 | 3 3 | 0 0 |     the owners of its tiles
       order of rank 1 of 4, own last    | 2 2 | 3 3 | 0 0 | 1 1 |
 
-Tiles that do not fill the last round of programs would leave most of them idle for as long as a whole tile takes: 400
+Tiles that do not fill the last round of programs would leave most programs idle for as long as a whole tile takes: 400
 tiles on 132 SMs are 3.03 rounds and cost 4. So the places from ``whole`` on are *split* along K, each over several programs
-that leave split-K partials in scratch memory. The last program to arrive at a tile adds all of them up, in an
+that leave split-K partials in scratch memory. The last program to arrive at a tile adds all partials up, in an
 order that does not depend on which one is last.
 
       programs   | whole | whole | whole | 1/4 |       16 of 132 in the last round, 400 tiles, whole = 396
@@ -40,7 +40,7 @@ import triton.language as tl
 
 from weft.runtime.arithmetic import cdiv
 
-# Most programs that share a split tile. Adding one partial takes about 1.5 µs on H200 (128 x 256), and 33 of them take
+# Most programs that share a split tile. Adding one partial takes about 1.5 µs on H200 (128 x 256), and 33 take
 # longer than the idle round that they save.
 MAX_PARTIALS = tl.constexpr(4)
 
@@ -91,7 +91,7 @@ def make_tiles(
 def tile_table(panels: Sequence[int], columns: int, *, block_m: int, block_n: int, group: int) -> torch.Tensor:
     """Schedule as data, int32 [tiles, 4] on the CPU: owner, first row, row limit, tile column per tile.
 
-    Panel p has ``panels[p]`` rows, perhaps none, after those of earlier panels; its owner is p. Rows of a tile from the
+    Panel p has ``panels[p]`` rows, perhaps none, after the rows of earlier panels; its owner is p. Rows of a tile from the
     limit on belong to the next panel.
     """
     entries: list[tuple[int, ...]] = []
@@ -176,7 +176,7 @@ def buffer_of(source, owner, world):
 
 @triton.jit
 def place_of(owner, rank, world, local_first: tl.constexpr):
-    """Index of ``owner``'s row block at ``rank``: in rank order, or rotated, its own block first."""
+    """Index of ``owner``'s row block at ``rank``: in rank order, or rotated, the own block first."""
     return (owner + world - rank) % world if local_first else owner
 
 

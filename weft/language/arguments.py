@@ -16,8 +16,8 @@ from weft.triton_api import builtin
 _SIGNED = {"int32": tl.int32, "uint32": tl.int32, "int64": tl.int64, "uint64": tl.int64}
 
 
-def signed_type(primitive: str, signal: Any) -> tl.dtype:
-    """Signed type as wide as the signal behind ``signal``. TypeError if it points to no signal type."""
+def signed_type(primitive: str, signal: object) -> tl.dtype:
+    """Signed type as wide as the signal at ``signal``. TypeError if it points to no signal type."""
     element = _pointed_to(primitive, "signal", signal)
     if element.name not in _SIGNED:
         raise TypeError(
@@ -27,8 +27,8 @@ def signed_type(primitive: str, signal: Any) -> tl.dtype:
     return _SIGNED[element.name]
 
 
-def check_value(primitive: str, signal: Any, value: Any) -> None:
-    """TypeError or ValueError unless ``value`` fits the signal behind ``signal``."""
+def check_value(primitive: str, signal: object, value: object) -> None:
+    """TypeError or ValueError unless ``value`` fits the signal at ``signal``."""
     bits = signed_type(primitive, signal).primitive_bitwidth
     known = _known(value)
     if isinstance(known, tl.tensor):
@@ -41,13 +41,13 @@ def check_value(primitive: str, signal: Any, value: Any) -> None:
         )
 
 
-def check_team_view(primitive: str, team: Any) -> None:
+def check_team_view(primitive: str, team: object) -> None:
     """TypeError unless ``team`` is what a kernel gets for ``team.view``."""
     if "deltas" not in _fields(team):
         raise TypeError(f"{primitive}: team is {_named(_known(team))}; pass the kernel's argument that was team.view")
 
 
-def check_flagged_block(primitive: str, name: str, ptr: Any, mask: Any) -> None:
+def check_flagged_block(primitive: str, name: str, ptr: object, mask: object) -> None:
     """TypeError unless ``ptr`` can be a block of Lamport data and ``mask`` selects elements of it."""
     ptr, mask = _known(ptr), _known(mask)
     if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr() or not _is_block(ptr):
@@ -62,12 +62,12 @@ def check_flagged_block(primitive: str, name: str, ptr: Any, mask: Any) -> None:
         raise TypeError(f"{primitive}: mask is {_named(mask)}; pass a block of booleans, such as offsets < n")
 
 
-def _check_integer(primitive: str, name: str, x: Any) -> None:
+def _check_integer(primitive: str, name: str, x: tl.tensor) -> None:
     if _is_block(x) or not x.dtype.is_int():
         raise TypeError(f"{primitive}: {name} is {_named(x)}; pass an integer scalar")
 
 
-def _pointed_to(primitive: str, name: str, ptr: Any) -> tl.dtype:
+def _pointed_to(primitive: str, name: str, ptr: object) -> tl.dtype:
     ptr = _known(ptr)
     if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr():
         raise TypeError(f"{primitive}: {name} is {_named(ptr)}; pass a scalar pointer")
@@ -84,16 +84,16 @@ def _shape(x: tl.tensor) -> list[int]:
     return [_known(size) for size in x.type.shape] if _is_block(x) else []
 
 
-def _known(x: Any) -> Any:
+def _known(x: object) -> Any:
     return x.value if isinstance(x, tl.constexpr) else x
 
 
-def _fields(x: Any) -> tuple[str, ...]:
+def _fields(x: object) -> tuple[str, ...]:
     """Field names of a NamedTuple, which the compiler holds as Triton's own tuple; () for other values."""
     return tuple(x.type.fields or ()) if isinstance(x, tl.tuple) else getattr(x, "_fields", ())
 
 
-def _named(x: Any) -> str:
+def _named(x: object) -> str:
     """Description of ``x`` for a message."""
     if fields := _fields(x):
         return f"a tuple ({', '.join(fields)})"
@@ -158,7 +158,7 @@ def check_symmetric(primitive, ptr, peer, team, _semantic=None):
     if not isinstance(ptr, tl.tensor) or not ptr.dtype.is_ptr():
         raise TypeError(f"{primitive}: ptr is {_named(ptr)}; pass a pointer into a symmetric tensor")
     if not (peer.dtype.is_int() if isinstance(peer, tl.tensor) else isinstance(peer, int)):
-        raise TypeError(f"{primitive}: peer is {_named(peer)}; pass an integer or a block of them")
+        raise TypeError(f"{primitive}: peer is {_named(peer)}; pass an integer or a block of integers")
     check_team_view(primitive, team)
     size = _known(team.size)
     if isinstance(peer, int) and not 0 <= peer < size:
@@ -210,7 +210,7 @@ def check_epoch(primitive, epoch, _semantic=None):
 
 @builtin
 def check_pointers(primitive, _semantic=None, **pointers):
-    """TypeError unless each of ``pointers`` is one pointer, not a block of them."""
+    """TypeError unless each of ``pointers`` is one pointer, not a block."""
     for name, ptr in pointers.items():
         _pointed_to(_known(primitive), name, ptr)
 

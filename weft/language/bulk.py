@@ -1,7 +1,7 @@
 """Block-wide bulk copies to and from a peer. Over NVLink they are the program's own loads and stores.
 
 ``nelems`` counts elements of the pointers' type; the copies of ``weft.language.shmem`` count bytes. The program moves
-``BLOCK`` of them at a time, with all its threads.
+``BLOCK`` at a time, with all its threads.
 """
 
 import triton

@@ -24,11 +24,11 @@ def num_ranks(team, _semantic=None):
 
 @triton.jit
 def symm_at(ptr, peer, team):
-    """Address of the symmetric object behind ``ptr`` in ``peer``'s memory.
+    """Address of the symmetric object at ``ptr`` in ``peer``'s memory.
 
     ``ptr``: scalar pointer into this rank's symmetric heap (a tensor of ``team.empty``, ``zeros`` or ``signals``). The
-    simulator refuses others by name; on a GPU the result would point anywhere. ``peer``: an int32 scalar or block, each in
-    ``0 .. num_ranks(team) - 1``; the result has its shape. Others, such as a rank of another node, are refused by the compiler
+    simulator refuses other objects by name; on a GPU the result would point anywhere. ``peer``: an int32 scalar or block,
+    each in ``0 .. num_ranks(team) - 1``; the result has its shape. Other ranks, as of another node, are refused by the compiler
     where they are constants, and by the simulator; debug builds trap for scalars. For ``peer == rank(team)`` the result is
     ``ptr``. The compiler keeps ``ptr``'s alignment up to 16 bytes, so tile stores through the result are as wide as local ones.
     Cost: one load, one add.

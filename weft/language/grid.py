@@ -16,7 +16,7 @@ def grid_barrier(counter, team):
     ``counter``: scalar pointer to one int64 of this rank, 0 at first (``team.local((1,), torch.int64)``). It only grows, so
     any number of barriers, launches and replays of a CUDA graph share it, of grids of any size, if a stream orders them.
     Promise: every store of any of the programs before it (all threads, remote ones and tensor-descriptor stores included) is
-    visible to all of them after it, to plain loads and to tensor-descriptor loads. A ``notify`` by any of them after it covers
+    visible to all programs after it, to plain loads and to tensor-descriptor loads. A ``notify`` by any program after it covers
     these stores, other programs' stores to peers included: GPU scope is enough here, since order passes from program to
     program whatever the scopes of its steps. ``barrier`` meets other ranks.
     Every program of the grid calls it the same number of times, and all must be resident: launch at most

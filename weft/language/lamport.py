@@ -1,8 +1,8 @@
 """Data that are their own flag: L. Lamport's one-word messages, as in TensorRT-LLM's all-reduce.
 
 A buffer is cleared to the bit pattern of -0.0. A writer stores numbers, never -0.0; a reader loads until no -0.0 is left.
-This takes one NVLink hop in place of two (data, then flag), and no fence. An element is its own signal only: it orders no other
-store of the writer. For fp16, bf16 and fp32.
+This takes one NVLink hop in place of two (data, then flag), and no fence. An element is the signal of itself only: it orders no
+other store of the writer. For fp16, bf16 and fp32.
 
 Reuse: rotate stages by epoch. ``lamport_receive`` loads one stage and clears the one before, and returns once it has *seen* the
 cleared values in memory. Data that the program sends afterwards therefore tell its peers that the stage is free. With strict
@@ -34,7 +34,7 @@ def lamport_store(ptr, x, mask):
 
 @triton.jit
 def lamport_load(ptr, mask, team, words=None):
-    """Load the elements behind ``ptr``, once each of them has been written since it was cleared.
+    """Load the elements at ``ptr``, once each has been written since it was cleared.
 
     Masked-off elements are 0. Debug builds give up like ``wait``.
     """
@@ -70,7 +70,7 @@ def _record_wait(words, began, rounds, team):
 
 @triton.jit
 def _seen_by_all(x, ptr, mask):
-    """``x``, the arrived elements behind ``ptr``, once all warps have them and they may be cleared."""
+    """``x``, the arrived elements at ``ptr``, once all warps have them and they may be cleared."""
     if stock.is_loaded_by_several_warps(x):
         # Several warps load the same element of a small block, and a warp may continue after another warp saw it arrive. So
         # each loads once more, and none may clear the block before all have seen it.
@@ -99,7 +99,7 @@ def lamport_receive(ptr, old, mask, team, ordered=True, words=None):
 
 @triton.jit
 def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=True, words=None):
-    """``lamport_receive`` of a block and of the few elements behind ``key`` that were stored after it.
+    """``lamport_receive`` of a block and of the few elements at ``key`` that were stored after it.
 
     Both arrive in the same round trips to memory. Returns a pair of blocks.
     """
@@ -119,7 +119,7 @@ def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=
 
 @triton.jit
 def lamport_load_keyed(ptr, mask, key, key_mask, team, words=None):
-    """``lamport_load`` of a block and of the few elements behind ``key`` that were stored after it.
+    """``lamport_load`` of a block and of the few elements at ``key`` that were stored after it.
 
     Both arrive in the same round trips to memory. Returns a pair of blocks.
     """
@@ -151,7 +151,7 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team, words=None):
 
 @triton.jit
 def lamport_clear(ptr, mask):
-    """Mark the elements behind ``ptr`` as unwritten."""
+    """Mark the elements at ``ptr`` as unwritten."""
     check_lamport("lamport_clear", mask, ptr=ptr)
     # From its bits: Triton 3.6 turns the constant -0.0 into +0.0.
     dtype: tl.constexpr = ptr.dtype.element_ty

@@ -1,10 +1,10 @@
 """NVLink multicast (multimem): one store reaches all ranks of a node, one load sums over them.
 
-From sm_90 on, where ``team.caps.multicast`` is true: the heap then has a multicast address besides its own. Each access is of
-16 bytes, eight fp16 or bf16 or four fp32. It compiles, and has never run on a GPU: the machines of its tests have no multicast.
+From sm_90 on, where ``team.caps.multicast`` is true: the heap then has a multicast address besides the plain one. Each access
+is of 16 bytes, eight fp16 or bf16 or four fp32. It compiles, and has never run on a GPU: the tests' machines have no multicast.
 The simulator does the same by loads and stores of every rank, in rank order; a switch may add in another order.
 
-Accesses are relaxed. What a rank reads from others is ordered by ``barrier``, or ``notify`` and ``wait``, as with plain loads.
+Accesses are relaxed. What a rank reads from peers is ordered by ``barrier``, or ``notify`` and ``wait``, as with plain loads.
 """
 
 import triton

@@ -19,7 +19,7 @@ def gather_stores():
 
 @triton.jit
 def fence(team):
-    """Order deliveries: puts and stores to any peer before it are delivered before those after it.
+    """Order deliveries: puts and stores to any peer before it are delivered before later ones.
 
     This includes ``_nbi`` puts. It completes nothing: sources of ``put_nbi`` and targets of ``get_nbi`` belong to the copy
     until ``quiet``.
@@ -58,7 +58,7 @@ def wait_for_previous_kernel():
 def let_next_kernel_start():
     """Hint that programs of the next kernel may start where this kernel's programs leave room.
 
-    It takes effect once all programs of this kernel have called it or ended, so those of the next never keep one of these from
+    It takes effect once all programs of this kernel have called it or ended, so later programs never keep one of these from
     starting. The next kernel sees this kernel's stores after ``wait_for_previous_kernel``, wherever this is called. A next
     kernel launched without ``launch_pdl=True`` still waits for this one's end.
     """

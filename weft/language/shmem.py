@@ -1,6 +1,6 @@
 """The primitives under OpenSHMEM's names, so that a kernel written for NVSHMEM ports line by line.
 
-Names, argument orders and constants are those of NVSHMEM's device API, with ``team`` added at the end. Sizes of ``*mem`` calls
+Names, argument orders and constants are as in NVSHMEM's device API, with ``team`` added at the end. Sizes of ``*mem`` calls
 are ``nbytes``, bytes of any type. The scope is the block: the whole program makes every call. Signals are uint64, as in NVSHMEM
 (``team.zeros(shape, torch.uint64)``), or of any other signal type of ``weft.language.signals``.
 """
@@ -80,8 +80,8 @@ def __getattr__(name: str) -> object:
     if short != name and short in globals():
         raise AttributeError(f"weft.language.shmem has no {name}: use {short}, without the prefix")
     for pattern, remedy in _ABSENT:
-        if found := re.fullmatch(pattern, short):
-            raise AttributeError(f"weft.language.shmem has no {name}: {remedy.format(**found.groupdict(''))}")
+        if match := re.fullmatch(pattern, short):
+            raise AttributeError(f"weft.language.shmem has no {name}: {remedy.format(**match.groupdict(''))}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -183,7 +183,7 @@ def signal_wait_until(sig_addr, cmp: tl.constexpr, cmp_value, team):
     ``cmp``, a compile-time constant: ``CMP_GE`` and ``CMP_GT``, which compare the signed difference, where NVSHMEM compares
     the unsigned numbers, or ``CMP_EQ`` and ``CMP_NE``. Prefer ``CMP_GE``. A wait for ``CMP_EQ`` misses its value, and never
     ends, if the next notify comes before its next look; it is correct only where that notify is ordered after the wait, by
-    an answer. ``weft check`` reports the others as ``equality-wait``. ``CMP_NE`` ends at any other value, an old or a later
+    an answer. ``weft check`` reports other waits as ``equality-wait``. ``CMP_NE`` ends at any other value, an old or a later
     one.
     """
     check_signal("signal_wait_until", sig_addr, cmp_value)
@@ -206,7 +206,7 @@ def signal_fetch(sig_addr, team):
 def wait_until_all(ivars, nelems: tl.constexpr, status, cmp: tl.constexpr, cmp_value, team):
     """Wait until each of ``nelems`` signals of this rank has met the comparison, as ``wait_all`` does.
 
-    ``ivars``: pointer to the first of them. ``nelems``: compile-time constant. ``status``: None, or a pointer to ``nelems``
+    ``ivars``: pointer to the first signal. ``nelems``: compile-time constant. ``status``: None, or a pointer to ``nelems``
     int32 of which all but 0 leave out their signal. ``cmp``: as in ``signal_wait_until``.
     """
     left, wanted = _asked("wait_until_all", ivars, nelems, status, cmp, cmp_value, team)
@@ -279,7 +279,7 @@ def int_g(source, pe, team):
 
 @triton.jit
 def fence(team):
-    """Order deliveries: puts and stores to any PE before it are delivered before those after it."""
+    """Order deliveries: puts and stores to any PE before it are delivered before later ones."""
     ordering.fence(team)
 
 

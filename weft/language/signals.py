@@ -115,7 +115,7 @@ def consume_token(x, token):
 def barrier(team):
     """Barrier of the programs with this ``tl.program_id(0)`` on all ranks, with release and acquire.
 
-    Stores of each before it are visible to the others after it. Every rank must call it in the same programs the same number of
+    Stores of each before it are visible to its peers after it. Every rank must call it in the same programs the same number of
     times, in at most ``MAX_BARRIER_PROGRAMS`` programs. Grids are one-dimensional: programs that differ in another index alone
     would share counters, which the simulator refuses. The counters live in the team and only grow, so any number of calls is
     allowed.

@@ -52,8 +52,8 @@ def begin_put(team):
 def end_put(began, target, nbytes, peer, team):
     """End of the stores that began at ``began``: a slice "put to rank peer" in the timeline.
 
-    ``target``: scalar pointer to the first of them, in this rank's memory; of Lamport words the ``words`` of the load that
-    waits for them. ``nbytes``: integer scalar, 0 if data decide. ``peer``: integer scalar; this rank stands for all others. A
+    ``target``: scalar pointer to the first one, in this rank's memory; of Lamport words the ``words`` of the load that
+    waits for them. ``nbytes``: integer scalar, 0 if data decide. ``peer``: integer scalar; this rank stands for all peers. A
     record is that of ``end_tile``.
     """
     check_team("end_put", team)

@@ -1,4 +1,4 @@
-"""Waits for several signals that lie side by side: all of them, or any one.
+"""Waits for several signals that lie side by side: all signals, or any one.
 
     wl.wait_all(landed, wl.num_ranks(team), epoch, team)                 every rank's shard is here
 
@@ -41,13 +41,13 @@ def wait_any(signals, n: tl.constexpr, value, team, done=0):
     ``n``: compile-time constant in 1 .. 32, or in 1 .. 64 where ``done`` is an int64. ``value``: integer scalar. ``done``: the
     signals to leave out, one bit each; returned with the bit of ``index`` set, for the next call. Where all are left out,
     ``index`` is -1.
-    Promise: that of ``wait``, for signal ``index`` alone, even if others have arrived too. Which one that is depends on
+    Promise: that of ``wait``, for signal ``index`` alone, even if more signals have arrived. Which one that is depends on
     timing: a sum in this order differs in its last bits from run to run. Debug builds give up as ``wait`` does.
     """
     check_signal("wait_any", signals, value)
     check_scalars("wait_any", done=done)
     check_team("wait_any", team)
-    done = done + tl.zeros((), tl.int32)  # a tensor of its own type, or int32
+    done = done + tl.zeros((), tl.int32)  # a tensor of the number's type, or int32
     check_signal_count("wait_any", n, done.dtype.primitive_bitwidth)
     BLOCK: tl.constexpr = triton.next_power_of_2(n)
     at = tl.arange(0, BLOCK)
@@ -73,7 +73,7 @@ def await_all(signals, left, value, comparison: tl.constexpr, team):
         left = left & is_unmet(seen, wanted, comparison)
         if team.patience_us > 0:
             _give_up_after(started, signals, left, wanted, comparison, seen, team)
-    # Each thread has acquired its own signals: the barrier spreads that to all.
+    # Each thread has acquired some of the signals: the barrier spreads that to all.
     tl.debug_barrier()
     stock.fence_before_tma_loads()
     tracing.record("wait", began, signals + last, rank(team), value, rounds > 1, team)

@@ -5,7 +5,7 @@
   "algorithm": {"tile": 24, "cluster": 5, …}, "us": 151.2, "torch_us": 158.9},
 ]}
 
-An entry stands for its own shape on its GPU and cuBLAS version; "algorithm" null: torch.mm's choice is the fastest. Plans read
+An entry stands for one shape on its GPU and cuBLAS version; "algorithm" null: torch.mm's choice is the fastest. Plans read
 the entries that this process was given by ``use``, after the rows of the shipped tables. Nothing reads a file by itself:
 ``weft.ops.warm_up`` gives all ranks the entries of rank 0's file and of its search.
 """
@@ -77,8 +77,8 @@ class Entry:
     def reason(self) -> str:
         """Text for ``explain``: where the algorithm comes from, and its gain."""
         shape = "x".join(map(str, self.shape))
-        mine = "torch.mm's choice is the fastest" if self.algorithm is None else f"{self.us:.4g} µs"
-        return f"cached search: {self.dtype} {shape}: {mine}, torch.mm {self.torch_us:.4g} µs (cuBLAS {self.cublas})"
+        fastest = "torch.mm's choice is the fastest" if self.algorithm is None else f"{self.us:.4g} µs"
+        return f"cached search: {self.dtype} {shape}: {fastest}, torch.mm {self.torch_us:.4g} µs (cuBLAS {self.cublas})"
 
 
 # Entries that plans of this process read, and GEMMs without one that `missing` collects.
@@ -124,10 +124,10 @@ def read(path: Path) -> list[Entry]:
         document = json.loads(text_of(path))
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"it is not a cache of cuBLAS algorithms of schema {SCHEMA}")
-        found = document.get("algorithms")
-        if set(document) != {"schema", "algorithms"} or not isinstance(found, list):
+        entries = document.get("algorithms")
+        if set(document) != {"schema", "algorithms"} or not isinstance(entries, list):
             raise ValueError("it must hold 'schema' and a list of 'algorithms'")
-        return [_parsed(number, fields) for number, fields in enumerate(found)]
+        return [_parsed(number, fields) for number, fields in enumerate(entries)]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -170,7 +170,7 @@ def load(path: Path) -> list[Entry] | None:
 def save(path: Path, entries: Iterable[Entry]) -> None:
     """Add ``entries`` to the file, a line for each, atomically.
 
-    Of two processes that save at once the last one wins: the file is complete, and lacks what only the other has found.
+    Of two processes that save at once the last one wins: the file is complete, and lacks entries of the first.
     """
     by_key = {entry.key: entry for entry in (*(read(path) if path.exists() else ()), *entries)}
     lines = [json.dumps(dataclasses.asdict(by_key[key]), ensure_ascii=False) for key in sorted(by_key)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1 << 62
 AUTO = "auto"
-# Key of the team's staging buffers, by capacity: those of copy-engine collectives.
+# Key of the team's staging buffers, by capacity, for copy-engine collectives.
 STAGING = "staging"
 
 
@@ -71,11 +71,10 @@ def machine(
 def machine_of(team: Team) -> Machine:
     """Machine of ``team``, with its heap (of its node) as filled now."""
     known, node = team.workspace("machines", dict), team.node
-    found = known.get(node.heap_changes)
-    if found is None:
+    if node.heap_changes not in known:
         made = machine(node.caps, team.size, staging_bytes_of(node), team.shape.nodes, node.heap_bytes)
-        found = known[node.heap_changes] = made
-    return found
+        known[node.heap_changes] = made
+    return known[node.heap_changes]
 
 
 def staging_bytes_of(team: Team) -> int:

@@ -7,9 +7,9 @@
 
 A row was measured at ``shape`` and stands for its bucket: the same N and K, and M, or the bytes of a collective, rounded to
 the nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
-each of them. Where the GPU's own table has none, the table of a GPU with the same processor decides (``SAME_PROCESSOR``). Plans
+each of them. Where the GPU's table has none, the table of a GPU with the same processor decides (``SAME_PROCESSOR``). Plans
 without a row, as on unknown GPUs, follow rules. A row of design "cublas" names an algorithm of cuBLAS and stands for its own
-shape only. Rows come from ``weft tune``, except those whose ``versions`` name a file in
+shape only. Rows come from ``weft tune``, except rows whose ``versions`` name a file in
 benchmarks/lab and the commit that has it.
 """
 
@@ -46,9 +46,9 @@ COLUMN_WEIGHT = 2.0
 # GPUs without tables of every op, and the one with the same processor and links whose rows they take: an H200 is an H100 with
 # faster memory.
 SAME_PROCESSOR = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
-# Designs whose rows stand for their shape alone; those of SMALL_M for their N and K.
+# Designs whose rows stand for their shape alone; rows of SMALL_M for their N and K.
 EXACT, SMALL_M = "cublas", "small_m"
-# The rows for which a row of SMALL_M stands, by its M: those that fill its tile, of 128 at least three quarters of it. The
+# The rows for which a row of SMALL_M stands, by its M: the ones that fill its tile, of 128 at least three quarters of it. The
 # nearest decides.
 SMALL_M_ROWS = {16: (1, 16), 32: (17, 32), 64: (33, 64), 96: (96, 128), 128: (128, 128)}
 
@@ -107,13 +107,13 @@ class Row:
 def built(kind: type[T], fields: Mapping[str, Any]) -> T:
     """Dataclass ``kind`` from ``fields`` in JSON's form: nested dataclasses are dicts, tuples are lists."""
     types = get_type_hints(kind)
-    found = {}
+    values = {}
     for name, value in fields.items():
         if isinstance(value, dict):
             # The dataclass, of "Algorithm | None" for instance.
             value = built(next(kind for kind in (*get_args(types[name]), types[name]) if is_dataclass(kind)), value)
-        found[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**found)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
 
 
 def agreed_of(row: Row) -> tuple:
@@ -137,7 +137,7 @@ class Table:
         check_bool("simulated", self.simulated)
 
     def with_rows(self, rows: Iterable[Row]) -> Table:
-        """This table with ``rows`` in place of those of the same buckets, sorted by op, dtype and shape."""
+        """This table with ``rows`` in place of rows of the same buckets, sorted by op, dtype and shape."""
         by_key = {row.key: row for row in (*self.rows, *rows)}
         ordered = sorted(by_key.values(), key=lambda row: (row.op, row.dtype, *row.shape[1:], row.shape[0]))
         return dataclasses.replace(self, rows=tuple(ordered))
@@ -145,7 +145,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Row that was found for a shape. ``exact``: the shape lies in the row's own bucket."""
+    """Row that was found for a shape. ``exact``: the shape lies in the row's bucket."""
 
     row: Row
     file: Path
@@ -187,12 +187,12 @@ def lookup(
     """
     for file in files_for(gpu, world_size):
         rows = _shipped(file).rows
-        found = nearest(rows, op, dtype, shape, file, ranks_differ_in_k)
-        if found is None and (len(shape) == 1 or dtype == "float16"):
-            others = (row for row in rows if row.design != EXACT)
-            found = nearest(others, op, "bfloat16", shape, file, ranks_differ_in_k)
-        if found is not None:
-            return found
+        hit = nearest(rows, op, dtype, shape, file, ranks_differ_in_k)
+        if hit is None and (len(shape) == 1 or dtype == "float16"):
+            scalable = (row for row in rows if row.design != EXACT)
+            hit = nearest(scalable, op, "bfloat16", shape, file, ranks_differ_in_k)
+        if hit is not None:
+            return hit
     return None
 
 
@@ -244,8 +244,8 @@ def row_shape(design: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def small_m_rows(M: int) -> int | None:
     """The M of a row of a small-M design that was measured with ``M`` rows; None: no row can hold it."""
-    found = [rows for rows, (least, most) in SMALL_M_ROWS.items() if least <= M <= most]
-    return found[-1] if found else None
+    fitting = [rows for rows, (least, most) in SMALL_M_ROWS.items() if least <= M <= most]
+    return fitting[-1] if fitting else None
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float | None:
@@ -267,7 +267,7 @@ def file_for(gpu: str, world_size: int, folder: Path = Path(__file__).parent / "
 
 
 def files_for(gpu: str, world_size: int) -> list[Path]:
-    """Existing tables for ``gpu``: its own, then that of the GPU with the same processor."""
+    """Existing tables for ``gpu``: its table, then that of the GPU with the same processor."""
     names = (gpu, SAME_PROCESSOR[gpu]) if gpu in SAME_PROCESSOR else (gpu,)
     return [file for name in names if (file := file_for(name, world_size)).is_file()]
 
@@ -284,12 +284,12 @@ def why_none(
     files = files_for(caps.device_name, world_size)
     if not files:
         return f" (no {file_for(caps.device_name, world_size).name}: run weft tune)"
-    found = find(op, shape, dtype, world_size, caps, ranks_differ_in_k)
-    if found is None:
+    hit = find(op, shape, dtype, world_size, caps, ranks_differ_in_k)
+    if hit is None:
         verb = "has" if len(files) == 1 else "have"
         names = " and ".join(file.name for file in files)
         return f" ({names} {verb} no row of {name_of(dtype)} near this shape)"
-    return f" (the row of {found.file.name} is for another design, alignment or size)"
+    return f" (the row of {hit.file.name} is for another design, alignment or size)"
 
 
 def name_of(dtype: torch.dtype) -> str:

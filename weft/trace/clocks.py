@@ -28,7 +28,7 @@ def ping_pong_kernel(word, stamps, first, peer, team, ROUNDS: tl.constexpr):
     stamps  int64 [ROUNDS, 2], this rank's: rank 0's clock before and after; the peer's in between, twice
 
     signals  round i: word = first + 1 + i at the peer, then by the peer at rank 0
-    waits    the peer for its own word, then rank 0 for its own
+    waits    the peer for its word, then rank 0 for its word
     reuse    of word: ``first`` grows by ROUNDS from launch to launch of rank 0
     """
     for number in range(ROUNDS):
@@ -54,7 +54,7 @@ def stamp_kernel(stamp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offset:
-    """Offset of a rank's clock to rank 0's at ``time`` of its own; ``residual``: half its spread."""
+    """Offset of a rank's clock to rank 0's at the rank's ``time``; ``residual``: half its spread."""
 
     time: int
     offset: float
@@ -124,7 +124,7 @@ class Reference:
 
 def reference(device: torch.device) -> Reference:
     """Reference of the current stream: of several tries the one with the closest two events."""
-    stamp, found = torch.zeros(1, dtype=torch.int64, device=device), []
+    stamp, readings = torch.zeros(1, dtype=torch.int64, device=device), []
     for _ in range(_TRIES):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
@@ -132,6 +132,6 @@ def reference(device: torch.device) -> Reference:
         after.record()
         after.synchronize()
         gap = round(before.elapsed_time(after) * 1e6)
-        found.append((gap, int(stamp), before))
-    gap, time, event = min(found, key=lambda one: one[0])
+        readings.append((gap, int(stamp), before))
+    gap, time, event = min(readings, key=lambda one: one[0])
     return Reference(event=event, time=time - gap // 2, residual=gap // 2)

@@ -1,6 +1,6 @@
 """Trace of GPUs: rings that kernels write, and CUDA events around copies and cuBLAS GEMMs.
 
-CUDA events, not kernels that read the clock: a kernel behind a copy might wait for an SM that programs hold which wait for the
+CUDA events, not kernels that read the clock: a kernel after a copy might wait for an SM that programs hold which wait for the
 copy's flag.
 """
 
@@ -84,7 +84,7 @@ class DeviceTracer:
         if team.rank != 0:
             return None
         return make_timeline(
-            team.size, MEASURED, [event for found, *_ in by_rank for event in found],
+            team.size, MEASURED, [event for of_rank, *_ in by_rank for event in of_rank],
             residual_ns=round(max(one[1] for one in by_rank)), streams_ns=max(one[2] for one in by_rank),
             lost=sum(one[3] for one in by_rank),
         )  # fmt: skip
@@ -181,8 +181,8 @@ def kernel_names() -> dict[int, str]:
     """Names of this process's kernels by their CRC-32; a kernel that has run is alive."""
     # Not isinstance, which asks objects that warn when they are looked at.
     live = gc.get_objects()
-    names = {found.__name__ for found in live if issubclass(type(found), JITFunction)}
-    names |= {found.name for found in live if type(found) is Body}  # kernels that go by their body's name
+    names = {one.__name__ for one in live if issubclass(type(one), JITFunction)}
+    names |= {one.name for one in live if type(one) is Body}  # kernels that go by their body's name
     return {zlib.crc32(name.encode()): name for name in names}
 
 

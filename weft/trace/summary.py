@@ -23,7 +23,7 @@ class OfRank:
     gemm     matrix products: of tiles by SM, of a cuBLAS GEMM by all SMs
     wire     copies of its copy engine, and puts by SM
     exposed  by cause: waits while SMs compute no tile, weighted by the share of such SMs
-    waits    their number by cause, all of them
+    waits    their number by cause
     awaited  waits of other ranks that its notifies have ended
     """
 
@@ -53,12 +53,12 @@ def summarize(timeline: Timeline) -> list[OfRank]:
         if timeline.events[wait].rank != rank:
             awaited[rank] += timeline.events[wait].duration
     earliest = min((event.start for event in timeline.events), default=0)
-    found = []
+    sums = []
     for rank, numbers in sorted(by_rank.items()):
         events = [timeline.events[number] for number in numbers]
         sms = _sms(events)
         start = min(event.start for event in events)
-        found.append(
+        sums.append(
             OfRank(
                 rank=rank, time=max(event.end for event in events) - start, start=start - earliest,
                 gemm=_by_sm(events, "tile", sms) + _union(e for e in events if e.kind == "gemm"),
@@ -67,7 +67,7 @@ def summarize(timeline: Timeline) -> list[OfRank]:
                 waits=Counter((e.cause, released.get(n)) for n, e in zip(numbers, events, strict=True) if e.kind == "wait"),
             )
         )  # fmt: skip
-    return found
+    return sums
 
 
 def summary(timeline: Timeline) -> str:
@@ -114,21 +114,21 @@ def summary(timeline: Timeline) -> str:
 
 
 def _straggler(ranks: Sequence[OfRank]) -> str:
-    """Line that names the rank for which the others waited longest; empty if none stands out."""
+    """Line that names the rank for which its peers waited longest; empty if none stands out."""
     longest = max(ranks, key=lambda one: one.awaited)
-    others = [one.awaited for one in ranks if one is not longest]
-    if not others or longest.awaited < 1.5 * max(others) or longest.awaited == 0:
+    awaited = [one.awaited for one in ranks if one is not longest]
+    if not awaited or longest.awaited < 1.5 * max(awaited) or longest.awaited == 0:
         return ""
     late = f", and began {_us(longest.start)} us after the first one" if longest.start else ""
-    mean = sum(others) / len(others)
+    mean = sum(awaited) / len(awaited)
     return f"straggler: the others waited {_us(longest.awaited)} us for rank {longest.rank}, for another rank {_us(mean)}{late}"
 
 
 def _sms(events: Sequence[Event]) -> int:
     """Number of SMs that computed tiles, else that did anything."""
     for kinds in (("tile",), ("kernel", "wait", "notify", "put")):
-        if found := {event.track for event in events if event.kind in kinds}:
-            return len(found)
+        if tracks := {event.track for event in events if event.kind in kinds}:
+            return len(tracks)
     return 1
 
 
@@ -158,14 +158,14 @@ def _exposed(timeline: Timeline, numbers: Sequence[int], released: dict[int, int
             cause = event.cause, released.get(number)
             changes += [(event.start, 1, 0.0, cause), (event.end, -1, 0.0, cause)]
     changes.sort(key=lambda change: change[:2])
-    found: defaultdict[Cause, float] = defaultdict(float)
+    blamed: defaultdict[Cause, float] = defaultdict(float)
     waiting: defaultdict[Cause, int] = defaultdict(int)
     computing, before = 0.0, 0
     for time, step, share, cause in changes:
         idle = (1 - min(computing, 1.0)) * (time - before)
         if idle > 0 and (total := sum(waiting.values())):
             for name, count in waiting.items():
-                found[name] += idle * count / total
+                blamed[name] += idle * count / total
         before = time
         if cause is None:
             computing += step * share
@@ -173,7 +173,7 @@ def _exposed(timeline: Timeline, numbers: Sequence[int], released: dict[int, int
             waiting[cause] += step
             if not waiting[cause]:
                 del waiting[cause]
-    return dict(found)
+    return dict(blamed)
 
 
 def _us(ns: float) -> str:
@@ -181,11 +181,11 @@ def _us(ns: float) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
+    """Lines of a table: the first column to the left, the rest to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):
-        first, *others = row
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        first, *rest = row
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines

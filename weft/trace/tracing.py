@@ -24,7 +24,7 @@ class Tracer(Protocol):
     """Trace of one rank's team."""
 
     def timeline(self) -> Timeline | None:
-        """Timeline of all ranks at rank 0; None on the others. Collective, after ``__exit__``."""
+        """Timeline of all ranks at rank 0; None on other ranks. Collective, after ``__exit__``."""
 
 
 @contextmanager

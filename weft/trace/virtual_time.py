@@ -1,8 +1,8 @@
 """Virtual time of simulated ranks: a cost for each operation, and the earliest task goes on.
 
-A task has a clock of its own. Operations add their cost to it (``Costs``); a wait sets it to the time at which the awaited
+Each task has a clock. Operations add their cost to it (``Costs``); a wait sets it to the time at which the awaited
 signal is visible, if that is later. A kernel's programs start on the SM that is free first, after the stream's kernel before.
-Host code takes no time, as if the launches were those of a CUDA graph.
+Host code takes no time, as if all launches were in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.trace.timeline import Event, Signal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Virtual nanoseconds of an operation; those of H200s, rounded.
+    """Virtual nanoseconds of an operation: an H200's, rounded.
 
     access         load or store of a program, besides its bytes: latency is taken to be hidden
     bytes_per_ns   of one program's loads and stores: a 132nd of the memory's bandwidth, and what one sends over NVLink
@@ -109,7 +109,7 @@ class VirtualTime(Observer):
         self._copies: dict[Task, _Copy] = {}
 
     def time_of(self, task: Task) -> int:
-        """Clock of a task; of host code its own, which launches and copies do not advance."""
+        """Clock of a task; of host code a separate one, which launches and copies do not advance."""
         return self._hosts[task.rank] if isinstance(task, ThreadTask) else self._clocks.get(task, 0)
 
     def events(self) -> list[Event]:
@@ -346,7 +346,7 @@ class VirtualTime(Observer):
         return self._owner(address), self._machine.memory.place(address)
 
     def _data_at(self, address: int, rank: int | None) -> Signal:
-        """Data of ``rank``, None for all others, at the offset in its heap that ``address`` has in its own."""
+        """Data of ``rank``, None for all other ranks, at the offset that ``address`` has in its heap."""
         heap = self._machine.memory.heap_of(address)
         return Signal(place=(rank, address - (heap[0] if heap else 0)), value=None)
 

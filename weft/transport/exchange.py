@@ -3,7 +3,7 @@
 What is sent and stored is up to three functions (``Body``), which read a ``Message``:
 
     SEND(message, tile, team, BLOCK, ROWS)     the tile's [ROWS, BLOCK] by ``send_order``, or [BLOCK], the same for all ranks
-    OWN(message, tile, team, BLOCK, ROWS)      [BLOCK], what this rank keeps of its own tile; None: what SEND has returned
+    OWN(message, tile, team, BLOCK, ROWS)      [BLOCK], what this rank keeps of its tile; None: what SEND has returned
     STORE(received, message, tile, team)       stores received [ROWS, BLOCK], row s from rank s
 """
 
@@ -54,9 +54,9 @@ class Body:
 class Message(NamedTuple):
     """Arguments of the functions of an exchange.
 
-    x, out  tensors, or tuples of them
-    n       elements that each rank sends to a peer, int64; those beyond are sent as zeros, since whole rows are sent
-    tokens, most  two numbers for which no kernel of its own is compiled, or None
+    x, out  tensors, or tuples of tensors
+    n       elements that each rank sends to a peer, int64; elements beyond are sent as zeros, since whole rows are sent
+    tokens, most  two numbers for which no further kernel is compiled, or None
     SIZES   compile-time sizes
     """
 
@@ -176,7 +176,7 @@ def send_tile(
 
 @triton.jit
 def place_of(message, tile, BLOCK: tl.constexpr):
-    """(start of a tile in a part, int64; its columns [BLOCK]; mask of those before the part's end)."""
+    """(start of a tile in a part, int64; its columns [BLOCK]; mask of columns before the part's end)."""
     columns = tl.arange(0, BLOCK)
     start = tl.cast(tile, tl.int64) * BLOCK
     return start, columns, columns < tile_rest(message.n, start, BLOCK)

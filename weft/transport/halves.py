@@ -11,7 +11,7 @@
     reuse     halves alternate by call. What a rank has received in a call is read before it begins its next one. A rank begins
               call e once it has received all of call e - 1, which its peers had then begun: with two halves the wait takes time
               only where one half is taken twice in a row, in replays of a CUDA graph with an odd number of calls
-    progress  a program waits for the peers to begin; the kernel that begins a call is not behind one that waits for this rank
+    progress  a program waits for the peers to begin; the kernel that begins a call does not follow one that waits for this rank
 
 ``filled`` lies in device memory, since a replayed CUDA graph takes the same half in each replay, whatever the host counts.
 """

@@ -8,9 +8,9 @@ its registers. An exchange has two halves, ``send`` and ``receive``; between the
 next tile, so that the links are busy while it waits.
 
 Each program owns a *slot* of the workspace (its receive buffers) and counts its sends in device memory: its epoch. Program p of
-a rank exchanges only with the programs p of the others, and all ranks make the same calls with the same sizes, so
+a rank exchanges only with the programs p of its peers, and all ranks make the same calls with the same sizes, so
 epoch e of slot p means the same exchange everywhere, whatever the sizes of the calls before: a smaller call uses
-fewer slots, and the epochs of the others stand still.
+fewer slots, and the epochs of further programs stand still.
 
     slot     stages[e % S] is [W, WIDTH]: row s is written by rank s; S = stages_of(bytes of a row), at least 6
     lamport  numbers are their own flag (weft.language.lamport): one hop over the link, no fence; -0.0 arrives as +0.0
@@ -19,7 +19,7 @@ fewer slots, and the epochs of the others stand still.
 Flags after the data (``notify``, ``wait``) would cost a fence and a second hop: an all-gather of 64 MiB took 142 us with them
 and 108 with keyed (H200, W=2).
 
-Signals: rank s writes row s of stage e at every other rank; each waits for all rows but its own.
+Signals: rank s writes row s of stage e at every other rank; each rank waits for the rows of its peers.
 
 Reuse. A stage may be overwritten once its reader has cleared it. A program sends epoch k into the stage of epoch k - S, so the
 peer must have cleared k - S by then. A ``receive`` clears what the ``receive`` before it read, and if ``ordered`` returns only
@@ -40,13 +40,13 @@ when that is in memory (``lamport_receive``). S = 6 suffices, and so does more, 
 
 A launch begins with at most two sends; its first one comes after the last receive of the launch before, which is the
 last epoch in all three orders. Whole rows are written in every epoch (beyond ragged edges with zeros) and whole rows
-are cleared, so no size leaves a rest behind.
+are cleared, so no size leaves a rest.
 
 A launch of at most S - 3 epochs, a .. a + n - 1, need not see its clearings in memory (``clears_in_order``): they are there
 when it ends, before this rank's next launch sends anything. They clear a - 1 and later epochs, which peers write over in epoch
-a - 1 + S >= a + n + 2 or later. That lies behind the two that a peer may send in its next launch without having received
+a - 1 + S >= a + n + 2 or later. That lies beyond the two that a peer may send in its next launch without having received
 anything in it, so it comes after words that this rank sent in its next launch. Looking costs a round trip to memory for each
-tile, in line behind the stores to peers: 4 to 14 % of an all-gather of 4 to 32 MiB at W=2.
+tile, in line after the stores to peers: 4 to 14 % of an all-gather of 4 to 32 MiB at W=2.
 
 Progress. All programs of a grid are resident: there are no more than fit (``launch``). A send does not wait, and each
 program makes its exchanges in order without waiting for another program of its rank. Kernels that share the slots are
@@ -247,7 +247,7 @@ def keep_epoch(epochs, epoch):
 
 @triton.jit
 def sum_of_ranks(received):
-    """Sum of [ROWS, BLOCK] over the ranks, [BLOCK] fp32, in an order that is the same on all of them."""
+    """Sum of [ROWS, BLOCK] over the ranks, [BLOCK] fp32, in an order that is the same on all ranks."""
     return tl.sum(received.to(tl.float32), axis=0)
 
 
@@ -285,7 +285,7 @@ def slots_of(team: Team, plan: PushPlan, itemsize: int) -> Slots:
 
 
 def registers_of(plan: PushPlan, world_size: int) -> int:
-    """Most registers of a thread: those that whole tiles need (sm_90).
+    """Most registers of a thread: as many as whole tiles need (sm_90).
 
     Ragged sizes would take up to 250, and then not all programs are resident; with this bound they spill.
     """
@@ -321,7 +321,7 @@ def launch(
     dtype of ``out``. A kernel sends PART elements to a peer at once, or BLOCK if it has no such constant. ValueError if these
     are not ``plan.row_bytes``.
 
-    All programs are resident, by ``team.max_programs``: they end without the kernels behind them, which start only when all
+    All programs are resident, by ``team.max_programs``: they end without later kernels, which start only when all
     of these run, and kernels beside or before them end by themselves. It is no cooperative launch, by which the driver would
     refuse more: that starts 1 us later (H200).
     """
@@ -363,15 +363,17 @@ class Prepared:
                 f"than the workspace holds; pass {block * itemsize}"
             )
         slots = slots_of(team, plan, itemsize)
-        found = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}
+        switches = {"BLOCK": block, "ROWS": next_power_of_2(team.size), "TRANSPORT": plan.transport, **constants}
         options = {"num_warps": plan.num_warps, **target_options(team, slots.registers)}
         buffer = slots.buffer.view(dtype if dtype.itemsize == itemsize else torch.int16)
         return cls(
-            Launch(kernel, found | options, (buffer, slots.epochs, team.view, *fixed), before=3), slots.programs, block
+            Launch(kernel, switches | options, (buffer, slots.epochs, team.view, *fixed), before=3),
+            slots.programs,
+            block,
         )
 
 
 def target_options(team: Team, registers: int) -> dict[str, int | bool]:
-    """Launch options of some targets: a bound on registers, and those of ``wl.follow_previous_kernel``."""
+    """Launch options of some targets: a bound on registers, and the options of ``wl.follow_previous_kernel``."""
     bound = {"maxnreg": registers} if team.caps.arch.startswith("sm_") else {}
     return bound | launch_options(team.caps)

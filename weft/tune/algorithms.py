@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def search_algorithms(team: Team, plans: Sequence[TunePlan], file: Path, say: Callable[[str], None]) -> list[Entry]:
     """Add the entries that ``file`` lacks to it, and return them. Collective.
 
-    The GEMMs of a shape are those of the op's plan, and each rank's as a whole, which the baselines of ``weft bench`` run.
+    The GEMMs of a shape are the ones of the op's plan, and each rank's as a whole, which the baselines of ``weft bench`` run.
     """
-    found: list[Entry] = []
+    searched: list[Entry] = []
     for plan in plans:
         workload = OpWorkload(name=plan.op, shapes=plan.shapes, dtype=plan.dtype, words=("weft",))
         for number, shape in enumerate(plan.shapes):
@@ -29,7 +29,7 @@ def search_algorithms(team: Team, plans: Sequence[TunePlan], file: Path, say: Ca
             M, N, K = shape.size
             whole = M, 2 * N if workload.op.gated else N, K
             run = partial(problem.call, problem.sets[0])
-            found += warm_up(team, [whole], problem.dtype, run=run, algorithm_cache=file)
+            searched += warm_up(team, [whole], problem.dtype, run=run, algorithm_cache=file)
             if team.rank == 0:
-                say(f"{plan.name} {shape.label}: {number + 1} of {len(plan.shapes)}, {len(found)} GEMMs so far")
-    return found
+                say(f"{plan.name} {shape.label}: {number + 1} of {len(plan.shapes)}, {len(searched)} GEMMs so far")
+    return searched

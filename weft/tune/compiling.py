@@ -59,8 +59,8 @@ def compile_shares(actions: Sequence[Callable[[], Any]], team: Team) -> None:
 
 
 @contextmanager
-def _launches_compile(failures: list[Exception], mine: bool = True) -> Iterator[None]:
-    """Scope in which ``kernel[grid](…)`` compiles and loads, or without ``mine`` does nothing.
+def _launches_compile(failures: list[Exception], active: bool = True) -> Iterator[None]:
+    """Scope in which ``kernel[grid](…)`` compiles and loads, or without ``active`` does nothing.
 
     Triton's ``warmup`` does this for one kernel with given arguments; here an op's own host code has them. A rank is a process,
     so no other rank's launches are affected.
@@ -68,7 +68,7 @@ def _launches_compile(failures: list[Exception], mine: bool = True) -> Iterator[
     launch = JITFunction.run
 
     def load(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if not mine:
+        if not active:
             return None
         try:
             kernel = launch(self, *args, grid=grid, warmup=True, **options)

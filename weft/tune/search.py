@@ -1,12 +1,12 @@
 """Search on each rank: rounds of the same candidates on all ranks, until they agree on the winner.
 
-A candidate passes these steps. After each of them all ranks exchange results; a candidate that failed on any rank is dropped on
+A candidate passes these steps. After each step all ranks exchange results; a candidate that failed on any rank is dropped on
 all:
 
     compile   on every rank, with nothing launched (compiling.py)
     run       one call; an answer within the tolerance of fp32 on every rank
     capture   in a CUDA graph, with the same answer
-    time      alternating with the others of its round; the maximum over the ranks of the median
+    time      alternating with the round's other candidates; the maximum over the ranks of the median
     confirm   the fastest ones once more, together with the default alone: of many, a lucky one reads fastest
 
 Nothing hangs: every wait of the host is bounded. If a kernel does not end, or a rank is lost, the search ends, and the results
@@ -112,14 +112,14 @@ def search(
     Any WeftError ends the search: a kernel that does not end (Stuck), ranks out of step (OutOfStep, PeerFailed).
     """
     empty_us = started(team)
-    found: list[list[Outcome]] = []
+    of_plans: list[list[Outcome]] = []
     for plan in plans:
-        found.append([])
+        of_plans.append([])
         for outcomes in search_one(team, plan, empty_us, say):
-            found[-1] = outcomes
+            of_plans[-1] = outcomes
             if tried is not None and team.rank == 0:
-                write_tried(tried, team, list(zip(plans, found, strict=False)))
-    return found
+                write_tried(tried, team, list(zip(plans, of_plans, strict=False)))
+    return of_plans
 
 
 def search_one(
@@ -155,7 +155,7 @@ def search_one(
 def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Outcomes whose rows of one M and N agree (tuned.agreed_of), for ranks with other K.
 
-    The common values are those with the least total time.
+    The common values are the ones with the least total time.
     """
     groups: dict[tuple[int, ...], list[Outcome]] = {}
     for outcome in outcomes:
@@ -209,7 +209,7 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
         seen.update(fresh)
         if not fresh:
             break
-        # Together with those that it must beat, at the same clocks.
+        # Together with the designs that it must beat, at the same clocks.
         times, failed = timing.timed(bench, problem, list(dict.fromkeys([default, best, *fresh])), default_us)
         dropped += [(name, why) for name, why in failed if (name, why) not in dropped]
         if not times:
@@ -226,9 +226,9 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
         del problem
         gc.collect()
         torch.cuda.empty_cache()
-    found = {"label": shape.label, "tried": len(seen), "dropped": tuple(dropped), "default": spaces.label(op, default)}
+    common = {"label": shape.label, "tried": len(seen), "dropped": tuple(dropped), "default": spaces.label(op, default)}
     if us is None:
-        return Outcome(row=None, reason=f"no candidate ran: {dropped[0][1] if dropped else 'there is none'}", **found)
+        return Outcome(row=None, reason=f"no candidate ran: {dropped[0][1] if dropped else 'there is none'}", **common)
     name = op.name_of(best)
     row = tuned.Row(
         op=plan.row_op, dtype=dtype, shape=tuned.row_shape(name, key), design=name, config=op.config_of(best),
@@ -236,7 +236,7 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
         candidates=len(seen) - len(dropped), date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         versions=versions,
     )  # fmt: skip
-    return Outcome(row=row, winner=spaces.label(op, best), times=known, **found)
+    return Outcome(row=row, winner=spaces.label(op, best), times=known, **common)
 
 
 def agreed(team: Team, times: dict[Any, float], default: Any) -> tuple[Any, float]:
@@ -258,7 +258,7 @@ def save(path: Path, team: Team, row: tuned.Row) -> None:
     tuned.write(path, table.with_rows([row]))
 
 
-def write_tried(path: Path, team: Team, found: Sequence[tuple[TunePlan, Sequence[Outcome]]]) -> None:
+def write_tried(path: Path, team: Team, tried: Sequence[tuple[TunePlan, Sequence[Outcome]]]) -> None:
     """Write all candidates at each shape by label: the compared times, and reasons of dropped ones."""
     shapes = [
         {
@@ -267,7 +267,7 @@ def write_tried(path: Path, team: Team, found: Sequence[tuple[TunePlan, Sequence
             "us": {spaces.label(op_of(plan.op), design): round(us, 2) for design, us in outcome.times.items()},
             "dropped": dict(outcome.dropped),
         }
-        for plan, outcomes in found
+        for plan, outcomes in tried
         for shape, outcome in zip(plan.shapes, outcomes, strict=False)
     ]  # fmt: skip
     head = {

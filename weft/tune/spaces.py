@@ -20,7 +20,7 @@ RENAMED = {"own_first": "local_first"}
 
 
 def parse(word: str) -> tuple[str, tuple[str, ...]]:
-    """(op's alias, variants) of OP+VARIANT+…, as in ag-gemm+local_first. ValueError for others."""
+    """(op's alias, variants) of OP+VARIANT+…, as in ag-gemm+local_first. ValueError for any other word."""
     name, *given = word.split("+")
     op = op_of(name)
     if type(op).space is Op.space:

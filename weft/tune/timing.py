@@ -30,7 +30,7 @@ def timed(
 
     reference  time of the first design, the default, in an earlier round
 
-    More than TOGETHER are timed in groups, with the first two designs in each of them. The first one and a group's FINALISTS
+    More than TOGETHER are timed in groups, with the first two designs in each group. The first one and a group's FINALISTS
     are timed once more. GPUs slow down as they warm up, so all times are scaled to the first pass by the default's ratio.
     """
     times: dict[Any, float] = {}
@@ -49,14 +49,16 @@ def timed(
             else:
                 failed.append((spaces.label(problem.op, design), entrant.row.reason or "it has no time"))
                 entrant.leave()
-        found = measured(bench, entrants)
-        ordered = [design for design in sorted(found, key=lambda design: found[design]) if design != designs[0]]
+        first_times = measured(bench, entrants)
+        ordered = [
+            design for design in sorted(first_times, key=lambda design: first_times[design]) if design != designs[0]
+        ]
         # Equal on all ranks, which have the same times.
-        last = [design for design in (designs[0], *ordered[:FINALISTS]) if design in found]
-        passes = [found]
-        if len(found) > len(last) > 1:
+        last = [design for design in (designs[0], *ordered[:FINALISTS]) if design in first_times]
+        passes = [first_times]
+        if len(first_times) > len(last) > 1:
             passes.append(measured(bench, {design: entrants[design] for design in last}))
-        reference = reference or found.get(designs[0])
+        reference = reference or first_times.get(designs[0])
         for one in passes:
             times |= scaled(one, designs[0], reference)
         for entrant in entrants.values():
@@ -95,7 +97,7 @@ def enter(bench: Bench, problem: OpProblem, design: Any) -> Entrant:
 
     def make(problem: OpProblem) -> Prepared:
         made = prepared(problem, design)
-        # All ranks exchange the result before any of them launches.
+        # All ranks exchange the result before any rank launches.
         compiling.compile_only(lambda: made.run(0), problem.team)
         return made
 

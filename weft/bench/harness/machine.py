@@ -88,15 +88,15 @@ def tree(folder: Path) -> str:
         if path.name.startswith(".") or path.name == "__pycache__":
             continue
         if path.is_dir():
-            name, found = b"40000", tree(path)
-            if found == _object(b"tree", b""):
+            name, name_of_object = b"40000", tree(path)
+            if name_of_object == _object(b"tree", b""):
                 continue  # git has no empty folders
         else:
             name = b"100755" if path.stat().st_mode & 0o100 else b"100644"
-            found = _object(b"blob", path.read_bytes())
+            name_of_object = _object(b"blob", path.read_bytes())
         # Folders are sorted as if their names ended with a slash.
         entries.append(
-            (path.name + "/" * path.is_dir(), name + b" " + path.name.encode() + b"\0" + bytes.fromhex(found))
+            (path.name + "/" * path.is_dir(), name + b" " + path.name.encode() + b"\0" + bytes.fromhex(name_of_object))
         )
     return _object(b"tree", b"".join(entry for _, entry in sorted(entries)))
 

@@ -95,7 +95,7 @@ def write(path: Path, reports: Iterable[Report]) -> None:
 
 
 def write_each(folder: Path, reports: Iterable[Report]) -> None:
-    """Write each report to its own file, OP.wW.json."""
+    """Write each report to a file OP.wW.json."""
     for report in reports:
         write(folder / file_name(report.op, report.world_size), [report])
 
@@ -126,7 +126,7 @@ def shapes_of(report: Report) -> list[tuple[int, ...]]:
 
 
 def providers_of(report: Report) -> list[str]:
-    """Providers: weft's first, then the others, then ceilings."""
+    """Providers: weft's first, then baselines, then ceilings."""
     names = dict.fromkeys((row.provider, row.role) for row in report.rows)
     return [name for role in ROLES for name, its_role in names if its_role == role]
 

@@ -121,9 +121,11 @@ def heap_bytes(workloads: Sequence[Workload]) -> int:
 
 def neighbours(balanced: Mapping[str, bool]) -> str:
     """Shapes, for the protocol, at which every meter came directly after every other one equally often."""
-    others = [label for label, is_balanced in balanced.items() if not is_balanced]
-    if not others:
+    unbalanced = [label for label, is_balanced in balanced.items() if not is_balanced]
+    if not unbalanced:
         return "balanced"
     return (
-        "not balanced" if len(others) == len(balanced) else f"balanced, but not at {', '.join(others)}: too few rounds"
+        "not balanced"
+        if len(unbalanced) == len(balanced)
+        else f"balanced, but not at {', '.join(unbalanced)}: too few rounds"
     )

@@ -183,8 +183,8 @@ class Baseline:
         """Mask of layers with a window, [..., max_len] for positions [..., 1]."""
         if self.window is None or self.window >= max_len:
             return None
-        behind = positions - torch.arange(max_len, device=self.device)
-        return (behind >= 0) & (behind < self.window)
+        age = positions - torch.arange(max_len, device=self.device)
+        return (age >= 0) & (age < self.window)
 
     def _logits(
         self, tokens: torch.Tensor, at: Tokens, cache: Cache, run: Functions, rows: torch.Tensor | None

@@ -39,9 +39,8 @@ NAMES = (
     ("pointwise", r"norm|elementwise|CatArray|index_put|indexSelect|gather|scatter|Memcpy DtoD|copy|rope|silu"),
 )  # fmt: skip
 RULES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES)
-WAITING = (
-    "wait_kernel"  # of weft.ops.overlap.pipelined: waits for a peer's copies, concurrently with GEMMs of other streams
-)
+# Of weft.ops.overlap.pipelined: waits for a peer's copies, concurrently with GEMMs of other streams.
+WAITING = "wait_kernel"
 START = "barrier_kernel"  # the harness's, right before each step
 
 
@@ -71,20 +70,20 @@ def breakdown(kernels: Sequence[Kernel]) -> dict[str, float]:
             steps.append([])
         elif steps:
             steps[-1].append(kernel)
-    found = dict.fromkeys(KINDS, 0.0)
+    us_of = dict.fromkeys(KINDS, 0.0)
     for step in filter(None, steps):
         waits = [kernel for kernel in step if kernel.name == WAITING]
         reached = step[0].start
         for kernel in step:
             if kernel.name != WAITING:
-                _leave(found, reached, kernel.start, waits)
-                found[kind_of(kernel.name)] += max(0.0, kernel.end - max(reached, kernel.start))
+                _leave(us_of, reached, kernel.start, waits)
+                us_of[kind_of(kernel.name)] += max(0.0, kernel.end - max(reached, kernel.start))
                 reached = max(reached, kernel.end)
-        _leave(found, reached, max((kernel.end for kernel in waits), default=reached), waits)
-    return {kind: time / len(steps) for kind, time in found.items()} if steps else {}
+        _leave(us_of, reached, max((kernel.end for kernel in waits), default=reached), waits)
+    return {kind: time / len(steps) for kind, time in us_of.items()} if steps else {}
 
 
-def _leave(found: dict[str, float], start: float, end: float, waits: Sequence[Kernel]) -> None:
+def _leave(us_of: dict[str, float], start: float, end: float, waits: Sequence[Kernel]) -> None:
     """Assign time from start to end without other kernels to waiting kernels and to the gap.
 
     ``waits``: by their start.
@@ -92,10 +91,10 @@ def _leave(found: dict[str, float], start: float, end: float, waits: Sequence[Ke
     for kernel in waits:
         begin, last = max(start, kernel.start), min(end, kernel.end)
         if begin < last:
-            found["gap"] += begin - start
-            found[kind_of(kernel.name)] += last - begin
+            us_of["gap"] += begin - start
+            us_of[kind_of(kernel.name)] += last - begin
             start = last
-    found["gap"] += max(0.0, end - start)
+    us_of["gap"] += max(0.0, end - start)
 
 
 def profile(team: Team, meter: Meter) -> dict[str, float] | None:
@@ -109,14 +108,14 @@ def profile(team: Team, meter: Meter) -> dict[str, float] | None:
     team.barrier()
     meter.replay()
     finish(team, "a profiled round")
-    found: dict[str, float] = {}
+    parts: dict[str, float] = {}
     if profiler is not None:
         try:
             profiler.stop()
-            found = breakdown(kernels_of(profiler))
+            parts = breakdown(kernels_of(profiler))
         except RuntimeError as error:
             logger.warning("no breakdown: torch's profiler failed: %s", error)
-    return team.exchange(found)[0] or None
+    return team.exchange(parts)[0] or None
 
 
 def _started() -> torch.profiler.profile | None:

@@ -126,9 +126,9 @@ class AnswersProblem(Problem):
         rows = rows + torch.arange(self.length - 1, longest, device=tokens.device)
         logits = session.prefill(tokens, session.prompts(longest), rows.flatten())[:, : model.real]
         local = given.flatten() - model.start
-        mine = (local >= 0) & (local < logits.shape[1])
+        is_here = (local >= 0) & (local < logits.shape[1])
         taken = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-        taken = taken.masked_fill(~mine, float("-inf"))
+        taken = taken.masked_fill(~is_here, float("-inf"))
         return torch.stack((logits.max(dim=1).values, taken, logits.square().sum(dim=1)))
 
     def wrong(self, all_ranks: Sequence[torch.Tensor]) -> str:
@@ -154,7 +154,7 @@ class AnswersProblem(Problem):
 def weft(problem: AnswersProblem, mode: str) -> Prepared:
     """Engine with as many batch slots as prompts.
 
-    It makes its own random weights, which the baseline then uses.
+    It makes random weights, which the baseline then uses.
     """
     problem.of_step.share(None)
     gc.collect()  # the previous engine is freed, with its weights
@@ -284,17 +284,17 @@ def timed(all_ranks: Sequence[Sequence[Times]], tokens: int) -> dict[str, Any]:
 
 
 def drawn(problem: AnswersProblem, answers: Callable[[], Tokens]) -> tuple[Times, list[list[int]]]:
-    found: list[list[int]] = [[] for _ in range(problem.batch)]
+    answered: list[list[int]] = [[] for _ in range(problem.batch)]
     first_at, by_then, total = 0.0, 0, 0
     begin = time.perf_counter()
     for arrived in answers():
         for prompt, token in arrived:
-            found[prompt].append(token)
+            answered[prompt].append(token)
         total += len(arrived)
-        if not first_at and all(found):
+        if not first_at and all(answered):
             # An engine's first step prefills and decodes: two tokens of a prompt may arrive together.
             first_at, by_then = time.perf_counter(), total
     end = time.perf_counter()
     later = total - by_then
     each = (end - first_at) * problem.batch / later if later else (end - begin) / problem.new
-    return Times(first=first_at - begin, each=each, whole=end - begin), found
+    return Times(first=first_at - begin, each=each, whole=end - begin), answered

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weft.bench.harness.provider import Prepared, Verdict
+from weft.bench.harness.provider import Prepared, Result, Verdict
 from weft.bench.harness.workload import DTYPES, Problem, Shape, together
 from weft.bench.models.baseline import Baseline, Cache
 from weft.bench.models.roofline import active_share, weights
@@ -115,7 +115,7 @@ class StepProblem(Problem):
     def share(self, model: Decoder | None) -> None:
         """Let the baseline use the weights of ``model``, filled as `build` does.
 
-        None: it frees its own weights, before a model makes the same ones; they are made again unless one is shared.
+        None: it frees the weights it has, before a model makes the same ones; they are made again unless one is shared.
         """
         self._weights, self._baseline = model, None if model is None else Baseline(model)
 
@@ -125,11 +125,11 @@ class StepProblem(Problem):
         if self.random_cache:
             return
 
-        def found() -> float:
+        def answered() -> float:
             self.answer()
             return self.distance_to_fp32()
 
-        distance = together(self.team, found, launches=f"eager torch at {self.shape.label}")
+        distance = together(self.team, answered, launches=f"eager torch at {self.shape.label}")
         self.agree(self.team.exchange(distance))
 
     def distance_to_fp32(self) -> float:
@@ -137,10 +137,8 @@ class StepProblem(Problem):
         if not self.step.is_model:
             return 0.0
         few = min(self.step.batch, NOISE_ROWS)
-        found, exact = (
-            self.step.logits(self.session(model, few)) for model in (self.baseline, self.baseline.in_fp32())
-        )
-        return self.distance(found, exact)[1]
+        rounded, exact = (self.step.logits(self.session(m, few)) for m in (self.baseline, self.baseline.in_fp32()))
+        return self.distance(rounded, exact)[1]
 
     def agree(self, distances: Sequence[float]) -> None:
         """Set the limit from ``distances`` to fp32 of all ranks."""
@@ -186,12 +184,12 @@ class StepProblem(Problem):
             pairs = zip(self.step.forced(make(*size)), self._forced, strict=True)
             names = ["after the prompt", *(f"after given token {number}" for number in range(1, FORCED_STEPS + 1))]
             return [(name, self._apart(*pair)) for name, pair in zip(names, pairs, strict=True)]
-        found, expected = (self.prepared(one) for one in (make(self.step.batch, self.step.length), self.session()))
+        compared, expected = (self.prepared(one) for one in (make(self.step.batch, self.step.length), self.session()))
         distances = []
         for number in self.sets:
             right = expected.run(number)
-            right = shard_of(right, self.team) if found.local else right
-            distances.append((f"of layer {number}", self._apart(found.run(number), right)))
+            right = shard_of(right, self.team) if compared.local else right
+            distances.append((f"of layer {number}", self._apart(compared.run(number), right)))
         return distances
 
     def _apart(self, actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -208,12 +206,12 @@ class StepProblem(Problem):
 
     # --- judging ----------------------------------------------------------------------------------------------------
 
-    def check(self, prepared: Prepared, out: Any, what: str) -> Verdict:
-        found = Problem.check(self, prepared, out, what)
-        if found.wrong or prepared.chosen is None:
-            return found
+    def check(self, prepared: Prepared, out: Result, what: str) -> Verdict:
+        verdict = Problem.check(self, prepared, out, what)
+        if verdict.wrong or prepared.chosen is None:
+            return verdict
         choices = self.team.exchange(together(self.team, lambda: self.choices(out, prepared.chosen)))
-        return replace(found, wrong=self.wrong_choice(choices))
+        return replace(verdict, wrong=self.wrong_choice(choices))
 
     def verdict(self, prepared: Prepared, out: torch.Tensor) -> Verdict:
         return self.judge(out, prepared.local)
@@ -270,7 +268,7 @@ class StepProblem(Problem):
 def cold_layers(level: str, config: DecoderConfig, world_size: int, dtype: torch.dtype, shape: Shape) -> int:
     """Number of layers that puts COLD_BYTES between two uses of one.
 
-    Of experts only those count that some token chooses.
+    Only experts that some token chooses count.
     """
     sizes, (batch, _, new) = weights(config, world_size), shape.size
     names = ("gate_up", "down") if level == "mlp" else ("qkv", "o")

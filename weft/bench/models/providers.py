@@ -35,7 +35,7 @@ def providers_for(
 ) -> tuple[Provider, ...]:
     """Providers of a model benchmark, weft's in ``modes`` (all if empty).
 
-    words      names that were asked for. Only by its own name there is a cache spread over the ranks
+    words      names that were asked for. Only an exact name gives a cache spread over the ranks
     baselines  folder of more baselines, by default a checkout's
     """
     named = {OLD_MODES.get(mode, mode) for mode in modes or WEFT_MODES}

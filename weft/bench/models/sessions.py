@@ -1,4 +1,4 @@
-"""Sessions: a model set up for a batch of sequences, weft's or the baseline's, behind one interface."""
+"""Sessions: a model set up for a batch of sequences, weft's or the baseline's, with one interface."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def over_context(model: Decoder) -> Decoder:
 
 def of_all_ranks(x: torch.Tensor, heads: int, team: Team) -> torch.Tensor:
     """KV heads of all ranks [heads, ...] of this rank's; neighbours that share one hold the same."""
-    found = team.library.all_gather(x.contiguous())
-    return found[:: len(found) // heads]
+    gathered = team.library.all_gather(x.contiguous())
+    return gathered[:: len(gathered) // heads]
 
 
 def shard_of(x: torch.Tensor, team: Team) -> torch.Tensor:

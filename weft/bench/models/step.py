@@ -24,7 +24,7 @@ class Step:
     """Step of ``level``, the same for all providers.
 
     sets       layers in rotation, so that weights are cold; a "model" benchmark has one
-    tokens     [batch, length], the same on all ranks; x [batch * new, H] likewise, for single layers
+    tokens     [batch, length], the same on all ranks; x [batch * new, H] too, for single layers
     earlier    input of a single layer's history, [batch * (length - new), H]
     positions  [batch]: of the new tokens, if the step decodes
     """

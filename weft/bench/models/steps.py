@@ -90,13 +90,13 @@ def parse_steps(
     """Shapes that ``words`` name, in order, without duplicates; the op's defaults without words.
 
     word  RUN:BxC,BxC,… with RUN prefill or decode, B sequences and C tokens each; for generate BxP+N,…: N tokens
-          after prompts of P; or several of them separated by commas
+          after prompts of P; or several words separated by commas
     tiny  for simulated ranks: other defaults, and many tokens are refused
     random_cache  of decoding steps with random caches, which may be longer than the model's positions
 
     ValueError for unreadable words, and for sequences longer than the model's positions.
     """
-    found: dict[tuple[int, ...], Shape] = {}
+    by_size: dict[tuple[int, ...], Shape] = {}
     words = [one for several in words for one in words_apart(several)]
     for word in words or (TINY_DEFAULTS if tiny else DEFAULTS)[level]:
         for shape in _generations(word) if level == "generate" else _steps(level, word):
@@ -111,8 +111,8 @@ def parse_steps(
                 )
             if tiny:
                 _check_simulable(level, word, shape.size, longest)
-            found.setdefault(shape.size, shape)
-    return tuple(found.values())
+            by_size.setdefault(shape.size, shape)
+    return tuple(by_size.values())
 
 
 def _check_simulable(level: str, word: str, size: tuple[int, ...], longest: int) -> None:

@@ -24,7 +24,7 @@ from weft.models.config import DecoderConfig
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Parts of a report's subject behind the name of the model.
+# Parts of a report's subject after the name of the model.
 LAYERS, EXPERTS = " layers", "experts "
 CHECK = (
     "a layer's output, a model's logits, against eager torch's on the same weights: root mean square of every row's error "
@@ -48,7 +48,7 @@ class ModelWorkload(Workload):
 
     model, layers   by name, with this many of its layers; None: all
     modes           of weft's models; all if empty
-    teacher_forced  before timing, compare logits over several given tokens, besides those of the step itself; for layers, the
+    teacher_forced  before timing, compare logits over several given tokens, besides the step's; for layers, the
                     outputs of all timed ones
     breakdown       break down the time of a step
     random_cache    what comes before a decoding step is random
@@ -154,8 +154,8 @@ class ModelWorkload(Workload):
             batch, prompt, new = size
             size = (batch, prompt + (new + 1) // 2, 1)
         level = "model" if self.generates else self.name
-        found = roofline(level, self.config, world_size, size, self.dtype, limits)
-        return None if found is None else found.floor
+        bound = roofline(level, self.config, world_size, size, self.dtype, limits)
+        return None if bound is None else bound.floor
 
     @property
     def axis(self) -> str:

@@ -1,4 +1,4 @@
-"""Shapes of attention over ranks (``ShardedShape``), and named sets of them."""
+"""Shapes of attention over ranks (``ShardedShape``), and named sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.ops.attention.qk_norm_rope import HEAD_DIMS
 from weft.ops.attention.sharded_plan import ShardedShape
 from weft.ops.op import Op
 
-# Query heads, KV heads, head_dim, and contexts of one sequence. The second is the figure that others publish for 8 GPUs.
+# Query heads, KV heads, head_dim, and contexts of one sequence. The second is published for other systems on 8 GPUs.
 LONG = {
     "qwen3-30b-a3b": (32, 4, 128, (32 << 10, 128 << 10, 1 << 20)),
     "12-kv-heads": (96, 12, 128, (64 << 10, 1 << 20)),

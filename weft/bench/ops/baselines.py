@@ -1,4 +1,4 @@
-"""Baselines: NCCL, torch's symmetric-memory ops, cuBLAS, and cuBLAS with each of them.
+"""Baselines: NCCL, torch's symmetric-memory ops, cuBLAS alone and with NCCL or these ops.
 
 Outputs are preallocated if the baseline takes one. cuBLAS runs the algorithm that weft runs for the same GEMM: a shipped
 row's, one of the cache, or torch.mm's choice.
@@ -148,13 +148,13 @@ def gemm(problem: OpProblem, multiply: Callable = matmul) -> Prepared:
 def nccl_and_cublas(problem: OpProblem, place: Callable = ordinary) -> Prepared:
     """All-gather, then GEMM."""
     group, (m, n, k), shards = group_of(problem), problem.shape.size, problem.sets
-    (*mine, gathered), close = place(problem, [tuple(a.shape) for a, _ in shards] + [(m, k)])
+    (*buffers, gathered), close = place(problem, [tuple(a.shape) for a, _ in shards] + [(m, k)])
     (out,), _ = ordinary(problem, [(m, n)])
-    for buffer, (a, _) in zip(mine, shards, strict=True):
+    for buffer, (a, _) in zip(buffers, shards, strict=True):
         copy_into(buffer, a)
 
     def run(number: int) -> torch.Tensor:
-        dist.all_gather_into_tensor(gathered, mine[number], group=group)
+        dist.all_gather_into_tensor(gathered, buffers[number], group=group)
         return matmul(gathered, shards[number][1], out)
 
     return Prepared(run=run, close=close)

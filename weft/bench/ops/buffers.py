@@ -1,4 +1,4 @@
-"""Buffers of the baselines: ordinary ones, those of an NCCL window, and torch's symmetric memory.
+"""Buffers of the baselines: in ordinary memory, in an NCCL window, in torch's symmetric memory.
 
 NVLink multicast is never requested.
 """

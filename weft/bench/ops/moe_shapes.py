@@ -44,9 +44,9 @@ TINY = MoeShape(tokens=6, k=2, experts=4, held=4, hidden=32, features=48)
 def read_moe(op: Op, word: str, world_size: int, tiny: bool) -> list[Shape]:
     """See ``Form.read``."""
     if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){5}(,[012])?", word):
-        found = MoeShape(*map(int, word.split(",")))
-        _check_held(op, word, found, world_size)
-        return [_moe(found, "x".join(map(str, found[:6])))]
+        given = MoeShape(*map(int, word.split(",")))
+        _check_held(op, word, given, world_size)
+        return [_moe(given, "x".join(map(str, given[:6])))]
     match = re.fullmatch(r"([a-z0-9-]+)(?:/(zipf|recorded))?(?::([1-9]\d*(?:,[1-9]\d*)*))?", word.lower())
     if match is None or match[1] not in MIXTURES:
         raise ValueError(

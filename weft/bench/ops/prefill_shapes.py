@@ -10,7 +10,7 @@ from weft.ops.op import Op
 
 
 class PrefillShape(NamedTuple):
-    """One prompt's attention in one layer; sizes are those of all ranks together."""
+    """One prompt's attention in one layer; sizes count all ranks together."""
 
     tokens: int
     q_heads: int

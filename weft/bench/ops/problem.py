@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.bench.harness.meters import spoil
-from weft.bench.harness.provider import Prepared, Verdict
+from weft.bench.harness.provider import Prepared, Result, Verdict
 from weft.bench.harness.workload import DTYPES, Problem, Shape, together
 from weft.bench.ops.shapes import computes, has_flops
 from weft.ops.case import Draw, Inputs, error_bound
@@ -47,21 +47,19 @@ class OpProblem(Problem):
         self.sets = [self.inputs(team.rank, 0)]
         self.sets += [self.inputs(team.rank, number) for number in range(1, self._count())]
         self.arguments = [op.arguments(self.case, team, *tensors) for tensors in self.sets]
-        self._answers: dict[bool, Any] = {}
+        self._answers: dict[bool, Result] = {}
 
     def figures(self) -> dict[str, float]:
         """The op's, the mean of this rank's sets; of the rank with the most pairs."""
         every = together(self.team, lambda: [self.op.figures(*arguments) for arguments in self.arguments])
-        mine = {name: sum(one[name] for one in every) / len(every) for name in every[0]}
-        return max(self.team.exchange(mine), key=lambda one: one.get("pairs", 0.0))
+        means = {name: sum(one[name] for one in every) / len(every) for name in every[0]}
+        return max(self.team.exchange(means), key=lambda one: one.get("pairs", 0.0))
 
     @property
     def result_bytes(self) -> int:
         """Bytes of a result, about."""
-        if self.op.form == "attention":
+        if self.op.form in ("attention", "prefill"):
             return self.sets[0][0].nbytes  # the queries, or a cache, which is larger
-        if self.op.form == "prefill":
-            return self.sets[0][0].nbytes
         if self.op.form == "moe":
             shape = MoeShape(*self.shape.size)
             return shape.tokens * shape.k * shape.hidden * self.dtype.itemsize
@@ -87,9 +85,8 @@ class OpProblem(Problem):
             return 4 if self.result_bytes <= 1 << 24 else 2
         nbytes = sum(x.nbytes for x in self.sets[0])
         if self.op.form == "moe":
-            nbytes = self.op.memory_bytes(
-                self.shape.size, self.dtype
-            )  # weights of experts that are not chosen stay cold
+            # Weights of experts that are not chosen stay cold.
+            nbytes = self.op.memory_bytes(self.shape.size, self.dtype)
         most = max(FEW_SETS, min(MOST_SETS, int(RESULT_BYTES / self.result_bytes)))
         return min(most, 1 + math.ceil(COLD_BYTES / nbytes))
 
@@ -101,26 +98,26 @@ class OpProblem(Problem):
         """All ranks' rows of A of a set, as a GEMM after an all-gather reads them."""
         return torch.cat([self.inputs(rank, number)[0] for rank in range(self.team.size)])
 
-    def call(self, tensors: Sequence[torch.Tensor], design: Any = AUTO) -> Any:
+    def call(self, tensors: Sequence[torch.Tensor], design: object = AUTO) -> Result:
         """The op's public function, or the op by ``design``: a design, or for a collective the name of one."""
         return self.op.results(replace(self.case, design=design), self.team, *tensors)
 
     # --- answer to set 0 -------------------------------------------------------------------------------------------
 
-    def answer(self, local: bool = False) -> Any:
-        """Expected result of this rank in fp32, or bit for bit. ``local``: of its own GEMM alone."""
+    def answer(self, local: bool = False) -> Result:
+        """Expected result of this rank in fp32, or bit for bit. ``local``: of this rank's GEMM alone."""
         if local not in self._answers:
             self._answers[local] = _narrowed(product(*self.sets[0]) if local else self._reference())
         return self._answers[local]
 
-    def _reference(self) -> Any:
-        # An op that is not collective reads its own rank's inputs alone.
-        others = {rank for rank in range(self.team.size) if rank != self.team.rank and self.op.collective}
-        by_rank = [self.inputs(rank, 0) if rank in others else self.sets[0] for rank in range(self.team.size)]
-        found = self.op.reference(self.case, self.team.rank, by_rank)
-        if isinstance(found, tuple) and self.op.form != "moe":
-            return found[0]  # behind it what the op writes into its arguments
-        return found
+    def _reference(self) -> Result:
+        # An op that is not collective reads the inputs of this rank alone.
+        peers = {rank for rank in range(self.team.size) if rank != self.team.rank and self.op.collective}
+        by_rank = [self.inputs(rank, 0) if rank in peers else self.sets[0] for rank in range(self.team.size)]
+        expected = self.op.reference(self.case, self.team.rank, by_rank)
+        if isinstance(expected, tuple) and self.op.form != "moe":
+            return expected[0]  # then come tensors that the op writes into its arguments
+        return expected
 
     def poison(self, prepared: Prepared) -> None:
         expected = self.answer(prepared.local)
@@ -132,25 +129,24 @@ class OpProblem(Problem):
 
     # --- comparison --------------------------------------------------------------------------------------------------
 
-    def verdict(self, prepared: Prepared, out: Any) -> Verdict:
+    def verdict(self, prepared: Prepared, out: Result) -> Verdict:
         if prepared.compare is not None:
             actual, expected = prepared.compare(out)
             return self._judged(actual, _narrowed(expected), roundings=prepared.roundings)
         return self.judge(out, prepared.local)
 
-    def judge(self, actual: Any, local: bool = False) -> Verdict:
+    def judge(self, actual: Result, local: bool = False) -> Verdict:
         """Verdict on a result, or on several as a tuple, of which the worst counts."""
         return self._judged(self.op.defined(self.case, self.team, actual, *self.sets[0]), self.answer(local), local)
 
-    def _judged(self, actual: Any, expected: Any, local: bool = False, roundings: int = 1) -> Verdict:
+    def _judged(self, actual: Result, expected: Result, local: bool = False, roundings: int = 1) -> Verdict:
         if not isinstance(actual, tuple):
-            return self._compared(
-                actual.sum(0) if actual.dim() > expected.dim() else actual, expected, local, roundings
-            )  # partials
-        found = [self._compared(x, wanted, local, roundings) for x, wanted in zip(actual, expected, strict=True)]
-        wrong = [f"result {number}: {verdict.wrong}" for number, verdict in enumerate(found) if verdict.wrong]
-        worst = max(found, key=lambda verdict: verdict.max_abs_error)
-        return replace(worst, rms_error=max(verdict.rms_error for verdict in found), wrong="; ".join(wrong))
+            whole = actual.sum(0) if actual.dim() > expected.dim() else actual  # of partials
+            return self._compared(whole, expected, local, roundings)
+        verdicts = [self._compared(x, wanted, local, roundings) for x, wanted in zip(actual, expected, strict=True)]
+        wrong = [f"result {number}: {verdict.wrong}" for number, verdict in enumerate(verdicts) if verdict.wrong]
+        worst = max(verdicts, key=lambda verdict: verdict.max_abs_error)
+        return replace(worst, rms_error=max(verdict.rms_error for verdict in verdicts), wrong="; ".join(wrong))
 
     def _compared(self, actual: torch.Tensor, expected: torch.Tensor, local: bool, roundings: int) -> Verdict:
         """Elementwise comparison within the one tolerance: a library may round partial sums."""
@@ -177,7 +173,7 @@ class OpProblem(Problem):
         return Verdict(max_abs_error=worst, rms_error=rms, wrong=wrong)
 
 
-def _narrowed(answer: Any) -> Any:
+def _narrowed(answer: Result) -> Result:
     """fp64 tensors in fp32, since they would take the memory of two."""
     if isinstance(answer, tuple):
         return tuple(map(_narrowed, answer))

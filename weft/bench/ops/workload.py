@@ -45,7 +45,7 @@ class OpWorkload(Workload):
         return providers_for(self.name, self.baselines)
 
     def problem(self, shape: Shape, team: Team, **fields: bool) -> OpProblem:
-        """``fields``: of the call, beside those that the name has."""
+        """``fields``: of the call, beside the name's."""
         return OpProblem(self.op, shape, self.dtype, team, **self.fields, **fields)
 
     @property

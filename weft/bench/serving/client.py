@@ -109,7 +109,7 @@ async def run(
     """
     turn = asyncio.Semaphore(concurrency or len(asks))
     context = httpx.create_ssl_context()
-    # A client for each request at a time: a pool of connections looks at all of them before each request.
+    # A client for each request at a time: a pool of connections looks at all connections before each request.
     idle: list[httpx.AsyncClient] = []
 
     async def one(ask: Ask) -> Answered:
@@ -165,11 +165,11 @@ async def _answer(http: httpx.AsyncClient, model: str, ask: Ask) -> tuple[float,
             raise ValueError(f"status {answer.status_code}: {(await answer.aread())[:300].decode(errors='replace')}")
         async for data in answer.aiter_raw():
             *events, rest = (rest + data).split(b"\n\n")
-            for found in events:
-                if found.startswith(b"data: {"):  # no comment, and not the end
+            for line in events:
+                if line.startswith(b"data: {"):  # no comment, and not the end
                     # The last event has the usage, and the one before it the last token. Only the last is decoded, since
-                    # decoding all of them would keep the client busy.
-                    event, last, newest = found, newest, time.monotonic()
+                    # decoding all lines would keep the client busy.
+                    event, last, newest = line, newest, time.monotonic()
                     first = first or newest
     usage = _usage(event)  # raises for an error in place of it
     return first, last, usage

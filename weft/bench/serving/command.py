@@ -77,7 +77,7 @@ def serve(flags: ServeBenchFlags) -> None:
             positive(f"--{name}", getattr(flags, name))
         check_int("--warmup", flags.warmup, 0)
         loads = _loads(flags)
-        # Prompts of its own for each load: a server may keep what it has read.
+        # Other prompts for each load: a server may keep what it has read.
         asks = [_asks(flags, number) for number in range(len(loads))]
         api_key = api_key_of(flags.api_key, flags.api_key_file)
         target = Target(url=flags.url.rstrip("/"), model=flags.model or "", api_key=api_key)
@@ -116,9 +116,9 @@ def _without(key: str | None, words: Sequence[str]) -> list[str]:
 def _loads(flags: ServeBenchFlags) -> list[Load]:
     from weft.bench.serving.points import Load
 
-    found = [Load(rate=_rate(word)) for word in words("rates", flags.rates)]
-    given = flags.concurrency or (None if found else "1,8,32")
-    return found + [Load(concurrency=count) for count in numbers("concurrency", given)]
+    by_rate = [Load(rate=_rate(word)) for word in words("rates", flags.rates)]
+    given = flags.concurrency or (None if by_rate else "1,8,32")
+    return by_rate + [Load(concurrency=count) for count in numbers("concurrency", given)]
 
 
 def _rate(word: str) -> float:
@@ -132,17 +132,17 @@ def _rate(word: str) -> float:
 
 
 def _asks(flags: ServeBenchFlags, number: int) -> tuple[list[Ask], list[Ask]]:
-    """Requests of a load, and those of its warm-up."""
+    """Requests of a load, and of its warm-up."""
     from weft.bench.serving.points import asks_of, random_asks
 
     count = flags.requests + flags.warmup
     outputs = _lengths("--output-tokens", flags.output_tokens)
     if flags.file is not None:
-        found = asks_of(flags.file, count, outputs[1])
+        asks = asks_of(flags.file, count, outputs[1])
     else:
         inputs, vocab_size = _lengths("--input-tokens", flags.input_tokens), positive("--vocab-size", flags.vocab_size)
-        found = random_asks(count, inputs, outputs, vocab_size, f"{flags.seed}/{number}")
-    return found[: flags.requests], found[flags.requests :]
+        asks = random_asks(count, inputs, outputs, vocab_size, f"{flags.seed}/{number}")
+    return asks[: flags.requests], asks[flags.requests :]
 
 
 def _lengths(flag: str, text: str) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def random_asks(
 
 def asks_of(file: Path, count: int, tokens: int) -> list[Ask]:
     """Requests of a file's lines, {"prompt": ..., "max_tokens": ...}, repeated where there are too few."""
-    found = []
+    asks = []
     try:
         text = text_of(file)
     except (OSError, ValueError) as error:
@@ -96,19 +96,19 @@ def asks_of(file: Path, count: int, tokens: int) -> list[Ask]:
             raise ValueError(
                 f"--file {file}:{number}: prompt={quoted(prompt)}, max_tokens={quoted(most)} is no request"
             )
-        found.append(Ask(prompt=prompt, tokens=most))
-    if not found:
+        asks.append(Ask(prompt=prompt, tokens=most))
+    if not asks:
         raise ValueError(f"--file {file} is empty; write a prompt to each line")
-    return [found[index % len(found)] for index in range(count)]
+    return [asks[index % len(asks)] for index in range(count)]
 
 
 def timed(asks: Sequence[Ask], rate: float, seed: int) -> list[Ask]:
     """The requests as a Poisson process of `rate` per second; all at once for an infinite rate."""
-    draw, at, found = random.Random(seed), 0.0, []
+    draw, at, placed = random.Random(seed), 0.0, []
     for ask in asks:
-        found.append(replace(ask, at=at))
+        placed.append(replace(ask, at=at))
         at += draw.expovariate(rate) if rate != math.inf else 0.0
-    return found
+    return placed
 
 
 def measure(target: Target, asks: Sequence[Ask], load: Load, seed: int, clients: int) -> Point:
@@ -117,7 +117,7 @@ def measure(target: Target, asks: Sequence[Ask], load: Load, seed: int, clients:
         asks = timed(asks, load.rate, seed)
     clients = min(clients, load.concurrency or clients)
     if clients == 1:
-        found = [share_of(target, asks, load.concurrency, time.monotonic() + START_SECONDS)]
+        shares_of_load = [share_of(target, asks, load.concurrency, time.monotonic() + START_SECONDS)]
     else:
         # Spawned: a fork of a process with threads may hang.
         with ProcessPoolExecutor(clients, multiprocessing.get_context("spawn")) as pool:
@@ -127,9 +127,9 @@ def measure(target: Target, asks: Sequence[Ask], load: Load, seed: int, clients:
                 pool.submit(share_of, target, asks[one::clients], _part(load.concurrency, one, clients), start)
                 for one in range(clients)
             ]
-            found = [share.result() for share in shares]
-    answers = [answer for share, _ in found for answer in share]
-    return summed(load, answers, max(busy for _, busy in found))
+            shares_of_load = [share.result() for share in shares]
+    answers = [answer for share, _ in shares_of_load for answer in share]
+    return summed(load, answers, max(busy for _, busy in shares_of_load))
 
 
 def _imported(seconds: float) -> None:
@@ -188,8 +188,8 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 def as_json(points: Sequence[Point], about: dict[str, Any]) -> str:
     """Points as text. An infinite rate is "inf", since JSON has no infinity."""
-    found = [asdict(point) for point in points]
-    for point in found:
+    as_dicts = [asdict(point) for point in points]
+    for point in as_dicts:
         if point["rate"] == math.inf:
             point["rate"] = "inf"
-    return json.dumps({**about, "points": found}, indent=1, allow_nan=False) + "\n"
+    return json.dumps({**about, "points": as_dicts}, indent=1, allow_nan=False) + "\n"

@@ -83,11 +83,11 @@ class TrainProblem(Problem):
         return (y.detach(), *torch.autograd.grad(y, t, grad))
 
     def expect(self) -> None:
-        def found() -> tuple[Tensor, ...]:
+        def answered() -> tuple[Tensor, ...]:
             wide = LayerTensors(*(x.detach().float().requires_grad_() for x in self.tensors))
             return self.run(answering(self.team), wide, self.grad.float())
 
-        self._answer = together(self.team, found, launches=f"the answer at {self.shape.label}")
+        self._answer = together(self.team, answered, launches=f"the answer at {self.shape.label}")
 
     def verdict(self, prepared: Prepared, out: tuple[Tensor, ...]) -> Verdict:
         worst = rms = 0.0

@@ -1,10 +1,10 @@
-"""The sequence-parallel recipe with GEMMs or backwards that are arguments, and those of the answers."""
+"""The sequence-parallel recipe with GEMMs or backwards that are arguments, also for the answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from weft.parallel.sequence_parallel import SequenceParallel
 from weft.parallel.tensors import AttentionWeights, MLPWeights, SequenceShard
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+    from weft.parallel.step import Step
     from weft.runtime.team.team import Team
 
 # Designs of AG-GEMM's backward that are measured by name.
@@ -34,7 +37,7 @@ class ByFunctions(SequenceParallel):
     column: Multiply
     row: Multiply
 
-    def attention(self, x: SequenceShard, w: AttentionWeights, step: Any, cache: Any) -> SequenceShard:
+    def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: None) -> SequenceShard:
         attended = plain.attend(self.column(x.rows, w.qkv), w, step, cache)
         return SequenceShard(self.row(attended, w.o))
 
@@ -48,7 +51,7 @@ class ByDesign(SequenceParallel):
 
     design: str
 
-    def attention(self, x: SequenceShard, w: AttentionWeights, step: Any, cache: Any) -> SequenceShard:
+    def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: None) -> SequenceShard:
         attended = plain.attend(_Designed.apply(x.rows, w.qkv, self.team, self.design, False), w, step, cache)
         return SequenceShard(ops.matmul_reduce_scatter(attended, w.o, self.team))
 
@@ -58,19 +61,19 @@ class ByDesign(SequenceParallel):
 
 
 class _Designed(torch.autograd.Function):
-    """all_gather_matmul, whose gradients are those of a design by name."""
+    """all_gather_matmul with the gradients of a design by name."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, team: Team, design: str, own_first: bool) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, team: Team, design: str, own_first: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = design, team, own_first
         return ops.all_gather_matmul(x, weight, team, own_first=own_first)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple:
         (x, weight), (design, team, own_first) = ctx.saved_tensors, ctx.how
-        found = ALL_GATHER_MATMUL_BACKWARD.run(design, team, grad.contiguous(), x, weight, own_first, weight.dtype)
-        return *found, None, None, None
+        grads = ALL_GATHER_MATMUL_BACKWARD.run(design, team, grad.contiguous(), x, weight, own_first, weight.dtype)
+        return *grads, None, None, None
 
 
 def answering(team: Team) -> ByFunctions:
@@ -88,10 +91,10 @@ class _Exchanged(torch.autograd.Function):
     """there(x), whose gradient is back(grad)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable, back: Callable) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, there: Callable, back: Callable) -> Tensor:
         ctx.back = back
         return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(grad.contiguous()), None, None

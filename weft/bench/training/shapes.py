@@ -14,7 +14,7 @@ MOST_SIMULATED = 256
 
 
 class LayerShape(NamedTuple):
-    """Sizes of a decoder layer and its tokens, those of all ranks together."""
+    """Sizes of a decoder layer and the tokens of all ranks together."""
 
     batch: int
     length: int
@@ -50,7 +50,7 @@ def parse_layers(words: Sequence[str], world_size: int, *, tiny: bool) -> tuple[
     Numbers are BATCHxLENGTH,HIDDEN,HEADS,KV_HEADS,HEAD_DIM,FEATURES. ValueError for other words, and for sizes that W does not
     divide.
     """
-    found: dict[LayerShape, Shape] = {}
+    by_layer: dict[LayerShape, Shape] = {}
     for word in [one for several in words or (TINY if tiny else DEFAULT,) for one in words_apart(several)]:
         model, _, tokens = word.rpartition(":")
         for step in tokens.split(",") if model else (word,):
@@ -61,8 +61,8 @@ def parse_layers(words: Sequence[str], world_size: int, *, tiny: bool) -> tuple[
                 )
             shape = LayerShape(*map(int, read.groups()), *(_sizes(model) if model else ()))
             _check(word, shape, world_size, tiny)
-            found[shape] = Shape(size=tuple(shape), label=f"{model} {step}" if model else step)
-    return tuple(found.values())
+            by_layer[shape] = Shape(size=tuple(shape), label=f"{model} {step}" if model else step)
+    return tuple(by_layer.values())
 
 
 def _sizes(model: str) -> tuple[int, int, int, int, int]:

@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def complete_stores():
-    """Have every wave wait until its stores are in memory, those in its L2 included.
+    """Have every wave wait until its stores are in memory, also stores in its L2.
 
-    A release by one thread waits for the stores of its own wave only, and a barrier does not wait for stores: LLVM waits for
+    A release by one thread waits for the stores of its wave only, and a barrier does not wait for stores: LLVM waits for
     the LDS there. Triton 3.6 does not wait for the L2 either (``buffer_wbl2``, then the flag's store without ``s_waitcnt``);
     Triton 3.9 does.
     """

@@ -86,7 +86,7 @@ def multimem_sums(dtype):
 
 @triton.jit
 def multimem_ld_reduce(ptr, mask):
-    """``multimem.ld_reduce.add`` of the 16 bytes behind each multicast address: four int32 blocks.
+    """``multimem.ld_reduce.add`` of the 16 bytes at each multicast address: four int32 blocks.
 
     0 where masked off. Stock Triton has no multimem.
     """
@@ -98,7 +98,7 @@ def multimem_ld_reduce(ptr, mask):
 
 @triton.jit
 def multimem_st(ptr, w0, w1, w2, w3, mask):
-    """``multimem.st`` of 16 bytes behind each multicast address. Stock Triton has no multimem."""
+    """``multimem.st`` of 16 bytes at each multicast address. Stock Triton has no multimem."""
     tl.inline_asm_elementwise(
         "{ .reg .pred here; .reg .f32 a, b, c, d; setp.ne.s32 here, $6, 0; "
         "mov.b32 a, $2; mov.b32 b, $3; mov.b32 c, $4; mov.b32 d, $5; "
@@ -145,7 +145,7 @@ def record(ring, records: tl.constexpr, began, of_code, where, seen, happened):
     )  # fmt: skip
 
 
-# 64-bit words of a record of ``give_up`` behind its state.
+# 64-bit words of a record of ``give_up`` after its state.
 RECORDED = tl.constexpr(15)
 
 
@@ -163,9 +163,9 @@ def give_up_assembly():
 
 @triton.jit
 def give_up(record, state, w):
-    """Write ``w``, RECORDED int64, behind the one at ``record``, set that to ``state``, end the kernel.
+    """Write ``w``, RECORDED int64, after the one at ``record``, set that to ``state``, end the kernel.
 
-    By the first thread that finds 0 there; others that come wait for it. A thread acts alone, without a barrier: threads read
+    By the first thread that finds 0 there; later threads wait for it. A thread acts alone, without a barrier: threads read
     their clocks at different times, so not all of a program need give up.
     """
     tl.inline_asm_elementwise(

@@ -6,7 +6,7 @@ report to the machine, whose checker knows what each promises. All other primiti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import triton.language as tl
@@ -21,15 +21,21 @@ from weft.simulator.machine.memory import signed
 from weft.simulator.machine.pointers import ADDRESS
 from weft.simulator.places import Scattered
 
+if TYPE_CHECKING:
+    from weft.runtime.team.view import TeamView
+    from weft.simulator.machine.machine import Machine
+
 
 @simulated(signals.wait)
-def _wait(machine: Any, signal: Any, value: Any, team: Any) -> Any:
+def _wait(machine: Machine, signal: tl.tensor, value: tl.tensor, team: TeamView) -> tl.tensor:
     check_value("wait", signal, value)
     return _wait_until(machine, signal, value, ">=", team)
 
 
 @simulated(signals.wait_until)
-def _wait_until(machine: Any, signal: Any, value: Any, comparison: Any, team: Any) -> Any:
+def _wait_until(
+    machine: Machine, signal: tl.tensor, value: tl.tensor, comparison: tl.constexpr, team: TeamView
+) -> tl.tensor:
     from weft.simulator import interpreter as interp  # needs NumPy types that only the simulator installs
 
     address, element = int(interp.addresses_of(signal)[0]), interp.element_dtype(signal)
@@ -42,7 +48,9 @@ def _wait_until(machine: Any, signal: Any, value: Any, comparison: Any, team: An
 
 
 @simulated(waits.await_all)
-def _await_all(machine: Any, signals: Any, left: Any, value: Any, comparison: Any, team: Any) -> None:
+def _await_all(
+    machine: Machine, signals: tl.tensor, left: tl.tensor, value: tl.tensor, comparison: tl.constexpr, team: TeamView
+) -> None:
     """One wait after the other: a signal that has been seen once need not be looked at again."""
     from weft.simulator import interpreter as interp
 
@@ -51,25 +59,25 @@ def _await_all(machine: Any, signals: Any, left: Any, value: Any, comparison: An
 
 
 @simulated(waits.await_any)
-def _await_any(machine: Any, signals: Any, left: Any, value: Any, comparison: Any, team: Any) -> Any:
+def _await_any(
+    machine: Machine, signals: tl.tensor, left: tl.tensor, value: tl.tensor, comparison: tl.constexpr, team: TeamView
+) -> tl.tensor:
     from weft.simulator import interpreter as interp
 
     address, itemsize = int(interp.addresses_of(signals)[0]), interp.element_dtype(signals).primitive_bitwidth // 8
     asked = np.flatnonzero(interp.value_of(left)).tolist()
-    found = -1
+    chosen = -1
     if asked:
-        words = [address + index * itemsize for index in asked]
-        found = asked[
-            machine.wait_for_words(
-                words, itemsize, signed(interp.value_of(value), itemsize), interp.value_of(comparison)
-            )[0]
-        ]
+        words, wanted = [address + index * itemsize for index in asked], signed(interp.value_of(value), itemsize)
+        chosen = asked[machine.wait_for_words(words, itemsize, wanted, interp.value_of(comparison))[0]]
     machine.fence_async()
-    return interp.scalar(found, tl.int32)
+    return interp.scalar(chosen, tl.int32)
 
 
 @simulated(lamport.lamport_load)
-def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any, words: Any = None) -> Any:
+def _lamport_load(
+    machine: Machine, ptr: tl.tensor, mask: tl.tensor, team: TeamView, words: tl.tensor | None = None
+) -> tl.tensor:
     from weft.simulator import interpreter as interp
 
     check_flagged_block("lamport_load", "ptr", ptr, mask)
@@ -99,15 +107,21 @@ def _lamport_load(machine: Any, ptr: Any, mask: Any, team: Any, words: Any = Non
 
 @simulated(lamport.lamport_load_keyed)
 def _lamport_load_keyed(
-    machine: Any, ptr: Any, mask: Any, key: Any, key_mask: Any, team: Any, words: Any = None
-) -> tuple[Any, Any]:
+    machine: Machine,
+    ptr: tl.tensor,
+    mask: tl.tensor,
+    key: tl.tensor,
+    key_mask: tl.tensor,
+    team: TeamView,
+    words: tl.tensor | None = None,
+) -> tuple[tl.tensor, tl.tensor]:
     check_flagged_block("lamport_load_keyed", "ptr", ptr, mask)
     check_flagged_block("lamport_load_keyed", "key", key, key_mask)
     return _lamport_load(machine, ptr, mask, team, words), _lamport_load(machine, key, key_mask, team, words)
 
 
 @simulated(stock.store_flagged)
-def _store_flagged(machine: Any, ptr: Any, x: Any, mask: Any) -> None:
+def _store_flagged(machine: Machine, ptr: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
     from weft.simulator import interpreter as interp
 
     addresses = interp.addresses_of(ptr)
@@ -118,7 +132,7 @@ def _store_flagged(machine: Any, ptr: Any, x: Any, mask: Any) -> None:
 
 
 @simulated(stock.store_release)
-def _store_release(machine: Any, ptr: Any, value: Any) -> None:
+def _store_release(machine: Machine, ptr: tl.tensor, value: tl.tensor) -> None:
     from weft.simulator import interpreter as interp
 
     bits = interp.element_dtype(ptr).primitive_bitwidth
@@ -126,17 +140,19 @@ def _store_release(machine: Any, ptr: Any, value: Any) -> None:
 
 
 @simulated(stock.drain_tma_stores)
-def _drain_tma_stores(machine: Any) -> None:
+def _drain_tma_stores(machine: Machine) -> None:
     machine.drain_async()
 
 
 @simulated(stock.complete_stores)
-def _complete_stores(machine: Any) -> None:
+def _complete_stores(machine: Machine) -> None:
     """Nothing to do: the simulator has one order of a program's stores, for all its threads."""
 
 
 @simulated(bulk.copy_later)
-def _copy_later(machine: Any, target: Any, source: Any, n: Any, BLOCK: Any, WHAT: Any) -> None:
+def _copy_later(
+    machine: Machine, target: tl.tensor, source: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr, WHAT: tl.constexpr
+) -> None:
     from weft.simulator import interpreter as interp
     from weft.simulator import numerics
 
@@ -155,39 +171,48 @@ def _copy_later(machine: Any, target: Any, source: Any, n: Any, BLOCK: Any, WHAT
 
 
 @simulated(stock.complete_copies)
-def _complete_copies(machine: Any) -> None:
+def _complete_copies(machine: Machine) -> None:
     machine.complete_copies()
 
 
 @simulated(stock.fence_before_tma_loads)
-def _fence_before_tma_loads(machine: Any) -> None:
+def _fence_before_tma_loads(machine: Machine) -> None:
     machine.fence_async()
 
 
 @simulated(stock.wait_for_previous_kernel)
-def _wait_for_previous_kernel(machine: Any) -> None:
+def _wait_for_previous_kernel(machine: Machine) -> None:
     machine.wait_for_previous_kernel()
 
 
 @simulated(stock.let_next_kernel_start)
-def _let_next_kernel_start(machine: Any) -> None:
+def _let_next_kernel_start(machine: Machine) -> None:
     machine.let_next_kernel_start()
 
 
 @simulated(stock.fence_system)
-def _fence_system(machine: Any, word: Any) -> None:
+def _fence_system(machine: Machine, word: tl.tensor) -> None:
     machine.fence()
 
 
 @simulated(tracing.begin)
-def _begin(machine: Any, team: Any) -> Any:
+def _begin(machine: Machine, team: TeamView) -> tl.tensor:
     from weft.simulator import interpreter as interp
 
     return interp.scalar(machine.observer.began(), tl.int32)
 
 
 @simulated(tracing.record)
-def _record(machine: Any, kind: Any, began: Any, address: Any, peer: Any, value: Any, happened: Any, team: Any) -> None:
+def _record(
+    machine: Machine,
+    kind: tl.constexpr,
+    began: tl.tensor,
+    address: tl.tensor,
+    peer: tl.tensor,
+    value: tl.tensor,
+    happened: tl.tensor,
+    team: TeamView,
+) -> None:
     from weft.simulator import interpreter as interp
 
     numbers = (int(np.asarray(interp.value_of(x)).ravel()[0]) for x in (began, address, peer, value))
@@ -195,7 +220,7 @@ def _record(machine: Any, kind: Any, began: Any, address: Any, peer: Any, value:
 
 
 @simulated(stock.meets_by_first_index)
-def _meets_by_first_index(machine: Any) -> None:
+def _meets_by_first_index(machine: Machine) -> None:
     _, (x, y, z) = machine.program()
     if y * z > 1:
         raise WeftError(
@@ -210,16 +235,16 @@ def _meets_by_first_index(machine: Any) -> None:
 
 
 @simulated(stock.begins_epoch)
-def _begins_epoch(machine: Any, epoch: Any) -> None:
+def _begins_epoch(machine: Machine, epoch: tl.tensor) -> None:
     machine.observer.epoch_began(*_word(machine, epoch))
 
 
 @simulated(stock.ends_epoch)
-def _ends_epoch(machine: Any, epoch: Any) -> None:
+def _ends_epoch(machine: Machine, epoch: tl.tensor) -> None:
     machine.observer.epoch_ended(*_word(machine, epoch))
 
 
-def _word(machine: Any, pointer: Any) -> tuple[int, int]:
+def _word(machine: Machine, pointer: tl.tensor) -> tuple[int, int]:
     """(address, bytes) of the scalar at a pointer."""
     from weft.simulator import interpreter as interp
 
@@ -228,7 +253,7 @@ def _word(machine: Any, pointer: Any) -> tuple[int, int]:
 
 
 @simulated(stock.names_chunk)
-def _names_chunk(machine: Any, rank: Any, chunk: Any, chunks: Any, team: Any) -> None:
+def _names_chunk(machine: Machine, rank: tl.tensor, chunk: tl.tensor, chunks: tl.tensor, team: TeamView) -> None:
     from weft.simulator import interpreter as interp
 
     rank, chunk, chunks, size = (int(interp.value_of(x)) for x in (rank, chunk, chunks, team.size))
@@ -240,7 +265,7 @@ def _names_chunk(machine: Any, rank: Any, chunk: Any, chunks: Any, team: Any) ->
 
 
 @simulated(stock.reaches_peers)
-def _reaches_peers(machine: Any, ptr: Any, peer: Any, team: Any) -> None:
+def _reaches_peers(machine: Machine, ptr: tl.tensor, peer: tl.tensor, team: TeamView) -> None:
     from weft.simulator import interpreter as interp
 
     me, size = (interp.value_of(team.coords) >> 1) - 1, int(interp.value_of(team.size))

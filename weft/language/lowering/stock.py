@@ -24,7 +24,7 @@ def load_acquire_each(ptr, mask):
     """``load_acquire`` of a block where ``mask`` is true; undefined elsewhere.
 
     The caller adds a CTA barrier. Triton lets one thread load each element and gives the value to all that hold it. Loads by
-    each of them could differ, and with them the program's scalars from warp to warp.
+    several threads could differ, and with them the program's scalars from warp to warp.
     """
     return tl.atomic_add(ptr, tl.zeros(ptr.shape, ptr.dtype.element_ty), mask=mask, sem="acquire", scope="sys")
 
@@ -47,7 +47,7 @@ def add_release(ptr, value):
 def store_flagged(ptr, x, mask):
     """Store elements that are their own flag (lamport.py).
 
-    On NVIDIA a plain store, on AMD one at system scope (``sc0 sc1``). The simulator's checker distinguishes it from others.
+    On NVIDIA a plain store, on AMD one at system scope (``sc0 sc1``). The simulator's checker tells it from other stores.
     """
     if target_info.is_hip():
         tl.store(ptr, x, mask=mask, cache_modifier=".wt")
@@ -218,7 +218,7 @@ def microseconds():
 def give_up(signal, wanted, comparison: tl.constexpr, seen, team):
     """Leave a record for the host and trap. The first thread to give up writes it.
 
-    Threads of a program that give up need not be all: nothing here may wait for the others, such as a reduction.
+    Threads of a program that give up need not be all: nothing here may wait for the rest, such as a reduction.
 
     record  int64: 0 state (1 claimed; written by a wait for 2 >=, 3 ==, 4 !=; 5 by symm_at, for a peer outside of the team:
             wanted is the peer, seen the team's size), 1 rank, 2 program, 3 line, 4 signal's

@@ -28,7 +28,7 @@ def _format(_semantic=None):
 def _is_traced(team, _semantic=None):
     """True if ``team`` is a traced team's view; False for None too.
 
-    A test of its own: Triton 3.6 fails to compare a tuple that has a None in it with None.
+    A separate test: Triton 3.6 fails to compare a tuple that has a None in it with None.
     """
     rings = getattr(team, "trace", None)
     return tl.constexpr(getattr(rings, "value", rings) is not None)

@@ -147,9 +147,9 @@ def test_what_orders_the_partials_is_needed(mutation, schedules, tmp_path):
     mutant = mutated(attention, "from weft.kernels.split_kv", f"from {kernels.__name__}", name, tmp_path)
 
     def main(team):
-        keys, values = SMALL.cache(20, "cpu")
+        keys, values = SMALL.cache(8, "cpu")
         q = random((1, SMALL.q_heads, SMALL.D), FP32, "cpu", 2)
-        pages, lengths = torch.arange(20, dtype=torch.int32)[None], torch.full((1,), 300, dtype=torch.int32)
+        pages, lengths = torch.arange(8, dtype=torch.int32)[None], torch.full((1,), 100, dtype=torch.int32)
         tickets, design = (
             torch.zeros(1, dtype=torch.int32),
             mutant.SplitKV(block_n=16, least=16, splits=16, num_warps=1),

@@ -28,7 +28,7 @@ import triton
 from weft.ops import moe_schedule
 from weft.ops.local import capabilities_of
 from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedCall, grouped_tiles_for
+from weft.ops.moe.grouped import GroupedArguments, GroupedCall, grouped_tiles_for
 from weft.ops.moe.routing import Experts
 
 try:
@@ -321,7 +321,9 @@ class Data:
         call = GroupedCall(128, len(self.pairs), self.N, self.K, torch.bfloat16, gather)
         design = grouped_tiles_for(call, capabilities_of(self.x.device), gated=self.gated)
         x, k = (self.x, self.k) if gather else (self.ordered, 0)
-        return lambda: grouped.run(design, x, self.weight, schedule, gather=k, gated=self.gated, out=self.out)
+        return lambda: grouped.run(
+            design, GroupedArguments(x, self.weight, schedule, k > 0, None), gated=self.gated, out=self.out
+        )
 
     def ours(self, variants: list[str]) -> dict[str, Callable[[], object]]:
         found = {"today in order": self.today(False)} | ({"today gathered": self.today(True)} if self.gated else {})

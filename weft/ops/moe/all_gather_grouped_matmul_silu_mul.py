@@ -18,8 +18,8 @@ from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
-from weft.ops.moe.grouped import Arriving, GroupedCall, GroupedTiles
-from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, GroupedArguments, grouped_matmul_silu_mul
+from weft.ops.moe.grouped import Arriving, Coming, GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
 from weft.ops.moe.overlapped import (
@@ -296,19 +296,10 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         schedule = schedule_of(team, ids, given.experts, most, block)
         if not (design.in_place or fp8):
             gathered[team.rank * most :][: len(x)].copy_(x)
-        h = grouped.run(
-            design.tiles,
-            gathered,
-            gate_up,
-            order_tiles(team, schedule, most, design.head) if design.head else schedule,
-            gather=schedule.choices,
-            scales=scales,
-            gated=True,
-            in_place=design.in_place,
-            arriving=Arriving(own, most, chunk),
-            landed=landed,
-            team=team.view,
-        )
+        ordered = order_tiles(team, schedule, most, design.head) if design.head else schedule
+        coming = Coming(Arriving(own, most, chunk), landed, team.view, design.in_place)
+        gemm = GroupedArguments(gathered, gate_up, ordered, True, scales)
+        h = grouped.run(design.tiles, gemm, gated=True, coming=coming)
         team.copy_engine.join()
         return h, *schedule[:4], ids, weights
 

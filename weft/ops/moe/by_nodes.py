@@ -20,7 +20,7 @@ from weft.ops.collectives.over_nodes import added_over_nodes, packed, unpacked
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.moe import grouped
 from weft.ops.moe.exchange import padded
-from weft.ops.moe.grouped import GroupedTiles
+from weft.ops.moe.grouped import GroupedArguments, GroupedTiles
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.overlapped import GatherArguments, ScatterArguments, load_tiles, schedule_of, store_tiles
 from weft.ops.moe.routing import Routing, Schedule
@@ -152,7 +152,9 @@ def gather_by_nodes(design: ByNodes, team: Team, given: GatherArguments) -> tupl
     h = gate_up.new_empty((rows * k, gate_up.shape[1] // 2))
 
     def multiply(group: Schedule) -> None:
-        grouped.run(design.tiles, gathered.view(rows, K), gate_up, group, gather=k, gated=True, out=h)
+        grouped.run(
+            design.tiles, GroupedArguments(gathered.view(rows, K), gate_up, group, True, None), gated=True, out=h
+        )
 
     multiply(groups[0])
     for step, (source, group) in enumerate(zip(order, groups[1:], strict=True)):
@@ -203,7 +205,8 @@ def scatter_by_nodes(design: ByNodes, team: Team, given: ScatterArguments) -> to
     parts = y.chunk(nodes), *(tensor.detach().chunk(nodes) for tensor in routing)
 
     def of(node: int) -> torch.Tensor:
-        grouped.run(design.tiles, h, down, groups[(node - team.rail.index - 1) % nodes], gather=0, out=y)
+        group = groups[(node - team.rail.index - 1) % nodes]
+        grouped.run(design.tiles, GroupedArguments(h, down, group, False, None), out=y)
         results, ids, weights = (part[node] for part in parts)
         beside = {
             name: x if x is None else x.detach().chunk(nodes)[node]

@@ -117,6 +117,28 @@ class Arriving(NamedTuple):
     chunk: int
 
 
+class Coming(NamedTuple):
+    """Rows of tokens that copy engines bring into x while a grouped GEMM runs. in_place: of ``Form``."""
+
+    rows: Arriving | None = None
+    landed: ChannelView | None = None
+    team: TeamView | None = None
+    in_place: bool = False
+
+
+NOTHING_COMES = Coming()
+
+
+class GroupedArguments(NamedTuple):
+    """Arguments of a grouped GEMM. gather: x has a row for each token; scales: of fp8 rows."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    schedule: Schedule
+    gather: bool
+    scales: torch.Tensor | None
+
+
 @triton.jit
 def await_rows(first, last, arriving, landed, team):
     """Acquire: return once all rows from ``first`` to ``last`` are here.
@@ -333,68 +355,52 @@ def grouped_weight_grad_kernel(
 
 def run(
     design: GroupedTiles,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    schedule: Schedule,
+    given: GroupedArguments,
     *,
-    gather: int,
-    scales: torch.Tensor | None = None,
-    arriving: Arriving | None = None,
-    landed: ChannelView | None = None,
-    team: TeamView | None = None,
     gated: bool = False,
     turned: bool = False,
-    in_place: bool = False,
+    each_pair: bool = False,
+    coming: Coming = NOTHING_COMES,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows of checked arguments, in ``out`` or a new tensor; see ``grouped_matmul_kernel``.
 
-    gather  k: x has a row for each token, 1: for each pair, and rows of the result are in the order of the schedule; 0: x is in
-            that order, and the result's are those of pairs
-    scales  of fp8 rows of tokens
-    arriving, landed, team, in_place
-            of rows of tokens that are still coming, into x
+    each_pair  x has a row for each pair, and rows of the result are in the order of the schedule
     """
+    x, weight, schedule, by_token, scales = given
+    gather = 1 if each_pair else schedule.choices if by_token else 0
     experts, rows, columns = weight.shape
     N, K = (columns, rows) if turned else (rows // (2 if gated else 1), columns)
-    caps, pairs = capabilities_of(x.device), schedule.pairs.shape[1] * schedule.choices
-    out = weight.new_empty((pairs, N)) if out is None else out
-    if pairs == 0:
+    caps, out = capabilities_of(x.device), weight.new_empty((schedule.all_pairs, N)) if out is None else out
+    if schedule.all_pairs == 0:
         return out
     x = x if x.is_contiguous() else x.contiguous()
     if not can_describe_experts(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
-    apart = weight.stride(0) if experts > 1 else rows * columns
     if scales is not None:
         if design.block_k > COLUMNS.value:
             raise ValueError(
                 f"block_k={design.block_k} is more than the {COLUMNS.value} columns of a scale of fp8 rows"
             )
         scales = scales.contiguous()
-    block_n, block_k, width = design.block_n, design.block_k, design.block_n // (2 if gated else 1)
-    shape, strides, block = [experts, rows, columns], [apart, columns, 1], [1, block_n, block_k]
-    if gated:
-        both = 1 if design.transposed else 2
-        shape, strides, block = [experts, 2, N, K], [apart, N * K, K, 1], [1, both, width, block_k]
-    if turned:
-        block = [1, block_k, block_n]
+    block_k, width = design.block_k, design.block_n // (2 if gated else 1)
     described = not gather and can_describe(x)
-    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, in_place)
+    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, coming.in_place)
     across = cdiv(N, width)
     grouped_matmul_kernel[(min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),)](
         TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k]) if described else x,
         scales,
-        arriving,
-        TensorDescriptor(weight, shape, strides, block),
+        coming.rows,
+        weight_descriptor(design, weight, form),
         out,
         schedule,
         N,
         K,
         max(1, min(across, design.columns // width)),
-        landed,
-        team or traced_view(),
+        coming.landed,
+        coming.team or traced_view(),
         FORM=form,
-        BLOCK_N=block_n,
+        BLOCK_N=design.block_n,
         BLOCK_K=block_k,
         TRANSPOSED=design.transposed,
         num_warps=design.num_warps,
@@ -402,6 +408,19 @@ def run(
         **launch_options(caps),
     )
     return out
+
+
+def weight_descriptor(design: GroupedTiles, weight: torch.Tensor, form: Form) -> TensorDescriptor:
+    """Descriptor of ``weight`` [experts, rows, columns], as ``grouped_matmul_kernel`` takes it."""
+    experts, rows, columns = weight.shape
+    apart, block_n, block_k = weight.stride(0) if experts > 1 else rows * columns, design.block_n, design.block_k
+    if form.gated:
+        N, both = rows // 2, 1 if design.transposed else 2
+        return TensorDescriptor(
+            weight, [experts, 2, N, columns], [apart, N * columns, columns, 1], [1, both, block_n // 2, block_k]
+        )
+    block = [1, block_k, block_n] if form.turned else [1, block_n, block_k]
+    return TensorDescriptor(weight, [experts, rows, columns], [apart, columns, 1], block)
 
 
 def can_describe_experts(weight: torch.Tensor) -> bool:

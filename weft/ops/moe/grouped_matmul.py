@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
 from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedCall, GroupedTiles, grouped_tiles_for
+from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles, grouped_tiles_for
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
 from weft.ops.moe.routing import MoeOp, MoeShape, Schedule, common, draw_ids, experts_of
 from weft.ops.op import register
@@ -59,16 +59,6 @@ def tiles(base: GroupedTiles, call: GroupedCall, caps: Capabilities, quick: bool
                 per_sm=per_sm,
                 num_stages=stages,
             )
-
-
-class GroupedArguments(NamedTuple):
-    """Arguments of a grouped GEMM. gather: x has a row for each token; scales: of fp8 rows."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    schedule: Schedule
-    gather: bool
-    scales: torch.Tensor | None
 
 
 def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArguments:
@@ -164,11 +154,9 @@ class GroupedOp(MoeOp):
     def run(self, design: GroupedTiles, team: None, given: GroupedArguments) -> torch.Tensor:
         """The op of checked arguments."""
         self.check_design(design)
-        x, weight, schedule, gather, scales = given
-        if scales is not None:
-            check_e4m3(self.name, capabilities_of(x.device))
-        choices = schedule.choices if gather else 0
-        return grouped.run(design, x, weight, schedule, gather=choices, scales=scales, gated=self.gated)
+        if given.scales is not None:
+            check_e4m3(self.name, capabilities_of(given.x.device))
+        return grouped.run(design, given, gated=self.gated)
 
     def forward(self, given: GroupedArguments) -> torch.Tensor:
         x, weight, schedule, gather, _ = given
@@ -190,31 +178,31 @@ class GroupedOp(MoeOp):
         dy, gradients = dy.to(x.dtype), {}
         if self.gated:
             # Of gate and up before silu, which are computed once more instead of kept.
-            gate, up = self.product(x, weight, schedule, schedule.choices).float().chunk(2, dim=-1)
+            gate, up = self.product(GroupedArguments(x, weight, schedule, True, None)).float().chunk(2, dim=-1)
             grad, share = dy.float(), torch.sigmoid(gate)
             of_gate = grad * up * share * (1 + gate * (1 - share))
             dy = torch.cat((of_gate, grad * gate * share), dim=-1).to(x.dtype)
         if "x" in given.wanted:
+            back = GroupedArguments(dy, weight, schedule, False, None)
             if given.gather:
                 # 0 for pairs of other ranks' experts.
                 of_pairs = x.new_zeros((schedule.all_pairs, x.shape[1]))
-                self.product(dy, weight, schedule, 0, turned=True, out=of_pairs)
+                self.product(back, turned=True, out=of_pairs)
                 gradients["x"] = of_pairs.view(-1, schedule.choices, x.shape[1]).float().sum(1).to(x.dtype)
             else:
-                gradients["x"] = self.product(dy, weight, schedule, 1, turned=True)
+                gradients["x"] = self.product(back, turned=True, each_pair=True)
         if "weight" in given.wanted:
             gradients["weight"] = grouped.weight_grad(dy, x, schedule, gather=given.gather)
         return gradients
 
-    def product(
-        self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, gather: int, **options: Any
-    ) -> torch.Tensor:
+    def product(self, given: GroupedArguments, **options: Any) -> torch.Tensor:
         """``grouped.run`` without a gate, by the plan of the op that has none."""
+        x, weight, schedule, gather, _ = given
         rows, columns = weight.shape[1:]
         N, K = (columns, rows) if options.get("turned") else (rows, columns)
-        call = GroupedCall(schedule.block, schedule.all_pairs, N, K, x.dtype, gather > 0)
-        design = GROUPED_MATMUL.plan(call, machine_on(x.device)).design
-        return grouped.run(design, x, weight, schedule, gather=gather, **options)
+        gather = gather or options.get("each_pair", False)
+        call = GroupedCall(schedule.block, schedule.all_pairs, N, K, x.dtype, gather)
+        return grouped.run(GROUPED_MATMUL.plan(call, machine_on(x.device)).design, given, **options)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 

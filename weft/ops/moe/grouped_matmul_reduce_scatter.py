@@ -23,8 +23,8 @@ from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.exchange import CombineArguments, channel_of, padded
-from weft.ops.moe.grouped import GroupedCall, GroupedTiles
-from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE, GroupedArguments, check_grouped, grouped_matmul
+from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE, check_grouped, grouped_matmul
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_schedule import block_for
@@ -132,7 +132,8 @@ def run_slabs(design: Slabs, team: Team, given: ScatterArguments) -> torch.Tenso
     for number, first in enumerate(range(0, H, width)):
         columns = min(width, H - first)
         of_slab = y[: rows * k * columns].view(rows * k, columns)
-        grouped.run(design.tiles, h, down[:, first : first + columns], given.schedule, gather=0, out=of_slab)
+        gemm = GroupedArguments(h, down[:, first : first + columns], given.schedule, False, None)
+        grouped.run(design.tiles, gemm, out=of_slab)
         sums = own[rows * first : rows * (first + columns)]
         beside = shared
         if shared.rows is not None:

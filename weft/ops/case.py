@@ -56,7 +56,7 @@ class Case:
         return "-".join([*parts, *([] if self.design == AUTO else [design_name(self.design)])])
 
 
-def design_name(design: Any) -> str:
+def design_name(design: object) -> str:
     """A design as part of a case's name: its class, and the fields that are not default."""
     if not is_dataclass(design):
         return str(design)

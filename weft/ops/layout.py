@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 
 class Kind(NamedTuple):
@@ -104,7 +105,7 @@ def autograd_formula(
     keeps, backward  methods of an op, which find and give values by their names
     """
 
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: Sequence[Any], output: object) -> None:
         given = layout.named(inputs)
         kept = keeps(ctx, Given(**given), output)
         saved = {name: value for name, value in kept.items() if _has_tensors(value)}
@@ -112,7 +113,7 @@ def autograd_formula(
         ctx.lengths = {name: len(value) if isinstance(value, list) else None for name, value in saved.items()}
         ctx.save_for_backward(*(x for value in saved.values() for x in (value if isinstance(value, list) else [value])))
 
-    def backward_by_place(ctx: Any, *gradients: Any) -> tuple:
+    def backward_by_place(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple:
         tensors = iter(ctx.saved_tensors)
         saved = {
             name: next(tensors) if length is None else [next(tensors) for _ in range(length)]
@@ -126,5 +127,5 @@ def autograd_formula(
     return setup_context, backward_by_place
 
 
-def _has_tensors(value: Any) -> bool:
+def _has_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor) or isinstance(value, (list, tuple)) and any(map(_has_tensors, value))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch._C import (
@@ -32,10 +32,22 @@ from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.logs import logger_of
 from weft.runtime.team.team import COMPARING, find_team
 
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+    from weft.runtime.team.team import Team
+
 logger = logger_of(__name__)
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 # The tags of torch.library.custom_op: known to torch.compile, and called with the strides that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+class Call(Protocol):
+    """Inputs of an op's plan, a NamedTuple. design: the name of one, or "auto"."""
+
+    dtype: torch.dtype
+    design: str
 
 
 class Op:
@@ -92,19 +104,19 @@ class Op:
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def plan(self, call: Any, machine: Machine) -> Planned:
+    def plan(self, call: Call, machine: Machine) -> Planned:
         """Design of ``call`` on ``machine``, with its reason; ``call.design`` may name it.
 
         Pure: nothing is timed, allocated or sent. Equal arguments get the same object.
         """
         return once((self.name, call, machine), lambda: self._chosen(call, machine))
 
-    def _chosen(self, call: Any, machine: Machine) -> Planned:
+    def _chosen(self, call: Call, machine: Machine) -> Planned:
         planned = self.choose(call, machine)
         logger.debug("plan of %s %s: %s; %s", self.name, call, planned.name, planned.reason)
         return planned
 
-    def choose(self, call: Any, machine: Machine) -> Planned:
+    def choose(self, call: Call, machine: Machine) -> Planned:
         """``plan`` without memoisation: from the row of the table if one decides, else by the rule."""
         tuned = self.tuned(call, machine)
         if tuned is not None and call.design in (AUTO, tuned.name):
@@ -122,40 +134,40 @@ class Op:
         """Call of aligned, contiguous tensors of ``sizes`` (``self.sizes``). ValueError if they do not fit."""
         raise NotImplementedError
 
-    def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
+    def rule(self, call: Call, machine: Machine) -> tuple[str, str]:
         """Name of the design where no row decides, and the reason as a sentence."""
         raise NotImplementedError
 
-    def default(self, name: str, call: Any, machine: Machine) -> Any:
+    def default(self, name: str, call: Call, machine: Machine) -> Any:
         """Design of this name with the fields for a call where no row decides."""
         raise NotImplementedError
 
-    def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+    def table_key(self, call: Call, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         """Key of rows for ``call`` in the tables: (op, shape, world size)."""
         raise NotImplementedError
 
-    def found(self, call: Any, machine: Machine) -> table.Found | None:
+    def found(self, call: Call, machine: Machine) -> table.Found | None:
         """Row that decides ``call``, or None."""
         op, shape, world_size = self.table_key(call, machine)
         return table.find(op, shape, call.dtype, world_size, machine.caps, self.ranks_differ_in_k)
 
-    def tuned(self, call: Any, machine: Machine) -> Planned | None:
+    def tuned(self, call: Call, machine: Machine) -> Planned | None:
         """Plan of the row that decides ``call``, or None."""
         best = self.found(call, machine)
         if best is None:
             return None
         return Planned(best.row.design, self.from_row(best.row, call, machine), best.reason, best.row)
 
-    def from_row(self, row: table.Row, call: Any, machine: Machine) -> Any:
+    def from_row(self, row: table.Row, call: Call, machine: Machine) -> Any:
         """Design of ``row``, with its fields. ValueError if the design's fields have changed since."""
         return row.as_design(self.designs)
 
-    def no_row(self, call: Any, machine: Machine) -> str:
+    def no_row(self, call: Call, machine: Machine) -> str:
         """Reason why no row decided, as the end of a sentence."""
         op, shape, world_size = self.table_key(call, machine)
         return table.why_none(op, shape, call.dtype, world_size, machine.caps, self.ranks_differ_in_k)
 
-    def check_design(self, design: Any) -> None:
+    def check_design(self, design: object) -> None:
         """ValueError unless ``design`` is one of this op's."""
         if type(design) not in self.designs.values():
             near = did_you_mean(design, self.designs)
@@ -163,7 +175,7 @@ class Op:
 
     # --- tuning ------------------------------------------------------------------------------------------------------
 
-    def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+    def space(self, call: Call, machine: Machine, quick: bool = False) -> Iterator[Any]:
         """Designs far apart from each other for ``weft tune`` to time, fewer if ``quick``."""
         return iter(())
 
@@ -171,11 +183,11 @@ class Op:
         """Designs with one field of ``design`` moved; none if ``quick`` and each would be compiled."""
         return iter(())
 
-    def by_rule(self, call: Any, machine: Machine) -> Any:
+    def by_rule(self, call: Call, machine: Machine) -> Any:
         """The design without rows."""
         return self.default(self.rule(call, machine)[0], call, machine)
 
-    def name_of(self, design: Any) -> str:
+    def name_of(self, design: object) -> str:
         """The name of the design's kind."""
         return next(name for name, kind in self.designs.items() if type(design) is kind)
 
@@ -209,19 +221,19 @@ class Op:
         """Accuracy that the result must have."""
         raise NotImplementedError
 
-    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> Any:
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> Any:
         """Call the public function, or ``run`` if ``case.design`` is a design, with tensors of ``inputs``."""
         raise NotImplementedError
 
-    def arguments(self, case: Case, team: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Arguments of ``results``, made from tensors of ``inputs`` before a clock starts."""
         return tensors
 
-    def results(self, case: Case, team: Any, *arguments: Any) -> Any:
+    def results(self, case: Case, team: Team, *arguments: Any) -> Any:
         """Result of ``call``; several as a tuple, where ``call`` joins them in another kernel."""
         return self.call(case, team, *arguments)
 
-    def defined(self, case: Case, team: Any, out: Any, *tensors: torch.Tensor) -> Any:
+    def defined(self, case: Case, team: Team, out: Any, *tensors: torch.Tensor) -> Any:
         """Part of ``results`` that the op defines, in the form of ``reference``. tensors: of ``inputs``."""
         return out
 
@@ -320,15 +332,15 @@ class Op:
     # Where gradients are supported: (given, *gradients of the results) -> gradients of arguments, by name.
     backward: Callable[..., Mapping[str, Any]] | None = None
 
-    def keeps(self, ctx: Any, given: Given, output: Any) -> Mapping[str, Any]:
+    def keeps(self, ctx: FunctionCtx, given: Given, output: Any) -> Mapping[str, Any]:
         """Values, tensors and lists of tensors for ``backward``, beside the values of the arguments."""
         return {name: getattr(given, name) for name in self.saves}
 
-    def refuse_backward(self, ctx: Any, *gradients: torch.Tensor) -> Any:
+    def refuse_backward(self, ctx: FunctionCtx, *gradients: torch.Tensor) -> Any:
         raise RuntimeError(f"weft.ops.{self.name} has no backward; use torch's operations where gradients are needed")
 
 
-def _described(value: Any, differs: tuple[int, ...]) -> str:
+def _described(value: object, differs: tuple[int, ...]) -> str:
     """Shape and dtype of a tensor, with "any" for dimensions that may differ; other values as code."""
     if isinstance(value, torch.Tensor):
         sizes = ", ".join("any" if dim in differs else str(size) for dim, size in enumerate(value.shape))

@@ -199,7 +199,7 @@ class Projection(NamedTuple):
         return rotated(q, q_weight), rotated(k, k_weight), v
 
 
-def decoding_cases(op: str, split_kv: Any) -> Iterator[Case]:
+def decoding_cases(op: str, split_kv: type) -> Iterator[Case]:
     """Cases of one new token of each sequence. split_kv: the type of the design."""
     split = split_kv(block_n=16, least=16, splits=8, num_warps=1)
     for lengths, spare in (((1,), 0), ((0, 63, 64, 65, 128), 0), ((1000,), 4), ((0, 1, 700), 1)):
@@ -252,7 +252,7 @@ def large_decoding_cases(op: str) -> Iterator[Case]:
             yield case_of(op, heads, lengths=(length,) * (batch - 1) + (length - 1,), window=4096)
 
 
-def sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> Iterator[Case]:
+def sharded_cases(op: str, one_kernel: type, two_kernels: type, split_kv: type) -> Iterator[Case]:
     """Cases of new tokens over a cache at several ranks. The types of the two designs, and of their split."""
     # 8 programs are resident in a simulation.
     wide = split_kv(block_n=32, least=32, splits=3, num_warps=2, num_stages=2)
@@ -269,7 +269,7 @@ def sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> 
     yield sharded_case(op, 3, ((3, 1, 32, 16), BF16), two_kernels(split=wide), (200,), window=150)
 
 
-def more_sharded_cases(op: str, one_kernel: Any, two_kernels: Any, split_kv: Any) -> Iterator[Case]:
+def more_sharded_cases(op: str, one_kernel: type, two_kernels: type, split_kv: type) -> Iterator[Case]:
     """Groups of 1, 4, 8 and 16 query heads, ragged lengths, one huge score, at each number of ranks."""
     split = split_kv(block_n=16, least=16, splits=4, num_warps=1)
     for w in (1, 2, 3, 4, 8):

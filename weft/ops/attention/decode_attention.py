@@ -40,6 +40,7 @@ from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
 from weft.ops.registration import check_scalar
+from weft.runtime.team.team import Team
 
 # Forms in which a case may have its projection.
 KINDS = ({"partials": 1}, {"partials": 3}, {"squares": 20}, {"strided": True})
@@ -215,7 +216,7 @@ class DecodeAttention(DecodingOp):
     def sequences_of(self, pairs: int, tokens: int) -> dict[str, Any]:
         return {**super().sequences_of(pairs, tokens), "positions": tokens}
 
-    def results(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    def results(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
         return self.call(case, team, *tensors)[0]
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
@@ -245,7 +246,7 @@ class DecodeAttention(DecodingOp):
     def call(
         self,
         case: Case,
-        team: Any,
+        team: None,
         keys: torch.Tensor,
         values: torch.Tensor,
         pages: torch.Tensor,

@@ -8,7 +8,6 @@ Of a cache spread over W ranks (weft.kernels.block_cyclic) page = pages[b, at //
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -23,6 +22,7 @@ from weft.ops.op import Op, register
 from weft.ops.registration import check_count
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
+from weft.runtime.team.team import Team
 
 BLOCK = 128
 
@@ -111,7 +111,7 @@ class DecodeMetadata(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(self, case: Case, team: Any, positions: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def call(self, case: Case, team: Team, positions: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, kv_heads, page_size = case.sizes
         return decode_metadata(positions, pages, page_size, batch * kv_heads, *(case.field("of_ranks") or ()))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -22,6 +21,7 @@ from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
+from weft.runtime.team.team import Team
 
 # Elements of a program's tile.
 TILE = 1024
@@ -92,7 +92,7 @@ class MergeAttention(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[0])
 
-    def call(self, case: Case, team: Any, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(self, case: Case, team: Team, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = merge_attention(outs, lses)
         return out, lse.to(case.dtype)
 

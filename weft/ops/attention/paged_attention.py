@@ -30,6 +30,7 @@ from weft.ops.case import Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_scalar
+from weft.runtime.team.team import Team
 
 
 @triton.jit(do_not_specialize=["max_pages"])
@@ -160,7 +161,7 @@ class PagedAttention(DecodingOp):
                 out[b] = cases.attended(q[b : b + 1], *held, length - 1, case.field("window"))[0]
         return out
 
-    def call(self, case: Case, team: None, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
         window = case.field("window")
         if isinstance(case.design, str):
             keys, values, pages, lengths, *scales = cache

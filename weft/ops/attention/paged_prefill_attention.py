@@ -315,7 +315,7 @@ class PagedPrefillAttention(AttentionOp):
     def call(
         self,
         case: Case,
-        team: Any,
+        team: None,
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,

@@ -348,7 +348,7 @@ class QKNormRope(Op):
     def call(
         self,
         case: Case,
-        team: Any,
+        team: None,
         positions: torch.Tensor,
         slots: torch.Tensor,
         keys: torch.Tensor,

@@ -105,7 +105,9 @@ class ExchangeHeads(Collective):
         row = sum(x.shape[1] * x.shape[2] for x in xs) * xs[0].itemsize * (1 if self.to_heads else team.size)
         return self.plan(CollectiveCall(max(tokens) * row, xs[0].dtype, algorithm), machine_of(team)).design
 
-    def run(self, design: Any, team: Team, xs: Sequence[torch.Tensor], tokens: Sequence[int]) -> list[torch.Tensor]:
+    def run(
+        self, design: Push | Copy, team: Team, xs: Sequence[torch.Tensor], tokens: Sequence[int]
+    ) -> list[torch.Tensor]:
         """New contiguous tensors for checked ``xs``."""
         self.check_design(design)
         outs = [x.new_empty(self.shape_of_result(x, tokens, team)) for x in xs]
@@ -191,16 +193,13 @@ class ExchangeHeads(Collective):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(self, case: Case, team: Team, *xs: torch.Tensor) -> Any:
-        tokens = case.field("tokens")
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> Any:
+        xs, tokens = list(tensors), case.field("tokens")
         if isinstance(case.design, str):
-            outs = self.function(list(xs), team, tokens, case.design)
+            outs = self.dispatch(*self.checked(xs, team, tokens, case.design), team.name, case.design)
         else:
-            outs = self.run(case.design, team, *self.checked(list(xs), team, tokens, AUTO))
+            outs = self.run(case.design, team, *self.checked(xs, team, tokens, AUTO))
         return outs[0] if len(outs) == 1 else tuple(outs)
-
-    def function(self, xs: Any, team: Team, tokens: Sequence[int] | None, algorithm: str) -> list[torch.Tensor]:
-        return self.dispatch(*self.checked(xs, team, tokens, algorithm), team.name, algorithm)
 
     def cases(self) -> Iterator[Case]:
         def case(w: int, dtype: torch.dtype, sizes: tuple[int, ...], design: Any = AUTO, **fields: Any) -> Case:

@@ -18,6 +18,7 @@ from weft.ops.registration import FLOATS, check_has_rows, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
+from weft.runtime.team.team import Team
 
 MAX_ROW_BYTES = 65536
 CASES_EPS = 1e-6
@@ -91,7 +92,7 @@ class AddRMSNorm(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[-1])
 
-    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(*tensors, CASES_EPS)
 
     def cases(self) -> Iterator[Case]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -19,6 +18,7 @@ from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
+from weft.runtime.team.team import Team
 
 # Elements of a program's tile: 8 a thread of 4 warps, so that bf16 is loaded 16 bytes at a time.
 TILE = 1024
@@ -93,7 +93,7 @@ class SiluMul(Op):
         # Scale, exponential and product are rounded one after the other.
         return Accuracy(terms=4 if case.field("squares") is None else 64)
 
-    def call(self, case: Case, team: Any, gate_up: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
+    def call(self, case: Case, team: Team, gate_up: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
         return silu_mul(gate_up if squares is None else DeferredNorm(gate_up, squares, CASES_EPS))
 
     def cases(self) -> Iterator[Case]:

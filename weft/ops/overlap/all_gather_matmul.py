@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from weft.kernels.operands import can_describe, has_dense_rows
 from weft.kernels.tile_schedule import place_of
@@ -157,14 +158,19 @@ class AllGatherMatmul(Overlapped):
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(
-        self, design: Any, team: Team, a_shard: torch.Tensor, b: torch.Tensor, local_first: bool = False
+        self,
+        design: Pipelined | Sequential | OverNodes,
+        team: Team,
+        a_shard: torch.Tensor,
+        b: torch.Tensor,
+        local_first: bool = False,
     ) -> torch.Tensor:
         """``all_gather_matmul`` with checked arguments by ``design``, the same on all ranks."""
         return self.run_several(design, team, a_shard, (b,), local_first)[0]
 
     def run_several(
         self,
-        design: Any,
+        design: Pipelined | Sequential | OverNodes,
         team: Team,
         a_shard: torch.Tensor,
         bs: Sequence[torch.Tensor],
@@ -274,7 +280,7 @@ class AllGatherMatmulSeveral(Op):
         rows = a_shard.shape[0] * find_team(team).size
         return [*(a_shard.new_empty((rows, b.shape[0])) for b in bs), a_shard.new_empty((rows, a_shard.shape[1]))]
 
-    def keeps(self, ctx: Any, given: Given, output: Sequence[torch.Tensor]) -> dict[str, Any]:
+    def keeps(self, ctx: FunctionCtx, given: Given, output: Sequence[torch.Tensor]) -> dict[str, Any]:
         return {"gathered": output[-1], "bs": list(given.bs)}
 
     def backward(self, given: Given, grads: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -192,7 +192,9 @@ class MatmulAllReduce(Overlapped):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, design: Any, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, design: Fused | Pipelined | Sequential | ScatterGather, team: Team, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
         """``matmul_all_reduce`` with checked arguments by ``design``, the same on all ranks.
 
         ValueError for a fused design with receive buffers of more than MOST_ELEMENTS.

@@ -166,7 +166,14 @@ class MatmulReduceScatter(Overlapped):
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, design: Any, team: Team, a: torch.Tensor, b: torch.Tensor, local_first: bool = False) -> torch.Tensor:
+    def run(
+        self,
+        design: Fused | Pipelined | Sequential | OverNodes,
+        team: Team,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        local_first: bool = False,
+    ) -> torch.Tensor:
         """``matmul_reduce_scatter`` with checked arguments by ``design``, the same on all ranks."""
         self.check_design(design)
         if isinstance(design, Sequential):

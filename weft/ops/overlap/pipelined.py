@@ -172,7 +172,7 @@ class Sending:
     chunks: int
     streams: int
     span: int
-    begun: Any
+    begun: torch.cuda.Event | None
     local_first: bool = False
     block: int | None = None
     turn: int = 0

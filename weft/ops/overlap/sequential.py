@@ -12,7 +12,7 @@ from weft.ops.gemm.matmul import MATMUL
 from weft.ops.knobs import around
 from weft.ops.registration import check_flag
 from weft.plan.planned import Machine, Planned
-from weft.plan.table import Found
+from weft.plan.table import Found, Row
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Overlapped(GemmOp):
     def config_of(self, design: Any) -> dict[str, Any]:
         return {} if isinstance(design, Sequential) else super().config_of(design)
 
-    def from_row(self, row: Any, call: GemmCall, machine: Machine) -> Any:
+    def from_row(self, row: Row, call: GemmCall, machine: Machine) -> Any:
         # The row decides that the steps are sequential; each step has its own plan.
         return (
             self.default(row.design, call, machine)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import torch
 
 from weft.ops.gemm.space import tiles
 from weft.plan.planned import Machine
@@ -21,7 +23,7 @@ def pipelines(base: T, machine: Machine) -> Iterator[T]:
             yield replace(base, chunks=chunks, streams=streams, span=span)  # type: ignore[type-var]
 
 
-def fused_tiles(base: Any, rows: int, dtype: Any, machine: Machine, quick: bool) -> Iterator[Any]:
+def fused_tiles(base: T, rows: int, dtype: torch.dtype, machine: Machine, quick: bool) -> Iterator[T]:
     """Fused designs: ``base`` with other tiles for panels of ``rows`` rows, or the other ``split``."""
     for tile in tiles(base.tile, rows, dtype, machine.caps, quick):
         yield replace(base, tile=tile)

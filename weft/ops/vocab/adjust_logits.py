@@ -30,6 +30,7 @@ from weft.ops.registration import FLOATS, check_count, check_flag
 from weft.ops.vocab.sample_argmax import CASES_FIRST, Chunks, LogitsOp
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
+from weft.runtime.team.team import Team
 
 BLOCK = 1024
 NO_TOKEN, ANY_TOKEN = -1, -2
@@ -264,7 +265,7 @@ class AdjustLogits(LogitsOp):
         return Accuracy(exact=True)
 
     def call(
-        self, case: Case, team: Any, logits: torch.Tensor, rows: torch.Tensor, position: torch.Tensor, *changes: Any
+        self, case: Case, team: Team, logits: torch.Tensor, rows: torch.Tensor, position: torch.Tensor, *changes: Any
     ) -> torch.Tensor:
         guided, changes = bool(case.field("guided")), [x.contiguous() for x in changes]
         if isinstance(case.design, str):

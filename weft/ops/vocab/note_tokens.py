@@ -17,6 +17,7 @@ from weft.ops.registration import check_count
 from weft.ops.vocab.adjust_logits import LogitChanges, case_changes, check_changes, local_index
 from weft.ops.vocab.sample_argmax import CASES_FIRST
 from weft.runtime.capabilities import launch_options
+from weft.runtime.team.team import Team
 
 
 @triton.jit(do_not_specialize=["N", "first"])
@@ -92,7 +93,7 @@ class NoteTokens(Op):
         return Accuracy(exact=True)
 
     def call(
-        self, case: Case, team: Any, rows: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, *changes: Any
+        self, case: Case, team: Team, rows: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, *changes: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         of = LogitChanges(*changes)
         note_tokens(of, CASES_FIRST, rows, tokens, position)

@@ -29,6 +29,7 @@ from weft.ops.registration import FLOATS, check_count
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
+from weft.runtime.team.team import Team
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -313,7 +314,7 @@ class SampleArgmax(LogitsOp):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(self, case: Case, team: Any, logits: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team, logits: torch.Tensor, *sampling: torch.Tensor) -> torch.Tensor:
         """The joined token ids."""
         if isinstance(case.design, str):
             return join_argmax(sample_argmax(logits, CASES_FIRST, *sampling))
@@ -400,7 +401,7 @@ class JoinArgmax(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(self, case: Case, team: Any, pairs: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team, pairs: torch.Tensor) -> torch.Tensor:
         return join_argmax(pairs)
 
     def cases(self) -> Iterator[Case]:

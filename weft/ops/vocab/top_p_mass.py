@@ -26,6 +26,7 @@ from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS
 from weft.ops.vocab.sample_argmax import Chunks, LogitsOp, ordered
 from weft.runtime.capabilities import launch_options
+from weft.runtime.team.team import Team
 
 BLOCK = 256
 THRESHOLDS = 16
@@ -220,7 +221,7 @@ class TopPMass(LogitsOp):
         return Accuracy(exact=True)
 
     def call(
-        self, case: Case, team: None, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor
+        self, case: Case, team: Team, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor
     ) -> torch.Tensor:
         """``low`` after all shifts."""
         best = logits.float().amax(dim=1)
@@ -307,7 +308,7 @@ class Narrow(Op):
         return Accuracy(exact=True)
 
     def call(
-        self, case: Case, team: None, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor
+        self, case: Case, team: Team, above: torch.Tensor, top_p: torch.Tensor, low: torch.Tensor, wanted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         narrow(above, top_p, low, wanted, case.field("shift"))
         return low, wanted

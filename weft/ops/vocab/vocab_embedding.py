@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, check_count
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
+from weft.runtime.team.team import Team
 
 BLOCK = 1024
 
@@ -69,7 +69,7 @@ class VocabEmbedding(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def call(self, case: Case, team: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return vocab_embedding(tokens, weight, weight.shape[0])
 
     def cases(self) -> Iterator[Case]:

@@ -315,9 +315,8 @@ class Decoder(nn.Module):
         """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b]."""
         tokens = sum(length for _, length in spans)
         plan = self.plan(tokens)
-        return Step.prefill(
-            spans, pages, page_size, self.angles, plan, self.group, self.dtype, self._spread_over, self.window
-        )
+        spread_over = None if self._spread_over is None else (self._spread_over, self.window)
+        return Step.prefill(spans, pages, page_size, self.angles, plan, self.group, self.dtype, spread_over)
 
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None

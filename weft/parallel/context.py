@@ -4,7 +4,7 @@ Page p of a sequence is at rank p % W, as entry p // W of the sequence's row of 
 ranks: an entry is a page of each rank's cache, and W * page_size tokens. Query heads stay split as in TPAttention.
 
 Every rank computes the keys and values of all new tokens, so attention of a prompt gathers the pages of cached tokens alone.
-Those of the next layer travel by copy engine during this one's attention, where they are many (weft.ops.collectives.ahead).
+The next layer's pages travel by copy engine during this one's attention, where they are many (weft.ops.collectives.ahead).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Cache = tuple[Tensor, ...]
 
 
 def gathered_entries(before: int, entry: int, window: int | None = None) -> range:
-    """Entries of a sequence's page table that attention of its tokens behind ``before`` others gathers.
+    """Entries of a sequence's page table that attention of its tokens after the first ``before`` gathers.
 
     entry   tokens of an entry
     window  most tokens that any layer attends to: earlier pages are not gathered; None: all
@@ -45,13 +45,13 @@ def gathered_entries(before: int, entry: int, window: int | None = None) -> rang
 class GatheredLayout:
     """Places of the pages that attention of a prefill reads, on the host.
 
-    First come the gathered pages of rank 0, then those of rank 1, …, ``len(rows)`` of each; then the new tokens' pages; last
-    one for padding. A page with cached and new tokens is a gathered one.
+    First come the gathered pages, ``len(rows)`` of rank 0, then of rank 1, …; then the new tokens' pages; last one for
+    padding. A page with cached and new tokens is a gathered one.
 
     rows, columns  of the entries of the page table that are gathered
     table          [B, pages of the longest sequence] int32: the page table of these pages
     slots          [T] int64: slots of the new tokens in them
-    pages          number of them
+    pages          number of pages
     """
 
     rows: numpy.ndarray
@@ -73,9 +73,9 @@ class GatheredLayout:
         batch: int | None = None,
         starts: Sequence[int] | None = None,
     ) -> GatheredLayout:
-        """Layout of sequences that go on by ``length`` tokens after ``before`` others, (before, length) each.
+        """Layout of sequences (before, length), which go on by ``length`` tokens after ``before`` cached ones.
 
-        window                  as of ``gathered_entries``
+        window                  as in ``gathered_entries``
         entries, tokens, batch  capacities, on which alone ``pages`` depends; None: as many as given
         starts                  first token of each sequence in the pass; None: one sequence after the other
         """
@@ -112,7 +112,7 @@ class GatheredLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadPages:
-    """The spread cache in one pass; a prefill has the page table of ``gathered`` and these:
+    """The spread cache in one pass; a prefill has the page table of ``gathered`` and, further:
 
     entries  [n] int64: entries of the page table whose pages are gathered
     slots    [T] int64: slots of the new tokens in the gathered pages
@@ -144,37 +144,37 @@ class SpreadPages:
         return slice(first, first + max(1, w.heads // group))
 
     def gathered(self, w: AttentionWeights, cache: Cache, keys: Tensor, values: Tensor) -> Cache:
-        """Keys and values of my KV heads by the page table of this prefill, cached tokens and new ones.
+        """Keys and values of this rank's KV heads by the page table of this prefill, cached tokens and new ones.
 
-        keys, values  of the new tokens, [T, my KV heads, head_dim], as the cache holds them
+        keys, values  of the new tokens, [T, this rank's KV heads, head_dim], as the cache holds them
         """
         W, n = self.team.size, len(self.entries)
         keys, values, size = _as_bits(keys), _as_bits(values), cache[0].shape[2]
-        found = keys.new_empty((2, self.pages, keys.shape[1], size, keys.shape[2]))
+        gathered = keys.new_empty((2, self.pages, keys.shape[1], size, keys.shape[2]))
         if n > 0:
-            by_rank = found[:, : W * n].unflatten(1, (W, n)).transpose(0, 1)
+            by_rank = gathered[:, : W * n].unflatten(1, (W, n)).transpose(0, 1)
             if self.ahead is None:
                 by_rank.copy_(ops.all_to_all(self.sent(w, cache), self.team))
             else:
                 self.ahead.receive(by_rank)
-        # Padding behind a prompt in its pages: a masked-out NaN times the zero weight of the softmax would still be NaN.
-        found[:, W * n :].zero_()
+        # Padding after a prompt in its pages: a masked-out NaN times the zero weight of the softmax would still be NaN.
+        gathered[:, W * n :].zero_()
         page, offset = self.slots // size, self.slots % size
-        for part, new in zip(found, (keys, values), strict=True):
+        for part, new in zip(gathered, (keys, values), strict=True):
             part[page, :, offset] = new
-        found = found.view(cache[0].dtype)
-        return found[0], found[1]
+        gathered = gathered.view(cache[0].dtype)
+        return gathered[0], gathered[1]
 
     def ahead_of(self, w: AttentionWeights, layers: Sequence[Cache]) -> SpreadPages:
         """The same for a pass through ``layers``, whose attentions have the sizes of ``w``. Collective."""
         if self.entries is None or len(self.entries) == 0:
             return self
-        mine, (_, _, *row) = self.heads(w), layers[0][0].shape
-        part = 2 * len(self.entries) * (mine.stop - mine.start) * math.prod(row) * layers[0][0].itemsize
+        heads, (_, _, *row) = self.heads(w), layers[0][0].shape
+        part = 2 * len(self.entries) * (heads.stop - heads.start) * math.prod(row) * layers[0][0].itemsize
         return replace(self, ahead=LayersAhead(self, w, layers)) if travels_ahead(part, self.team) else self
 
     def all_pages(self, w: AttentionWeights, cache: Cache, table: Tensor) -> tuple[Cache, Tensor]:
-        """(keys and values of all pages of ``table`` [B, n], of my KV heads; their page table)."""
+        """(keys and values of all pages of ``table`` [B, n], of this rank's KV heads; their page table)."""
         W, (B, n) = self.team.size, table.shape
         received = ops.all_to_all(replace(self, entries=table.flatten().long()).sent(w, cache), self.team)
         keys, values = received.view(cache[0].dtype).transpose(0, 1).flatten(1, 2)
@@ -205,7 +205,7 @@ class LayersAhead:
         self._send()
 
     def receive(self, out: Tensor) -> None:
-        """Write the next layer's pages to ``out``, by sender as ``sent`` has them, and send those behind it."""
+        """Write the next layer's pages to ``out``, by sender as ``sent`` has them, and send the layer after it."""
         self._flight.receive(out)
         self._send()
 

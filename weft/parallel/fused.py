@@ -1,6 +1,6 @@
 """Local work of a recipe in weft's kernels, a launch each but where a function says otherwise.
 
-The functions are those of weft.parallel.plain.
+The functions are the same as in weft.parallel.plain.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Ten
 
 
 def matmul_split(x: Tensor | DeferredNorm, weight: Tensor | Fp8) -> Tensor | SplitK | DeferredNorm:
-    """x @ weight.T, or what becomes it in the kernel behind, where that is sooner."""
+    """x @ weight.T, or what the next kernel makes it from, where that is sooner."""
     product = ops.matmul_parts(*operands(x, weight))
     return SplitK(product) if isinstance(product, Tensor) and product.dim() == 3 else product
 
@@ -75,39 +75,75 @@ def attend(
     """
     if isinstance(step, Sequences):
         return attend_to_sequences(qkv, w, step)
-    spread = step.spread
-    cache, scales = cache[:2], dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
+    scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
+    if step.by_cudnn(w) or (step.is_prefill and step.spread is not None):
+        way = _attend_with_keys
+    elif step.is_prefill:
+        way = _attend_to_pages
+    else:
+        way = _decode if step.spread is None else _decode_spread
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
-    head = w.q_norm, w.k_norm, w.eps, step.angles
-    if not step.is_prefill and spread is None:
-        places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window, **scales}
-        attended = ops.decode_attention(projected, *head, *places, tickets=step.tickets, **options)
-    elif step.by_cudnn(w) or (step.is_prefill and spread is not None):
-        places = step.positions, step.slots, *cache
-        heads = ops.qk_norm_rope(projected, *head, *places, with_keys=True, bias=w.bias, **scales)
-        q, keys, values = heads.tensor_split((w.heads, w.heads + w.kv_heads), dim=1)
-        if w.bias is None:
-            values = projected[:, -w.kv_heads * w.head_dim :]
-        if spread is not None:
-            # Values are [T, kv_heads, head_dim] already where they come with the keys.
-            keys, values = (x.reshape(keys.shape)[:, spread.heads(w)] for x in (keys, values))
-        if spread is not None and (step.after_cached or not step.by_cudnn(w)):
+    return way(projected, w, step, cache[:2], scales).reshape(step.tokens, w.heads * w.head_dim)
+
+
+Scales = dict[str, Tensor]
+
+
+def _head(w: AttentionWeights, step: Step) -> tuple[Tensor | None, Tensor | None, float, Tensor]:
+    return w.q_norm, w.k_norm, w.eps, step.angles
+
+
+def _decode(
+    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+) -> Tensor:
+    places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window, **scales}
+    return ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options)
+
+
+def _decode_spread(
+    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+) -> Tensor:
+    q = _queries(projected, w, step, cache, scales)
+    places = *cache, step.pages, step.lengths, step.spread.team
+    return ops.sharded_decode_attention(step.spread.all_queries(q), *places, window=w.window, **scales)
+
+
+def _attend_to_pages(
+    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+) -> Tensor:
+    q = _queries(projected, w, step, cache, scales)
+    return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
+
+
+def _queries(
+    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+) -> Tensor:
+    """Queries; keys and values go into the cache."""
+    places = step.positions, step.slots, *cache
+    return ops.qk_norm_rope(projected, *_head(w, step), *places, bias=w.bias, **scales)
+
+
+def _attend_with_keys(
+    projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
+) -> Tensor:
+    """Attention of a prefill to the pass's keys and values, as cuDNN and spread caches need them, and to cached ones."""
+    places, spread = (step.positions, step.slots, *cache), step.spread
+    heads = ops.qk_norm_rope(projected, *_head(w, step), *places, with_keys=True, bias=w.bias, **scales)
+    q, keys, values = heads.tensor_split((w.heads, w.heads + w.kv_heads), dim=1)
+    if w.bias is None:
+        values = projected[:, -w.kv_heads * w.head_dim :]
+    by_cudnn = step.by_cudnn(w)
+    if spread is not None:
+        # Values are [T, kv_heads, head_dim] already where they come with the keys.
+        keys, values = (x.reshape(keys.shape)[:, spread.heads(w)] for x in (keys, values))
+        if step.after_cached or not by_cudnn:
             new = (as_cached(x, scales.get(name)) for x, name in ((keys, "k_scale"), (values, "v_scale")))
             cache = spread.gathered(w, cache, *new)
-        if not step.by_cudnn(w):
-            attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
-        elif step.after_cached:
-            attended = attend_after_cached(q, keys, values, step, (*cache, *scales.values()))
-        else:
-            attended = attend_to_prompts(q, keys, values, step, cache)
-    else:
-        q = ops.qk_norm_rope(projected, *head, step.positions, step.slots, *cache, bias=w.bias, **scales)
-        if spread is not None:
-            places = *cache, step.pages, step.lengths, spread.team
-            options = {"window": w.window, **scales}
-            return ops.sharded_decode_attention(spread.all_queries(q), *places, **options).flatten(1)
-        attended = ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
-    return attended.reshape(step.tokens, w.heads * w.head_dim)
+    if not by_cudnn:
+        return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
+    if step.after_cached:
+        return attend_after_cached(q, keys, values, step, (*cache, *scales.values()))
+    return attend_to_prompts(q, keys, values, step, cache)
 
 
 def attend_after_cached(q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
@@ -119,17 +155,17 @@ def attend_after_cached(q: Tensor, keys: Tensor, values: Tensor, step: Step, cac
     Cached keys are copied out of their pages, CACHED_AT_ONCE tokens at a time at most. New ones do not come from the cache, so
     an fp8 cache does not round them.
     """
-    values, found = values.view(keys.shape), []
+    values, attended = values.view(keys.shape), []
     for chunk in step.chunks:
         if chunk.before == 0:
-            found.append(attend_to_chunk(q, (keys, values), cache, step.pages, chunk, None))
+            attended.append(attend_to_chunk(q, (keys, values), cache, step.pages, chunk, None))
             continue
         for number in range(chunk.batch):
             first = chunk.first_token + number * chunk.length
-            mine = slice(first, first + chunk.length)
+            rows = slice(first, first + chunk.length)
             cached = cached_parts(cache, step.pages[chunk.first_sequence + number], chunk.before, q.dtype)
-            found.append(attention_after(q[mine], (keys[mine], values[mine]), cached, q.shape[-1] ** -0.5))
-    return found[0] if len(found) == 1 else torch.cat(found)
+            attended.append(attention_after(q[rows], (keys[rows], values[rows]), cached, q.shape[-1] ** -0.5))
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 def cached_parts(
@@ -149,14 +185,14 @@ def cached_parts(
 
 
 def pages_of(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """[pages, heads, page_size, head_dim] and n of them → [n * page_size, heads, head_dim]
+    """[pages, heads, page_size, head_dim] and n page numbers → [n * page_size, heads, head_dim]
 
     In memory head by head, as cuDNN reads them.
     """
     bits = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch does not index e4m3 on all devices
-    found = bits.transpose(0, 1).index_select(1, pages).view(cache.dtype)
-    found = found if scale is None else (found.float() * scale).to(dtype)
-    return found.flatten(1, 2).transpose(0, 1)
+    rows = bits.transpose(0, 1).index_select(1, pages).view(cache.dtype)
+    rows = rows if scale is None else (rows.float() * scale).to(dtype)
+    return rows.flatten(1, 2).transpose(0, 1)
 
 
 def gated(x: Tensor | DeferredNorm, w: MLPWeights) -> Tensor:
@@ -174,14 +210,14 @@ def route(x: Tensor, w: MoEWeights) -> ops.Routing:
     return choose(ops.matmul(x, w.router), w)[0]
 
 
-def choose(found: Tensor, w: MoEWeights) -> tuple[ops.Routing, Tensor | None]:
-    """(choices, logits of the shared expert's gate or None) of rows by ``found``, those times the router."""
-    logits, gate = w.logits(found)
+def choose(routed: Tensor, w: MoEWeights) -> tuple[ops.Routing, Tensor | None]:
+    """(choices, logits of the shared expert's gate or None) of rows by ``routed``, their product with the router."""
+    logits, gate = w.logits(routed)
     return ops.route(logits, bias=w.bias, **w.gating._asdict()), gate
 
 
 def experts(x: Tensor, w: MoEWeights) -> Tensor:
-    """This rank's summand of a mixture of experts: what its experts, or slices of them, add to x's rows.
+    """This rank's summand of a mixture of experts: what its experts, or their slices, add to x's rows.
 
     Six launches, four with few rows by the plan of matmul_route_schedule, and two of a shared expert, three with many rows.
     """
@@ -212,7 +248,7 @@ def _shared_gated(x: Tensor, w: MLPWeights) -> Tensor:
 
 def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:
     """This rank's logits in x's dtype; -inf for padding of the vocabulary."""
-    found = ops.matmul(x, head.weight)
+    columns = ops.matmul(x, head.weight)
     if head.real < head.weight.shape[0]:
-        found[:, head.real :] = float("-inf")
-    return found
+        columns[:, head.real :] = float("-inf")
+    return columns

@@ -42,7 +42,7 @@ def check_rows(layer: str, x: torch.Tensor, weight: torch.Tensor) -> None:
         K = weight.shape[1]
         raise ValueError(f"{layer}: x has shape {tuple(x.shape)}; pass [M, {K}] or [batch, length, {K}]")
     if x.dtype != weight.dtype and weight.dtype != E4M3:
-        raise ValueError(f"{layer}: x.dtype={x.dtype} and the weights are {weight.dtype}; convert one of them")
+        raise ValueError(f"{layer}: x.dtype={x.dtype} and the weights are {weight.dtype}; convert one")
 
 
 def split_evenly(name: str, value: int, team: Team) -> int:

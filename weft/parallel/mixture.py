@@ -1,8 +1,8 @@
-"""Mixture of experts as one function, of tokens on their own ranks, as behind data-parallel attention."""
+"""Mixture of experts as one function, where every rank has other tokens, as after data-parallel attention."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ def moe(
     k: int,
     max_tokens: int,
     experts: str | tuple[int, int] = "whole",
-    **gating: Any,
+    **gating: object,
 ) -> Tensor:
     """y[t] = sum over t's k experts e of weight[t, e] * mlp[e](x[t]). Collective.
 
@@ -36,8 +36,8 @@ def moe(
     gate_up, down
                 [held, 2 N, H] and [held, H, N]: this rank's experts, N of their features; of gate_up gate's N rows first
     max_tokens  of any rank; the same on all ranks
-    experts     layout of them: "whole", E / W on each rank; "slices", 1/W of the features of all; (ep, tp), of ep groups of tp
-                neighbouring ranks each has E / ep, a rank slice rank % tp of their features
+    experts     layout: "whole", E / W on each rank; "slices", 1/W of the features of all; (ep, tp), E / ep in each of ep groups
+                of tp neighbouring ranks, of which a rank has slice rank % tp of the features
     gating      of ``weft.ops.route``
 
     Where ``moe_dispatch`` would send each row to the ranks that need it alone, by its plan, it does, and ``moe_combine`` sends
@@ -52,23 +52,23 @@ def moe(
             f"moe: experts={quoted(experts)} is neither 'whole' nor 'slices' nor (ep, tp) with ep * tp = {team.size} ranks"
         )
     ep, tp = groups
-    mine = ops.Experts.grouped(len(router), team.rank, ep, tp)
-    if len(gate_up) != mine.count:
+    held = ops.Experts.grouped(len(router), team.rank, ep, tp)
+    if len(gate_up) != held.count:
         raise ValueError(
-            f"moe: gate_up has {len(gate_up)} experts; {experts} gives each of {team.size} ranks {mine.count}"
+            f"moe: gate_up has {len(gate_up)} experts; {experts} gives each of {team.size} ranks {held.count}"
         )
     check_int("moe: max_tokens", max_tokens, max(1, len(x)))
     routing = ops.route(x @ router.T, k, **gating)  # a GEMM by torch, which takes no rows too; route
     if not sends_needed_alone(DispatchCall(max_tokens, k, x.shape[1], x.dtype, tp=tp), machine_of(team)):
-        h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(
-            x, routing, gate_up, mine, team, max_tokens=max_tokens
+        h, schedule, dispatched = ops.all_gather_grouped_matmul_silu_mul(
+            x, routing, gate_up, held, team, max_tokens=max_tokens
         )
-        return ops.grouped_matmul_reduce_scatter(h, down, schedule, found, len(x), team)
-    found = ops.moe_dispatch(x, routing, team, experts=mine, max_tokens=max_tokens)
-    schedule = ops.moe_schedule(found.routing.ids, mine, start=team.rank * max_tokens)
-    h = ops.grouped_matmul_silu_mul(found.rows, gate_up, schedule)
+        return ops.grouped_matmul_reduce_scatter(h, down, schedule, dispatched, len(x), team)
+    dispatched = ops.moe_dispatch(x, routing, team, experts=held, max_tokens=max_tokens)
+    schedule = ops.moe_schedule(dispatched.routing.ids, held, start=team.rank * max_tokens)
+    h = ops.grouped_matmul_silu_mul(dispatched.rows, gate_up, schedule)
     y = ops.grouped_matmul(h, down, schedule)
-    return ops.moe_combine(y, found, len(x), team)
+    return ops.moe_combine(y, dispatched, len(x), team)
 
 
 def sends_needed_alone(call: DispatchCall, machine: Machine) -> bool:

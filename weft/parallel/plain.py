@@ -1,6 +1,6 @@
 """Local work of a recipe in torch's operations, for the reference and for simulator tests.
 
-The functions are those of weft.parallel.fused.
+The functions are the same as in weft.parallel.fused.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NAME, FUSED = "unfused", False
 def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
     """Rows of this rank's part of the embedding; zeros for token ids of other ranks."""
     rows, local = table.weight.shape[0], tokens - table.start
-    mine = (local >= 0) & (local < rows)
-    return F.embedding(local.clamp(0, rows - 1), table.weight).masked_fill(~mine[:, None], 0)
+    held = (local >= 0) & (local < rows)
+    return F.embedding(local.clamp(0, rows - 1), table.weight).masked_fill(~held[:, None], 0)
 
 
 def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def attend_to_sequences(qkv: Tensor, w: AttentionWeights, step: Sequences) -> Te
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention of whole sequences, each token to `window` tokens, itself the last.
+    """Attention of whole sequences, each token to `window` tokens, itself included.
 
     q, k, v: [batch, heads or kv_heads, length, head_dim] -> [batch, length, heads, head_dim]
     """
@@ -98,8 +98,8 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tens
     if window is None or window >= length:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     token = torch.arange(length, device=q.device)
-    behind = token[:, None] - token
-    mask = (behind >= 0) & (behind < window)
+    distance = token[:, None] - token
+    mask = (distance >= 0) & (distance < window)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
@@ -129,9 +129,9 @@ def route(x: Tensor, w: MoEWeights) -> Routing:
     return choose(F.linear(x, w.router), w)[0]
 
 
-def choose(found: Tensor, w: MoEWeights) -> tuple[Routing, Tensor | None]:
-    """(choices, logits of the shared expert's gate or None) of rows by ``found``, those times the router."""
-    logits, gate = w.logits(found)
+def choose(routed: Tensor, w: MoEWeights) -> tuple[Routing, Tensor | None]:
+    """(choices, logits of the shared expert's gate or None) of rows by ``routed``, their product with the router."""
+    logits, gate = w.logits(routed)
     ids, weights = routing_of(logits, w.bias, w.gating)
     return Routing(ids.int(), weights), gate
 
@@ -172,9 +172,9 @@ def routing_of(logits: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Ten
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:
     """This rank's logits in fp32, -inf for padding of the vocabulary."""
-    found = F.linear(x, head.weight).float()
-    found[:, head.real :] = float("-inf")
-    return found
+    columns = F.linear(x, head.weight).float()
+    columns[:, head.real :] = float("-inf")
+    return columns
 
 
 def gather_pages(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
@@ -183,9 +183,9 @@ def gather_pages(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor
     scale  of an fp8 cache, whose bytes times it become ``dtype``
     """
     _, heads, page_size, head_dim = cache.shape
-    found = cache[pages.long()].transpose(1, 2)
-    found = found if scale is None else (found.float() * scale).to(dtype)
-    return found.reshape(len(pages), heads, pages.shape[1] * page_size, head_dim)
+    rows = cache[pages.long()].transpose(1, 2)
+    rows = rows if scale is None else (rows.float() * scale).to(dtype)
+    return rows.reshape(len(pages), heads, pages.shape[1] * page_size, head_dim)
 
 
 def attend_to_pages(
@@ -219,8 +219,8 @@ def attend_to_prompts(
 
     q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values [T, kv_heads * head_dim]: of all tokens of the pass
     """
-    found = [attend_to_chunk(q, (keys, values), cache, step.pages, chunk, window) for chunk in step.chunks]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    attended = [attend_to_chunk(q, (keys, values), cache, step.pages, chunk, window) for chunk in step.chunks]
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 def attend_to_chunk(
@@ -253,8 +253,8 @@ def attend_to_chunk(
         keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
         mask = causal_lower_right(length, whole_length)
         if windowed:
-            behind = torch.arange(before, whole_length, device=q.device)[:, None]
-            behind = behind - torch.arange(whole_length, device=q.device)  # of a key, in tokens
-            mask = (behind >= 0) & (behind < window)
+            distance = torch.arange(before, whole_length, device=q.device)[:, None]
+            distance = distance - torch.arange(whole_length, device=q.device)  # to a key, in tokens
+            mask = (distance >= 0) & (distance < window)
         attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
     return attended.transpose(1, 2).flatten(0, 1)

@@ -1,10 +1,10 @@
-"""Base of all recipes, and the plan of a forward pass: one of them, with the reason."""
+"""Base of all recipes, and the plan of a forward pass: a recipe and the reason for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -18,9 +18,16 @@ from weft.parallel.tensors import (
     VocabWeights,
 )
 
+if TYPE_CHECKING:
+    from weft.parallel.sequences import Sequences
+    from weft.parallel.step import Step
+
+# Hidden states as a subclass passes them on, and pages of a layer's keys and values.
+Hidden, Cache = Any, tuple[Tensor, ...] | None
+
 
 class Recipe:
-    """Way to run a decoder's parts on a team; subclasses define the tensors between them.
+    """Way to run a decoder's parts on a team; subclasses define the tensors between the parts.
 
     local  weft.parallel.fused or weft.parallel.plain: what a rank computes between the GEMMs
     name   of the mode
@@ -30,38 +37,40 @@ class Recipe:
     local: ModuleType
     name: ClassVar[str]
 
-    def decoder_layer(self, x: Any, residual: Any, w: LayerWeights, step: Any, cache: Any) -> tuple[Any, Any]:
+    def decoder_layer(
+        self, x: Hidden, residual: Hidden, w: LayerWeights, step: Step, cache: Cache
+    ) -> tuple[Hidden, Hidden]:
         """(output, residual) of one layer; residual None: the first layer."""
         raise NotImplementedError
 
-    def attention(self, x: Any, w: AttentionWeights, step: Any, cache: Any) -> Any:
+    def attention(self, x: Hidden, w: AttentionWeights, step: Step | Sequences, cache: Cache) -> Hidden:
         raise NotImplementedError
 
-    def feed_forward(self, x: Any, w: MLPWeights | MoEWeights) -> Any:
+    def feed_forward(self, x: Hidden, w: MLPWeights | MoEWeights) -> Hidden:
         return self.moe(x, w) if isinstance(w, MoEWeights) else self.mlp(x, w)
 
-    def mlp(self, x: Any, w: MLPWeights) -> Any:
+    def mlp(self, x: Hidden, w: MLPWeights) -> Hidden:
         raise NotImplementedError
 
-    def moe(self, x: Any, w: MoEWeights) -> Any:
+    def moe(self, x: Hidden, w: MoEWeights) -> Hidden:
         raise NotImplementedError
 
-    def embed(self, tokens: Tensor, table: VocabWeights) -> Any:
+    def embed(self, tokens: Tensor, table: VocabWeights) -> Hidden:
         raise NotImplementedError
 
-    def hand_over(self, x: Any, residual: Any, w: LayerWeights) -> Tensor:
+    def hand_over(self, x: Hidden, residual: Hidden, w: LayerWeights) -> Tensor:
         """This rank's 1/W of the hidden states' rows, [ceil(T / W), H], for a model that goes on elsewhere.
 
         w  the last layer's, for recipes whose kernels norm what they add up
         """
         raise NotImplementedError
 
-    def take_over(self, rows: Tensor, tokens: int) -> Any:
+    def take_over(self, rows: Tensor, tokens: int) -> Hidden:
         """Input of a layer without a residual, from the rows that ``hand_over`` gave; `tokens`: T."""
         raise NotImplementedError
 
     def logits(
-        self, x: Any, residual: Any, norm: NormWeights, head: VocabWeights, step: Any, rows: Tensor | None
+        self, x: Hidden, residual: Hidden, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
     ) -> Tensor:
         """This rank's columns of the logits of ``rows``; None: of all tokens."""
         raise NotImplementedError

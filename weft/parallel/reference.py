@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.parallel import plain
 from weft.parallel.quantized import linear
-from weft.parallel.recipe import Recipe
+from weft.parallel.recipe import Cache, Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
     LayerWeights,
@@ -26,6 +26,8 @@ from weft.parallel.tensors import (
 )
 
 if TYPE_CHECKING:
+    from weft.parallel.sequences import Sequences
+    from weft.parallel.step import Step
     from weft.runtime.team.team import Team
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -36,7 +38,7 @@ Attend = Callable[[Tensor, AttentionWeights, Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference(Recipe):
-    """cuBLAS, torch's operations, and an all-reduce behind every row-parallel GEMM.
+    """cuBLAS, torch's operations, and an all-reduce after every row-parallel GEMM.
 
     attend      attention over some kind of cache; that over a paged one if not given
     all_reduce  sum over the ranks; None: torch.distributed's
@@ -51,14 +53,14 @@ class Reference(Recipe):
     name: ClassVar[str] = "reference"
 
     def decoder_layer(
-        self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Any, cache: Any
+        self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[Tensor, Tensor]:
         normed, residual = plain.add_norm(x, residual, w.input_norm)
         x = self.attention(normed, w.attention, step, cache)
         normed, residual = plain.add_norm(x, residual, w.post_norm)
         return self.feed_forward(normed, w.mlp), residual
 
-    def attention(self, x: Tensor, w: AttentionWeights, step: Any, cache: Any) -> Tensor:
+    def attention(self, x: Tensor, w: AttentionWeights, step: Step | Sequences, cache: Cache) -> Tensor:
         qkv = linear(x, w.qkv)
         attended = self.attend(qkv, w, step, cache)
         return self.sum(linear(attended, w.o))
@@ -80,7 +82,7 @@ class Reference(Recipe):
         return self.team.library.all_gather(rows)[:tokens]
 
     def logits(
-        self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Any, rows: Tensor | None
+        self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
     ) -> Tensor:
         if rows is not None:
             x, residual = x[rows], residual[rows]

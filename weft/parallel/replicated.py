@@ -1,7 +1,7 @@
 """Recipes in which every rank holds all tokens, [T, H]: decode and batches too small to split.
 
 ``FusedNorm`` adds up over the ranks in the kernel of the norm that follows, ``Replicated`` in the GEMM before it. A line with
-the name of an op behind it is a launch.
+the name of an op after it is a launch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Cache = tuple[Tensor, Tensor]
 class FusedNorm(Recipe):
     """Fused all-reduce + norm: seven launches a decoder layer.
 
-    deferred_scale  the GEMM behind a norm divides its accumulator by the rows' root mean squares, so that the programs of the
+    deferred_scale  the GEMM after a norm divides its accumulator by the rows' root mean squares, so that the programs of the
                     all-reduce need not wait for a whole row (weft.kernels.deferred_norm)
     """
 
@@ -58,8 +58,8 @@ class FusedNorm(Recipe):
         normed, residual = self.all_reduce_norm(x, residual, w.input_norm)
         x = self.attention(normed, w.attention, step, cache)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
-        behind = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
-        normed, residual = behind.all_reduce_norm(x, residual, w.post_norm)
+        before_mlp = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
+        normed, residual = before_mlp.all_reduce_norm(x, residual, w.post_norm)
         if isinstance(w.mlp, MoEWeights):
             # matmul_route_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
             return PartialSum(fused.expert_rows(normed, w.mlp)), residual
@@ -85,7 +85,7 @@ class FusedNorm(Recipe):
         return own_rows(hidden, self.team)
 
     def take_over(self, rows: Tensor, tokens: int) -> PartialSum:
-        # A row comes from one rank and is zero on the others, as one of the embedding: the next norm adds them up.
+        # A row comes from one rank and is zero on all other ranks, as in the embedding: the next norm adds them up.
         first = self.team.rank * len(rows)
         whole = rows.new_zeros(len(rows) * self.team.size, rows.shape[1])
         whole[first : first + len(rows)] = rows
@@ -117,12 +117,12 @@ class FusedNorm(Recipe):
         """(normed, hidden): hidden = the sum of x over the ranks + residual."""
         if isinstance(x.summand, ExpertRows):
             # grouped_matmul, all_reduce_rms_norm, and moe_sum between them by that op's plan
-            mine, beside = x.summand, {"shared": x.summand.shared, "gate": x.summand.gate}
+            rows, beside = x.summand, {"shared": x.summand.shared, "gate": x.summand.gate}
             given = (
-                *operands(mine.h, mine.down),
-                mine.schedule,
-                mine.routing,
-                mine.experts,
+                *operands(rows.h, rows.down),
+                rows.schedule,
+                rows.routing,
+                rows.experts,
                 residual,
                 norm.weight,
                 norm.eps,

@@ -130,18 +130,12 @@ class Rotary:
     def of(cls, parameters: Mapping[str, Any], name: str = "rope_parameters") -> Rotary:
         """Rotary embedding of transformers' `rope_parameters`. ValueError, with `name`, for other kinds."""
         given = {key: value for key, value in parameters.items() if value is not None}
-        for key, value in given.items():
-            if isinstance(value, Mapping):
-                raise ValueError(
-                    f"{name} has an object under {quoted(key)}, parameters by type of layer; weft reads one rope_theta and "
-                    f"rope_type for all layers: put them into {name} itself"
-                )
-        kind = "default"
-        for key in ("type", "rope_type"):  # the first of transformers 4.x
-            if (kind := given.pop(key, kind)) != "default" and (not isinstance(kind, str) or kind not in SCALINGS):
-                raise ValueError(
-                    f"{name}: {key}={quoted(kind)} is not supported; weft runs 'default', {', '.join(map(repr, SCALINGS))}"
-                )
+        if by_layer := [key for key, value in given.items() if isinstance(value, Mapping)]:
+            raise ValueError(
+                f"{name} has an object under {quoted(by_layer[0])}, parameters by type of layer; weft reads one rope_theta and "
+                f"rope_type for all layers: put them into {name} itself"
+            )
+        kind = _kind(given, name)
         for key, value in (NEUTRAL | (NEUTRAL_OF_PLAIN if kind == "default" else {})).items():
             if given.pop(key, value) != value:
                 raise ValueError(
@@ -166,7 +160,7 @@ class Rotary:
     def positions(self, max_position_embeddings: int) -> int:
         """Positions that the model is made for, by YaRN's parameters where there are some.
 
-        Then config.json may name the positions without YaRN, as those of Qwen3's cards do.
+        Then config.json may name the positions without YaRN, as Qwen3's cards do.
         """
         if isinstance(self.scaling, Yarn):
             return int(self.scaling.factor * self.scaling.original_max_position_embeddings)
@@ -179,6 +173,17 @@ class Rotary:
         """
         powers = self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         return (1.0 / powers, 1.0) if self.scaling is None else self.scaling.frequencies(powers, self.theta)
+
+
+def _kind(given: dict[str, Any], name: str) -> str:
+    """Type of rotary embedding, which leaves ``given``. ValueError for one that weft does not run."""
+    kind = "default"
+    for key in ("type", "rope_type"):  # the first of transformers 4.x
+        if (kind := given.pop(key, kind)) != "default" and (not isinstance(kind, str) or kind not in SCALINGS):
+            raise ValueError(
+                f"{name}: {key}={quoted(kind)} is not supported; weft runs 'default', {', '.join(map(repr, SCALINGS))}"
+            )
+    return kind
 
 
 def rotary_angles(
@@ -217,7 +222,7 @@ def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _is_number(value: Any, low: float, high: float) -> bool:
+def _is_number(value: object, low: float, high: float) -> bool:
     # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
     return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
 
@@ -232,11 +237,11 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "truncate": ("true or false", lambda value: isinstance(value, bool)),
 }
-OF_OTHERS = ("a number from 0.000001 to 1000000", lambda value: _is_number(value, 1e-6, 1e6))
+OF_THE_REST = ("a number from 0.000001 to 1000000", lambda value: _is_number(value, 1e-6, 1e6))
 
 
-def _check(name: str, value: Any) -> None:
-    rule, fits = RULES.get(name, OF_OTHERS)
+def _check(name: str, value: object) -> None:
+    rule, fits = RULES.get(name, OF_THE_REST)
     if not fits(value):
         raise ValueError(f"{name}={quoted(value)} is not {rule}")
 

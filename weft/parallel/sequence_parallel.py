@@ -1,6 +1,6 @@
 """Recipes in which a rank holds 1/W of the tokens between the halves of a layer: overlapped prefill.
 
-Column-parallel GEMMs gather the tokens, row-parallel ones scatter the sums. A line with the name of an op behind it is a
+Column-parallel GEMMs gather the tokens, row-parallel ones scatter the sums. A line with the name of an op after it is a
 launch.
 """
 
@@ -36,7 +36,7 @@ Cache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceParallel(Recipe):
-    """AG-GEMM and GEMM-RS: communication behind the GEMMs of other ranks' tokens.
+    """AG-GEMM and GEMM-RS: communication under the GEMMs of other ranks' tokens.
 
     local  weft.parallel.fused or weft.parallel.plain
     """
@@ -71,7 +71,7 @@ class SequenceParallel(Recipe):
         return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
-        """A mixture with a shared expert: rows travel under that one's first GEMM, which needs all of them.
+        """A mixture with a shared expert: rows travel under the shared expert's first GEMM, which needs all rows.
 
         Sums of all experts travel under the last GEMM.
 
@@ -90,21 +90,23 @@ class SequenceParallel(Recipe):
         # In the order of the tokens: all rows are here.
         schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
         h = ops.grouped_matmul_silu_mul(*operands(rows, w.gate_up), schedule)
-        found, count = ops.Dispatched(rows, routing, w.experts), len(x.rows)
+        dispatched, count = ops.Dispatched(rows, routing, w.experts), len(x.rows)
         return SequenceShard(
             ops.grouped_matmul_reduce_scatter(
-                *operands(h, w.down), schedule, found, count, self.team, shared=beside, gate=gate
+                *operands(h, w.down), schedule, dispatched, count, self.team, shared=beside, gate=gate
             )
         )
 
     def chosen(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
-        """A mixture without a shared expert: rows travel under the first of its own GEMMs."""
+        """A mixture without a shared expert: rows travel under the experts' first GEMM."""
         routing, count = self.local.route(x.rows, w), len(x.rows)
         rows, gate_up = operands(x.rows, w.gate_up)
-        h, schedule, found = ops.all_gather_grouped_matmul_silu_mul(
+        h, schedule, dispatched = ops.all_gather_grouped_matmul_silu_mul(
             rows, routing, gate_up, w.experts, self.team, max_tokens=count
         )
-        return SequenceShard(ops.grouped_matmul_reduce_scatter(*operands(h, w.down), schedule, found, count, self.team))
+        return SequenceShard(
+            ops.grouped_matmul_reduce_scatter(*operands(h, w.down), schedule, dispatched, count, self.team)
+        )
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:
         x = self.local.embed(tokens, table)  # vocab_embedding
@@ -139,11 +141,11 @@ class SequenceParallel(Recipe):
         return SequenceShard(x)
 
     def rows_of(self, x: SequenceShard, residual: SequenceShard, rows: Tensor) -> Tensor:
-        """Hidden states of these tokens, zero for those of other ranks: their sum over the ranks is exact."""
-        mine = len(x.rows)
-        local = rows - self.team.rank * mine
-        at = local.clamp(0, mine - 1)
-        return (x.rows[at] + residual.rows[at]).masked_fill(((local < 0) | (local >= mine))[:, None], 0)
+        """Hidden states of these tokens, zero for tokens of other ranks: the sum over the ranks is exact."""
+        count = len(x.rows)
+        local = rows - self.team.rank * count
+        at = local.clamp(0, count - 1)
+        return (x.rows[at] + residual.rows[at]).masked_fill(((local < 0) | (local >= count))[:, None], 0)
 
     def add_norm(
         self, x: SequenceShard, residual: SequenceShard | None, norm: NormWeights
@@ -157,7 +159,7 @@ class SequenceParallel(Recipe):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredMLP(SequenceParallel):
-    """For tokens too few to overlap: MLPs gather them first, so that silu needs no launch of its own."""
+    """For tokens too few to overlap: MLPs gather them first, so that silu needs no further launch."""
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)

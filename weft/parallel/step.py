@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
@@ -40,7 +40,7 @@ class PagedCache:
         head_dim: int,
         *,
         dtype: torch.dtype,
-        device: Any,
+        device: torch.device | str,
         scales: torch.Tensor | None = None,
     ) -> None:
         check_page_size(page_size)
@@ -183,20 +183,19 @@ class Step:
         plan: StepPlan,
         group: int,
         dtype: torch.dtype,
-        team: Team | None = None,
-        window: int | None = None,
+        spread_over: tuple[Team, int | None] | None = None,
     ) -> Step:
         """`length` new tokens of sequence b after `before` cached ones, (before, length) = spans[b].
 
         pages  [B, max_pages]
         group  query heads of a KV head
         dtype  the model's
-        team   the one over whose ranks the cache is spread, or None
-        window most tokens that any layer attends to; None: all
+        spread_over  team over whose ranks the cache is spread, and most tokens that any layer attends to (None: all)
 
         The number of copies to the device does not depend on the number of sequences.
         """
         device = pages.device
+        team, window = spread_over or (None, None)
         # numpy, because torch would start its threads for a few integers.
         befores, lengths = (numpy.array(part, numpy.int64) for part in zip(*spans, strict=True))
         starts = lengths.cumsum() - lengths
@@ -236,14 +235,14 @@ def cells_of(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.T
 
 
 def runs(spans: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
-    """Runs of neighbouring sequences with equal (before, length): one launch of attention each."""
-    found: list[Chunk] = []
+    """Runs of neighbouring sequences with equal (before, length): a launch of attention per run."""
+    chunks: list[Chunk] = []
     token = 0
     for index, (before, length) in enumerate(spans):
-        last = found[-1] if found else None
+        last = chunks[-1] if chunks else None
         if last is not None and (last.before, last.length) == (before, length):
-            found[-1] = last._replace(batch=last.batch + 1)
+            chunks[-1] = last._replace(batch=last.batch + 1)
         else:
-            found.append(Chunk(batch=1, length=length, before=before, first_token=token, first_sequence=index))
+            chunks.append(Chunk(batch=1, length=length, before=before, first_token=token, first_sequence=index))
         token += length
-    return tuple(found)
+    return tuple(chunks)

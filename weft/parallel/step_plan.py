@@ -37,7 +37,7 @@ def plan_step(
 ) -> StepPlan:
     """Plan for a forward pass of `tokens` tokens, all sequences together.
 
-    mode   "auto" is one of the others, but not "reference"
+    mode   "auto" becomes a mode other than "reference"
     fused  local work in weft's kernels, if not False. Mode "reference" never is
     """
     mode, reason, passed = mode_named(mode), "asked for", f"{tokens} token{'s' if tokens != 1 else ''}"

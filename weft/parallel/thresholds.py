@@ -1,4 +1,4 @@
-"""Thresholds that recipes, layers and models depend on, each behind a question."""
+"""Thresholds that recipes, layers and models depend on, each as a question."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def norm_adds_up(tokens: int, row_bytes: int, world_size: int) -> bool:
 def defers_scale(dtype: torch.dtype, team: Team) -> bool:
     """True where the deferred RMS scale was measured to be faster. In fp16 it may overflow.
 
-    Over nodes the norm is a kernel of its own, and needs none.
+    Over nodes the norm is a further kernel, and needs none.
     """
     return team.rail is None and dtype == torch.bfloat16 and team.caps.arch == "sm_90"
 
@@ -65,7 +65,7 @@ def overlaps(tokens: int, world_size: int) -> bool:
 def cudnn_attends(rows: int) -> bool:
     """True if cuDNN beats ``ops.paged_prefill_attention`` for new prompts of one length.
 
-    rows  query heads times tokens of all of them
+    rows  query heads times tokens, in all
     """
     return rows >= CUDNN_ROWS
 

@@ -54,7 +54,7 @@ class VocabParallelEmbedding(VocabParallel):
     """x = weight[tokens]          tokens: [n]; x: [n, hidden], or this rank's [n'/W, hidden] of it"""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Every row comes from one rank and is zero on the others, so the sum over ranks is exact.
+        # Every row comes from one rank and is zero on all other ranks, so the sum over ranks is exact.
         recipe = plan_layer(len(tokens), mode=self.mode, team=self.team).recipe
         return tensor_of(recipe.embed(tokens, self.weights))
 

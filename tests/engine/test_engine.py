@@ -34,7 +34,7 @@ def generate(directory, prompts, world_size=1, *, mode="torch", eos=(), engine=N
 
     def main(team):
         made = Engine(directory, team, mode=mode, **(engine or {}))
-        made.eos_token_ids |= frozenset(eos)
+        made.requests.ends |= frozenset(eos)
         return made.generate(prompts, **options)
 
     return weft.simulate(main, world_size)
@@ -146,7 +146,7 @@ def assert_nothing_is_left(engine):
 def test_a_stream_that_is_closed_leaves_nothing_behind(byte_model, eight_tokens, made, drawn, late):
     def main(team):
         engine = Engine(byte_model, team, mode="torch", **made)
-        engine.batch._steps_behind = late
+        engine.batch._steps_late = late
         steps = counted(engine.batch)
         pieces = engine.stream(PROMPTS, max_tokens=30)
         for _ in range(drawn):
@@ -177,7 +177,7 @@ def counted(batch):
 def test_a_stream_that_all_ranks_close_alike_leaves_them_alike(byte_model, eight_tokens):
     def main(team):
         engine = Engine(byte_model, team, mode="torch", chunk_tokens=5)
-        engine.batch._steps_behind = 1
+        engine.batch._steps_late = 1
         steps = counted(engine.batch)
         for drawn in (1, 4, 9):
             pieces = engine.stream(PROMPTS, max_tokens=30)
@@ -214,7 +214,7 @@ def test_an_answer_closed_while_prompts_are_read_runs_no_further_step(byte_model
 def test_a_closed_stream_does_not_disturb_another(byte_model, eight_tokens, late):
     def main(team):
         engine = Engine(byte_model, team, mode="torch")
-        engine.batch._steps_behind = late
+        engine.batch._steps_late = late
         kept, left = engine.stream(PROMPTS, max_tokens=8), engine.stream(PROMPTS[::-1], max_tokens=30)
         begun = [next(kept) for _ in range(4)]
         for _ in range(5):
@@ -261,7 +261,7 @@ def test_sequences_that_fill_a_page_each_run_together():
 def test_first_tokens_are_awaited_in_their_step_unless_prompts_wait(byte_model):
     def main(team, late, max_batch):
         engine = Engine(byte_model, team, mode="torch", max_batch=max_batch)
-        engine.batch._steps_behind = late
+        engine.batch._steps_late = late
         numbers = [engine.submit(prompt, SamplingParams(max_tokens=4)) for prompt in PROMPTS[:2]]
         steps, tokens = [], {number: [] for number in numbers}
         while engine.has_work:
@@ -288,7 +288,7 @@ def test_after_a_step_that_fails_all_requests_go_on_without_a_gap(byte_model, wh
 
     def main(team, failing):
         engine = Engine(byte_model, team, mode="torch")
-        engine.batch._steps_behind = late
+        engine.batch._steps_late = late
         runner = engine.batch.runner.slots if where == "send" else engine.batch.runner
         made, done = getattr(runner, where), []
 

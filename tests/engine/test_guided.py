@@ -44,7 +44,7 @@ def answers(directory, world_size=1, late=0, mode="reference", prompts=(*PROMPTS
 
     def main(team):
         made = Engine(directory, team, mode=mode, **engine)
-        made.batch._steps_behind = late
+        made.batch._steps_late = late
         return join_pieces(made.answer(prompts, ASKED[: len(prompts)]), len(prompts)), made.stats.preemptions
 
     results = weft.simulate(main, world_size)
@@ -238,7 +238,7 @@ def test_graphs_give_the_same_answers_as_steps_that_are_launched(byte_model, mon
 
     def main(team):
         made = Engine(byte_model, team, mode="reference")
-        made.batch.runner.cuda_graph, made.batch._steps_behind = True, 1
+        made.batch.runner.cuda_graph, made.batch._steps_late = True, 1
         return join_pieces(made.answer([*PROMPTS, "y", "z"], ASKED), 5)
 
     [found] = weft.simulate(main, 1)

@@ -107,7 +107,7 @@ def test_an_llm_takes_stages_of_one_machine():
 def guided(team, directory, options):
     params = SamplingParams(structured_outputs=Structured(choice=["positive", "negative"]), max_tokens=10)
     engine = Engine(directory, team, **{"mode": "replicated"} | options)
-    engine.batch._steps_behind = 1  # as on GPUs
+    engine.batch._steps_late = 1  # as on GPUs
     answer, other = join_pieces(engine.answer(["x", "yz"], [params, SamplingParams(max_tokens=3)]), 2)
     return answer.text, other.token_ids
 

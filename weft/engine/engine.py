@@ -108,17 +108,17 @@ class Engine:
                 layers=pipeline.layers,
                 context_parallel=self.cache_plan.context_parallel,
             )
-        self.team, self.config, self.tokenizer, self.eos_token_ids = team, config, None, frozenset()
+        self.team, self.config, self.tokenizer, ends = team, config, None, frozenset()
         self.defaults, warnings = SamplingParams(), []
         no_text = "this model has no tokenizer"
         if checkpoint is not None:
             self.defaults, warnings = sampling_defaults(checkpoint), unused_defaults(checkpoint)
-            self.eos_token_ids = checkpoint.eos_token_ids()
+            ends = checkpoint.eos_token_ids()
             if has_tokenizer(checkpoint.directory):
                 self.tokenizer = load_tokenizer(checkpoint.directory)
                 _check_tokenizer(self.tokenizer, checkpoint, sizes.vocab_size)
             no_text = f"{checkpoint.directory} has no tokenizer.json"
-        self.requests = Requests(team, config, sizes.vocab_size, self.tokenizer, no_text, self.eos_token_ids)
+        self.requests = Requests(team, config, sizes.vocab_size, self.tokenizer, no_text, ends)
         # The table of rotary angles has max_position_embeddings rows: as many as a sequence can need here.
         sizes = replace(sizes, max_position_embeddings=config.max_seq_len)
         names = "mode", "dtype", "fused", "expert_layout", "kv_cache_dtype", "quantization"

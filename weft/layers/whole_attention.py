@@ -70,9 +70,7 @@ def _differences(module: nn.Module, config: Any) -> Iterator[str]:
     # The config speaks where the module is silent.
     values = {name: getattr(module, name, getattr(config, name, None)) for name in NEUTRAL}
     yield from (f"{name}={value!r}" for name, value in values.items() if value not in NEUTRAL[name])
-    if (window := _window(module, config)) is not None and not (is_integer(window) and window > 0):
-        yield f"sliding_window={window!r}"
-    yield from _differences_of_rotary(config)
+    yield from _differences_of_positions(module, config)
     if (head_dim := _head_dim(module, config)) is None:
         yield "no head_dim"
         return
@@ -100,7 +98,9 @@ def _differences_of_children(children: dict[str, nn.Module], norms: list[str]) -
         yield f"{', '.join(unknown)} beside these"
 
 
-def _differences_of_rotary(config: Any) -> Iterator[str]:
+def _differences_of_positions(module: nn.Module, config: Any) -> Iterator[str]:
+    if (window := _window(module, config)) is not None and not (is_integer(window) and window > 0):
+        yield f"sliding_window={window!r}"
     if (rope := getattr(config, "rope_parameters", None)) is not None:
         try:
             Rotary.of(rope)

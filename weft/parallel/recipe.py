@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,12 +18,10 @@ from weft.parallel.tensors import (
     VocabWeights,
 )
 
-if TYPE_CHECKING:
-    from weft.parallel.sequences import Sequences
-    from weft.parallel.step import Step
-
-# Hidden states as a subclass passes them on, and pages of a layer's keys and values.
-Hidden, Cache = Any, tuple[Tensor, ...] | None
+# Hidden states as a subclass passes them on; a Step or Sequences, which name plans and so lie above.
+Hidden, Tokens = Any, Any
+# Pages of a layer's keys and values, and of an fp8 cache their scales.
+Cache = tuple[Tensor, ...] | None
 
 
 class Recipe:
@@ -38,12 +36,12 @@ class Recipe:
     name: ClassVar[str]
 
     def decoder_layer(
-        self, x: Hidden, residual: Hidden, w: LayerWeights, step: Step, cache: Cache
+        self, x: Hidden, residual: Hidden, w: LayerWeights, step: Tokens, cache: Cache
     ) -> tuple[Hidden, Hidden]:
         """(output, residual) of one layer; residual None: the first layer."""
         raise NotImplementedError
 
-    def attention(self, x: Hidden, w: AttentionWeights, step: Step | Sequences, cache: Cache) -> Hidden:
+    def attention(self, x: Hidden, w: AttentionWeights, step: Tokens, cache: Cache) -> Hidden:
         raise NotImplementedError
 
     def feed_forward(self, x: Hidden, w: MLPWeights | MoEWeights) -> Hidden:
@@ -70,7 +68,7 @@ class Recipe:
         raise NotImplementedError
 
     def logits(
-        self, x: Hidden, residual: Hidden, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
+        self, x: Hidden, residual: Hidden, norm: NormWeights, head: VocabWeights, step: Tokens, rows: Tensor | None
     ) -> Tensor:
         """This rank's columns of the logits of ``rows``; None: of all tokens."""
         raise NotImplementedError

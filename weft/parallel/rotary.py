@@ -111,7 +111,7 @@ SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn"
 
 # Keys that change nothing with this value: of all types, and of the plain one.
 NEUTRAL = {"partial_rotary_factor": 1.0}
-NEUTRAL_OF_PLAIN = {"factor": 1.0, "attention_factor": 1.0}
+NEUTRAL_BY_KIND = {"default": NEUTRAL | {"factor": 1.0, "attention_factor": 1.0}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +136,14 @@ class Rotary:
                 f"rope_type for all layers: put them into {name} itself"
             )
         kind = _kind(given, name)
-        for key, value in (NEUTRAL | (NEUTRAL_OF_PLAIN if kind == "default" else {})).items():
+        for key, value in NEUTRAL_BY_KIND.get(kind, NEUTRAL).items():
             if given.pop(key, value) != value:
                 raise ValueError(
                     f"{name}: {key}={quoted(parameters[key])} is not supported; weft runs {kind!r} with {value!r}"
                 )
         theta = given.pop("rope_theta", None)
-        keys = {} if kind == "default" else {field.name: field.default is MISSING for field in fields(SCALINGS[kind])}
+        scaling = SCALINGS.get(kind)
+        keys = {field.name: field.default is MISSING for field in fields(scaling)} if scaling else {}
         if unknown := next((key for key in given if key not in keys), None):
             raise ValueError(
                 f"{name}: {quoted(unknown)[1:-1]}={quoted(given[unknown])} is a key that weft does not know of rotary "
@@ -153,7 +154,7 @@ class Rotary:
                 f"{name}: rotary embedding of type {kind!r} needs {', '.join(missing)}; add what it was made with"
             )
         try:
-            return cls(theta=theta, scaling=None if kind == "default" else SCALINGS[kind](**given))
+            return cls(theta=theta, scaling=scaling and scaling(**given))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 

@@ -236,7 +236,7 @@ def from_flags(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
             }
         )
 
-    def command(**given: Any) -> None:
+    def command(**given: object) -> None:
         with one_line_errors(given.get("traceback", False)):
             asked = made(flags, given)
         run(asked)
@@ -284,7 +284,7 @@ def single_valued(command: Callable[..., None]) -> Callable[..., None]:
             parameter = parameter.replace(default=None if parameter.default is None else [parameter.default])
         parameters.append(parameter.replace(annotation=hints[name]))
 
-    def checked(**given: Any) -> None:
+    def checked(**given: object) -> None:
         with one_line_errors(given["traceback"]):
             for name, (first, *further) in spellings.items():
                 values = list(dict.fromkeys(given[name] or [None]))
@@ -310,7 +310,7 @@ def logged(command: Callable[..., None]) -> Callable[..., None]:
         "quiet": Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing but results and errors")],
     }
 
-    def shown(*, verbose: int, quiet: bool, **given: Any) -> None:
+    def shown(*, verbose: int, quiet: bool, **given: object) -> None:
         with one_line_errors(given.get("traceback", False)):
             if verbose and quiet:
                 raise ValueError("-v and -q are both given; leave one out")
@@ -334,20 +334,20 @@ def logged(command: Callable[..., None]) -> Callable[..., None]:
 class Commands(TyperGroup):
     """Subcommands of `weft`, which an interrupt, a closed pipe or a full disk ends without a traceback."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
         """Take two words for a command named by two, such as `bench serve`."""
         both = " ".join(args[:2])
         return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+    def shell_complete(self, ctx: typer.Context, incomplete: str) -> list[Any]:
         """Leave out commands named by two words, which a shell would take apart."""
         return [one for one in super().shell_complete(ctx, incomplete) if " " not in one.value]
 
-    def make_context(self, *args: Any, **extra: Any) -> Any:
+    def make_context(self, *args: object, **extra: object) -> Any:
         with _short_usage_errors():
             return super().make_context(*args, **extra)
 
-    def main(self, *args: Any, **extra: Any) -> Any:
+    def main(self, *args: object, **extra: object) -> Any:
         write_any_text()
         try:
             try:
@@ -361,7 +361,7 @@ class Commands(TyperGroup):
                 raise
             fail(error)
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: typer.Context) -> Any:
         try:
             with _short_usage_errors():
                 return super().invoke(ctx)

@@ -14,7 +14,7 @@ class JITFunction(triton.JITFunction):
     Triton compiles the same code under the same cache keys.
     """
 
-    def __get__(self, instance: Any, owner: Any = None) -> JITFunction:
+    def __get__(self, instance: object, owner: type | None = None) -> JITFunction:
         return self
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -132,7 +132,7 @@ def read(path: Path) -> list[Entry]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _parsed(number: int, fields: Any) -> Entry:
+def _parsed(number: int, fields: object) -> Entry:
     try:
         _check_fields("entry", fields, Entry)
         algorithm = fields["algorithm"]
@@ -149,7 +149,7 @@ def _parsed(number: int, fields: Any) -> Entry:
         raise ValueError(f"algorithms[{number}]: {error}") from None
 
 
-def _check_fields(what: str, fields: Any, kind: type) -> None:
+def _check_fields(what: str, fields: object, kind: type) -> None:
     known = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(fields, dict):
         raise ValueError(f"{quoted(fields)} is no {what}")

@@ -33,7 +33,7 @@ class _Callable(types.ModuleType):
     Importing a submodule binds ``weft.trace`` to the module, but it must be the function.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+    def __call__(self, *args: object, **kwargs: object) -> AbstractContextManager[None]:
         return __getattr__("trace")(*args, **kwargs)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -55,7 +54,7 @@ class VirtualTracer:
         self._observer.library_gemm(self._machine.rank, f"GEMM {M}x{N}x{K}", 2 * M * N * K)
         return nullcontext()
 
-    def copy(self, *_: Any) -> AbstractContextManager[object]:
+    def copy(self, *_: object) -> AbstractContextManager[object]:
         return nullcontext()  # the observer sees them
 
     signal = copy

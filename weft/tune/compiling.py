@@ -67,7 +67,7 @@ def _launches_compile(failures: list[Exception], active: bool = True) -> Iterato
     """
     launch = JITFunction.run
 
-    def load(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def load(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> Any:
         if not active:
             return None
         try:

@@ -182,7 +182,7 @@ def reconciled(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [chosen.get(outcome.label, outcome) for outcome in outcomes]
 
 
-def with_design(row: tuned.Row, design: Any) -> tuned.Row:
+def with_design(row: tuned.Row, design: object) -> tuned.Row:
     """``row`` for another design of its op."""
     op = op_of(row.op.partition("+")[0])
     return replace(row, design=op.name_of(design), config=op.config_of(design))
@@ -239,7 +239,7 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
     return Outcome(row=row, winner=spaces.label(op, best), times=known, **common)
 
 
-def agreed(team: Team, times: dict[Any, float], default: Any) -> tuple[Any, float]:
+def agreed(team: Team, times: dict[Any, float], default: object) -> tuple[Any, float]:
     """Fastest candidate with its time, as rank 0 sees it; the default if it loses less than LEAST_GAIN."""
     best = min(times, key=lambda config: times[config])
     if default in times and times[best] > times[default] * (1 - tuned.LEAST_GAIN):

@@ -33,12 +33,12 @@ def parse(word: str) -> tuple[str, tuple[str, ...]]:
     return op.alias, tuple(name for name in op.variants if name in variants)
 
 
-def label(op: Op, design: Any) -> str:
+def label(op: Op, design: object) -> str:
     """Short text of a design: its name, and the fields that are not the default."""
     return " ".join([op.name_of(design), *(f"{name}={value}" for name, value in _fields(design))])
 
 
-def _fields(design: Any) -> Iterator[tuple[str, Any]]:
+def _fields(design: object) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(design):
         value = getattr(design, field.name)
         if isinstance(value, Planned):
@@ -66,6 +66,6 @@ def first(problem: OpProblem, quick: bool) -> list[Any]:
     return list(dict.fromkeys([op.by_rule(call, here), op.plan(call, here).design, *op.space(call, here, quick)]))
 
 
-def around(problem: OpProblem, best: Any, quick: bool) -> list[Any]:
+def around(problem: OpProblem, best: object, quick: bool) -> list[Any]:
     """Neighbours of ``best``: one field moved."""
     return list(dict.fromkeys(problem.op.around(best, machine_of(problem.team), quick)))

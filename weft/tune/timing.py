@@ -72,7 +72,7 @@ def measured(bench: Bench, entrants: Mapping[Any, Entrant]) -> dict[Any, float]:
     return dict(zip(entrants, deciding([entrant.row for entrant in entrants.values()]), strict=True))
 
 
-def scaled(times: dict[Any, float], default: Any, reference: float | None) -> dict[Any, float]:
+def scaled(times: dict[Any, float], default: object, reference: float | None) -> dict[Any, float]:
     """``times`` scaled so that the default takes ``reference``."""
     factor = reference / times[default] if reference and default in times else 1.0
     return {design: us * factor for design, us in times.items()}
@@ -92,7 +92,7 @@ def most_together(problem: OpProblem) -> int:
     return max(1, min(TOGETHER, int(GRAPHS_BYTES / (problem.result_bytes * problem.replicas)) - 2))
 
 
-def enter(bench: Bench, problem: OpProblem, design: Any) -> Entrant:
+def enter(bench: Bench, problem: OpProblem, design: object) -> Entrant:
     """Entrant of a candidate after all steps but timing; no ``single`` if it was dropped. Collective."""
 
     def make(problem: OpProblem) -> Prepared:

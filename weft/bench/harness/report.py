@@ -116,7 +116,7 @@ def from_json(text: str) -> list[Report]:
     ]
 
 
-def _row(provider: str, **fields: Any) -> Row:
+def _row(provider: str, **fields: object) -> Row:
     return Row(provider=RENAMED.get(provider, provider), **fields)
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.bench.models.baseline import Baseline, Cache, Functions
+from weft.bench.models.baseline import Baseline, Cache, Functions, Tokens
 from weft.models.decoder import DEFAULT_PAGE_SIZE, Decoder
 from weft.parallel.modes import mode_named
 
 if TYPE_CHECKING:
     from weft.layers.moe import Layout
     from weft.models.config import DecoderConfig
+    from weft.parallel.step import Step
     from weft.runtime.team.team import Team
 
 
@@ -29,10 +30,10 @@ class Session(Protocol):
 
     batch: int
 
-    def prompts(self, length: int) -> Any:
+    def prompts(self, length: int) -> object:
         """Data that `prefill` and `attend` need for prompts of this length."""
 
-    def prefill(self, tokens: torch.Tensor, at: Any) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor, at: object) -> torch.Tensor:
         """Prompts [batch, length] → this rank's logits after the last token of each, [batch, V' / W] in fp32."""
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ class Session(Protocol):
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Likeliest token id [batch] over all ranks."""
 
-    def one_each(self, positions: torch.Tensor) -> Any:
+    def one_each(self, positions: torch.Tensor) -> object:
         """Data that `attend` needs for a decoding step."""
 
     def recall(self, history: Cache, length: int) -> None:
@@ -53,7 +54,7 @@ class Session(Protocol):
     def is_sharded(self, tokens: int) -> bool:
         """True if a layer's x and y are sharded in a step of this many tokens."""
 
-    def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
+    def attend(self, index: int, x: torch.Tensor, at: object) -> torch.Tensor:
         """y = attention of layer `index`, summed over the ranks."""
 
     def mlp(self, index: int, x: torch.Tensor, tokens: int) -> torch.Tensor: ...
@@ -67,10 +68,10 @@ class TorchSession:
         self.cache = model.new_cache(batch, max_len)
         self.run = functions or model.eager
 
-    def prompts(self, length: int) -> Any:
+    def prompts(self, length: int) -> Tokens:
         return self.model.prompts(self.batch, length)
 
-    def prefill(self, tokens: torch.Tensor, at: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor, at: Tokens, rows: torch.Tensor | None = None) -> torch.Tensor:
         return self.model.prefill(tokens, at, self.cache, self.run, rows)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ class TorchSession:
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         return self.model.choose(logits)
 
-    def one_each(self, positions: torch.Tensor) -> Any:
+    def one_each(self, positions: torch.Tensor) -> Tokens:
         return self.model.one_each(positions, self.max_len)
 
     def recall(self, history: Cache, length: int) -> None:
@@ -92,7 +93,7 @@ class TorchSession:
     def is_sharded(self, tokens: int) -> bool:
         return self.run.gather is not None
 
-    def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
+    def attend(self, index: int, x: torch.Tensor, at: Tokens) -> torch.Tensor:
         cache = Cache(self.cache.keys[index], self.cache.values[index])
         return self.run.attention(self.run.recipe, x, self.model.layers[index].attention, at, cache)
 
@@ -110,10 +111,10 @@ class WeftSession:
         shuffled = torch.randperm(batch * each, generator=torch.Generator().manual_seed(5))
         self.pages = (1 + shuffled).view(batch, each).to(model.team.device, torch.int32)
 
-    def prompts(self, length: int) -> Any:
+    def prompts(self, length: int) -> Step:
         return self.model.prefill_step([(0, length)] * self.batch, self.pages)
 
-    def prefill(self, tokens: torch.Tensor, at: Any) -> torch.Tensor:
+    def prefill(self, tokens: torch.Tensor, at: Step) -> torch.Tensor:
         last = torch.arange(1, self.batch + 1, device=tokens.device) * tokens.shape[1] - 1
         return self.model(tokens.flatten(), at, self.cache, last)
 
@@ -123,7 +124,7 @@ class WeftSession:
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         return self.model.lm_head.argmax(logits)
 
-    def one_each(self, positions: torch.Tensor) -> Any:
+    def one_each(self, positions: torch.Tensor) -> Step:
         return self.model.decode_step(positions, self.pages)
 
     def recall(self, history: Cache, length: int) -> None:
@@ -147,7 +148,7 @@ class WeftSession:
     def is_sharded(self, tokens: int) -> bool:
         return self.model.plan(tokens).mode == "sequence_parallel"
 
-    def attend(self, index: int, x: torch.Tensor, at: Any) -> torch.Tensor:
+    def attend(self, index: int, x: torch.Tensor, at: Step) -> torch.Tensor:
         at = replace(at, plan=at.plan.of_single_layers())
         return self.model.layers[index].self_attn(x, at, self.cache.layer(index))
 

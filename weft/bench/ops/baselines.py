@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -220,7 +219,7 @@ def _alone(op: str, role: str) -> tuple[Provider, Provider]:
     return _provider("cublas", op, gemm, role), by_torch
 
 
-def _with_window(name: str, op: str, make: Callable[..., Prepared], *arguments: Any) -> tuple[Provider, Provider]:
+def _with_window(name: str, op: str, make: Callable[..., Prepared], *arguments: object) -> tuple[Provider, Provider]:
     """The baseline with ordinary buffers, and with buffers in a window."""
     return (
         _provider(name, op, lambda problem: make(problem, *arguments)),

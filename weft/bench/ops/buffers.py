@@ -35,9 +35,8 @@ def windowed(problem: OpProblem, sizes: list[tuple[int, ...]]) -> tuple[list[tor
     backend = group._get_backend(problem.team.device)
     if not hasattr(backend, "register_mem_pool"):
         raise Unavailable(f"torch {torch.__version__} has no register_mem_pool")
-    dist.all_reduce(
-        torch.zeros(1, device=problem.team.device), group=group
-    )  # makes the communicator that a window needs
+    # It makes the communicator that a window needs.
+    dist.all_reduce(torch.zeros(1, device=problem.team.device), group=group)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     lengths = [-(-math.prod(size) // WINDOW_STEP) * WINDOW_STEP for size in sizes]
     with torch.cuda.use_mem_pool(pool):

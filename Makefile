@@ -1,6 +1,6 @@
 # make demo   the built-in models answer a sum in every mode (simulated ranks where there are no GPUs)
 # make test   ruff, then the tests on the main environment and on the newest Triton
-# make sweep  every combination of what the tests sample, in about an hour
+# make sweep  every combination of what the tests sample, in one to two hours
 # make contracts  tests of what weft relies on in Triton, on the versions between those two, put into build/
 # make docs   the API reference of all public names, as HTML in build/reference
 # make clean  remove both environments
@@ -34,7 +34,7 @@ test: about-test lint .venv/.ready .venv-newest/.ready
 
 # Before its first prerequisite is made.
 about-test:
-	@echo "weft: the tests take seven minutes on two quick cores, up to twenty-five on slow ones, and two more the first time; WORKERS=8 takes more cores"
+	@echo "weft: the tests take ten to fifteen minutes on two cores, twice as long beside other work, and three more the first time; WORKERS=8 takes more cores"
 
 # One process: every GPU test starts a process per GPU itself.
 test-gpu: .venv/.ready

@@ -55,8 +55,8 @@ class Fused:
 
     words     the kernel that gathers the choices
     chunks    signals for a rank's rows, at most MAX_CHUNKS
-    in_place  this rank's rows are read where they are, else copied beside the others; False for fp8 rows, which are made there
-    head      of this many tiles of pairs, a power of two, those of this rank's rows alone come first; 0: all in their order
+    in_place  this rank's rows are read where they are, else copied to the gathered rows; False for fp8 rows
+    head      of this many tiles of pairs, a power of two, tiles of this rank's rows alone come first; 0: all in their order
     """
 
     tiles: GroupedTiles = knob(near=around)
@@ -131,11 +131,11 @@ def all_gather_grouped_matmul_silu_mul(
     max_tokens  of any rank; the same on all ranks, as K, k, dtypes, ``experts.total`` and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, in one node and
                 without gradients. h is that of the rounded rows, as of ``moe_dispatch`` and ``grouped_matmul_silu_mul``
-    algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the others) or "sequential"
+    algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the other rows) or "sequential"
                 (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``). Over several nodes "auto" computes this
                 node's rows while others cross, and "fused" is refused
 
-    Returns (h, schedule, dispatched). h [W * max_tokens * k, N]: row i is of the schedule's i-th pair, rows behind the last one
+    Returns (h, schedule, dispatched). h [W * max_tokens * k, N]: row i is of the schedule's i-th pair, rows after the last one
     are not written; ``grouped_matmul`` and ``grouped_matmul_reduce_scatter`` take it so. schedule: each expert's pairs begin
     with this rank's tokens, over several nodes with those of its node; those of the next ranks follow. dispatched: all ranks'
     choices, for ``moe_combine`` and ``grouped_matmul_reduce_scatter``; it may be the team's receive buffers, as of
@@ -188,11 +188,11 @@ def all_gather_grouped_matmul_silu_mul(
         fp8=fp8,
     )
     block = call.gemm(here).block
-    mine = experts.total, experts.first, experts.count
-    given = GatherArguments(x, routing, gate_up, *mine, max_tokens, block, fp8, team.name, algorithm)
-    h, *found, ids, weights = AG_MOE.dispatch(given)
+    held = experts.total, experts.first, experts.count
+    given = GatherArguments(x, routing, gate_up, *held, max_tokens, block, fp8, team.name, algorithm)
+    h, *lists, ids, weights = AG_MOE.dispatch(given)
     rows = x.new_empty((0, x.shape[1]))
-    schedule = Schedule(*found, choices=call.choices, block=block)
+    schedule = Schedule(*lists, choices=call.choices, block=block)
     return h, schedule, Dispatched(rows, Routing(ids, weights), experts)
 
 
@@ -331,7 +331,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         return draw.own("x", (T, K)), draw_ids(draw, T, k, experts), draw.own("weights", (T, k)), gate_up
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(h, number of each expert's pairs): an expert's from this rank's tokens on, 0 behind the last."""
+        """(h, number of each expert's pairs): an expert's from this rank's tokens on, 0 after the last."""
         (most, k, _, N, _), experts = case.sizes, case_experts(case, rank)
         rows = torch.cat([padded(one[0], most, 0) for one in by_rank])
         if case.field("fp8"):
@@ -370,15 +370,15 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             return h, schedule.counts
         here = machine_of(team)
         block = self.call_of_case(replace(case, design=AUTO), here).gemm(here).block
-        mine = experts.total, experts.first, experts.count
-        given = GatherArguments(x, Routing(ids, weights), gate_up, *mine, most, block, fp8, team.name, AUTO)
+        held = experts.total, experts.first, experts.count
+        given = GatherArguments(x, Routing(ids, weights), gate_up, *held, most, block, fp8, team.name, AUTO)
         h, _, counts, *_ = self.run(case.design, team, given)
         return h, counts
 
     def defined(
         self, case: Case, team: Team, out: tuple[torch.Tensor, torch.Tensor], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h with 0 behind the computed rows, and the number of each expert's pairs in its dtype."""
+        """h with 0 after the computed rows, and the number of each expert's pairs in its dtype."""
         h, counts = out
         computed = torch.arange(len(h), device=h.device) < counts.sum()
         return torch.where(computed[:, None], h, 0), counts.to(h.dtype)

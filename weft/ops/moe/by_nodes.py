@@ -85,7 +85,7 @@ def group_tiles_kernel(
             of = tl.where(alone, 0, 1 + (of_tail + NODES - node) % NODES)
         else:
             place = (of_head + 2 * NODES - node - 1) % NODES
-            # A list that begins within a node may end in it, behind all others.
+            # A list that begins within a node may end in it, after all other pairs.
             nodes = tl.where((of_head == of_tail) & (head > tail), NODES, (of_tail + NODES - of_head) % NODES + 1)
             of = tl.where(place + nodes > NODES, 0, place)
         mine = there & (of == group)
@@ -111,9 +111,9 @@ def gather_by_nodes(design: ByNodes, team: Team, given: GatherArguments) -> tupl
 
     The choices of all ranks cross before the rows: a schedule needs them.
 
-    signals  copy engine of rank (j, r), behind the rows of rank (i, r): landed[(i, r)] = epoch at the ranks of its node j
-    waits    wait_kernel, before the GEMM of the node's group: those of its ranks
-    reuse    of a half of the rows: CopyChannel. A rail writes this rank's slots only, behind the call before
+    signals  copy engine of rank (j, r), after the rows of rank (i, r): landed[(i, r)] = epoch at the ranks of its node j
+    waits    wait_kernel, before the GEMM of the node's group: flags of its ranks
+    reuse    of a half of the rows: CopyChannel. A rail writes this rank's slots only, after the previous call
 
     rail      | choices | rows to n-1, from n+1 | to n-2, from n+2 |                                    rank of node n of 3
     copies             | choices | own rows |    | rows of n+1 |     | rows of n+2 |
@@ -124,12 +124,12 @@ def gather_by_nodes(design: ByNodes, team: Team, given: GatherArguments) -> tupl
     rail, here, rows = team.rail, node.rank, team.size * most
     channel = _channel(team, x.dtype, rows * K)
     gathered = (channel.begin(node) if size > 1 else channel.buffers[0])[: rows * K].view(nodes, size, most, K)
-    # Node n first, then those that its rail receives from, in that order.
+    # Node n first, then the nodes that its rail receives from, in that order.
     order = [(rail.index + step) % nodes for step in range(nodes)]
     own = gathered[rail.index, here]
     own[:T].copy_(x)
-    mine = padded(ids, most, -1), padded(weights, most, 0)
-    words = packed(mine)
+    choices = padded(ids, most, -1), padded(weights, most, 0)
+    words = packed(choices)
     of_rail = words.repeat(nodes, 1)
     rail.fork()
     pieces = [
@@ -142,7 +142,7 @@ def gather_by_nodes(design: ByNodes, team: Team, given: GatherArguments) -> tupl
     of_all = ALL_GATHER.run(design.node.design, node, of_rail).view(size, nodes, -1)
     ids, weights = (
         torch.cat(parts)
-        for parts in zip(*(unpacked(one, mine) for one in of_all.transpose(0, 1).flatten(0, 1)), strict=True)
+        for parts in zip(*(unpacked(one, choices) for one in of_all.transpose(0, 1).flatten(0, 1)), strict=True)
     )
     streams = side_streams(node, 1)
     streams.fork()

@@ -188,7 +188,7 @@ def chosen_of(ids, token, there, rank, SIZES: tl.constexpr):
 
 @triton.jit
 def copy_chosen_kernel(rows, ids, out, tokens, team, SIZES: tl.constexpr):
-    """out[t] = rows[t] of tokens that chose an expert of this rank, 0 of others, whose rows are not read
+    """out[t] = rows[t] of tokens that chose an expert of this rank, else 0, and the row is not read
 
     grid: (cdiv(tokens, SIZES.chunk),). rows, out [tokens, H]; ids [tokens, k]
     """
@@ -285,9 +285,7 @@ class ExchangeOp(MoeOp):
             return super().choose(call, machine)
         # Where ranks of several nodes hold slices of an expert, each node has all of it.
         node = self.plan(call._replace(tp=min(call.tp, machine.node.world_size)), machine.node)
-        return Planned(
-            "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each of them"
-        )
+        return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each")
 
     def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
         share = share_of_rows(call.choices, machine.world_size // call.tp)
@@ -322,9 +320,9 @@ class ExchangeOp(MoeOp):
 
     def tuned(self, call: Any, machine: Machine) -> Planned | None:
         # Rows of tables were measured with whole experts.
-        found = super().tuned(call, machine) if call.tp == 1 else None
+        planned = super().tuned(call, machine) if call.tp == 1 else None
         # Choices decide how many rows a rank needs, the width which designs can send them.
-        return found if found is None or found.row.shape[1:] == (call.choices, call.width) else None
+        return planned if planned is None or planned.row.shape[1:] == (call.choices, call.width) else None
 
     def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield self.default("pipelined", call, machine)

@@ -9,7 +9,7 @@ are multiplied as they are loaded and rounded to the weight's dtype.
     grouped_matmul            y[p] = h[i] @ weight.T
 
 A gated tile reads a block of gate's rows and the same of up's as one operand, so one product gives both halves of its columns.
-With few pairs a tile is computed transposed: the weight's rows fill the tensor instruction, which has at least 64 of them. The
+With few pairs a tile is computed transposed: the weight's rows fill the tensor instruction, which has at least 64 rows. The
 first operand of that instruction must come from shared memory as it was loaded, so there gate and up are two products.
 """
 
@@ -71,7 +71,7 @@ class GroupedCall(NamedTuple):
 
     block   pairs of a tile
     pairs   of all tiles at most
-    gather  rows are those of tokens, else in the order of the pairs
+    gather  a row for each token, else rows in the order of the pairs
     """
 
     block: int
@@ -109,7 +109,7 @@ class Arriving(NamedTuple):
 
     own     [T, K]: this rank's rows, read in place if FORM.in_place, else they are in x too
     tokens  most of a rank: row t of rank s is x[s * tokens + t]
-    chunk   rows under one flag: chunk c of a rank has those from c * chunk on, and comes behind chunk c - 1
+    chunk   rows under one flag: chunk c of a rank has those from c * chunk on, and comes after chunk c - 1
     """
 
     own: torch.Tensor
@@ -207,7 +207,7 @@ def grouped_matmul_kernel(
         column = (first_column + place % width) * WIDTH
         expert, first = tl.load(entry), tl.load(entry + 1)
         row, count = tl.load(entry + 2), tl.load(entry + 3)
-        # Rows behind the last pair repeat it: they are not stored.
+        # Rows after the last pair repeat it: they are not stored.
         pair = tl.load(schedule.pairs + first + tl.minimum(local, count - 1))
         if FORM.choices > 0:
             source = pair // FORM.choices

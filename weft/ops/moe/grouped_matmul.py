@@ -140,9 +140,9 @@ class GroupedOp(MoeOp):
         return name, (call.pairs, call.block, call.N, call.K), 1
 
     def tuned(self, call: GroupedCall, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
+        planned = super().tuned(call, machine)
         # Tiles of other rows take another shape.
-        return found if found is None or found.row.shape[1] == call.block else None
+        return planned if planned is None or planned.row.shape[1] == call.block else None
 
     def space(self, call: GroupedCall, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
         return tiles(self.by_rule(call, machine), call, machine.caps, quick)
@@ -267,10 +267,10 @@ class GroupedOp(MoeOp):
         self, case: Case, team: Any, out: torch.Tensor, ids: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """The computed rows, as ``reference`` has them."""
-        mine = experts_of(case, case.sizes[2], 0 if team is None else team.rank).chosen(ids).flatten()
+        chosen = experts_of(case, case.sizes[2], 0 if team is None else team.rank).chosen(ids).flatten()
         if case.field("gather") is not False:
-            return out[: int(mine.sum())].clone()
-        return torch.where(mine[:, None], out, 0)
+            return out[: int(chosen.sum())].clone()
+        return torch.where(chosen[:, None], out, 0)
 
     def figures(
         self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, *scales: torch.Tensor

@@ -1,4 +1,4 @@
-"""grouped_matmul_all_reduce_rms_norm: the second GEMM of experts with all sums and the norm behind it.
+"""grouped_matmul_all_reduce_rms_norm: the second GEMM of experts with all sums and the norm that follows.
 
     y[p]      = x[i] @ weight[e].T                  for the i-th pair p = (t, j) of the schedule, of expert e
     hidden[t] = sum over ranks of (sum over j of routing.weights[t, j] * y[t, j] + shared[t]) + residual[t]
@@ -215,8 +215,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         return self.name, (call.tokens, call.choices, call.width), machine.world_size
 
     def tuned(self, call: PairsCall, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
-        return found if found is None or found.row.shape[1:] == (call.choices, call.width) else None
+        planned = super().tuned(call, machine)
+        return planned if planned is None or planned.row.shape[1:] == (call.choices, call.width) else None
 
     def space(self, call: PairsCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         for algorithm in ALL_REDUCE_RMS_NORM.algorithms[: 1 if quick else None]:
@@ -270,13 +270,13 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         same = Draw(case, 0, draw.call, draw.device)
         ids, weights = draw_ids(same, T, k, total), same.own("weights", (T, k)).abs()
         x, weight = draw.own("x", (T * k, K)), draw.own("weight", (experts_of(case, total, rank).count, H, K), K**-0.5)
-        found = x, weight, ids, weights, draw.shared("residual", (T, H)), 1 + draw.shared("norm", (H,)) / 8
+        inputs = x, weight, ids, weights, draw.shared("residual", (T, H)), 1 + draw.shared("norm", (H,)) / 8
         if case.field("shared"):
-            found += (draw.own("shared", (T, H)),)
+            inputs += (draw.own("shared", (T, H)),)
         if case.field("shared") == "gated":
             # A column of a wider matrix, as a router has it.
-            found += (draw.shared("gate", (T, 3), 2.0)[:, 2],)
-        return found
+            inputs += (draw.shared("gate", (T, 3), 2.0)[:, 2],)
+        return inputs
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """[2, T, H]: normed and hidden."""

@@ -77,7 +77,7 @@ def sum_slabs_kernel(out, own, received, landed, T, tokens, H, width, team, ROWS
     landed    channel: signals the arrival of slab i of rank s; begin_kernel has begun the call
     width     columns of a slab but the last; out [T, H]
 
-    signals   copy engine of rank s, behind each slab i
+    signals   copy engine of rank s, after each slab i
     waits     before a program's first load of ``received``: slab i of all other ranks. ``own`` is of this stream
     order     ranks ascending, in fp32, rounded once
     reuse     of a half of ``received``: CopyChannel
@@ -114,7 +114,7 @@ def run_slabs(design: Slabs, team: Team, given: ScatterArguments) -> torch.Tenso
     y holds one slab of the GEMM's result at a time: the stream's order keeps the slabs apart. The sums of all slabs stay until
     the copy engine has been joined.
 
-    signals  copy engine of rank r, behind each slab: flags[r, slab] = epoch at the tokens' rank
+    signals  copy engine of rank r, after each slab: flags[r, slab] = epoch at the tokens' rank
     waits    the copy engine, before a slab's first copy: fork, so all work before it, the slab's moe_sum the last, has ended
              sum_slabs_kernel, before it loads a slab of a rank: that flag
     reuse    of a half of the received sums: CopyChannel
@@ -224,7 +224,7 @@ def grouped_matmul_reduce_scatter(
                 tokens and this rank's experts, whole ones or slices
     tokens      T of this rank, as it was gathered
     shared      [W * max_tokens, H] of h's dtype: this rank's summand for all ranks' tokens, as of an expert of all tokens whose
-                features the ranks share; added behind the choices
+                features the ranks share; added after the choices
     gate        [W * max_tokens] of h's dtype, strided or not: shared[t] is multiplied by sigmoid(gate[t])
     algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied) or "sequential"
                 (``grouped_matmul``, ``moe_combine``; for slices, or with ``shared``, ``moe_sum`` and ``reduce_scatter``). Over
@@ -260,10 +260,10 @@ def grouped_matmul_reduce_scatter(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (h, down, weights, *given)):
         y = grouped_matmul(h, down, schedule)
         return reduce_scatter(moe_sum(y, dispatched.routing, experts, shared=shared, gate=gate), team)[:tokens]
-    mine = experts.total, experts.first, experts.count
+    held = experts.total, experts.first, experts.count
     routing = dispatched.routing
     return MOE_RS.dispatch(
-        ScatterArguments(h, down, schedule, routing, *mine, tokens, team.name, algorithm, shared, gate)
+        ScatterArguments(h, down, schedule, routing, *held, tokens, team.name, algorithm, shared, gate)
     )
 
 
@@ -306,7 +306,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         if whole <= 2 << 20:
             return "sequential", f"{whole:,} bytes of sums in all go home in one hop"
         if machine.world_size == 2 and call.is_whole(machine):
-            return "sequential", "moe_combine's pieces go home under its own sums, and the GEMM stays whole"
+            return "sequential", "moe_combine's pieces go home under its sums, and the GEMM stays whole"
         return "slabs", "copy engines carry a slab's sums while the next one is multiplied"
 
     def default(self, name: str, call: GroupedScatterCall, machine: Machine) -> Any:
@@ -360,14 +360,14 @@ class GroupedMatmulReduceScatter(OverlappedOp):
             (draw_ids(one, T, k, experts), one.own("weights", (T, k)))
             for one, T in zip(of_ranks, case.field("tokens"), strict=True)
         ]
-        ids = torch.cat([padded(found, most, -1) for found, _ in drawn])
-        weights = torch.cat([padded(found, most, 0) for _, found in drawn])
+        ids = torch.cat([padded(tensor, most, -1) for tensor, _ in drawn])
+        weights = torch.cat([padded(tensor, most, 0) for _, tensor in drawn])
         down = draw.own("down", (case_experts(case, rank).count, H, N), N**-0.5)
-        found = draw.own("h", (ids.numel(), N)), down, ids, weights
+        inputs = draw.own("h", (ids.numel(), N)), down, ids, weights
         if case.field("shared"):
             # A column of a wider matrix, as a router has it.
-            found += draw.own("shared", (len(ids), H)), draw.own("gate", (len(ids), 3), 2.0)[:, 2]
-        return found
+            inputs += draw.own("shared", (len(ids), H)), draw.own("gate", (len(ids), 3), 2.0)[:, 2]
+        return inputs
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         most, _, _, H, _ = case.sizes
@@ -413,12 +413,14 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     ) -> torch.Tensor:
         tokens = case.field("tokens")[team.rank]
         if not isinstance(case.design, str):
-            mine = experts.total, experts.first, experts.count
-            given = ScatterArguments(h, down, schedule, routing, *mine, tokens, team.name, AUTO)
+            held = experts.total, experts.first, experts.count
+            given = ScatterArguments(h, down, schedule, routing, *held, tokens, team.name, AUTO)
             return self.run(case.design, team, given)
-        found = Dispatched(h.new_empty((0, down.shape[1])), routing, experts)
+        dispatched = Dispatched(h.new_empty((0, down.shape[1])), routing, experts)
         beside = dict(zip(("shared", "gate"), shared, strict=False))
-        return grouped_matmul_reduce_scatter(h, down, schedule, found, tokens, team, **beside, algorithm=case.design)
+        return grouped_matmul_reduce_scatter(
+            h, down, schedule, dispatched, tokens, team, **beside, algorithm=case.design
+        )
 
     def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
         yield self.case_with(2, BF16, (5, 2, 4, 72, 40), Slabs(tiles=small, slabs=3), (5, 3))

@@ -101,7 +101,7 @@ class RouteOfParts(RouterParts):
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreeLaunches:
-    """matmul, route and moe_schedule, each by its own plan."""
+    """matmul, route and moe_schedule, each by its plan."""
 
 
 class RouterCall(NamedTuple):
@@ -153,7 +153,7 @@ def matmul_route_schedule(
     x        [T, H], fp16, bf16 or fp32; rows may be strided
     router   [E, H] of x's dtype, E = experts.total at most 1024; a row more is that of a shared expert's gate, whose logits [T]
              come back as ``gate``, else None
-    experts  those to schedule
+    experts  the ones to schedule
     k, scoring, renormalize, bias, groups, group_limit, scale   of ``weft.ops.route``
     block, tickets   of ``weft.ops.moe_schedule``
     algorithm  "auto", "fused" (one kernel), "split" (the GEMM in parts of H, which ``route`` adds up, for up to
@@ -277,10 +277,10 @@ class MatmulRouteSchedule(MoeOp):
         return self.name, (call.tokens, call.hidden, call.experts), 1
 
     def tuned(self, call: RouterCall, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
-        if found is None or found.row.shape[1:] != (call.hidden, call.experts):
+        planned = super().tuned(call, machine)
+        if planned is None or planned.row.shape[1:] != (call.hidden, call.experts):
             return None
-        return found if found.name in self.able(call) else None
+        return planned if planned.name in self.able(call) else None
 
     def able(self, call: RouterCall) -> list[str]:
         """Designs that take a call."""
@@ -334,10 +334,10 @@ class MatmulRouteSchedule(MoeOp):
             (form, scored, design),
             lambda: {"SCORING": scored, **options, **launch_options(caps)},
         )
-        found = Found(*self.fake(given))
+        results = Found(*self.fake(given))
         arrivals = torch.zeros(1, dtype=torch.int32, device=x.device) if tickets is None else tickets
-        launch(programs, rows, found, partials, arrivals, T, H, first, gating.scale)
-        return found
+        launch(programs, rows, results, partials, arrivals, T, H, first, gating.scale)
+        return results
 
     def forward(
         self, given: RouterArguments
@@ -413,9 +413,9 @@ class MatmulRouteSchedule(MoeOp):
         """Results in the form of ``reference``."""
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
         ids, weights, *lists = out[:6]
-        found = MOE_SCHEDULE.defined(case, team, tuple(lists), ids)
+        computed = MOE_SCHEDULE.defined(case, team, tuple(lists), ids)
         expected = schedule_by_torch(ids, experts, self._block(case), len(lists[2]))
-        wrong = torch.stack([(one != other).sum() for one, other in zip(found, expected, strict=True)]).to(x.dtype)
+        wrong = torch.stack([(one != other).sum() for one, other in zip(computed, expected, strict=True)]).to(x.dtype)
         by_expert = ROUTE.defined(case, team, Routing(ids, weights), x.new_empty((len(x), experts.total)))
         return (by_expert, wrong, *(gate.contiguous() for gate in out[6:]))
 

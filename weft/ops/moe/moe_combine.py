@@ -150,7 +150,7 @@ class MoeCombine(ExchangeOp):
     def default(self, name: str, call: CombineCall, machine: Machine) -> Any:
         if machine.world_size == 2:
             if name == "lamport" and (whole := self.whole_bytes(call, machine)) > 1 << 20:
-                # 16 bytes a thread, of many tokens 32; those of four ranks do not fit the registers of a warp.
+                # 16 bytes a thread, of many tokens 32; the words of four ranks do not fit the registers of a warp.
                 return CombineWords(row_bytes=512 if whole <= 64 << 20 else 1024)
             if name == "pipelined":
                 # For two ranks the last kernel takes 32 registers on sm_90, so 16 programs are resident; for eight 56.
@@ -213,14 +213,14 @@ class MoeCombine(ExchangeOp):
         y, ids, weights, team = given.y, given.ids, given.weights, find_team(given.team)
         if weights is None:
             raise RuntimeError("weft.ops.moe_dispatch has no second derivative; ask for one gradient of it")
-        most, mine = len(ids) // team.size, Experts.grouped(given.experts, team.rank, team.size // given.tp, given.tp)
+        most, held = len(ids) // team.size, Experts.grouped(given.experts, team.rank, team.size // given.tp, given.tp)
         own = slice(team.rank * most, team.rank * most + given.tokens)
         sent = DispatchArguments(
             x=grad.contiguous(), routing=Routing(ids[own], weights[own].to(grad.dtype)), experts=given.experts,
             max_tokens=most, fp8=False, kept=False, team=given.team, algorithm=AUTO, tp=given.tp,
         )  # fmt: skip
         arrived, *_ = MOE_DISPATCH.through_torch(sent)
-        pairs = y, ids, weights, arrived, mine.first, mine.count
+        pairs = y, ids, weights, arrived, held.first, held.count
         return dict(zip(("y", "weights"), torch.ops.weft.moe_sum_grad.default(*pairs), strict=True))
 
     def sum_of_rows(self, rows: torch.Tensor, sent: Given) -> torch.Tensor:
@@ -242,9 +242,9 @@ class MoeCombine(ExchangeOp):
         ids = torch.cat(
             [padded(draw_ids(one, T, k, experts), most, -1) for one, T in zip(of_ranks, tokens, strict=True)]
         )
-        mine = shared_experts(case, rank).chosen(ids)
-        mine = mine.any(-1) if case.field("unweighted") else mine.flatten()
-        y = draw.own("y", (len(mine), H)).masked_fill(~mine[:, None], torch.nan)
+        here = shared_experts(case, rank).chosen(ids)
+        here = here.any(-1) if case.field("unweighted") else here.flatten()
+        y = draw.own("y", (len(here), H)).masked_fill(~here[:, None], torch.nan)
         if case.field("unweighted"):
             return y, ids
         weights = torch.cat(

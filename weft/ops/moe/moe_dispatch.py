@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 class Dispatched(NamedTuple):
     """Tokens of all ranks as one rank has them. Row s * max_tokens + t is token t of rank s.
 
-    rows     [W * max_tokens, H]: those of tokens that chose an expert of this rank; the others are undefined
+    rows     [W * max_tokens, H]: defined for tokens that chose an expert of this rank
     routing  of all tokens of all ranks; ids of -1 where there is no token
     experts  this rank's
-    scales   fp32 [W * max_tokens, ceil(H / 128)] of fp8 rows, undefined where they are; None for others
+    scales   fp32 [W * max_tokens, ceil(H / 128)] of fp8 rows, defined where they are; None for rows of x's dtype
     """
 
     rows: torch.Tensor
@@ -118,9 +118,9 @@ def moe_dispatch(
     check_tensor(op, "weights", routing.weights, team, (x.dtype,), over_nodes=True)
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     if isinstance(experts, Experts):
-        mine, tp = experts, sharers_of(op, experts, team)
+        held, tp = experts, sharers_of(op, experts, team)
     else:
-        mine, tp = Experts.whole(check_int(f"{op}: experts", experts, 1), team.rank, team.size), 1
+        held, tp = Experts.whole(check_int(f"{op}: experts", experts, 1), team.rank, team.size), 1
     check_choice(op, "algorithm", algorithm, MOE_DISPATCH.algorithms)
     if dtype not in (None, E4M3):
         raise ValueError(
@@ -132,9 +132,9 @@ def moe_dispatch(
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; rows have at least one element")
     fp8 = dtype is not None
     kept = not fp8 and torch.is_grad_enabled() and (x.requires_grad or routing.weights.requires_grad)
-    given = DispatchArguments(x, routing, mine.total, max_tokens, fp8, kept, team.name, algorithm, tp)
+    given = DispatchArguments(x, routing, held.total, max_tokens, fp8, kept, team.name, algorithm, tp)
     rows, ids, weights, scales = MOE_DISPATCH.dispatch(given)
-    return Dispatched(rows, Routing(ids, weights), mine, scales if fp8 else None)
+    return Dispatched(rows, Routing(ids, weights), held, scales if fp8 else None)
 
 
 def sharers_of(op: str, experts: Experts, team: Team) -> int:
@@ -240,7 +240,7 @@ class MoeDispatch(ExchangeOp):
             yield from (GatherWords(row_bytes=size, num_warps=warps, rounds=rounds) for size, warps in sizes)
 
     def traffic_of(self, case: Case) -> int:
-        """Rows, with their scales in fp8, for those that need them; all ids and weights for all."""
+        """Rows, with their scales in fp8, for ranks that need them; all ids and weights for all."""
         tokens, k, _, H = case.sizes
         row = H + 4 * scales_of(H) if case.field("fp8") else H * case.dtype.itemsize
         routing = (case.world_size - 1) * tokens * k * (4 + case.dtype.itemsize)
@@ -338,11 +338,11 @@ class MoeDispatch(ExchangeOp):
             torch.cat([padded(tensors[at], most, fill) for tensors in by_rank])
             for at, fill in ((0, 0), (1, -1), (2, 0))
         )
-        mine = shared_experts(case, rank).chosen(ids).any(-1, keepdim=True)
+        needed = shared_experts(case, rank).chosen(ids).any(-1, keepdim=True)
         if not case.field("fp8"):
-            return torch.where(mine, rows, 0), ids, weights
+            return torch.where(needed, rows, 0), ids, weights
         rows, scales = by_torch(rows)
-        return torch.where(mine, rows.view(torch.uint8), 0), ids, weights, torch.where(mine, scales, 0)
+        return torch.where(needed, rows.view(torch.uint8), 0), ids, weights, torch.where(needed, scales, 0)
 
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
@@ -352,10 +352,10 @@ class MoeDispatch(ExchangeOp):
     ) -> tuple[torch.Tensor, ...]:
         (most, _, experts, _), fp8 = case.sizes, case.field("fp8") is True
         if isinstance(case.design, str):
-            mine = shared_experts(case, team.rank) if case.field("tp") else experts
-            named = {"experts": mine, "max_tokens": most, "dtype": E4M3 if fp8 else None}
-            found = moe_dispatch(x, Routing(ids, weights), team, **named, algorithm=case.design)
-            rows, (ids, weights), scales = found.rows, found.routing, found.scales
+            held = shared_experts(case, team.rank) if case.field("tp") else experts
+            named = {"experts": held, "max_tokens": most, "dtype": E4M3 if fp8 else None}
+            dispatched = moe_dispatch(x, Routing(ids, weights), team, **named, algorithm=case.design)
+            rows, (ids, weights), scales = dispatched.rows, dispatched.routing, dispatched.scales
         else:
             given = DispatchArguments(
                 x, Routing(ids, weights), experts, most, fp8, kept=False, team=team.name, algorithm=AUTO
@@ -368,9 +368,9 @@ class MoeDispatch(ExchangeOp):
     ) -> tuple[torch.Tensor, ...]:
         """Tensors that arrived, as ``reference`` has them, but no receive buffers."""
         rows, ids, weights, *scales = out
-        mine = shared_experts(case, team.rank).chosen(ids).any(-1, keepdim=True)
-        wanted = (torch.where(mine, x, 0) for x in scales)
-        return torch.where(mine, rows, 0), ids.clone(), weights.clone(), *wanted
+        needed = shared_experts(case, team.rank).chosen(ids).any(-1, keepdim=True)
+        wanted = (torch.where(needed, x, 0) for x in scales)
+        return torch.where(needed, rows, 0), ids.clone(), weights.clone(), *wanted
 
     def cases(self) -> Iterator[Case]:
         yield from self.exchange_cases(("push", "pipelined", "lamport"))

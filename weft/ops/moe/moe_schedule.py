@@ -1,6 +1,6 @@
 """moe_schedule: the pairs of each expert, in the order of the tokens, from the chosen ids.
 
-Every program reads all ids and keeps those of its expert, so programs do not wait for each other, and the order depends on the
+Every program reads all ids and keeps its expert's, so programs do not wait for each other, and the order depends on the
 ids alone. The last one to end knows all counts, and writes the table of tiles.
 """
 
@@ -56,7 +56,7 @@ class ScheduleCall(NamedTuple):
 def write_tiles(count, pairs_before, tiles, T, BLOCK: tl.constexpr, least=0):
     """Write the table of tiles of experts with ``count`` [experts] pairs; their number.
 
-    least  number of the first of these experts; those below 0 have no pairs
+    least  number of the first of these experts; experts below 0 have no pairs
     """
     expert = least + tl.arange(0, count.shape[0])
     needed = (count + BLOCK - 1) // BLOCK
@@ -132,13 +132,13 @@ def moe_schedule(
     """The pairs of this rank's experts, expert by expert, tokens ascending from ``start`` on (mod T).
 
     ids      int32 [T, k], k from 1 to 16: a token's choices, no expert twice; -1 for none. Those of other experts are left out
-    experts  those to schedule
+    experts  the ones to schedule
     block    pairs of a tile of the grouped GEMMs: 16, 32, 64 or 128; None: by the mean number of pairs of an expert
     tickets  an arrival counter: int32 zeros, one or more, left as zeros, so calls of one stream may share it. None: each call
-             makes its own, which takes one more small kernel
+             makes one, which takes one more small kernel
 
-    Sizes depend on those of ``ids`` alone, and the host reads nothing: it can be captured in a CUDA graph. The same from run to
-    run. No backward. ValueError for shapes, dtypes or devices that do not fit.
+    Sizes depend on the shape of ``ids`` alone, and the host reads nothing: it can be captured in a CUDA graph. The same in
+    every run. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "moe_schedule"
     check_like(op, "ids", ids, None, (torch.int32,))
@@ -149,8 +149,8 @@ def moe_schedule(
     check_schedule(op, experts, block, tickets, ids.device)
     check_int(f"{op}: start", start, 0, max(T - 1, 0))
     block = block or MOE_SCHEDULE.plan(ScheduleCall(T * k, experts.total), machine_on(ids.device)).design.block
-    found = MOE_SCHEDULE.dispatch(ids, experts.first, experts.count, block, start, tickets)
-    return Schedule(*found, choices=k, block=block)
+    lists = MOE_SCHEDULE.dispatch(ids, experts.first, experts.count, block, start, tickets)
+    return Schedule(*lists, choices=k, block=block)
 
 
 def check_schedule(
@@ -211,8 +211,8 @@ class MoeSchedule(MoeOp):
         """(pairs, counts, tiles, tile_count); -1 where they are undefined."""
         [ids] = by_rank[rank]
         T, k, total = case.sizes
-        mine = experts_of(case, total, rank)
-        first, count = mine.first, mine.count
+        held = experts_of(case, total, rank)
+        first, count = held.first, held.count
         start, block = case.field("start") or 0, case.field("block") or block_for(T * k, total)
         if not isinstance(case.design, str):
             block = case.design.block
@@ -221,12 +221,12 @@ class MoeSchedule(MoeOp):
         rows = ids.tolist()
         for expert in range(count):
             order = [(start + place) % T for place in range(T)]
-            found = [token * k + rows[token].index(first + expert) for token in order if first + expert in rows[token]]
-            pairs[expert, : len(found)] = torch.tensor(found, dtype=torch.int32)
-            counts[expert] = len(found)
-            for at in range(0, len(found), block):
-                tiles.append((expert, expert * T + at, before + at, min(block, len(found) - at)))
-            before += len(found)
+            chosen = [token * k + rows[token].index(first + expert) for token in order if first + expert in rows[token]]
+            pairs[expert, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            counts[expert] = len(chosen)
+            for at in range(0, len(chosen), block):
+                tiles.append((expert, expert * T + at, before + at, min(block, len(chosen) - at)))
+            before += len(chosen)
         table = torch.full((most_tiles(T * k, count, block), 4), -1, dtype=torch.int32)
         table[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
         tile_count = torch.tensor([len(tiles)], dtype=torch.int32)
@@ -293,7 +293,7 @@ class MoeSchedule(MoeOp):
     ) -> tuple[torch.Tensor, ...]:
         """(pairs, counts, tiles, tile_count) of checked arguments."""
         self.check_design(design)
-        found = pairs, counts, tiles, tile_count = self.fake(ids, first, count, design.block, start, tickets)
+        lists = pairs, counts, tiles, tile_count = self.fake(ids, first, count, design.block, start, tickets)
         T, k = ids.shape
         if T == 0:
             return pairs, counts.zero_(), tiles, tile_count.zero_()
@@ -314,8 +314,8 @@ class MoeSchedule(MoeOp):
             },
         )
         arrivals = torch.zeros(1, dtype=torch.int32, device=ids.device) if tickets is None else tickets
-        launch(count, ids.contiguous(), *found, arrivals, T, start, first)
-        return found
+        launch(count, ids.contiguous(), *lists, arrivals, T, start, first)
+        return lists
 
     def forward(
         self, ids: torch.Tensor, first: int, count: int, block: int, start: int, tickets: torch.Tensor | None

@@ -53,7 +53,7 @@ def moe_sum_kernel(y, ids, weights, shared, out, N, first, count, K: tl.constexp
     """out[t, :] = sum of weights[t, j] * y[t * K + j, :] over j with first <= ids[t, j] < first + count
 
     grid: (T, cdiv(N, BLOCK)). Added up in fp32 in the order of j, then ``shared``, a Shared; rounded once. Other rows of y are
-    not read. All ids are loaded, then all rows: one behind the other takes K times the memory's latency.
+    not read. All ids are loaded, then all rows: one after the other takes K times the memory's latency.
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wl.follow_previous_kernel()
@@ -156,20 +156,20 @@ class MoeSum(MoeOp):
         """y with NaN in the rows of other ranks' choices, ids and weights; then shared and gate, if any."""
         T, k, total, N = case.sizes
         ids, weights = draw_ids(common(draw), T, k, total), common(draw).own("weights", (T, k)).abs()
-        mine = experts_of(case, total, rank).chosen(ids).flatten()
-        found = draw.own("y", (T * k, N)).masked_fill(~mine[:, None], torch.nan), ids, weights
+        here = experts_of(case, total, rank).chosen(ids).flatten()
+        inputs = draw.own("y", (T * k, N)).masked_fill(~here[:, None], torch.nan), ids, weights
         if case.field("shared"):
-            found += (draw.own("shared", (T, N)),)
+            inputs += (draw.own("shared", (T, N)),)
         if case.field("shared") == "gated":
             # A column of a wider matrix, as a router has it.
-            found += (draw.own("gate", (T, 3), 2.0)[:, 2],)
-        return found
+            inputs += (draw.own("gate", (T, 3), 2.0)[:, 2],)
+        return inputs
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         y, ids, weights, *shared = by_rank[rank]
         T, k, total, N = case.sizes
-        mine = experts_of(case, total, rank).chosen(ids)[..., None]
-        rows = torch.where(mine, y.view(T, k, N).double(), 0.0)
+        here = experts_of(case, total, rank).chosen(ids)[..., None]
+        rows = torch.where(here, y.view(T, k, N).double(), 0.0)
         total = (rows * weights.double()[..., None]).sum(1)
         if not shared:
             return total

@@ -130,13 +130,13 @@ class OverlappedOp(MoeOp):
         return self.name, (gemm.pairs, gemm.block, call.held, gemm.N, gemm.K), machine.world_size
 
     def tuned(self, call: Any, machine: Machine) -> Planned | None:
-        found = super().tuned(call, machine)
+        planned = super().tuned(call, machine)
         # Tiles of other rows take another shape, and other experts have other numbers of pairs.
         wanted = call.gemm(machine).block, call.held
-        return found if found is None or found.row.shape[1:3] == wanted else None
+        return planned if planned is None or planned.row.shape[1:3] == wanted else None
 
     def from_row(self, row: Any, call: Any, machine: Machine) -> Any:
-        # The row decides that the steps are sequential; each step has its own plan.
+        # The row decides that the steps are sequential; each step has a plan.
         sequential = row.design == "sequential"
         return self.default(row.design, call, machine) if sequential else super().from_row(row, call, machine)
 
@@ -163,7 +163,7 @@ class OverlappedOp(MoeOp):
 
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         tokens, k, experts, *of_gemm = sizes
-        # The order is its own inverse.
+        # The order is the inverse of itself.
         hidden, _ = self.gemm_sizes(*of_gemm)
         return int(rows_sent((tokens, k, experts, hidden), world_size) * hidden * dtype.itemsize)
 
@@ -244,9 +244,9 @@ def store_tiles(target, found, there):
 
 @triton.jit(do_not_specialize=["tokens", "me"])
 def order_tiles_kernel(ordered, schedule, tokens, me, CHOICES: tl.constexpr, HEAD: tl.constexpr):
-    """ordered = schedule.tiles, of the first HEAD those of rank ``me``'s rows alone before the others
+    """ordered = schedule.tiles, of the first HEAD tiles of rank ``me``'s rows alone before the other tiles
 
-    grid: (cdiv(most tiles, HEAD),). In both parts of the head, and behind it, tiles keep their order. tokens: most of a rank.
+    grid: (cdiv(most tiles, HEAD),). In both parts of the head, and after it, tiles keep their order. tokens: most of a rank.
     Each expert's pairs begin with those of rank ``me``, so a tile is of its rows alone if its last pair is.
 
     signals, waits  none
@@ -294,11 +294,11 @@ def first_rank(rank: int, shape: Shape) -> int:
 
 
 def schedule_of(team: Team, ids: torch.Tensor, experts: Experts, most: int, block: int) -> Schedule:
-    """Schedule of all ranks' tokens, those of ``first_rank`` first."""
+    """Schedule of all ranks' tokens, tokens of ``first_rank`` first."""
     tickets = team.workspace("moe_schedule", lambda: team.local(1, torch.int32))
     start = first_rank(team.rank, team.shape) * most
-    found = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, start, tickets)
-    return Schedule(*found, choices=ids.shape[1], block=block)
+    lists = MOE_SCHEDULE.run(Lists(block=block), None, ids, experts.first, experts.count, start, tickets)
+    return Schedule(*lists, choices=ids.shape[1], block=block)
 
 
 def send_rows(
@@ -309,16 +309,16 @@ def send_rows(
     chunk: int,
     chunks: int,
 ) -> None:
-    """Have the copy engine write this rank's rows at every peer, with a signal behind each chunk.
+    """Have the copy engine write this rank's rows at every peer, with a signal after each chunk.
 
-    rows, scales  this rank's and all ranks'; a chunk's scales go before its rows, so that one signal is behind both
+    rows, scales  this rank's and all ranks'; a chunk's scales go before its rows, so that one signal follows both
 
-    Also behind chunks without rows: peers do not know how many there are. Rank r serves r - 1, r - 2, …: the peer that needs
+    Also after chunks without rows: peers do not know their number. Rank r serves r - 1, r - 2, …: the peer that needs
     these rows first comes first.
     """
 
-    def part(number: int, mine: torch.Tensor, of_all: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        source = mine[number * chunk : (number + 1) * chunk]
+    def part(number: int, own_rows: torch.Tensor, of_all: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        source = own_rows[number * chunk : (number + 1) * chunk]
         return of_all[team.rank * (len(of_all) // team.size) + number * chunk :][: len(source)], source
 
     for step in range(1, team.size):
@@ -339,7 +339,7 @@ def gather_rows(
     all rows, but if fp8: they are rounded there.
     """
     (T, K), rows = x.shape, team.size * most
-    mine, scales, own = slice(team.rank * most, team.rank * most + T), None, x
+    place, scales, own = slice(team.rank * most, team.rank * most + T), None, x
     if fp8:
         check_e4m3(op, team.caps)
         nbytes = rows * (K + 4 * scales_of(K))
@@ -347,12 +347,12 @@ def gather_rows(
         received = channel.begin(team)[:nbytes]
         gathered = received[: rows * K].view(E4M3).view(rows, K)
         scales = received[rows * K :].view(torch.float32).view(rows, -1)
-        own, _ = quantize_rows(x, T, team.caps, (gathered[mine], scales[mine]))
+        own, _ = quantize_rows(x, T, team.caps, (gathered[place], scales[place]))
     else:
         channel = channel_of(team, op, x.dtype, rows * K)
         gathered = channel.begin(team)[: rows * K].view(rows, K)
     team.copy_engine.fork()
-    of_scales = None if scales is None else (scales[mine], scales)
+    of_scales = None if scales is None else (scales[place], scales)
     send_rows(team, channel, (own, gathered), of_scales, chunk, cdiv(most, chunk))
     return gathered, scales, own, channel.landed.view
 

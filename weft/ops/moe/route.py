@@ -135,7 +135,7 @@ def matmul_route_schedule_kernel(
     arrivals  int32 [1], 0 before and after
 
     signals   arrivals: each program adds 1 when its part is stored (release)
-    waits     none: the program that finds all others arrived sees their parts (acquire), so programs need not be resident
+    waits     none: the program that finds all arrived sees their parts (acquire), so programs need not be resident
     order     which program is the last changes no result
     reuse     arrivals: the last program sets it to 0, and the next kernel of the stream waits for this one's end
 
@@ -357,13 +357,13 @@ class Route(MoeOp):
         if case.field("skew") == "zipf":
             logits = logits + popularity(E, case.field("held")).log().to(logits)
         if case.field("skew") == "recorded":
-            # Beyond the range of the others, so that the choices are those ids.
+            # Beyond the range of all other logits, so that the choices are those ids.
             ids = draw_ids(draw, T, case.sizes[2], E).long()
             logits = logits.clamp(-8, 8).scatter_add(1, ids, logits.new_full(ids.shape, 16))
         return (logits, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (logits,)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        """Weights by expert, [T, E]: 0 for those that are not chosen."""
+        """Weights by expert, [T, E]: 0 for experts that are not chosen."""
         logits, *bias = by_rank[rank]
         E, k = case.sizes[1:]
         x = logits.double()

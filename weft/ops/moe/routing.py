@@ -23,7 +23,7 @@ from weft.runtime.virtual_rank import settle
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts first .. first + count - 1 of ``total``: this rank's, whole or slices of them.
+    """Experts first .. first + count - 1 of ``total``: this rank's, whole or slices.
 
     ValueError where they are not among 0 .. total - 1.
     """
@@ -54,7 +54,7 @@ class Experts:
     def grouped(cls, total: int, rank: int, ep: int, tp: int) -> Experts:
         """Experts of the rank's group: one of ``ep`` groups of ``tp`` neighbouring ranks.
 
-        A rank holds slice rank % tp of each of them.
+        A rank holds slice rank % tp of each.
 
         ValueError unless ``ep`` divides ``total`` and rank is below ep * tp.
         """
@@ -112,7 +112,7 @@ class Gating(NamedTuple):
 class Schedule(NamedTuple):
     """The pairs of a rank's experts, expert by expert, as grouped GEMMs compute them.
 
-    pairs       int32 [experts, T]: the first counts[e] of row e are expert e's, tokens ascending; the others are undefined
+    pairs       int32 [experts, T]: the first counts[e] of row e are expert e's, tokens ascending; the rest is undefined
     counts      int32 [experts]
     tiles       int32 [most, 4], a row for each tile of at most ``block`` pairs of one expert: (expert, place of its first pair
                 in pairs.view(-1), number of pairs before that one, pairs); rows from tile_count on are undefined
@@ -159,7 +159,7 @@ def check_distinct(op: str, ids: torch.Tensor) -> None:
 
 
 def experts_of(case: Case, total: int, rank: int) -> Experts:
-    """Experts of ``rank``: as many as the case's field ``held`` says, or those of ``local``, else all.
+    """Experts of ``rank``: as many as the case's field ``held`` says, or its field ``local``, else all.
 
     local: (first, count)
     """

@@ -93,7 +93,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, half, team, SIZES: tl.
     waits     that of ``begin_half``, before any store: the peer has ended the call that read this half last
               landed[r, c] >= this call for every peer r, before the rows of this program's chunk c are read
     order     ranks ascending, in fp32, each rank's sum rounded to y's dtype. This rank's is not stored: it is computed where it
-              is added, and rounded as the others are
+              is added, and rounded as the received sums are
     reuse     of a half: weft.transport.halves
     progress  a program waits for program 0 and for the one of the same number at its peers: all must be resident
     """
@@ -256,10 +256,10 @@ def dispatch_rows(design: PushRows, team: Team, given: DispatchArguments) -> lis
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombinePieces:
-    """Copy engines carry the sums of a piece of tokens while those of the next one are computed.
+    """Copy engines carry the sums of a piece of tokens while the sums of the next one are computed.
 
     pieces        relative sizes of the pieces of a peer's tokens, at most MAX_CHUNKS. A small first one leaves early;
-                  behind a small last one little is left to add up
+                  after a small last one little is left to add up
     chunk, block  tokens and columns that a program of the last kernel adds up at a time, powers of two; num_warps: its warps
     per_sm        programs of the last kernel for each SM
     """
@@ -287,7 +287,7 @@ def add_pieces_kernel(
     landed    channel: signals the arrival of piece i of rank s; begin_kernel has begun the call
     ENDS      number of tokens up to the end of each of the PIECES pieces
 
-    signals   copy engine of rank s, behind each piece i
+    signals   copy engine of rank s, after each piece i
     waits     before a program's first load of a piece: piece i of all other ranks, in whose engines earlier pieces come first.
               What this rank has is computed from y before the wait, and needs none
     order     ranks ascending, in fp32, each rank's sum rounded to y's dtype as it is where it travels; rounded once more
@@ -331,7 +331,7 @@ def combine_pieces(design: CombinePieces, team: Team, given: CombineArguments) -
     Rank r serves r + 1, r + 2, … (mod W), so that every rank receives from one peer at a time. The sums of all pieces stay
     until the copy engine has been joined.
 
-    signals  copy engine of rank r, behind each piece: flags[r, piece] = epoch at the tokens' rank
+    signals  copy engine of rank r, after each piece: flags[r, piece] = epoch at the tokens' rank
     waits    the copy engine, before a piece's copy: fork, so all work before it, the piece's moe_sum the last, has ended
              add_pieces_kernel, before it loads a piece of a rank: that flag
     reuse    of a half of the received sums: CopyChannel
@@ -376,7 +376,7 @@ class DispatchPieces:
     """Copy engines carry all rows to all ranks, a piece of fp8 rows while the next one is rounded.
 
     pieces        relative sizes of the pieces of fp8 rows for the first peer, at most MAX_CHUNKS. A small first one leaves
-                  early. Later peers get all rows in one piece, as all peers do those of x's dtype
+                  early. Later peers get all rows in one piece, as all peers do rows of x's dtype
     chunk, block  tokens and columns of a program that rounds, powers of two; num_warps: its warps
     """
 
@@ -406,7 +406,7 @@ def place_tokens_kernel(x, ids, weights, begin, T, mail, team, SIZES: tl.constex
     x [T, H], ids int32 and weights [T, k]; mail: ``Mail``; SIZES: ``Sizes``. Rows of x's dtype are left to the copy engine.
     Tokens from T on have ids of -1 and no row.
 
-    signals  none: the copy engine's flag is behind this kernel's end, by fork, and so behind its stores at peers
+    signals  none: the copy engine's flag comes after this kernel's end, by fork, and so after its stores at peers
     waits    none: begin_kernel comes before it
     """
     world: tl.constexpr = wl.num_ranks(team)
@@ -437,7 +437,7 @@ def dispatch_pieces(design: DispatchPieces, team: Team, given: DispatchArguments
     Rank r serves r + 1, r + 2, … (mod W), so that every rank receives from one peer at a time. Only rows pass the copy engine,
     with one flag for each peer: the kernel stores choices and scales at the peers, since each copy takes microseconds to start.
 
-    signals  copy engine of rank r, behind all rows for a peer: flags[r, 0] = epoch there
+    signals  copy engine of rank r, after all rows for a peer: flags[r, 0] = epoch there
     waits    the copy engine, before a piece's copy: fork, so all work before it, place_tokens_kernel the last, has ended
              wait_kernel, at the end: flags[s, 0] of every peer s, so what runs next reads all rows
     reuse    of a half of the receive buffers: CopyChannel. What a rank has received is read before its next call begins
@@ -450,7 +450,7 @@ def dispatch_pieces(design: DispatchPieces, team: Team, given: DispatchArguments
     (T, H), k, world, me = x.shape, ids.shape[1], team.size, team.rank
     experts = given.experts * given.tp // world
     sizes = Sizes.of(design, most, H, k, experts, fp8=fp8, tp=given.tp)
-    # The number of flags does not depend on the fields of the design: calls with any of them share the buffers.
+    # The number of flags does not depend on the fields of the design: calls with any fields share the buffers.
     key = "moe_dispatch pieces", sizes._replace(chunk=0, block=0, experts=0, tp=1), x.dtype
     channel = team.workspace(key, lambda: mail_channel(team, sizes, x.dtype))
     mail = Mail(*channel.begin_each(team))

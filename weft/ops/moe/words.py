@@ -76,7 +76,7 @@ class Tokens(NamedTuple):
 class Lengths(NamedTuple):
     """Compile-time sizes: words of a token in each part of a message.
 
-    A message has those of ``most`` tokens; prompts have many numbers of tokens, and each would be compiled for.
+    A message has words of ``most`` tokens; prompts have many numbers of tokens, and each would be compiled for.
     """
 
     row: int
@@ -90,7 +90,7 @@ class Lengths(NamedTuple):
 
 @triton.jit
 def load_part(part, at, first, T, LENGTH: tl.constexpr, other):
-    """Words of the part from word ``first`` of the message on; ``other`` elsewhere, and behind T tokens.
+    """Words of the part from word ``first`` of the message on; ``other`` elsewhere, and after T tokens.
 
     LENGTH  words of a token
     """
@@ -100,7 +100,7 @@ def load_part(part, at, first, T, LENGTH: tl.constexpr, other):
 
 @triton.jit
 def load_words(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """[BLOCK] words of this rank's message; ids of -1 behind its T tokens."""
+    """[BLOCK] words of this rank's message; ids of -1 after its T tokens."""
     LENGTHS: tl.constexpr = message.SIZES
     T, at = message.tokens, tile * BLOCK + tl.arange(0, BLOCK)
     ids, weights = message.most * LENGTHS.row, message.most * (LENGTHS.row + LENGTHS.choices)
@@ -214,13 +214,13 @@ def store_rows(rows, scales, words, tile, BLOCKS: tl.constexpr, there):
 
 @triton.constexpr_function
 def row_tiles(blocks, block):
-    """Number of tiles of ``blocks`` blocks of rows, before those of choices."""
+    """Number of tiles of ``blocks`` blocks of rows, before tiles of choices."""
     return -(-blocks // (block // WORDS.value - 1))
 
 
 @triton.jit
 def load_tile(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """[BLOCK] words of this rank's message; ids of -1 behind its T tokens."""
+    """[BLOCK] words of this rank's message; ids of -1 after its T tokens."""
     BLOCKS: tl.constexpr = message.SIZES
     ROW_TILES: tl.constexpr = row_tiles(BLOCKS.all, BLOCK)
     columns = tl.arange(0, BLOCK)  # here, so that the compiler makes it once for all branches
@@ -330,7 +330,7 @@ def sums_of_token(pairs, token, column, LENGTHS: tl.constexpr, there, team):
 
     token, there  [owners]
 
-    All ids are loaded, then all rows, then they are added up: one behind the other takes k times the memory's latency.
+    All ids are loaded, then all rows, then they are added up: one after the other takes k times the memory's latency.
     """
     CHOICES: tl.constexpr = LENGTHS.choices
     choices, rows, chosen = (), (), there & (token < 0)

@@ -100,8 +100,8 @@ def gathered_prefill_attention(
         )
     if scale is not None:
         check_scalar(op, "scale", scale)
-    if scale is not None and scale <= 0:
-        raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
+        if scale <= 0:
+            raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
     check_flag(op, "return_lse", return_lse)
     check_choice(op, "algorithm", algorithm, GATHERED_PREFILL_ATTENTION.algorithms)
     if algorithm == "ulysses" and kv_heads % team.size:

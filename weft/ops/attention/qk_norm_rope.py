@@ -169,7 +169,7 @@ def qk_norm_rope(
     The result is of the cache's dtype; with a cache in e4m3 of qkv's, or for partials of the weights' or the bias's, which are
     of 16 bits.
 
-    D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. The host reads no positions or slots: those
+    D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. The host reads no positions or slots: values
     out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     op, norms, cache = "qk_norm_rope", HeadNorms(q_weight, k_weight, eps), PagedCache(keys, values, k_scale, v_scale)

@@ -107,7 +107,7 @@ def sharded_attention_kernel(
     reuse     two halves, in turn for each pair. A receiver clears words as it reads them. Let c0, c1, c2 be calls that push a
               pair, one after the other. In c1 this rank received words from every rank, since each rank owns heads of each
               sequence. That rank had pushed them after its call c0, so after it had read and cleared the words of c0, which
-              those of c2 write over. Smaller batches leave pairs out on all ranks alike, since all make the same calls
+              call c2 writes over. Smaller batches leave pairs out on all ranks alike, since all make the same calls
     progress  FUSED: all programs of the grid are resident (``OneKernel``); else programs wait for none of this kernel
     """
     pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -241,7 +241,7 @@ def sharded_decode_attention(
 
     Rank r gets heads r * Hq / W and on: the ones whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
     groups have at most 64 heads; D and S are powers of two from 16 to 256. Softmax and sums in fp32, the parts of ranks merged
-    in rank order: the same bits from run to run. They are not those of another W. A row whose scores are all -inf gets zeros.
+    in rank order: the same bits from run to run. Another W gives other bits. A row whose scores are all -inf gets zeros.
     ``pages`` and the cache beyond a length, and the cache before a window, do not change a result. The host reads no lengths or
     pages: values out of range, and lengths that differ between ranks, are not refused. Captured in a CUDA graph it follows
     growing lengths, after one call outside with these sizes. No backward. ValueError for arguments that do not fit.

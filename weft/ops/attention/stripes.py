@@ -92,9 +92,9 @@ def gathered_prefill_attention_kernel(
 
     signals   copy engine of rank s, after each chunk of its keys and values: chunk c of the channel ``landed``
     waits     before the first load of a chunk: chunk c of rank s. No chunk is awaited that rank s does not send: a stripe
-              behind the queries has no keys for them
+              after the queries has no keys for them
     order     own stripe, the other own one, then stripes of ranks me + 1, me + 2, … (mod W), each from its first key on: the
-              same bits every run, whatever arrives first. Every row sees the first key of its own stripe, so no maximum is
+              same bits every run, whatever arrives first. Every row sees the first key of its stripe, so no maximum is
               -inf after the first step
     reuse     of ``others``: CopyChannel
     progress  programs wait for copy engines only, which wait for begin_kernel, so they need not all be resident

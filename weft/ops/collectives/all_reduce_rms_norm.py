@@ -102,7 +102,7 @@ class AllReduceRMSNorm(Op):
                 f"{self.name}: algorithm={call.design!r} is of one node, and the team has {machine.nodes}; leave it out"
             )
         reduce = ALL_REDUCE.plan(CollectiveCall(call.nbytes, call.dtype), machine)
-        reason = f"{machine.nodes} nodes: no kernel waits for a rail, so the norm comes behind the all-reduce"
+        reason = f"{machine.nodes} nodes: no kernel waits for a rail, so the norm follows the all-reduce"
         return Planned("over_nodes", ReduceThenNorm(reduce=reduce), reason)
 
     def table_key(self, call: NormCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
@@ -334,7 +334,7 @@ def all_reduce_rms_norm(
     weight     [H] of residual's dtype
     algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
     factored   return a DeferredNorm in place of the normed rows, for the GEMMs that follow: faster, since no part of a row
-               waits for the others. fp16 may overflow, since hidden * weight is not yet divided. For a team of one node
+               waits for another. fp16 may overflow, since hidden * weight is not yet divided. For a team of one node
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong

@@ -15,7 +15,7 @@ large messages in few pieces (Collective.copy_engine_from, CopyEngine). Kernels 
     progress  an engine waits for begin_kernel and add_up of its own rank; a kernel waits for copies that precede, in their
               engines, all copies that wait for that kernel
 
-Messages of more than ROUND_BYTES take several rounds, each a call of its own. So the receive buffers take at most ROUND_BYTES
+Messages of more than ROUND_BYTES take several rounds, each a separate call. So the receive buffers take at most ROUND_BYTES
 of the heap (twice that for an all-reduce), and buffers left from smaller messages less than as much again. "auto" uses copy
 engines only if the receive buffers exist, or twice their size is free in the heap (``Machine.staging_bytes``).
 """

@@ -70,7 +70,7 @@ def all_gather_matmul(
 
     The dtype of the result is that of both operands: fp16, bf16 or fp32.
 
-    b                one [N, K], or several, each with its own N: the rows are gathered once, and a list of results returned
+    b                one [N, K], or several, each with another N: the rows are gathered once, and a list of results returned
     own_first        rank r's result has the rows of ranks r, r + 1, … (mod W) in this order, as ``matmul_reduce_scatter`` with
                      own_first takes them. For computations that treat all rows alike, such as an MLP: rows lie in the order
                      of their arrival, so that one GEMM computes all of the peers' rows. For a team of one node
@@ -109,7 +109,7 @@ class AllGatherMatmul(Overlapped):
 
     def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
         if call.local_first:
-            # A row of that order has precedence, in its own bucket only: another design is faster there than in rank order.
+            # A row of that order has precedence, in its bucket only: another design is faster there than in rank order.
             row = table.find(self.variant(call), call[:3], call.dtype, machine.world_size, machine.caps)
             if row and row.exact:
                 return row
@@ -238,7 +238,8 @@ class AllGatherMatmul(Overlapped):
     def forward(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         members, shard = find_team(team), a_shard.contiguous()
         self.agree(members, shard, b, own_first)
-        return self.run(self.plan_of(members, shard, b, own_first), members, shard, b, own_first)
+        design = self.plan_of(members, shard, b, own_first)
+        return self.run_several(design, members, shard, (b,), own_first)[0]
 
     def fake(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         return a_shard.new_empty((a_shard.shape[0] * find_team(team).size, b.shape[0]))

@@ -274,7 +274,7 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
     waits    wait_kernel, after a block's own GEMM: flags[d, block] >= epoch, d = 0 .. W - 2; and for the sums, after the
              next block's GEMMs for peers, to leave them time: flags[W - 1 + d, block]. GEMMs end without the peers, and a rank
              sends all of a block's rows before its first wait for the block
-    reuse    of a half of receive buffers and results: CopyChannel. In a call every block has its own memory and flags
+    reuse    of a half of receive buffers and results: CopyChannel. In a call no two blocks share memory or flags
 
     stream 0  | o1 | o3 | o1' | o3' | sum', to all |                      rank 0 of 4: rows by owner, ' of the second block
     stream 1    | o2 | own  | o2' | own' |

@@ -314,7 +314,7 @@ def _buffers(team: Team, dtype: torch.dtype, buffer_size: int) -> Buffers:
         received = team.empty((2, team.size - 1, capacity), dtype=dtype)
         arrived = team.signals((team.size - 1, flags))
         epoch = team.local((2,), torch.int32)
-        # No results: every rank keeps its own sums.
+        # No results: every rank keeps its sums.
         return Buffers(received, arrived, epoch, received, arrived, capacity, flags)
 
     return grown_workspace(team, ("matmul_reduce_scatter", dtype), buffer_size, make)

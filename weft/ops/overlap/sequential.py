@@ -74,7 +74,7 @@ class Overlapped(GemmOp):
         return {} if isinstance(design, Sequential) else super().config_of(design)
 
     def from_row(self, row: Row, call: GemmCall, machine: Machine) -> Any:
-        # The row decides that the steps are sequential; each step has its own plan.
+        # The row decides that the steps are sequential; each step has a plan.
         return (
             self.default(row.design, call, machine)
             if row.design == "sequential"

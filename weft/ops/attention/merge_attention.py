@@ -1,4 +1,4 @@
-"""merge_attention: attention to all tokens from attentions to parts of the tokens, by their log-sum-exp.
+"""merge_attention: attention to all tokens, merged from attentions to parts by their log-sum-exp.
 
 lse = log(sum over parts of exp(lses[p]));  out = sum over parts of exp(lses[p] - lse) * outs[p]      parts in order, in fp32
 """

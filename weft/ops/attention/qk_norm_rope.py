@@ -148,7 +148,7 @@ def qk_norm_rope(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalised and rotated queries [T, Hq, D]; new keys, normalised and rotated too, and values go into the paged cache.
+    """Normalised and rotated queries [T, Hq, D]; such keys and the new values go into the paged cache.
 
     qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided.
                         Or fp32 [partials, T, (Hq + 2 Hkv) * D], contiguous: its split-K partials. Or a ``DeferredNorm``, whose
@@ -227,7 +227,7 @@ def check_projected(
     *,
     tokens: str,
 ) -> None:
-    """ValueError unless qkv [``tokens``, ...] or its partials fit the cache's heads, and the other tensors too."""
+    """ValueError unless qkv [``tokens``, ...] or its partials and the other tensors fit the cache."""
     (q_weight, k_weight, _), (keys, values, k_scale, v_scale) = norms, cache
     check_is_tensor(op, "qkv", qkv)
     in_partials = qkv.dim() == 3

@@ -367,10 +367,11 @@ def _run_pipelined(
 def begin_gather(
     team: Team, shard: torch.Tensor, pieces: Sequence[slice], local_first: bool
 ) -> tuple[torch.Tensor, Channel, int]:
-    """Begin a call in the current stream, and have copy engines write ``shard`` into every peer's A_full, by ``pieces``.
+    """Begin a call, and have copy engines write ``shard`` by ``pieces`` to every peer's A_full.
 
-    Returns the half of A_full, whose rows of this rank are not written, its flags, and this rank's place. Rank r serves
-    r - 1, r - 2, … : the peer that needs this shard next is first, and every link carries one shard at a time.
+    In the current stream. Returns the half of A_full, whose rows of this rank are not written, its flags, and this rank's
+    place. Rank r serves r - 1, r - 2, … : the peer that needs this shard next is first, and every link carries one shard at a
+    time.
     """
     if shard.requires_grad:
         shard = shard.detach()  # copies are made outside the op, where autograd would follow it

@@ -280,7 +280,10 @@ def launch(
     local_first: bool = False,
     replicate: bool = False,
 ) -> None:
-    """Run the kernel on ``matrices`` (a, b) with dense rows. tiles: of the whole result, none split along K."""
+    """Run the kernel on ``matrices`` (a, b), with dense rows.
+
+    tiles: of the whole result, none split along K
+    """
     (a, b), tile = matrices, design.tile
     scratch = persistent.scratch_for(team, tile, a.dtype)
     programs = persistent.programs_for(team, tiles, tile, design.split)

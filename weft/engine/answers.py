@@ -277,7 +277,7 @@ def logprobs_of(row: list[float], token: int, count: int, decode: Callable[[int]
 
 
 class Requests:
-    """Answers to requests, before their first token: prompts as token ids, parameters as the tokens that they mean.
+    """Reader of requests: prompts as token ids, parameters as the tokens that they mean.
 
     Collective, with equal arguments on all ranks of `team`.
 
@@ -303,7 +303,7 @@ class Requests:
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
 
     def encode(self, name: str, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. ValueError for one that the model cannot read, or that leaves no room for an answer."""
+        """Token ids of a prompt. ValueError if the model cannot read it, or it leaves no room."""
         check_prompt(name, prompt)
         if isinstance(prompt, str):
             if self._tokenizer is None:

@@ -254,7 +254,7 @@ FEWEST_OF_WEIGHTS = 1 / 8
 
 
 class Turn(NamedTuple):
-    """Turn of a stage in a decode step: its layers for one group, then the arrival of another group's tokens.
+    """Turn of a stage in a decode step: its layers for a group, then arrival of another group's tokens.
 
     batch     slots of the step
     group     group that passes the stage's layers

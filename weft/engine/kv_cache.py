@@ -107,7 +107,7 @@ class PagePool:
                 del self._page_of[digest]
 
     def find(self, digests: abc.Sequence[bytes]) -> list[int]:
-        """Pages of the longest begin of a sequence whose pages in the next token's window are published; 0 before it."""
+        """Pages of the longest begin whose pages in the next token's window are published; 0 before it."""
         pages = [self._page_of.get(digest, 0) for digest in digests]
         count = run = 0  # `run`: published pages in a row
         for end, page in enumerate(pages, 1):

@@ -1,4 +1,4 @@
-"""Request loop of a rank, for LLM, AsyncLLM and the server, and the processes, one per GPU, in which ranks run it.
+"""Request loop of a rank, for LLM, AsyncLLM and the server, and processes that run it.
 
 Before each step all ranks take the same commands, so they submit, cancel and stop at the same step without a collective.
 """

@@ -229,7 +229,7 @@ class VirtualRanks:
             self._take(kind, value)
 
     def _commands_of(self, step: int, wait: float | None, commands: list[Command], ranks: int) -> list[Command]:
-        """Commands before a step, drawn by the first rank that asks, and its `commands`. Ranks take turns: no lock."""
+        """Commands before a step, drawn by the first rank that asks. Ranks take turns: no lock."""
         commands, have = self._drawn.pop(step, None) or (self._draw(0.0 if commands else wait) + commands, 0)
         if have + 1 < ranks:
             self._drawn[step] = commands, have + 1

@@ -1,4 +1,4 @@
-"""Text in and out: chat templates, which a process with limits renders as prompts, and the text of answers' tokens."""
+"""Chat templates, which a process with limits renders as prompts, and text of answers' tokens."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ class TokenTexts(dict[int, str]):
 
 
 def token_texts(tokenizer: Tokenizer, *, keep_special: bool) -> TokenTexts | None:
-    """Texts of single tokens that, joined, are the text; None for a decoder that looks at several tokens at once."""
+    """Texts of single tokens, to be joined; None for a decoder that looks at several tokens at once."""
     return TokenTexts(tokenizer, keep_special=keep_special) if isinstance(tokenizer.decoder, JOINING) else None
 
 

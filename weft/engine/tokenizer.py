@@ -316,7 +316,7 @@ class TokenBound:
     def _longest_tokens(
         self, vocabulary: Iterable[str], added: Iterable[AddedToken]
     ) -> tuple[dict[Letter, int], set[Letter]]:
-        """Length of the longest token with each letter, and the letters that are tokens. A letter: a character or a byte."""
+        """(length of the longest token with each letter, letters that are tokens)"""
         longest: dict[Letter, int] = {}
         singles: set[Letter] = set()
         for token in sorted(vocabulary, key=len):

@@ -1,4 +1,4 @@
-"""Work on texts that users write, in processes with limits: compile grammars by llguidance, render chat templates by jinja2.
+"""Work on texts of users in processes with limits: compile grammars, render chat templates.
 
 This file is a worker of weft.runtime.limited_main. There it imports nothing of weft, and only the library that it is asked for.
 
@@ -77,7 +77,7 @@ def read_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> Vo
 
 
 def compile_grammar(vocabulary: Vocabulary, kind: str, text: str) -> LLMatcher:
-    """Matcher at the begin of a grammar, after its first mask, which takes longest. ValueError with the library's text."""
+    """Matcher after its first mask, which takes longest. ValueError with the library's text."""
     import llguidance
 
     mask = b""

@@ -138,7 +138,7 @@ def _serves(
     dropout: float,
     options: dict[str, Any],
 ) -> bool:
-    """True if weft computes this call: all tokens of prompts at once, each attending to itself and earlier ones."""
+    """True if weft computes this call: causal attention of all tokens of prompts at once."""
     length, D = query.shape[2:]
     causal = options.get("is_causal")
     plain = mask is None and not dropout and not any(options.get(name) is not None for name in _EXTRAS)

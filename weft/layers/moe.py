@@ -275,7 +275,7 @@ def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
 
 
 def _wanted(children: dict[str, nn.Module], name: str, computes: str) -> list[str]:
-    """Names of the weights of a mixture with these children. ValueError for a child that is missing or unknown."""
+    """Names of a mixture's weights. ValueError for a child that is missing or unknown."""
     if missing := [one for one in ("gate", "experts") if one not in children]:
         raise ValueError(f"{name} has no {', '.join(missing)}; {computes}")
     if unknown := sorted(children.keys() - {"gate", "experts", "shared_expert", "shared_expert_gate"}):

@@ -144,7 +144,7 @@ class SpreadPages:
         return slice(first, first + max(1, w.heads // group))
 
     def gathered(self, w: AttentionWeights, cache: Cache, keys: Tensor, values: Tensor) -> Cache:
-        """Keys and values of this rank's KV heads by the page table of this prefill, cached tokens and new ones.
+        """Keys and values of this rank's KV heads by this prefill's page table, cached and new ones.
 
         keys, values  of the new tokens, [T, this rank's KV heads, head_dim], as the cache holds them
         """
@@ -205,7 +205,7 @@ class LayersAhead:
         self._send()
 
     def receive(self, out: Tensor) -> None:
-        """Write the next layer's pages to ``out``, by sender as ``sent`` has them, and send the layer after it."""
+        """Write the next layer's pages to ``out``, by sender as in ``sent``, and send the layer after it."""
         self._flight.receive(out)
         self._send()
 

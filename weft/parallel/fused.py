@@ -126,7 +126,7 @@ def _queries(
 def _attend_with_keys(
     projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
 ) -> Tensor:
-    """Attention of a prefill to the pass's keys and values, as cuDNN and spread caches need them, and to cached ones."""
+    """Attention of a prefill that takes its new keys and values apart from the cache."""
     places, spread = (step.positions, step.slots, *cache), step.spread
     heads = ops.qk_norm_rope(projected, *_head(w, step), *places, with_keys=True, bias=w.bias, **scales)
     q, keys, values = heads.tensor_split((w.heads, w.heads + w.kv_heads), dim=1)
@@ -211,7 +211,7 @@ def route(x: Tensor, w: MoEWeights) -> ops.Routing:
 
 
 def choose(routed: Tensor, w: MoEWeights) -> tuple[ops.Routing, Tensor | None]:
-    """(choices, logits of the shared expert's gate or None) of rows by ``routed``, their product with the router."""
+    """(choices, logits of the shared expert's gate or None) by ``routed``, rows times the router."""
     logits, gate = w.logits(routed)
     return ops.route(logits, bias=w.bias, **w.gating._asdict()), gate
 

@@ -1,4 +1,4 @@
-"""Mixture of experts as one function, where every rank has other tokens, as after data-parallel attention."""
+"""Mixture of experts as one function for ranks with different tokens, as in data parallelism."""
 
 from __future__ import annotations
 

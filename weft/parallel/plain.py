@@ -130,7 +130,7 @@ def route(x: Tensor, w: MoEWeights) -> Routing:
 
 
 def choose(routed: Tensor, w: MoEWeights) -> tuple[Routing, Tensor | None]:
-    """(choices, logits of the shared expert's gate or None) of rows by ``routed``, their product with the router."""
+    """(choices, logits of the shared expert's gate or None) by ``routed``, rows times the router."""
     logits, gate = w.logits(routed)
     ids, weights = routing_of(logits, w.bias, w.gating)
     return Routing(ids.int(), weights), gate

@@ -71,7 +71,7 @@ class SequenceParallel(Recipe):
         return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
-        """A mixture with a shared expert: rows travel under the shared expert's first GEMM, which needs all rows.
+        """A mixture with a shared expert: rows travel under its first GEMM, which needs all rows.
 
         Sums of all experts travel under the last GEMM.
 

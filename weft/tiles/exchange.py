@@ -201,7 +201,7 @@ def run_items(
                 number, owner, about, geometry, tiles, 0, world, ROWS, OWNER_OF, ROWS_OF, CUTS >= 0, item % SPLIT, SPLIT
             )
             if tile.rows > 0:
-                marks.begins_tile(tile, None, None, None, marks.Arrived(0, 0, 0), geometry, world, COLUMNS)
+                marks.begins_tile(tile, None, None, marks.Arrived(None, 0, 0, 0), geometry, world, COLUMNS)
                 part = part_by(tile, operands, first, second, BODY, ROWS, COLUMNS)
                 marks.ends_tile()
                 if announced >= 0:
@@ -373,7 +373,7 @@ def merge_parts(
             total = MERGE(total, part_of(source, place, blocks, buffer_size, team))
         if OWNER_OF is None:
             of_out = Tile(tile.number, tile.owner, tile.owner_row, tile.owner_row, tile.rows, tile.column)
-            marks.begins_tile(of_out, out, None, None, marks.Arrived(0, 0, 0), geometry, world, COLUMNS)
+            marks.begins_tile(of_out, out, None, marks.Arrived(None, 0, 0, 0), geometry, world, COLUMNS)
         STORE(total, wl.rank(team), out, tile, operands, ROWS, COLUMNS)
         if OWNER_OF is None:
             marks.ends_tile()

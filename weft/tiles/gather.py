@@ -139,8 +139,8 @@ def gather_kernel(
     for number in range(begin, end, programs):
         tile = tile_of(number, me, about, geometry, tiles, chunk_rows, world, ROWS, OWNER_OF, ROWS_OF, PLACED)
         if tile.rows > 0:
-            arrived = marks.Arrived(chunk_rows, panel_rows, 0)
-            marks.begins_tile(tile, out, rows.own, rows.gathered, arrived, geometry, world, COLUMNS)
+            arrived = marks.Arrived(rows.gathered, chunk_rows, panel_rows, 0)
+            marks.begins_tile(tile, out, rows.own, arrived, geometry, world, COLUMNS)
             run_body(Shard(own_data, 0), out, tile, operands, first, second, BODY, ROWS, COLUMNS)
             marks.ends_tile()
     for step in range(1, world):
@@ -160,8 +160,8 @@ def gather_kernel(
                 while seen < tl.cdiv(limit, chunk_rows):
                     wl.chunk_wait(call, owner, seen, team)
                     seen += 1
-                arrived = marks.Arrived(chunk_rows, panel_rows, seen)
-                marks.begins_tile(tile, out, rows.own, rows.gathered, arrived, geometry, world, COLUMNS)
+                arrived = marks.Arrived(rows.gathered, chunk_rows, panel_rows, seen)
+                marks.begins_tile(tile, out, rows.own, arrived, geometry, world, COLUMNS)
                 run_body(shard, out, tile, operands, first, second, BODY, ROWS, COLUMNS)
                 marks.ends_tile()
 

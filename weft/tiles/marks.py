@@ -11,15 +11,15 @@ from weft.simulator.intrinsics import simulated
 
 if TYPE_CHECKING:
     from weft.simulator.machine.machine import Machine
-    from weft.tiles.tile import Geometry, Tile
 
 
 class Arrived(NamedTuple):
-    """Rows of a tile's owner that a body may load: the first ``chunks`` chunks of chunk_rows rows, of a panel of panel_rows.
+    """Rows of all ranks that a body may load: of the tile's owner the first ``chunks`` chunks.
 
-    All 0 without gathered rows.
+    data  pointer to the panels, of panel_rows rows each in chunks of chunk_rows; None, and the rest 0: there are none
     """
 
+    data: tl.tensor
     chunk_rows: tl.tensor
     panel_rows: tl.tensor
     chunks: tl.tensor
@@ -34,11 +34,11 @@ def maps_tile(tile, rows_of_owner, chunk_rows, covers, world):
 
 
 @triton.jit
-def begins_tile(tile, out, own, gathered, arrived, geometry, world, COLUMNS):
+def begins_tile(tile, out, own, arrived, geometry, world, COLUMNS):
     """Mark the start of a body.
 
-    It stores to the tile's part of ``out``, and loads rows of ``own``, this rank's shard, or of ``gathered``, where they have
-    ``arrived``. None: there is no such tensor.
+    It stores to the tile's part of ``out``, and loads rows of ``own``, this rank's shard, or rows that have ``arrived``.
+    None: there is no such tensor.
     """
 
 
@@ -49,7 +49,7 @@ def ends_tile():
 
 @simulated(maps_tile)
 def _maps_tile(
-    machine: Machine, tile: Tile, rows_of_owner: object, chunk_rows: object, covers: object, world: object
+    machine: Machine, tile: NamedTuple, rows_of_owner: object, chunk_rows: object, covers: object, world: object
 ) -> None:
     from weft.simulator.observer import MappedTile
 
@@ -60,8 +60,8 @@ def _maps_tile(
 
 @simulated(begins_tile)
 def _begins_tile(
-    machine: Machine, tile: Tile, out: tl.tensor | None, own: tl.tensor | None, gathered: tl.tensor | None,
-    arrived: Arrived, geometry: Geometry, world: object, COLUMNS: object,
+    machine: Machine, tile: NamedTuple, out: tl.tensor | None, own: tl.tensor | None, arrived: Arrived, geometry: NamedTuple,
+    world: object, COLUMNS: object,
 ) -> None:  # fmt: skip
     from weft.simulator.observer import TileMark
 
@@ -74,8 +74,8 @@ def _begins_tile(
             out=_address(out),
             row_bytes=N * _itemsize(out),
             own=_address(own),
-            gathered=_address(gathered),
-            gathered_row_bytes=K * _itemsize(gathered),
+            gathered=_address(arrived.data),
+            gathered_row_bytes=K * _itemsize(arrived.data),
             **{name: _int(size) for name, size in sizes.items()},
         )
     )

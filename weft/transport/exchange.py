@@ -221,7 +221,7 @@ def summed(received, message, tile, team):
 
 
 def prepare(
-    body: Body, n: int, dtype: torch.dtype, team: Team, plan: PushPlan, sizes: Any = None
+    body: Body, n: int, dtype: torch.dtype, team: Team, plan: PushPlan, sizes: object = None
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``launch`` of one size without numbers of tokens, as a function of x and out."""
     prepared = _prepared(body, dtype, team, plan, sizes, (None, None))
@@ -236,7 +236,7 @@ def launch(
     team: Team,
     plan: PushPlan,
     tokens: tuple[int, int] | None = None,
-    sizes: Any = None,
+    sizes: object = None,
 ) -> None:
     """Run ``exchange_kernel`` with a program for each tile, or as many as can be resident.
 
@@ -252,7 +252,7 @@ def launch(
         prepared.launch(min(cdiv(n, prepared.block), prepared.programs), x, out, n, *tokens)
 
 
-def _prepared(body: Body, dtype: torch.dtype, team: Team, plan: PushPlan, sizes: Any, fixed: tuple) -> Prepared:
+def _prepared(body: Body, dtype: torch.dtype, team: Team, plan: PushPlan, sizes: object, fixed: tuple) -> Prepared:
     known = team.workspace("exchanges", dict)
     # By the name of the body: to hash a JITFunction, Triton walks through all functions that it calls.
     prepared = known.get(key := (body.name, plan, dtype, team.is_traced, sizes))

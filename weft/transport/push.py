@@ -69,6 +69,7 @@ from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import Launch
 from weft.runtime.team.team import Team
 from weft.transport.plans import PushPlan
+from weft.triton_api import JITFunction
 
 # Stages of a slot: of narrow rows, whose launches have one exchange or two a program, and of wide rows, for large messages. An
 # all-gather of 64 MiB takes 107 us with 7 stages of wide rows and 101 with 19 (two H200s; lab/h200-x2-stages.json@4c5a438).
@@ -296,7 +297,7 @@ def registers_of(plan: PushPlan, world_size: int) -> int:
 
 
 def prepare(
-    kernel: Any, n: int, tiles: int, dtype: torch.dtype, team: Team, plan: PushPlan, **constants: Any
+    kernel: JITFunction, n: int, tiles: int, dtype: torch.dtype, team: Team, plan: PushPlan, **constants: object
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``launch`` of a kernel without further arguments, as a function of x and out of one size."""
     prepared = _prepared(kernel, team, plan, dtype, constants)
@@ -305,15 +306,15 @@ def prepare(
 
 
 def launch(
-    kernel: Any,
+    kernel: JITFunction,
     x: torch.Tensor | tuple,
     out: torch.Tensor,
     n: int,
     tiles: int,
     team: Team,
     plan: PushPlan,
-    *arguments: Any,
-    **constants: Any,
+    *arguments: object,
+    **constants: object,
 ) -> None:
     """Run a push kernel with a program for each of ``tiles``, or as many as can be resident.
 
@@ -329,7 +330,9 @@ def launch(
     prepared.launch(min(tiles, prepared.programs), x, out, n, *arguments)
 
 
-def _prepared(kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]) -> Prepared:
+def _prepared(
+    kernel: JITFunction, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any]
+) -> Prepared:
     known = team.workspace("pushes", dict)
     key = kernel.__name__, plan, dtype, team.is_traced, *constants.values()
     prepared = known.get(key)
@@ -352,7 +355,13 @@ class Prepared:
 
     @classmethod
     def make(
-        cls, kernel: Any, team: Team, plan: PushPlan, dtype: torch.dtype, constants: dict[str, Any], fixed: tuple = ()
+        cls,
+        kernel: JITFunction,
+        team: Team,
+        plan: PushPlan,
+        dtype: torch.dtype,
+        constants: dict[str, Any],
+        fixed: tuple = (),
     ) -> Prepared:
         """fixed: arguments of every launch after the team's view."""
         itemsize = max(2, dtype.itemsize)  # single bytes are sent widened to two

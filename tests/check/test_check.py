@@ -14,6 +14,7 @@ import weft.language as wl
 from tests.check import examples
 from tests.zoo import staging
 from weft.check.detector.detector import Detector
+from weft.check.runner import Runner
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.simulator.observer import Observer
 
@@ -255,3 +256,34 @@ def copies_beside_an_empty_view(team):
 def test_an_empty_view_of_the_heap_hides_no_signal():
     report = weft.check(copies_beside_an_empty_view, 2, schedules=16)
     assert report.ok, str(report)
+
+
+@triton.jit
+def count_polls(flag, polls):
+    n = 0
+    while tl.load(flag, volatile=True) == 0:
+        n += 1
+    tl.store(polls, n)
+
+
+def test_a_loop_that_counts_its_polls_is_a_deadlock():
+    """Its variables are never equal again, so the program spins until the run is given up, and never blocks."""
+
+    def main(team):
+        count_polls[(1,)](*torch.zeros(2, 1, dtype=torch.int32))
+
+    (found,) = weft.check(main, 1, schedules=1, compile=False).findings
+    assert (found.finding.kind, found.finding.sides[0].verb) == ("deadlock", "spin")
+
+
+def test_a_failure_that_more_programs_do_not_help_is_not_run_again(monkeypatch):
+    runs = []
+    run = Runner.run
+    monkeypatch.setattr(Runner, "run", lambda self, schedule: runs.append(schedule) or run(self, schedule))
+
+    def main(team):
+        raise ValueError("no")
+
+    report = weft.check(main, 2, schedules=5, strategy="uniform")
+    assert not report.ok and report.schedules == 5
+    assert [schedule.sms for schedule in runs[:6]] == [8, 132, 8, 8, 8, 8]

@@ -18,7 +18,7 @@ Only findings of a common run are folded (`divergence`: of a common world size),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.check.detector.findings import RACES, TILES, Finding, Side
@@ -57,38 +57,86 @@ def _explains(cause: Seen, effect: Seen, *, earlier: bool) -> bool:
     one, other = cause.finding, effect.finding
     if one.allowed is not None or other.allowed is not None or not cause.runs & effect.runs:
         return False
-    kind, is_ordering = other.kind, one.kind in RACES
-    same = bool(one.tensor) and one.tensor == other.tensor
-    touching = same and bool(_places(one) & _places(other))
-    if one.kind == "unadvanced":
-        follows = kind in RACES | {"uninitialised", "overshoot", "deadlock", "divergence"} or _is_assertion(other)
-        return follows and (not other.sides or _is_assertion(other) or _kernel(one) in map(_kernel_of, other.sides))
-    if one.kind in TILES or one.kind == "call-mismatch":
-        wrong = _is_assertion(other) and effect.runs <= cause.runs
-        misplaced = one.kind == "tile-owner" and kind in ("tile-read", "tile-store", "out-of-bounds")
-        return wrong or misplaced or kind in ("divergence", "overshoot", "deadlock")
-    if kind == "divergence":
-        return one.kind in DISORDER
-    if kind == "overshoot":
-        return is_ordering
-    if kind == "error":
-        return one.kind in DISORDER and _is_assertion(other) and effect.runs <= cause.runs
-    if kind == "uninitialised":
-        return is_ordering and touching
-    if kind == "deadlock":
-        return one.kind in _HANGS and same
-    if kind == "uncleared":
-        return is_ordering and touching and _is_of_stores(one)
-    if kind == "early-access" and one.kind in ("early-access", "unfollowed"):
-        return _kernel(one) == _kernel(other) and (earlier or one.kind == "unfollowed")
-    if kind in RACES and one.kind == "uncleared":
-        return touching and not _is_of_stores(other)
-    if kind in RACES and is_ordering:
-        if not same:
-            return other.through == one.tensor != "" and (earlier or one.through != other.tensor)
-        says_more = (one.kind != "race") - (kind != "race")
-        return touching and (says_more > 0 or says_more == 0 and earlier)
-    return False
+    rule = _BY_CAUSE.get(one.kind) or _BY_EFFECT.get(other.kind)
+    return rule is not None and rule(_Pair(one, other, earlier, effect.runs <= cause.runs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Possible cause and its possible effect.
+
+    earlier  the cause stands before the effect
+    always   no run shows the effect without the cause
+    """
+
+    cause: Finding
+    effect: Finding
+    earlier: bool
+    always: bool
+
+    @property
+    def shares_tensor(self) -> bool:
+        return bool(self.cause.tensor) and self.cause.tensor == self.effect.tensor
+
+    @property
+    def shares_line(self) -> bool:
+        """True if both are of one tensor and have a line in common."""
+        return self.shares_tensor and bool(_places(self.cause) & _places(self.effect))
+
+    @property
+    def is_wrong_result(self) -> bool:
+        """True if the effect is an AssertionError that main raises in no run without the cause."""
+        return self.always and _is_assertion(self.effect)
+
+
+def _under_unadvanced(pair: _Pair) -> bool:
+    effect = pair.effect
+    if _is_assertion(effect):
+        return True
+    if effect.kind not in RACES | {"uninitialised", "overshoot", "deadlock", "divergence"}:
+        return False
+    return not effect.sides or _kernel(pair.cause) in map(_kernel_of, effect.sides)
+
+
+def _under_tiles_or_calls(pair: _Pair) -> bool:
+    misplaced = pair.cause.kind == "tile-owner" and pair.effect.kind in ("tile-read", "tile-store", "out-of-bounds")
+    return pair.is_wrong_result or misplaced or pair.effect.kind in ("divergence", "overshoot", "deadlock")
+
+
+def _early_access(pair: _Pair) -> bool:
+    if pair.cause.kind not in ("early-access", "unfollowed"):
+        return _race(pair)
+    same_kernel = _kernel(pair.cause) == _kernel(pair.effect)
+    return same_kernel and (pair.earlier or pair.cause.kind == "unfollowed")
+
+
+def _race(pair: _Pair) -> bool:
+    cause, effect = pair.cause, pair.effect
+    if cause.kind == "uncleared":
+        return pair.shares_line and not _is_of_stores(effect)
+    if cause.kind not in RACES:
+        return False
+    if not pair.shares_tensor:
+        return effect.through == cause.tensor != "" and (pair.earlier or cause.through != effect.tensor)
+    says_more = (cause.kind != "race") - (effect.kind != "race")
+    return pair.shares_line and (says_more > 0 or says_more == 0 and pair.earlier)
+
+
+# Does the cause explain the effect? By the cause's kind where it has a rule, else by the effect's.
+_BY_CAUSE: dict[str, Callable[[_Pair], bool]] = {
+    "unadvanced": _under_unadvanced,
+    **dict.fromkeys((*TILES, "call-mismatch"), _under_tiles_or_calls),
+}
+_BY_EFFECT: dict[str, Callable[[_Pair], bool]] = {
+    **dict.fromkeys(RACES, _race),
+    "early-access": _early_access,
+    "divergence": lambda pair: pair.cause.kind in DISORDER,
+    "overshoot": lambda pair: pair.cause.kind in RACES,
+    "error": lambda pair: pair.cause.kind in DISORDER and pair.is_wrong_result,
+    "uninitialised": lambda pair: pair.cause.kind in RACES and pair.shares_line,
+    "deadlock": lambda pair: pair.cause.kind in _HANGS and pair.shares_tensor,
+    "uncleared": lambda pair: pair.cause.kind in RACES and pair.shares_line and _is_of_stores(pair.cause),
+}
 
 
 def _places(finding: Finding) -> set[tuple[str, int]]:

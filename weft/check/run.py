@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,27 +97,23 @@ def check(
     runner = Runner(main, check_heap_bytes(heap_bytes), check_args(args), compile)
     gathered = Gathered(strategy, deterministic, on_results)
     total, exhaustive = schedules * len(sizes), ""
+
+    def tell() -> None:
+        if progress is not None:
+            progress(gathered.runs, total, len(gathered.found()))
+
     for size in sizes:
-        where = {"world_size": size, "sms": sms or DEFAULT_SMS, "like": like, "node_size": node_size, "link": link}
+        first = Schedule(
+            world_size=size, strategy=strategy, seed=seed, depth=depth, sms=sms or DEFAULT_SMS, like=like,
+            node_size=node_size, link=link,
+        )  # fmt: skip
         if strategy == "exhaustive":
-            first = Schedule(strategy=strategy, seed=0, **where)
-            exhausted = explore(runner, first, schedules, gathered, lambda: _tell(progress, gathered, total))
+            exhausted = explore(runner, replace(first, seed=0), schedules, gathered, tell)
             exhaustive = "bounded" if not exhausted or exhaustive == "bounded" else "exhausted"
             continue
-        varies = False
-        for number in range(seed, seed + schedules):
-            schedule = Schedule(strategy=strategy_of(strategy, number), seed=number, depth=depth, **where)
-            turn = _SMS_IN_TURN[(number - seed) // _RUNS_OF_ONE % len(_SMS_IN_TURN)]
-            chosen = replace(schedule, sms=turn) if varies else schedule
-            outcome = runner.run(chosen)
-            if number == seed:
-                varies = sms is None and outcome.is_sized
-            if sms is None and outcome.needs_more_sms:
-                chosen, outcome = _with_enough(runner, chosen, outcome)
-                if chosen.sms >= schedule.sms:
-                    varies, where["sms"] = False, chosen.sms
+        for chosen, outcome in _runs(runner, first, schedules, fixed=sms is not None):
             gathered.add(chosen, outcome)
-            _tell(progress, gathered, total)
+            tell()
     found = gathered.found()
     if strategy != "exhaustive":
         shrinking = Shrinking(runner, {f.finding.cause for f in found})
@@ -127,20 +123,41 @@ def check(
     )
 
 
-def _with_enough(runner: Runner, schedule: Schedule, outcome: Outcome) -> tuple[Schedule, Outcome]:
-    """The run with enough resident programs, if any number is, else that with the default number.
+def _runs(runner: Runner, first: Schedule, count: int, *, fixed: bool) -> Iterator[tuple[Schedule, Outcome]]:
+    """Runs of ``count`` schedules with consecutive seeds, each as it was run.
+
+    ``fixed``: with the first one's number of resident programs; otherwise in turn with several, where main asks for it.
+    """
+    usual, varies, helps = first, False, True
+    for number in range(count):
+        seed = first.seed + number
+        schedule = replace(usual, strategy=strategy_of(first.strategy, seed), seed=seed)
+        if varies:
+            schedule = replace(schedule, sms=_SMS_IN_TURN[number // _RUNS_OF_ONE % len(_SMS_IN_TURN)])
+        outcome = runner.run(schedule)
+        if number == 0:
+            varies = not fixed and outcome.is_sized
+        if not fixed and helps and outcome.needs_more_sms:
+            schedule, outcome, helps = _with_enough(runner, schedule, outcome)
+            if schedule.sms >= usual.sms:
+                varies, usual = False, replace(usual, sms=schedule.sms)
+        yield schedule, outcome
+
+
+def _with_enough(runner: Runner, schedule: Schedule, outcome: Outcome) -> tuple[Schedule, Outcome, bool]:
+    """The run with enough resident programs, if any number is, else that with the default number; and whether one was.
 
     Kernels of a fixed size may wait for each other; then smaller GPUs do not count.
     """
-    usual = schedule, outcome
+    usual = schedule, outcome, False
     for sms in (DEFAULT_SMS, GPUS[schedule.like].sms):
         if sms > schedule.sms:
             larger = replace(schedule, sms=sms)
             outcome = runner.run(larger)
             if not outcome.needs_more_sms:
-                return larger, outcome
+                return larger, outcome, True
             if sms == DEFAULT_SMS:
-                usual = larger, outcome
+                usual = larger, outcome, False
     return usual
 
 
@@ -152,8 +169,3 @@ def check_sizes(name: str, world_size: Any) -> tuple[int, ...]:
     if not sizes:
         raise ValueError(f"{name}={world_size!r} is empty; name at least one world size")
     return tuple(check_virtual_ranks(f"{name}[{index}]", size) for index, size in enumerate(sizes))
-
-
-def _tell(progress: Progress | None, gathered: Gathered, total: int) -> None:
-    if progress is not None:
-        progress(gathered.runs, total, len(gathered.found()))

@@ -78,28 +78,12 @@ class Runner:
 
     def _run(self, schedule: Schedule, strategy: Callable[[Machine], Strategy] | None = None) -> Outcome:
         kept: list[tuple[Machine, Detector]] = []
-
-        def prepare(machine: Machine) -> None:
-            # Only here: where the simulator's packages are missing, ``simulate`` says so.
-            from weft.check.detector.detector import Detector
-            from weft.simulator.front_end import FrontEnd
-            from weft.simulator.machine.store_buffers import StoreBuffers
-
-            machine.observer = detector = Detector(machine)
-            machine.front_end = FrontEnd(self._compiled) if self._compile else None
-            scheduler = machine.scheduler
-            scheduler.strategy = strategy(machine) if strategy is not None else make(schedule)
-            if schedule.strategy in ("delay", "exhaustive"):
-                line, tasks = machine.interpreter.kernel_line, schedule.strategy == "exhaustive"
-                machine.stores = StoreBuffers(scheduler, machine.memory, line, schedule.seed, tasks)
-            scheduler.when_stuck = lambda: machine.stores.time_passes() or machine.return_launches()
-            kept.append((machine, detector))
-
         digest = results = error = None
         try:
             results = simulate(
                 self._main, schedule.world_size, seed=schedule.seed, sms=schedule.sms, like=schedule.like,
-                heap_bytes=self._heap_bytes, node_size=schedule.node_size, link=schedule.link, args=self._args, prepare=prepare,
+                heap_bytes=self._heap_bytes, node_size=schedule.node_size, link=schedule.link, args=self._args,
+                prepare=lambda machine: kept.append((machine, self._prepared(machine, schedule, strategy))),
             )  # fmt: skip
             digest = digest_of(results)
         except (Exception, SystemExit) as caught:  # a main that exits early has proved nothing
@@ -107,24 +91,49 @@ class Runner:
         if not kept or isinstance(error, WrongMain):
             raise error  # the run did not begin
         machine, detector = kept[0]
-        if error is None:
-            detector.signals.finish()
-        elif not isinstance(error, Deadlock):
-            detector.signals.failed()
-        races = detector.races
-        findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
-        told = isinstance(error, (CallMismatch, ArgumentMismatch)) and any(
-            f.kind == "call-mismatch" for f, _ in findings
-        )
-        if error is not None and not isinstance(error, Deadlock) and not told:
-            findings.append((_of_error(error, machine, detector), 1))
-        if machine.front_end is not None:
-            findings += [(_of_refusal(refusal), 1) for refusal in machine.front_end.refusals()]
-        findings = [(detector.arguments.named(finding), count) for finding, count in findings]
         return Outcome(
-            findings=tuple(findings), digest=digest, results=results, programs=machine.most_at_once,
-            is_sized=machine.is_sized, unstarted=detector.unstarted, arrivals=detector.arrivals.by_line(),
+            findings=tuple(_findings(machine, detector, error)), digest=digest, results=results,
+            programs=machine.most_at_once, is_sized=machine.is_sized, unstarted=detector.unstarted,
+            arrivals=detector.arrivals.by_line(),
         )  # fmt: skip
+
+    def _prepared(
+        self, machine: Machine, schedule: Schedule, strategy: Callable[[Machine], Strategy] | None
+    ) -> Detector:
+        """Detector of a machine, which is set up for the schedule."""
+        # Only here: where the simulator's packages are missing, ``simulate`` says so.
+        from weft.check.detector.detector import Detector
+        from weft.simulator.front_end import FrontEnd
+        from weft.simulator.machine.store_buffers import StoreBuffers
+
+        machine.observer = detector = Detector(machine)
+        machine.front_end = FrontEnd(self._compiled) if self._compile else None
+        scheduler = machine.scheduler
+        scheduler.strategy = strategy(machine) if strategy is not None else make(schedule)
+        if schedule.strategy in ("delay", "exhaustive"):
+            line, tasks = machine.interpreter.kernel_line, schedule.strategy == "exhaustive"
+            machine.stores = StoreBuffers(scheduler, machine.memory, line, schedule.seed, tasks)
+        scheduler.when_stuck = lambda: machine.stores.time_passes() or machine.return_launches()
+        return detector
+
+
+def _findings(machine: Machine, detector: Detector, error: BaseException | None) -> list[tuple[Finding, int]]:
+    """Findings of a run that has ended, with ``error`` if it failed, and how often each occurred."""
+    if error is None:
+        detector.signals.finish()
+    elif not isinstance(error, Deadlock):
+        detector.signals.failed()
+    races = detector.races
+    findings = [(finding, races.counts[cause]) for cause, finding in races.findings.items()]
+    differing_call = isinstance(error, (CallMismatch, ArgumentMismatch))
+    is_told = isinstance(error, Deadlock) or (
+        differing_call and any(finding.kind == "call-mismatch" for finding, _ in findings)
+    )
+    if error is not None and not is_told:
+        findings.append((_of_error(error, machine, detector), 1))
+    if machine.front_end is not None:
+        findings += [(_of_refusal(refusal), 1) for refusal in machine.front_end.refusals()]
+    return [(detector.arguments.named(finding), count) for finding, count in findings]
 
 
 def _of_refusal(refusal: Refusal) -> Finding:
@@ -142,37 +151,55 @@ _OF_VALUES = (
 _PLACE = re.compile(r"(?:in no tensor; nearest: )?(.*?)(?:\[(-?\d+)\])? of rank (\d+)")
 
 
-def _of_error(error: Exception, machine: Machine, detector: Detector) -> Finding:
+def _of_error(error: BaseException, machine: Machine, detector: Detector) -> Finding:
     """Finding for an exception."""
-    races, failed = detector.races, machine.scheduler.failed
-    kind, tensor, rank, index = "error", "", 0, 0
-    message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-    sides: tuple[Side, ...] = ()
     if isinstance(error, InvalidAccess):
-        misaligned, gone = "misaligned" in error.verb, "freed" in error.nearest
-        kind = "misaligned" if misaligned else "use-after-free" if gone else "out-of-bounds"
-        place = _PLACE.match(error.nearest)
-        if place is not None:
-            tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
-        named = detector.named.get(error.who)
-        sides = (races.side(replace(named, verb=error.verb)),) if named is not None else ()
-        if named is not None and kind == "out-of-bounds":
-            of_tile = detector.tiles.left_rows(named.thread, tensor, rank)
-            kind, message = ("tile-read", of_tile) if of_tile else (kind, message)
-    elif failed is not None:
-        kind = "misaligned" if isinstance(error, Misaligned) else kind
-        kind = "call-mismatch" if isinstance(error, (CallMismatch, ArgumentMismatch)) else kind
-        code = machine.interpreter.line_of(error) or host_line_of(error)
-        verb = type(error).__name__
-        sides = (Side(rank=failed.rank, task=failed.label, verb=verb, place=races.place(code), sync=""),)
+        finding = _of_access(error, detector)
+    else:
+        finding = Finding(kind="error", message=_text(error))
+        if machine.scheduler.failed is not None:
+            finding = _of_task(error, machine, detector)
     if isinstance(error, WeftError) and "programs that wait for each other" in str(error):
-        kind = "residency"
-    first, *rest = [line for line in message.splitlines() if line.strip()] or [kind]
-    return Finding(
-        kind=kind, message=first, tensor=tensor, rank=rank, first=index, last=index, sides=sides,
-        detail=tuple(_cut(line) for line in rest[:_DETAIL]), allowed=allowed_by(kind, sides),
-        advice=_OF_VALUES if isinstance(error, AssertionError) else "",
+        finding = replace(finding, kind="residency")
+    first, *rest = [line for line in finding.message.splitlines() if line.strip()] or [finding.kind]
+    return replace(
+        finding, message=first, detail=tuple(_cut(line) for line in rest[:_DETAIL]),
+        allowed=allowed_by(finding.kind, finding.sides), advice=_OF_VALUES if isinstance(error, AssertionError) else "",
     )  # fmt: skip
+
+
+def _of_access(error: InvalidAccess, detector: Detector) -> Finding:
+    kind = "misaligned" if "misaligned" in error.verb else "out-of-bounds"
+    if kind == "out-of-bounds" and "freed" in error.nearest:
+        kind = "use-after-free"
+    tensor, index, rank, message = "", 0, 0, _text(error)
+    place = _PLACE.match(error.nearest)
+    if place is not None:
+        tensor, index, rank = place[1], int(place[2] or 0), int(place[3])
+    named = detector.named.get(error.who)
+    sides = () if named is None else (detector.races.side(replace(named, verb=error.verb)),)
+    if named is not None and kind == "out-of-bounds":
+        of_tile = detector.tiles.left_rows(named.thread, tensor, rank)
+        kind, message = ("tile-read", of_tile) if of_tile else (kind, message)
+    return Finding(kind=kind, message=message, tensor=tensor, rank=rank, first=index, last=index, sides=sides)
+
+
+def _of_task(error: BaseException, machine: Machine, detector: Detector) -> Finding:
+    """Finding for the exception of a task, the first that failed."""
+    kind = "error"
+    if isinstance(error, (CallMismatch, ArgumentMismatch)):
+        kind = "call-mismatch"
+    elif isinstance(error, Misaligned):
+        kind = "misaligned"
+    failed, code = machine.scheduler.failed, machine.interpreter.line_of(error) or host_line_of(error)
+    verb, place = type(error).__name__, detector.races.place(code)
+    return Finding(
+        kind=kind, message=_text(error), sides=(Side(rank=failed.rank, task=failed.label, verb=verb, place=place, sync=""),)
+    )  # fmt: skip
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
 
 
 def _cut(line: str) -> str:

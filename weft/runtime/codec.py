@@ -92,50 +92,66 @@ def _put(out: bytearray, value: Any, place: Place, depth: int) -> None:
     kind = type(value)
     if depth > MAX_DEPTH:
         _refuse(place, f"lies more than {MAX_DEPTH} levels deep", "pass something flatter")
-    if value is None or kind is bool:
-        out += b"N" if value is None else b"T" if value else b"F"
-    elif kind is int:
-        if -(1 << 63) <= value < 1 << 63:
-            out += b"q" + struct.pack("<q", value)
-        else:
-            _put_bytes(out, b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-    elif kind is float:
-        out += b"f" + struct.pack("<d", value)
-    elif kind is str:
-        _put_bytes(out, b"s", value.encode("utf-8", "surrogatepass"))
-    elif kind is bytes:
-        _put_bytes(out, b"b", value)
+    put = _PUT.get(kind)
+    if put is not None:
+        put(out, value, place, depth)
     elif kind is torch.dtype and _name(value) in _DTYPES:
         _put_bytes(out, b"y", _name(value).encode())
-    elif kind is list and (numbers := _as_array(value)) is not None:
-        _put_bytes(out, b"a", numbers)
-    elif kind is list and len(value) > 8 and set(map(type, value)) == {str}:
-        _put_bytes(out, b"c", array("q", map(len, value)).tobytes())
-        _put_bytes(out, b"", "".join(value).encode("utf-8", "surrogatepass"))
-    elif kind in (list, tuple, torch.Size):
-        out += {list: b"l", tuple: b"t", torch.Size: b"z"}[kind] + struct.pack("<I", len(value))
-        for index, one in enumerate(value):
-            _put(out, one, (place, "[{}]", index), depth + 1)
-    elif kind is dict:
-        out += b"d" + struct.pack("<I", len(value))
-        for key, one in value.items():
-            if isinstance(key, torch.Tensor):
-                _refuse(place, "has a tensor for a key", "pass a dict with plain keys")
-            _put(out, key, (place, " (the key {!r})", key), depth + 1)
-            _put(out, one, (place, "[{!r}]", key), depth + 1)
-    elif kind in (torch.Tensor, torch.nn.Parameter):
-        _put_tensor(out, value, place)
     elif kind in _NAMES:
-        name, names = _NAMES[kind]
-        _put_bytes(out, b"e" if names is None else b"o", name.encode())
-        if names is None:
-            _put_bytes(out, b"s", value.name.encode())
-            return
-        out += struct.pack("<I", len(names))
-        for name in names:
-            _put(out, getattr(value, name), (place, ".{}", name), depth + 1)
+        _put_instance(out, value, place, depth)
     else:
         _refuse(place, f"is of type {_class(kind)}", _remedy(value))
+
+
+def _put_plain(out: bytearray, value: Any, place: Place, depth: int) -> None:
+    if value is None or type(value) is bool:
+        out += b"N" if value is None else b"T" if value else b"F"
+    elif type(value) is float:
+        out += b"f" + struct.pack("<d", value)
+    elif type(value) is str:
+        _put_bytes(out, b"s", value.encode("utf-8", "surrogatepass"))
+    elif type(value) is bytes:
+        _put_bytes(out, b"b", value)
+    elif -(1 << 63) <= value < 1 << 63:
+        out += b"q" + struct.pack("<q", value)
+    else:
+        _put_bytes(out, b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _put_list(out: bytearray, values: list, place: Place, depth: int) -> None:
+    if (numbers := _as_array(values)) is not None:
+        _put_bytes(out, b"a", numbers)
+    elif len(values) > 8 and set(map(type, values)) == {str}:
+        _put_bytes(out, b"c", array("q", map(len, values)).tobytes())
+        _put_bytes(out, b"", "".join(values).encode("utf-8", "surrogatepass"))
+    else:
+        _put_sequence(out, values, place, depth)
+
+
+def _put_sequence(out: bytearray, values: list | tuple, place: Place, depth: int) -> None:
+    out += {list: b"l", tuple: b"t", torch.Size: b"z"}[type(values)] + struct.pack("<I", len(values))
+    for index, one in enumerate(values):
+        _put(out, one, (place, "[{}]", index), depth + 1)
+
+
+def _put_dict(out: bytearray, values: dict, place: Place, depth: int) -> None:
+    out += b"d" + struct.pack("<I", len(values))
+    for key, one in values.items():
+        if isinstance(key, torch.Tensor):
+            _refuse(place, "has a tensor for a key", "pass a dict with plain keys")
+        _put(out, key, (place, " (the key {!r})", key), depth + 1)
+        _put(out, one, (place, "[{!r}]", key), depth + 1)
+
+
+def _put_instance(out: bytearray, value: Any, place: Place, depth: int) -> None:
+    name, fields = _NAMES[type(value)]
+    _put_bytes(out, b"e" if fields is None else b"o", name.encode())
+    if fields is None:
+        _put_bytes(out, b"s", value.name.encode())
+        return
+    out += struct.pack("<I", len(fields))
+    for field in fields:
+        _put(out, getattr(value, field), (place, ".{}", field), depth + 1)
 
 
 def _put_bytes(out: bytearray, tag: bytes, data: bytes) -> None:
@@ -144,7 +160,7 @@ def _put_bytes(out: bytearray, tag: bytes, data: bytes) -> None:
     out += tag + struct.pack("<I", len(data)) + data
 
 
-def _put_tensor(out: bytearray, tensor: torch.Tensor, place: Place) -> None:
+def _put_tensor(out: bytearray, tensor: torch.Tensor, place: Place, depth: int) -> None:
     name, shape = _name(tensor.dtype), tuple(tensor.shape)
     if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda") or name not in _DTYPES:
         kind = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
@@ -153,6 +169,15 @@ def _put_tensor(out: bytearray, tensor: torch.Tensor, place: Place) -> None:
     out += struct.pack(f"<B{len(shape)}q", len(shape), *shape)
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     _put_bytes(out, b"", ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b"")
+
+
+_PUT: dict[type, Callable[[bytearray, Any, Place, int], None]] = {
+    **dict.fromkeys((type(None), bool, int, float, str, bytes), _put_plain),
+    **dict.fromkeys((tuple, torch.Size), _put_sequence),
+    **dict.fromkeys((torch.Tensor, torch.nn.Parameter), _put_tensor),
+    list: _put_list,
+    dict: _put_dict,
+}
 
 
 def _as_array(values: list[Any]) -> bytes | None:

@@ -90,21 +90,30 @@ def launch(
     check_bool("share_gpus", share_gpus)
     where = coordinates()
     if where is not None and device != "sim":
-        if share_gpus:
-            raise ValueError(
-                "share_gpus=True is for ranks that launch starts, and torchrun has given each its GPU; leave it out"
-            )
-        if world_size not in (None, where.world_size):
-            raise ValueError(
-                f"world_size={world_size}, but torchrun started {where.world_size} ranks; start it with "
-                f"--nproc-per-node {world_size} or leave world_size out"
-            )
+        _check_under_torchrun(world_size, where.world_size, share_gpus)
         return _in_place(main, args, heap_bytes, debug, check_node_size(node_size, where.world_size))
     gpus = 0 if device == "sim" else torch.cuda.device_count()
     if is_simulated(world_size, device) and not (share_gpus and gpus):
         ranks = world_size or DEFAULT_VIRTUAL_RANKS
         return simulation.simulate(main, ranks, seed=seed, heap_bytes=heap_bytes, node_size=node_size, args=args)
     world_size = world_size or gpus
+    _check_gpus(world_size, gpus, share_gpus)
+    return _spawn(main, world_size, args, heap_bytes, debug, check_node_size(node_size, world_size))
+
+
+def _check_under_torchrun(world_size: int | None, started: int, share_gpus: bool) -> None:
+    if share_gpus:
+        raise ValueError(
+            "share_gpus=True is for ranks that launch starts, and torchrun has given each its GPU; leave it out"
+        )
+    if world_size not in (None, started):
+        raise ValueError(
+            f"world_size={world_size}, but torchrun started {started} ranks; start it with "
+            f"--nproc-per-node {world_size} or leave world_size out"
+        )
+
+
+def _check_gpus(world_size: int, gpus: int, share_gpus: bool) -> None:
     if gpus == 0 or (world_size > gpus and not share_gpus):
         raise NotEnoughGPUs(world_size or 1, gpus)
     if world_size > (most := MOST_RANKS_PER_GPU * gpus):
@@ -112,7 +121,6 @@ def launch(
             f"world_size={world_size}: at most {MOST_RANKS_PER_GPU} ranks share a GPU, since each takes about 0.5 GB of its "
             f"memory; take up to {most}"
         )
-    return _spawn(main, world_size, args, heap_bytes, debug, check_node_size(node_size, world_size))
 
 
 def launch_on_pipes(

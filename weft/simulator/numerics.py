@@ -8,6 +8,8 @@ square root, exp, log, sin …) results are IEEE-rounded. Dot products are summe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 
 import ml_dtypes
 import numpy as np
@@ -46,46 +48,53 @@ def convert(x: np.ndarray, to: np.dtype, toward_zero: bool = False) -> np.ndarra
     truncated, clamped to 16, 32 or 64 bits, then cut to 8.
     """
     source = x.dtype
-    if source == to:
-        return x
+    return x if source is to or source == to else _conversion(source, to, toward_zero)(x)
+
+
+@cache
+def _conversion(source: np.dtype, to: np.dtype, toward_zero: bool) -> Callable[[np.ndarray], np.ndarray]:
     if to == _BOOL:
-        return x != np.zeros((), source)
-    if to in FLOATS:
-        return _to_float(x, to, toward_zero)
-    return _float_to_int(x, to) if source in FLOATS else x.astype(to)
+        return lambda x: x != np.zeros((), source)
+    if to not in FLOATS:
+        return partial(_float_to_int, to=to) if source in FLOATS else lambda x: x.astype(to)
+    if source == BF16 or source in _FP8:  # fp32 is exact, NaN's bits too
+        after = _conversion(_F32, to, toward_zero) if to != _F32 else lambda x: x
+        return lambda x: after(x.astype(_F32))
+    if toward_zero and source == _F64 and to == _F32:
+        return _f64_to_f32_toward_zero
+    if to in (_F32, _F64) or (to == np.float16 and source == _F64 and not toward_zero):
+        return lambda x: x.astype(to)
+    widen, narrow = _to_decisive_f32(source), _from_f32(to, toward_zero)
+    return narrow if source == _F32 else lambda x: narrow(widen(x))
 
 
-def _to_float(x: np.ndarray, to: np.dtype, toward_zero: bool) -> np.ndarray:
-    source = x.dtype
-    if source == BF16 or source in _FP8:
-        x, source = x.astype(np.float32), _F32  # exact, NaN's bits too
-        if to == _F32:
-            return x
-    if to in (_F32, _F64):
-        return _f64_to_f32_toward_zero(x) if toward_zero and source == _F64 and to == _F32 else x.astype(to)
-    # 16 and 8 bits: to fp32 first, keeping the bits that decide the last rounding.
-    if source == _F64 or (source.kind in "iu" and source.itemsize >= 4):
-        if to == np.float16 and source == _F64 and not toward_zero:
-            return x.astype(to)
-        x = f64_to_f32_odd(x.astype(np.float64)) if source.itemsize < 8 or source == _F64 else _i64_to_f32_odd(x)
-    elif source != _F32:
-        x = x.astype(np.float32)
+def _to_decisive_f32(source: np.dtype) -> Callable[[np.ndarray], np.ndarray]:
+    """Conversion to fp32 that keeps the bits that decide a rounding to 16 or 8 bits."""
+    if source.kind in "iu" and source.itemsize == 8:
+        return _i64_to_f32_odd
+    if source == _F64 or (source.kind in "iu" and source.itemsize == 4):
+        return lambda x: f64_to_f32_odd(x.astype(np.float64))
+    return lambda x: x.astype(np.float32)
+
+
+def _from_f32(to: np.dtype, toward_zero: bool) -> Callable[[np.ndarray], np.ndarray]:
+    """Conversion from fp32 to 16 or 8 bits."""
     if toward_zero:
-        return _toward_zero(x, to)
+        return partial(_toward_zero, to=to)
     if to == BF16:
-        return f32_to_bf16(x)
-    if to in _FP8:
-        limit = np.float32(ml_dtypes.finfo(to).max)
-        return np.where(np.isnan(x), x, np.clip(x, -limit, limit)).astype(to)
-    return x.astype(to)
+        return f32_to_bf16
+    if to not in _FP8:
+        return lambda x: x.astype(to)
+    limit = np.float32(ml_dtypes.finfo(to).max)
+    return lambda x: np.where(np.isnan(x), x, np.clip(x, -limit, limit)).astype(to)
 
 
 def f32_to_bf16(x: np.ndarray) -> np.ndarray:
     rounded = x.astype(BF16)
-    nan = np.isnan(x)
-    if np.logical_or.reduce(nan, axis=None):  # ml_dtypes drops its payload
+    least = np.minimum.reduce(x, axis=None, initial=0.0)
+    if least != least:  # ml_dtypes drops a NaN's payload
         bits = (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16) | np.uint16(0x40)
-        rounded = np.where(nan, bits, rounded.view(np.uint16)).view(BF16)
+        rounded = np.where(np.isnan(x), bits, rounded.view(np.uint16)).view(BF16)
     return rounded
 
 

@@ -19,6 +19,12 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
         return _of_late_copies(earlier, later)
     if kind != "race":
         return ""
+    remedy = _of_transport(earlier, later)
+    return _of_kernels(earlier, later, place) if remedy is None else remedy
+
+
+def _of_transport(earlier: Access, later: Access) -> str | None:
+    """Remedy where a side is of a rail, a transfer, a copy or host code; else None."""
     same_rank = earlier.thread.rank == later.thread.rank
     if _RAIL in (earlier.thread.stream, later.thread.stream):
         return _of_rails(earlier, later)
@@ -26,12 +32,14 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
         return "put fence(to) or a strong signal behind the transfer; its source may be written after quiet()"
     if _COPY in (earlier.kind, later.kind):
         return _of_copies(earlier, later) if same_rank else _of_peers_copies(earlier, later)
-    if _HOST in (earlier.kind, later.kind):
-        return (
-            "call team.synchronize() between the two"
-            if same_rank
-            else "call team.barrier() between the two: host code waits there for the streams of all ranks"
-        )
+    if _HOST not in (earlier.kind, later.kind):
+        return None
+    if same_rank:
+        return "call team.synchronize() between the two"
+    return "call team.barrier() between the two: host code waits there for the streams of all ranks"
+
+
+def _of_kernels(earlier: Access, later: Access, place: Callable[[tuple | None], Place | None]) -> str:
     early_release = later.thread.early_release
     if early_release is not None and at(early_release[0], earlier.slot) >= earlier.time:
         where = place(early_release[1])
@@ -47,15 +55,7 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
     if earlier.verb in STORES and later.verb in STORES:
         return "write to separate places, or mask all stores but one; order the two only if the later value must remain"
     if earlier.code is not None and earlier.code == later.code:
-        if any(access.sync.address is not None for access in (earlier, later)):  # they take turns by signals
-            return (
-                "let each turn notify after its store and wait for the turn before it ahead of its load; an atomic "
-                "(tl.atomic_add) only if the order does not matter"
-            )
-        return (
-            "read and write in one step, with an atomic (tl.atomic_add), or use a separate place for each program, if the "
-            "order is to be fixed"
-        )
+        return _of_one_line(earlier, later)
     if earlier.verb in LOADS and later.verb in STORES:
         load, store = place(earlier.code), place(later.code)
         return (
@@ -63,6 +63,18 @@ def advice_for(kind: str, earlier: Access, later: Access, place: Callable[[tuple
             f"what was there before: notify after the load, wait before the store"
         )
     return ""
+
+
+def _of_one_line(earlier: Access, later: Access) -> str:
+    if any(access.sync.address is not None for access in (earlier, later)):  # they take turns by signals
+        return (
+            "let each turn notify after its store and wait for the turn before it ahead of its load; an atomic "
+            "(tl.atomic_add) only if the order does not matter"
+        )
+    return (
+        "read and write in one step, with an atomic (tl.atomic_add), or use a separate place for each program, if the "
+        "order is to be fixed"
+    )
 
 
 def _of_late_copies(earlier: Access, later: Access) -> str:

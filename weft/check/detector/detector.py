@@ -13,7 +13,7 @@ from weft.check.detector.arrivals import ArrivalOrders
 from weft.check.detector.epochs import Epochs
 from weft.check.detector.happens_before import HappensBefore
 from weft.check.detector.host_operations import HostOperations
-from weft.check.detector.races import kind_of
+from weft.check.detector.races import Elements, elements_at, kind_of
 from weft.check.detector.signal_states import Signal
 from weft.check.detector.signals import addresses_in
 from weft.check.detector.thread_clocks import (
@@ -84,47 +84,53 @@ class Detector(HappensBefore):
     def deadlocked(self, unstarted: list[Grid], tasks: list[str]) -> list[str]:
         """Report the likely cause of a deadlock, and return what is known of each awaited signal."""
         self.signals.stuck()
+        waiting, spinning = self._stuck_threads()
+        awaited = list(dict.fromkeys(thread.waits[0] for thread in waiting if thread.waits is not None))
+        causes = list(dict.fromkeys(line for address in awaited for line in self._cause(address)))
+        kind, text = self._misfit(unstarted) or ("deadlock", causes[0] if causes else "no task can go on")
+        causes += self._counterparts()
+        extent = self.memory.find(awaited[0]) if awaited else None
+        elements = elements_at(extent, awaited[0], awaited[0]) if extent is not None else Elements()
+        by_line: dict[CodeLine | None, ThreadClock] = {}
+        for thread in waiting:
+            if thread.waits is not None:
+                by_line.setdefault(thread.waits[1], thread)
+        sides = [
+            Access(0, thread, SCALAR, 0, 0, 0, "spin" if thread in spinning else "wait", line, "sys", thread.sync)
+            for line, thread in by_line.items()
+        ]
+        self.races.report(kind, text, sides, elements, detail=(*tasks, *causes))
+        return causes
+
+    def _stuck_threads(self) -> tuple[list[ThreadClock], set[ThreadClock]]:
+        """Threads that wait, and those among them that spin, each with the place for which it waits."""
         waiting, spinning = [], set()
         for task in self.machine.scheduler.waiting_tasks():
             thread, history = self._threads.get(task), task.history
-            if thread is not None:
-                waiting.append(thread)
             if history is not None and history.code is not None:
                 spinning.add(thread)
-            if thread is not None and task.waiting is None:
+            if thread is None:
+                continue
+            waiting.append(thread)
+            if task.waiting is None:
                 # It spins, so an earlier wait of it is over.
-                thread.waits = (history.last.extent[0], history.code) if thread in spinning else None
-        signals: dict[int, list[ThreadClock]] = {}
-        for thread in waiting:
-            if thread.waits is not None:
-                signals.setdefault(thread.waits[0], []).append(thread)
-        causes = list(dict.fromkeys(line for address in signals for line in self._cause(address)))
-        kind, text = "deadlock", causes[0] if causes else "no task can go on"
-        causes += self._counterparts()
-        rows = enumerate(zip(*self.launched_names, strict=False))
-        differ = next(((i, row) for i, row in rows if len(set(row)) > 1), None)
+                thread.waits = (history.last.places.low, history.code) if thread in spinning else None
+        return waiting, spinning
+
+    def _misfit(self, unstarted: list[Grid]) -> tuple[str, str] | None:
+        """(kind, sentence) of a deadlock by too large a grid, or by different launches on the ranks."""
         if unstarted:
             self.unstarted = max(grid.total for grid in unstarted)
-            kind = "residency"
-            text = (
-                f"kernel {unstarted[0].launch.name} has {unstarted[0].total} programs and this GPU holds {self.machine.sms}: "
-                f"the running ones wait, so the others never start"
+            grid = unstarted[0]
+            return "residency", (
+                f"kernel {grid.launch.name} has {grid.total} programs and this GPU holds {self.machine.sms}: the running ones "
+                f"wait, so the others never start"
             )
-        elif differ:
-            kind = "launch-mismatch"
-            text = f"launch {differ[0] + 1}: " + "; ".join(f"rank {r} {name}" for r, name in enumerate(differ[1]))
-        address = next(iter(signals), None)
-        extent = self.memory.find(address) if address is not None else None
-        seen, sides = set(), []
-        for thread in waiting:
-            if thread.waits is not None and (line := thread.waits[1]) not in seen:
-                seen.add(line)
-                verb = "spin" if thread in spinning else "wait"
-                sides.append(Access(0, thread, SCALAR, 0, 0, 0, verb, line, "sys", thread.sync))
-        index = (address - extent.base) // extent.itemsize if extent is not None else 0
-        name, rank = (extent.name, extent.rank) if extent is not None else ("", 0)
-        self.races.report(kind, text, sides, name, rank, index, index, (*tasks, *causes))
-        return causes
+        for number, names in enumerate(zip(*self.launched_names, strict=False), start=1):
+            if len(set(names)) > 1:
+                said = "; ".join(f"rank {rank} {name}" for rank, name in enumerate(names))
+                return "launch-mismatch", f"launch {number}: {said}"
+        return None
 
     def _counterparts(self) -> list[str]:
         """State of the programs that should have signalled: same kernel and number, not waiting."""
@@ -203,10 +209,7 @@ class Detector(HappensBefore):
         if self.tiles.loads(thread, access, addresses):
             return
         if how == "volatile" and addresses.size <= _FEW:
-            for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
-                for i in addresses_in(signal, addresses)[:1]:
-                    self.signals.relaxed(thread, signal, "sys")
-                    self._polled(signal, access, signed(bits[i], itemsize))
+            self._looks_at_signals(access, addresses, bits)
         if how == "lamport":
             sender = self.races.last_store(int(addresses[0]))
             if sender is not None:
@@ -219,6 +222,14 @@ class Detector(HappensBefore):
             thread.waits = (int(addresses[0]), access.code)
             thread.sync = Sync("received words of", int(addresses[0]), access.code)
         self._check_translated(thread, access, addresses)
+
+    def _looks_at_signals(self, access: Access, addresses: np.ndarray, bits: np.ndarray) -> None:
+        """Note a volatile load of some signals."""
+        itemsize = bits.dtype.itemsize
+        for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
+            for i in addresses_in(signal, addresses)[:1]:
+                self.signals.relaxed(access.thread, signal, "sys")
+                self._polled(signal, access, signed(bits[i], itemsize))
 
     def _across_threads(self, thread: ProgramClock, number: int, access: Access, loaded: Block) -> None:
         """Report a load by other threads than those that stored, by the latest stores."""
@@ -281,7 +292,7 @@ class Detector(HappensBefore):
         if addresses.size <= _FEW or sem != "relaxed":
             for i, address in enumerate(addresses.tolist()):
                 signal = self.signals.at(address, itemsize)
-                self._on_signal(op, thread, access, signal, int(old[i]), int(new[i]), sem, scope, changes)
+                self._on_signal(op, access, signal, int(old[i]), int(new[i]), sem, changes)
         if changes:
             self.arrivals.note(op, access, old)
             self.races.write(thread, access, addresses, itemsize)
@@ -316,18 +327,8 @@ class Detector(HappensBefore):
     def completed(self) -> None:
         self.thread().complete()
 
-    def _on_signal(
-        self,
-        op: str,
-        thread: ThreadClock,
-        access: Access,
-        signal: Signal,
-        old: int,
-        new: int,
-        sem: str,
-        scope: str,
-        changes: bool,
-    ) -> None:
+    def _on_signal(self, op: str, access: Access, signal: Signal, old: int, new: int, sem: str, changes: bool) -> None:
+        thread, scope = access.thread, access.scope
         if sem in ("acquire", "acq_rel"):
             self.signals.acquire(thread, signal, scope, "acquired")
         else:
@@ -409,9 +410,8 @@ class Detector(HappensBefore):
         """Report a finding about those of the addresses that lie in the first one's tensor."""
         extent = self.memory.find(int(addresses[0]))
         if extent is not None:
-            inside = [int(a) - extent.base for a in addresses if 0 <= int(a) - extent.base < extent.size]
-            low, high = min(inside) // extent.itemsize, max(inside) // extent.itemsize
-            self.races.report(kind, text, [access], extent.name, extent.rank, low, high)
+            inside = [address for address in addresses.tolist() if 0 <= address - extent.base < extent.size]
+            self.races.report(kind, text, [access], elements_at(extent, min(inside), max(inside)))
 
     def removed(self, low: int, high: int) -> None:
         self.races.forget(low)

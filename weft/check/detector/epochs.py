@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.check.detector.races import Races
+from weft.check.detector.races import Races, elements_at
 from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock
 from weft.simulator.interpreter import CodeLine
 
@@ -59,8 +59,7 @@ class Epochs:
         )
         access = Access(0, thread, SCALAR, 0, 0, 0, "begin of an epoch", code, None, thread.sync)
         extent = self._races.memory.find(address)
-        index = (address - extent.base) // extent.itemsize
-        self._races.report("unadvanced", text, [access], extent.name, extent.rank, index, index)
+        self._races.report("unadvanced", text, [access], elements_at(extent, address, address))
 
     def ended(self, thread: ThreadClock, address: int) -> None:
         begun = self._begun.get((thread.rank, address))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from weft.check.detector.host_lines import OF_WEFT, host_line
-from weft.check.detector.races import Races
+from weft.check.detector.races import Elements, Races
 from weft.check.detector.residency import Residency
 from weft.check.detector.signals import Signals
 from weft.check.detector.thread_clocks import SCALAR, Access, ProgramClock, Sync, ThreadClock
@@ -190,9 +190,8 @@ class HappensBefore(Observer):
             main.code = host_line()
             access = self.races.access(main, "host", f"host {verb}")
             text = f"{self.races.describe(access)} uses {extent.name}, which was freed"
-            self.races.report(
-                "use-after-free", text, [access], extent.name, rank, 0, extent.size // extent.itemsize - 1
-            )
+            whole = Elements(extent.name, rank, 0, extent.size // extent.itemsize - 1)
+            self.races.report("use-after-free", text, [access], whole)
 
     def stream(self, name: str) -> ThreadClock:
         rank = self.machine.rank

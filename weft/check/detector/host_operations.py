@@ -47,24 +47,20 @@ class HostOperations(TorchDispatchMode):
         for tensor, _ in operands:
             self._observer.host_touches(self._rank, tensor, name)
         touched = [(t, w) for t, w in operands if self._concerns(t)]
-        before = {}
-        for tensor, write in touched:
-            if write:
-                low = tensor.data_ptr()
-                for signal in self._observer.signals.within(low, low + _reach(tensor)):
-                    before[signal.address] = self._observer.signals.value(signal)
+        before = [self._signals_in(tensor) if write else {} for tensor, write in touched]
         result = func(*args, **kwargs)
-        for tensor, write in touched:
-            mine = {}
-            if write:
-                low = tensor.data_ptr()
-                mine = {a: old for a, old in before.items() if low <= a < low + _reach(tensor)}
-            self._observer.host_access(self._rank, _addresses(tensor), tensor.element_size(), name, write, mine)
+        for (tensor, write), values in zip(touched, before, strict=True):
+            self._observer.host_access(self._rank, _addresses(tensor), tensor.element_size(), name, write, values)
             if write:
                 self._observer.machine.scheduler.written(tensor.data_ptr(), tensor.data_ptr() + _reach(tensor))
         if name == "_local_scalar_dense":
             self._observer.host_waited(self._rank)
         return result
+
+    def _signals_in(self, tensor: torch.Tensor) -> dict[int, int]:
+        """Values by address of the signals that lie in a tensor."""
+        low, signals = tensor.data_ptr(), self._observer.signals
+        return {signal.address: signals.value(signal) for signal in signals.within(low, low + _reach(tensor))}
 
     def _concerns(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() > 0 and self._observer.memory.find(tensor.data_ptr()) is not None

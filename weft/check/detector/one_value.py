@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from weft.check.detector.races import Races
+from weft.check.detector.races import Races, elements_at
 from weft.check.detector.signal_states import OneValue, Signal
 from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock, Write
 from weft.check.detector.vector_clocks import at
@@ -102,9 +102,8 @@ class OneValueWaits:
             return
         access = Access(0, wait.thread, SCALAR, 0, 0, 0, "wait", wait.code, "sys", wait.thread.sync)
         text = f"{self._races.line_of(access)} waits until a signal is {wait.wanted}, and may never see it: {why}"
-        index = (signal.address - extent.base) // extent.itemsize
-        place = extent.name, extent.rank, index, index
-        signal.missed[key] = wait, partial(self._races.report, "equality-wait", text, [access], *place)
+        place = elements_at(extent, signal.address, signal.address)
+        signal.missed[key] = wait, partial(self._races.report, "equality-wait", text, [access], place)
 
     def _wanted(self, signal: Signal, code: CodeLine) -> int | None:
         """Value that the loop around ``code`` waits for; None if its condition does not show it."""

@@ -8,7 +8,7 @@ strong accesses whose scopes include each other do not race.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,41 @@ from weft.simulator.machine.machine import Machine
 from weft.simulator.machine.memory import Extent
 
 _COPIES = (DELIVERY, COPYING)
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements ``first`` to ``last`` of a tensor of ``rank``; no tensor is concerned if its name is ""."""
+
+    tensor: str = ""
+    rank: int = 0
+    first: int = 0
+    last: int = 0
+
+
+def elements_at(extent: Extent, low: int, high: int) -> Elements:
+    """Elements of a tensor at the addresses ``low`` to ``high``."""
+    first, last = ((address - extent.base) // extent.itemsize for address in (low, high))
+    return Elements(extent.name, extent.rank, first, last)
+
+
+# Sentences by kind: for two accesses of one program, after "the release in ..., acquired before LINE, ", and for any two.
+_OF_ONE_PROGRAM = {
+    "unquieted": "{second} accesses memory that the copy of {first} may still read or write: only quiet() completes it",
+    "undrained-tma": "{second} accesses what the same program stored through a descriptor in {first} and has not drained",
+}
+_NOT_COVERED = {
+    "missing-barrier": "covers only what came before the last CTA barrier, and {first} comes after it",
+    "undrained-tma": "does not cover the tensor-descriptor store in {first}, which was not drained before a CTA barrier",
+    "unquieted": "does not cover the copy of {first}, which was not completed before it",
+}
+_OF_TWO_LINES = {
+    "proxy-fence": "{second} loads through a descriptor what {first} stored: acquired, but without a proxy fence in between",
+    "early-access": "{second} comes before the program waits for the previous kernel (launch_pdl=True), and only that wait "
+    "orders {first} before it",
+    "overtaken": "{first} may land after {second}: rank {rank} knows of it only from words that rank {other_rank} sent later "
+    "without a fence, and a later store may overtake an earlier one",
+}
 
 
 class Races:
@@ -94,14 +129,14 @@ class Races:
         addresses  one-dimensional, in known extents
         bits       the bits read, None if unknown
         """
-        found: set[int] = set()
+        seen: set[int] = set()
         for extent, part in extents_of(self.memory.find, addresses, itemsize):
             shadow = self._shadow(extent)
             cells = shadow.cells((part - np.uint64(extent.base)).astype(np.int64), itemsize)
             writes = shadow.writes[cells]
             landed: dict[int, int] = {}  # own Lamport stores, seen in memory
             numbers = distinct(writes)
-            found.update(numbers)
+            seen.update(numbers)
             for number in numbers:
                 if number == UNWRITTEN:
                     self._check_written(shadow, cells, writes, access, bits if part is addresses else None, itemsize)
@@ -115,14 +150,17 @@ class Races:
                         kind = self._conflict(writer, access, lamport, thread.proxy if tma else None)
                         if kind is not None:
                             self._race(kind, writer, access, shadow, where(cells, writes == number))
-            if lamport:
-                # From here on the reader counts as the words' writer, since only the words order the real one.
-                shadow.writes[cells] = mapped(writes, lambda n: access.number if self._is_message(n) else n)
-            elif landed:
-                shadow.writes[cells] = mapped(writes, lambda n, landed=landed: landed.get(n, n))
-            readers = shadow.reads[cells]
-            shadow.reads[cells] = mapped(readers, lambda n: self._with_reader(n, access))
-        return found
+            self._record_read(access, shadow, cells, landed, lamport)
+        return seen
+
+    def _record_read(self, access: Access, shadow: Shadow, cells: Cells, landed: dict[int, int], lamport: bool) -> None:
+        if lamport:
+            # From here on the reader counts as the words' writer, since only the words order the real one.
+            writes = shadow.writes[cells]
+            shadow.writes[cells] = mapped(writes, lambda n: access.number if self._is_message(n) else n)
+        elif landed:
+            shadow.writes[cells] = mapped(shadow.writes[cells], lambda n: landed.get(n, n))
+        shadow.reads[cells] = mapped(shadow.reads[cells], lambda n: self._with_reader(n, access))
 
     def crossed(self, number: int, access: Access, low: int, high: int) -> None:
         """Report a load of bytes ``low ..
@@ -137,8 +175,7 @@ class Races:
                 f"{self.line_of(access)} loads in other threads of the program than {self.line_of(store)} stored, without a "
                 f"CTA barrier in between"
             )
-            first, last = ((at - extent.base) // extent.itemsize for at in (low, high - 1))
-            self.report("cta-race", text, (store, access), extent.name, extent.rank, first, last)
+            self.report("cta-race", text, (store, access), elements_at(extent, low, high - 1))
 
     def write(
         self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False
@@ -192,32 +229,27 @@ class Races:
         thread = access.thread
         if self._knows(access, earlier, lamport):
             return "proxy-fence" if proxy is not None and at(proxy, earlier.slot) < earlier.time else None
-        if earlier.thread is thread and earlier.kind in _COPIES:
-            return "unquieted"
         if earlier.thread is thread:
+            if earlier.kind in _COPIES:
+                return "unquieted"
             return "undrained-tma" if access.kind is not ASYNC else None
-        if (
-            isinstance(thread, ProgramClock)
-            and thread.ahead is not None
-            and at(thread.ahead, earlier.slot) >= earlier.time
-        ):
+        if _is_before_previous_kernel(thread, earlier):
             return "early-access"
         if earlier.scope and access.scope:
-            wide = earlier.scope == access.scope == "sys"
-            same_gpu = earlier.thread.rank == thread.rank and "cta" not in (earlier.scope, access.scope)
-            return None if wide or same_gpu else "scope"
-        if earlier.seq and earlier.kind is not SCALAR:
-            # A later release of the thread is known here, but does not cover the earlier access.
-            if (
-                at(thread.clock, self.slots.of(earlier.thread.rank, ("program", earlier.thread._index, SCALAR)))
-                >= earlier.seq
-            ):
-                uncovered = "unquieted" if earlier.kind in _COPIES else "missing-barrier"
-                return "undrained-tma" if earlier.kind is ASYNC else uncovered
+            return None if _include_each_other(earlier, access) else "scope"
+        if self._is_beyond_release(thread, earlier):
+            return {ASYNC: "undrained-tma", **dict.fromkeys(_COPIES, "unquieted")}.get(earlier.kind, "missing-barrier")
         if lamport and at(thread.clock, earlier.slot, UNFENCED_LAMPORT) >= earlier.time:
             return "overtaken"
         note = thread.note_for(earlier)
         return "race" if note is None else note.kind
+
+    def _is_beyond_release(self, thread: ThreadClock, earlier: Access) -> bool:
+        """True if ``thread`` knows a later release of the access's program, which does not cover the access."""
+        if not earlier.seq or earlier.kind is SCALAR:
+            return False
+        slot = self.slots.of(earlier.thread.rank, ("program", earlier.thread._index, SCALAR))
+        return at(thread.clock, slot) >= earlier.seq
 
     def _judge(
         self, earlier: Access, access: Access, shadow: Shadow, cells: Cells, mask: np.ndarray, lamport: bool
@@ -268,10 +300,9 @@ class Races:
         bad = (fresh & poison[:, None]).ravel()
         if bad.any() and (access.number, shadow.extent.base) not in self._reported:
             self._reported.add((access.number, shadow.extent.base))
-            low, high = shadow.elements(where(cells, bad))
             name, owner = shadow.extent.name, shadow.extent.rank
             text = f"{self.describe(access)} reads {name} of rank {owner}, which has not been written since it was allocated"
-            self.report("uninitialised", text, (access,), name, owner, low, high)
+            self.report("uninitialised", text, (access,), _elements(shadow, where(cells, bad)))
 
     def _race(self, kind: str, earlier: Access, access: Access, shadow: Shadow, cells: np.ndarray) -> None:
         if kind == "race" and (earlier.resets or access.resets):
@@ -280,54 +311,30 @@ class Races:
         if key in self._reported:
             return
         self._reported.add(key)
-        low, high = shadow.elements(cells)
-        self.report(
-            kind,
-            self._sentence(kind, earlier, access),
-            (earlier, access),
-            shadow.extent.name,
-            shadow.extent.rank,
-            low,
-            high,
-            advice=advice_for(kind, earlier, access, self.place),
-        )
+        text, advice = self._sentence(kind, earlier, access), advice_for(kind, earlier, access, self.place)
+        self.report(kind, text, (earlier, access), _elements(shadow, cells), advice=advice)
 
     def _sentence(self, kind: str, earlier: Access, access: Access) -> str:
         first, second = self.line_of(earlier), self.line_of(access)
-        if kind == "unquieted" and earlier.thread is access.thread:
-            return (
-                f"{second} accesses memory that the copy of {first} may still read or write: only quiet() completes it"
-            )
-        if kind in ("missing-barrier", "undrained-tma", "unquieted") and earlier.thread is not access.thread:
+        if earlier.thread is access.thread and kind in _OF_ONE_PROGRAM:
+            return _OF_ONE_PROGRAM[kind].format(first=first, second=second)
+        if kind in _NOT_COVERED:
             release = next((r for r in earlier.thread.releases if r.count >= earlier.seq), None)
             where_ = f"the release in {self.place(release.code)}" if release else "the release"
-            why = {
-                "missing-barrier": f"covers only what came before the last CTA barrier, and {first} comes after it",
-                "undrained-tma": f"does not cover the tensor-descriptor store in {first}, which was not drained before a CTA "
-                "barrier",
-                "unquieted": f"does not cover the copy of {first}, which was not completed before it",
-            }[kind]
-            return f"{where_}, acquired before {second}, {why}"
-        if kind == "undrained-tma":
-            return f"{second} accesses what the same program stored through a descriptor in {first} and has not drained"
-        if kind == "proxy-fence":
-            return f"{second} loads through a descriptor what {first} stored: acquired, but without a proxy fence in between"
+            return f"{where_}, acquired before {second}, {_NOT_COVERED[kind].format(first=first)}"
+        if kind in _OF_TWO_LINES:
+            ranks = {"rank": access.thread.rank, "other_rank": earlier.thread.rank}
+            return _OF_TWO_LINES[kind].format(first=first, second=second, **ranks)
         if kind == "scope" and earlier.scope and access.scope:
             one, other = f"{first} (scope {earlier.scope})", f"{second} (scope {access.scope})"
             return f"{one} and {other} are atomics whose scopes do not include each other"
-        if kind == "early-access":
-            return (
-                f"{second} comes before the program waits for the previous kernel (launch_pdl=True), and only that wait orders "
-                f"{first} before it"
-            )
-        if kind == "overtaken":
-            return (
-                f"{first} may land after {second}: rank {access.thread.rank} knows of it only from words that rank "
-                f"{earlier.thread.rank} sent later without a fence, and a later store may overtake an earlier one"
-            )
         note = access.thread.note_for(earlier)
         if note is not None and note.kind == kind:
             return note.sentence
+        return self._sentence_of_race(kind, earlier, access)
+
+    def _sentence_of_race(self, kind: str, earlier: Access, access: Access) -> str:
+        first, second = self.line_of(earlier), self.line_of(access)
         if kind == "signal-reset":
             reset, other = (second, first) if access.resets else (first, second)
             return f"{reset} resets a signal that {other} uses: nothing orders the two"
@@ -345,17 +352,15 @@ class Races:
         kind: str,
         message: str,
         accesses: Iterable[Access],
-        tensor: str = "",
-        rank: int = 0,
-        first: int = 0,
-        last: int = 0,
+        elements: Elements = Elements(),
+        *,
         detail: tuple[str, ...] = (),
         advice: str = "",
     ) -> None:
         sides = tuple(self.side(a) for a in accesses)
         finding = Finding(
-            kind=kind, message=message, tensor=tensor, rank=rank, first=first, last=last, sides=sides, detail=detail,
-            allowed=allowed_by(kind, sides), advice=advice,
+            kind=kind, message=message, tensor=elements.tensor, rank=elements.rank, first=elements.first, last=elements.last,
+            sides=sides, detail=detail, allowed=allowed_by(kind, sides), advice=advice,
         )  # fmt: skip
         self.findings.setdefault(finding.cause, finding)
         self.counts[finding.cause] = self.counts.get(finding.cause, 0) + 1
@@ -406,6 +411,23 @@ class Races:
     def describe(self, access: Access) -> str:
         place = self.place(access.code)
         return f"{access.thread.label} ({place})" if place else f"{access.thread.label} ({access.verb})"
+
+
+def _is_before_previous_kernel(thread: ThreadClock, earlier: Access) -> bool:
+    """True if only the end of the kernel before, for which ``thread`` has not waited, orders ``earlier``."""
+    ahead = thread.ahead if isinstance(thread, ProgramClock) else None
+    return ahead is not None and at(ahead, earlier.slot) >= earlier.time
+
+
+def _include_each_other(earlier: Access, access: Access) -> bool:
+    """True if the scopes of two strong accesses include each other."""
+    if earlier.scope == access.scope == "sys":
+        return True
+    return earlier.thread.rank == access.thread.rank and "cta" not in (earlier.scope, access.scope)
+
+
+def _elements(shadow: Shadow, cells: np.ndarray) -> Elements:
+    return Elements(shadow.extent.name, shadow.extent.rank, *shadow.elements(cells))
 
 
 def kind_of(addresses: np.ndarray) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from weft.check.detector.races import Elements, elements_at
 from weft.check.detector.signal_states import Signal
 from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock
 from weft.simulator.machine.grids import Grid
@@ -50,7 +51,8 @@ class Residency:
         )
         extent = self._memory.find(address)
         access = Access(0, thread, SCALAR, 0, 0, 0, "wait", code, "sys", thread.sync)
-        self._report("residency", text, [access], extent.name if extent else "", extent.rank if extent else 0)
+        elements = elements_at(extent, extent.base, extent.base) if extent is not None else Elements()
+        self._report("residency", text, [access], elements)
 
     def _is_too_large(self, thread: ThreadClock) -> bool:
         return thread.grid is not None and thread.grid.total > self._sms

@@ -15,7 +15,7 @@ from functools import reduce
 import numpy as np
 
 from weft.check.detector.one_value import OneValueWaits
-from weft.check.detector.races import Races
+from weft.check.detector.races import Races, elements_at
 from weft.check.detector.signal_states import Signal
 from weft.check.detector.thread_clocks import (
     SCALAR,
@@ -280,10 +280,8 @@ class Signals:
 
     def _report(self, kind: str, text: str, signal: Signal, accesses: list[Access]) -> None:
         extent = self._memory.find(signal.address)
-        if extent is None:
-            return
-        index = (signal.address - extent.base) // extent.itemsize
-        self._races.report(kind, text, accesses, extent.name, extent.rank, index, index)
+        if extent is not None:
+            self._races.report(kind, text, accesses, elements_at(extent, signal.address, signal.address))
 
 
 def _is_back(signal: Signal, old: int, new: int) -> bool:

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from weft.check.detector.races import Races
+from weft.check.detector.races import Races, elements_at
 from weft.check.detector.thread_clocks import SCALAR, Access, ThreadClock
 from weft.simulator.machine.grids import Grid
 from weft.simulator.observer import MappedTile, TileMark
@@ -158,9 +158,8 @@ class Tiles:
 
     def _found(self, kind: str, text: str, access: Access, addresses: np.ndarray, base: int) -> None:
         extent = self._races.memory.find(base)
-        low, high = int(addresses.min()), int(addresses.max())
-        first, last = ((at - extent.base) // extent.itemsize for at in (low, high))
-        self._races.report(kind, text, (access,), extent.name, extent.rank, first, last)
+        elements = elements_at(extent, int(addresses.min()), int(addresses.max()))
+        self._races.report(kind, text, (access,), elements)
 
     def _report(self, kind: str, text: str, thread: ThreadClock) -> None:
         """Report a map's error, one of each kind: the verb is the finding's identity."""

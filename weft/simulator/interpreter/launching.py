@@ -52,9 +52,7 @@ def prepare(
     """
     names = {p.name for p in jit_fn.params}
     own = {name: value for name, value in kwargs.items() if name in names}
-    unknown = [n for n in kwargs if n not in names and n not in _OPTIONS and not n.startswith("launch_")]
-    if unknown:
-        raise TypeError(f"{jit_fn.__name__}: keyword argument {unknown[0]} was specified but unrecognised")
+    _check_options(jit_fn.__name__, {name: value for name, value in kwargs.items() if name not in names})
     try:
         bound = jit_fn.signature.bind(*args, **own)
     except TypeError as error:
@@ -72,9 +70,6 @@ def prepare(
                 f"descriptor or a tuple of them, or make the parameter a tl.constexpr"
             ) from None
     sizes = _sizes(jit_fn.__name__, grid(bound.arguments) if callable(grid) else grid)
-    warps = value_of(kwargs.get("num_warps", 4))
-    if not isinstance(warps, int) or warps < 1 or warps & (warps - 1):
-        raise ValueError(f"{jit_fn.__name__}: num_warps={warps!r} is not a power of 2")
     named = {p.name: seen.pop(p.name) for p in jit_fn.signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     positional = list(seen.values())
 
@@ -89,6 +84,16 @@ def prepare(
         tensors=arguments.tensors,
         tuples=arguments.tuples,
     )
+
+
+def _check_options(kernel: str, options: dict[str, object]) -> None:
+    """TypeError for an unknown launch option, ValueError for an impossible number of warps."""
+    for name in options:
+        if name not in _OPTIONS and not name.startswith("launch_"):
+            raise TypeError(f"{kernel}: keyword argument {name} was specified but unrecognised")
+    warps = value_of(options.get("num_warps", 4))
+    if not isinstance(warps, int) or warps < 1 or warps & (warps - 1):
+        raise ValueError(f"{kernel}: num_warps={warps!r} is not a power of 2")
 
 
 def _sizes(kernel: str, grid: Sequence[int]) -> list[int]:

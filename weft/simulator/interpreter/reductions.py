@@ -38,25 +38,26 @@ class Reductions:
         inputs = (input,) if isinstance(input, tl.tensor) else tuple(input)
         axis, keep_dims, combine_fn = map(plain, (axis, keep_dims, combine_fn))
         arrays = [x.handle.data for x in inputs]
-        rank = arrays[0].ndim
-        along = 0
+        shape, along = arrays[0].shape, 0
         if axis is None:
-            arrays = [a.reshape(-1) for a in arrays]
+            arrays, left = [a.reshape(-1) for a in arrays], (1,) * len(shape) if keep_dims else ()
         else:
-            along = wrap_axis(axis, rank)
-        if combine_fn is combine_sum:
-            out = [numerics.reduce_sum(arrays[0], along)]
-        elif combine_fn is combine_max or combine_fn is combine_min:
-            out = [numerics.reduce_extreme(arrays[0], along, combine_fn is combine_max)]
-        else:
-            out = self._tree(combine_fn, arrays, [x.dtype for x in inputs], along)
-        if keep_dims:
-            out = out if axis is not None else [a.reshape((1,) * rank) for a in out]
-        else:
-            out = [a.reshape(a.shape[:along] + a.shape[along + 1 :] or SCALAR_SHAPE) for a in out]
-        is_block = keep_dims or (axis is not None and rank > 1)
-        results = tuple(make(a, x.dtype, is_block) for a, x in zip(out, inputs, strict=True))
+            along = wrap_axis(axis, len(shape))
+            left = (*shape[:along], *((1,) if keep_dims else ()), *shape[along + 1 :])
+        reduced = self._reduced(combine_fn, arrays, [x.dtype for x in inputs], along)
+        results = tuple(
+            make(a.reshape(left or SCALAR_SHAPE), x.dtype, bool(left)) for a, x in zip(reduced, inputs, strict=True)
+        )
         return results[0] if isinstance(input, tl.tensor) else results
+
+    def _reduced(
+        self, combine_fn: Function, arrays: list[np.ndarray], types_: list[tl.dtype], along: int
+    ) -> list[np.ndarray]:
+        if combine_fn is combine_sum:
+            return [numerics.reduce_sum(arrays[0], along)]
+        if combine_fn is combine_max or combine_fn is combine_min:
+            return [numerics.reduce_extreme(arrays[0], along, combine_fn is combine_max)]
+        return self._tree(combine_fn, arrays, types_, along)
 
     def _combine(self, function: Callable, left: list, right: list, types_: list[tl.dtype]) -> list[np.ndarray]:
         got = function(*map(block, left, types_), *map(block, right, types_))

@@ -129,8 +129,7 @@ class Accesses:
         access: str = "plain",
     ) -> np.ndarray:
         combine = _COMBINE[op]
-        dtype = np.dtype(dtype)
-        return self._read_modify_write(op, addresses, bits.view(dtype), mask, dtype, combine, sem, scope, access)
+        return self._read_modify_write(op, addresses, bits.view(dtype), mask, combine, sem, scope, access)
 
     def cas(
         self, addresses: np.ndarray, compare_bits: np.ndarray, bits: np.ndarray, sem: str, scope: str
@@ -141,7 +140,7 @@ class Accesses:
         def combine(old: np.generic, new: np.generic) -> np.generic:
             return new if old == next(expected) else old
 
-        return self._read_modify_write("cas", addresses, bits, mask, bits.dtype, combine, sem, scope)
+        return self._read_modify_write("cas", addresses, bits, mask, combine, sem, scope)
 
     # --- polling programs --------------------------------------------------------------------------------------------
 
@@ -319,13 +318,13 @@ class Accesses:
         addresses: np.ndarray,
         values: np.ndarray,
         mask: np.ndarray,
-        dtype: np.dtype,
         combine: Combine,
         sem: str,
         scope: str,
         access: str = "plain",
     ) -> np.ndarray:
         """Atomic, element by element: duplicates among the addresses must see each other."""
+        dtype = values.dtype
         places = self._plain(
             Scattered(addresses, np.broadcast_to(mask, addresses.shape), dtype.itemsize), f"atomic {op}"
         )

@@ -44,7 +44,7 @@ class Malformed(ValueError):
 def exchangeable(cls: T) -> T:
     """Decorator: let ``team.exchange`` carry this dataclass, NamedTuple or Enum. Every rank must run it.
 
-    A dataclass or NamedTuple is rebuilt by its own constructor from its fields; an Enum's member is found by its name.
+    A dataclass or NamedTuple is rebuilt by its constructor from its fields; an Enum's member is found by its name.
     """
     named = issubclass(cls, tuple) and hasattr(cls, "_fields")
     if not (named or dataclasses.is_dataclass(cls) or (issubclass(cls, Enum) and not issubclass(cls, Flag))):

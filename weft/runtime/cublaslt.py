@@ -133,7 +133,7 @@ class _Gemm:
     def named(self, sms: int) -> list[_Algo]:
         """Algorithms that the heuristics name for a GPU of ``sms`` SMs, best first."""
         self._describe(_SM_COUNT_TARGET, c_int32(sms))
-        preference, found, count = c_void_p(), (_Result * _MOST)(), c_int()
+        preference, results, count = c_void_p(), (_Result * _MOST)(), c_int()
         _call("MatmulPreferenceCreate", byref(preference))
         try:
             most = c_uint64(_WORKSPACE_BYTES)
@@ -141,11 +141,11 @@ class _Gemm:
             for attribute in _MIN_ALIGNMENTS:
                 value = c_uint32(ALIGNMENT)
                 _call("MatmulPreferenceSetAttribute", preference, attribute, byref(value), c_size_t(4))
-            _call("MatmulAlgoGetHeuristic", _handle(), *self._operands(), preference, _MOST, found, byref(count))
+            _call("MatmulAlgoGetHeuristic", _handle(), *self._operands(), preference, _MOST, results, byref(count))
         finally:
             _call("MatmulPreferenceDestroy", preference)
             self._describe(_SM_COUNT_TARGET, c_int32(0))
-        return [result.algo for result in found[: count.value] if result.status == 0]
+        return [result.algo for result in results[: count.value] if result.status == 0]
 
     def find(self, algorithm: Algorithm) -> tuple[_Algo, int] | None:
         """``algorithm`` and its bytes of scratch memory; None if this GPU or cuBLASLt version lacks it."""
@@ -191,7 +191,7 @@ class _Prepared:
         library, gemm, there = _cublaslt(), self.gemm, out.data_ptr()
         assert library is not None
         alpha, beta = ctypes.addressof(_ONE), ctypes.addressof(_ONE if add else _ZERO)
-        # Scratch of its own for each call, since calls may run on several streams at once.
+        # Separate scratch for each call, since calls may run on several streams at once.
         scratch = a.new_empty(self.workspace_bytes, dtype=torch.uint8) if self.workspace_bytes else None
         status = library.cublasLtMatmul(
             _handle(), gemm.description, alpha, b.data_ptr(), gemm.b, a.data_ptr(), gemm.a, beta,
@@ -214,8 +214,8 @@ def _prepared(device: int, a: _Layout, b: _Layout, out: _Layout, algorithm: Algo
         return None
     (M, K), N = a[0], b[0][0]
     gemm = _Gemm((M, N, K), (a[1][0], b[1][0], out[1][0]), a[2])
-    found = gemm.find(algorithm)
-    return None if found is None else _Prepared(gemm, *found)
+    chosen = gemm.find(algorithm)
+    return None if chosen is None else _Prepared(gemm, *chosen)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, algorithm: Algorithm, *, add: bool = False) -> bool:

@@ -3,7 +3,7 @@
     findings = examine()
     runnable(findings)      # False: not even the simulator can run
 
-Each part is examined by itself, so that a broken one does not hide the others.
+Each part is examined by itself, so that a broken one does not hide the rest.
 """
 
 from __future__ import annotations

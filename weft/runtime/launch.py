@@ -317,7 +317,7 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _on_gpu(job: _Job, rank: int) -> Any:
-    """Team of a rank with one GPU, which others may share."""
+    """Team of a rank with one GPU, which other ranks may share."""
     torch.cuda.set_device(rank % job.gpus)
     if job.world_size > job.gpus:
         allow_shared_gpus()
@@ -341,7 +341,7 @@ def connect(backend: str, run: Given, rank: int, world_size: int) -> None:
 
 def _end(status: int) -> None:
     """End this process at once: a spinning kernel or a poisoned context would hang an orderly exit."""
-    # Named semaphores outlive their process, and Python warns of them. torch.compile makes one (tqdm's lock).
+    # Named semaphores outlive their process, and Python warns of that. torch.compile makes one (tqdm's lock).
     multiprocessing.util._run_finalizers(0)
     os._exit(status)
 

@@ -28,9 +28,9 @@ _HOOKS = knobs.runtime
 class Launch:
     """A kernel with the values of its constexpr parameters and its compiler options.
 
-    kernel     a ``@triton.jit`` function whose constexpr parameters come after all others
+    kernel     a ``@triton.jit`` function whose constexpr parameters come last
     constants  constexpr parameters and compiler options by name, as ``kernel[grid](…, **constants)`` takes them
-    fixed      arguments that are the same in every call; they come after the first ``before`` others
+    fixed      arguments that are the same in every call; they come after the first ``before`` arguments
 
     The first call with arguments of a kind goes through Triton, which compiles; later ones launch the compiled kernel. Where
     ``JITFunction.run`` has been replaced (simulated ranks), every call goes through it.
@@ -48,7 +48,7 @@ class Launch:
         self._compiled: dict[tuple, tuple[CompiledKernel, Callable[..., None], tuple]] = {}
 
     def __call__(self, programs: int | tuple[int, int], *varying: Any) -> None:
-        """Run ``programs`` programs, or a grid of them, on the current stream.
+        """Run ``programs`` programs, or a grid, on the current stream.
 
         ``varying``: arguments that are neither constexpr nor fixed.
         """
@@ -124,10 +124,10 @@ def launch_of(team: Team, kernel: JITFunction, key: Hashable, constants: Callabl
     """The team's ``Launch`` of ``kernel`` under ``key``, which identifies its ``constants()``."""
     launches = team.workspace("launches", dict)
     # By name: hashing a JITFunction walks all that it calls.
-    found = launches.get(at := (kernel.__name__, key))
-    if found is None:
-        found = launches[at] = Launch(kernel, constants())
-    return found
+    launch = launches.get(at := (kernel.__name__, key))
+    if launch is None:
+        launch = launches[at] = Launch(kernel, constants())
+    return launch
 
 
 _ON_DEVICES: dict[Hashable, Launch] = {}
@@ -138,7 +138,7 @@ def launch_on(
 ) -> Launch:
     """The ``Launch`` of ``kernel`` on ``device``, for ops without a team; else like ``launch_of``."""
     # By identity, which the Launch keeps alive: kernels of the same name may differ.
-    found = _ON_DEVICES.get(at := (device, id(kernel), key))
-    if found is None:
-        found = _ON_DEVICES[at] = Launch(kernel, constants())
-    return found
+    launch = _ON_DEVICES.get(at := (device, id(kernel), key))
+    if launch is None:
+        launch = _ON_DEVICES[at] = Launch(kernel, constants())
+    return launch

@@ -2,7 +2,7 @@
 
 Its argument is the file of a worker: there `begin(hello)` imports what is needed and returns a function from a request to its
 answer, both dictionaries. Requests and answers are lines of JSON. The first request is `hello`: {"path", "memory"} (sys.path,
-bytes beyond those that the begun worker has) and what the worker reads of it; its answer is {}, or {"refused"} for a ValueError
+bytes beyond what the begun worker has) and what the worker reads of it; its answer is {}, or {"refused"} for a ValueError
 of `begin`. Each further one has "seconds".
 """
 

@@ -1,4 +1,4 @@
-"""Process with limits on time and memory, for work on what others wrote: the parent's side."""
+"""Process with limits on time and memory, for work on files of unknown origin: the parent's side."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class LimitedProcess:
         """
         process, deadline = self.process, time.monotonic() + seconds
         left = memoryview(json.dumps(message).encode() + b"\n")
-        found = bytearray()
+        line = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdin, selectors.EVENT_WRITE)
             selector.register(process.stdout, selectors.EVENT_READ)
-            while not found.endswith(b"\n"):
+            while not line.endswith(b"\n"):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     raise ProcessFailed(f"it does not end within {seconds:g} s")
@@ -101,10 +101,10 @@ class LimitedProcess:
                     piece = os.read(key.fd, 1 << 20)
                     if not piece:
                         raise ProcessFailed("its process ended, as for want of memory or by too deep a nesting")
-                    found += piece
-                    if len(found) > self._most:
+                    line += piece
+                    if len(line) > self._most:
                         raise ProcessFailed(f"it writes more than {self._most:,} bytes")
-        return json.loads(found.decode("utf-8", "surrogatepass"))
+        return json.loads(line.decode("utf-8", "surrogatepass"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

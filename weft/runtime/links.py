@@ -82,7 +82,7 @@ def links_of_torchrun() -> tuple[int, Links]:
 
 def measure(shape: Shape, rank: int, device: torch.device, exchange: Callable[[str, Any], list[Any]]) -> Links:
     """Links that weft uses between the ranks of the world, measured one after the other. Collective."""
-    mine = []
+    own_links = []
     for one, other, kind in pairs_of(shape):
         if rank in (one, other):
             latency, transfer = (
@@ -93,12 +93,12 @@ def measure(shape: Shape, rank: int, device: torch.device, exchange: Callable[[s
             link = Link(
                 one=one, other=other, kind=kind, microseconds=1e6 * latency, gb_per_s=_BANDWIDTH[0] / transfer / 1e9
             )
-            mine += [link] if rank == one else []
+            own_links += [link] if rank == one else []
         exchange("next link", None)
-    found = exchange("links", mine)
+    by_rank = exchange("links", own_links)
     hosts = exchange("hosts", socket.gethostname())
     return Links(
-        shape=shape, hosts=hosts, backend=dist.get_backend(), links=[link for links in found for link in links]
+        shape=shape, hosts=hosts, backend=dist.get_backend(), links=[link for links in by_rank for link in links]
     )
 
 

@@ -28,7 +28,7 @@ class SideStreams:
     def __init__(self, device: torch.device, count: int) -> None:
         self._count, self._device, self._on_gpu = count, device, device.type == "cuda"
         if self._on_gpu:
-            # One stream more than needed, because the caller's stream may be one of them.
+            # One stream more than needed, because the caller's stream may be among these.
             self._streams = [own_stream(device) for _ in range(count)]
             self._urgent = own_stream(device, priority=-1)
             # Events are recorded anew in every call: making one takes longer than recording it.

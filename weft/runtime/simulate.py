@@ -51,9 +51,9 @@ def simulate(
     like        the GPU that ranks plan as: "h200", "h100", "b200" or "a100". Ops choose what they choose there, by the same
                 tables and rules
     sms         programs of a rank that can be resident at once; further ones start when others end. None: the SMs of ``like``
-    slow        rank -> factor by which the scheduler picks it less often than the others
+    slow        rank -> factor by which the scheduler picks it less often than other ranks
     heap_bytes  as in ``weft.init``
-    node_size   ranks of each node: those of different nodes do not reach each other's memory; None: one node
+    node_size   ranks of each node: ranks of different nodes do not reach each other's memory; None: one node
     link        kind of the links within a node: "nvlink", or "pcie", on which a peer's memory has no atomics
     compile     afterwards take each launched kernel to Triton IR for sm_90, and raise KernelRefused if Triton refuses one: the
                 simulator runs more of Python than Triton compiles
@@ -61,8 +61,9 @@ def simulate(
     on_event    called with (step, task, kind, detail) for every access, launch and wait
     prepare     called with the machine before it runs (``weft.check`` installs its observer and strategy there)
 
-    Raises the first error of a rank (the others are stopped), Deadlock as soon as no task can go on, InvalidAccess for a kernel
-    access outside its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine is not.
+    Raises the first error of a rank and stops the other ranks; Deadlock as soon as no task can go on; InvalidAccess for a
+    kernel's access outside its tensors. Kernels of the main stream are synchronous to their rank's host code; the copy engine
+    is not.
     """
     refuse_triton_interpret()
     check_callable("main", main, "main(team, *args)")

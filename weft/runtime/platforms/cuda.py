@@ -69,26 +69,26 @@ def agreed_nodes(exchange: Callable[[str, Any], list[Any]], ranks: Sequence[int]
     """
     where = coordinates() if given() is None else None
     argument = node_size is not None
-    mine = node_size if argument else where.node_size if where is not None else None
-    found = exchange("node_size", (argument, mine))
-    if any(other != found[0] for other in found):
+    own_size = node_size if argument else where.node_size if where is not None else None
+    sizes = exchange("node_size", (argument, own_size))
+    if any(other != sizes[0] for other in sizes):
         listed = ", ".join(
             f"rank {rank} has {'node_size' if argument else 'LOCAL_WORLD_SIZE'}={size}"
-            for rank, (argument, size) in enumerate(found)
+            for rank, (argument, size) in enumerate(sizes)
         )
         raise ValueError(
             f"the ranks have different nodes: {listed}; give all machines as many ranks (--nproc-per-node)"
         )
-    if mine is None:
+    if own_size is None:
         return [0] * len(ranks)
-    check_node_size(mine, len(ranks) if argument else dist.get_world_size())
-    return [(place if argument else rank) // mine for place, rank in enumerate(ranks)]
+    check_node_size(own_size, len(ranks) if argument else dist.get_world_size())
+    return [(place if argument else rank) // own_size for place, rank in enumerate(ranks)]
 
 
 def name_of_next(ranks: Iterable[int]) -> str:
-    """Name of a new team of these ranks of the world, the same on all of them.
+    """Name of a new team of these ranks of the world, the same on each.
 
-    It does not depend on other teams that some of them have made.
+    It does not depend on other teams that some ranks have made.
     """
     members = "-".join(map(str, ranks))
     _made[members] += 1
@@ -207,9 +207,11 @@ class CudaPlatform:
         index, local = divmod(self.rank, size)
         ranks = dist.get_process_group_ranks(self.group)
         self._refuse_bound_device()
-        mine = ranks[index * size : (index + 1) * size]
+        node_ranks = ranks[index * size : (index + 1) * size]
         name = f"{self.name}.node{index}"
-        self.node = CudaPlatform(new_group(mine), self._store, self._secret, name, heap_bytes, lambda _: [0] * size)
+        self.node = CudaPlatform(
+            new_group(node_ranks), self._store, self._secret, name, heap_bytes, lambda _: [0] * size
+        )
         reached = tuple(node == self._nodes[self.rank] for node in self._nodes)
         within = iter(self.node.caps.links)
         links = tuple(next(within) if here else capabilities.RAIL for here in reached)

@@ -90,7 +90,7 @@ class Platform(Protocol):
         """Heap of ``peer`` as uint8, which this rank can read and write."""
 
     def exchange(self, what: str, item: Any) -> list[Any]:
-        """Items of all ranks, in rank order; ``what`` is the same on all of them.
+        """Items of all ranks, in rank order; ``what`` is the same on all ranks.
 
         Bounded in time: CallMismatch, PeerSilent or PeerFailed, in the simulator Deadlock.
         """
@@ -111,7 +111,7 @@ class Platform(Protocol):
     def released(self, tensor: torch.Tensor) -> None: ...
 
     def subset(self, ranks: Sequence[int], heap_bytes: int) -> Platform | None:
-        """A platform of these ranks, in ascending order; None on the others. All ranks call it."""
+        """A platform of these ranks, in ascending order; None on the other ranks. All ranks call it."""
 
     def rail_over(self, ranks: Sequence[int]) -> Rail:
         """Rail to these ranks, this one among them, by their place in ``ranks``. Collective on them."""

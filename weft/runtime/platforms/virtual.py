@@ -180,7 +180,7 @@ class VirtualPlatform:
     def carved(self, tensor: torch.Tensor, name: str) -> None:
         """Register a tensor that all ranks have agreed on; every rank calls it.
 
-        The first one registers it for all ranks, so that it may go on and use it at peers that are behind.
+        The first one registers it for all ranks, so that it may go on and use it at peers that are late.
         """
         offset, nbytes = address_of(tensor) - self.heap.data_ptr(), tensor.numel() * tensor.element_size()
         first = self._cluster.carved.setdefault((self._team, self._carved), self.rank)
@@ -292,7 +292,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Link:
-    """Pieces sent from one rank of a rail to another, in order, and the number of those received."""
+    """Pieces sent from one rank of a rail to another, in order, and the number of received pieces."""
 
     sent: list[Sent] = field(default_factory=list)
     received: int = 0
@@ -402,11 +402,11 @@ class HostLibrary:
 
     def _exchange(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
         check_dense("x", x)
-        # A copy, since a rank that is ahead may write to x before the others have read it.
-        found = self._platform.meet(what, x.detach().clone(), streams=True)
-        passed = {rank: {"x": f"{tuple(part.shape)} {part.dtype}"} for rank, part in enumerate(found)}
+        # A copy, since a rank that is ahead may write to x before the other ranks have read it.
+        parts = self._platform.meet(what, x.detach().clone(), streams=True)
+        passed = {rank: {"x": f"{tuple(part.shape)} {part.dtype}"} for rank, part in enumerate(parts)}
         check_alike(self._platform.rank, f"team.library.{what}", passed)
-        return found
+        return parts
 
     @staticmethod
     def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True, order=True)
 class Block:
-    """``size`` bytes at ``offset``, ``used`` of them by the tensor called ``name``."""
+    """``size`` bytes at ``offset``, ``used`` bytes by the tensor called ``name``."""
 
     offset: int
     size: int

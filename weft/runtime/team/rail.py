@@ -1,7 +1,7 @@
 """Rails: transfers between the ranks of equal local rank, one of each node.
 
 Ranks of one node share memory; ranks of different nodes do not. What crosses goes over a rail: two-sided transfers of an
-engine that exists (NCCL, gloo on CPUs) on a stream of their own, with a flag of this rank's behind each. Kernels know nothing
+engine that exists (NCCL, gloo on CPUs) on a separate stream, with a flag of this rank's after each. Kernels know nothing
 of it: they run within a node, on what has landed.
 
     rail.fork()                                       after the work that made the pieces' sources
@@ -28,7 +28,7 @@ class Piece:
 
     send     contiguous tensor for node ``to``; None: nothing is sent
     receive  contiguous tensor, of the size and dtype that node ``source`` sends; None: nothing is received
-    landed   int32 [1] of this rank, which gets the epoch behind the received data; None: no flag
+    landed   int32 [1] of this rank, which gets the epoch after the received data; None: no flag
     """
 
     send: torch.Tensor | None = None
@@ -78,7 +78,7 @@ class Rail:
     def exchange(self, pieces: Sequence[Piece], epoch: torch.Tensor | None = None) -> list[Any]:
         """Enqueue the pieces in this order. Returns a mark of each, for ``after``.
 
-        epoch  int32 [1] of this rank, copied to each piece's ``landed`` behind its data. Pairs with a kernel's
+        epoch  int32 [1] of this rank, copied to each piece's ``landed`` after its data. Pairs with a kernel's
                ``wait(landed, epoch)``
 
         Between ``fork`` and ``after`` or ``join`` no source may be written, and nothing received be read. ValueError for

@@ -60,21 +60,21 @@ class Rendezvous:
         patience = self._patience if patience is None else patience
         deadline = time.monotonic() + patience
         called = f"{what} (host call #{self._count})"
-        found = []
+        messages = []
         for peer in range(self._size):
             key = f"{self._prefix}/{self._count}/{peer}"
             # Polled, since the store prints a warning for each wait that times out.
             if not self._watch(lambda key=key: self._store.check([key]), deadline):
                 absent = [p for p in range(self._size) if not self._store.check([f"{self._prefix}/{self._count}/{p}"])]
                 raise PeerSilent(self._rank, absent, called, patience)
-            found.append(self._message(f"{self._count}/{peer}", peer, called))
+            messages.append(self._message(f"{self._count}/{peer}", peer, called))
         # All ranks have reached this rendezvous, so all have read the one before the last.
         if self._count > 2:
             self._store.delete_key(f"{self._prefix}/{self._count - 2}/{self._rank}")
-        calls = [call for call, _ in found]
+        calls = [call for call, _ in messages]
         if any(call != what for call in calls):
             raise CallMismatch(self._rank, self._count, {peer: shown(call) for peer, call in enumerate(calls)})
-        return [self._decoded(item, peer, called) for peer, (_, item) in enumerate(found)]
+        return [self._decoded(item, peer, called) for peer, (_, item) in enumerate(messages)]
 
     def compare(self, what: str, values: Mapping[str, str], patience: float | None) -> None:
         """``exchange``, with ArgumentMismatch on all ranks unless all pass these ``values`` to ``what``."""
@@ -146,9 +146,9 @@ def check_alike(rank: int, call: str, by_rank: Mapping[int, Mapping[str, Any]]) 
     names = dict.fromkeys(name for passed in by_rank.values() for name in passed)
     passed = {name: {r: str(one.get(name)) for r, one in by_rank.items()} for name in names}
     different = {
-        name: {r: shown(value) for r, value in found.items()}
-        for name, found in passed.items()
-        if len(set(found.values())) > 1
+        name: {rank: shown(value) for rank, value in values.items()}
+        for name, values in passed.items()
+        if len(set(values.values())) > 1
     }
     if different:
         raise ArgumentMismatch(rank, call, different)

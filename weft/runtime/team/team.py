@@ -40,7 +40,7 @@ _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
 # Names of teams that compare the ranks' calls: those of virtual ranks, and debug builds. A set, since every eager call of an op
 # looks whether its team's name is there.
 COMPARING: set[str] = set()
-# The shared teams of this process, by process group: Team.of. Each virtual rank has its own (weft.runtime.virtual_rank).
+# The shared teams of this process, by process group: Team.of. Virtual ranks: weft.runtime.virtual_rank.
 _SHARED: dict[Any, Team] = {}
 
 
@@ -207,7 +207,7 @@ class Team(TakenByView):
     def at_peer(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """The symmetric ``tensor`` in ``peer``'s memory, as a tensor of this rank.
 
-        NotSymmetric for others, unless they have no elements.
+        NotSymmetric for any other tensor, unless it has no elements.
         """
         self._check_heap("at_peer()")
         check_dense("tensor", tensor)
@@ -268,7 +268,7 @@ class Team(TakenByView):
         return self._platform.library
 
     def max_programs(self, num_warps: int = 4, registers: int = 255) -> int:
-        """Most programs that wait for each other in one grid: those that this GPU's registers hold.
+        """Most programs that wait for each other in one grid, as many as this GPU's registers hold.
 
         registers  most registers of a thread. Shared memory is not counted: take one program an SM where it is scarce
         """
@@ -342,7 +342,7 @@ class Team(TakenByView):
 
         Part p has ranks p * W / parts up to the next part's. The rail goes to the ranks of equal place in the other parts;
         ``Rail.index`` is the number of the part. Where parts are the nodes, they are ``team.node`` and ``team.rail``; else the
-        part has a heap of its own, as large as this team's.
+        part has a separate heap, as large as this team's.
 
         ValueError unless ``parts`` divides W, and parts are whole nodes, or nodes hold whole parts.
         """

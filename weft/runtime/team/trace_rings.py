@@ -27,7 +27,7 @@ class Record(NamedTuple):
     kind      bits 44..47: ``KINDS``
     line      bits 48..62: line of the kernel's file
     address   int64, bits 0..47: address of the signal or the data at this rank; of a tile row | column << 32
-    peer      bits 48..63: rank that the signal or the data are for, or this rank; of a put this rank: all others
+    peer      bits 48..63: rank that the signal or the data are for, or this rank; of a put this rank: all other ranks
     value     int64, bits 0..31: value of the signal as it was set, added or awaited; bytes of a put, modulo 2**32
     kernel    bits 32..63: ``zlib.crc32`` of the kernel's name
     """
@@ -48,10 +48,10 @@ def records_of(rings: torch.Tensor) -> tuple[list[Record], int]:
     """Records in ``rings`` [RINGS, RING_BYTES], and the number that later ones have replaced."""
     words = rings.cpu().view(torch.int64).view(RINGS, 1 + RECORDS, RECORD_BYTES // 8)
     counts = words[:, 0, 0] & 0xFFFFFFFF
-    found = []
+    records = []
     for program in torch.nonzero(counts).flatten().tolist():
         for end, what, where, value in words[program, 1 : 1 + min(int(counts[program]), RECORDS)].tolist():
-            found.append(
+            records.append(
                 Record(
                     program=program,
                     end=end,
@@ -65,4 +65,4 @@ def records_of(rings: torch.Tensor) -> tuple[list[Record], int]:
                     kernel=value >> 32 & 0xFFFFFFFF,
                 )  # fmt: skip
             )
-    return found, int((counts - RECORDS).clamp(min=0).sum())
+    return records, int((counts - RECORDS).clamp(min=0).sum())

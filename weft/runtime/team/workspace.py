@@ -17,7 +17,7 @@ T = TypeVar("T")
 def grown_workspace(team: Team, key: Hashable, size: int, make: Callable[[int], T]) -> T:
     """Workspace of the team under ``key`` for ``size`` elements, made if none is large enough.
 
-    Capacities are powers of two, so all of them together take less than twice the largest. None is freed, since a captured CUDA
+    Capacities are powers of two, so all together take less than twice the largest. None is freed, since a captured CUDA
     graph may use it. Calls of any shape share one: the kernels prove reuse from call to call.
     """
     by_capacity = team.workspace(key, dict)

@@ -18,10 +18,10 @@ def digest_of(results: list[Any]) -> Digest:
 
     Tensors by dtype, shape and bits, containers and dataclasses by members, anything else by its pickle.
     """
-    found: Digest = {}
+    digest: Digest = {}
     for rank, result in enumerate(results):
-        _take(f"rank {rank}'s result", result, found)
-    return found
+        _take(f"rank {rank}'s result", result, digest)
+    return digest
 
 
 def first_difference(one: Digest, other: Digest) -> str:
@@ -29,29 +29,29 @@ def first_difference(one: Digest, other: Digest) -> str:
     return next((place for place in {**one, **other} if one.get(place) != other.get(place)), "")
 
 
-def _take(place: str, value: Any, found: Digest) -> None:
+def _take(place: str, value: Any, digest: Digest) -> None:
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().view(-1)
         head = f"{value.dtype} {tuple(value.shape)}".encode()
-        found[place] = _hash(head, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        digest[place] = _hash(head, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     elif isinstance(value, (list, tuple)):
-        found[place] = _hash(f"{len(value)}".encode())
+        digest[place] = _hash(f"{len(value)}".encode())
         for index, member in enumerate(value):
-            _take(f"{place}[{index}]", member, found)
+            _take(f"{place}[{index}]", member, digest)
     elif isinstance(value, dict):
-        found[place] = _hash(pickle.dumps([repr(key) for key in value]))
+        digest[place] = _hash(pickle.dumps([repr(key) for key in value]))
         for key, member in value.items():
-            _take(f"{place}[{key!r}]", member, found)
+            _take(f"{place}[{key!r}]", member, digest)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         # Its pickle would depend on how its tensors lie in memory.
-        found[place] = _hash(type(value).__name__.encode())
+        digest[place] = _hash(type(value).__name__.encode())
         for field in dataclasses.fields(value):
-            _take(f"{place}.{field.name}", getattr(value, field.name), found)
+            _take(f"{place}.{field.name}", getattr(value, field.name), digest)
     else:
         try:
-            found[place] = _hash(pickle.dumps(value))
+            digest[place] = _hash(pickle.dumps(value))
         except Exception:  # values that cannot be pickled cannot be compared
-            found[place] = _hash(type(value).__name__.encode())
+            digest[place] = _hash(type(value).__name__.encode())
 
 
 def _hash(*parts: bytes) -> bytes:

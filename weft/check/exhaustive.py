@@ -1,8 +1,8 @@
 """Exhaustive search: all schedules of a small kernel, up to the order of independent accesses.
 
 Dynamic partial-order reduction with source sets and sleep sets (Abdulla and others, POPL 2014): a run is repeated with another
-choice only where accesses of two tasks overlap and one of them writes. Buffered stores (``store_buffers``) are tasks
-of their own. Host code runs as soon as it can, so its own accesses are not permuted. A polling loop that has seen nothing new
+choice only where accesses of two tasks overlap and one of them writes. Buffered stores (``store_buffers``) are separate
+tasks. Host code runs as soon as it can, so its accesses are not permuted. A polling loop that has seen nothing new
 waits for a write to the polled bytes.
 """
 
@@ -171,14 +171,14 @@ class Walk:
 
     def _key(self, task: Task) -> str:
         """Name of the task, equal in all runs."""
-        found = self._names.get(id(task))
-        if found is None:
+        name = self._names.get(id(task))
+        if name is None:
             count = self._seen[task.label] = self._seen.get(task.label, 0) + 1
-            found = self._names[id(task)] = f"{task.label} #{count}"
+            name = self._names[id(task)] = f"{task.label} #{count}"
             self._keep.append(task)
             if task.maker is not None:
-                self._clocks[found] = dict(self._clocks.get(self._key(task.maker), {}))
-        return found
+                self._clocks[name] = dict(self._clocks.get(self._key(task.maker), {}))
+        return name
 
     def _spins(self, key: str, task: Task) -> bool:
         """True if the task would read again what it has just read, unchanged."""

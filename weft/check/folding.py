@@ -37,7 +37,7 @@ class Seen:
 
 
 def causes_of(seen: Sequence[Seen]) -> list[int]:
-    """Index of each finding's cause, its own index if it has none."""
+    """Index of each finding's cause; of a finding without a cause, the finding's."""
     parents = list(range(len(seen)))
 
     def root(index: int) -> int:

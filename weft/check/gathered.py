@@ -85,25 +85,25 @@ def _once(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(finding for finding in listed if finding.kind != "divergence" or finding is first)
 
 
-def _of_all_sizes(found: list[Found]) -> list[Found]:
-    """The findings, with those of one divergence at several world sizes as one."""
-    first, *more = [one for one in found if one.finding.kind == "divergence"] or [None]
+def _of_all_sizes(kept: list[Found]) -> list[Found]:
+    """The findings, with a divergence at several world sizes as one."""
+    first, *more = [one for one in kept if one.finding.kind == "divergence"] or [None]
     if not more:
-        return found
+        return kept
     count, schedules = (sum(getattr(one, name) for one in (first, *more)) for name in ("count", "schedules"))
     finding = replace(first.finding, detail=tuple(f"also: {one.finding.message}" for one in more))
     merged = replace(first, finding=finding, count=count, schedules=schedules)
-    return [merged if one is first else one for one in found if one not in more]
+    return [merged if one is first else one for one in kept if one not in more]
 
 
 def _lines_that_differ(one: Arrivals, other: Arrivals) -> tuple[Side, ...]:
-    """Lines whose atomics have read other values in the two runs: those that add floats, if there are any."""
+    """Lines whose atomics have read other values in the two runs: only lines that add floats, if there are any."""
     sides = [side for side, read in one.items() if side in other and other[side] != read]
     return tuple([side for side in sides if one[side][1]] or sides)[:_MOST]
 
 
 def _early_load(finding: Finding, also: Iterable[Finding]) -> str:
-    """Remedy for a race whose load came too early, as it has read unwritten memory; "" for others."""
+    """Remedy for a race whose load came too early, as it has read unwritten memory; else ""."""
     loads = [side for side in finding.sides if side.verb in LOADS]
     stores = [side for side in finding.sides if side.verb in STORES]
     if finding.kind != "race" or not (loads and stores):

@@ -43,10 +43,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     if "team" not in names:
         pytest.fail(f"{pyfuncitem.name} is marked weft but takes no argument 'team'", pytrace=False)
-    others = {name: pyfuncitem.funcargs[name] for name in names if name != "team"}
+    fixtures = {name: pyfuncitem.funcargs[name] for name in names if name != "team"}
 
     def main(team: Any) -> Any:
-        return function(team=team, **others)
+        return function(team=team, **fixtures)
 
     try:
         check_main(function)

@@ -114,12 +114,12 @@ def check(
         for chosen, outcome in _runs(runner, first, schedules, fixed=sms is not None):
             gathered.add(chosen, outcome)
             tell()
-    found = gathered.found()
+    merged = gathered.found()
     if strategy != "exhaustive":
-        shrinking = Shrinking(runner, {f.finding.cause for f in found})
-        found = [replace(f, replay=shrinking.shrunk(f)) for f in found]
+        shrinking = Shrinking(runner, {f.finding.cause for f in merged})
+        merged = [replace(f, replay=shrinking.shrunk(f)) for f in merged]
     return Report(
-        findings=tuple(found), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script
+        findings=tuple(merged), schedules=gathered.runs, world_sizes=sizes, exhaustive=exhaustive, script=script
     )
 
 

@@ -52,7 +52,7 @@ class Outcome:
 
     @property
     def causes(self) -> list[Finding]:
-        """Findings that are not consequences of others of this run."""
+        """Findings that follow from no other finding of this run."""
         seen = [Seen(finding=finding, runs=frozenset((0,))) for finding, _ in self.findings]
         return [one.finding for i, (one, cause) in enumerate(zip(seen, causes_of(seen), strict=True)) if i == cause]
 

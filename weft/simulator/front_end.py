@@ -1,4 +1,4 @@
-"""Triton's front end for the kernels of a simulation: which of them Triton refuses, and where.
+"""Triton's front end for the kernels of a simulation: which kernels Triton refuses, and where.
 
 The interpreter executes a kernel's Python, so it also runs what is not Triton: dictionaries, ``try``, a variable of two types.
 The front end, which makes Triton IR of a kernel, needs no GPU and no ptxas. It runs after the simulation, because the
@@ -53,7 +53,7 @@ class Refusal:
 class Source:
     """Kernel with the types and compile-time constants of its arguments, and its launch options.
 
-    key  of a kernel by identity, since its hash walks all that it refers to, and of the others as text
+    key  of a kernel by identity, since its hash walks all that it refers to, and of types, constants and options as text
     """
 
     key: tuple[int, str]

@@ -12,6 +12,7 @@ import torch
 from weft.simulator.interpreter import CodeLine
 from weft.simulator.machine.grids import Grid, Program
 from weft.simulator.machine.stores import Landed
+from weft.simulator.places import Places
 
 
 def _nothing() -> None: ...
@@ -76,10 +77,10 @@ class Observer:
 
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
-    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, how: str, bits: np.ndarray) -> None:
+    def load(self, places: Places, how: str, bits: np.ndarray) -> None:
         """Load that the program has made: "plain", "volatile", "tma" or "lamport"."""
 
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> Landed:
+    def store(self, places: Places, how: str, bits: np.ndarray) -> Landed:
         """Store that the program begins: "plain", "tma" or "lamport".
 
         Returns a function to call just before its bits are in memory.
@@ -181,13 +182,13 @@ class Observer:
         """Start of a program, which is about to become ready."""
 
     def program_ended(self, program: Program) -> None:
-        """End of a program, whose stores have arrived unless each is a task of its own."""
+        """End of a program, whose stores have arrived unless each is a separate task."""
 
     def grid_ended(self, grid: Grid) -> None:
         """End of a kernel without an error, as its launch returns or is settled."""
 
     def followed(self) -> None:
-        """End of the program's wait for the kernel before its own."""
+        """End of the program's wait for the previous kernel."""
 
     def let_next_start(self) -> None:
         """Permission by the program for the next kernel's programs to start."""

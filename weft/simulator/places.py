@@ -1,7 +1,7 @@
 """Places in memory that one access reaches: scattered addresses, or a box of a strided tensor.
 
 What the machine needs of either (the range of addresses, the bits) is computed once, here. The addresses and the mask of a box
-are made only for those who ask: an observer, a search.
+are made only when an observer or a search asks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Places:
     addresses, mask  of all elements (uint64, bool), in the block's shape
     active     addresses that are not masked off, in the block's order and of any shape
     first      the first of them
+    targets    of a store under way: ``Memory.check`` of them
     """
 
-    __slots__ = ("is_empty", "is_whole", "itemsize", "last", "low")
+    __slots__ = ("is_empty", "is_whole", "itemsize", "last", "low", "targets")
 
     shape: tuple[int, ...]
     addresses: np.ndarray
@@ -74,7 +75,7 @@ class Scattered(Places):
 
     def __init__(self, addresses: np.ndarray, mask: np.ndarray | None, itemsize: int) -> None:
         """``mask``: None where no element is masked off."""
-        self._addresses, self._mask, self.itemsize = addresses, mask, itemsize
+        self._addresses, self._mask, self.itemsize, self.targets = addresses, mask, itemsize, None
         self.is_whole = mask is None or np.count_nonzero(mask) == mask.size
         self._active = active = addresses if self.is_whole else addresses[mask]
         # Bits that are left of the arrays' addresses, and what ``masked`` took off each active one: the arrays stay as they
@@ -126,11 +127,11 @@ class Scattered(Places):
         return self.active.item(int((offsets & wrong).argmax()))
 
     def take(self, words: np.ndarray, base: int) -> np.ndarray:
-        found = words.take(self._indices(base))
+        values = words.take(self._indices(base))
         if self.is_whole:
-            return found
+            return values
         bits = np.zeros(self.shape, words.dtype)
-        bits[self._mask] = found
+        bits[self._mask] = values
         return bits
 
     def put(self, words: np.ndarray, base: int, bits: np.ndarray) -> None:
@@ -164,6 +165,7 @@ class Box(Places):
     ) -> None:
         self.start, self.shape, self.strides, self.inside, self.itemsize = start, shape, strides, inside, itemsize
         self._arrays: Scattered | None = None
+        self.targets = None
         if inside is None:
             self.is_whole, self.is_empty = True, False
             self.low, self.last = start, start + _span(shape, strides)
@@ -203,11 +205,11 @@ class Box(Places):
         return self.low if (self.low - base) % self.itemsize else None
 
     def take(self, words: np.ndarray, base: int) -> np.ndarray:
-        found = self._view(words, base)
+        values = self._view(words, base)
         if self.is_whole:
-            return found.copy()
+            return values.copy()
         bits = np.zeros(self.shape, words.dtype)
-        bits[self._slices()] = found
+        bits[self._slices()] = values
         return bits
 
     def put(self, words: np.ndarray, base: int, bits: np.ndarray) -> None:

@@ -21,6 +21,7 @@ from weft.simulator.machine.pointers import ADDRESS
 from weft.simulator.machine.strategy import Strategy
 from weft.simulator.machine.tasks import Task, ThreadTask
 from weft.simulator.observer import Observer
+from weft.simulator.places import Places
 from weft.trace.timeline import Event, Signal
 
 
@@ -125,23 +126,21 @@ class VirtualTime(Observer):
 
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
-    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, how: str, bits: np.ndarray) -> None:
-        self._spend(self._of_bytes(mask, itemsize))
-        if how == "lamport" and mask.any():
-            active = addresses[mask]
-            visible = max((self._data.get(at, 0) for at in _granules(active)), default=0)
-            self._see(visible, *self._named(int(active[0])), self._exchange.pop(self._task, None))
-        elif how == "volatile" and mask.any():
-            self._catch_up(addresses[mask])
+    def load(self, places: Places, how: str, bits: np.ndarray) -> None:
+        self._spend(self._of_bytes(places.mask, places.itemsize))
+        if how == "lamport" and not places.is_empty:
+            visible = max((self._data.get(at, 0) for at in _granules(places.active)), default=0)
+            self._see(visible, *self._named(places.first), self._exchange.pop(self._task, None))
+        elif how == "volatile" and not places.is_empty:
+            self._catch_up(places.active)
 
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> None:
-        self._spend(self._of_bytes(mask, bits.dtype.itemsize))
-        active = addresses[mask]
-        if how == "lamport" and active.size:
-            visible = self._visible(int(active[0]))
-            self._data.update((at, visible) for at in _granules(active))
-        elif active.size == 1:
-            self._words[int(active[0])].append((self._visible(int(active[0])), int(bits[mask][0])))
+    def store(self, places: Places, how: str, bits: np.ndarray) -> None:
+        self._spend(self._of_bytes(places.mask, places.itemsize))
+        if how == "lamport" and not places.is_empty:
+            visible = self._visible(places.first)
+            self._data.update((at, visible) for at in _granules(places.active))
+        elif np.count_nonzero(places.mask) == 1:
+            self._words[places.first].append((self._visible(places.first), int(bits[places.mask][0])))
 
     def notified(self, address: int, bits: int, itemsize: int) -> None:
         self._notify(address, bits, itemsize)

@@ -36,9 +36,9 @@ class ArrivalOrders:
         by_thread[name] = first, hash((before, old.tobytes()))
 
     def by_line(self) -> Arrivals:
-        found: Arrivals = {}
+        orders: Arrivals = {}
         for code, by_thread in self._read.items():
             access = by_thread[min(by_thread)][0]
             read = hash(tuple((name, by_thread[name][1]) for name in sorted(by_thread)))
-            found[replace(self._races.side(access), sync="", through="", ended="")] = read, code in self._of_floats
-        return found
+            orders[replace(self._races.side(access), sync="", through="", ended="")] = read, code in self._of_floats
+        return orders

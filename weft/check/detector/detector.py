@@ -39,6 +39,7 @@ from weft.simulator.machine.memory import signed
 from weft.simulator.machine.polling import is_polled
 from weft.simulator.machine.stores import Landed
 from weft.simulator.observer import MappedTile, TileMark
+from weft.simulator.places import Places, Scattered
 
 _COPIED = {"put": DELIVERY, "get": COPYING, "put_signal": BLOCK}
 # Most elements of a relaxed access that are each examined as signals, and most blocks of one line's stores that are kept for
@@ -103,7 +104,7 @@ class Detector(HappensBefore):
         return causes
 
     def _stuck_threads(self) -> tuple[list[ThreadClock], set[ThreadClock]]:
-        """Threads that wait, and those among them that spin, each with the place for which it waits."""
+        """Threads that wait and, as a set, the ones that spin; each knows the address for which it waits."""
         waiting, spinning = [], set()
         for task in self.machine.scheduler.waiting_tasks():
             thread, history = self._threads.get(task), task.history
@@ -195,57 +196,53 @@ class Detector(HappensBefore):
 
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
-    def load(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, how: str, bits: np.ndarray) -> None:
-        thread, block = self.thread(), Block(addresses, mask, itemsize)
-        if not mask.all():
-            addresses, bits = addresses[mask], bits[mask]
-        if addresses.size == 0:
+    def load(self, places: Places, how: str, bits: np.ndarray) -> None:
+        if places.is_empty:
             return
-        addresses, bits = addresses.ravel(), bits.ravel()
-        self._note_deltas(thread, addresses, bits)
+        thread, itemsize, first = self.thread(), places.itemsize, places.first
+        addresses, bits = places.active.ravel(), bits.ravel() if places.is_whole else bits[places.mask]
+        self._note_deltas(thread, first, bits)
         scope = "sys" if how == "volatile" else None
         # All threads load, even a scalar; one thread stores a scalar.
         access = self.races.access(thread, AWAITED if how in ("volatile", "lamport") else LOADED, _VERBS[how], scope)
         if self.tiles.loads(thread, access, addresses):
             return
         if how == "volatile" and addresses.size <= _FEW:
-            self._looks_at_signals(access, addresses, bits)
+            self._looks_at_signals(access, places, addresses, bits)
         if how == "lamport":
-            sender = self.races.last_store(int(addresses[0]))
+            sender = self.races.last_store(first)
             if sender is not None:
-                self.residency.relied_on(thread, sender.thread, int(addresses[0]), access.code)
-        found = self.races.read(thread, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
+                self.residency.relied_on(thread, sender.thread, first, access.code)
+        writes = self.races.read(thread, access, addresses, itemsize, bits, tma=how == "tma", lamport=how == "lamport")
         if how == "plain" and thread.stores:
-            for number in found & thread.stores.keys():
-                self._across_threads(thread, number, access, block)
+            for number in writes & thread.stores.keys():
+                self._across_threads(thread, number, access, Block(places))
         if how == "lamport":
-            thread.waits = (int(addresses[0]), access.code)
-            thread.sync = Sync("received words of", int(addresses[0]), access.code)
+            thread.waits = (first, access.code)
+            thread.sync = Sync("received words of", first, access.code)
         self._check_translated(thread, access, addresses)
 
-    def _looks_at_signals(self, access: Access, addresses: np.ndarray, bits: np.ndarray) -> None:
+    def _looks_at_signals(self, access: Access, places: Places, addresses: np.ndarray, bits: np.ndarray) -> None:
         """Note a volatile load of some signals."""
-        itemsize = bits.dtype.itemsize
-        for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
+        itemsize = places.itemsize
+        for signal in self.signals.within(places.low, places.high):
             for i in addresses_in(signal, addresses)[:1]:
                 self.signals.relaxed(access.thread, signal, "sys")
                 self._polled(signal, access, signed(bits[i], itemsize))
 
     def _across_threads(self, thread: ProgramClock, number: int, access: Access, loaded: Block) -> None:
-        """Report a load by other threads than those that stored, by the latest stores."""
+        """Report a load by threads that have not stored the value, by the latest stores."""
         for stored in reversed(thread.stores[number]):
             crossed = loaded.touches_threads_of(stored)
             if crossed is not None:
                 self.races.crossed(number, access, *crossed)
                 return
 
-    def store(self, addresses: np.ndarray, bits: np.ndarray, mask: np.ndarray, how: str) -> Landed:
-        thread, block = self.thread(), Block(addresses, mask, bits.dtype.itemsize)
-        if not mask.all():
-            addresses, bits = addresses[mask], bits[mask]
-        if addresses.size == 0:
+    def store(self, places: Places, how: str, bits: np.ndarray) -> Landed:
+        if places.is_empty:
             return None
-        addresses, bits, landed = addresses.ravel(), bits.ravel(), []
+        thread, landed = self.thread(), []
+        addresses, bits = places.active.ravel(), bits.ravel() if places.is_whole else bits[places.mask]
         verb = {"plain": "store", "tma": "descriptor store", "lamport": "lamport store"}[how]
         kind = {"plain": kind_of(addresses), "tma": ASYNC, "lamport": FLAGGED}[how]
         access = self.races.access(thread, kind, verb)
@@ -253,7 +250,7 @@ class Detector(HappensBefore):
         itemsize = bits.dtype.itemsize
         if self.tiles.stores(thread, access, addresses, itemsize):
             return None
-        for signal in self.signals.within(int(addresses.min()), int(addresses.max()) + itemsize):
+        for signal in self.signals.within(places.low, places.high):
             for i in addresses_in(signal, addresses):
                 new = signed(bits[i], itemsize)
                 access.resets = access.resets or self.signals.sets_back(signal, new)
@@ -262,7 +259,7 @@ class Detector(HappensBefore):
         lamport = how == "lamport"
         self.races.write(thread, access, addresses, itemsize, lamport=lamport)
         if how == "plain":
-            thread.stores.setdefault(access.number, deque(maxlen=_FEW)).append(block)
+            thread.stores.setdefault(access.number, deque(maxlen=_FEW)).append(Block(places))
         if lamport:
             landed += self._message(thread, access, addresses, bits)
         return partial(_call_all, landed) if landed else None
@@ -272,10 +269,10 @@ class Detector(HappensBefore):
     ) -> list[Callable[[], None]]:
         """Callback for the arrival of Lamport words, which carry a message to their reader from then on."""
         unwritten = 1 << (8 * bits.dtype.itemsize - 1)
-        if (bits != unwritten).any():  # not a clear, which carries no message
+        if np.count_nonzero(bits != unwritten):  # not a clear, which carries no message
             message = thread.message()
-            held = self.memory.load(addresses, np.ones(addresses.shape, bool), bits.dtype.itemsize, self.machine.who)
-            if (held != unwritten).any():
+            held = self.memory.read(Scattered(addresses, None, bits.dtype.itemsize), self.machine.who)
+            if np.count_nonzero(held != unwritten):
                 text = f"{self.races.line_of(access)} sends words into a stage that is not cleared"
                 self._report("uncleared", text, access, addresses[held != unwritten])
             return [partial(setattr, access, "message", message)]
@@ -386,15 +383,14 @@ class Detector(HappensBefore):
 
     # --- peers' heaps ------------------------------------------------------------------------------------------------
 
-    def _note_deltas(self, thread: ThreadClock, addresses: np.ndarray, bits: np.ndarray) -> None:
+    def _note_deltas(self, thread: ThreadClock, first: int, bits: np.ndarray) -> None:
         """Note the heaps to which deltas lead that a program has loaded from a team's table."""
-        first = int(addresses[0])
         for view in self.orders[thread.grid].views if isinstance(thread, ProgramClock) else ():
             at = first - view.deltas.data_ptr()
             if 0 <= at < 8 * view.deltas.numel():
                 own = view.barriers.data_ptr()
-                found = (self.memory.heap_of(own + int(delta)) for delta in bits.view(np.int64))
-                thread.reached.update(heap for heap in found if heap is not None)
+                reached = (self.memory.heap_of(own + int(delta)) for delta in bits.view(np.int64))
+                thread.reached.update(heap for heap in reached if heap is not None)
 
     def _check_translated(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> None:
         """Report a program's access to a peer's heap of which it has no delta."""
@@ -407,7 +403,7 @@ class Detector(HappensBefore):
             self._report("untranslated", text, access, addresses)
 
     def _report(self, kind: str, text: str, access: Access, addresses: np.ndarray) -> None:
-        """Report a finding about those of the addresses that lie in the first one's tensor."""
+        """Report a finding about the addresses that lie in the tensor of the first."""
         extent = self.memory.find(int(addresses[0]))
         if extent is not None:
             inside = [address for address in addresses.tolist() if 0 <= address - extent.base < extent.size]

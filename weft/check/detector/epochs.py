@@ -39,7 +39,7 @@ class Epochs:
     def began(self, thread: ThreadClock, address: int, itemsize: int) -> None:
         """Note that a program begins an epoch, and report one that a launch of the same line has begun before.
 
-        Kernels of several lines may share an epoch that the last of them ends.
+        Kernels of several lines may share an epoch that the last line ends.
         """
         before, code = self._begun.get((thread.rank, address)), self._races.code()
         if thread.grid is None or (before is not None and before.launch == thread.launch):

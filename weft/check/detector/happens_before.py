@@ -34,7 +34,7 @@ _HELD = 64
 
 @dataclass(slots=True, kw_only=True)
 class GridOrder:
-    """Order of a grid relative to others of its rank's stream.
+    """Order of a grid in its rank's stream.
 
     number         of the launch, from 1
     known          knowledge at the launch

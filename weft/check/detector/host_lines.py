@@ -24,10 +24,10 @@ def host_line(outside: tuple[str, ...] = _MACHINERY) -> CodeLine | None:
 
 def host_line_of(error: BaseException) -> CodeLine | None:
     """(code, line) of the host code that raised ``error``: the innermost frame outside the same modules."""
-    found, entry = None, error.__traceback__
+    code, entry = None, error.__traceback__
     while entry is not None:
         name = entry.tb_frame.f_globals.get("__name__", "")
         if not name.startswith((*_MACHINERY, "threading")):
-            found = entry.tb_frame.f_code, entry.tb_lineno
+            code = entry.tb_frame.f_code, entry.tb_lineno
         entry = entry.tb_next
-    return found
+    return code

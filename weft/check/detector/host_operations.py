@@ -68,13 +68,13 @@ class HostOperations(TorchDispatchMode):
 
 def _operands(func: OpOverload, args: tuple, kwargs: dict) -> list[tuple[object, bool]]:
     """(argument, is it written) for each argument whose elements are used; a view uses none."""
-    found = []
+    operands = []
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         alias = argument.alias_info
         if value is not None and (alias is None or alias.is_write):
-            found.append((value, alias is not None))
-    return found
+            operands.append((value, alias is not None))
+    return operands
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
@@ -99,14 +99,14 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _implementation(func: OpOverload) -> Callable[..., Any] | None:
-    """Implementation of an operator of a library, or of one of PyTorch's that calls others; else None."""
+    """Implementation of an operator of a library, or of one of PyTorch's that calls other operators; else None."""
     if func.namespace == "aten":
         # Within a custom operator "contiguous" arrives as such, and not as the clone that it may make.
         return func.decompose if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd) else None
     from torch._library.custom_ops import OPDEFS
 
-    found = OPDEFS.get(func._schema.name)
-    if found is not None:
-        return found._init_fn
+    definition = OPDEFS.get(func._schema.name)
+    if definition is not None:
+        return definition._init_fn
     key = torch.DispatchKey.CompositeExplicitAutograd
     return partial(func._op_dk, key) if func.has_kernel_for_dispatch_key(key) else None

@@ -50,7 +50,7 @@ class OneValueWaits:
             wait.seen, wait.end = value, thread.stamp(SCALAR)[1]
 
     def wrote(self, signal: Signal, write: Write) -> None:
-        """Note a write, by which some waits may miss their values and others may have their values again."""
+        """Note a write, by which some waits may miss their values, or get them again."""
         for key, (wait, _) in list(signal.missed.items()):
             if write.value == wait.wanted and not _is_after(write, wait):
                 del signal.missed[key]
@@ -91,7 +91,7 @@ class OneValueWaits:
         """True if the wait may look at the signal only after ``write`` has moved it past the value."""
         access, wanted = write.access, wait.wanted
         if wanted is None or access.thread is wait.thread or (access.code is not None and access.code == wait.code):
-            return False  # its own line takes the value, as that of a lock does
+            return False  # the waiting line takes the value, as that of a lock does
         if wait.end is not None:
             return write.value != wanted and not _is_after(write, wait)
         return _passed(write.old, write.value, wanted, signal.itemsize)
@@ -119,5 +119,5 @@ def _is_after(write: Write, wait: OneValue) -> bool:
 
 def _passed(old: int, new: int, wanted: int, itemsize: int) -> bool:
     """True if a signal that goes from ``old`` to ``new`` leaves ``wanted``, or goes over it."""
-    before, behind = signed(old - wanted, itemsize), signed(new - wanted, itemsize)
-    return (before == 0 != behind) or before < 0 < behind or behind < 0 < before
+    before, after = signed(old - wanted, itemsize), signed(new - wanted, itemsize)
+    return (before == 0 != after) or before < 0 < after or after < 0 < before

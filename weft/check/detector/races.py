@@ -91,22 +91,22 @@ class Races:
         """Access that ``thread`` makes now: one object per source line until the thread publishes again."""
         code = self.code() if isinstance(thread, ProgramClock) else thread.code
         key = (kind, verb, code, scope)
-        found = thread.accesses.get(key)
-        if found is None:
+        known = thread.accesses.get(key)
+        if known is None:
             slot, time, seq = thread.stamp(kind)
-            found = Access(len(self._accesses), thread, kind, slot, time, seq, verb, code, scope, thread.sync)
-            self._accesses.append(found)
-            thread.accesses[key] = found
-        return found
+            known = Access(len(self._accesses), thread, kind, slot, time, seq, verb, code, scope, thread.sync)
+            self._accesses.append(known)
+            thread.accesses[key] = known
+        return known
 
     def _landed(self, store: Access) -> Access:
         """The program's own Lamport ``store``, as an access known to be in memory."""
         thread, key = store.thread, ("landed", store.number)
         if key not in thread.accesses:
             slot, time, seq = thread.stamp(AWAITED)
-            found = replace(store, number=len(self._accesses), kind=AWAITED, slot=slot, time=time, seq=seq)
-            self._accesses.append(found)
-            thread.accesses[key] = found
+            in_memory = replace(store, number=len(self._accesses), kind=AWAITED, slot=slot, time=time, seq=seq)
+            self._accesses.append(in_memory)
+            thread.accesses[key] = in_memory
         return thread.accesses[key]
 
     def code(self) -> CodeLine | None:
@@ -130,16 +130,16 @@ class Races:
         bits       the bits read, None if unknown
         """
         seen: set[int] = set()
-        for extent, part in extents_of(self.memory.find, addresses, itemsize):
+        for extent, offsets in extents_of(self.memory.find, addresses):
             shadow = self._shadow(extent)
-            cells = shadow.cells((part - np.uint64(extent.base)).astype(np.int64), itemsize)
+            cells = shadow.cells(offsets, itemsize)
             writes = shadow.writes[cells]
             landed: dict[int, int] = {}  # own Lamport stores, seen in memory
             numbers = distinct(writes)
             seen.update(numbers)
             for number in numbers:
                 if number == UNWRITTEN:
-                    self._check_written(shadow, cells, writes, access, bits if part is addresses else None, itemsize)
+                    self._check_written(shadow, cells, writes, access, bits if offsets.size == addresses.size else None)
                 elif number != INITIAL:
                     writer = self._accesses[number]
                     if lamport and writer.message is not None:
@@ -163,10 +163,7 @@ class Races:
         shadow.reads[cells] = mapped(shadow.reads[cells], lambda n: self._with_reader(n, access))
 
     def crossed(self, number: int, access: Access, low: int, high: int) -> None:
-        """Report a load of bytes ``low ..
-
-        high - 1`` by other threads than those of the program's store ``number``.
-        """
+        """Report a load of bytes ``low .. high - 1`` by threads of a program that did not make its store ``number``."""
         store, extent = self._accesses[number], self.memory.find(low)
         key = ("cta-race", number, access.number)
         if extent is not None and key not in self._reported:
@@ -180,9 +177,9 @@ class Races:
     def write(
         self, thread: ThreadClock, access: Access, addresses: np.ndarray, itemsize: int, *, lamport: bool = False
     ) -> None:
-        for extent, part in extents_of(self.memory.find, addresses, itemsize):
+        for extent, offsets in extents_of(self.memory.find, addresses):
             shadow = self._shadow(extent)
-            cells = shadow.cells((part - np.uint64(extent.base)).astype(np.int64), itemsize)
+            cells = shadow.cells(offsets, itemsize)
             writes, readers = shadow.writes[cells], shadow.reads[cells]
             for number in distinct(writes):
                 if number > INITIAL:
@@ -274,16 +271,16 @@ class Races:
         return number > INITIAL and self._accesses[number].message is not None
 
     def _shadow(self, extent: Extent) -> Shadow:
-        found = self._shadows.get(extent.base)
-        if found is None or found.extent.size < extent.size:
+        shadow = self._shadows.get(extent.base)
+        if shadow is None or shadow.extent.size < extent.size:
             fresh = extent.base in self.machine.uninitialised
-            found = self._shadows[extent.base] = Shadow(extent, UNWRITTEN if fresh else INITIAL)
-        return found
+            shadow = self._shadows[extent.base] = Shadow(extent, UNWRITTEN if fresh else INITIAL)
+        return shadow
 
     # --- findings ----------------------------------------------------------------------------------------------------
 
     def _check_written(
-        self, shadow: Shadow, cells: Cells, writes: np.ndarray, access: Access, bits: np.ndarray | None, itemsize: int
+        self, shadow: Shadow, cells: Cells, writes: np.ndarray, access: Access, bits: np.ndarray | None
     ) -> None:
         """Report a read of memory that still holds the poison's bits.
 

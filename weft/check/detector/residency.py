@@ -1,7 +1,7 @@
 """Waits for programs that may not be resident: cycles of waits between grids too large for their GPU.
 
 If a GPU cannot hold a grid at once, one of its programs may have to end before another can start. The first must not wait for
-the second: neither within its own grid, nor through a peer's grid that is too large as well and waits for this one. Waits for
+the second: neither within one grid, nor through a peer's grid that is too large as well and waits for this one. Waits for
 earlier kernels, the copy engine, host code or grids that fit cannot hang, since these do not depend on the end of a program of
 this grid.
 """
@@ -34,19 +34,19 @@ class Residency:
         """Note that ``thread`` has waited for a store of ``writer``."""
         if writer is thread or not (self._is_too_large(thread) and self._is_too_large(writer)):
             return
-        mine, other = thread.grid, writer.grid
-        if other in self._awaits.setdefault(mine, set()) and other is not mine:
+        grid, other = thread.grid, writer.grid
+        if other in self._awaits.setdefault(grid, set()) and other is not grid:
             return
-        self._awaits[mine].add(other)
-        if not self._leads(other, mine):
+        self._awaits[grid].add(other)
+        if not self._leads(other, grid):
             return
         suppliers = (
             "others of this grid"
-            if other is mine
+            if other is grid
             else f"programs of {writer.label.partition(' program ')[0]}, which wait for this grid"
         )
         text = (
-            f"kernel {mine.launch.name} has {mine.total} programs, some of which wait for {suppliers}, and this GPU holds "
+            f"kernel {grid.launch.name} has {grid.total} programs, some of which wait for {suppliers}, and this GPU holds "
             f"{self._sms} at a time"
         )
         extent = self._memory.find(address)
@@ -70,10 +70,10 @@ class Residency:
 
 def _suppliers(signal: Signal, wanted: int | None) -> list[ThreadClock]:
     """Writers that brought the signal to ``wanted``: the one that reached it, and all adders before."""
-    found: list[ThreadClock] = []
+    suppliers: list[ThreadClock] = []
     for write in signal.writers:
         thread = write.access.thread
-        found = [*found, thread] if "add" in write.access.verb else [thread]
+        suppliers = [*suppliers, thread] if "add" in write.access.verb else [thread]
         if wanted is not None and write.value >= wanted:
             break
-    return found
+    return suppliers

@@ -32,7 +32,8 @@ class Shadow:
             first = int(offsets[0]) // unit
             return slice(first, first + itemsize // unit)
         span = int(offsets[-1]) - int(offsets[0])
-        if span == (offsets.size - 1) * itemsize and (np.diff(offsets) == itemsize).all():
+        steps = offsets.size - 1
+        if span == steps * itemsize and np.count_nonzero(offsets[1:] - offsets[:-1] == itemsize) == steps:
             first = int(offsets[0]) // unit
             return slice(first, first + offsets.size * itemsize // unit)
         at = offsets // unit
@@ -58,18 +59,18 @@ class Shadow:
 def distinct(numbers: np.ndarray) -> list[int]:
     """Distinct numbers of an array, fast if there is only one."""
     first = int(numbers[0])
-    if numbers.size == 1 or (numbers == first).all():
+    if numbers.size == 1 or np.count_nonzero(numbers == first) == numbers.size:
         return [first]
     return np.unique(numbers).tolist()
 
 
 def mapped(numbers: np.ndarray, function: Callable[[int], int]) -> np.ndarray | int:
     """Array of ``function(number)`` for every number; a scalar if they are all equal."""
-    found = distinct(numbers)
-    if len(found) == 1:
-        return function(found[0])
-    new = np.array([function(n) for n in found], np.int32)
-    return new[np.searchsorted(np.array(found, np.int32), numbers)]
+    old = distinct(numbers)
+    if len(old) == 1:
+        return function(old[0])
+    new = np.array([function(n) for n in old], np.int32)
+    return new[np.searchsorted(np.array(old, np.int32), numbers)]
 
 
 def where(cells: Cells, mask: np.ndarray) -> np.ndarray:
@@ -88,25 +89,23 @@ class ReadSets:
         return self._sets[number]
 
     def number(self, members: tuple[int, ...]) -> int:
-        found = self._numbers.get(members)
-        if found is None:
-            found = self._numbers[members] = len(self._sets)
+        known = self._numbers.get(members)
+        if known is None:
+            known = self._numbers[members] = len(self._sets)
             self._sets.append(members)
-        return found
+        return known
 
 
-def extents_of(
-    find: Callable[[int], Extent | None], addresses: np.ndarray, itemsize: int
-) -> Iterator[tuple[Extent, np.ndarray]]:
-    """(extent, addresses in it) for addresses that lie in known extents."""
+def extents_of(find: Callable[[int], Extent | None], addresses: np.ndarray) -> Iterator[tuple[Extent, np.ndarray]]:
+    """(extent, byte offsets of the addresses in it) for addresses that lie in known extents."""
     while addresses.size:
         extent = find(int(addresses[0]))
         if extent is None:
             return
-        low, high = np.uint64(extent.base), np.uint64(extent.base + extent.size)
-        if int(addresses.min()) >= low and int(addresses.max()) < high:
-            yield extent, addresses
+        offsets = addresses - np.uint64(extent.base)  # of lower addresses great numbers
+        if np.maximum.reduce(offsets) < extent.size:
+            yield extent, offsets.view(np.int64)
             return
-        inside = (addresses >= low) & (addresses < high)
-        yield extent, addresses[inside]
+        inside = offsets < np.uint64(extent.size)
+        yield extent, offsets[inside].view(np.int64)
         addresses = addresses[~inside]

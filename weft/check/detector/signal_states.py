@@ -69,8 +69,8 @@ class Signal:
         if scope == "sys":
             self.by_all = clock.copy() if self.by_all is None else joined(self.by_all, clock)
         if scope != "cta":
-            mine = self.by_rank.get(rank)
-            self.by_rank[rank] = clock.copy() if mine is None else joined(mine, clock)
+            known = self.by_rank.get(rank)
+            self.by_rank[rank] = clock.copy() if known is None else joined(known, clock)
 
     def all_released(self) -> list[np.ndarray]:
         """Clocks of all releases, whatever their scopes."""
@@ -78,8 +78,8 @@ class Signal:
 
     def visible(self, rank: int, scope: str) -> list[np.ndarray]:
         """Clocks that an acquire by a task of ``rank`` at ``scope`` learns."""
-        mine = [self.by_rank[rank]] if rank in self.by_rank and scope != "cta" else []
-        return [*mine, self.by_all] if scope == "sys" and self.by_all is not None else mine
+        of_rank = [self.by_rank[rank]] if rank in self.by_rank and scope != "cta" else []
+        return [*of_rank, self.by_all] if scope == "sys" and self.by_all is not None else of_rank
 
     def wrote(self, write: Write) -> None:
         if not self.writers:

@@ -57,8 +57,8 @@ class Signals:
 
     def within(self, low: int, high: int) -> list[Signal]:
         """Signals at ``low .. high - 1``."""
-        found = self._sorted[bisect_left(self._sorted, low) : bisect_right(self._sorted, high - 1)]
-        return [self._signals[address] for address in found]
+        addresses = self._sorted[bisect_left(self._sorted, low) : bisect_right(self._sorted, high - 1)]
+        return [self._signals[address] for address in addresses]
 
     def drop(self, low: int, high: int) -> None:
         for signal in self.within(low, high):
@@ -250,19 +250,19 @@ class Signals:
                 self._report("overshoot", text, signal, [signal.writers[-1].access])
 
     def cause(self, address: int) -> list[str]:
-        """Reasons why a wait for the signal at ``address`` may never end: its last notify, or others."""
+        """Reasons why a wait for the signal at ``address`` may never end: its last notify, or notifies beside it."""
         signal, name = self._signals.get(address), self._memory.describe(address)
         if signal is not None and signal.writers:
             return [f"{name}: last written by {self._writer(signal.writers[-1])}"]
         extent = self._memory.find(address)
         lines = [f"{name}: never notified"]
         if extent is not None:
-            others = [
+            beside = [
                 w
                 for w in self._signals.values()
                 if w.writers and (f := self._memory.find(w.address)) and f.name == extent.name
             ]
-            for other in others[:3]:
+            for other in beside[:3]:
                 lines.append(f"{self._memory.describe(other.address)}: notified by {self._writer(other.writers[-1])}")
         return lines
 

@@ -4,13 +4,13 @@ A thread of execution is one of:
 
 main     a rank's main stream: host-side tensor operations and kernel launches
 stream   a side stream (the copy engine)
-program  a program instance, whose CUDA threads count separately: a release by one of them covers its own accesses and what
+program  a program instance, whose CUDA threads count separately: a release by one thread covers that thread's accesses and what
          all did before the last CTA barrier. Tensor-descriptor stores are covered if they were drained before that barrier
 
 A program's accesses are of several kinds, each with a slot:
 
 SCALAR    by one CUDA thread
-BLOCK     by all of them, except plain loads
+BLOCK     by all threads, except plain loads
 LOADED    plain loads: after a CTA barrier they have their values, so that even a relaxed write publishes them
 ASYNC     by the asynchronous proxy
 DELIVERY  stores of puts that ``quiet`` completes, which a fence orders
@@ -31,6 +31,7 @@ import numpy as np
 
 from weft.check.detector.vector_clocks import LAMPORT, UNFENCED_LAMPORT, Slots, at, fit, joined
 from weft.simulator.machine.grids import Grid
+from weft.simulator.places import Places
 
 BLOCK, SCALAR, LOADED, ASYNC, FLAGGED, AWAITED = "block", "scalar", "loaded", "async", "flagged", "awaited"
 DELIVERY, COPYING = "delivery", "copying"
@@ -144,8 +145,8 @@ class Note:
 Notes = dict[tuple, Note]
 
 
-def add_notes(notes: Notes, others: Notes) -> None:
-    for key, note in others.items():
+def add_notes(notes: Notes, more: Notes) -> None:
+    for key, note in more.items():
         known = notes.get(key)
         notes[key] = note if known is None else replace(known, clock=joined(known.clock.copy(), note.clock))
 
@@ -170,15 +171,13 @@ class _Stamps:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Addresses of a block's elements. ``mask``: the accessed ones."""
+    """Places that a block of a kernel's elements has accessed."""
 
-    addresses: np.ndarray
-    mask: np.ndarray
-    itemsize: int
+    places: Places
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(size for size in self.addresses.shape if size != 1)
+        return tuple(size for size in self.places.shape if size != 1)
 
     def touches_threads_of(self, other: Block) -> tuple[int, int] | None:
         """Common bytes (low, high) that may belong to different threads in the two blocks; None without any.
@@ -186,16 +185,14 @@ class Block:
         A thread has the same elements of two blocks of equal sizes, by the layout that Triton usually gives them. A scalar is
         loaded by all threads and stored by one.
         """
-        mine, others = np.flatnonzero(self.mask), np.flatnonzero(other.mask)
-        here, there = self.addresses.ravel()[mine], other.addresses.ravel()[others]
-        if self.itemsize != other.itemsize:
-            low = max(int(here.min()), int(there.min()))
-            high = min(int(here.max()) + self.itemsize, int(there.max()) + other.itemsize)
+        here, there = self.places, other.places
+        if here.itemsize != there.itemsize:
+            low, high = max(here.low, there.low), min(here.high, there.high)
             return (low, high) if low < high else None
-        common, at, of = np.intersect1d(here, there, return_indices=True)
+        common, at, of = np.intersect1d(here.active, there.active, return_indices=True)
         if self.sizes == other.sizes != ():
-            common = common[mine[at] != others[of]]
-        return (int(common.min()), int(common.max()) + self.itemsize) if common.size else None
+            common = common[np.flatnonzero(here.mask)[at] != np.flatnonzero(there.mask)[of]]
+        return (int(common.min()), int(common.max()) + here.itemsize) if common.size else None
 
 
 class ProgramClock(ThreadClock):
@@ -232,7 +229,7 @@ class ProgramClock(ThreadClock):
             self.clock = fit(self.clock, slot)
             before = self.slots.time[slot]
             now = self.slots.tick(slot)
-            # A program sees its own plain stores at once, descriptor stores when drained, copies when complete.
+            # A program sees its plain stores at once, descriptor stores when drained, copies when complete.
             self.clock[:, slot] = before if kind in _LATE else now
             stamps = self._stamps[kind] = _Stamps(slot, before, before, before)
         return stamps
@@ -255,7 +252,7 @@ class ProgramClock(ThreadClock):
                 stamps.published = self._next(stamps)
 
     def drain(self) -> None:
-        """Note that descriptor stores so far have landed, each known to its own thread."""
+        """Note that descriptor stores so far have landed, each known to its thread."""
         stores = self._stamps.get(ASYNC)
         if stores is not None and stores.dirty:
             stores.drained = self._next(stores)

@@ -62,10 +62,10 @@ class Tiles:
 
     def grid_ended(self, grid: Grid, thread: ThreadClock) -> None:
         """Look for rows of an ended kernel's map that belong to no tile, or to two."""
-        found = self._maps.pop(grid, {})
-        covers = next((tile.covers for tile in found.values()), 0)
+        mapped = self._maps.pop(grid, {})
+        covers = next((tile.covers for tile in mapped.values()), 0)
         by_column: dict[int, list[MappedTile]] = {}
-        for tile in found.values():
+        for tile in mapped.values():
             if tile.rows > 0 and covers:
                 by_column.setdefault(tile.column, []).append(tile)
         for column, tiles in by_column.items():
@@ -119,7 +119,7 @@ class Tiles:
         return False
 
     def left_rows(self, thread: ThreadClock, tensor: str, rank: int) -> str:
-        """Message for a body's access outside of ``tensor``, from which it loads rows; "" for others."""
+        """Message for a body's access outside of ``tensor``, from which it loads rows; "" for any other access."""
         body = self._bodies.get(thread)
         tile = body.tile if body is not None else None
         for address in (tile.own, tile.gathered) if tile is not None else ():

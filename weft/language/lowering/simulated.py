@@ -19,7 +19,7 @@ from weft.runtime.team.view import MAX_BARRIER_PROGRAMS
 from weft.simulator.intrinsics import simulated
 from weft.simulator.machine.memory import signed
 from weft.simulator.machine.pointers import ADDRESS
-from weft.simulator.places import Scattered
+from weft.simulator.places import UNSIGNED, Scattered, one_place
 
 if TYPE_CHECKING:
     from weft.runtime.team.view import TeamView
@@ -36,8 +36,7 @@ def _wait(machine: Machine, signal: tl.tensor, value: tl.tensor, team: TeamView)
 def _wait_until(
     machine: Machine, signal: tl.tensor, value: tl.tensor, comparison: tl.constexpr, team: TeamView
 ) -> tl.tensor:
-    from weft.simulator import interpreter as interp  # needs NumPy types that only the simulator installs
-
+    interp = machine.values
     address, element = int(interp.addresses_of(signal)[0]), interp.element_dtype(signal)
     itemsize = element.primitive_bitwidth // 8
     # Modulo the signal's width, as in a GPU's registers.
@@ -52,8 +51,7 @@ def _await_all(
     machine: Machine, signals: tl.tensor, left: tl.tensor, value: tl.tensor, comparison: tl.constexpr, team: TeamView
 ) -> None:
     """One wait after the other: a signal that has been seen once need not be looked at again."""
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     for index in np.flatnonzero(interp.value_of(left)):
         _wait_until(machine, signals + int(index), value, comparison, team)
 
@@ -62,8 +60,7 @@ def _await_all(
 def _await_any(
     machine: Machine, signals: tl.tensor, left: tl.tensor, value: tl.tensor, comparison: tl.constexpr, team: TeamView
 ) -> tl.tensor:
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     address, itemsize = int(interp.addresses_of(signals)[0]), interp.element_dtype(signals).primitive_bitwidth // 8
     asked = np.flatnonzero(interp.value_of(left)).tolist()
     chosen = -1
@@ -78,30 +75,28 @@ def _await_any(
 def _lamport_load(
     machine: Machine, ptr: tl.tensor, mask: tl.tensor, team: TeamView, words: tl.tensor | None = None
 ) -> tl.tensor:
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     check_flagged_block("lamport_load", "ptr", ptr, mask)
-    addresses = interp.addresses_of(ptr)
+    addresses, dtype = interp.addresses_of(ptr), interp.element_dtype(ptr)
     active = np.broadcast_to(np.asarray(interp.value_of(mask), dtype=bool), addresses.shape)
-    dtype = interp.element_dtype(ptr)
     itemsize = dtype.primitive_bitwidth // 8
-    addresses = machine.plain(addresses, active, itemsize, "load")
-    unwritten = 1 << (8 * itemsize - 1)  # the bits of -0.0
+    places = machine.plain(Scattered(addresses, active, itemsize), "load")
+    unwritten = UNSIGNED[itemsize].type(1 << (8 * itemsize - 1))  # the bits of -0.0
 
     def missing() -> int:
-        return int((machine.memory.load(addresses, active, itemsize, machine.who) == unwritten).sum())
+        return np.count_nonzero(machine.memory.read(places, machine.who) == unwritten)
 
     if interp.value_of(words) is not None:
         machine.observer.names_words(int(interp.addresses_of(words).ravel()[0]))
-    if active.any():
-        low, high = int(addresses[active].min()), int(addresses[active].max()) + itemsize
-        machine.stores.touch(low, high)
+    if not places.is_empty:
+        machine.stores.touch(places.low, places.high)
     if missing():
-        what = machine.memory.describe(low)
+        what = machine.memory.describe(places.low)
         machine.wait_for_bytes(
-            low, high, lambda: missing() == 0, lambda: f"waits for {missing()} unwritten elements from {what}"
-        )
-    bits = machine.load(Scattered(addresses, active, itemsize), "lamport")
+            places.low, places.high, lambda: missing() == 0,
+            lambda: f"waits for {missing()} unwritten elements from {what}",
+        )  # fmt: skip
+    bits = machine.load(places, "lamport")
     return interp.block(bits.view(interp.numpy_dtype(dtype)), dtype)
 
 
@@ -122,8 +117,7 @@ def _lamport_load_keyed(
 
 @simulated(stock.store_flagged)
 def _store_flagged(machine: Machine, ptr: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     addresses = interp.addresses_of(ptr)
     values = np.broadcast_to(interp.value_of(x.to(interp.element_dtype(ptr))), addresses.shape)
     active = np.broadcast_to(np.asarray(interp.value_of(mask), dtype=bool), addresses.shape)
@@ -133,8 +127,7 @@ def _store_flagged(machine: Machine, ptr: tl.tensor, x: tl.tensor, mask: tl.tens
 
 @simulated(stock.store_release)
 def _store_release(machine: Machine, ptr: tl.tensor, value: tl.tensor) -> None:
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     bits = interp.element_dtype(ptr).primitive_bitwidth
     machine.release_store(int(interp.addresses_of(ptr)[0]), int(interp.value_of(value)), bits // 8)
 
@@ -153,9 +146,9 @@ def _complete_stores(machine: Machine) -> None:
 def _copy_later(
     machine: Machine, target: tl.tensor, source: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr, WHAT: tl.constexpr
 ) -> None:
-    from weft.simulator import interpreter as interp
-    from weft.simulator import numerics
+    from weft.simulator import numerics  # needs NumPy types that only the simulator installs
 
+    interp = machine.values
     steps = np.arange(int(np.asarray(interp.value_of(n)).ravel()[0]), dtype=np.uint64)
     there, here = (interp.numpy_dtype(interp.element_dtype(ptr)) for ptr in (target, source))
     targets = interp.addresses_of(target).ravel()[0] + steps * np.uint64(there.itemsize)
@@ -197,8 +190,7 @@ def _fence_system(machine: Machine, word: tl.tensor) -> None:
 
 @simulated(tracing.begin)
 def _begin(machine: Machine, team: TeamView) -> tl.tensor:
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     return interp.scalar(machine.observer.began(), tl.int32)
 
 
@@ -213,8 +205,7 @@ def _record(
     happened: tl.tensor,
     team: TeamView,
 ) -> None:
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     numbers = (int(np.asarray(interp.value_of(x)).ravel()[0]) for x in (began, address, peer, value))
     machine.observer.recorded(interp.value_of(kind), *numbers)
 
@@ -246,16 +237,14 @@ def _ends_epoch(machine: Machine, epoch: tl.tensor) -> None:
 
 def _word(machine: Machine, pointer: tl.tensor) -> tuple[int, int]:
     """(address, bytes) of the scalar at a pointer."""
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     itemsize = interp.element_dtype(pointer).primitive_bitwidth // 8
-    return int(machine.plain(interp.addresses_of(pointer), np.ones(1, bool), itemsize, "load")[0]), itemsize
+    return machine.plain(one_place(int(interp.addresses_of(pointer)[0]), (1,), itemsize), "load").low, itemsize
 
 
 @simulated(stock.names_chunk)
 def _names_chunk(machine: Machine, rank: tl.tensor, chunk: tl.tensor, chunks: tl.tensor, team: TeamView) -> None:
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     rank, chunk, chunks, size = (int(interp.value_of(x)) for x in (rank, chunk, chunks, team.size))
     if not (0 <= rank < size and 0 <= chunk < chunks):
         raise WeftError(
@@ -266,8 +255,7 @@ def _names_chunk(machine: Machine, rank: tl.tensor, chunk: tl.tensor, chunks: tl
 
 @simulated(stock.reaches_peers)
 def _reaches_peers(machine: Machine, ptr: tl.tensor, peer: tl.tensor, team: TeamView) -> None:
-    from weft.simulator import interpreter as interp
-
+    interp = machine.values
     me, size = (interp.value_of(team.coords) >> 1) - 1, int(interp.value_of(team.size))
     peers = np.asarray(interp.value_of(peer))
     strangers = peers[(peers < 0) | (peers >= size)]

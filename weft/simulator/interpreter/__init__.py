@@ -1,4 +1,4 @@
-"""Interpreter of ordinary ``@triton.jit`` functions in NumPy, on the memory behind a ``Port``.
+"""Interpreter of ordinary ``@triton.jit`` functions in NumPy, on the memory of a ``Port``.
 
 An ``Interpreter`` patches Triton for the scope of a simulation. A kernel is rewritten once (operators and statements that
 Python reads differently from Triton's compiler) and then runs as Python, so tracebacks, ``breakpoint()`` and debuggers show the

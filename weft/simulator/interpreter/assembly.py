@@ -35,5 +35,5 @@ ADVICE = (
 
 def instead_of(assembly: str) -> str:
     """Advice on portable code in place of this assembly, as a part of a sentence."""
-    found = (instead for pattern, instead in ADVICE if re.search(pattern, assembly))
-    return next(found, "write it in plain Triton")
+    advice = (instead for pattern, instead in ADVICE if re.search(pattern, assembly))
+    return next(advice, "write it in plain Triton")

@@ -8,13 +8,16 @@ import types
 from collections.abc import Callable
 from functools import cache, partial
 
+import triton
 import triton.language as tl
 
 from weft.simulator.interpreter import rewriting, statements
 from weft.simulator.interpreter.frames import KernelFrames
 from weft.simulator.interpreter.semantic import Semantic
 from weft.simulator.interpreter.values import not_interpretable
-from weft.triton_api import TRITON_BUILTIN, JITFunction
+from weft.triton_api import TRITON_BUILTIN, JITFunction, core
+
+_CHECKED = getattr(core.num_programs, "__code__", None)  # of the check around every builtin
 
 
 def is_builtin(member: object) -> bool:
@@ -37,7 +40,8 @@ def _asking_for_semantic(member: Callable) -> Callable | None:
     signature = getattr(member, "signature", None) or inspect.signature(member)
     if "_semantic" not in signature.parameters and not inspect.isclass(member):
         return None
-    return member.__wrapped__ if hasattr(member, "__wrapped__") and hasattr(member, "signature") else member
+    is_checked = hasattr(member, "signature") or getattr(member, "__code__", None) is _CHECKED
+    return member.__wrapped__ if hasattr(member, "__wrapped__") and is_checked else member
 
 
 # The stubs that kernels import, and the module in which Triton's compiler for NVIDIA GPUs finds their implementation.
@@ -57,6 +61,9 @@ def _libdevice(name: str, function: Callable) -> Callable:
             ) from None
 
     return call
+
+
+_ConstexprFunction = type(triton.constexpr_function(is_builtin))
 
 
 class Callees:
@@ -94,12 +101,14 @@ class Callees:
             function = self._rewritten(callee)
         elif module in (_STUBS, _LIBDEVICE) and inspect.isfunction(callee):
             name = callee.__name__
-            found = getattr(tl.extra.cuda.libdevice, name, None)
-            if found is None:
+            builtin = getattr(tl.extra.cuda.libdevice, name, None)
+            if builtin is None:
                 raise not_interpretable(f"libdevice.{name}")
-            function = _libdevice(name, with_semantic(found, self._semantic))
+            function = _libdevice(name, with_semantic(builtin, self._semantic))
         elif is_builtin(callee):
             function = with_semantic(callee, self._semantic)
+        elif isinstance(callee, (type, types.FunctionType, _ConstexprFunction)):
+            function = callee
         else:
             return callee
         self.know(callee, function)

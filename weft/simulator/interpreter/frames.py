@@ -39,24 +39,24 @@ class KernelFrames:
 
     def state(self) -> list[tuple[types.CodeType, int, int, dict[str, object]]]:
         """(code, instruction, line, variables) of all kernel code now executing, innermost first."""
-        found, frame = [], sys._getframe(1)
+        frames, frame = [], sys._getframe(1)
         while frame is not None:
             if id(frame.f_code) in self.codes:
-                found.append((frame.f_code, frame.f_lasti, frame.f_lineno, dict(frame.f_locals)))
+                frames.append((frame.f_code, frame.f_lasti, frame.f_lineno, dict(frame.f_locals)))
             frame = frame.f_back
-        return found
+        return frames
 
     def line_of(self, error: BaseException) -> CodeLine | None:
         """(code, line) of the innermost kernel code that an exception passed, preferably not ``LIBRARIES``."""
-        found, inside, entry = None, None, error.__traceback__
+        outside, inside, entry = None, None, error.__traceback__
         while entry is not None:
             frame = entry.tb_frame
             if id(frame.f_code) in self.codes:
                 inside = frame.f_code, entry.tb_lineno
                 if not str(frame.f_globals.get("__name__")).startswith(LIBRARIES):
-                    found = inside
+                    outside = inside
             entry = entry.tb_next
-        return found or inside
+        return outside or inside
 
     def source_location(self) -> tuple[str, int, str, str] | None:
         """(file, line number, function, text of the line) of the innermost kernel code; None outside kernels."""

@@ -33,7 +33,7 @@ _MOST = (2**31 - 1, 65535, 65535)
 class Launch:
     """Kernel with its arguments bound. ``run()`` executes it once, for the program that the port names.
 
-    tensors, tuples  those among its arguments, passed by position, by name, by default or inside a tuple
+    tensors, tuples  among its arguments, passed by position, by name, by default or inside a tuple
     """
 
     name: str

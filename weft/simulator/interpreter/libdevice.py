@@ -2,7 +2,7 @@
 
 Triton's own code chooses the symbol and the type of the result, and refuses unsupported types. fp32 functions are computed in
 fp64 and rounded once, which differs from libdevice by a few units in the last place. Missing functions (Bessel functions,
-directed rounding, inverse error functions and others) are refused by name.
+directed rounding, inverse error functions and so on) are refused by name.
 """
 
 from __future__ import annotations

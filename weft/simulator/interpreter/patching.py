@@ -136,15 +136,19 @@ def _method(member: Callable, semantic: Semantic) -> Callable:
 
 
 def _operator(operation: Callable) -> Callable:
+    constexpr = tl.constexpr
+
     def call(self: tl.tensor, other: Operand, _semantic: object = None) -> tl.tensor:
-        return operation(self, other.value if isinstance(other, tl.constexpr) else other)
+        return operation(self, other.value if isinstance(other, constexpr) else other)
 
     return call
 
 
 def _reflected(operation: Callable) -> Callable:
+    constexpr = tl.constexpr
+
     def call(self: tl.tensor, other: Operand, _semantic: object = None) -> tl.tensor:
-        return operation(other.value if isinstance(other, tl.constexpr) else other, self)
+        return operation(other.value if isinstance(other, constexpr) else other, self)
 
     return call
 

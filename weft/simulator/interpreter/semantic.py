@@ -24,6 +24,9 @@ from weft.simulator.places import Places, Scattered, everywhere, one_place
 from weft.triton_api import IncompatibleTypeErrorImpl, TritonSemantic
 
 T = TypeVar("T")
+_Tensor, _Pointer = tl.tensor, tl.pointer_type
+# Bytes of an element by its bits, as arrays: a product with one is of 64 bits.
+_SIZES = {bits: np.array(max(1, bits // 8), np.int64) for bits in (1, 8, 16, 32, 64)}
 
 
 def _arithmetic(op: np.ufunc) -> Callable:
@@ -98,7 +101,7 @@ class Semantic(TritonSemantic):
             tuple, tuple[tl.dtype, np.ndarray]
         ] = {}  # common type with a tensor, and the number in it
         self._filled: dict[tuple, np.ndarray] = {}  # blocks of an integer in a type
-        self._casts: set[tuple] = set()  # those that have been checked
+        self._casts: set[tuple] = set()  # checked ones
 
     def to_tensor(self, x: Operand, check_type: bool = True) -> tl.tensor:
         if isinstance(x, tl.constexpr):
@@ -128,16 +131,16 @@ class Semantic(TritonSemantic):
 
     def _constant(self, value: Number, dtype: tl.dtype) -> np.ndarray:
         key = (dtype.name, value, type(value), value == 0 and str(value))  # 0.0 == -0.0 == 0 == False
-        found = self._constants.get(key)
-        if found is None:
+        array = self._constants.get(key)
+        if array is None:
             if dtype.is_int() and not dtype.is_bool():
                 self._check_range(value, dtype)
                 wide = np.array([int(value)], np.uint64 if value >= 2**63 else np.int64)
             else:
                 wide = np.array([value], np.bool_ if dtype.is_bool() else np.float64)
                 wide = wide if dtype.is_bool() or dtype.is_fp64() else wide.astype(np.float32)
-            found = _remember(self._constants, key, numerics.convert(wide, numpy_dtype(dtype)))
-        return found
+            array = _remember(self._constants, key, numerics.convert(wide, numpy_dtype(dtype)))
+        return array
 
     def _check_range(self, value: Number, dtype: tl.dtype) -> None:
         if value != int(value):
@@ -152,21 +155,21 @@ class Semantic(TritonSemantic):
 
     def _promote(self, a: tl.dtype, a_is_scalar: bool, b: tl.dtype, b_is_scalar: bool, div: bool) -> tl.dtype:
         key = (a.name, a_is_scalar, b.name, b_is_scalar, div)
-        found = self._promotions.get(key)
-        if found is None:
+        common = self._promotions.get(key)
+        if common is None:
             if isinstance(a, tl.pointer_type) or isinstance(b, tl.pointer_type):
                 raise IncompatibleTypeErrorImpl(a, b)
-            found = self._promotions[key] = self.computation_type_impl(a, a_is_scalar, b, b_is_scalar, div)
-        return found
+            common = self._promotions[key] = self.computation_type_impl(a, a_is_scalar, b, b_is_scalar, div)
+        return common
 
     def operands(self, x: Operand, y: Operand, div: bool = False) -> tuple[np.ndarray, np.ndarray, tl.dtype, bool]:
         """(left array, right array, common element type, result is a block). Pointers are refused."""
-        if not isinstance(x, tl.tensor):
-            return self._with_number(y, x, True, div) if isinstance(y, tl.tensor) else self._numbers(x, y, div)
-        if not isinstance(y, tl.tensor):
+        if not isinstance(x, _Tensor):
+            return self._with_number(y, x, True, div) if isinstance(y, _Tensor) else self._numbers(x, y, div)
+        if not isinstance(y, _Tensor):
             return self._with_number(x, y, False, div)
         a, b, left, right = x.dtype, y.dtype, x.handle.data, y.handle.data
-        if a is not b or div or isinstance(a, tl.pointer_type):
+        if a is not b or div or isinstance(a, _Pointer):
             ty = self._promote(a, False, b, False, div)
             if a is not ty:
                 left = numerics.convert(left, numpy_dtype(ty))
@@ -182,15 +185,15 @@ class Semantic(TritonSemantic):
         """``operands`` of a tensor and a number, which is the left one or the right one."""
         a, array = x.dtype, x.handle.data
         key = (a.name, number, type(number), is_left, div)
-        found = self._numbers_with.get(key) if number or type(number) is int else None  # 0.0 == -0.0
-        if found is None:
+        known = self._numbers_with.get(key) if number or type(number) is int else None  # 0.0 == -0.0
+        if known is None:
             b = self._type_of(number)
             if a is b and not div:
                 ty = a
             else:
                 ty = self._promote(b, True, a, False, div) if is_left else self._promote(a, False, b, True, div)
-            found = _remember(self._numbers_with, key, (ty, self._constant(number, ty)))
-        ty, constant = found
+            known = _remember(self._numbers_with, key, (ty, self._constant(number, ty)))
+        ty, constant = known
         if a is not ty:
             array = numerics.convert(array, numpy_dtype(ty))
         is_block = x.type is not a
@@ -221,22 +224,24 @@ class Semantic(TritonSemantic):
         return make(left, ty, is_block), make(right, ty, is_block)
 
     def add(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
-        if _is_pointer(y):
-            x, y = y, x
-        if _is_pointer(x):
+        if isinstance(x, _Tensor) and isinstance(x.dtype, _Pointer):
             return self._offset(x, y)
+        if isinstance(y, _Tensor) and isinstance(y.dtype, _Pointer):
+            return self._offset(y, x)
         return self._sum(x, y)
 
     def _offset(self, ptr: tl.tensor, by: Operand) -> tl.tensor:
-        by = by if isinstance(by, tl.tensor) else self.to_tensor(by)
-        if not by.dtype.is_int():
+        by = by if isinstance(by, _Tensor) else self.to_tensor(by)
+        data, pointer = by.handle.data, ptr.dtype
+        if data.dtype.kind not in "iub" or isinstance(by.dtype, _Pointer):
             raise IncompatibleTypeErrorImpl(ptr.type, by.type)
-        size = max(1, ptr.dtype.element_ty.primitive_bitwidth // 8)
-        out = ptr.handle.data + (by.handle.data.astype(np.int64, copy=False) * size).view(np.uint64)
-        return make(out, ptr.dtype, ptr.type is not ptr.dtype or by.type is not by.dtype)
+        data = data if data.dtype.itemsize < 8 else data.view(np.int64)
+        steps = np.multiply(data, _SIZES[pointer.element_ty.primitive_bitwidth])  # int64, whatever the type of ``by``
+        out = ptr.handle.data + steps.view(np.uint64)
+        return make(out, pointer, ptr.type is not pointer or by.type is not by.dtype)
 
     def sub(self, x: Operand, y: Operand, sanitize_overflow: bool = False) -> tl.tensor:
-        if _is_pointer(x):
+        if isinstance(x, _Tensor) and isinstance(x.dtype, _Pointer):
             return self._offset(x, self.minus(self.to_tensor(y)))
         return self._difference(x, y)
 

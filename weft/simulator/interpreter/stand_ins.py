@@ -98,7 +98,6 @@ class StandIns:
         cache_modifier: Text = "",
         eviction_policy: Text = "",
         volatile: Flag = False,
-        _semantic: object = None,
     ) -> tl.tensor:
         if _is_block_pointer(pointer):
             return self._stock_load(pointer, mask, other, boundary_check, padding_option)
@@ -127,10 +126,10 @@ class StandIns:
 
     def arange(self, start: Integer, end: Integer, _semantic: object = None) -> tl.tensor:
         key = plain(start), plain(end)
-        found = self._ranges.get(key) if type(key[0]) is type(key[1]) is int else None
-        if found is None:
-            found = self._ranges[key] = self.semantic.arange(*key)
-        return found
+        block = self._ranges.get(key) if type(key[0]) is type(key[1]) is int else None
+        if block is None:
+            block = self._ranges[key] = self.semantic.arange(*key)
+        return block
 
     def full(
         self, shape: Integer | Sequence[Integer], value: Operand, dtype: Dtype, _semantic: object = None
@@ -177,7 +176,7 @@ class StandIns:
 
 
 def _is_block_pointer(x: object) -> bool:
-    """True for a block pointer: a tensor of its own kind in Triton 3.6 and 3.7, another object in 3.8."""
+    """True for a block pointer: a tensor of a special kind in Triton 3.6 and 3.7, another object in 3.8."""
     return not isinstance(x, tl.tensor) or isinstance(getattr(x.dtype, "element_ty", None), tl.block_type)
 
 

@@ -21,7 +21,7 @@ Text = str | tl.constexpr
 
 
 class Handle(TensorHandle):
-    """Array behind a ``tl.tensor``: shape (1,) for a scalar, bf16 and fp8 as ml_dtypes arrays.
+    """Array of a ``tl.tensor``: shape (1,) for a scalar, bf16 and fp8 as ml_dtypes arrays.
 
     Never written to.
     """
@@ -32,7 +32,7 @@ class Handle(TensorHandle):
         self.data, self.dtype = data, dtype
 
 
-_new, _Tensor = object.__new__, tl.tensor
+_new, _Tensor, _Constexpr = object.__new__, tl.tensor, tl.constexpr
 # Block types by element type and shape: building one costs as much as an operation.
 _blocks: dict[tuple, tl.block_type] = {}
 
@@ -44,17 +44,17 @@ def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
 
 def plain(x: Any) -> Any:
     """Value of a constexpr; anything else unchanged."""
-    return x.value if isinstance(x, tl.constexpr) else x
+    return x.value if isinstance(x, _Constexpr) else x
 
 
 def numpy_dtype(element: tl.dtype) -> np.dtype:
     """NumPy dtype for a Triton element type; uint64 for pointers."""
-    found = numerics.DTYPES.get(element.name)
-    if found is None:
+    known = numerics.DTYPES.get(element.name)
+    if known is None:
         if not isinstance(element, tl.pointer_type):
             raise not_interpretable(f"element type {element}")
-        found = numerics.BITS[8]
-    return found
+        known = numerics.BITS[8]
+    return known
 
 
 def not_interpretable(what: str) -> NotInterpretable:
@@ -76,8 +76,8 @@ def make(data: np.ndarray, element: tl.dtype, is_block: bool) -> tl.tensor:
     if not is_block:
         x.type = element
         return x
-    found = _blocks.get((element.name, data.shape))
-    x.type = found if found is not None and found.element_ty is element else _block_type(element, data.shape)
+    known = _blocks.get((element.name, data.shape))
+    x.type = known if known is not None and known.element_ty is element else _block_type(element, data.shape)
     return x
 
 
@@ -97,10 +97,10 @@ def value_of(x: Any) -> Any:
     A Python number for a scalar tensor (an address for a pointer), the array of a block, the value of a constexpr; anything
     else unchanged.
     """
-    if isinstance(x, tl.tensor):
+    if isinstance(x, _Tensor):
         data = x.handle.data
         return data if x.type is not x.dtype else data.item()
-    return x.value if isinstance(x, tl.constexpr) else x
+    return x.value if isinstance(x, _Constexpr) else x
 
 
 def addresses_of(pointer: tl.tensor) -> np.ndarray:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from weft.errors import InvalidAccess, Unsupported, WeftError
+from weft.simulator import interpreter
 from weft.simulator.interpreter import CodeLine, Interpreter
 from weft.simulator.machine.grids import Program
 from weft.simulator.machine.memory import Memory
@@ -33,6 +34,8 @@ Event = tuple[int, str, str, str]
 class Accesses:
     """Part of ``Machine`` that running programs call."""
 
+    values = interpreter  # conversions of a kernel's values, for primitives that run as Python functions
+
     def __init__(self, seed: int, slow: Mapping[int, float] | None, on_event: Callable[[Event], None] | None) -> None:
         self.scheduler = Scheduler(Uniform(seed, slow))
         self.memory = Memory()
@@ -43,7 +46,7 @@ class Accesses:
         self.stores = Stores(self.scheduler, self.memory)
         self._on_event = on_event
         self.remote_atomics = True  # the links within a node carry them
-        self._copies: dict[Task, list[tuple[GreenletTask, str]]] = {}  # by program: those not known to be complete
+        self._copies: dict[Task, list[tuple[GreenletTask, str]]] = {}  # by program: copies not known to be complete
 
     @property
     def rank(self) -> int:
@@ -84,15 +87,12 @@ class Accesses:
             task.next_line = self.interpreter.kernel_line()
         self.scheduler.step()
 
-    def plain(self, addresses: np.ndarray, mask: np.ndarray, itemsize: int, verb: str) -> np.ndarray:
-        """Addresses of the running kernel's pointers. InvalidAccess where a pointer has left its tensor."""
-        return self._plain(Scattered(addresses, mask, itemsize), verb).addresses
-
-    def _plain(self, places: Places, verb: str) -> Places:
+    def plain(self, places: Places, verb: str) -> Places:
+        """Places of the running kernel's pointers. InvalidAccess where a pointer has left its tensor."""
         return self.pointers.plain(places, self.who, verb)
 
     def load(self, places: Places, access: str) -> np.ndarray:
-        places = self.pointers.plain(places, self.who, "load")
+        places = self.plain(places, "load")
         key = self.before_read(places)
         self.step(places, False)
         if self._on_event is not None:
@@ -100,22 +100,18 @@ class Accesses:
         self.stores.before_access(places)
         bits = self.memory.read(places, self.who)
         self.after_read(key, Read(f"{access} load", places, bits))
-        if type(self.observer) is not Observer:  # which ignores the arrays that are made for it
-            self.observer.load(places.addresses, places.mask, places.itemsize, access, bits)
+        self.observer.load(places, access, bits)
         return bits
 
     def store(self, places: Places, bits: np.ndarray, access: str) -> None:
-        places = self.pointers.plain(places, self.who, "store")
+        places = self.plain(places, "store")
         self.step(places, True, late=self.stores.is_late)
         self.note_write()
         if self._on_event is not None:
             self.note("store", self._first(places))
         self.stores.before_access(places)
-        self.memory.check(places, self.who)
-        landed = None
-        if type(self.observer) is not Observer:
-            landed = self.observer.store(places.addresses, bits, places.mask, access)
-        self.stores.take(places, bits, access, landed)
+        places.targets = self.memory.check(places, self.who)
+        self.stores.take(places, bits, access, self.observer.store(places, access, bits))
 
     def atomic(
         self,
@@ -211,7 +207,7 @@ class Accesses:
 
     def release_store(self, address: int, bits: int, itemsize: int) -> None:
         """Release store by one thread at system scope."""
-        at = self._plain(one_place(address, (1,), itemsize), "store")
+        at = self.plain(one_place(address, (1,), itemsize), "store")
         self.step(at, True, late=self.stores.is_late)
         self.note_write()
         value = np.array([bits & ((1 << 8 * itemsize) - 1)], f"uint{8 * itemsize}")
@@ -235,8 +231,8 @@ class Accesses:
         what  "put", "get", or "put_signal" (a put delivered before the program's next signal)
         """
         task = self.scheduler.current
-        source = self._plain(Scattered(sources, None, source_itemsize), "load")
-        target = self._plain(Scattered(targets, None, itemsize), "store")
+        source = self.plain(Scattered(sources, None, source_itemsize), "load")
+        target = self.plain(Scattered(targets, None, itemsize), "store")
         for places in (source, target):
             self.step(places, False, late=True)
             self.stores.before_access(places)
@@ -249,8 +245,8 @@ class Accesses:
             self.scheduler.step()
             if landed is not None:
                 landed()
-            found = self.memory.read(source, lambda: task.label)
-            self.memory.write(target, convert(found), lambda: task.label)
+            bits = self.memory.read(source, lambda: task.label)
+            self.memory.write(target, convert(bits), lambda: task.label)
             self.scheduler.written(target.low, target.high)
 
         if what == "put_signal":
@@ -265,10 +261,12 @@ class Accesses:
         task = self.scheduler.current
         if not kinds:
             self.observer.completed()
-        mine = [copy for copy, what in self._copies.get(task, ()) if not kinds or what in kinds]
-        if mine:
+        awaited = [copy for copy, what in self._copies.get(task, ()) if not kinds or what in kinds]
+        if awaited:
             task.next = None
-            self.scheduler.block(Waiting(lambda: all(copy.finished for copy in mine), lambda: "waits for its copies"))
+            self.scheduler.block(
+                Waiting(lambda: all(copy.finished for copy in awaited), lambda: "waits for its copies")
+            )
             left = [entry for entry in self._copies[task] if not entry[0].finished]
             self._copies[task] = left
             if not left:
@@ -288,7 +286,7 @@ class Accesses:
         self.observer.fence_proxy()
 
     def wait_for_previous_kernel(self) -> None:
-        """Order the running program after the kernels before its own, which have already ended here."""
+        """Order the running program after the previous kernels, which have already ended here."""
         self.observer.followed()
 
     def let_next_kernel_start(self) -> None:
@@ -325,7 +323,7 @@ class Accesses:
     ) -> np.ndarray:
         """Atomic, element by element: duplicates among the addresses must see each other."""
         dtype = values.dtype
-        places = self._plain(
+        places = self.plain(
             Scattered(addresses, np.broadcast_to(mask, addresses.shape), dtype.itemsize), f"atomic {op}"
         )
         self._check_remote(op, places)

@@ -21,6 +21,7 @@ from weft.simulator.machine.accesses import Event
 from weft.simulator.machine.launches import Launches
 from weft.simulator.machine.memory import is_met, signed
 from weft.simulator.machine.tasks import GreenletTask, Task, ThreadTask, Waiting
+from weft.simulator.places import Scattered
 
 _HOISTED = (
     "a compiler may take a plain load out of a loop, which then never ends on a GPU even if the value comes: poll with "
@@ -140,8 +141,7 @@ class Machine(Launches):
 
         Returns the index of the first such word, and the word.
         """
-        everywhere = np.ones(len(addresses), bool)
-        addresses = self.plain(np.array(addresses, np.uint64), everywhere, itemsize, "wait").tolist()
+        addresses = self.plain(Scattered(np.array(addresses, np.uint64), None, itemsize), "wait").addresses.tolist()
         low, high = addresses[0], addresses[-1] + itemsize
         task, where = self.scheduler.current, self.who()
         task.history = None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from weft.errors import InvalidAccess
-from weft.simulator.places import UNSIGNED, Places, Scattered
+from weft.simulator.places import UNSIGNED, Places, Scattered, one_place
 
 Who = Callable[[], str]
 _GONE = 256  # most removed extents whose names are kept
@@ -43,6 +43,10 @@ class Extent:
 
     def index(self, address: int) -> str:
         return f"{self.name}[{(address - self.base) // self.itemsize}] of rank {self.rank}"
+
+
+# Indices of some addresses of an access, their places, and the extent that holds them.
+Part = tuple[np.ndarray, Scattered, Extent]
 
 
 class Memory:
@@ -162,39 +166,38 @@ class Memory:
         if extent is not None:
             return places.take(extent.words(places.itemsize), extent.base)
         active = places.active
-        found = np.empty(active.shape, UNSIGNED[places.itemsize])
+        values = np.empty(active.shape, UNSIGNED[places.itemsize])
         for index, part, extent in self._parts(active, places.itemsize, who, "load"):
-            found[index] = part.take(extent.words(places.itemsize), extent.base)
+            values[index] = part.take(extent.words(places.itemsize), extent.base)
         if places.is_whole:
-            return found.reshape(places.shape)
-        bits = np.zeros(places.shape, found.dtype)
-        bits[places.mask] = found
+            return values.reshape(places.shape)
+        bits = np.zeros(places.shape, values.dtype)
+        bits[places.mask] = values
         return bits
 
     def write(self, places: Places, bits: np.ndarray, who: Who) -> None:
         """Store raw bits of the places' shape. InvalidAccess outside all known extents."""
-        if places.is_empty:
-            return
-        extent = self._one_extent(places, who, "store")
-        if extent is not None:
-            places.put(extent.words(places.itemsize), extent.base, bits)
-            return
-        values = bits if places.is_whole else bits[places.mask]
-        for index, part, extent in self._parts(places.active, places.itemsize, who, "store"):
-            part.put(extent.words(places.itemsize), extent.base, values[index])
+        targets = places.targets or self.check(places, who)
+        if isinstance(targets, Extent):
+            places.put(targets.words(places.itemsize), targets.base, bits)
+        elif targets:
+            values = bits if places.is_whole else bits[places.mask]
+            for index, part, extent in targets:
+                part.put(extent.words(places.itemsize), extent.base, values[index])
 
-    def check(self, places: Places, who: Who) -> None:
-        """Raise the error that ``write`` would raise, without storing."""
+    def check(self, places: Places, who: Who) -> Extent | list[Part]:
+        """Extent that holds the places, or their parts in several. InvalidAccess where ``write`` would raise it."""
         if places.is_empty:
-            return
-        if self._one_extent(places, who, "store") is None:
-            for _ in self._parts(places.active, places.itemsize, who, "store"):
-                pass
+            return []
+        extent = self._one_extent(places, who, "store")
+        return extent if extent is not None else list(self._parts(places.active, places.itemsize, who, "store"))
 
     def read_word(self, address: int, itemsize: int, who: Who) -> int:
         """Unsigned integer of ``itemsize`` bytes at ``address``."""
-        at = np.array([address], np.uint64)
-        return int(self.load(at, np.ones(1, bool), itemsize, who)[0])
+        extent = self._one_extent(one_place(address, (1,), itemsize), who, "load")
+        if extent is None:
+            raise InvalidAccess(who(), "load", address, itemsize, self._nearest(address))
+        return extent.words(itemsize).item((address - extent.base) // itemsize)
 
     def _one_extent(self, places: Places, who: Who, verb: str) -> Extent | None:
         """Extent that holds all places, the common case; None if no single one does.
@@ -209,20 +212,17 @@ class Memory:
             raise InvalidAccess(who(), f"misaligned {verb}", address, places.itemsize, extent.index(address))
         return extent
 
-    def _parts(
-        self, active: np.ndarray, itemsize: int, who: Who, verb: str
-    ) -> Iterator[tuple[np.ndarray, Scattered, Extent]]:
+    def _parts(self, active: np.ndarray, itemsize: int, who: Who, verb: str) -> Iterator[Part]:
         """(indices into ``active``, places there, extent that holds them), of all extents."""
-        left = np.ones(active.shape, bool)
-        while left.any():
-            address = int(active[left].min())
+        left = active
+        while left.size:
+            address = int(np.minimum.reduce(left, axis=None))
             extent = self.find(address)
             if extent is None or address + itemsize > extent.base + extent.size:
                 raise InvalidAccess(who(), verb, address, itemsize, self._nearest(address))
-            part = (
-                left & (active >= np.uint64(extent.base)) & (active <= np.uint64(extent.base + extent.size - itemsize))
-            )
-            left &= ~part
+            last = np.uint64(extent.base + extent.size - itemsize)
+            # The least address left lies in this extent, so all up to its end do.
+            part, left = (active >= np.uint64(extent.base)) & (active <= last), left[left > last]
             places = Scattered(active[part], None, itemsize)
             self._one_extent(places, who, verb)  # for its error
             yield part, places, extent
@@ -246,7 +246,7 @@ class Memory:
 
 
 def signed(bits: int, itemsize: int) -> int:
-    """The two's complement integer whose low 8 * ``itemsize`` bits are those of ``bits``."""
+    """The two's complement integer with the low 8 * ``itemsize`` bits of ``bits``."""
     width = 8 * itemsize
     value = int(bits) & ((1 << width) - 1)
     return value - (1 << width) if value >> (width - 1) else value

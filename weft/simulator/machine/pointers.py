@@ -98,16 +98,16 @@ class Pointers:
 
     def _reaches(self, number: int, extent: Extent) -> bool:
         """True if a pointer of this number may reach ``extent``."""
-        mine = self._extents.get(number)
-        if mine is extent or mine is None:
+        own = self._extents.get(number)
+        if own is extent or own is None:
             return True
         pair = number, self._number(extent)
         if pair in self._twins:
             return True
-        here, there = self._memory.heap_of(mine.base), self._memory.heap_of(extent.base)
+        here, there = self._memory.heap_of(own.base), self._memory.heap_of(extent.base)
         if None in (here, there) or here == there:
             return False
-        if (mine.base - here[0], mine.size) != (extent.base - there[0], extent.size):
+        if (own.base - here[0], own.size) != (extent.base - there[0], extent.size):
             return False
         self._twins.add(pair)
         return True
@@ -127,16 +127,16 @@ class Pointers:
                     address = int(left.min())
                     raise InvalidAccess(who(), verb, address, itemsize, self._where(number, address, extent))
 
-    def _where(self, number: int, address: int, found: Extent | None) -> str:
+    def _where(self, number: int, address: int, there: Extent | None) -> str:
         """Position of ``address`` relative to the pointer's tensor, for messages."""
-        mine, rank = self._extents[number], self._extents[number].rank
-        base = mine.base
+        home, rank = self._extents[number], self._extents[number].rank
+        base = home.base
         heap, own = self._memory.heap_of(address), self._memory.heap_of(base)
         if heap is not None and own is not None:  # the same tensor of the heap's rank
             base, rank = base - own[0] + heap[0], self._memory.heap_rank(heap)
-        index, count = (address - base) // mine.itemsize, mine.size // mine.itemsize
+        index, count = (address - base) // home.itemsize, home.size // home.itemsize
         if 0 <= index < count:
-            return f"{mine.name}[{index}] of rank {rank}, which was freed"
+            return f"{home.name}[{index}] of rank {rank}, which was freed"
         side = "before its start" if index < 0 else f"past its end (it has {count:,} elements)"
-        other = f", in {found.name}" if found is not None and not base <= found.base < base + mine.size else ""
-        return f"{mine.name}[{index}] of rank {rank}, {side}{other}"
+        other = f", in {there.name}" if there is not None and not base <= there.base < base + home.size else ""
+        return f"{home.name}[{index}] of rank {rank}, {side}{other}"

@@ -81,8 +81,11 @@ class Scheduler:
     def written(self, low: int, high: int) -> None:
         """Wake tasks that wait for bytes ``low .. high - 1``, which were written."""
         self._fruitless = 0.0
-        if self._blocked:
-            self._wake(lambda w: w.low is not None and w.low < high and low < w.high)
+        for task in self._blocked:
+            waiting = task.waiting
+            if waiting.low is not None and waiting.low < high and low < waiting.high:
+                self._wake(lambda w: w.low is not None and w.low < high and low < w.high)
+                return
 
     def recheck(self) -> None:
         """Wake tasks whose condition, other than on memory, now holds."""

@@ -3,9 +3,9 @@
 PTX allows this wherever nothing orders two accesses: signals overtake data, a store overtakes stores to other bytes, later
 loads overtake any store. A notify (a release store) is buffered too. It arrives after what it covers: stores before the last
 CTA barrier, descriptor stores once drained. A fence does not empty the buffer; stores after it arrive later than stores
-before it. An atomic takes effect at once, after the arrival of the stores that its order covers (at GPU scope, those to the
+before it. An atomic takes effect at once, after the arrival of the stores that its order covers (at GPU scope, stores to the
 own GPU). Those that it leaves out are covered by later releases of the GPU's programs that acquire from it: PTX's causality
-order passes through scopes. A program sees its own stores at once, and a store that it has read back has arrived.
+order passes through scopes. A program sees its stores at once, and a store that it has read back has arrived.
 
 The observer is told of arrivals too: an acquire that finds the old value has not synchronised with the store.
 
@@ -66,11 +66,11 @@ class BufferedStore:
 
     def chain(self) -> list[BufferedStore]:
         """Stores that must arrive for this one, in order, this one last."""
-        found: list[BufferedStore] = []
+        before: list[BufferedStore] = []
         for late in self.after:
             if not late.arrived:
-                found += [one for one in late.chain() if one not in found]
-        return [*found, self]
+                before += [one for one in late.chain() if one not in before]
+        return [*before, self]
 
 
 class StoreBuffers(Stores):
@@ -89,7 +89,7 @@ class StoreBuffers(Stores):
         self._code_line, self._random, self._tasks = line, random.Random(seed), tasks
         self._buffers: dict[Task, list[BufferedStore]] = {}
         self._fenced: dict[Task, list[BufferedStore]] = {}  # stores before the last fence
-        # By rank and address of an atomic: stores to peers that releases at GPU scope covered; by program: those it acquired.
+        # By rank and address of an atomic: stores to peers that releases at GPU scope covered; by program: stores it acquired.
         self._released: dict[tuple[int, int], list[BufferedStore]] = {}
         self._acquired: dict[Task, list[BufferedStore]] = {}
         self._held: dict[Line, bool] = {}
@@ -124,8 +124,8 @@ class StoreBuffers(Stores):
             self._released[place] = [*_under_way(self._released.get(place, ())), *left]
 
     def acquired(self, address: int) -> None:
-        if found := _under_way(self._released.get((self._task.rank, address), ())):
-            self._acquired[self._task] = [*_under_way(self._acquired.get(self._task, ())), *found]
+        if stores := _under_way(self._released.get((self._task.rank, address), ())):
+            self._acquired[self._task] = [*_under_way(self._acquired.get(self._task, ())), *stores]
 
     def barrier(self) -> None:
         for late in self._mine():
@@ -136,8 +136,8 @@ class StoreBuffers(Stores):
             late.drained = True
 
     def fence(self) -> None:
-        mine = [late for late in self._mine() if not late.tma or late.drained]
-        self._fenced[self._task] = mine + self._known()
+        landing = [late for late in self._mine() if not late.tma or late.drained]
+        self._fenced[self._task] = landing + self._known()
 
     def end(self, program: Task) -> None:
         self._acquired.pop(program, None)

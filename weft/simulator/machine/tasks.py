@@ -101,7 +101,7 @@ class GreenletTask(Task):
 
 
 class ThreadTask(Task):
-    """Host code of a rank, in a thread of its own so that torch's thread-local state is per rank."""
+    """Host code of a rank, in a separate thread, so that torch's thread-local state is per rank."""
 
     _thread: threading.Thread | None = None
     _leaving = False

@@ -97,7 +97,7 @@ def _of_all_sizes(kept: list[Found]) -> list[Found]:
 
 
 def _lines_that_differ(one: Arrivals, other: Arrivals) -> tuple[Side, ...]:
-    """Lines whose atomics have read other values in the two runs: only lines that add floats, if there are any."""
+    """Lines whose atomics have read other values in the two runs, only float sums if any."""
     sides = [side for side, read in one.items() if side in other and other[side] != read]
     return tuple([side for side in sides if one[side][1]] or sides)[:_MOST]
 

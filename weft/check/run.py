@@ -145,7 +145,7 @@ def _runs(runner: Runner, first: Schedule, count: int, *, fixed: bool) -> Iterat
 
 
 def _with_enough(runner: Runner, schedule: Schedule, outcome: Outcome) -> tuple[Schedule, Outcome, bool]:
-    """The run with enough resident programs, if any number is, else that with the default number; and whether one was.
+    """The run with enough resident programs and True, else the one with the default number.
 
     Kernels of a fixed size may wait for each other; then smaller GPUs do not count.
     """

@@ -99,7 +99,7 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _implementation(func: OpOverload) -> Callable[..., Any] | None:
-    """Implementation of an operator of a library, or of one of PyTorch's that calls other operators; else None."""
+    """Implementation of a library's operator, or of PyTorch's that calls other ones; else None."""
     if func.namespace == "aten":
         # Within a custom operator "contiguous" arrives as such, and not as the clone that it may make.
         return func.decompose if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd) else None

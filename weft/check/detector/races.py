@@ -163,7 +163,7 @@ class Races:
         shadow.reads[cells] = mapped(shadow.reads[cells], lambda n: self._with_reader(n, access))
 
     def crossed(self, number: int, access: Access, low: int, high: int) -> None:
-        """Report a load of bytes ``low .. high - 1`` by threads of a program that did not make its store ``number``."""
+        """Report a load of bytes ``low .. high - 1`` by threads that did not make the store ``number``."""
         store, extent = self._accesses[number], self.memory.find(low)
         key = ("cta-race", number, access.number)
         if extent is not None and key not in self._reported:

@@ -250,7 +250,7 @@ class Signals:
                 self._report("overshoot", text, signal, [signal.writers[-1].access])
 
     def cause(self, address: int) -> list[str]:
-        """Reasons why a wait for the signal at ``address`` may never end: its last notify, or notifies beside it."""
+        """Reasons why a wait for the signal at ``address`` may never end: the last notifies."""
         signal, name = self._signals.get(address), self._memory.describe(address)
         if signal is not None and signal.writers:
             return [f"{name}: last written by {self._writer(signal.writers[-1])}"]

@@ -119,7 +119,7 @@ class Tiles:
         return False
 
     def left_rows(self, thread: ThreadClock, tensor: str, rank: int) -> str:
-        """Message for a body's access outside of ``tensor``, from which it loads rows; "" for any other access."""
+        """Message for a body's access outside of ``tensor``, from which it loads rows; or ""."""
         body = self._bodies.get(thread)
         tile = body.tile if body is not None else None
         for address in (tile.own, tile.gathered) if tile is not None else ():

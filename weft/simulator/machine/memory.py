@@ -186,7 +186,7 @@ class Memory:
                 part.put(extent.words(places.itemsize), extent.base, values[index])
 
     def check(self, places: Places, who: Who) -> Extent | list[Part]:
-        """Extent that holds the places, or their parts in several. InvalidAccess where ``write`` would raise it."""
+        """Extent that holds the places, or their parts in several. InvalidAccess outside all extents."""
         if places.is_empty:
             return []
         extent = self._one_extent(places, who, "store")

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import RowScales, ScaledMatrix
 
 
@@ -61,7 +62,7 @@ def rms_scale(squares, rows, exists, eps, SQUARES: tl.constexpr):
     return tl.rsqrt(tl.sum(shares, axis=1) + eps)
 
 
-def operand_of(x: torch.Tensor | DeferredNorm) -> ScaledMatrix:
+def operand_of(x: torch.Tensor | Fp8 | DeferredNorm) -> ScaledMatrix:
     """The operand that a caller passes as ``x``: a matrix, or rows with a deferred RMS scale."""
     return x.operand if isinstance(x, DeferredNorm) else ScaledMatrix(x)
 

@@ -1,9 +1,11 @@
-"""Rows in fp8 e4m3 with one fp32 scale for each block of 128 columns, the last one possibly ragged.
+"""Matrices in fp8 e4m3 with fp32 scales: ``Fp8``, and how rows are quantized.
 
-    scale = largest finite |x| of the block / 448, at least 2**-126; 1 for a block of zeros
+Rows have a scale for each group of 128 columns, the last one possibly ragged, or one for the whole row:
+
+    scale = largest finite |x| of the group / 448, at least 2**-126; 1 for a group of zeros
     byte  = x * (1 / scale), rounded to the nearest even
 
-e4m3 has no infinity: infinities and NaN become NaN (0x7f), and do not count for the scale of their block. A block whose largest
+e4m3 has no infinity: infinities and NaN become NaN (0x7f), and do not count for the scale of their group. A group whose largest
 is below 448 * 2**-126 = 5.3e-36 keeps 2**-136 of absolute precision. A row is read back as byte * scale in fp32.
 """
 
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.runtime.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
 
@@ -47,57 +49,79 @@ def check_e4m3(op: str, caps: Capabilities) -> None:
 
 
 @triton.jit
-def quantized(x):
-    """(e4m3 rows, scales [ROWS, WIDTH // COLUMNS]) of ``x`` [ROWS, WIDTH], 0 beyond its rows' ends."""
+def quantized(x, GROUP: tl.constexpr = COLUMNS):
+    """(e4m3 rows, scales [ROWS, WIDTH // GROUP]) of ``x`` [ROWS, WIDTH], 0 beyond its rows' ends."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    x = x.to(tl.float32).reshape(ROWS, WIDTH // COLUMNS, COLUMNS)
+    x = x.to(tl.float32).reshape(ROWS, WIDTH // GROUP, GROUP)
     size = tl.abs(x)
     finite = size < float("inf")
     largest = tl.max(tl.where(finite, size, 0.0), axis=2, keep_dims=True)
-    # div_rn: a plain division is approximate.
-    scale = tl.where(largest > 0, tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST), 1.0)
+    # div_rn: a plain division is approximate. Not of zeros, which takes several times as long.
+    scale = tl.maximum(tl.div_rn(tl.where(largest > 0, largest, LARGEST), LARGEST), SMALLEST)
     x = tl.where(finite, x * tl.div_rn(1.0, scale), float("nan"))
-    return x.to(tl.float8e4nv).reshape(ROWS, WIDTH), scale.reshape(ROWS, WIDTH // COLUMNS)
+    return x.to(tl.float8e4nv).reshape(ROWS, WIDTH), scale.reshape(ROWS, WIDTH // GROUP)
 
 
 @triton.jit(do_not_specialize=["T"])
-def quantize_rows_kernel(x, rows, scales, T, WIDTH: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr):
+def quantize_rows_kernel(
+    x,
+    rows,
+    scales,
+    scale_row,
+    scale_column,
+    T,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """rows [tokens, WIDTH], scales [tokens, SCALES] of x [T, WIDTH], zeros from row T on
+
+    scale_row, scale_column  strides of ``scales``
+    GROUP                    columns of a scale
 
     grid: (tokens, cdiv(WIDTH, BLOCK))
     """
     token, first = tl.program_id(0), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)[None, :]
-    block = first // COLUMNS + tl.arange(0, BLOCK // COLUMNS)[None, :]
+    block = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
     wl.follow_previous_kernel()
     at = token.to(tl.int64) * WIDTH + column
-    row, scale = quantized(tl.load(x + at, mask=(token < T) & (column < WIDTH), other=0.0))
+    row, scale = quantized(tl.load(x + at, mask=(token < T) & (column < WIDTH), other=0.0), GROUP)
     tl.store(rows + at, row, mask=column < WIDTH)
-    tl.store(scales + token.to(tl.int64) * SCALES + block, scale, mask=block < SCALES)
+    tl.store(scales + token.to(tl.int64) * scale_row + block * scale_column, scale, mask=block < SCALES)
 
 
 def quantize_rows(
     x: torch.Tensor, tokens: int, caps: Capabilities, into: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows e4m3 [tokens, H], scales fp32) of ``x`` [T, H], with rows of zeros behind its own.
+    """(rows e4m3 [tokens, H], scales fp32) of ``x`` [T, H], zeros from row T on.
 
-    into  where they go; None: new tensors
+    into  where they go; None: new tensors. Its scales [tokens, 1] are those of whole rows
     """
     T, H = x.shape
-    count = scales_of(H)
     if into is None:
-        into = x.new_empty((tokens, H), dtype=E4M3), x.new_empty((tokens, count), dtype=torch.float32)
-    constants = {"WIDTH": H, "SCALES": count, "BLOCK": BLOCK, **launch_options(caps)}
-    launch = launch_on(x.device, quantize_rows_kernel, H, lambda: constants)
-    launch((tokens, cdiv(H, BLOCK)), x.contiguous(), *into, T)
+        into = x.new_empty((tokens, H), dtype=E4M3), x.new_empty((tokens, scales_of(H)), dtype=torch.float32)
+    rows, scales = into
+    count = scales.shape[1]
+    block = group = BLOCK
+    if count == scales_of(H):
+        group = COLUMNS.value
+    else:
+        block = group = next_power_of_2(H)
+    constants = {"WIDTH": H, "SCALES": count, "BLOCK": block, "GROUP": group, **launch_options(caps)}
+    if block > 4 * BLOCK:
+        constants["num_warps"] = 8
+    launch = launch_on(x.device, quantize_rows_kernel, (H, count), lambda: constants)
+    launch((tokens, cdiv(H, block)), x.contiguous(), rows, scales, scales.stride(0), scales.stride(1), T)
     return into
 
 
-def by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, scales) of ``x``, bit for bit as kernels give them."""
+def by_torch(x: torch.Tensor, columns: int = COLUMNS.value) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, scales) of ``x``, bit for bit as kernels give them. columns: of a scale."""
     H = x.shape[1]
-    blocks = torch.nn.functional.pad(x.float(), (0, -H % COLUMNS.value)).unflatten(1, (-1, COLUMNS.value))
+    blocks = torch.nn.functional.pad(x.float(), (0, -H % columns)).unflatten(1, (-1, columns))
     finite = blocks.isfinite()
     largest = torch.where(finite, blocks.abs(), 0).amax(-1, keepdim=True)
     # A tensor below: on GPUs torch multiplies by the inverse of a number, which rounds otherwise.
@@ -125,6 +149,11 @@ class Fp8(NamedTuple):
     data: torch.Tensor
     scales: torch.Tensor
     input_scale: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of results of a GEMM of such rows."""
+        return torch.bfloat16
 
     @property
     def shape(self) -> torch.Size:

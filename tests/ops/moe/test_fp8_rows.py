@@ -148,8 +148,8 @@ def test_kernels_that_send_fp8_compile(arch, tmp_path):
     mail, flags = Mail(rows, INTS, x, scales), Half(ChannelView(INTS, INTS, tl.constexpr(sizes.chunks)), INTS, INTS)
     constants = {"SIZES": sizes, "CHUNKS": sizes.chunks, "num_warps": 8, **launch_options(caps)}
     sending = compiled(moe_dispatch_kernel, x, INTS, x, 128, mail, flags, a_view(), arch=arch, **constants)
-    constants = {"WIDTH": 7168, "SCALES": 56, "BLOCK": 1024, **launch_options(caps)}
-    alone = compiled(quantize_rows_kernel, x, rows, scales, 128, arch=arch, **constants)
+    constants = {"WIDTH": 7168, "SCALES": 56, "BLOCK": 1024, "GROUP": 128, **launch_options(caps)}
+    alone = compiled(quantize_rows_kernel, x, rows, scales, 32, 1, 128, arch=arch, **constants)
     for kernel in (sending, alone):
         check_compiles(kernel, arch)
         if arch == "sm_90":

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import ScalingType, scaled_mm
 
+from weft.kernels.fp8 import Fp8
 from weft.ops.local import capabilities_of
 from weft.plan import algorithms, table
 from weft.plan.memo import once, remembered
@@ -55,6 +57,27 @@ def _run(design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
     if out is None:
         return a @ b.T
     return torch.addmm(out, a, b.T, out=out) if add else torch.mm(a, b.T, out=out)
+
+
+def scaled(a: Fp8, b: Fp8, dtype: torch.dtype) -> torch.Tensor:
+    """Compute a[M, K] @ b[N, K].T of fp8 operands with scales, bf16 on GPUs; by torch.mm's choice.
+
+    Scales are those of groups of 128 columns and blocks of 128 x 128, or of rows and all of a matrix. On virtual ranks sums are
+    fp64.
+    """
+    with gemm_span(*a.shape[:1], *b.shape, a.device):
+        if a.device.type == "cpu":
+            return (a.dequantized(torch.float64) @ b.dequantized(torch.float64).T).to(dtype)
+        if b.scales.shape[1] > 1:
+            of_rows = a.scales.t().contiguous().t()  # one after the other along M
+            forms = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+            return scaled_mm(a.data, b.data.t(), of_rows, forms[0], b.scales.t(), forms[1], output_dtype=dtype)
+        of_rows, of_columns = a.scales, b.scales.t()
+        if of_rows.numel() > 1 or of_columns.numel() > 1:
+            of_rows, of_columns = of_rows.expand(a.shape[0], 1), of_columns.expand(1, b.shape[0])
+        return torch._scaled_mm(
+            a.data, b.data.t(), scale_a=of_rows.contiguous(), scale_b=of_columns.contiguous(), out_dtype=dtype
+        )
 
 
 def widened(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, total: torch.Tensor | None = None) -> torch.Tensor:

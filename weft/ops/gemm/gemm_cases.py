@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from weft.ops.case import BF16, FP16, FP32, Case
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile
+from weft.plan.planned import AUTO
 
 SMALL = Tile(block_m=16, block_n=16, block_k=32, group=3)
 WIDE = Tile(block_m=32, block_n=32, block_k=16, group=1, num_warps=2, num_stages=2)
@@ -26,6 +28,25 @@ def small_m_cases(op: str) -> Iterator[Case]:
         yield Case(op=op, world_size=1, dtype=BF16, sizes=sizes, design=design)
 
 
+def fp8_cases(op: str) -> Iterator[Case]:
+    """Cases of fp8 weights: by the plan, and by designs that quantize rows in the kernel and before it."""
+    block, channel = (("block_fp8", True),), (("channel_fp8", True),)
+    split = SmallM(block_m=16, block_n=32, block_k=128, partials=3, ahead=128, transposed=True)
+    wide = SmallM(block_m=64, block_n=16, block_k=64, num_warps=2)
+    for dtype, sizes, fields, design in (
+        (BF16, (5, 48, 272), block, AUTO),
+        (BF16, (9, 136, 400), block, split),
+        (FP16, (20, 200, 144), block, wide),
+        (BF16, (150, 64, 256), block, "cublas"),
+        (FP16, (3, 40, 280), channel, AUTO),
+        (BF16, (7, 80, 264), channel, replace(split, partials=2)),
+        (BF16, (150, 64, 256), channel, "cublas"),
+        (BF16, (9, 72, 272), (*block, ("deferred_norm", True)), split),
+        (BF16, (70, 72, 256), (*channel, ("deferred_norm", True)), "cublas"),
+    ):
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=fields)
+
+
 def matmul_cases(op: str, persistent: Any) -> Iterator[Case]:
     """Cases of matmul. persistent: the design of the persistent kernel."""
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(20, 24, 40))
@@ -37,6 +58,7 @@ def matmul_cases(op: str, persistent: Any) -> Iterator[Case]:
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(40, 40, 90), design=persistent(tile=WIDE, split=False))
     yield Case(op=op, world_size=1, dtype=FP16, sizes=(20, 40, 24), design="cublas")
     yield from small_m_cases(op)
+    yield from fp8_cases(op)
 
 
 def silu_cases(op: str) -> Iterator[Case]:
@@ -45,3 +67,4 @@ def silu_cases(op: str) -> Iterator[Case]:
         yield Case(op=op, world_size=1, dtype=dtype, sizes=(3, 34, 21), layout="transposed")
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(150, 40, 24), design="cublas")
     yield from small_m_cases(op)
+    yield from fp8_cases(op)

@@ -25,6 +25,8 @@ class GemmCall(NamedTuple):
     partials       the next kernel adds split-K partials up (matmul_parts)
     design         name of a design, or "auto"
     dense          operands have dense rows; cuBLAS also reads others as they are, weft's kernels read a copy
+    block_fp8, channel_fp8  the weight is fp8 (weft.kernels.fp8): with scales for blocks of it, or for whole rows or all of it.
+                   ``aligned`` then means that cuBLAS takes the shapes of both
     """
 
     M: int
@@ -37,6 +39,12 @@ class GemmCall(NamedTuple):
     partials: bool = False
     design: str = AUTO
     dense: bool = True
+    block_fp8: bool = False
+    channel_fp8: bool = False
+
+    @property
+    def fp8(self) -> bool:
+        return self.block_fp8 or self.channel_fp8
 
 
 # Projections whose weights ranks hold by rows (each has its share of N), and by columns (of K).
@@ -70,7 +78,8 @@ class GemmOp(Op):
         M, N, K = check_sizes(self.name, self.sizes, sizes)
         if self.rows_sharded:
             check_divides(self.name, "M", M, machine.world_size)
-        return GemmCall(M, N, K, dtype, K * dtype.itemsize % 16 == 0, design=design, **fields)
+        rows = 128 if fields.get("block_fp8") else 16 // (1 if fields.get("channel_fp8") else dtype.itemsize)
+        return GemmCall(M, N, K, dtype, K % rows == 0, design=design, **fields)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         M, N, K = case.sizes

@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import torch
 
 from weft.kernels.deferred_norm import normed
+from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
 from weft.kernels.operands import RowScales, ScaledMatrix, rows_contiguous
-from weft.ops.case import Case, Draw, Inputs
+from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.gemm import cublas, small_m, space
 from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, product
 from weft.ops.gemm.small_m_rule import SmallM, default_small_m, small_m_rule, takes
 from weft.ops.knobs import around
@@ -31,7 +33,7 @@ class LocalGemm(GemmOp):
 
     operands: ClassVar[tuple[str, str]] = ("a", "b")
 
-    variants = options = ("deferred_norm", "partials")
+    variants = options = ("deferred_norm", "partials", "block_fp8", "channel_fp8")
     rare = ("small_m",)
     collective = False
 
@@ -41,7 +43,7 @@ class LocalGemm(GemmOp):
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
         planned = super().choose(call, machine)
-        if planned.row is not None or not isinstance(planned.design, Cublas):
+        if planned.row is not None or call.fp8 or not isinstance(planned.design, Cublas):
             return planned
         N = call.N * (2 if self.gated else 1)
         design, reason = cublas.chosen(call.M, N, call.K, call.dtype, machine.caps)
@@ -55,7 +57,10 @@ class LocalGemm(GemmOp):
         return None if found and found.row.design == "small_m" and not takes(call) else found
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from space.algorithms(call, quick)
+        if call.fp8:
+            yield Cublas()
+        else:
+            yield from space.algorithms(call, quick)
         if takes(call) and table.small_m_rows(call.M) is not None:
             base = self.default("small_m", call, machine)
             yield base
@@ -68,16 +73,21 @@ class LocalGemm(GemmOp):
             yield from around(design)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """a, b and, in cases with a deferred RMS scale, the squares of a's rows in four parts."""
+        """a, b, the scales of an fp8 b, and in cases with a deferred RMS scale the squares of a's rows in four parts."""
         M, N, K = case.sizes
         a, b = self.operands
-        found = draw.own(a, (M, K)), draw.own(b, (2 * N if self.gated else N, K), K**-0.5)
-        if not dict(case.fields).get("deferred_norm"):
-            return found
-        return *found, draw.own("squares", (M, 4)).float().square()
+        operands = draw.own(a, (M, K)), draw.own(b, (2 * N if self.gated else N, K), K**-0.5)
+        if scheme := _scheme(case):
+            operands = operands[0], *quantized_weight(operands[1], scheme)[:2]
+        if not case.field("deferred_norm"):
+            return operands
+        return *operands, draw.own("squares", (M, 4)).float().square()
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        a, b, *squares = by_rank[rank]
+        a, b, squares = named(case, by_rank[rank])
+        if isinstance(b, Fp8):
+            rows = Fp8(*by_torch(a, 128 if case.field("block_fp8") else case.sizes[2]))
+            a, b = rows.dequantized(torch.float64), b.dequantized(torch.float64)
         result = product(a, b)
         for of_rows in squares:
             result *= (of_rows.double().sum(1, keepdim=True) + EPS).rsqrt()
@@ -88,13 +98,20 @@ class LocalGemm(GemmOp):
 
     def run_case(self, case: Case, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Result by the case's design; fp32 [partials, M, N] where it leaves split-K partials."""
-        a, b, *squares = tensors
+        a, b, squares = named(case, tensors)
         design = self.design_of(case, machine(capabilities_of(a.device), 1))
+        operand, summed = ScaledMatrix(a, RowScales(squares[0], EPS) if squares else None), not case.field("partials")
+        if isinstance(b, Fp8):
+            return by_design(design, operand, b, gated=self.gated, summed=summed)
         a, b = rows_contiguous(a), rows_contiguous(b)
         if isinstance(design, SmallM):
-            operand = ScaledMatrix(a, RowScales(squares[0], EPS) if squares else None)
-            return small_m.run(operand, b, design, gated=self.gated, summed=not dict(case.fields).get("partials"))
+            return small_m.run(operand._replace(data=a), b, design, gated=self.gated, summed=summed)
         return self.run(design, None, normed(a, squares[0], EPS) if squares else a, b)
+
+    def accuracy(self, case: Case) -> Accuracy:
+        accuracy = super().accuracy(case)
+        # The tensor cores add fp8 terms in an accumulator of some 14 bits.
+        return replace(accuracy, partials=1, levels=1) if _scheme(case) else accuracy
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if not call.dense:
@@ -105,6 +122,18 @@ class LocalGemm(GemmOp):
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         """cuBLAS with torch.mm's choice, or the small-M design; others are the ops' own."""
         return Cublas() if name == "cublas" else default_small_m(call, machine.caps, gated=self.gated)
+
+
+def _scheme(case: Case) -> str:
+    """Scheme of the weight's scales in an fp8 case (``quantized_weight``); "" in other cases."""
+    return "block" if case.field("block_fp8") else "channel" if case.field("channel_fp8") else ""
+
+
+def named(case: Case, tensors: Inputs) -> tuple[torch.Tensor, torch.Tensor | Fp8, Inputs]:
+    """(a, b, the squares of a's rows if any) of a case's tensors."""
+    if _scheme(case):
+        return tensors[0], Fp8(*tensors[1:3]), tuple(tensors[3:])
+    return tensors[0], tensors[1], tuple(tensors[2:])
 
 
 @functools.cache

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
+from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.case import Accuracy, Case, gated_terms
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall
-from weft.ops.gemm.local_gemm import LocalGemm
+from weft.ops.gemm.local_gemm import LocalGemm, named
+from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import register
@@ -21,17 +23,19 @@ from weft.ops.registration import FLOATS, check_is_tensor
 from weft.plan.planned import AUTO, machine
 
 
-def matmul_silu_mul(x: torch.Tensor | DeferredNorm, weight: torch.Tensor) -> torch.Tensor:
+def matmul_silu_mul(x: torch.Tensor | Fp8 | DeferredNorm, weight: torch.Tensor | Fp8) -> torch.Tensor:
     """Compute silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
 
     x       [M, K], fp16, bf16 or fp32; or rows with a deferred RMS scale, which is applied to the result (``matmul``)
-    weight  [2 N, K] of x's dtype: gate's N rows, then up's
+    weight  [2 N, K] of x's dtype: gate's N rows, then up's; or ``Fp8``, with x as of ``matmul``
 
     Rows may be strided; other layouts are copied first. The small-M kernel computes in fp32 and rounds once; with cuBLAS the
     two GEMMs are rounded before silu is computed in fp32. The same bits from run to run; a row's bits may change with the
     design, which depends on M (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     operand = operand_of(x)
+    if isinstance(weight, Fp8):
+        return matmul_fp8("matmul_silu_mul", operand, weight, gated=True)
     rows = operand.data
     check_is_tensor("matmul_silu_mul", "x", rows)
     for name, matrix, dtypes in (("x", rows, FLOATS), ("weight", weight, (rows.dtype,))):
@@ -60,14 +64,17 @@ class MatmulSiluMul(LocalGemm):
     gated = True
     operands = ("x", "weight")
     projections = COLUMN_PARALLEL[1:]
-    variants = ("deferred_norm",)
+    variants = ("deferred_norm", "block_fp8", "channel_fp8")
 
     def accuracy(self, case: Case) -> Accuracy:
         # cuBLAS rounds both results before silu.
         return Accuracy(terms=gated_terms(case.sizes[2]), partials=2)
 
     def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return matmul_silu_mul(*tensors) if case.design == AUTO else self.run_case(case, tensors)
+        if case.design != AUTO:
+            return self.run_case(case, tensors)
+        a, b, _ = named(case, tensors)
+        return matmul_silu_mul(a, b)
 
     def cases(self) -> Iterator[Case]:
         return gemm_cases.silu_cases(self.name)

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
 from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self, row_stride
 from weft.ops.gemm.small_m_rule import SmallM
@@ -65,7 +67,7 @@ def gated_tile(x, weight, N, row, column, first, last, block, TRANSPOSED: tl.con
 def prefetch_columns(weight, stride, row, rows, k, columns, BLOCK_N: tl.constexpr):
     """Prefetch weight[row : row + BLOCK_N, k : k + columns] into the L2.
 
-    The weight has ``rows`` rows; ``columns`` is a multiple of 64.
+    The weight has ``rows`` rows; ``columns`` is a multiple of 128 bytes.
     """
     # At least one request for each of 128 threads, so that none is sent twice.
     PIECES: tl.constexpr = max(1, 128 // BLOCK_N)
@@ -93,6 +95,7 @@ def small_m_kernel(
     scales,
     block,
     team,
+    fp8,
     TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -106,6 +109,7 @@ def small_m_kernel(
     scales          ``RowScales`` of SQUARES parts, by which row m's results are multiplied. SQUARES 0: none
     block           ``Block``: block.m rows of x and block.n of the weight; if TRANSPOSED the other way round
     team            in a trace (``traced_view``), else None
+    fp8             ``Fp8Scales`` of operands in e4m3; else None
 
     signals, waits  none, except the wait for the previous kernel
     """
@@ -121,9 +125,11 @@ def small_m_kernel(
     row, column = tile % tile_rows * BLOCK_M, tile // tile_rows * BLOCK_N
     depth = tl.cdiv(sizes.K, BLOCK_K)
     first, last = part * depth // partials, (part + 1) * depth // partials
+    # Columns of 128 bytes.
+    GRAIN: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
     if ahead > 0:
         start = first * BLOCK_K
-        columns = min(ahead, min(last * BLOCK_K, sizes.K) - start) // 64 * 64
+        columns = min(ahead, min(last * BLOCK_K, sizes.K) - start) // GRAIN * GRAIN
         for half in tl.static_range(halves):
             of_half = weight_rows + half * tl.cast(sizes.N, tl.int64) * sizes.b_stride
             prefetch_columns(of_half, sizes.b_stride, column, sizes.N, start, columns, BLOCK_N)
@@ -135,7 +141,9 @@ def small_m_kernel(
         of_row = tl.arange(0, triton.next_power_of_2(SQUARES))
         asked = scales.squares + m[:, None] * SQUARES + of_row[None, :]
         of_rows = tl.load(asked, mask=(m < M)[:, None] & (of_row < SQUARES)[None, :], other=0.0)
-    if GATED:
+    if fp8 is not None:
+        acc, up = fp8_tile(x, weight, fp8, M, sizes.N, row, column, first, last, block, TRANSPOSED, GATED)
+    elif GATED:
         acc, up = gated_tile(x, weight, sizes.N, row, column, first, last, block, TRANSPOSED)
     elif TRANSPOSED:
         weights, rows = Operand(weight, sizes.b_stride, sizes.N), Operand(x, sizes.a_stride, M)
@@ -202,22 +210,27 @@ def sum_partials_kernel(source, out, size, partials, GATED: tl.constexpr, BLOCK:
 
 def run(
     operand: ScaledMatrix,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8,
     design: SmallM,
     *,
     gated: bool = False,
     summed: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """GEMM of operands with dense rows, each on 16 bytes, and contiguous scales: out[M, N].
 
-    If not ``summed``, the split-K partials fp32 [partials, M, N].
+    If not ``summed``, the split-K partials fp32 [partials, M, N]. With an ``Fp8`` weight x is ``Fp8`` too.
+    dtype: that of ``out``, x's by default.
     """
     x, scales = operand
+    fp8, dtype = None, dtype or x.dtype
+    if isinstance(weight, Fp8):
+        fp8, x, weight = scales_of_gemm(x.scales, weight, design.block_n, gated), x.data, weight.data
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     options: dict[str, Any] = launch_options(capabilities_of(x.device))
     partials = design.partials_of(K)
     if partials == 1:
-        out = sums = torch.empty((M, N), dtype=x.dtype, device=x.device)
+        out = sums = torch.empty((M, N), dtype=dtype, device=x.device)
     else:
         sums = torch.empty((partials, weight.shape[0] // N, M, N), dtype=torch.float32, device=x.device)
     tiles = cdiv(M, design.block_m) * cdiv(N, design.block_n)
@@ -241,11 +254,12 @@ def run(
         scales or RowScales(sums, 0.0),
         block_of(design),
         traced_view(),
+        fp8,
     )
     if partials > 1:
         if not summed:
             return sums.squeeze(1)
-        out = torch.empty((M, N), dtype=x.dtype, device=x.device)
+        out = torch.empty((M, N), dtype=dtype, device=x.device)
         launch = launch_on(
             x.device,
             sum_partials_kernel,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from weft.ops.knobs import check_knobs, counts, either, halved, knob, powers, stepped
 from weft.ops.registration import HALVES
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -25,6 +27,9 @@ MAX_PARTIALS_LEFT = 3
 # it begins; with 128 rows it takes a fifth more by itself. One H100, 16x5120x4096 behind a norm: 17.6 us, cuBLAS 19.8
 # (benchmarks/lab/h100-skinny.json). Where it wins with more rows, rows of the table say so.
 MAX_ROWS = 64
+# Rows up to which an fp8 GEMM of any weight, and of one of few rows, takes less time than cuBLAS's block scaling. One H200,
+# 25600x5120: 64 rows 41.3 us, cuBLAS 43.9; 128 rows 57.8 and 44.5. 5120x12800: 128 rows 31.9 and 38.9 (benchmarks/fp8_gemm.py).
+MAX_FP8_ROWS, MAX_FP8_ROWS_NARROW = 64, 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
 # Columns that a program prefetches while the kernel before it leaves the memory idle, as an all-reduce does. Behind a kernel
@@ -74,7 +79,7 @@ def is_small(M: int) -> bool:
 
 def takes(call: GemmCall) -> bool:
     """True if the kernel can compute ``call``: it reads through tensor descriptors, in 16-bit floats."""
-    return call.dtype in HALVES and call.aligned
+    return call.dtype in HALVES and (call.aligned or call.fp8)
 
 
 def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bool, str]:
@@ -83,6 +88,8 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
     gated  the weight is [2 N, K]
     """
     M, N, K = call.M, call.N, call.K
+    if call.fp8:
+        return _fp8_rule(call, caps)
     if call.dtype not in HALVES:
         return False, f"{call.dtype}: the small-M GEMM is for fp16 and bf16"
     if not call.aligned:
@@ -96,12 +103,49 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
     return True, f"M={M} <= {MAX_ROWS}: all programs at once, each reading its share of the weight"
 
 
+def _fp8_rule(call: GemmCall, caps: Capabilities) -> tuple[bool, str]:
+    if caps.arch != "sm_90":
+        return True, f"{caps.arch}: fp8 by cuBLAS not measured"
+    if call.dtype != torch.bfloat16:
+        return True, f"{call.dtype}: cuBLAS's fp8 GEMMs return bfloat16"
+    if not call.aligned:
+        return True, f"N={call.N} K={call.K} or scales of other blocks than 128 x 128, which cuBLAS does not take"
+    most = MAX_FP8_ROWS_NARROW if cdiv(call.N, 64) <= caps.sms else MAX_FP8_ROWS
+    if most < call.M:
+        return False, f"M={call.M} > {most}: bound by the tensor cores, as cuBLAS is"
+    return True, f"M={call.M} <= {most}: all programs at once, each reading its share of the weight"
+
+
+def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
+    """``default_small_m`` with an fp8 weight: four stages, and more programs than SMs, until the memory is busy."""
+    block_m = max(16, min(128, next_power_of_2(call.M)))
+    if caps.arch not in ("sm_90", "sm_100", "sm_103"):
+        return SmallM(block_m=min(64, block_m), block_n=32, block_k=128, num_stages=2)
+    if call.M > MAX_FP8_ROWS_NARROW:
+        return SmallM(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=3 if gated else 4)
+    wide = block_m <= 32 or (block_m == 64 and (cdiv(call.N, 64) > 2 * caps.sms or call.K >= 8192))
+    block_n = 128 if wide and not (gated or call.partials) else 64
+    # Programs for ten SMs: wide tiles keep more bytes in flight.
+    tiles, of_ten = cdiv(call.N, block_n), 16 if block_n == 128 else 25
+    most = MAX_PARTIALS_LEFT if call.partials or block_m == 128 else MAX_PARTIALS
+    return SmallM(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=128,
+        transposed=True,
+        num_stages=4,
+        partials=max(1, min(of_ten * caps.sms // 10 // tiles, cdiv(call.K, 128) // LEAST_STEPS, most)),
+    )
+
+
 def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> SmallM:
     """The design where no row decides, for ``out`` [M, N] of any sizes on any target.
 
     The rows of H200 were found by search; this follows them: a ring of stages as deep as shared memory allows, tiles of 64
     columns, and wider ones where those would be more than a round of programs; K is split until every SM has a program.
     """
+    if call.fp8:
+        return _default_fp8(call, caps, gated)
     M, N, K = call.M, call.N, call.K
     block_m = max(16, min(128, next_power_of_2(M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):

@@ -1,0 +1,142 @@
+"""GEMM of one output tile of fp8 operands with scales (weft.kernels.fp8).
+
+    C[m, n] = sum over groups g of (sum over k in g of x[m, k] * w[n, k]) * (x_scale[m, g] * w_scale[n, g])
+
+A step along K is a dot of its own, whose fp32 result is multiplied by the scales and added: the tensor cores' narrower
+accumulator then holds at most 128 terms. Without groups the scales are applied once, at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels.fp8 import Fp8, spread
+
+
+class Fp8Scales(NamedTuple):
+    """Scales of both operands of a GEMM, passed to kernels as the argument ``fp8``.
+
+    x             fp32 scales of the rows
+    x_row, x_column  elements from row to row, and from group to group
+    weight        fp32 scales of the weight, with rows of ``weight_row`` elements
+    weight_rows   rows of the weight under one scale; 0: all
+    columns       columns of the weight under one scale; 0: all of K, and x has a scale for each row
+    uniform       all rows of a tile of the weight are under one scale
+    """
+
+    x: Any
+    x_row: Any
+    x_column: Any
+    weight: Any
+    weight_row: Any
+    weight_rows: tl.constexpr
+    columns: tl.constexpr
+    uniform: tl.constexpr
+
+
+def scales_of_gemm(x: torch.Tensor, weight: Fp8, block_n: int, gated: bool) -> Fp8Scales:
+    """Kernel argument ``fp8``. x: scales of the rows; block_n: rows of a tile of the weight."""
+    scales, (N, K) = weight.scales, weight.shape
+    rows = 0 if scales.shape[0] == 1 else spread(scales.shape[0], N)
+    columns = 0 if scales.shape[1] == 1 else spread(scales.shape[1], K)
+    uniform = rows == 0 or (rows % block_n == 0 and (not gated or N // 2 % rows == 0))
+    x_row, x_column = (step if size > 1 else 0 for size, step in zip(x.shape, x.stride(), strict=True))
+    forms = map(tl.constexpr, (rows, columns, uniform))
+    return Fp8Scales(x, x_row, x_column, scales, scales.stride(0), *forms)
+
+
+@triton.jit
+def row_scales(fp8, rows, M, k):
+    """Scales [rows] of rows of x at column k, 0 from row M on."""
+    return tl.load(fp8.x + rows * fp8.x_row + k // 128 * fp8.x_column, mask=rows < M, other=0.0)
+
+
+@triton.jit
+def weight_scales(fp8, first, limit, k, BLOCK_N: tl.constexpr):
+    """Scales [BLOCK_N] of rows from ``first`` on of the weight at column k, 0 from ``limit`` on; one scale if ``uniform``."""
+    source = fp8.weight
+    if fp8.columns > 0:
+        source += k // fp8.columns
+    if fp8.uniform:
+        if fp8.weight_rows > 0:
+            source += first // fp8.weight_rows * fp8.weight_row
+        return tl.load(source)
+    else:
+        n = first + tl.arange(0, BLOCK_N)
+        return tl.load(source + n // fp8.weight_rows * fp8.weight_row, mask=n < limit, other=0.0)
+
+
+@triton.jit
+def scaled(acc, of_rows, of_weight, fp8, TRANSPOSED: tl.constexpr):
+    """A tile's sums, multiplied by the scales of its rows [BLOCK_M] and of the weight's rows."""
+    if fp8.uniform:
+        both = of_rows * of_weight
+        if TRANSPOSED:
+            return acc * both[None, :]
+        else:
+            return acc * both[:, None]
+    elif TRANSPOSED:
+        return acc * (of_rows[None, :] * of_weight[:, None])
+    else:
+        return acc * (of_rows[:, None] * of_weight[None, :])
+
+
+@triton.jit
+def fp8_dot(x, w, TRANSPOSED: tl.constexpr):
+    """Compute x @ w.T, or if TRANSPOSED w @ x.T, in fp32."""
+    if TRANSPOSED:
+        return tl.dot(w, x.T)
+    else:
+        return tl.dot(x, w.T)
+
+
+@triton.jit
+def fp8_tile(x, weight, fp8, M, N, row, column, first, last, block, TRANSPOSED: tl.constexpr, GATED: tl.constexpr):
+    """(x @ weight.T, x @ up.T) of one tile over steps first .. last - 1 along K, fp32; the same twice unless GATED.
+
+    Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel, block.k <= 128.
+    x, weight  descriptors over e4m3 [M, K] and [N, K], or [2 N, K] if GATED
+    fp8        ``Fp8Scales``
+    """
+    BLOCK_M: tl.constexpr = block.n if TRANSPOSED else block.m
+    BLOCK_N: tl.constexpr = block.m if TRANSPOSED else block.n
+    BLOCK_K: tl.constexpr = block.k
+    acc = tl.zeros((block.m, block.n), dtype=tl.float32)
+    up = acc
+    rows = row + tl.arange(0, BLOCK_M)
+    # Loaded a step ahead, so that the tensor cores do not wait for them.
+    start = first * BLOCK_K
+    of_weight = weight_scales(fp8, column, N, start, BLOCK_N)
+    of_up = of_weight
+    if GATED:
+        of_up = weight_scales(fp8, N + column, 2 * N, start, BLOCK_N)
+    of_rows = row_scales(fp8, rows, M, start)
+    for k in range(start, last * BLOCK_K, BLOCK_K):
+        a = x.load([row, k])
+        w = weight.load([column, k])
+        after = min(k + BLOCK_K, (last - 1) * BLOCK_K)
+        if fp8.columns > 0:
+            next_weight = weight_scales(fp8, column, N, after, BLOCK_N)
+            if GATED:
+                next_up = weight_scales(fp8, N + column, 2 * N, after, BLOCK_N)
+            next_rows = row_scales(fp8, rows, M, after)
+            acc += scaled(fp8_dot(a, w, TRANSPOSED), of_rows, of_weight, fp8, TRANSPOSED)
+            if GATED:
+                u = weight.load([N + column, k])
+                up += scaled(fp8_dot(a, u, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
+                of_up = next_up
+            of_weight, of_rows = next_weight, next_rows
+        else:
+            acc += fp8_dot(a, w, TRANSPOSED)
+            if GATED:
+                u = weight.load([N + column, k])
+                up += fp8_dot(a, u, TRANSPOSED)
+    if fp8.columns == 0:
+        acc = scaled(acc, of_rows, of_weight, fp8, TRANSPOSED)
+        if GATED:
+            up = scaled(up, of_rows, of_up, fp8, TRANSPOSED)
+    return acc, up

@@ -1,0 +1,150 @@
+"""Operands of GEMMs with a weight in fp8 e4m3 (weft.kernels.fp8.Fp8): checks, how rows are quantized, the GEMM by a design.
+
+Rows of 16 bits are quantized as the weight's scales ask for, in a kernel before the GEMM. In the small-M kernel it took longer
+at any M (H200, 5120x12800, 16 rows: 24.1 us, both kernels 23.6; 64 rows: 84 and 30). A deferred RMS scale multiplies the
+small-M kernel's sums; before cuBLAS the rows' scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.kernels.fp8 import COLUMNS, E4M3, LARGEST, Fp8, quantize_rows, scales_of, spread
+from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
+from weft.ops.gemm import cublas, small_m
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.local import capabilities_of
+from weft.ops.registration import HALVES, check_is_tensor
+from weft.runtime.arithmetic import cdiv
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+
+def is_grouped(weight: Fp8) -> bool:
+    """True if activations have a scale for each group of 128 columns: the weight has several along K."""
+    return weight.scales.shape[1] > 1
+
+
+def columns_of(weight: Fp8) -> int:
+    """Columns of the weight under one scale."""
+    return spread(weight.scales.shape[1], weight.shape[1])
+
+
+def suits_cublas(weight: Fp8) -> bool:
+    """True if cuBLAS takes the weight: whole blocks of 128 x 128 along K, or a scale for each row or for all."""
+    (N, K), whole = weight.shape, COLUMNS.value
+    if K % 16 != 0 or N % 16 != 0 or not is_grouped(weight):
+        return K % 16 == 0 and N % 16 == 0
+    return K % whole == 0 and columns_of(weight) == whole and cdiv(N, whole) == weight.scales.shape[0]
+
+
+def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
+    """ValueError unless the rows and the weight are matrices on one device with scales that fit them."""
+    rows = x.data
+    for name, matrix in (("x", rows), ("weight", weight)):
+        of, scales = (matrix.data, matrix.scales) if isinstance(matrix, Fp8) else (matrix, None)
+        check_is_tensor(op, name, of)
+        dtypes = (E4M3,) if scales is not None else HALVES
+        if of.dtype not in dtypes:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(
+                f"{op}: {name}.dtype={of.dtype} is not one of {allowed}, as an fp8 GEMM takes it; convert it"
+            )
+        if of.dim() != 2 or 0 in of.shape:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(of.shape)}; pass a matrix with at least one row and column"
+            )
+        if of.device != weight.device:
+            raise ValueError(f"{op}: {name} is on {of.device}, not on {weight.device}; move it")
+        if scales is not None:
+            _check_scales(op, name, of, scales, weight.device)
+    (N, K), columns = weight.shape, rows.shape[1]
+    if columns != K:
+        raise ValueError(
+            f"{op}: x has K={columns} columns and weight has {K}; weight is [N, K], a row for each output column"
+        )
+    if gated and N % 2 != 0:
+        raise ValueError(f"{op}: weight has {N} rows, an odd number; pass gate's N rows, then up's N")
+    block = (spread(weight.scales.shape[0], N), spread(weight.scales.shape[1], K))
+    if 0 in block or is_grouped(weight) and block[1] < 16:
+        raise ValueError(
+            f"{op}: weight.scales has shape {tuple(weight.scales.shape)} for a weight of {N} x {K}; pass "
+            f"[ceil(N / r), ceil(K / c)] for blocks of r x c, powers of two up to 128 (c from 16 on), [{N}, 1] or [1, 1]"
+        )
+    if isinstance(rows, Fp8):
+        M, wanted = rows.shape[0], scales_of(K) if is_grouped(weight) else 1
+        if tuple(rows.scales.shape) not in ((M, wanted), *(((1, 1),) if wanted == 1 else ())):
+            raise ValueError(
+                f"{op}: x.scales has shape {tuple(rows.scales.shape)}; this weight, whose scales are "
+                f"{tuple(weight.scales.shape)}, asks for [{M}, {wanted}]"
+            )
+    if weight.input_scale is not None:
+        _check_scales(op, "weight.input_scale", None, weight.input_scale, weight.device)
+        if weight.input_scale.numel() != 1 or is_grouped(weight):
+            raise ValueError(
+                f"{op}: weight.input_scale has shape {tuple(weight.input_scale.shape)}; pass one scale, [1, 1], and "
+                "no scales for blocks of the weight"
+            )
+
+
+def _check_scales(op: str, name: str, of: torch.Tensor | None, scales: torch.Tensor, device: torch.device) -> None:
+    check_is_tensor(op, name, scales)
+    if scales.dtype != torch.float32 or scales.dim() != 2 or scales.device != device:
+        label = name if of is None else f"{name}.scales"
+        raise ValueError(
+            f"{op}: {label} is {scales.dtype} {tuple(scales.shape)} on {scales.device}; pass a float32 matrix on {device}"
+        )
+
+
+def quantized_for(weight: Fp8, x: torch.Tensor | Fp8, caps: Capabilities) -> Fp8:
+    """Rows ``x`` in e4m3, with the scales that ``weight`` asks for; rows in e4m3 as they are."""
+    if isinstance(x, Fp8):
+        return x
+    if weight.input_scale is not None:
+        # A tensor: torch multiplies by a number's inverse in another precision.
+        rows = (x.float() * (1 / weight.input_scale)).clamp(-LARGEST.value, LARGEST.value)
+        return Fp8(rows.to(E4M3), weight.input_scale)
+    M, K = x.shape
+    groups = scales_of(K) if is_grouped(weight) else 1
+    # Scales of a group one after the other, as cuBLAS reads them.
+    into = x.new_empty((M, K), dtype=E4M3), x.new_empty((groups, M), dtype=torch.float32).t()
+    return Fp8(*quantize_rows(x, M, caps, into))
+
+
+def by_design(
+    design: Cublas | SmallM, x: ScaledMatrix, weight: Fp8, *, gated: bool = False, summed: bool = True
+) -> torch.Tensor:
+    """GEMM of checked arguments by ``design``, in x's dtype, bf16 where x is ``Fp8``.
+
+    If not ``summed``, the small-M kernel's split-K partials fp32 [partials, M, N].
+    """
+    rows, scales = x
+    dtype = rows.dtype
+    rows = quantized_for(weight, rows, capabilities_of(weight.device))
+    if isinstance(design, SmallM):
+        if is_grouped(weight) and design.block_k > columns_of(weight):
+            design = replace(design, block_k=columns_of(weight))  # a step is under one scale
+        weight = weight._replace(data=described(weight.data), scales=weight.scales.contiguous())
+        rows = rows._replace(data=described(rows.data))
+        return small_m.run(ScaledMatrix(rows, scales), weight, design, gated=gated, summed=summed, dtype=dtype)
+    if scales is not None:
+        factor = torch.rsqrt(scales.squares.sum(1, keepdim=True) + scales.eps)
+        rows = rows._replace(scales=rows.scales * factor)
+    out = cublas.scaled(rows, weight, dtype)
+    return torch.ops.weft.silu_mul.default(out, None, 0.0) if gated else out
+
+
+def described(matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix`` with rows that descriptors reach: itself, or a copy with rows on 16 bytes."""
+    matrix = rows_contiguous(matrix)
+    if can_describe(matrix):
+        return matrix
+    rows, columns = matrix.shape
+    grain = 16 // matrix.element_size()
+    room = matrix.new_empty((rows, -(-columns // grain) * grain))[:, :columns]
+    return room.copy_(matrix)

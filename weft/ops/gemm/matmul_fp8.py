@@ -1,0 +1,69 @@
+"""GEMMs with a weight in fp8 e4m3 (weft.kernels.fp8.Fp8), of ``matmul``, ``matmul_silu_mul`` and ``matmul_parts``."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.kernels.deferred_norm import check_scales
+from weft.kernels.fp8 import E4M3, Fp8, check_e4m3
+from weft.kernels.operands import RowScales, ScaledMatrix
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.fp8_operands import by_design, check_fp8, is_grouped, suits_cublas
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.local_gemm import local_gemm
+from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.local import capabilities_of
+from weft.ops.op import Op, define
+from weft.plan.planned import machine
+
+
+def matmul_fp8(op: str, x: ScaledMatrix, weight: Fp8, *, gated: bool = False, parts: bool = False) -> torch.Tensor:
+    """``op`` of unchecked arguments. parts: split-K partials where the plan leaves them."""
+    check_fp8(op, x, weight, gated)
+    check_scales(op, x, weight.data)
+    data, scales = (x.data.data, x.data.scales) if isinstance(x.data, Fp8) else (x.data, None)
+    squares, eps = x.scales or (None, 0.0)
+    return _MATMUL_FP8.dispatch(data, scales, weight, squares, eps, gated, parts)
+
+
+class MatmulFp8(Op):
+    name = alias = "matmul_fp8"
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        x_scales: torch.Tensor | None,
+        weight: Fp8,
+        squares: torch.Tensor | None,
+        eps: float,
+        gated: bool,
+        parts: bool,
+    ) -> torch.Tensor:
+        check_e4m3("matmul_silu_mul" if gated else "matmul", capabilities_of(x.device))
+        design = plan_of(x, weight, squares is not None, gated, parts)
+        operand = ScaledMatrix(
+            x if x_scales is None else Fp8(x, x_scales),
+            None if squares is None else RowScales(squares.contiguous(), eps),
+        )
+        return by_design(design, operand, weight, gated=gated, summed=not parts)
+
+    def fake(self, x, x_scales, weight, squares, eps, gated, parts):
+        M, N = x.shape[0], weight.shape[0] // (2 if gated else 1)
+        dtype = x.dtype if x_scales is None else torch.bfloat16
+        design = plan_of(x, weight, squares is not None, gated, parts) if parts else None
+        partials = design.partials_of(x.shape[1]) if isinstance(design, SmallM) else 1
+        return x.new_empty((M, N), dtype=dtype) if partials == 1 else x.new_empty((partials, M, N), dtype=torch.float32)
+
+
+def plan_of(x: torch.Tensor, weight: Fp8, deferred_norm: bool, gated: bool, parts: bool) -> Cublas | SmallM:
+    """Design of a call, from shapes and dtypes alone."""
+    (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
+    dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
+    blocks = is_grouped(weight)
+    formats = {"block_fp8": blocks, "channel_fp8": not blocks}
+    call = GemmCall(M, N, K, dtype, suits_cublas(weight), deferred_norm=deferred_norm, partials=parts, **formats)
+    return local_gemm(gated).plan(call, machine(capabilities_of(x.device), 1)).design
+
+
+_MATMUL_FP8 = MatmulFp8()
+define(_MATMUL_FP8)

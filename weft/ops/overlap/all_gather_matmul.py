@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import FunctionCtx
 
+from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import can_describe, has_dense_rows
 from weft.kernels.tile_schedule import place_of
 from weft.ops.case import Case, Inputs
@@ -22,6 +23,7 @@ from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
+from weft.ops.overlap.fp8_sequential import gathered_matmul
 from weft.ops.overlap.pipelined import CHUNKS, check_pipelined, pieces_of, runs_of
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
 from weft.ops.overlap.space import pipelines
@@ -59,8 +61,8 @@ class Pipelined:
 
 
 def all_gather_matmul(
-    a_shard: torch.Tensor,
-    b: torch.Tensor | Sequence[torch.Tensor],
+    a_shard: torch.Tensor | Fp8,
+    b: torch.Tensor | Fp8 | Sequence[torch.Tensor] | Sequence[Fp8],
     team: Team,
     *,
     own_first: bool = False,
@@ -80,11 +82,19 @@ def all_gather_matmul(
     share of N); M, N, K, dtype, own_first, b's layout, and which operands need gradients, are the same on all ranks, which
     compare all but the last on the host at the first call with them. Over several nodes each shard crosses to a node once.
     Collective: all ranks call it, in the same order, on one stream.
+    With ``Fp8`` weights (``matmul``) rows are gathered in fp8, then multiplied; no gradients, no return_gathered.
     ValueError for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("all_gather_matmul", team, over_nodes=True)
     check_own_first("all_gather_matmul", own_first, team)
     check_flag("all_gather_matmul", "return_gathered", return_gathered)
+    if isinstance(b, Fp8) or (isinstance(b, (list, tuple)) and b and all(isinstance(one, Fp8) for one in b)):
+        if return_gathered:
+            raise ValueError(
+                "all_gather_matmul: return_gathered=True with an fp8 weight; gather the rows by all_gather"
+            )
+        results = gathered_matmul(a_shard, [b] if isinstance(b, Fp8) else b, team, own_first)
+        return results[0] if isinstance(b, Fp8) else results
     if isinstance(b, torch.Tensor) and not return_gathered:
         check_operands("all_gather_matmul", a_shard, b, device, "a_shard")
         return ALL_GATHER_MATMUL.dispatch(a_shard, b, team.name, own_first)

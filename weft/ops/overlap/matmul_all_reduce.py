@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.kernels.tile_schedule import buffer_of, make_tiles
 from weft.ops.case import Case, Inputs, sum_of
@@ -25,6 +26,7 @@ from weft.ops.knobs import counts, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
+from weft.ops.overlap.fp8_sequential import matmul_reduced
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.pipelined import (
@@ -82,7 +84,7 @@ class Pipelined:
     __post_init__ = check_pipelined
 
 
-def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Tensor:
+def matmul_all_reduce(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) -> torch.Tensor:
     """Sum a[M, K] @ b[N, K].T over the ranks -> [M, N], bitwise the same on all ranks.
 
     a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which compare them on the
@@ -91,10 +93,14 @@ def matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, team: Team) -> torch.Ten
     Gradients are those of the sum of all ranks' losses, so the backward sums the result's gradient over the ranks, as that of
     torch's functional all_reduce does. Where all ranks go on alike to one and the same loss, each rank divides it by W, or uses
     weft.integrations.torch.WeftRowwiseParallel, whose gradients are a DTensor's (docs/training.md).
+    With an ``Fp8`` weight b (``matmul``) the GEMM comes first, without gradients.
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """
-    check_operands("matmul_all_reduce", a, b, check_team("matmul_all_reduce", team, over_nodes=True))
+    device = check_team("matmul_all_reduce", team, over_nodes=True)
+    if isinstance(b, Fp8):
+        return matmul_reduced(a, b, team)
+    check_operands("matmul_all_reduce", a, b, device)
     return MATMUL_ALL_REDUCE.dispatch(a, b, team.name)
 
 

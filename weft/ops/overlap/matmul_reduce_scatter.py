@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import can_describe, has_dense_rows, rows_contiguous
 from weft.kernels.tile_schedule import make_tiles, place_of
 from weft.ops.case import Case, Inputs, part_of, sum_of
@@ -24,6 +25,7 @@ from weft.ops.layout import Given
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.all_gather_matmul import gathered_rows
+from weft.ops.overlap.fp8_sequential import matmul_scattered
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.pipelined import CHUNKS, Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
@@ -68,7 +70,9 @@ class Pipelined:
             )
 
 
-def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_first: bool = False) -> torch.Tensor:
+def matmul_reduce_scatter(
+    a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team, *, own_first: bool = False
+) -> torch.Tensor:
     """Sum a[M, K] @ b[N, K].T over the ranks and return rows rank * M/W .. -> [M/W, N].
 
     own_first  rank r's a has the rows of ranks r, r + 1, … (mod W) in this order, as ``all_gather_matmul`` with own_first
@@ -77,16 +81,21 @@ def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor, team: Team, *, own_f
     a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which compare them
     on the host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in
     fp32, in an order that depends on the row only. Over several nodes, the sum of each node is rounded to that dtype once more,
-    and crosses once. Collective: all ranks call it, in the same order, on one stream. ValueError
+    and crosses once. With an ``Fp8`` weight b (``matmul``) the GEMM comes first, without gradients.
+    Collective: all ranks call it, in the same order, on one stream. ValueError
     for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
-    check_operands("matmul_reduce_scatter", a, b, check_team("matmul_reduce_scatter", team, over_nodes=True))
+    device = check_team("matmul_reduce_scatter", team, over_nodes=True)
+    if not isinstance(b, Fp8):
+        check_operands("matmul_reduce_scatter", a, b, device)
     check_own_first("matmul_reduce_scatter", own_first, team)
     M, world = a.shape[0], team.size
     if M % world:
         raise ValueError(
             f"matmul_reduce_scatter: M={M} is not divisible by world_size={world}; pad M to {-(-M // world) * world}"
         )
+    if isinstance(b, Fp8):
+        return matmul_scattered(a, b, team, own_first)
     return MATMUL_REDUCE_SCATTER.dispatch(a, b, team.name, own_first)
 
 

@@ -1,0 +1,73 @@
+"""The overlapped ops with fp8 weights on virtual ranks, against plain torch, and what they refuse."""
+
+import pytest
+import torch
+
+import weft
+from tests.ops.checking import assert_close, assert_identical
+from weft import ops
+from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
+from weft.ops.gemm.gemm_op import rotated
+
+
+def random(name, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(name))
+
+
+def exact(x, weight):
+    rows = Fp8(*by_torch(x, 128 if weight.scales.shape[1] > 1 else x.shape[1]))
+    return rows.dequantized(torch.float64) @ weight.dequantized(torch.float64).T
+
+
+@pytest.mark.parametrize("scheme", ["block", "channel"])
+@pytest.mark.parametrize("W", [2, 3, 4])
+def test_against_plain_torch(W, scheme):
+    M, N, K = 5, 48, 144
+
+    def main(team):
+        rank, whole = team.rank, random(0, W * M, K).bfloat16()
+        weights = [quantized_weight(random(1 + 10 * rank, N, K), scheme), quantized_weight(random(2, 16, K), scheme)]
+        shard = whole[rank * M : (rank + 1) * M].contiguous()
+        both = ops.all_gather_matmul(shard, weights, team)
+        for out, weight in zip(both, weights, strict=True):
+            assert_close(out, exact(whole, weight), K, what="gathered")
+            assert_identical(ops.all_gather_matmul(shard, weight, team), out, what="one weight")
+        turned = ops.all_gather_matmul(shard, weights[0], team, own_first=True)
+        assert_identical(turned, rotated(both[0], rank, W), what="own rows first")
+
+        inputs = [random(100 + r, W * M, K).bfloat16() for r in range(W)]
+        shares = [quantized_weight(random(200 + r, N, K), scheme) for r in range(W)]
+        total = sum(exact(x, weight) for x, weight in zip(inputs, shares, strict=True))
+        reduced = ops.matmul_all_reduce(inputs[rank], shares[rank], team)
+        assert_close(reduced, total, K * W, partials=W - 1, what="all-reduced")
+        scattered = ops.matmul_reduce_scatter(inputs[rank], shares[rank], team)
+        assert_close(scattered, total[rank * M : (rank + 1) * M], K * W, partials=W - 1, what="scattered")
+        mine = rotated(inputs[rank], rank, W)
+        assert_identical(
+            ops.matmul_reduce_scatter(mine, shares[rank], team, own_first=True), scattered, what="own rows first"
+        )
+        return reduced
+
+    results = weft.simulate(main, W)
+    for result in results[1:]:
+        assert_identical(result, results[0], what="the same bits on all ranks")
+
+
+def test_wrong_arguments_are_refused():
+    def main(team):
+        x = torch.ones(2, 256).bfloat16()
+        block, channel = (quantized_weight(torch.ones(16, 256), scheme) for scheme in ("block", "channel"))
+        for call, message in (
+            (lambda: ops.all_gather_matmul(x, [block, channel], team), "rows of different scales"),
+            (
+                lambda: ops.all_gather_matmul(x, block, team, return_gathered=True),
+                "return_gathered=True with an fp8 weight",
+            ),
+            (lambda: ops.all_gather_matmul(x[:, :128], block, team), "x has K=128 columns and weight has 256"),
+            (lambda: ops.matmul_reduce_scatter(x[:1], block, team), "M=1 is not divisible by world_size=2"),
+            (lambda: ops.matmul_all_reduce(x.float(), block, team), "x.dtype=torch.float32 is not one of"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+    weft.simulate(main, 2)

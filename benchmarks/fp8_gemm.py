@@ -1,0 +1,282 @@
+"""Times of fp8 GEMMs on one GPU: cuBLAS in bf16 and fp8, and weft's small-M kernel with a sweep over its knobs.
+
+    python benchmarks/fp8_gemm.py OUT.json [--seconds 280] [--rows 1,16] [--only NxK]
+
+Weights are cold (more copies than the L2 holds), in CUDA graphs; each result is compared with the dequantized product before
+it is timed. A configuration that fails is recorded with its error. Rows of "x8" take fp8 rows; others quantize bf16 rows too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import triton
+from torch.nn.functional import ScalingType, scaled_mm
+
+from weft import ops
+from weft.kernels.fp8 import Fp8, quantized_weight
+from weft.kernels.operands import ScaledMatrix
+from weft.ops.gemm import small_m
+from weft.ops.gemm.fp8_operands import quantized_for
+from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.local import capabilities_of
+from weft.runtime.arithmetic import cdiv, next_power_of_2
+from weft.runtime.capabilities import COLD_BYTES
+
+SHAPES = ((25600, 5120), (5120, 12800), (5120, 5120), (5120, 4096))
+ROWS = (1, 16, 64, 128, 512, 4096)
+# Time of a graph in µs, and rounds of which the median counts.
+GRAPH_US, ROUNDS = 600.0, 5
+# Largest error, relative to an element's size plus the reference's standard deviation.
+MOST_ERROR = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Operands of one shape: fp8 weights of all copies, and rows."""
+
+    x: torch.Tensor
+    rows: Fp8
+    weights: list[Fp8]
+    reference: torch.Tensor
+
+
+def candidates(M: int, N: int, K: int, sms: int, gated: bool) -> Iterator[SmallM]:
+    """Designs of the small-M kernel, far apart from each other first."""
+    if M > 128:
+        for block_m, block_n, warps, stages, transposed in (
+            (128, 128, 8, 4, False), (128, 128, 8, 3, False), (128, 128, 4, 4, False), (128, 64, 4, 4, False),
+            (64, 128, 4, 4, False), (64, 128, 4, 4, True), (128, 128, 8, 4, True), (128, 256, 8, 3, False),
+            (256, 128, 8, 3, False),
+        ):  # fmt: skip
+            yield SmallM(
+                block_m=block_m, block_n=block_n, block_k=128, num_warps=warps, num_stages=stages, transposed=transposed
+            )
+        return
+    whole = max(16, next_power_of_2(M))
+    for block_m in sorted({whole, min(whole, 64)}):
+        for block_n, warps in ((64, 4), (128, 4), (128, 8)):
+            tiles, half = cdiv(M, block_m) * cdiv(N, block_n), block_m * block_n >= 128 * 128
+            for stages in (4, 6, 8):
+                if stages * (block_m + block_n * (2 if gated else 1)) * 128 > 220 << 10 or (half and warps == 4):
+                    continue
+                for partials in (1, 2, 3, 4, 5, 6, 8, 10):
+                    steps = cdiv(K, 128) // partials
+                    if partials == 1 or (steps >= 5 and tiles * partials <= 6 * sms):
+                        yield SmallM(
+                            block_m=block_m, block_n=block_n, block_k=128, num_warps=warps, num_stages=stages,
+                            transposed=True, partials=partials,
+                        )  # fmt: skip
+
+
+def constants_of(design: SmallM) -> tuple:
+    """Fields of a design for which the kernel is compiled anew."""
+    return (
+        *(value for name, value in asdict(design).items() if name not in ("partials", "ahead")),
+        design.partials > 1,
+    )
+
+
+def compile_one(job: tuple[SmallM, int, bool]) -> str:
+    """Compile a design into Triton's cache, by running it once on a small weight. Returns the error, if any."""
+    design, M, gated = job
+    try:
+        N, K = 512, 2048
+        weight = quantized_weight(torch.randn(N * (2 if gated else 1), K, device="cuda"), "block")
+        x = torch.randn(M, K, device="cuda").bfloat16()
+        run_design(design, quantized_for(weight, x, capabilities_of(x.device)), weight, gated)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def run_design(design: SmallM, x: Any, weight: Fp8, gated: bool) -> torch.Tensor:
+    return small_m.run(ScaledMatrix(x), weight, design, gated=gated, dtype=torch.bfloat16)
+
+
+def problem_of(M: int, weights: list[Fp8], gated: bool) -> Problem:
+    K = weights[0].shape[1]
+    x = torch.randn(M, K, device="cuda", generator=torch.Generator("cuda").manual_seed(M)).bfloat16()
+    rows = quantized_for(weights[0], x, capabilities_of(x.device))
+    reference = rows.dequantized(torch.float32).double() @ weights[0].dequantized(torch.float32).double().t()
+    if gated:
+        gate, up = reference.chunk(2, 1)
+        reference = torch.nn.functional.silu(gate) * up
+    return Problem(x=x, rows=rows, weights=weights, reference=reference)
+
+
+def timed(call: Callable[[Any], torch.Tensor], weights: list[Any], reference: torch.Tensor | None) -> dict[str, Any]:
+    """Median time of a call in µs, in a graph that takes the weights in turn; or its error."""
+    try:
+        out = call(weights[0])
+        torch.cuda.synchronize()
+        error = (
+            0.0
+            if reference is None
+            else ((out.double() - reference).abs() / (reference.abs() + reference.std())).max().item()
+        )
+        if not error < MOST_ERROR:
+            return {"failed": f"error {error}"}
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call(weights[-1])
+        end.record()
+        torch.cuda.synchronize()
+        once = max(5.0, 1e3 * begin.elapsed_time(end))
+        count = len(weights) * max(1, round(GRAPH_US / min(once, GRAPH_US) / len(weights)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for at in range(count):
+                call(weights[at % len(weights)])
+        times = []
+        for _ in range(ROUNDS + 1):
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(1e3 * begin.elapsed_time(end) / count)
+        return {"us": round(statistics.median(times[1:]), 2), "error": round(error, 4)}
+    except Exception as failure:
+        return {"failed": f"{type(failure).__name__}: {str(failure)[:200]}"}
+
+
+def baselines(p: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    wide = [weight.dequantized(torch.bfloat16) for weight in p.weights[: max(2, len(p.weights) // 2)]]
+    yield "cublas bf16", timed(lambda w: p.x @ w.t(), wide, None)
+    del wide
+    by_row = [weight._replace(scales=torch.ones((weight.shape[0], 1), device="cuda")) for weight in p.weights]
+    ones = torch.ones((p.x.shape[0], 1), device="cuda")
+    for fast in (False, True):
+
+        def row_scaled(w: Fp8, fast: bool = fast) -> torch.Tensor:
+            return torch._scaled_mm(
+                p.rows.data,
+                w.data.t(),
+                scale_a=ones,
+                scale_b=w.scales.t(),
+                out_dtype=torch.bfloat16,
+                use_fast_accum=fast,
+            )
+
+        yield f"cublas row{' fast' if fast else ''} x8", timed(row_scaled, by_row, None)
+
+    def block_scaled(w: Fp8) -> torch.Tensor:
+        of_rows, of_blocks = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        return scaled_mm(p.rows.data, w.data.t(), p.rows.scales, of_rows, w.scales.t(), of_blocks)
+
+    yield "cublas block x8", timed(block_scaled, p.weights, p.reference)
+
+
+def of_weft(p: Problem, gated: bool, sms: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    op = ops.matmul_silu_mul if gated else ops.matmul
+    yield "auto", timed(lambda w: op(p.x, w), p.weights, p.reference)
+    yield "auto x8", timed(lambda w: op(p.rows, w), p.weights, p.reference)
+    if not gated:
+        yield "quantize", timed(lambda w: quantized_for(w, p.x, capabilities_of(p.x.device)).data, p.weights, None)
+    M, K = p.x.shape
+    N = p.weights[0].shape[0] // (2 if gated else 1)
+    measured: list[tuple[float, SmallM]] = []
+    for design in candidates(M, N, K, sms, gated):
+        found = timed(lambda w, d=design: run_design(d, p.rows, w, gated), p.weights, p.reference)
+        measured.append((found.get("us", 1e9), design))
+        yield "small_m x8", {**found, "design": asdict(design)}
+    best = sorted(measured, key=lambda one: one[0])[:3]
+    for us, design in best:
+        if us == 1e9:
+            continue
+        for ahead in (256, 512):
+            ahead_of = SmallM(**{**asdict(design), "ahead": ahead})
+            found = timed(lambda w, d=ahead_of: run_design(d, p.rows, w, gated), p.weights, p.reference)
+            yield "small_m x8", {**found, "design": asdict(ahead_of)}
+
+
+def compile_all(jobs: list[tuple], seconds: float) -> list[str]:
+    """Compile all jobs in parallel; the errors."""
+    errors = []
+    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(compile_one, job) for job in jobs]
+        deadline = time.monotonic() + seconds
+        for job, future in zip(jobs, futures, strict=True):
+            try:
+                error = future.result(timeout=max(0.1, deadline - time.monotonic()))
+            except Exception as failure:
+                error = type(failure).__name__
+            if error:
+                errors.append(f"{job}: {error}")
+        pool.shutdown(wait=False, cancel_futures=True)
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--seconds", type=float, default=280.0, help="skip what is left after this time")
+    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
+    parser.add_argument("--only", default="", help="one shape, as 5120x4096")
+    options = parser.parse_args()
+    start = time.monotonic()
+    device = torch.device("cuda", torch.cuda.current_device())
+    sms = capabilities_of(device).sms
+    shapes = [shape for shape in SHAPES if options.only in ("", "x".join(map(str, shape)))]
+    jobs: dict[tuple, tuple] = {}
+    for N, K in shapes:
+        for M in options.rows:
+            for gated in (False, True) if N == 25600 and M <= 128 else (False,):
+                for design in candidates(M, N // (2 if gated else 1), K, sms, gated):
+                    jobs.setdefault((constants_of(design), gated), (design, M, gated))
+    errors = compile_all(list(jobs.values()), 0.5 * options.seconds)
+    document: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "compiled": len(jobs), "compile_seconds": round(time.monotonic() - start, 1), "errors": errors, "rows": [],
+    }  # fmt: skip
+    print(document, flush=True)
+    for N, K in shapes:
+        copies = max(2, cdiv(int(COLD_BYTES), N * K))
+        weights = [quantized_weight(torch.randn(N, K, device="cuda") * K**-0.5, "block") for _ in range(copies)]
+        for M in options.rows:
+            for gated in (False, True) if N == 25600 and M <= 128 else (False,):
+                if time.monotonic() - start > options.seconds:
+                    document["rows"].append({"N": N, "K": K, "M": M, "skipped": "out of time"})
+                    continue
+                problem = problem_of(M, weights, gated)
+                providers = (
+                    [of_weft(problem, gated, sms)] if gated else [baselines(problem), of_weft(problem, gated, sms)]
+                )
+                rows = [
+                    {"N": N, "K": K, "M": M, "gated": gated, "provider": name, **found}
+                    for provider in providers
+                    for name, found in provider
+                ]
+                document["rows"] += rows
+                best: dict[str, dict[str, Any]] = {}
+                for row in rows:
+                    if row.get("us", 1e9) < best.get(row["provider"], {}).get("us", 1e9):
+                        best[row["provider"]] = row
+                failed = [row for row in rows if "failed" in row]
+                print(f"{N}x{K} M={M}{' gated' if gated else ''}, {len(failed)} of {len(rows)} failed", flush=True)
+                for name, row in best.items():
+                    design = {k: v for k, v in row.get("design", {}).items()}
+                    print(f"    {name:20} {row['us']:8.2f}  {design or ''}", flush=True)
+                for row in failed[:3]:
+                    print(f"    failed: {row['provider']} {row['failed'][:150]}", flush=True)
+                with open(options.out, "w") as file:
+                    json.dump(document, file, indent=1)
+        del weights
+    document["seconds"] = round(time.monotonic() - start, 1)
+    with open(options.out, "w") as file:
+        json.dump(document, file, indent=1)
+    print(f"{document['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

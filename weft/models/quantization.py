@@ -266,7 +266,7 @@ def _modelopt(content: Mapping[str, Any]) -> Quantization | None:
 
 
 def modelopt_file(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """quantization_config in hf_quant_config.json, where older ModelOpt has it; None: there is no such file."""
+    """quantization_config of older ModelOpt, in hf_quant_config.json; None: there is no such file."""
     name = "hf_quant_config.json"
     if not (checkpoint.directory / name).exists():
         return None

@@ -161,7 +161,7 @@ def api_key_of(key: str | None, file: Path | None) -> str | None:
 
 @contextmanager
 def one_line_errors(traceback: bool) -> Iterator[None]:
-    """Report errors of callers and files as one line on stderr, exit status 2; any other error as a traceback."""
+    """Report errors of callers and files as one line on stderr, exit status 2; the rest as a traceback."""
     try:
         yield
     except (WeftError, ValueError, OSError) as error:

@@ -138,8 +138,8 @@ def leave_partial(acc, split, place, tiles, depth, block):
     """
     low, end = contributors(place, tiles, depth)
     partials = split.partials + 16 * wl.zero_here()
-    place = partials + tl.program_id(0).to(tl.int64) * (block.m * block.n)
-    tl.store(place + packed(block.m, block.n, block.n), acc)
+    partial = partials + tl.program_id(0).to(tl.int64) * (block.m * block.n)
+    tl.store(partial + packed(block.m, block.n, block.n), acc)
     wl.gather_stores()
     arrival = tl.atomic_add(split.arrivals + (place - tiles.whole), 1, sem="acq_rel", scope="gpu")
     is_last = arrival == end - low - 1

@@ -71,7 +71,7 @@ class ExchangePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What ranks send each other of a tile, and the functions that make, merge and store it.
+    """Parts of a tile that ranks send each other, and the functions that make, merge and store them.
 
     size  elements; cuts: -1 for a tuple of blocks, else as CUTS of the kernel
     """
@@ -180,7 +180,7 @@ def run_items(
     BODY: tl.constexpr, MERGE: tl.constexpr, STORE: tl.constexpr, OWNER_OF: tl.constexpr, ROWS_OF: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute this program's whole tiles (SPLIT = 1), or its shares of the rest: ``exchange_kernel``'s loop.
+    """Compute this program's whole tiles (SPLIT = 1), or its shares: ``exchange_kernel``'s loop.
 
     Returns ``announced``, the slot of the last part that was stored at ``receiver``, until that is announced; else -1.
     """
@@ -516,7 +516,7 @@ def _shared(split: int, tiles: int, programs: int) -> tuple[int, int]:
 
 
 def _workspace(team: Team, parts: Parts, slots: int, mapped: bool) -> tuple[Inbox, Channel]:
-    """Receive buffers for ``slots`` parts. Calls with a map have buffers of their own: they wait for ``entered``."""
+    """Receive buffers for ``slots`` parts. Calls with a map have separate ones: they wait for ``entered``."""
 
     def make(capacity: int) -> tuple[Inbox, Channel]:
         received = team.empty((2, team.size - 1, capacity), parts.dtype, name="received parts")

@@ -177,7 +177,7 @@ def run_body(shard, out, tile, operands, first, second, BODY: tl.constexpr, ROWS
 
 @triton.jit
 def store_chunks(rows, call, geometry, panel_rows, chunk_rows, team):
-    """Store this rank's rows to the peers: each program its part of each chunk, which the last one announces.
+    """Store this rank's rows to the peers: each program a part of a chunk, which the last one announces.
 
     Rank r serves r - 1, r - 2, … : the peer that needs this shard next is first.
     """

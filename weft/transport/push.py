@@ -383,6 +383,6 @@ class Prepared:
 
 
 def target_options(team: Team, registers: int) -> dict[str, int | bool]:
-    """Launch options of some targets: a bound on registers, and the options of ``wl.follow_previous_kernel``."""
+    """Launch options by target: a bound on registers, and the options of ``wl.follow_previous_kernel``."""
     bound = {"maxnreg": registers} if team.caps.arch.startswith("sm_") else {}
     return bound | launch_options(team.caps)

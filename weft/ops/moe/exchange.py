@@ -1,4 +1,4 @@
-"""Base of moe_dispatch and moe_combine: arguments, plans, search and cases; workspaces, and what their kernels share.
+"""Base of moe_dispatch and moe_combine: arguments, plans, search, cases, workspaces, shared code.
 
 Tokens of a rank go in chunks of CHUNK. Every rank sends a flag for each chunk to every other rank, also for chunks without a
 row for it, so no rank needs to know how many rows will come.
@@ -204,7 +204,7 @@ def copy_chosen_kernel(rows, ids, out, tokens, team, SIZES: tl.constexpr):
 
 
 def kept_tensors(design: PushRows, sizes: Sizes, team: Team, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
-    """New tensors [rows, ids, weights] of receive buffers, rows of tokens that chose no expert of this rank as zeros."""
+    """New tensors [rows, ids, weights] of receive buffers; rows without an expert of this rank are 0."""
     rows, ids, weights = arrived
     out, constants = (
         torch.empty_like(rows),

@@ -56,7 +56,7 @@ class SumThenScatter:
 
 
 class CombineCall(NamedTuple):
-    """Sizes that the plan depends on. weighted: False: of a row for each token, whose ranks are added up in their order."""
+    """Sizes that the plan depends on. weighted=False: a row for each token, summed in rank order."""
 
     tokens: int
     choices: int

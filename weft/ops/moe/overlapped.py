@@ -1,4 +1,4 @@
-"""Base of AG-MoE and MoE-RS, whose grouped GEMMs overlap with an exchange of rows, and what the two share."""
+"""Base of AG-MoE and MoE-RS, whose grouped GEMMs overlap with an exchange of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""route: the k experts of each token and their weights, from the router's logits; and the kernels of matmul_route_schedule."""
+"""route: each token's k experts and weights from logits; the kernels of matmul_route_schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a mixture of experts: a rank's experts, tokens' choices, the order of their rows; and the base of its ops.
+"""Values of a mixture of experts: a rank's experts, tokens' choices, order of rows; base of its ops.
 
 A *pair* is a token and one of its k choices: pair t * k + j is choice j of token t. Choices of cases are random, skewed as real
 ones are; ``MoeShape`` has the shapes of benchmarks and tables.

@@ -1,4 +1,4 @@
-"""Designs "lamport" of moe_dispatch and moe_combine: one kernel and one hop, words that are their own flag.
+"""Designs "lamport" of moe_dispatch and moe_combine: one kernel, one hop, words as flags.
 
 rows of x's dtype  a message is int words of max_tokens tokens: all rows, all ids, all weights (16 bits each are widened),
                    all scales of fp8 rows. Any bits arrive as they are: the words are keyed (weft.transport.push)
@@ -254,7 +254,7 @@ GATHER_FP8 = Body(name="gather_fp8_words_kernel", send=load_tile, own=None, stor
 
 
 def gather_fp8_words(design: GatherWords, team: Team, given: DispatchArguments) -> tuple[torch.Tensor, ...]:
-    """(rows in fp8, ids, weights, scales) of all ranks. ValueError for rows that are no whole blocks of columns."""
+    """(rows in fp8, ids, weights, scales) of all ranks. ValueError if rows are not whole blocks."""
     x, (ids, weights), most = given.x, given.routing, given.max_tokens
     (T, H), k = x.shape, ids.shape[1]
     if H % COLUMNS.value:

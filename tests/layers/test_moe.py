@@ -73,7 +73,7 @@ GROUPS = [(4, (2, 2)), (8, (2, 4)), (8, (4, 2)), (2, (2, 1)), (2, (1, 2)), (3, (
     ("kind", "world_size", "layout"),
     sampled(
         ((kind, *split) for split in SPLITS for kind in ("qwen3", "qwen3 not renormalized", "mixtral")),
-        lambda kind, world_size, layout: kind == "qwen3" or world_size == 2,
+        lambda kind, world_size, layout: world_size == 2 or kind == "qwen3" and world_size < 5,
     ),
 )
 def test_a_mixture_over_ranks_is_the_whole_one(kind, world_size, layout):

@@ -1,4 +1,4 @@
-"""Times of fp8 GEMMs on one GPU: cuBLAS in bf16 and fp8, and weft's small-M kernel with a sweep over its knobs.
+"""Times of fp8 GEMMs on one GPU: cuBLAS, and weft's small-M kernel with a sweep over its knobs.
 
     python benchmarks/fp8_gemm.py OUT.json [--seconds 280] [--rows 1,16] [--only NxK]
 
@@ -87,7 +87,7 @@ def constants_of(design: SmallM) -> tuple:
 
 
 def compile_one(job: tuple[SmallM, int, bool]) -> str:
-    """Compile a design into Triton's cache, by running it once on a small weight. Returns the error, if any."""
+    """Compile a design into Triton's cache by running it once; the error, if any."""
     design, M, gated = job
     try:
         N, K = 512, 2048

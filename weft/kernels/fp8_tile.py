@@ -57,7 +57,7 @@ def row_scales(fp8, rows, M, k):
 
 @triton.jit
 def weight_scales(fp8, first, limit, k, BLOCK_N: tl.constexpr):
-    """Scales [BLOCK_N] of rows from ``first`` on of the weight at column k, 0 from ``limit`` on; one scale if ``uniform``."""
+    """Scales [BLOCK_N] of the weight's rows from ``first`` on at column k; one scale if ``uniform``."""
     source = fp8.weight
     if fp8.columns > 0:
         source += k // fp8.columns
@@ -96,7 +96,7 @@ def fp8_dot(x, w, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def fp8_tile(x, weight, fp8, M, N, row, column, first, last, block, TRANSPOSED: tl.constexpr, GATED: tl.constexpr):
-    """(x @ weight.T, x @ up.T) of one tile over steps first .. last - 1 along K, fp32; the same twice unless GATED.
+    """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1; the same twice unless GATED.
 
     Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel, block.k <= 128.
     x, weight  descriptors over e4m3 [M, K] and [N, K], or [2 N, K] if GATED

@@ -1,4 +1,4 @@
-"""GEMMs with fp8 weights: each form of scales against plain torch, planted mistakes, refused arguments, machine code."""
+"""GEMMs with fp8 weights: forms of scales, planted mistakes, refused arguments, machine code."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Operands of GEMMs with a weight in fp8 e4m3 (weft.kernels.fp8.Fp8): checks, how rows are quantized, the GEMM by a design.
+"""Operands of fp8 GEMMs (weft.kernels.fp8.Fp8): checks, quantized rows, the GEMM by a design.
 
 Rows of 16 bits are quantized as the weight's scales ask for, in a kernel before the GEMM. In the small-M kernel it took longer
 at any M (H200, 5120x12800, 16 rows: 24.1 us, both kernels 23.6; 64 rows: 84 and 30). A deferred RMS scale multiplies the
@@ -36,7 +36,7 @@ def columns_of(weight: Fp8) -> int:
 
 
 def suits_cublas(weight: Fp8) -> bool:
-    """True if cuBLAS takes the weight: whole blocks of 128 x 128 along K, or a scale for each row or for all."""
+    """True if cuBLAS takes the weight: blocks of 128 x 128, or a scale for each row or for all."""
     (N, K), whole = weight.shape, COLUMNS.value
     if K % 16 != 0 or N % 16 != 0 or not is_grouped(weight):
         return K % 16 == 0 and N % 16 == 0

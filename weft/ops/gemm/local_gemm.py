@@ -73,7 +73,7 @@ class LocalGemm(GemmOp):
             yield from around(design)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """a, b, the scales of an fp8 b, and in cases with a deferred RMS scale the squares of a's rows in four parts."""
+        """a, b, the scales of an fp8 b, and for a deferred RMS scale the squares of a's rows in four parts."""
         M, N, K = case.sizes
         a, b = self.operands
         operands = draw.own(a, (M, K)), draw.own(b, (2 * N if self.gated else N, K), K**-0.5)

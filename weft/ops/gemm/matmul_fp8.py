@@ -1,4 +1,4 @@
-"""GEMMs with a weight in fp8 e4m3 (weft.kernels.fp8.Fp8), of ``matmul``, ``matmul_silu_mul`` and ``matmul_parts``."""
+"""fp8 weights (weft.kernels.fp8.Fp8) of ``matmul``, ``matmul_silu_mul`` and ``matmul_parts``."""
 
 from __future__ import annotations
 

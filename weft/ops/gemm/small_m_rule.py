@@ -117,7 +117,7 @@ def _fp8_rule(call: GemmCall, caps: Capabilities) -> tuple[bool, str]:
 
 
 def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
-    """``default_small_m`` with an fp8 weight: four stages, and more programs than SMs, until the memory is busy."""
+    """``default_small_m`` with an fp8 weight: more programs than SMs keep the memory busy."""
     block_m = max(16, min(128, next_power_of_2(call.M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         return SmallM(block_m=min(64, block_m), block_n=32, block_k=128, num_stages=2)

@@ -1,4 +1,4 @@
-"""The overlapped ops with an fp8 weight (weft.kernels.fp8.Fp8): a GEMM of each rank and a collective, one after the other.
+"""Overlapped ops with an fp8 weight (weft.kernels.fp8.Fp8): a collective and a GEMM, in sequence.
 
 all_gather_matmul       rows are quantized, then their bytes and scales gathered: half the bytes of 16-bit rows
 matmul_reduce_scatter   partial results travel in the dtype of a
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def gathered_matmul(
     a_shard: torch.Tensor | Fp8, weights: Sequence[Fp8], team: Team, own_first: bool
 ) -> list[torch.Tensor]:
-    """``all_gather_matmul`` of one shard and several fp8 weights, whose scales ask for the same of the rows."""
+    """``all_gather_matmul`` of one shard and fp8 weights whose rows have scales of the same form."""
     op, first = "all_gather_matmul", weights[0]
     for weight in weights:
         check_fp8(op, ScaledMatrix(a_shard), weight, gated=False)

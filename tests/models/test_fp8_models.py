@@ -10,9 +10,11 @@ from tests.sampled import sampled
 from tests.teacher_forced import all_logits
 from weft.models import Decoder
 from weft.models.checkpoint import Checkpoint
+from weft.parallel import quantized
 
-# Inputs near the middle of two e4m3 numbers fall to either side by the order of a sum: 1 in 10^5 moves by 1/16, a row's.
-TOLERANCE = 8e-3
+# An input near the middle of two e4m3 numbers falls to either side by the order of a sum: 1 in 10^5, by 1/16. Then this row of
+# logits and later ones of its sequence differ by percents, others by the order of sums alone.
+TOLERANCE, MOST = 1e-3, 0.05
 # Matrices with whole blocks and with ragged ones; heads that W cuts into parts of a block.
 SIZES = {
     "hidden_size": 192,
@@ -50,11 +52,28 @@ def check(made, name, mode, world_size, *, batch=2, steps=12, fused=False, exper
     expected = reference(model, tensors, name, world_size, expert_ranks)
     tokens = prompt(batch, 9)
     logits, ids = reference_logits(expected, tokens), reference_greedy(expected, tokens, steps)
-    assert relative_rms(reference_logits(model, tokens), logits) > 2 * TOLERANCE  # what rounding to fp8 itself does
+    assert row_errors(reference_logits(model, tokens), logits).min() > 8 * TOLERANCE  # what rounding to fp8 itself does
     arguments = (directory, mode, tokens, steps, fused, options)
-    for found, generated in weft.simulate(answers, world_size, args=arguments):
-        assert relative_rms(found, logits) <= TOLERANCE
-        assert torch.equal(generated.T, ids)
+    for answered, generated in weft.simulate(answers, world_size, args=arguments):
+        errors = row_errors(answered, logits)
+        assert errors.median() <= TOLERANCE
+        assert errors.max() <= MOST
+        for prompted, sequence, wanted in zip(tokens, generated.T, ids, strict=True):
+            check_greedy(expected, prompted, sequence, wanted)
+
+
+def row_errors(logits, expected):
+    """Relative error of each row of logits, by root mean squares."""
+    return ((logits - expected).square().mean(-1) / expected.square().mean(-1)).sqrt()
+
+
+def check_greedy(expected, prompted, generated, wanted):
+    """The first token that differs is as likely to the plain model as its own, up to an input's rounding."""
+    differs = (generated != wanted).nonzero().flatten().tolist()
+    if differs:
+        sequence = torch.cat([prompted, wanted[: differs[0]].to(prompted)])
+        last = reference_logits(expected, sequence[None])[0, -1]
+        assert last.max() - last[generated[differs[0]]] <= MOST * last.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -112,6 +131,29 @@ def test_mixtures_are_the_plain_model(in_fp8, plain_ops, family, name, world_siz
 
 def test_the_recipes_are_the_plain_model_over_simulated_kernels(in_fp8):
     check(in_fp8("block"), "block", "replicated", 2, batch=1, steps=2, fused=True)
+
+
+def logits_in_bf16(team, directory, mode, fused, tokens):
+    model = Decoder.from_pretrained(directory, team, mode=mode, dtype=torch.bfloat16, fused=fused)
+    return all_logits(model, tokens).float()
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("block", "replicated"), ("block", "sequence_parallel"), ("channel", "replicated")]
+)
+def test_rows_of_16_bits_go_to_kernels_that_take_fp8_weights(in_fp8, monkeypatch, name, mode):
+    """They are as near to the plain model as torch's operations with the same rounding of 16-bit rows."""
+    directory, model, tensors = in_fp8(name)
+    tokens = prompt(2, 9)
+    expected = reference_logits(reference(model, tensors, name, 2), tokens)
+    by_torch = weft.simulate(logits_in_bf16, 2, args=(directory, "reference", False, tokens))[0]
+
+    def refuse(x, w):
+        raise AssertionError("the weight is dequantized before the op")
+
+    monkeypatch.setattr(quantized, "operands", refuse)
+    for answered in weft.simulate(logits_in_bf16, 2, args=(directory, mode, True, tokens)):
+        assert row_errors(answered, expected).mean() <= 1.2 * row_errors(by_torch, expected).mean()
 
 
 def matrices(team, directory, layout=None):
@@ -262,4 +304,4 @@ def test_of_the_test_a_wrong_scale_is_beyond_the_tolerance(in_fp8, name, mutate)
         return all_logits(model, tokens)
 
     [found] = weft.simulate(main, 1)
-    assert relative_rms(found, expected) > 1.5 * TOLERANCE
+    assert relative_rms(found, expected) > 12 * TOLERANCE

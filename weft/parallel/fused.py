@@ -17,7 +17,7 @@ from weft.kernels.fp8 import Fp8
 from weft.ops.attention.parts import attention_after
 from weft.parallel.plain import as_cached, attend_to_chunk, attend_to_prompts, attend_to_sequences
 from weft.parallel.plain import silu_mul as plain_silu_mul
-from weft.parallel.quantized import operands
+from weft.parallel.quantized import gemm_operands, operands
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -52,7 +52,7 @@ def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Ten
 
 def matmul_split(x: Tensor | DeferredNorm, weight: Tensor | Fp8) -> Tensor | SplitK | DeferredNorm:
     """x @ weight.T, or what the next kernel makes it from, where that is sooner."""
-    product = ops.matmul_parts(*operands(x, weight))
+    product = ops.matmul_parts(*gemm_operands(x, weight))
     return SplitK(product) if isinstance(product, Tensor) and product.dim() == 3 else product
 
 
@@ -60,7 +60,7 @@ def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
     # cuDNN, and a prefill over a spread cache, take the values as they are.
     whole = step.by_cudnn(w) or (step.spread is not None and step.is_prefill)
-    return ops.matmul(*operands(x, w.qkv)) if whole else matmul_split(x, w.qkv)
+    return ops.matmul(*gemm_operands(x, w.qkv)) if whole else matmul_split(x, w.qkv)
 
 
 def attend(
@@ -197,7 +197,7 @@ def pages_of(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | N
 
 def gated(x: Tensor | DeferredNorm, w: MLPWeights) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T). With many rows cuBLAS and silu_mul."""
-    return ops.matmul_silu_mul(*operands(x, w.gate_up))
+    return ops.matmul_silu_mul(*gemm_operands(x, w.gate_up))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def expert_rows(x: Tensor, w: MoEWeights) -> ExpertRows:
     gating = {"bias": w.bias, **w.gating._asdict()}
     routing, schedule, gate = ops.matmul_route_schedule(x, w.router, w.experts, tickets=w.tickets, **gating)
     h = ops.grouped_matmul_silu_mul(*operands(x, w.gate_up), schedule)
-    shared = None if w.shared is None else ops.matmul(*operands(_shared_gated(x, w.shared), w.shared.down))
+    shared = None if w.shared is None else ops.matmul(*gemm_operands(_shared_gated(x, w.shared), w.shared.down))
     return ExpertRows(h, w.down, schedule, routing, w.experts, shared, gate)
 
 
@@ -243,7 +243,7 @@ def _shared_gated(x: Tensor, w: MLPWeights) -> Tensor:
     """``gated``, by operations that have a backward if gradients are asked for."""
     if torch.is_grad_enabled() and (x.requires_grad or getattr(w.gate_up, "requires_grad", False)):
         return plain_silu_mul(ops.matmul(x, w.gate_up))
-    return ops.matmul_silu_mul(*operands(x, w.gate_up))
+    return ops.matmul_silu_mul(*gemm_operands(x, w.gate_up))
 
 
 def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:

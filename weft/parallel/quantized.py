@@ -231,6 +231,12 @@ def operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor]:
     return rounded(x, w), w.dequantized(x.dtype)
 
 
+def gemm_operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor | Fp8]:
+    """(x, w) for a GEMM op, which takes fp8 weights with rows of 16 bits; as ``operands`` for other rows."""
+    dtype = x.scaled.dtype if isinstance(x, DeferredNorm) else x.dtype
+    return (x, w) if dtype in (torch.float16, torch.bfloat16) else operands(x, w)
+
+
 def linear(x: Tensor, w: Tensor | Fp8) -> Tensor:
     """x @ w.T by torch."""
     return F.linear(*operands(x, w))

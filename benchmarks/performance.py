@@ -50,7 +50,7 @@ How to read the tables:
 - A time is the median of single calls on the slowest rank, in a CUDA graph, each after a barrier of all ranks on the GPU;
   p10–p90 is the spread of its samples. In brackets: per call of several in a row, for calls of up to 2 ms, in older tables of
   up to 0.1 ms.
-- *Fastest baseline* is the fastest of NCCL, torch's symmetric-memory ops, and cuBLAS with each of them; for layers and models
+- *Fastest baseline* is the fastest of NCCL, torch's symmetric-memory ops, and cuBLAS with either; for layers and models
   the fastest of eager torch, torch.compile (`+symm`: sums in torch's symmetric memory, GEMMs of up to 128 rows autotuned;
   `+async_tp`: GEMMs overlapped by torch, for prompts). *Speed-up* is its time over weft's.
 - *of limit* is the least time that the hardware allows, over weft's time: bytes on the wire at 389 GB/s, which a copy engine

@@ -15,10 +15,10 @@ from weft.bench.harness.provider import Prepared, Provider, Unavailable
 from weft.bench.ops.buffers import group_of
 from weft.bench.ops.problem import OpProblem
 from weft.kernels.paged_cache import PagedCache
-from weft.ops.attention.gathered_plan import GatheredCall
+from weft.ops.attention.gathered_plan import GatheredArguments, GatheredCall
 from weft.ops.attention.stripes import Stripes, attend
 from weft.ops.attention.zigzag import ZigzagRanges
-from weft.plan.planned import machine_of
+from weft.plan.planned import AUTO, machine_of
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 
@@ -125,9 +125,10 @@ def local(problem: OpProblem) -> Prepared:
     call = GatheredCall(length, q_heads, kv_heads, D, problem.dtype)
     blocks, own = problem.op.default("ulysses", call, machine_of(team)).blocks, PagedCache(k, v)
     keys, every = Stripes(own, own, tables.stripes, 1, 0, 1), (tables.every.spans, tables.every.tiles)
+    given = GatheredArguments(q, k, v, [], [], tables.every.block_m, D**-0.5, False, team.name, AUTO)
 
     def run(number: int) -> torch.Tensor:
-        return attend(blocks, team, q, keys, every, tables.every.block_m, D**-0.5, False, None)[0]
+        return attend(blocks, team, given, keys, every, None)[0]
 
     def compare(out: torch.Tensor) -> tuple[Any, Any]:
         # The last token, which attends to all keys, is the last one of rank 0.

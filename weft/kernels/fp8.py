@@ -29,6 +29,8 @@ E4M3 = torch.float8_e4m3fn
 LARGEST: tl.constexpr = tl.constexpr(448.0)
 # The smallest normal number, so that neither the scale nor its inverse is subnormal or infinite.
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
+# The largest of a group under the smallest scale.
+LEAST_LARGEST: tl.constexpr = tl.constexpr(448.0 * 2.0**-126)
 # Columns under one scale.
 COLUMNS: tl.constexpr = tl.constexpr(128)
 # Columns of a program of ``quantize_rows_kernel``.
@@ -57,8 +59,8 @@ def quantized(x, GROUP: tl.constexpr = COLUMNS):
     size = tl.abs(x)
     finite = size < float("inf")
     largest = tl.max(tl.where(finite, size, 0.0), axis=2, keep_dims=True)
-    # div_rn: a plain division is approximate. Not of zeros, which takes several times as long.
-    scale = tl.maximum(tl.div_rn(tl.where(largest > 0, largest, LARGEST), LARGEST), SMALLEST)
+    # div_rn: a plain division is approximate. Not of zeros or of subnormal results, which takes several times as long.
+    scale = tl.where(largest > 0, tl.div_rn(tl.maximum(largest, LEAST_LARGEST), LARGEST), 1.0)
     x = tl.where(finite, x * tl.div_rn(1.0, scale), float("nan"))
     return x.to(tl.float8e4nv).reshape(ROWS, WIDTH), scale.reshape(ROWS, WIDTH // GROUP)
 

@@ -19,7 +19,7 @@ from weft.ops.moe.exchange import DispatchArguments, PushRows, Sizes
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.ops.moe.routing import Routing
 from weft.ops.moe.rows import Mail, moe_dispatch_kernel
-from weft.ops.moe.words import GatherWords
+from weft.ops.moe.words import DispatchWords
 from weft.ops.op import find_op
 from weft.plan.planned import machine
 from weft.runtime.capabilities import launch_options
@@ -80,10 +80,10 @@ def test_the_check_finds_nothing_in_fp8_rows():
                                                    algorithm="lamport")),
         ("rounds=True for rows of 200, no multiple of 128 columns; pass rounds=False",
          lambda team, x, routing: find_op("moe_dispatch").run(
-             GatherWords(row_bytes=1024, rounds=True), team,
+             DispatchWords(row_bytes=1024, rounds=True), team,
              DispatchArguments(x, routing, 8, 4, True, False, team.name, "lamport"))),
         ("row_bytes=4096 with rounds=True and num_warps=2 is not in 256 .. 2048",
-         lambda team, x, routing: GatherWords(row_bytes=4096, num_warps=2, rounds=True)),
+         lambda team, x, routing: DispatchWords(row_bytes=4096, num_warps=2, rounds=True)),
         ("block=64 is less than the 128 columns of a scale",
          lambda team, x, routing: find_op("moe_dispatch").run(
              PushRows(block=64), team, DispatchArguments(x, routing, 8, 4, True, False, team.name, "push"))),

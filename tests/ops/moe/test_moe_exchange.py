@@ -100,7 +100,7 @@ def test_words_of_many_tokens_are_larger():
     def design(op, tokens, **fields):
         return op.plan(op.call_of((tokens, 8, 2048), torch.bfloat16, two)._replace(**fields), two).design
 
-    gathered, sums = words.GatherWords, words.CombineWords
+    gathered, sums = words.DispatchWords, words.CombineWords
     assert [design(MOE_DISPATCH, tokens) for tokens in (128, 2048, 4096)] == [
         gathered(),
         gathered(row_bytes=1024, num_warps=2),
@@ -360,7 +360,7 @@ TILE = {"ROWS": 4, "num_warps": 1}
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("row_bytes", [512, 1024, 2048, 4096])
 def test_the_kernel_that_rounds_and_sends_rows_compiles(arch, row_bytes, tmp_path):
-    design = words.GatherWords(row_bytes=row_bytes, num_warps=row_bytes // 512, rounds=True)
+    design = words.DispatchWords(row_bytes=row_bytes, num_warps=row_bytes // 512, rounds=True)
     options = {"ROWS": 2, "num_warps": design.num_warps, **launch_options(caps_of(arch))}
     options |= {"BLOCK": row_bytes // 4, "TRANSPORT": "keyed", **({"maxnreg": 128} if arch == "sm_90" else {})}
     own, of_all = words.Unrounded(FLOATS, INTS, SHORTS), words.Tokens(INTS, INTS, SHORTS, INTS)

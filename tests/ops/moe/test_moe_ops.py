@@ -15,6 +15,7 @@ from tests.ops.moe.trained import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.errors import InvalidAccess
+from weft.kernels import expert_choices
 from weft.kernels.expert_choices import Scoring
 from weft.kernels.fp8 import E4M3
 from weft.ops.moe import grouped, moe_schedule, moe_sum, route
@@ -31,11 +32,11 @@ from weft.transport.halves import Half
 
 MUTANTS = {
     "no renormalisation": (route, "if SCORING.renormalize:", "if False:"),
-    "the bias in the weights": (route, "tl.where(expert == best, score, 0.0), axis=1, keep_dims=True), weight",
+    "the bias in the weights": (expert_choices, "tl.where(expert == best, score, 0.0), axis=1, keep_dims=True), weight",
                                 "tl.where(expert == best, rank_by, 0.0), axis=1, keep_dims=True), weight"),
-    "the highest expert among equals": (route, "return 2147483647 - expert", "return expert"),
-    "groups by their best expert in spite of a bias": (route, "value += tl.sum", "tl.sum"),
-    "groups ignored": (route, "if SCORING.groups > 1:", "if False:"),
+    "the highest expert among equals": (expert_choices, "return 2147483647 - expert", "return expert"),
+    "groups by their best expert in spite of a bias": (expert_choices, "value += tl.sum", "tl.sum"),
+    "groups ignored": (expert_choices, "if SCORING.groups > 1:", "if False:"),
     "the neighbour's pairs": (moe_schedule, "== first + expert", "== first + expert + 1"),
     "tokens from 0 on": (moe_schedule, "token = (place + start) % T", "token = place"),
     "tokens beyond the last": (moe_schedule, "mask=(place < T)[:, None] & (choice < K)", "mask=choice < K"),
@@ -53,6 +54,9 @@ MUTANTS = {
 def test_the_cases_catch_a_planted_mistake(name, tmp_path):
     module, old, new = MUTANTS[name]
     mutant = mutated(module, old, new, f"mutant_{len(name)}", tmp_path)
+    if module is expert_choices:  # functions of the kernel of route
+        place = f"from {module.__name__} import"
+        module, mutant = route, mutated(route, place, f"from {mutant.__name__} import", "route_by_mutant", tmp_path)
     op = vars(mutant)[module.__name__.rsplit(".", 1)[1].upper()]
 
     def main(team):

@@ -1,4 +1,4 @@
-"""grouped_matmul_all_reduce_rms_norm: the second GEMM of experts with all sums and the norm that follows.
+"""grouped_matmul_all_reduce_rms_norm: second GEMM of experts, all sums and the next norm.
 
     y[p]      = x[i] @ weight[e].T                  for the i-th pair p = (t, j) of the schedule, of expert e
     hidden[t] = sum over ranks of (sum over j of routing.weights[t, j] * y[t, j] + shared[t]) + residual[t]

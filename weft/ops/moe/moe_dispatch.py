@@ -42,7 +42,7 @@ from weft.ops.moe.exchange import (
 )
 from weft.ops.moe.routing import Experts, Routing, check_distinct, draw_ids
 from weft.ops.moe.rows import DispatchPieces, dispatch_pieces, dispatch_rows
-from weft.ops.moe.words import GatherWords, Tokens, gather_fp8_words, gather_words
+from weft.ops.moe.words import DispatchWords, Tokens, gather_fp8_words, gather_words
 from weft.ops.op import find_op, register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, machine_of
@@ -168,7 +168,7 @@ def row_bytes(call: DispatchCall) -> int:
 
 
 def rounds_rows(call: DispatchCall) -> bool:
-    """``GatherWords.rounds``: True for fp8 rows of whole blocks of columns."""
+    """``DispatchWords.rounds``: True for fp8 rows of whole blocks of columns."""
     return call.fp8 and call.width % COLUMNS.value == 0
 
 
@@ -182,7 +182,7 @@ class MoeDispatch(ExchangeOp):
         "weights": (0,),
         "kept": (),
     }  # tokens of the rank; and only its own receive buffers
-    designs = {"push": PushRows, "pipelined": DispatchPieces, "lamport": GatherWords, "over_nodes": OverNodes}
+    designs = {"push": PushRows, "pipelined": DispatchPieces, "lamport": DispatchWords, "over_nodes": OverNodes}
     calls = DispatchCall
     variants = ("fp8",)
     dtypes = FLOATS
@@ -216,7 +216,7 @@ class MoeDispatch(ExchangeOp):
             # In fp8 one block of words of a tile has its scales: of 1024 bytes one of eight, of 4096 one of 32.
             few = whole <= (4 if call.fp8 else 20) << 20
             size, warps = (1024, 2) if few else (4096, 8)
-            return GatherWords(row_bytes=size, num_warps=warps, rounds=rounds_rows(call))
+            return DispatchWords(row_bytes=size, num_warps=warps, rounds=rounds_rows(call))
         if name == "push" and call.fp8:
             # With 1024 columns a thread that converts them has a stack on sm_90.
             return PushRows(block=512)
@@ -237,7 +237,7 @@ class MoeDispatch(ExchangeOp):
         if row_bytes(call) % 4 == 0:
             sizes = ((512, 1), (4096, 8)) if quick else ((512, 1), (1024, 2), (2048, 4), (4096, 8))
             rounds = rounds_rows(call)
-            yield from (GatherWords(row_bytes=size, num_warps=warps, rounds=rounds) for size, warps in sizes)
+            yield from (DispatchWords(row_bytes=size, num_warps=warps, rounds=rounds) for size, warps in sizes)
 
     def traffic_of(self, case: Case) -> int:
         """Rows, with their scales in fp8, for ranks that need them; all ids and weights for all."""
@@ -376,7 +376,11 @@ class MoeDispatch(ExchangeOp):
         yield from self.exchange_cases(("push", "pipelined", "lamport"))
         pieces = DispatchPieces(chunk=4, block=32, num_warps=2)
         for w in (2, 3):
-            for design in (PushRows(chunk=4, block=32, num_warps=4), GatherWords(row_bytes=1024, num_warps=2), pieces):
+            for design in (
+                PushRows(chunk=4, block=32, num_warps=4),
+                DispatchWords(row_bytes=1024, num_warps=2),
+                pieces,
+            ):
                 yield self.case(w, BF16, 30, 2, 12, 72, design=design, tokens=(30, 7, 30)[:w])
         yield replace(self.case(2, BF16, 5, 3, 4, 24, design="lamport", tokens=(5, 4)), layout="offset")
         for design in ("push", "pipelined", "lamport"):
@@ -387,9 +391,9 @@ class MoeDispatch(ExchangeOp):
                 yield self._fp8_case(w, BF16, (5, 3, 12, 16), (5, 0, 3, 5)[:w], design)
             yield self._fp8_case(2, BF16, (3, 1, 6, 2200), (3, 2), design)
             yield self._fp8_case(2, FP16, (7, 3, 6, 384), (7, 0), design, "special")
-        yield self._fp8_case(2, BF16, (11, 3, 12, 256), (11, 3), GatherWords(row_bytes=4096, num_warps=2))
+        yield self._fp8_case(2, BF16, (11, 3, 12, 256), (11, 3), DispatchWords(row_bytes=4096, num_warps=2))
         for w, row_bytes in ((1, 1024), (2, 256), (2, 4096), (3, 512), (4, 1024)):
-            design = GatherWords(row_bytes=row_bytes, num_warps=max(1, row_bytes // 512), rounds=True)
+            design = DispatchWords(row_bytes=row_bytes, num_warps=max(1, row_bytes // 512), rounds=True)
             yield self._fp8_case(w, BF16, (11, 3, 12, 256), (11, 0, 5, 1)[:w], design)
         yield self._fp8_case(2, FP32, (9, 2, 8, 128), (9, 4), "lamport", "subnormal")
         pieces = DispatchPieces(pieces=(1, 2, 1), chunk=4, block=128, num_warps=2)

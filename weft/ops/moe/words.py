@@ -40,14 +40,24 @@ WORDS: tl.constexpr = tl.constexpr(COLUMNS.value // 4)
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherWords:
-    """All rows to all ranks, by one kernel.
-
-    row_bytes, num_warps  of ``PushPlan``
-    rounds                the kernel rounds rows of whole blocks of 128 columns to fp8; False: fp8 rows are rounded before
-    """
+    """Everything of each token to all ranks, by one kernel. row_bytes, num_warps: of ``PushPlan``."""
 
     row_bytes: int = knob(512, near=halved(128))
     num_warps: int = knob(1, near=halved(1, 16))
+
+    @property
+    def push(self) -> PushPlan:
+        return PushPlan(transport="keyed", row_bytes=self.row_bytes, num_warps=self.num_warps)
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchWords(GatherWords):
+    """All rows to all ranks, by one kernel.
+
+    rounds  the kernel rounds rows of whole blocks of 128 columns to fp8; False: fp8 rows are rounded before
+    """
+
     rounds: bool = False
 
     def __post_init__(self) -> None:
@@ -58,10 +68,6 @@ class GatherWords:
             raise ValueError(
                 f"row_bytes={self.row_bytes} with rounds=True and num_warps={self.num_warps} is not in {low} .. {high}"
             )
-
-    @property
-    def push(self) -> PushPlan:
-        return PushPlan(transport="keyed", row_bytes=self.row_bytes, num_warps=self.num_warps)
 
 
 class Tokens(NamedTuple):
@@ -253,7 +259,7 @@ def store_tile(words, message, tile, team):
 GATHER_FP8 = Body(name="gather_fp8_words_kernel", send=load_tile, own=None, store=store_tile)
 
 
-def gather_fp8_words(design: GatherWords, team: Team, given: DispatchArguments) -> tuple[torch.Tensor, ...]:
+def gather_fp8_words(design: DispatchWords, team: Team, given: DispatchArguments) -> tuple[torch.Tensor, ...]:
     """(rows in fp8, ids, weights, scales) of all ranks. ValueError if rows are not whole blocks."""
     x, (ids, weights), most = given.x, given.routing, given.max_tokens
     (T, H), k = x.shape, ids.shape[1]

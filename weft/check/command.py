@@ -108,16 +108,18 @@ def _checked(main: Callable[..., Any], **options: Any) -> Report:
     except ImportError as error:
         raise SimulatorMissing(str(error.name)) from error
     console = Console(stderr=True)
-    columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"))
+    columns = (TextColumn("schedules"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[findings]}"))
     # Drawn between runs only, without touching standard output, so that a debugger in a kernel can use the terminal.
     with Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not draws(console),
         auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
     ) as bar:  # fmt: skip
-        task = bar.add_task("schedules", total=None, found="")
+        task = bar.add_task("schedules", total=None, findings="")
 
-        def progress(done: int, total: int, found: int) -> None:
-            bar.update(task, completed=done, total=total, found=f"{found} finding(s)" if found else "", refresh=True)
+        def progress(done: int, total: int, findings: int) -> None:
+            bar.update(
+                task, completed=done, total=total, findings=f"{findings} finding(s)" if findings else "", refresh=True
+            )
 
         return run(main, progress=progress, **options)
 

@@ -64,17 +64,17 @@ class Gathered:
         runs = self._runs_of[schedule.world_size] if finding.kind == "divergence" else (self.runs,)
         self._seen.setdefault(cause, set()).update(runs)
 
-    def found(self) -> list[Found]:
+    def findings(self) -> list[Found]:
         """Findings, each with its consequences."""
         every = [(self._found[cause], self._seen[cause]) for cause in self._found]
-        causes = causes_of([Seen(finding=found.finding, runs=frozenset(runs)) for found, runs in every])
+        causes = causes_of([Seen(finding=entry.finding, runs=frozenset(runs)) for entry, runs in every])
         kept = []
-        for index, (found, _) in enumerate(every):
+        for index, (entry, _) in enumerate(every):
             if causes[index] == index:
                 also = _once(every[i][0].finding for i, cause in enumerate(causes) if cause == index != i)
-                advice = _early_load(found.finding, also) or found.finding.advice
-                finding = replace(found.finding, advice=advice)
-                kept.append(replace(found, finding=finding, also=also))
+                advice = _early_load(entry.finding, also) or entry.finding.advice
+                finding = replace(entry.finding, advice=advice)
+                kept.append(replace(entry, finding=finding, also=also))
         return _of_all_sizes(kept)
 
 

@@ -94,7 +94,7 @@ class Report:
         return not self.wrong
 
     def __str__(self) -> str:
-        parts = [paragraph(number, found, self.script) for number, found in enumerate(self.wrong, 1)]
+        parts = [paragraph(number, entry, self.script) for number, entry in enumerate(self.wrong, 1)]
         return "\n\n".join([*parts, self.summary])
 
     @property
@@ -104,15 +104,15 @@ class Report:
         lines = [f"{len(self.wrong)} finding(s) in {self.schedules} schedules at world size {sizes}{searched}"]
         if max(self.world_sizes) > 1 and all(size & (size - 1) == 0 for size in self.world_sizes):
             lines[0] += "; all powers of two: try world size 3 as well"
-        for found in self.findings:
-            if found.finding.allowed is not None:
-                where = ", ".join(sorted({str(side.place) for side in found.finding.sides}))
-                lines.append(f"allowed: {found.finding.kind} at {where}: {found.finding.allowed}")
+        for entry in self.findings:
+            if entry.finding.allowed is not None:
+                where = ", ".join(sorted({str(side.place) for side in entry.finding.sides}))
+                lines.append(f"allowed: {entry.finding.kind} at {where}: {entry.finding.allowed}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        def plain(found: Found) -> dict[str, Any]:
-            return asdict(found) | {"remedy": found.finding.remedy, "command": found.replay.command(self.script)}
+        def plain(entry: Found) -> dict[str, Any]:
+            return asdict(entry) | {"remedy": entry.finding.remedy, "command": entry.replay.command(self.script)}
 
         return json.dumps(
             {
@@ -126,20 +126,20 @@ class Report:
         )
 
 
-def paragraph(number: int, found: Found, script: str) -> str:
+def paragraph(number: int, entry: Found, script: str) -> str:
     """Finding as text for a kernel's author."""
-    finding = found.finding
+    finding = entry.finding
     lines = [f"{number}. {_head(finding)}", f"   {finding.message}"]
     for side in finding.sides:
         lines += _side(side)
     lines += [f"   {line}" for line in finding.detail if line != finding.message]
     lines.append(f"   remedy: {finding.remedy}")
-    for other in found.also:
+    for other in entry.also:
         places = ", ".join(dict.fromkeys(str(side.place) for side in other.sides if side.place is not None))
         what = f" ({places})" if places and other.kind != "divergence" else f": {other.message}"
         lines.append(f"   also seen: {_head(other)}{what}")
-    times = f"{found.count} time(s) in {found.schedules} schedule(s)"
-    lines.append(f"   seen {times}; replay: {found.replay.command(script)}")
+    times = f"{entry.count} time(s) in {entry.schedules} schedule(s)"
+    lines.append(f"   seen {times}; replay: {entry.replay.command(script)}")
     return "\n".join(lines)
 
 

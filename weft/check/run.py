@@ -100,7 +100,7 @@ def check(
 
     def tell() -> None:
         if progress is not None:
-            progress(gathered.runs, total, len(gathered.found()))
+            progress(gathered.runs, total, len(gathered.findings()))
 
     for size in sizes:
         first = Schedule(
@@ -114,7 +114,7 @@ def check(
         for chosen, outcome in _runs(runner, first, schedules, fixed=sms is not None):
             gathered.add(chosen, outcome)
             tell()
-    merged = gathered.found()
+    merged = gathered.findings()
     if strategy != "exhaustive":
         shrinking = Shrinking(runner, {f.finding.cause for f in merged})
         merged = [replace(f, replay=shrinking.shrunk(f)) for f in merged]

@@ -25,13 +25,13 @@ class Shrinking:
         self._runner, self._known = runner, known
         self._outcomes: dict[Schedule, Outcome] = {}
 
-    def shrunk(self, found: Found) -> Schedule:
-        if found.finding.kind == "divergence":
-            return self._pair(found.replay)
-        simple = next((s for s in _simpler(found.replay) if self._shows(s, found.finding.cause)), found.replay)
+    def shrunk(self, entry: Found) -> Schedule:
+        if entry.finding.kind == "divergence":
+            return self._pair(entry.replay)
+        simple = next((s for s in _simpler(entry.replay) if self._shows(s, entry.finding.cause)), entry.replay)
         for sms in (1, 2):
             fewer = replace(simple, sms=sms)
-            if sms < self._programs(simple) and self._shows(fewer, found.finding.cause):
+            if sms < self._programs(simple) and self._shows(fewer, entry.finding.cause):
                 return fewer
         return simple
 

@@ -34,9 +34,9 @@ def check_cache_scheme(quantization: Mapping[str, Any]) -> None:
     if not isinstance(scheme, Mapping):
         raise CheckpointError(f"config.json: kv_cache_scheme={quoted(scheme)} is not an object")
     for name, value in SCHEME.items():
-        if (found := scheme.get(name, ASSUMED.get(name))) != value:
+        if (asked := scheme.get(name, ASSUMED.get(name))) != value:
             raise CheckpointError(
-                f"config.json: kv_cache_scheme with {name}={quoted(found)} is not supported; weft runs an fp8 cache with "
+                f"config.json: kv_cache_scheme with {name}={quoted(asked)} is not supported; weft runs an fp8 cache with "
                 f"{name}={value!r}: one scale of the keys and one of the values of each layer"
             )
 
@@ -47,10 +47,10 @@ def scale_names(checkpoint: Checkpoint, names: WeightNames, layers: int) -> list
     CheckpointError where some are missing.
     """
     for pair in NAMES:
-        found = [f"{names.layers}.{layer}.{names.attention}.{name}" for layer in range(layers) for name in pair]
-        there = [name for name in found if checkpoint.has(name)]
-        if there and there != found:
-            missing = next(name for name in found if name not in there)
+        wanted = [f"{names.layers}.{layer}.{names.attention}.{name}" for layer in range(layers) for name in pair]
+        there = [name for name in wanted if checkpoint.has(name)]
+        if there and there != wanted:
+            missing = next(name for name in wanted if name not in there)
             raise CheckpointError(
                 f"{checkpoint.directory}: tensor {missing} is missing beside {there[0]}; an fp8 cache has a scale of the keys "
                 f"and one of the values of each layer"

@@ -52,15 +52,15 @@ class Checkpoint:
 
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence token ids from generation_config.json, or else config.json; empty if there are none."""
-        name, found = "generation_config.json", None
+        name, value = "generation_config.json", None
         if (self.directory / name).exists():
-            found = self.read_json(name).get("eos_token_id")
-        if found is None:
-            name, found = "config.json", self.config.get("eos_token_id")
-        ids = found if isinstance(found, list) else [] if found is None else [found]
+            value = self.read_json(name).get("eos_token_id")
+        if value is None:
+            name, value = "config.json", self.config.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and token >= 0 for token in ids):
             raise CheckpointError(
-                f"{self.directory / name}: eos_token_id={found!r} is not a token id or a list of them"
+                f"{self.directory / name}: eos_token_id={value!r} is not a token id or a list of them"
             )
         return frozenset(ids)
 

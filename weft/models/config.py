@@ -204,8 +204,8 @@ class DecoderConfig:
         content = checkpoint.config
         if content.get("dtype") is None and content.get("torch_dtype") is None:
             content = {**content, "dtype": checkpoint.dtype()}
-        if not content.get("quantization_config") and (found := modelopt_file(checkpoint)):
-            content = {**content, "quantization_config": found}
+        if not content.get("quantization_config") and (quantization := modelopt_file(checkpoint)):
+            content = {**content, "quantization_config": quantization}
         config = cls.from_dict(content)
         names = config.family.weights
         if config.tie_word_embeddings and checkpoint.differ(f"{names.embedding}.weight", f"{names.head}.weight"):
@@ -270,37 +270,37 @@ class DecoderConfig:
 
 def _sizes(family: Family, content: Mapping[str, Any]) -> dict[str, int]:
     """Sizes in a config.json, with the family's defaults."""
-    found = {name: content.get(name) for name in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")}
+    sizes = {name: content.get(name) for name in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")}
 
     def check(*names: str) -> None:
         for name in names:
-            value = found[name]
+            value = sizes[name]
             # A file may name positions without end: an Engine allocates for its max_seq_len.
             if type(value) is not int or value < 1 or (value >= 1 << 31 and name != "max_position_embeddings"):
                 raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive integer below 2**31")
 
     check(*SIZES)
-    hidden_size, heads = found["hidden_size"], found["num_attention_heads"]
-    if found["num_key_value_heads"] is None:
-        found["num_key_value_heads"] = heads
-    if found["head_dim"] is None and family.defaults["head_dim"] is None:
+    hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if sizes["num_key_value_heads"] is None:
+        sizes["num_key_value_heads"] = heads
+    if sizes["head_dim"] is None and family.defaults["head_dim"] is None:
         if hidden_size % heads:
             raise CheckpointError(
                 f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}, and there is no "
                 f"head_dim; add it"
             )
-        found["head_dim"] = hidden_size // heads
-    check(*found)
-    if found["head_dim"] % 2:
+        sizes["head_dim"] = hidden_size // heads
+    check(*sizes)
+    if sizes["head_dim"] % 2:
         raise CheckpointError(
-            f"config.json: head_dim={found['head_dim']} is odd; rotary embedding takes halves of a head"
+            f"config.json: head_dim={sizes['head_dim']} is odd; rotary embedding takes halves of a head"
         )
-    if heads % found["num_key_value_heads"]:
+    if heads % sizes["num_key_value_heads"]:
         raise CheckpointError(
             f"config.json: num_attention_heads={heads} is not a multiple of "
-            f"num_key_value_heads={found['num_key_value_heads']}"
+            f"num_key_value_heads={sizes['num_key_value_heads']}"
         )
-    return found
+    return sizes
 
 
 def _rotary(content: Mapping[str, Any]) -> Rotary:

@@ -218,8 +218,8 @@ class Decoder(nn.Module):
         where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
         lines = []
         if odd:
-            found = _listed([name for name in known if name in odd])
-            lines.append(f"{where}: NaN or infinite weights in {dtype}, so answers mean nothing: {found}")
+            names = _listed([name for name in known if name in odd])
+            lines.append(f"{where}: NaN or infinite weights in {dtype}, so answers mean nothing: {names}")
         if scales and self.cache_scales is None:
             lines.append(f"{where}: scales of an fp8 KV cache, which only kv_cache_dtype='fp8' uses: {_listed(scales)}")
         if unused:

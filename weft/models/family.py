@@ -184,15 +184,15 @@ def windows_by_layer(content: Content, windowed: Callable[[int, int], bool] = op
         raise CheckpointError(f"config.json: layer_types={quoted(types)} is not a list of num_hidden_layers={layers}")
     # Two names of one type.
     known = {"full_attention": None, "attention": None, "sliding_attention": window}
-    for index, found in enumerate(types):
-        if not isinstance(found, str) or found not in known:
+    for index, kind in enumerate(types):
+        if not isinstance(kind, str) or kind not in known:
             raise CheckpointError(
-                f"config.json: layer_types[{index}]={quoted(found)} is not supported; weft runs 'full_attention' and "
+                f"config.json: layer_types[{index}]={quoted(kind)} is not supported; weft runs 'full_attention' and "
                 f"'sliding_attention'"
             )
-        if found == "sliding_attention" and window is None:
+        if kind == "sliding_attention" and window is None:
             raise CheckpointError(
                 f"config.json: layer_types[{index}]='sliding_attention' has no window; set use_sliding_window to true and "
                 f"sliding_window to its tokens"
             )
-    return tuple(known[found] for found in types)
+    return tuple(known[kind] for kind in types)

@@ -59,15 +59,17 @@ def _snapshot(name: str, repository: str, revision: str | None) -> Path:
 
     remedy = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     try:
-        found = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(READ)))
+        snapshot = Path(
+            snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=list(READ))
+        )
     except (FileNotFoundError, ValueError) as error:  # ValueError: not a name of the hub, such as a--b/c
         part = getattr(error, "snapshot_path", None)
         what = f"no such directory, and no revision {revision or 'main'} of it in {constants.HF_HUB_CACHE}"
         what = f"{part} is not complete" if part else what
         raise CheckpointError(f"model={quoted(name)}: {what}; weft downloads nothing: type `{remedy}`") from None
-    if missing := _missing(found):
-        raise CheckpointError(f"model={quoted(name)}: {found} lacks {missing}; type `{remedy}`")
-    return found
+    if missing := _missing(snapshot):
+        raise CheckpointError(f"model={quoted(name)}: {snapshot} lacks {missing}; type `{remedy}`")
+    return snapshot
 
 
 def _missing(snapshot: Path) -> str:

@@ -132,15 +132,15 @@ def _check(method: str, content: Mapping[str, Any], values: Mapping[str, tuple[A
 
 def _ignored(method: str, content: Mapping[str, Any], *names: str) -> tuple[str, ...]:
     """Modules that are not quantized, under any of these keys."""
-    found: list[str] = []
+    modules: list[str] = []
     for name in names:
         entries = content.get(name) or []
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
             raise CheckpointError(
                 f"config.json: {name}={quoted(entries)} of quantization_config is not a list of names"
             )
-        found += entries
-    for entry in found:
+        modules += entries
+    for entry in modules:
         pattern = entry.removeprefix("re:")
         repeats = sum(pattern.count(one) for one in "*+")
         if entry.startswith("re:"):
@@ -149,7 +149,7 @@ def _ignored(method: str, content: Mapping[str, Any], *names: str) -> tuple[str,
                 raise _refused(method, f"the pattern {quoted(entry)}", "names, and patterns such as 're:.*lm_head'")
         elif repeats > MOST_REPEATS:
             raise _refused(method, f"the pattern {quoted(entry)}", f"patterns of at most {MOST_REPEATS} asterisks")
-    return tuple(found)
+    return tuple(modules)
 
 
 def _compiles(pattern: str) -> bool:

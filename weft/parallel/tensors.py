@@ -73,8 +73,8 @@ def tensor_of(x: Tensor | SplitK | PartialSum | SequenceShard) -> Tensor:
 def own_rows(x: Tensor, team: Team) -> Tensor:
     """This rank's [ceil(M / W), N] of rows [M, N] that all ranks hold, padded as in a ``SequenceShard``."""
     count = -(-len(x) // team.size)
-    mine = x[team.rank * count : (team.rank + 1) * count]
-    return F.pad(mine, (0, 0, 0, count - len(mine))) if len(mine) < count else mine
+    rows = x[team.rank * count : (team.rank + 1) * count]
+    return F.pad(rows, (0, 0, 0, count - len(rows))) if len(rows) < count else rows
 
 
 class NormWeights(NamedTuple):
@@ -136,10 +136,10 @@ class MoEWeights(NamedTuple):
     shared: MLPWeights | None = None
     tickets: Tensor | None = None
 
-    def logits(self, found: Tensor) -> tuple[Tensor, Tensor | None]:
+    def logits(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """(the experts' logits [T, E], those of the shared expert's gate [T] or None) of x @ router.T"""
         E = self.experts.total
-        return found[:, :E], found[:, E] if found.shape[1] > E else None
+        return scores[:, :E], scores[:, E] if scores.shape[1] > E else None
 
 
 class LayerWeights(NamedTuple):

@@ -118,9 +118,9 @@ class VirtualPlatform:
     def _make_node(self, heap_bytes: int) -> None:
         index, local = divmod(self.rank, self.shape.node_size)
         first = index * self.shape.node_size
-        mine = slice(first, first + self.shape.node_size)
+        span = slice(first, first + self.shape.node_size)
         name = f"{self._team}.node{index}"
-        self.node = VirtualPlatform(self._cluster, name, self._members[mine], self._nodes[mine], local, heap_bytes)
+        self.node = VirtualPlatform(self._cluster, name, self._members[span], self._nodes[span], local, heap_bytes)
         reached = tuple(node == self._nodes[first] for node in self._nodes)
         links = tuple(self._cluster.link if here else capabilities.RAIL for here in reached)
         self.caps = replace(self.caps, peer_access=reached, links=links)

@@ -344,7 +344,8 @@ def test_on_sm_90_without_spills_by_fp8_instructions(M, N, K, gated, tmp_path):
 def test_the_same_bits_run_to_run(device):
     def main(device):
         for M in (1, 20, 150):
-            x, weight = operands(M, 256, 512, "block")
+            # Rows of one size: tensor cores add fp8 terms in some 14 bits of the largest, which sums that cancel would show.
+            x, weight = operands(M, 256, 512, "block")[0], quantized_weight(torch.randn(256, 512), "block")
             x, weight = x.to(device), Fp8(*(t.to(device) for t in weight[:2]))
             out = ops.matmul(x, weight)
             close(out.cpu(), reference(x.cpu(), Fp8(*(t.cpu() for t in weight[:2]))), 512, f"M={M}")

@@ -59,6 +59,12 @@ def _run(design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
     return torch.addmm(out, a, b.T, out=out) if add else torch.mm(a, b.T, out=out)
 
 
+def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix`` with rows of zeros up to a multiple of four: cuBLAS takes no other number with scales of blocks."""
+    missing = -len(matrix) % 4
+    return torch.nn.functional.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+
+
 def scaled(a: Fp8, b: Fp8, dtype: torch.dtype) -> torch.Tensor:
     """Compute a[M, K] @ b[N, K].T of fp8 operands with scales, bf16 on GPUs; by torch.mm's choice.
 
@@ -69,9 +75,10 @@ def scaled(a: Fp8, b: Fp8, dtype: torch.dtype) -> torch.Tensor:
         if a.device.type == "cpu":
             return (a.dequantized(torch.float64) @ b.dequantized(torch.float64).T).to(dtype)
         if b.scales.shape[1] > 1:
-            of_rows = a.scales.t().contiguous().t()  # one after the other along M
-            forms = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-            return scaled_mm(a.data, b.data.t(), of_rows, forms[0], b.scales.t(), forms[1], output_dtype=dtype)
+            M, forms = len(a.data), (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+            rows, of_rows = _in_fours(a.data.view(torch.uint8)).view(a.data.dtype), _in_fours(a.scales)
+            of_rows = of_rows.t().contiguous().t()  # one after the other along M
+            return scaled_mm(rows, b.data.t(), of_rows, forms[0], b.scales.t(), forms[1], output_dtype=dtype)[:M]
         of_rows, of_columns = a.scales, b.scales.t()
         if of_rows.numel() > 1 or of_columns.numel() > 1:
             of_rows, of_columns = of_rows.expand(a.shape[0], 1), of_columns.expand(1, b.shape[0])

@@ -37,12 +37,12 @@ def fp8_cases(op: str) -> Iterator[Case]:
         (BF16, (5, 48, 272), block, AUTO),
         (BF16, (9, 136, 400), block, split),
         (FP16, (20, 200, 144), block, wide),
-        (BF16, (150, 64, 256), block, "cublas"),
+        (BF16, (150, 144, 512), block, "cublas"),
         (FP16, (3, 40, 280), channel, AUTO),
         (BF16, (7, 80, 264), channel, replace(split, partials=2)),
         (BF16, (150, 64, 256), channel, "cublas"),
         (BF16, (9, 72, 272), (*block, ("deferred_norm", True)), split),
-        (BF16, (70, 72, 256), (*channel, ("deferred_norm", True)), "cublas"),
+        (BF16, (70, 80, 256), (*channel, ("deferred_norm", True)), "cublas"),
     ):
         yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=fields)
 

@@ -61,11 +61,11 @@ def in_chosen_groups(score, key, expert, E, SCORING: tl.constexpr):
     group = expert // (E // GROUPS)
     of_group = tl.full(score.shape, float("-inf"), tl.float32)
     for g in tl.static_range(GROUPS):
-        mine = tl.where(group == g, key, OUTSIDE_KEY)
-        best = first_greatest(mine, expert)
+        in_group = tl.where(group == g, key, OUTSIDE_KEY)
+        best = first_greatest(in_group, expert)
         value = tl.sum(tl.where(expert == best, score, 0.0), axis=1, keep_dims=True)
         if SCORING.biased:
-            second = first_greatest(tl.where(expert == best, OUTSIDE_KEY, mine), expert)
+            second = first_greatest(tl.where(expert == best, OUTSIDE_KEY, in_group), expert)
             value += tl.sum(tl.where(expert == second, score, 0.0), axis=1, keep_dims=True)
         of_group = tl.where(group == g, value, of_group)
     group_key = tl.where(expert < E, key_of(of_group), TAKEN_KEY)

@@ -49,7 +49,7 @@ def flipped(value: bool) -> tuple[bool]:
     return (not value,)
 
 
-def either(*values: Any) -> Near:
+def either(*values: object) -> Near:
     """Any of ``values``."""
     return lambda value: values
 

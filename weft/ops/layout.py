@@ -69,7 +69,7 @@ def flat(arguments: Iterable[Any]) -> list[Any]:
     return values
 
 
-def _kind(hint: Any) -> Kind | None:
+def _kind(hint: object) -> Kind | None:
     return Kind(hint, [_kind(one) for one in get_type_hints(hint).values()]) if hasattr(hint, "_fields") else None
 
 

@@ -146,14 +146,14 @@ class Op:
         """Key of rows for ``call`` in the tables: (op, shape, world size)."""
         raise NotImplementedError
 
-    def found(self, call: Call, machine: Machine) -> table.Found | None:
+    def row_for(self, call: Call, machine: Machine) -> table.Found | None:
         """Row that decides ``call``, or None."""
         op, shape, world_size = self.table_key(call, machine)
         return table.find(op, shape, call.dtype, world_size, machine.caps, self.ranks_differ_in_k)
 
     def tuned(self, call: Call, machine: Machine) -> Planned | None:
         """Plan of the row that decides ``call``, or None."""
-        best = self.found(call, machine)
+        best = self.row_for(call, machine)
         if best is None:
             return None
         return Planned(best.row.design, self.from_row(best.row, call, machine), best.reason, best.row)

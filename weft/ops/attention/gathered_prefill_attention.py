@@ -87,15 +87,15 @@ def gathered_prefill_attention(
             shards = ZigzagRanges.make(shards, team.rank, team.size, q_heads // kv_heads, q.dtype).to(team.device)
         except ValueError as error:
             raise ValueError(f"{op}: shards: {error}") from None
-    of, here = shards.shards, (shards.shards.world_size, shards.rank, shards.mine.group)
+    of, here = shards.shards, (shards.shards.world_size, shards.rank, shards.own.group)
     if here != (team.size, team.rank, q_heads // kv_heads):
         raise ValueError(
             f"{op}: shards are for (world_size, rank, query heads of a KV head) {here}, and the call has "
             f"{(team.size, team.rank, q_heads // kv_heads)}; make them for it"
         )
-    if q.shape[0] != shards.mine.tokens:
+    if q.shape[0] != shards.own.tokens:
         raise ValueError(
-            f"{op}: q has {q.shape[0]} tokens and rank {team.rank} of shards {shards.mine.tokens}; take them with "
+            f"{op}: q has {q.shape[0]} tokens and rank {team.rank} of shards {shards.own.tokens}; take them with "
             f"ZigzagShards.take"
         )
     if scale is not None:
@@ -112,9 +112,9 @@ def gathered_prefill_attention(
     call = GatheredCall(sum(of.rows), q_heads, kv_heads, D, q.dtype, sequences=len(of.lengths))
     if algorithm == "pipelined" and (reason := call.without_library(team.caps.arch)) is not None:
         raise ValueError(f"{op}: algorithm='pipelined' does not take this call: {reason}; take 'gathered' or 'auto'")
-    tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
+    tables = [shards.own.spans, shards.own.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
     scale = D**-0.5 if scale is None else scale
-    sizes = of.rows, shards.mine.block_m, scale, return_lse
+    sizes = of.rows, shards.own.block_m, scale, return_lse
     out, lse = GATHERED_PREFILL_ATTENTION.dispatch(GatheredArguments(q, k, v, tables, *sizes, team.name, algorithm))
     return (out, lse) if return_lse else out
 
@@ -280,8 +280,8 @@ class GatheredPrefillAttention(GatheredPlan):
         q, k, v, shards = arguments
         if isinstance(case.design, str):
             return gathered_prefill_attention(q, k, v, shards, team, algorithm=case.design)
-        tables = [shards.mine.spans, shards.mine.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
-        fixed = shards.shards.rows, shards.mine.block_m, q.shape[2] ** -0.5, False, team.name, AUTO
+        tables = [shards.own.spans, shards.own.tiles, shards.every.spans, shards.every.tiles, shards.stripes]
+        fixed = shards.shards.rows, shards.own.block_m, q.shape[2] ** -0.5, False, team.name, AUTO
         return self.run(case.design, team, GatheredArguments(q, k, v, tables, *fixed))[0]
 
     def defined(self, case: Case, team: Team, out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

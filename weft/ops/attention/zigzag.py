@@ -83,7 +83,7 @@ class ZigzagRanges:
 
     shards   which tokens each rank has
     rank     whose tables these are
-    mine     ranges of this rank's stripes, for its queries: segments of (half, sequence)
+    own      ranges of this rank's stripes, for its queries: segments of (half, sequence)
     every    ranges of all ranks' stripes, for queries of a few heads: segments of (rank, half, sequence)
     stripes  int32 [2 W, B, 4]: (row in its rank's tensor, row in all ranks' one after the other, first position, end) of the
              stripe of each sequence
@@ -91,7 +91,7 @@ class ZigzagRanges:
 
     shards: ZigzagShards
     rank: int
-    mine: SequenceRanges
+    own: SequenceRanges
     every: SequenceRanges
     stripes: torch.Tensor
 
@@ -126,7 +126,7 @@ class ZigzagRanges:
         return cls(
             shards=shards,
             rank=rank,
-            mine=SequenceRanges.make(spans[rank], group, dtype, block_m=block_m),
+            own=SequenceRanges.make(spans[rank], group, dtype, block_m=block_m),
             every=SequenceRanges.make([span for each in spans for span in each], group, dtype, block_m=block_m),
             stripes=torch.tensor(table, dtype=torch.int32),
         )
@@ -134,4 +134,4 @@ class ZigzagRanges:
     def to(self, device: torch.device) -> ZigzagRanges:
         """Copy to ``device`` without waiting."""
         stripes = upload(self.stripes, device)
-        return replace(self, mine=self.mine.to(device), every=self.every.to(device), stripes=stripes)
+        return replace(self, own=self.own.to(device), every=self.every.to(device), stripes=stripes)

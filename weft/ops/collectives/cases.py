@@ -5,8 +5,7 @@ A one-shot tile is 256 elements of two bytes or 128 of four; a two-shot tile is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -181,7 +180,7 @@ def large_all_to_all_cases(op: Collective) -> Iterator[Case]:
     yield from large_copies(op, lambda w: (w, (160 << 20) // w))
 
 
-def large_copies(op: Collective, shape: Any) -> Iterator[Case]:
+def large_copies(op: Collective, shape: Callable[[int], tuple[int, ...]]) -> Iterator[Case]:
     for w in TWO_SIZES:
         yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape(w), design="copy_engine")
 

@@ -311,7 +311,7 @@ class Collective(Op):
         return capacity_for(buffers * min(part, ROUND_BYTES // machine.world_size)) <= machine.staging_bytes
 
 
-def checked_shape(op: str, shape: Any) -> tuple[int, ...]:
+def checked_shape(op: str, shape: object) -> tuple[int, ...]:
     """``shape`` as a tuple. ValueError unless it is a sequence of sizes."""
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{op}: shape={quoted(shape)} is no shape; pass a tuple of sizes")

@@ -83,7 +83,7 @@ def warm_up(
     return agree(team, gemms, run, None if algorithm_cache is None else Path(algorithm_cache))
 
 
-def _checked(shape: Any) -> Shape:
+def _checked(shape: object) -> Shape:
     sizes = tuple(shape) if isinstance(shape, tuple | list) else ()
     if len(sizes) != 3 or not all(is_integer(size) and size > 0 for size in sizes):
         raise ValueError(f"warm_up: shapes has {quoted(shape)}; pass (M, N, K), three positive integers")
@@ -101,17 +101,17 @@ def agree(team: Team, gemms: list[Gemm], run: Callable[[], Any] | None, file: Pa
             cublas.tuned(*shape, dtype, team.caps)
         if run is not None:
             run()
-    found = []
+    winners = []
     # Ranks with other shares of K or N have other shapes.
     for gemm in dict.fromkeys(chain(*team.exchange([gemm for gemm in missing if gemm[0] in HALVES]))):
         entry = team.exchange(_search(*gemm, team) if team.rank == 0 else None)[0]
         if entry is not None:
             algorithms.use([entry])
-            found.append(entry)
+            winners.append(entry)
             if file is not None and team.rank == 0 and not algorithms.try_save(file, [entry]):
                 file = None  # an error here would leave the other ranks waiting for the next choice
     torch.cuda.empty_cache()  # operands and graphs of the search
-    return found
+    return winners
 
 
 def _search(dtype: torch.dtype, shape: Shape, team: Team) -> Entry | None:
@@ -167,7 +167,7 @@ class GpuContest:
 
     def times(self, candidates: Sequence[Algorithm | None], rounds: int) -> Times:
         graphs = {one: graph for one in candidates if (graph := self._graph(one)) is not None}
-        found: dict[Algorithm | None, list[float]] = {one: [] for one in graphs}
+        samples: dict[Algorithm | None, list[float]] = {one: [] for one in graphs}
         ordered = list(graphs)
         for number in range(1 + rounds):
             events = []
@@ -179,8 +179,8 @@ class GpuContest:
                 events.append((one, start, end))
             torch.cuda.synchronize(self._out.device)
             for one, start, end in events if number else ():
-                found[one].append(start.elapsed_time(end) * 1e3 / self._calls)
-        return {one: statistics.median(times) for one, times in found.items()}
+                samples[one].append(start.elapsed_time(end) * 1e3 / self._calls)
+        return {one: statistics.median(times) for one, times in samples.items()}
 
     def _graph(self, algorithm: Algorithm | None) -> torch.cuda.CUDAGraph | None:
         """Graph of calls by an algorithm; None if this GPU lacks it or its answer is not torch.mm's."""

@@ -125,8 +125,8 @@ def chosen(M: int, N: int, K: int, dtype: torch.dtype, caps: Capabilities) -> tu
     """Design of a shape with the reason: from the shipped row of exactly this shape, else from the cache's
     entry, else torch.mm's choice, without a reason.
     """
-    found = table.find("matmul", (M, N, K), dtype, 1, caps)
-    if found is not None and found.row.design == table.EXACT:
-        return found.row.as_design({table.EXACT: Cublas}), found.reason
+    best = table.find("matmul", (M, N, K), dtype, 1, caps)
+    if best is not None and best.row.design == table.EXACT:
+        return best.row.as_design({table.EXACT: Cublas}), best.reason
     entry = algorithms.find(M, N, K, dtype, caps)
     return (_TORCH, "") if entry is None else (Cublas(algorithm=entry.algorithm), entry.reason)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from weft.ops.case import BF16, FP16, FP32, Case
 from weft.ops.gemm.small_m_rule import SmallM
@@ -47,7 +46,7 @@ def fp8_cases(op: str) -> Iterator[Case]:
         yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=fields)
 
 
-def matmul_cases(op: str, persistent: Any) -> Iterator[Case]:
+def matmul_cases(op: str, persistent: Callable[..., object]) -> Iterator[Case]:
     """Cases of matmul. persistent: the design of the persistent kernel."""
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(20, 24, 40))
     for dtype in (FP16, BF16, FP32):

@@ -49,12 +49,12 @@ class LocalGemm(GemmOp):
         design, reason = cublas.chosen(call.M, N, call.K, call.dtype, machine.caps)
         return replace(planned, design=design, reason=f"{planned.reason}; {reason}") if reason else planned
 
-    def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
-        found = super().found(call, machine)
+    def row_for(self, call: GemmCall, machine: Machine) -> table.Found | None:
+        best = super().row_for(call, machine)
         # A row may be of another alignment or layout than this very call.
-        if found and found.row.design != "cublas" and not call.dense:
+        if best and best.row.design != "cublas" and not call.dense:
             return None
-        return None if found and found.row.design == "small_m" and not takes(call) else found
+        return None if best and best.row.design == "small_m" and not takes(call) else best
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         if call.fp8:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -42,6 +42,9 @@ from weft.plan.planned import AUTO, Machine, Planned, machine
 from weft.runtime.codec import exchangeable
 from weft.runtime.launching import launch_on
 from weft.runtime.recording import traced_view
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 
 @exchangeable
@@ -137,7 +140,7 @@ class Matmul(LocalGemm):
         """Plan of a rank's GEMM within another op."""
         return self.plan(call._replace(local_first=False, design=AUTO), machine)
 
-    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> torch.Tensor:
         if case.design != AUTO:
             return self.run_case(case, tensors)
         a, b, _ = named(case, tensors)

@@ -7,7 +7,7 @@ its own adds the partials up: 1.3 us a call with its start, for a few KiB (H200)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,9 @@ from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, register
 from weft.plan.planned import machine
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 
 def matmul_parts(x: torch.Tensor | Fp8 | DeferredNorm, weight: torch.Tensor | Fp8) -> torch.Tensor | DeferredNorm:
@@ -83,7 +86,7 @@ class MatmulParts(Op):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[2])
 
-    def call(self, case: Case, team: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The result, or the sum of its split-K partials, rounded."""
         out = matmul_parts(x, weight)
         return out if out.dim() == 2 else out.sum(0).to(x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from weft.ops.local import capabilities_of, check_like
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_is_tensor
 from weft.plan.planned import AUTO, machine
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 
 def matmul_silu_mul(x: torch.Tensor | Fp8 | DeferredNorm, weight: torch.Tensor | Fp8) -> torch.Tensor:
@@ -70,7 +73,7 @@ class MatmulSiluMul(LocalGemm):
         # cuBLAS rounds both results before silu.
         return Accuracy(terms=gated_terms(case.sizes[2]), partials=2)
 
-    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> torch.Tensor:
         if case.design != AUTO:
             return self.run_case(case, tensors)
         a, b, _ = named(case, tensors)

@@ -75,8 +75,8 @@ def group_tiles_kernel(
     for begin in range(0, known, STEP):
         tile = begin + tl.arange(0, STEP)
         there = tile < known
-        found = load_tiles(schedule.tiles, tile, there)
-        _, first, _, count = found
+        entries = load_tiles(schedule.tiles, tile, there)
+        _, first, _, count = entries
         head = tl.load(schedule.pairs + first, mask=there, other=0) // CHOICES
         tail = tl.load(schedule.pairs + first + count - 1, mask=there, other=0) // CHOICES
         of_head, of_tail = head // tokens // SIZE, tail // tokens // SIZE
@@ -88,9 +88,9 @@ def group_tiles_kernel(
             # A list that begins within a node may end in it, after all other pairs.
             nodes = tl.where((of_head == of_tail) & (head > tail), NODES, (of_tail + NODES - of_head) % NODES + 1)
             of = tl.where(place + nodes > NODES, 0, place)
-        mine = there & (of == group)
-        store_tiles(target + (begun + tl.cumsum(mine.to(tl.int32), 0) - 1) * 4, found, mine)
-        begun += tl.sum(mine.to(tl.int32), axis=0)
+        inside = there & (of == group)
+        store_tiles(target + (begun + tl.cumsum(inside.to(tl.int32), 0) - 1) * 4, entries, inside)
+        begun += tl.sum(inside.to(tl.int32), axis=0)
     tl.store(counts + group, begun)
 
 

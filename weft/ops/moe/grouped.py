@@ -218,12 +218,12 @@ def grouped_matmul_kernel(
             await_rows(begin // FORM.choices, end // FORM.choices, arriving, landed, team)
         began = wl.begin_tile(team)
         if FORM.in_place:
-            of_mine = source - wl.rank(team) * arriving.tokens
-            mine = (of_mine >= 0) & (of_mine < arriving.tokens)
+            local_token = source - wl.rank(team) * arriving.tokens
+            own = (local_token >= 0) & (local_token < arriving.tokens)
             # Of whole pointers: of a choice of rows newer compilers forget that 16 bytes are together.
-            here = arriving.own + of_mine.to(tl.int64)[:, None] * K + deep[None, :]
+            here = arriving.own + local_token.to(tl.int64)[:, None] * K + deep[None, :]
             there = x + source.to(tl.int64)[:, None] * K + deep[None, :]
-            rows = tl.where(mine[:, None], here, there)
+            rows = tl.where(own[:, None], here, there)
         elif FORM.described:
             rows = x
         else:

@@ -26,6 +26,7 @@ from weft.plan.planned import AUTO, Machine, Planned
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
+    from weft.runtime.team.team import Team
 
 
 # block_n, block_k, num_warps, per_sm for 16-bit floats: bound by reading weights up to 32 pairs a tile, then by tensor cores.
@@ -243,7 +244,7 @@ class GroupedOp(MoeOp):
         terms = case.sizes[4]
         return Accuracy(terms=gated_terms(terms) if self.gated else terms)
 
-    def arguments(self, case: Case, team: Any, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, case: Case, team: Team | None, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """x, the weights, the schedule, and scales of fp8 rows."""
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
         x, weight, *scales = tensors
@@ -252,7 +253,7 @@ class GroupedOp(MoeOp):
     def results(
         self,
         case: Case,
-        team: Any,
+        team: Team | None,
         x: torch.Tensor,
         weight: torch.Tensor,
         schedule: Schedule,
@@ -264,7 +265,7 @@ class GroupedOp(MoeOp):
         return self.run(case.design, None, GroupedArguments(x, weight, schedule, gather, scales))
 
     def defined(
-        self, case: Case, team: Any, out: torch.Tensor, ids: torch.Tensor, *tensors: torch.Tensor
+        self, case: Case, team: Team | None, out: torch.Tensor, ids: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """The computed rows, as ``reference`` has them."""
         chosen = experts_of(case, case.sizes[2], 0 if team is None else team.rank).chosen(ids).flatten()

@@ -57,6 +57,7 @@ from weft.runtime.launching import launch_on
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
+    from weft.runtime.team.team import Team
 
 
 # Logits that the last program can hold, tokens and experts rounded up to powers of two: 32 a thread of 8 warps.
@@ -380,13 +381,19 @@ class MatmulRouteSchedule(MoeOp):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[2])
 
-    def arguments(self, case: Case, team: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
         # An arrival counter that calls share, as layers do.
         shared = case.field("tickets") is not False
         return (torch.zeros(1, dtype=torch.int32, device=tensors[0].device) if shared else None, *tensors)
 
     def results(
-        self, case: Case, team: Any, tickets: torch.Tensor | None, x: torch.Tensor, router: torch.Tensor, *bias: Any
+        self,
+        case: Case,
+        team: Team | None,
+        tickets: torch.Tensor | None,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        *bias: Any,
     ) -> tuple[torch.Tensor, ...]:
         """(ids, weights, pairs, counts, tiles, tile_count), and the gate where there is one."""
         _, _, E, k = case.sizes
@@ -408,7 +415,7 @@ class MatmulRouteSchedule(MoeOp):
         return case.field("block") or block_for(T * k, E)
 
     def defined(
-        self, case: Case, team: Any, out: tuple[torch.Tensor, ...], x: torch.Tensor, *tensors: torch.Tensor
+        self, case: Case, team: Team | None, out: tuple[torch.Tensor, ...], x: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Results in the form of ``reference``."""
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)

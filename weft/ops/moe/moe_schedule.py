@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,9 @@ from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 BLOCKS = (16, 32, 64, 128)
 # Ids that a program holds at a time: 128 a thread of 8 warps.
@@ -99,7 +102,7 @@ def moe_schedule_kernel(
               number
     """
     expert = tl.program_id(0)
-    mine = pairs + expert.to(tl.int64) * T
+    pairs_of_expert = pairs + expert.to(tl.int64) * T
     choice = tl.arange(0, CHOICES)[None, :]
     count = 0
     wl.follow_previous_kernel()
@@ -110,7 +113,7 @@ def moe_schedule_kernel(
         chosen = tl.load(asked, mask=(place < T)[:, None] & (choice < K), other=-1) == first + expert
         chosen_by = tl.max(tl.where(chosen, choice + 1, 0), axis=1)
         one = (chosen_by > 0).to(tl.int32)
-        tl.store(mine + count + tl.cumsum(one, 0) - 1, token * K + chosen_by - 1, mask=chosen_by > 0)
+        tl.store(pairs_of_expert + count + tl.cumsum(one, 0) - 1, token * K + chosen_by - 1, mask=chosen_by > 0)
         count += tl.sum(one, 0)
     tl.store(counts + expert, count)
     wl.gather_stores()
@@ -235,13 +238,13 @@ class MoeSchedule(MoeOp):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(exact=True)
 
-    def arguments(self, case: Case, team: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def arguments(self, case: Case, team: Team | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         # An arrival counter that calls share, as layers may: in benchmarks, whose cases name ``held``.
         shared = case.field("tickets") or case.field("held")
         return ids, torch.zeros(1, dtype=torch.int32, device=ids.device) if shared else None
 
     def results(
-        self, case: Case, team: Any, ids: torch.Tensor, tickets: torch.Tensor | None
+        self, case: Case, team: Team | None, ids: torch.Tensor, tickets: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
         start = case.field("start") or 0
@@ -250,7 +253,7 @@ class MoeSchedule(MoeOp):
         return self.run(case.design, None, ids, experts.first, experts.count, start, tickets)
 
     def defined(
-        self, case: Case, team: Any, out: tuple[torch.Tensor, ...], ids: torch.Tensor
+        self, case: Case, team: Team | None, out: tuple[torch.Tensor, ...], ids: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """(pairs, counts, tiles, tile_count); -1 where they are undefined."""
         pairs, counts, tiles, tile_count = out

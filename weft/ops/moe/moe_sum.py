@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,9 @@ from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 # Columns that a program adds up: 8 a thread of 4 warps, so that bf16 is loaded 16 bytes at a time.
 BLOCK = 1024
@@ -57,16 +60,16 @@ def moe_sum_kernel(y, ids, weights, shared, out, N, first, count, K: tl.constexp
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wl.follow_previous_kernel()
-    pair, mine, factors, rows = token.to(tl.int64) * K, (), (), ()
+    pair, held, factors, rows = token.to(tl.int64) * K, (), (), ()
     for j in tl.static_range(K):
         expert = tl.load(ids + pair + j) - first
-        mine += ((expert >= 0) & (expert < count),)
+        held += ((expert >= 0) & (expert < count),)
         factors += (tl.load(weights + pair + j).to(tl.float32),)
     for j in tl.static_range(K):
-        rows += (tl.load(y + (pair + j) * N + column, mask=(column < N) & mine[j], other=0.0),)
+        rows += (tl.load(y + (pair + j) * N + column, mask=(column < N) & held[j], other=0.0),)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
-        total += tl.where(mine[j], rows[j].to(tl.float32) * factors[j], 0.0)
+        total += tl.where(held[j], rows[j].to(tl.float32) * factors[j], 0.0)
     if shared.rows is not None:
         row = tl.load(shared.rows + token.to(tl.int64) * shared.pitch + column, mask=column < N, other=0.0).to(
             tl.float32
@@ -180,7 +183,13 @@ class MoeSum(MoeOp):
         return Accuracy(terms=case.sizes[1] + (case.field("shared") is not None))
 
     def results(
-        self, case: Case, team: Any, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *shared: torch.Tensor
+        self,
+        case: Case,
+        team: Team | None,
+        y: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *shared: torch.Tensor,
     ) -> torch.Tensor:
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
         return moe_sum(y, Routing(ids, weights), experts, **dict(zip(("shared", "gate"), shared, strict=False)))
@@ -247,15 +256,15 @@ def moe_sum_grad_kernel(y, ids, weights, grad, of_y, of_weights, N, first, count
     pair = token * K + tl.program_id(1)
     wl.follow_previous_kernel()
     expert = tl.load(ids + pair) - first
-    mine = (expert >= 0) & (expert < count)
+    held = (expert >= 0) & (expert < count)
     weight, total = tl.load(weights + pair).to(tl.float32), tl.zeros([BLOCK], tl.float32)
     for begin in range(0, N, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         inside = column < N
-        row = tl.load(grad + token * N + column, mask=inside & mine, other=0.0).to(tl.float32)
-        total += row * tl.load(y + pair * N + column, mask=inside & mine, other=0.0).to(tl.float32)
+        row = tl.load(grad + token * N + column, mask=inside & held, other=0.0).to(tl.float32)
+        total += row * tl.load(y + pair * N + column, mask=inside & held, other=0.0).to(tl.float32)
         # A weight may be infinite, and 0 times it no number.
-        of_row = tl.where(mine, row * weight, 0.0)
+        of_row = tl.where(held, row * weight, 0.0)
         tl.store(of_y + pair * N + column, of_row.to(of_y.dtype.element_ty), mask=inside)
     tl.store(of_weights + pair, tl.sum(total, axis=0).to(of_weights.dtype.element_ty))
 

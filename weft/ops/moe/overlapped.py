@@ -233,9 +233,9 @@ def load_tiles(tiles, numbers, there):
 
 
 @triton.jit
-def store_tiles(target, found, there):
-    """Store what ``load_tiles`` has found at ``target``, a block of pointers to entries."""
-    expert, first, row, count = found
+def store_tiles(target, entries, there):
+    """Store tiles as ``load_tiles`` gives them at ``target``, a block of pointers to entries."""
+    expert, first, row, count = entries
     tl.store(target, expert, mask=there)
     tl.store(target + 1, first, mask=there)
     tl.store(target + 2, row, mask=there)
@@ -255,13 +255,13 @@ def order_tiles_kernel(ordered, schedule, tokens, me, CHOICES: tl.constexpr, HEA
     head = tl.program_id(0) * HEAD
     tile = head + tl.arange(0, HEAD)
     there = tile < tl.load(schedule.tile_count)
-    found = load_tiles(schedule.tiles, tile, there)
-    _, first, _, count = found
+    entries = load_tiles(schedule.tiles, tile, there)
+    _, first, _, count = entries
     last = tl.load(schedule.pairs + first + count - 1, mask=there, other=0)
     early = there & ((last // CHOICES // tokens == me) | (head > 0))
     before, late = tl.cumsum(early.to(tl.int32), 0), tl.cumsum((there & ~early).to(tl.int32), 0)
     place = head + tl.where(early, before, tl.sum(early.to(tl.int32), axis=0) + late) - 1
-    store_tiles(ordered + place * 4, found, there)
+    store_tiles(ordered + place * 4, entries, there)
 
 
 def order_tiles(team: Team, schedule: Schedule, tokens: int, head: int) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,9 @@ from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
 
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
 
 class Rows(NamedTuple):
     """Operands, passed to the kernel as the argument ``rows``.
@@ -44,7 +47,7 @@ class Rows(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Results, passed to the kernel as ``found``: ``Routing``, the gate's logits [T], ``Schedule``."""
+    """Results, passed to the kernel as ``results``: ``Routing``, the gate's logits [T], ``Schedule``."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -123,14 +126,14 @@ def router_parts_kernel(rows, partials, T, H, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "first"])
 def matmul_route_schedule_kernel(
-    rows, found, partials, arrivals, T, H, first, scale, SCORING: tl.constexpr, FORM: tl.constexpr
+    rows, results, partials, arrivals, T, H, first, scale, SCORING: tl.constexpr, FORM: tl.constexpr
 ):
     """``Routing`` of x @ router.T, and its ``Schedule`` of experts first .. first + FORM.count - 1
 
     logits = x @ router.T is added up in fp32 in the order of the parts, and rounded once to x's dtype.
 
     grid      (tiles of experts * FORM.parts,): each program multiplies its part, and the last one to end does the rest
-    rows      ``Rows``; found: ``Found``, as ``route_kernel`` and ``moe_schedule_kernel`` give them, tokens in their order
+    rows      ``Rows``; results: ``Found``, as ``route_kernel`` and ``moe_schedule_kernel`` give them, tokens in their order
     partials  fp32 [FORM.parts, T, FORM.rows], workspace of this launch
     arrivals  int32 [1], 0 before and after
 
@@ -157,24 +160,24 @@ def matmul_route_schedule_kernel(
         if FORM.rows > FORM.experts:
             one = tl.arange(0, TOKENS)
             gate = rounded_sum(partials + one * FORM.rows + FORM.experts, one < T, size, PARTS, dtype)
-            tl.store(found.gate + one, gate, mask=one < T)
+            tl.store(results.gate + one, gate, mask=one < T)
         weight, place, _, _ = choices_of(logits, rows.bias, FORM.experts, SCORING, FORM.k)
         taken = (place > 0) & (token < T)
         if SCORING.renormalize:
             weight = weight / (tl.sum(tl.where(place > 0, weight, 0.0), axis=1, keep_dims=True) + TINY)
         pair = token * FORM.k + place - 1
-        tl.store(found.ids + pair, tl.broadcast_to(expert, pair.shape), mask=taken)
-        tl.store(found.weights + pair, (weight * scale).to(dtype), mask=taken)
-        mine = taken & (expert >= first) & (expert < first + FORM.count)
-        number = mine.to(tl.int32)
+        tl.store(results.ids + pair, tl.broadcast_to(expert, pair.shape), mask=taken)
+        tl.store(results.weights + pair, (weight * scale).to(dtype), mask=taken)
+        held = taken & (expert >= first) & (expert < first + FORM.count)
+        number = held.to(tl.int32)
         before = tl.zeros(number.shape, tl.int32)
         if TOKENS > 1:
             before = tl.cumsum(number, 0) - number
-        tl.store(found.pairs + (expert - first) * T + before, pair, mask=mine)
+        tl.store(results.pairs + (expert - first) * T + before, pair, mask=held)
         count, local = tl.sum(number, 0), tl.arange(0, WIDTH) - first
-        tl.store(found.counts + local, count, mask=(local >= 0) & (local < FORM.count))
-        tiles = write_tiles(count, tl.cumsum(count, 0) - count, found.tiles, T, FORM.block, -first)
-        tl.store(found.tile_count, tiles)
+        tl.store(results.counts + local, count, mask=(local >= 0) & (local < FORM.count))
+        tiles = write_tiles(count, tl.cumsum(count, 0) - count, results.tiles, T, FORM.block, -first)
+        tl.store(results.tile_count, tiles)
 
 
 MAX_CHOICES, MAX_EXPERTS = 16, 1024
@@ -386,10 +389,12 @@ class Route(MoeOp):
     def accuracy(self, case: Case) -> Accuracy:
         return Accuracy(terms=case.sizes[1])
 
-    def results(self, case: Case, team: Any, logits: torch.Tensor, *bias: torch.Tensor) -> Routing:
+    def results(self, case: Case, team: Team | None, logits: torch.Tensor, *bias: torch.Tensor) -> Routing:
         return route(logits, bias=bias[0] if bias else None, **gating_of(case, case.sizes[2])._asdict())
 
-    def defined(self, case: Case, team: Any, out: Routing, logits: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+    def defined(
+        self, case: Case, team: Team | None, out: Routing, logits: torch.Tensor, *bias: torch.Tensor
+    ) -> torch.Tensor:
         """Weights by expert, as ``reference`` has them; of an expert chosen twice their sum."""
         T, E = logits.shape
         ids = torch.where((out.ids >= 0) & (out.ids < E), out.ids, E).long()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from weft.ops.case import Case, Draw
 from weft.ops.op import Op
 from weft.plan.planned import AUTO
 from weft.runtime.virtual_rank import settle
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +364,6 @@ class MoeOp(Op):
         """``Case.sizes`` of a shape."""
         raise NotImplementedError
 
-    def call(self, case: Case, team: Any, *tensors: torch.Tensor) -> Any:
+    def call(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> Any:
         out = self.results(case, team, *self.arguments(case, team, *tensors))
         return self.defined(case, team, out, *tensors)

@@ -71,10 +71,10 @@ def partial_of(y, ids, weights, token, chosen, column, SIZES: tl.constexpr, team
         for j in tl.static_range(CHOICES):
             pair = token.to(tl.int64)[:, None] * SIZES.choices + j
             id = tl.load(ids + pair, mask=chosen, other=-1)
-            mine = (id >= 0) & (id // SIZES.experts == wl.rank(team) // SIZES.tp)
-            weight = tl.load(weights + pair, mask=mine, other=0.0).to(tl.float32)
-            row = tl.load(y + pair * SIZES.width + column, mask=mine & (column < SIZES.width), other=0.0).to(tl.float32)
-            total += tl.where(mine, row * weight, 0.0)
+            held = (id >= 0) & (id // SIZES.experts == wl.rank(team) // SIZES.tp)
+            weight = tl.load(weights + pair, mask=held, other=0.0).to(tl.float32)
+            row = tl.load(y + pair * SIZES.width + column, mask=held & (column < SIZES.width), other=0.0).to(tl.float32)
+            total += tl.where(held, row * weight, 0.0)
     return total
 
 

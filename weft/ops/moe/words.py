@@ -323,11 +323,11 @@ def choice_of(pairs, token, j, LENGTHS: tl.constexpr, there, team):
     """(pair, whether its expert is here, its weight or 0) of choice j of tokens."""
     pair = token.to(tl.int64) * LENGTHS.choices + j
     id = tl.load(pairs.ids + pair, mask=there, other=-1)
-    mine = (id >= 0) & (id // LENGTHS.experts == wl.rank(team) // LENGTHS.tp)
+    held = (id >= 0) & (id // LENGTHS.experts == wl.rank(team) // LENGTHS.tp)
     weight = 0.0
     if pairs.weights is not None:
         weight = tl.load(pairs.weights + pair, mask=there, other=0.0).to(tl.float32)
-    return pair, mine, weight
+    return pair, held, weight
 
 
 @triton.jit
@@ -364,11 +364,11 @@ def sums_of_elements(pairs, token, column, LENGTHS: tl.constexpr, there, team):
     total, chosen = tl.zeros(there.shape, tl.float32), there & (token < 0)
     # Not unrolled: ids and weights of each element and choice would not fit the registers.
     for j in range(LENGTHS.choices):
-        pair, mine, weight = choice_of(pairs, token, j, LENGTHS, there, team)
-        chosen = chosen | mine
+        pair, held, weight = choice_of(pairs, token, j, LENGTHS, there, team)
+        chosen = chosen | held
         if pairs.weights is not None:
-            row = tl.load(pairs.y + pair * LENGTHS.width + column, mask=mine, other=0.0).to(tl.float32)
-            total += tl.where(mine, row * weight, 0.0)
+            row = tl.load(pairs.y + pair * LENGTHS.width + column, mask=held, other=0.0).to(tl.float32)
+            total += tl.where(held, row * weight, 0.0)
     if pairs.weights is None:
         total = tl.load(pairs.y + token.to(tl.int64) * LENGTHS.width + column, mask=chosen, other=0.0).to(tl.float32)
     return total

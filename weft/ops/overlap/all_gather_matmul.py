@@ -117,13 +117,13 @@ class AllGatherMatmul(Overlapped):
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def found(self, call: GemmCall, machine: Machine) -> table.Found | None:
+    def row_for(self, call: GemmCall, machine: Machine) -> table.Found | None:
         if call.local_first:
             # A row of that order has precedence, in its bucket only: another design is faster there than in rank order.
             row = table.find(self.variant(call), call[:3], call.dtype, machine.world_size, machine.caps)
             if row and row.exact:
                 return row
-        return super().found(call, machine)
+        return super().row_for(call, machine)
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         world, rows = machine.world_size, call.M // machine.world_size

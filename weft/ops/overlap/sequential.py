@@ -63,8 +63,8 @@ class Overlapped(GemmOp):
             return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
         return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
 
-    def found(self, call: GemmCall, machine: Machine) -> Found | None:
-        best = super().found(call, machine)
+    def row_for(self, call: GemmCall, machine: Machine) -> Found | None:
+        best = super().row_for(call, machine)
         if best and best.row.design == "fused" and not call.dense:
             return None
         # A row of a GEMM above the crossover does not hold below it.

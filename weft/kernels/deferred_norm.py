@@ -23,7 +23,7 @@ from weft.kernels.operands import RowScales, ScaledMatrix
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """Rows, or a GEMM of them, whose RMS scale is still to be applied.
+    """Rows, or a GEMM of rows, whose RMS scale is still to be applied.
 
     ``matmul``, ``matmul_parts`` and ``matmul_silu_mul`` take it in place of normalised rows; ``silu_mul``, ``qk_norm_rope`` and
     ``decode_attention`` in place of a GEMM of such rows.

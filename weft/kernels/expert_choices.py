@@ -13,7 +13,7 @@ import triton.language as tl
 
 # Added to a sum of weights before they are divided by it, as DeepSeek-V3 does: it changes no sum that is not almost 0.
 TINY = tl.constexpr(1e-20)
-# Keys below those of all numbers: of NaN, of experts outside the chosen groups, of experts that are taken.
+# Keys below all numbers' keys: of NaN, of experts outside the chosen groups, of experts that are taken.
 NAN_KEY, OUTSIDE_KEY, TAKEN_KEY = tl.constexpr(-(2**31) + 2), tl.constexpr(-(2**31) + 1), tl.constexpr(-(2**31))
 # Below all pairs of a key and an expert.
 TAKEN_PAIR = tl.constexpr(-(2**63))

@@ -100,7 +100,7 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows e4m3 [tokens, H], scales fp32) of ``x`` [T, H], zeros from row T on.
 
-    into  where they go; None: new tensors. Its scales [tokens, 1] are those of whole rows
+    into  where they go; None: new tensors. Its scales [tokens, 1] are of whole rows
     """
     T, H = x.shape
     if into is None:

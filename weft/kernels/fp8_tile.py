@@ -2,7 +2,7 @@
 
     C[m, n] = sum over groups g of (sum over k in g of x[m, k] * w[n, k]) * (x_scale[m, g] * w_scale[n, g])
 
-A step along K is a dot of its own, whose fp32 result is multiplied by the scales and added: the tensor cores' narrower
+A step along K is one dot, whose fp32 result is multiplied by the scales and added: the tensor cores' narrower
 accumulator then holds at most 128 terms. Without groups the scales are applied once, at the end.
 """
 

@@ -110,7 +110,7 @@ def joined(means, log_sums, count, GROUP: tl.constexpr, D: tl.constexpr, JOINED:
 
     Returns (largest exponent [ROWS], sum of weights [ROWS], weighted sum of values [ROWS, D]).
 
-    means [count, GROUP, D], log_sums [count, GROUP] as of ``Partials``. JOINED of them are in flight at a time. ROWS is GROUP
+    means [count, GROUP, D], log_sums [count, GROUP] as of ``Partials``. JOINED are in flight at a time. ROWS is GROUP
     or the next power of two; rows beyond GROUP have no weight. The sums are relative to the exponent, of two.
     """
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)

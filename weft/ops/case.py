@@ -77,7 +77,7 @@ class Accuracy:
     levels      times that a summand is rounded so, one after another, if there are partials
     exact       bits arrive as they were sent; no arithmetic
     replicated  all ranks get the same bits
-    by_row      rows are sums of different lengths: each is judged by its own RMS, not by that of the whole result
+    by_row      rows are sums of different lengths: each is judged by its own RMS, not by the whole result's
     """
 
     terms: int = 1

@@ -7,8 +7,8 @@
 
 A row was measured at ``shape`` and stands for its bucket: the same N and K, and M, or the bytes of a collective, rounded to
 the nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
-each of them. Where the GPU's table has none, the table of a GPU with the same processor decides (``SAME_PROCESSOR``). Plans
-without a row, as on unknown GPUs, follow rules. A row of design "cublas" names an algorithm of cuBLAS and stands for its own
+each size. Where the GPU's table has none, the table of a GPU with the same processor decides (``SAME_PROCESSOR``). Plans
+without a row, as on unknown GPUs, follow rules. A row of design "cublas" names an algorithm of cuBLAS and stands for one
 shape only. Rows come from ``weft tune``, except rows whose ``versions`` name a file in
 benchmarks/lab and the commit that has it.
 """

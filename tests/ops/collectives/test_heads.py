@@ -60,7 +60,7 @@ def test_wrong_arguments_are_refused_in_one_line():
         lambda team: ops.sequence_to_heads(x[0], team), r"x has shape \(4, 8\); it must be \[tokens, heads, head_dim\]"
     )
     refuse(lambda team: ops.sequence_to_heads([x, x.half()], team), "all have the same tokens and dtype")
-    refuse(lambda team: ops.sequence_to_heads(x, team, tokens=(4,)), "are not those of each of 2 ranks")
+    refuse(lambda team: ops.sequence_to_heads(x, team, tokens=(4,)), "are not the numbers of 2 ranks")
     refuse(lambda team: ops.sequence_to_heads(x, team, tokens=(4, -1)), r"tokens\[1\]=-1")
     refuse(lambda team: ops.sequence_to_heads(x, team, tokens=(3, 3)), "x has 4 tokens, and tokens=.* say 3 at rank")
     refuse(

@@ -155,7 +155,7 @@ def decode_attention(
     keys, values        [P, Hkv, S, D], contiguous, of one dtype, which is qkv's unless that is in partials, or e4m3; written in
                         place
     pages               [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
-    lengths             [B] int32: tokens to attend to, the new one, the last of them, included; at most max_pages * S and
+    lengths             [B] int32: tokens to attend to, up to and with the new one; at most max_pages * S and
                         max_positions. 0, a padding row: nothing is written, and its result is zeros
     scale, tickets      as for ``paged_attention``
     bias                [(Hq + 2 Hkv) * D], as for ``qk_norm_rope``

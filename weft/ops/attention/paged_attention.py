@@ -91,7 +91,7 @@ def paged_attention(
     scale         D ** -0.5 where None
     tickets       arrival counters: int32 zeros, B * Hkv or more, left as zeros, so calls of one stream may share them. None:
                   each call makes new ones, which takes one more small kernel
-    window        a token attends to this many tokens, itself the last of them, 1 or more; None: to all. Blocks of keys before
+    window        a token attends to this many tokens, itself the last, 1 or more; None: to all. Blocks of keys before
                   the window are not loaded
     k_scale, v_scale  of a cache in e4m3, for q in 16 bits: fp32, 1 element each, on the device, positive; a key is its byte
                   times k_scale, a value its byte times v_scale

@@ -165,7 +165,7 @@ def paged_prefill_attention(
     spans         (before, length) of each sequence: it goes on by ``length`` tokens after ``before``; T tokens in all,
                   one sequence after the other. Or the same as SequenceRanges on q's device, which many calls share
     scale         positive; D ** -0.5 where None
-    window        a token attends to this many tokens, itself the last of them, 1 or more; None: to all up to itself. Blocks of
+    window        a token attends to this many tokens, itself the last, 1 or more; None: to all up to itself. Blocks of
                   keys before the window are not loaded
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``
 
@@ -362,7 +362,7 @@ class PagedPrefillAttention(AttentionOp):
             yield cases.case_of(self.name, heads, chunks=((1, 90, 130), (1, 7, 0)), spare=2)
             yield cases.case_of(self.name, heads, chunks=((1, 19, 130), (1, 30, 1)), room=(33, 1))
         # Windows of a token, within a block, of whole blocks and not, of a whole sequence and beyond it; steps that need no
-        # mask between those that do.
+        # mask between blocks that do.
         for window, chunks in (
             (1, ((2, 5, 0), (1, 9, 30))),
             (5, ((1, 40, 0), (1, 3, 100))),

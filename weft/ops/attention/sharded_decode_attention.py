@@ -234,7 +234,7 @@ def sharded_decode_attention(
     lengths       [B] int32: tokens of the whole sequences, the new one included; equal on all ranks, at most local_pages * S on
                   any. 0, a padding row: zeros
     scale         D ** -0.5 where None
-    window        a token attends to this many tokens of all ranks, itself the last of them, 1 or more; None: to all. Pages
+    window        a token attends to this many tokens of all ranks, itself the last, 1 or more; None: to all. Pages
                   before the window are not read
     algorithm     "auto", "one_kernel" (all programs resident, of one node) or "two_kernels"
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of the bytes that it holds

@@ -169,9 +169,7 @@ class ShardedPlan(AttentionOp):
                 f"{self.name}: algorithm='one_kernel' is of one node, and the team has {machine.nodes}; pass 'two_kernels'"
             )
         node = self.plan(call._replace(design="two_kernels"), machine.node)
-        return Planned(
-            "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a part of each head from each of them"
-        )
+        return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a part of each head from each node")
 
     def split_of(self, call: ShardedCall, machine: Machine) -> SplitKV:
         """Local attention by ``paged_attention``'s rule: it is the same work."""

@@ -293,7 +293,7 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     Bitwise equal on all ranks and from run to run, but for the multimem designs on GPUs. -0.0 may come out as +0.0. A team's
     collectives share workspaces, so one stream orders them. Captured in a CUDA graph it replays correctly, after one call
     outside with its shape, dtype and algorithm (which makes the workspace). ValueError for wrong arguments. The backward is an
-    all-reduce, as of torch's functional all_reduce: gradients are those of the sum of all ranks' losses.
+    all-reduce, as of torch's functional all_reduce: the loss is the sum of all ranks' losses.
     """
     check_tensor("all_reduce", "x", x, team, FLOATS, over_nodes=True)
     check_choice("all_reduce", "algorithm", algorithm, ALL_REDUCE.algorithms)

@@ -14,7 +14,7 @@ from weft.ops.collectives.collective import Collective, OneShot, Push, TwoShot
 from weft.ops.collectives.copy_engine import CopyEngine
 from weft.transport.plans import PushPlan
 
-# World sizes of the cases: every kind of data and layout runs with two of them only.
+# World sizes of the cases: every kind of data and layout runs with two sizes only.
 WORLD_SIZES, TWO_SIZES = (1, 2, 3, 4, 8), (2, 4)
 GPU_WORLD_SIZES = (2, 3, 4, 8)
 WIDE = PushPlan(transport="lamport", row_bytes=2048, num_warps=2)

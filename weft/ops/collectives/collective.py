@@ -242,7 +242,7 @@ class Collective(Op):
         """Plan of a team of several nodes: the node's call has the design that was asked for."""
         nbytes = call.nbytes if self.gathers else call.nbytes // machine.nodes
         node = self.plan(CollectiveCall(nbytes, call.dtype, call.design), machine.node)
-        return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: to each of them once, by rail")
+        return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: to each node once, by rail")
 
     def tuned(self, call: CollectiveCall, machine: Machine) -> Planned | None:
         planned = super().tuned(call, machine)

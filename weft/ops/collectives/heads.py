@@ -79,12 +79,12 @@ class ExchangeHeads(Collective):
         if tokens is None:
             if not self.to_heads and rows % W:
                 raise ValueError(
-                    f"{self.name}: x has {rows} tokens, which world_size={W} does not divide; pass tokens=, those of each rank"
+                    f"{self.name}: x has {rows} tokens, which world_size={W} does not divide; pass tokens= of all ranks"
                 )
             return [rows if self.to_heads else rows // W] * W
         if not isinstance(tokens, (list, tuple)) or len(tokens) != W:
             raise ValueError(
-                f"{self.name}: tokens={quoted(tokens)} are not those of each of {W} ranks; pass a tuple of {W}"
+                f"{self.name}: tokens={quoted(tokens)} are not the numbers of {W} ranks; pass a tuple of {W}"
             )
         counts = [check_int(f"{self.name}: tokens[{rank}]", count, 0) for rank, count in enumerate(tokens)]
         expected = counts[team.rank] if self.to_heads else sum(counts)

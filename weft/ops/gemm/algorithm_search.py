@@ -49,7 +49,7 @@ class Contest(Protocol):
     """GEMM of one shape by any algorithm."""
 
     def times(self, candidates: Sequence[Algorithm | None], rounds: int) -> Times:
-        """Times of the candidates, which take turns; without those that cannot run or compute something else."""
+        """Times of the candidates that run and compute the product; candidates take turns."""
 
 
 def warm_up(

@@ -1,7 +1,7 @@
 """cuBLAS GEMMs with the algorithm that a search found for the shape, else torch.mm's choice.
 
 From 256 rows on the algorithm that was found takes about 3 % less time on H200; at 128 rows cuBLAS's own choice is the best. It
-holds for its own M only, because the last round of tiles decides: one H200, 1800x5120x6400 takes 170 us, by the algorithm of
+holds for one M only, because the last round of tiles decides: one H200, 1800x5120x6400 takes 170 us, by the algorithm of
 M=2048 189 (lab/h200-cublas-ragged.json@cd3ccc0; benchmarks/lab/cublas.py --ragged).
 """
 
@@ -68,7 +68,7 @@ def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
 def scaled(a: Fp8, b: Fp8, dtype: torch.dtype) -> torch.Tensor:
     """Compute a[M, K] @ b[N, K].T of fp8 operands with scales, bf16 on GPUs; by torch.mm's choice.
 
-    Scales are those of groups of 128 columns and blocks of 128 x 128, or of rows and all of a matrix. On virtual ranks sums are
+    Scales are of groups of 128 columns and blocks of 128 x 128, or of rows and all of a matrix. On virtual ranks sums are
     fp64.
     """
     with gemm_span(*a.shape[:1], *b.shape, a.device):

@@ -24,7 +24,7 @@ class GemmCall(NamedTuple):
     deferred_norm  the RMS scale of a's rows is applied to the result (weft.kernels.deferred_norm)
     partials       the next kernel adds split-K partials up (matmul_parts)
     design         name of a design, or "auto"
-    dense          operands have dense rows; cuBLAS also reads others as they are, weft's kernels read a copy
+    dense          operands have dense rows; cuBLAS also reads other layouts as they are, weft's kernels read a copy
     block_fp8, channel_fp8  the weight is fp8 (weft.kernels.fp8): with scales for blocks of it, or for whole rows or all of it.
                    ``aligned`` then means that cuBLAS takes the shapes of both
     """
@@ -92,7 +92,7 @@ class GemmOp(Op):
         return Accuracy(terms=case.sizes[2] * summed, partials=summed - 1, replicated=self.replicated)
 
     def design_of(self, case: Case, machine: Machine) -> Any:
-        """The design of ``case``: its own, or the plan's on ``machine`` where it only names one."""
+        """The design of ``case``: the one it holds, or the plan's on ``machine`` where it only names one."""
         if not isinstance(case.design, str):
             return case.design
         call = self.call_of(case.sizes, case.dtype, machine, case.design, **dict(case.fields))
@@ -111,7 +111,7 @@ class GemmOp(Op):
         return M * (K if self.gathers else N if self.sums else 0) * dtype.itemsize
 
     def variant(self, call: GemmCall) -> str:
-        """The op's name, with those of ``variants`` that the call has: matmul+partials."""
+        """The op's name, with the names in ``variants`` that the call has: matmul+partials."""
         return "+".join([self.name, *(name for name in self.variants if getattr(call, name))])
 
     def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:

@@ -120,7 +120,7 @@ class LocalGemm(GemmOp):
         return "small_m" if small else "cublas", reason
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
-        """cuBLAS with torch.mm's choice, or the small-M design; others are the ops' own."""
+        """cuBLAS with torch.mm's choice, or the small-M design; ops define other designs."""
         return Cublas() if name == "cublas" else default_small_m(call, machine.caps, gated=self.gated)
 
 

@@ -64,11 +64,11 @@ def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block, team=None):
     """out[M, N] = a[M, K] @ b[N, K].T        grid: (programs,)
 
     sizes  ``Sizes``; split: ``SplitK``; tiles: ``Tiles`` as an argument; block: ``Block``
-    tiles  those from place ``tiles.whole`` on are split along K
+    tiles  tiles from place ``tiles.whole`` on are split along K
     table  None: the tiles of one panel of M rows; else a ``tile_table``, whose panels may differ in size
     team   in a trace (``traced_view``), else None
 
-    signals, waits  none: the last program to leave a partial of a split tile adds all of them up (join_partials)
+    signals, waits  none: the last program to leave a partial of a split tile adds up all its partials (join_partials)
     """
     tiles = from_argument(tiles)
     a, b = Operand(a, sizes.a_stride, M), Operand(b, sizes.b_stride, sizes.N)
@@ -175,7 +175,7 @@ class Matmul(LocalGemm):
 
 
 def gradients_of_matmul(given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients of a and b, of those that are wanted, where a[M, K] @ b[N, K].T has the gradient ``grad``."""
+    """Gradients of a and b, where wanted, if a[M, K] @ b[N, K].T has the gradient ``grad``."""
     gradients = {}
     if "a" in given.wanted:
         gradients["a"] = torch.ops.weft.matmul.default(grad, given.b.t())

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 MAX_PARTIALS = 16
-# Where the kernel behind adds them up: with more, all-reduces keep some in local memory.
+# Where the next kernel adds them up: with more, all-reduces keep some in local memory.
 MAX_PARTIALS_LEFT = 3
-# Up to 64 rows this kernel takes within 5 % of cuBLAS's time by itself, and less behind another kernel, under whose end
-# it begins; with 128 rows it takes a fifth more by itself. One H100, 16x5120x4096 behind a norm: 17.6 us, cuBLAS 19.8
+# Up to 64 rows this kernel takes within 5 % of cuBLAS's time by itself, and less after another kernel, under whose end
+# it begins; with 128 rows it takes a fifth more by itself. One H100, 16x5120x4096 after a norm: 17.6 us, cuBLAS 19.8
 # (benchmarks/lab/h100-skinny.json). Where it wins with more rows, rows of the table say so.
 MAX_ROWS = 64
 # Rows up to which an fp8 GEMM of any weight, and of one of few rows, takes less time than cuBLAS's block scaling. One H200,
@@ -36,7 +36,7 @@ LEAST_WEIGHT = 4 << 20
 # that reads memory itself prefetching costs time. Two H200s, a decode step with W=4's shapes, qkv prefetched: 5.01 ms, not 5.04
 # (lab/h200-ahead.json@cd3ccc0).
 AHEAD = 256
-# Least steps along K of a partial sum: where a kernel of its own adds them up, and where the kernel behind does.
+# Least steps along K of a partial sum: where a separate kernel adds them up, and where the next kernel does.
 LEAST_STEPS, LEAST_STEPS_LEFT = 8, 16
 
 
@@ -142,7 +142,7 @@ def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> Small
     """The design where no row decides, for ``out`` [M, N] of any sizes on any target.
 
     The rows of H200 were found by search; this follows them: a ring of stages as deep as shared memory allows, tiles of 64
-    columns, and wider ones where those would be more than a round of programs; K is split until every SM has a program.
+    columns, and wider ones where more than a round of programs would result; K is split until every SM has a program.
     """
     if call.fp8:
         return _default_fp8(call, caps, gated)
@@ -162,7 +162,7 @@ def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> Small
     elif block_m == 64 and not gated:
         # One program an SM, with most of its memory.
         block_n, block_k, num_stages = (64, 128, 6) if tiles <= caps.sms else (128, 64, 6)
-    # A row-parallel layer's GEMM, and a gated one, come behind a kernel that reads memory.
+    # A row-parallel layer's GEMM, and a gated one, follow a kernel that reads memory.
     idle_before = not gated and (call.deferred_norm or not call.partials)
     return SmallM(
         block_m=block_m,

@@ -133,7 +133,7 @@ def all_gather_grouped_matmul_silu_mul(
                 without gradients. h is that of the rounded rows, as of ``moe_dispatch`` and ``grouped_matmul_silu_mul``
     algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the other rows) or "sequential"
                 (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``). Over several nodes "auto" computes this
-                node's rows while others cross, and "fused" is refused
+                node's rows while other rows cross, and "fused" is refused
 
     Returns (h, schedule, dispatched). h [W * max_tokens * k, N]: row i is of the schedule's i-th pair, rows after the last one
     are not written; ``grouped_matmul`` and ``grouped_matmul_reduce_scatter`` take it so. schedule: each expert's pairs begin
@@ -212,7 +212,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     designs = {"fused": Fused, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "N", "K")
     variants = ("fp8",)
-    # Tokens of the rank, its experts and its features of them.
+    # Tokens of the rank, its experts and its share of their features.
     differs = {"x": (0,), "ids": (0,), "weights": (0,), "gate_up": (0, 1), "first": (), "count": (), "block": ()}
     gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
 

@@ -174,7 +174,7 @@ def gather_by_nodes(design: ByNodes, team: Team, given: GatherArguments) -> tupl
 
 
 def _send_slot(node: Team, channel: CopyChannel, gathered: torch.Tensor, of: int, tokens: int) -> None:
-    """Have the copy engine write what this rank has of node ``of`` to all ranks of its own node."""
+    """Have the copy engine write what this rank has of node ``of`` to all ranks of this node."""
     node.copy_engine.fork()
     rows = gathered[of, node.rank, :tokens]
     for step in range(1, node.size):

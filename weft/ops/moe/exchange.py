@@ -361,10 +361,10 @@ class ExchangeOp(MoeOp):
 
 
 def rows_sent(sizes: Sequence[int], world_size: int) -> float:
-    """Rows that leave a rank if all experts are chosen alike: to each peer those that need its experts."""
+    """Rows that leave a rank if all experts are chosen alike: to each peer the rows that need its experts."""
     tokens, k, experts, _ = sizes
-    others = experts - experts // world_size
-    return (world_size - 1) * tokens * (1 - math.comb(others, k) / math.comb(experts, k))
+    elsewhere = experts - experts // world_size
+    return (world_size - 1) * tokens * (1 - math.comb(elsewhere, k) / math.comb(experts, k))
 
 
 def share_of_rows(choices: int, groups: int) -> float:

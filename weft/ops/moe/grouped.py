@@ -109,7 +109,7 @@ class Arriving(NamedTuple):
 
     own     [T, K]: this rank's rows, read in place if FORM.in_place, else they are in x too
     tokens  most of a rank: row t of rank s is x[s * tokens + t]
-    chunk   rows under one flag: chunk c of a rank has those from c * chunk on, and comes after chunk c - 1
+    chunk   rows under one flag: chunk c of a rank has rows from c * chunk on, and comes after chunk c - 1
     """
 
     own: torch.Tensor

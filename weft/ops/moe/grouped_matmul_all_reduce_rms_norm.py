@@ -123,10 +123,10 @@ def grouped_matmul_all_reduce_rms_norm(
 ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
     """(RMSNorm(hidden) * ``norm``, hidden), hidden = the experts' sum over all ranks + ``residual``.
 
-    That sum is of all choices' results, weighted, of all ranks' shares of them.
+    That sum is of all choices' results, weighted, of all ranks' shares.
 
     x          [T * k, K], row i of the i-th pair of the schedule, as ``grouped_matmul_silu_mul`` gives it; fp16, bf16 or fp32
-    weight     [experts.count, H, K] of x's dtype: of whole experts or slices of them, K the features that this rank holds
+    weight     [experts.count, H, K] of x's dtype: of whole experts or of slices, K the features that this rank holds
     schedule   of ``moe_schedule(routing.ids, experts)``
     routing    of all T tokens, the same on all ranks: ids int32 [T, k], weights [T, k] of any of these dtypes
     experts    this rank's
@@ -178,7 +178,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     sizes = ("T", "k", "H")
     dtypes = FLOATS
     spans_nodes = True
-    # The rank's experts, its features of them, its summand.
+    # The rank's experts, its share of their features, its summand.
     differs = {**OWN_SCHEDULE, "x": (1,), "weight": (0, 2), "shared": (), "gate": ()}
 
     # --- choosing ----------------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def grouped_matmul_reduce_scatter(
     check_shape(op, "ids", ids, (rows, schedule.choices))
     if rows % team.size or len(down) != experts.count:
         raise ValueError(
-            f"{op}: schedule of {rows} tokens and {len(down)} experts; it has those of W * max_tokens tokens and of "
+            f"{op}: schedule of {rows} tokens and {len(down)} experts; it must be of W * max_tokens tokens and of "
             f"the {experts.count} experts of dispatched"
         )
     check_int(f"{op}: tokens", tokens, 0, rows // team.size)
@@ -271,7 +271,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
     designs = {"slabs": Slabs, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "H", "N")
-    # The rank's experts, its features of them, its tokens.
+    # The rank's experts, its share of their features, its tokens.
     differs = {**OWN_SCHEDULE, "h": (1,), "down": (0, 2), "count": (), "tokens": (), "gate": ()}
     gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
 

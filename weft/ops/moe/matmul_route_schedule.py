@@ -1,4 +1,4 @@
-"""matmul_route_schedule: a mixture's choices from rows of hidden state, and the schedule of them.
+"""matmul_route_schedule: a mixture's choices from rows of hidden state, and their schedule.
 
     logits = x @ router.T;  routing = route(logits[:, :E]);  schedule = moe_schedule(routing.ids, experts)
 
@@ -360,7 +360,7 @@ class MatmulRouteSchedule(MoeOp):
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """x, router, and a bias where the case has one.
 
-        Integers, and eighths of them: sums are exact, and some are equal.
+        Integers, and eighths: sums are exact, and some are equal.
         """
         T, H, E, _ = case.sizes
         x = draw.own("x", (T, H), 1.5).round()

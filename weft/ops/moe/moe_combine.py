@@ -108,7 +108,7 @@ def moe_combine(
 
 
 class MoeCombine(ExchangeOp):
-    """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank.
+    """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has each rank's tokens.
 
     A case with the field ``unweighted`` has a row of each rank for each token, as gradients of moe_dispatch's rows are.
     """

@@ -173,7 +173,7 @@ def rounds_rows(call: DispatchCall) -> bool:
 
 
 class MoeDispatch(ExchangeOp):
-    """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has those of each rank."""
+    """sizes of a case: max_tokens, k, experts, H. Its field ``tokens`` has each rank's tokens."""
 
     name, alias = "moe_dispatch", "moe-dispatch"
     differs = {

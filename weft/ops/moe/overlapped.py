@@ -84,7 +84,7 @@ class OverlappedOp(MoeOp):
 
     Over several nodes ``ByNodes`` takes the place of the first.
 
-    sizes of a case: max_tokens, k, experts, and two that ``gemm_sizes`` orders. Its field ``tokens`` has those of each rank;
+    sizes of a case: max_tokens, k, experts, and two that ``gemm_sizes`` orders. Its field ``tokens`` has each rank's;
     ``layout`` is "slices", or else experts are whole.
 
     gemm        the op of this rank's GEMM alone
@@ -122,7 +122,7 @@ class OverlappedOp(MoeOp):
         if call.design == "sequential":
             name, reason = call.design, f"asked for design={call.design!r}"
         elif name == self.overlapped:
-            name, reason = "over_nodes", f"{machine.nodes} nodes: a GEMM for each node's rows while others' cross"
+            name, reason = "over_nodes", f"{machine.nodes} nodes: a GEMM for each node's rows while other rows cross"
         return Planned(name, self.default(name, call, machine), reason)
 
     def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:

@@ -61,7 +61,7 @@ class Found(NamedTuple):
 class RouterForm(NamedTuple):
     """Compile-time sizes.
 
-    experts  E, and ``count`` of them to schedule; rows: of the router
+    experts  E, and ``count``, the number to schedule; rows: of the router
     k        choices
     tokens   at least T, a power of two; block: pairs of a tile of the schedule
     parts    programs that share a tile of logits, each with its share of H
@@ -315,7 +315,7 @@ def launch_route(
 ) -> None:
     """Launch ``route_kernel`` on checked arguments, of one token or more.
 
-    logits   [T, E] with contiguous rows; or parts of them, fp32 [parts, T, columns], of which the first ``experts`` are E
+    logits   [T, E] with contiguous rows; or fp32 parts [parts, T, columns], of which the first ``experts`` are E
     gate     as the kernel takes it, beside parts
     """
     k = gating.k
@@ -360,7 +360,7 @@ class Route(MoeOp):
         if case.field("skew") == "zipf":
             logits = logits + popularity(E, case.field("held")).log().to(logits)
         if case.field("skew") == "recorded":
-            # Beyond the range of all other logits, so that the choices are those ids.
+            # Beyond the range of all other logits, so that exactly these ids are chosen.
             ids = draw_ids(draw, T, case.sizes[2], E).long()
             logits = logits.clamp(-8, 8).scatter_add(1, ids, logits.new_full(ids.shape, 16))
         return (logits, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (logits,)

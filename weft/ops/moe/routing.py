@@ -192,7 +192,7 @@ def draw_ids(draw: Draw, T: int, k: int, experts: int) -> torch.Tensor:
 
     None           all sets of experts alike
     "one expert"   all tokens choose expert 1, the other choices are random
-    "last expert"  all tokens choose the last expert and those before it
+    "last expert"  all tokens choose the last expert and the ones before it
     "none"         all ids are -1
     "some"         half of the tokens have chosen none, as padding has
     "zipf"         experts are chosen by ``popularity``

@@ -87,7 +87,7 @@ def moe_combine_kernel(y, ids, weights, out, T, partials, half, team, SIZES: tl.
     y [W * tokens * k, H]; ids, weights [W * tokens, k] of all ranks; out [T, H]; partials: ``Partials``; SIZES: ``Sizes``
     Without weights (None) y is [W * tokens, H] and its rows are what is summed.
 
-    signals   those of ``begin_half``
+    signals   as ``begin_half``
               program p, to every peer s: landed[me, c] = this call, once its partial rows of chunk c of rank s lie there, also
               if none
     waits     that of ``begin_half``, before any store: the peer has ended the call that read this half last
@@ -210,7 +210,7 @@ def moe_dispatch_kernel(x, ids, weights, T, mail, half, team, SIZES: tl.constexp
 
     x [T, H], ids int32 and weights [T, k]; mail: ``Mail``; half: ``Half``; SIZES: ``Sizes``
 
-    signals   those of ``begin_half``
+    signals   as ``begin_half``
               program p, to every peer: landed[me, c] = this call, once its part of chunk c lies there, also if it has no rows
     waits     that of ``begin_half``, before any store: the peer has ended what read this half last
               landed[s, c] >= this call for every peer s and this program's chunks, at the end: what runs next reads all rows

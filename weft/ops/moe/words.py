@@ -254,7 +254,7 @@ def store_tile(words, message, tile, team):
         store_part(message.out.weights, words, at, BLOCKS.choices, BLOCKS.choices, there)
 
 
-# rows, ids, weights, scales of all ranks [W, ...] = those of each rank, its rows in fp8     x: ``Unrounded`` of this rank
+# rows, ids, weights, scales of all ranks [W, ...] = each rank's, its rows in fp8     x: ``Unrounded`` of this rank
 # every rank   | push tile 0 to all | push 1 | receive, store W tiles 0 | push 2 | receive, store W tiles 1 | ...
 GATHER_FP8 = Body(name="gather_fp8_words_kernel", send=load_tile, own=None, store=store_tile)
 
@@ -416,7 +416,7 @@ def store_sum(received, message, tile, team):
     place = tile * received.shape[1] + tl.arange(0, received.shape[1])
     received, total = received.to(tl.float32), tl.zeros((received.shape[1],), tl.float32)
     for source in tl.static_range(wl.num_ranks(team)):
-        # Each rank's row alone: a sum over all of them would have an order of the compiler's choice.
+        # Each rank's row alone: a sum over all ranks would have an order of the compiler's choice.
         total += tl.sum(tl.where(ranks == source, received, 0.0), axis=0)
     inside = place < message.tokens * message.SIZES.width
     tl.store(message.out + place, total.to(message.out.dtype.element_ty), mask=inside)

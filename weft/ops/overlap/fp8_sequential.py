@@ -34,9 +34,7 @@ def gathered_matmul(
     for weight in weights:
         check_fp8(op, ScaledMatrix(a_shard), weight, gated=False)
         if is_grouped(weight) != is_grouped(first) or weight.input_scale is not first.input_scale:
-            raise ValueError(
-                f"{op}: the weights' scales ask for rows of different scales; pass each to a call of its own"
-            )
+            raise ValueError(f"{op}: the weights' scales ask for rows of different scales; call the op once for each")
     rows = quantized_for(first, a_shard, capabilities_of(first.device))
     data = all_gather(rows.data.view(torch.uint8), team).view(E4M3)
     # Static scales are the same on all ranks.

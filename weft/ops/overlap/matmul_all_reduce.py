@@ -90,7 +90,7 @@ def matmul_all_reduce(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) 
     a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which compare them on the
     host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in fp32,
     in an order that depends on the tile only. Over several nodes a node's sums cross once, each part over one of its rails.
-    Gradients are those of the sum of all ranks' losses, so the backward sums the result's gradient over the ranks, as that of
+    The loss is the sum of all ranks' losses, so the backward sums the result's gradient over the ranks, as that of
     torch's functional all_reduce does. Where all ranks go on alike to one and the same loss, each rank divides it by W, or uses
     weft.integrations.torch.WeftRowwiseParallel, whose gradients are a DTensor's (docs/training.md).
     With an ``Fp8`` weight b (``matmul``) the GEMM comes first, without gradients.

@@ -74,7 +74,7 @@ def share_kernel(out, own, buffers, M, N, team, BLOCK: tl.constexpr):
 
     Each program has one part of every rank's rows.
 
-    own      [own rows, N]       this rank's partial result of its own rows
+    own      [own rows, N]       this rank's partial result of the rows that it owns
     buffers  ``Shares``
 
     signals  program p: stores its part of the own sum at every peer, then ready[me, p] = epoch there
@@ -133,7 +133,7 @@ def check_pipelined(design: Any) -> None:
     """ValueError unless the knobs of a pipelined design are legal, and span and chunks fit together."""
     check_knobs(design)
     if design.span > 1 and design.chunks > 1:
-        raise ValueError(f"span={design.span} joins what chunks={design.chunks} cuts; pass 1 for one of them")
+        raise ValueError(f"span={design.span} joins what chunks={design.chunks} cuts; pass 1 for span or chunks")
 
 
 def runs_of(first: int, world: int, span: int) -> Iterator[range]:

@@ -46,7 +46,7 @@ class Overlapped(GemmOp):
         if machine.nodes > 1:
             node = self.plan(call._replace(M=call.M // machine.nodes), machine.node)
             return Planned(
-                "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a node's rows while others' cross"
+                "over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a node's rows while other rows cross"
             )
         if machine.world_size == 1:
             gemm = MATMUL.plan(_alone(call), machine)
@@ -61,7 +61,7 @@ class Overlapped(GemmOp):
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if call.M <= SEQUENTIAL_ROWS:
             return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
-        return "pipelined", "cuBLAS computes each rank's rows while copy engines carry the others'"
+        return "pipelined", "cuBLAS computes each rank's rows while copy engines carry other ranks' rows"
 
     def row_for(self, call: GemmCall, machine: Machine) -> Found | None:
         best = super().row_for(call, machine)

@@ -254,7 +254,7 @@ def test_qwen_s_blank_is_where_transformers_puts_it(tmp_path, config):
     [
         (
             {"added_tokens_decoder": {"300": token("<x>")}},
-            "has '<x>' as token 300, and behind those .* it is 257; add",
+            "has '<x>' as token 300, and after the tokens .* it is 257; add",
         ),
         ({"added_tokens_decoder": {"x": token("<x>")}}, "added_tokens_decoder is not one of token ids to tokens"),
         ({"added_tokens_decoder": [3]}, "added_tokens_decoder is not one of token ids to tokens"),

@@ -142,7 +142,7 @@ def test_bad_pieces_are_refused_before_anything_is_sent():
             ([Piece(receive=x, source=5)], None, r"source=5 is not an integer in 0 .. 1"),
             ([Piece(send=x, to=rail.index)], None, "is this rank's own node"),
             ([Piece(send=x.t()[:2], to=other)], None, r"pieces\[0\].send has strides \(1, 4\); pass a contiguous"),
-            ([Piece(receive=x, source=other, landed=one)], None, "landed is a flag behind received data"),
+            ([Piece(receive=x, source=other, landed=one)], None, "landed is a flag written after received data"),
             ([Piece(receive=x, source=other, landed=flag)], one, "is not an int32 tensor of one element"),
         ):
             with pytest.raises(ValueError, match=said):

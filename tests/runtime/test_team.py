@@ -121,7 +121,7 @@ def test_a_team_is_used_in_its_simulation_only():
         lambda: ops.all_reduce(torch.ones(4), team),
         lambda: ops.barrier(team),
     ):
-        with pytest.raises(Unsupported, match="where none of them runs, such as after weft.simulate has returned"):
+        with pytest.raises(Unsupported, match="where no rank runs, such as after weft.simulate has returned"):
             use()
 
 

@@ -121,7 +121,7 @@ class BenchFlags:
     def __post_init__(self) -> None:
         # First what needs no torch, which takes seconds to load.
         if not self.shapes_by_op():
-            raise ValueError("no op is named; name one, or pass --nodes for those over nodes")
+            raise ValueError("no op is named; name one, or pass --nodes for the ops over nodes")
         if self.node_size is not None and not self.nodes:
             raise ValueError(f"--node-size {self.node_size} is of --nodes; pass both")
         for op in self.shapes_by_op():

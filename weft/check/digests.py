@@ -29,7 +29,7 @@ def first_difference(one: Digest, other: Digest) -> str:
     return next((place for place in {**one, **other} if one.get(place) != other.get(place)), "")
 
 
-def _take(place: str, value: Any, digest: Digest) -> None:
+def _take(place: str, value: object, digest: Digest) -> None:
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().view(-1)
         head = f"{value.dtype} {tuple(value.shape)}".encode()

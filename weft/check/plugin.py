@@ -9,9 +9,12 @@ marker takes the arguments of ``weft.check``. Other fixtures are made once and s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +48,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         pytest.fail(f"{pyfuncitem.name} is marked weft but takes no argument 'team'", pytrace=False)
     fixtures = {name: pyfuncitem.funcargs[name] for name in names if name != "team"}
 
-    def main(team: Any) -> Any:
+    def main(team: Team) -> Any:
         return function(team=team, **fixtures)
 
     try:

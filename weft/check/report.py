@@ -21,7 +21,7 @@ _UNEXPLORED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One run, or ``runs`` of them with consecutive seeds from ``seed``. Equal values give equal runs."""
+    """One run, or ``runs`` runs with consecutive seeds from ``seed``. Equal values give equal runs."""
 
     world_size: int
     strategy: str
@@ -72,7 +72,7 @@ class Found:
 class Report:
     """Report of ``weft.check``.
 
-    findings    by cause, including those that a marker allows (``finding.allowed``); consequences are in ``also``
+    findings    by cause, including what a marker allows (``finding.allowed``); consequences are in ``also``
     schedules   number of runs
     exhaustive  "exhausted": every schedule of the reduced space was run; "bounded": the search stopped early; "" otherwise
     script      name of the script in replay commands

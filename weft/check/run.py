@@ -161,7 +161,7 @@ def _with_enough(runner: Runner, schedule: Schedule, outcome: Outcome) -> tuple[
     return usual
 
 
-def check_sizes(name: str, world_size: Any) -> tuple[int, ...]:
+def check_sizes(name: str, world_size: object) -> tuple[int, ...]:
     """World sizes as a tuple. ValueError unless they are one or several numbers of virtual ranks."""
     if is_integer(world_size):
         return (check_virtual_ranks(name, world_size),)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
+from weft.check.digests import Digest
 from weft.check.report import Found, Schedule
 from weft.check.runner import Outcome, Runner
 
@@ -55,7 +55,7 @@ class Shrinking:
     def _pair(self, known: Schedule) -> Schedule:
         """Two schedules with consecutive seeds and different results, or else the range known to contain two."""
         for strategy in ("pct", "uniform"):
-            before: Any = None
+            before: Digest | None = None
             for seed in range(2 * _SEEDS):
                 outcome = self._outcome(replace(known, strategy=strategy, seed=seed, runs=1))
                 digest = outcome.digest if outcome is not None and not outcome.findings else None

@@ -106,7 +106,7 @@ class EngineFlags:
     algorithm_cache: Annotated[
         Path | None,
         typer.Option(
-            help="Read cuBLAS algorithms of this file, and time and add those that it lacks [default: weft's rows]"
+            help="Read cuBLAS algorithms of this file, and time and add the ones that it lacks [default: weft's rows]"
         ),
     ] = None
 

@@ -253,7 +253,7 @@ class Answer(Sequence):
         if token >= 0 and not any(math.isnan(row[0]) for row in rows):
             return None
         return Fault(
-            f"the model's logits are not finite (NaN or infinite) at place {chosen} of the answer, behind a prompt of "
+            f"the model's logits are not finite (NaN or infinite) at place {chosen} of the answer, after a prompt of "
             f"{len(self.prompt)} tokens: its weights or activations overflow; try another dtype, such as bfloat16 or float32",
             False,
         )

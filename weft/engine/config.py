@@ -75,7 +75,7 @@ class EngineConfig:
                      since a stage reads its weights for each. Prompts that are cut run without CUDA graphs. Decode steps
                      of that many sequences a stage follow each other without a gap (weft.engine.graphs)
     cuda_graph       replay decode steps, and prompts of recurring shapes, as CUDA graphs; without effect on virtual ranks
-    warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 of them, about 170 with
+    warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 graphs, about 170 with
                      context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is
                      reserved before the KV cache's
     grammar_seconds  longest time that a grammar of structured_outputs may take to compile; other requests go on meanwhile

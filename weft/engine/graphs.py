@@ -294,7 +294,7 @@ def pays(stages: int, read_bytes: int, weight_bytes: int) -> bool:
 class Flight:
     """Decode steps of a stage that go through the stages in groups. Collective.
 
-    The last of them is in flight until the next one continues it, or `settle`.
+    The last step is in flight until the next one continues it, or `settle`.
     """
 
     def __init__(self, graph: DecodeGraph, graphs: Graphs) -> None:

@@ -100,7 +100,7 @@ class Calls:
         if kind != "load":
             self._tell(self._computed, kind, value)
 
-    def _tell(self, number: int | None, kind: str, value: Any) -> None:
+    def _tell(self, number: int | None, kind: str, value: object) -> None:
         """Hand a message to the caller, unless that has left."""
         end = kind in ("ended", "error")
         if (messages := self._messages.pop(number, None) if end else self._messages.get(number)) is not None:
@@ -125,7 +125,7 @@ class LLM:
                 where `chunk_tokens` of a wide model need more
     progress    called with (bytes read, bytes to read) while rank 0's weights load
     warm_up_progress  called with (graphs captured, graphs to capture) during `warm_up`; None: the logger "weft.engine" gets a
-                line, level INFO, for each tenth of them
+                line, level INFO, for each tenth of the graphs
     config      an EngineConfig; the default one if None
     options     fields of EngineConfig by name, which replace `config`'s
 
@@ -182,7 +182,7 @@ class LLM:
         """Generate a completion for each prompt, in order, or n completions if `params` say so.
 
         prompts  text or lists of token ids
-        params   one for all prompts, or a list of one each; None: `defaults`
+        params   one for all prompts, or a list with one for each prompt; None: `defaults`
 
         With one `params`, the first prompt draws with its seed, and each other prompt with one derived from it; pass a list to
         choose every seed. ValueError for a prompt that cannot be answered.

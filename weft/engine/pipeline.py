@@ -7,7 +7,7 @@ microbatches, which go through the stages in order:
     after the last microbatch:        the last stage chooses tokens and sends them to all stages
 
     stage 0 | m0 | m1 |              | tokens         P stages take M + P - 1 turns for M microbatches: a stage waits for
-    stage 1      | m0 | m1 | choose  | tokens         (P - 1) / (M + P - 1) of them
+    stage 1      | m0 | m1 | choose  | tokens         (P - 1) / (M + P - 1) of the turns
 
 order     a microbatch may hold the rest of a prompt whose first tokens are in the one before: each stage computes them in this
           order, so their keys and values are in its cache

@@ -221,7 +221,7 @@ class VirtualRanks:
 
         RequestLoop(engine, hear, self._tell if team.rank == 0 else lambda kind, value: None).run()
 
-    def _tell(self, kind: str, value: Any) -> None:
+    def _tell(self, kind: str, value: object) -> None:
         if self._one_call and kind in ("ended", "rejected"):
             self._last = kind, value
             self._leave()

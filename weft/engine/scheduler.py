@@ -153,7 +153,7 @@ class Scheduler:
         return unread is not None and not unread.late and all(one.together for one in (unread, *self._running))
 
     def _own_pages(self, sequence: Sequence, shared: list[int]) -> int:
-        """Number of pages that a sequence is admitted with, beside those that it shares.
+        """Number of pages that a sequence is admitted with, beside its shared pages.
 
         With windows, the pages of a chunk, which each chunk takes anew. In a pool that has fewer, chunks are shorter.
         """

@@ -179,8 +179,8 @@ def _add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], at: Path) -> No
     for token_id, token in listed.items():
         if (actual := tokenizer.token_to_id(token.content)) != token_id:
             raise CheckpointError(
-                f"{at}: added_tokens_decoder has {token.content!r} as token {token_id}, and behind those of tokenizer.json it "
-                f"is {actual}; add it to tokenizer.json"
+                f"{at}: added_tokens_decoder has {token.content!r} as token {token_id}, and after the tokens of tokenizer.json "
+                f"it is {actual}; add it to tokenizer.json"
             )
 
 

@@ -216,7 +216,7 @@ class MoE(nn.Module):
                 name = f"experts.{self.experts.first + local}.{projection}"
                 scaled = None if scales is None else scales.shards(name, shard, begin, local)
                 shards |= {f"{name}.weight": shard} if scaled is None else scaled
-        # One scale for the inputs of all experts, also those of other ranks.
+        # One scale for the inputs of all experts, also of other ranks.
         for projection, scales in zip(self.projections, (self.gate_up_scales,) * 2 + (self.down_scales,), strict=True):
             for expert in range(self.experts.total if scales is not None else 0):
                 shards |= scales.input_shards(f"experts.{expert}.{projection}")

@@ -141,7 +141,7 @@ class Checkpoint:
         if shard.stored is not None and dtype != E4M3_NAME:
             raise CheckpointError(
                 f"{self.directory}: tensor {name} is of {dtype}, but quantization_config of config.json says that it is of "
-                f"{E4M3_NAME}; name its module there among those that are not quantized"
+                f"{E4M3_NAME}; name its module there among the ones that are not quantized"
             )
 
     def _files(self) -> dict[str, Any]:

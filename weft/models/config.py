@@ -84,7 +84,7 @@ READ = {
     *("architectures", "quantization_config"),
 }
 
-# Keys that may have these values and no others, in families that do not say otherwise.
+# Keys that may have these values and no other ones, in families that do not say otherwise.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
     "activation": ("swiglu", "silu", "swish", None),  # of the MLP with its gate; transformers reads hidden_act alone
@@ -198,8 +198,8 @@ class DecoderConfig:
     def of(cls, checkpoint: Checkpoint) -> DecoderConfig:
         """Configuration of a checkpoint, from its weights where config.json is silent or contradicts them.
 
-        Follows transformers 5: without a dtype that of the first weight, and a head that differs from the embedding is one of
-        its own, whatever tie_word_embeddings says.
+        Follows transformers 5: without a dtype that of the first weight, and a head that differs from the embedding is a
+        weight by itself, whatever tie_word_embeddings says.
         """
         content = checkpoint.config
         if content.get("dtype") is None and content.get("torch_dtype") is None:
@@ -319,7 +319,7 @@ def _rotary(content: Mapping[str, Any]) -> Rotary:
         raise CheckpointError(f"config.json: {error}") from None
 
 
-def _positive(name: str, value: Any) -> float:
+def _positive(name: str, value: object) -> float:
     # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive number that is finite")

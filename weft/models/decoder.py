@@ -113,7 +113,7 @@ class Decoder(nn.Module):
            "reference". Page tables of such a model have an entry for a page of each rank
     quantization  "fp8" or "fp8_per_block", "fp8_per_channel": matrices of the layers are put in fp8 as they are read from a
            checkpoint of 16 or 32 bits (docs/fp8.md); None: they are as the checkpoint has them
-    layers  those of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
+    layers  of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
            the last one a norm and a head
 
     Logits are this rank's [n, V'/W], in fp32, or in a fused pass in the model's dtype; `lm_head.argmax` and `lm_head.gather`
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
     ) -> Decoder:
         """Model of a checkpoint directory, this rank's slices cast to `dtype` (None: the checkpoint's own).
 
-        Its family is that of the checkpoint's model_type. Warnings as of `load`. options: others of the model.
+        Its family is the one of the checkpoint's model_type. Warnings as of `load`. options: further ones of the model.
         """
         checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(directory)
         model = cls(DecoderConfig.of(checkpoint), team, mode=mode, dtype=dtype, fused=fused, **options)
@@ -321,7 +321,7 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens[T] → logits [n, V'/W] after the tokens `rows` [n] (None: after each of them).
+        """tokens[T] → logits [n, V'/W] after the tokens `rows` [n] (None: after each token).
 
         Keys and values go into `cache`. Shapes depend on the step's alone, and the host reads nothing: it can be captured in a
         CUDA graph, after one call outside.

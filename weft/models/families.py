@@ -26,7 +26,7 @@ PUBLISHED = {name: content for family in FAMILIES.values() for name, content in 
 """Name of a published model -> its config.json, as far as it counts."""
 
 
-def published(name: Any) -> Mapping[str, Any]:
+def published(name: object) -> Mapping[str, Any]:
     """config.json of a published model by its name. ValueError for another name."""
     content = PUBLISHED.get(name.lower()) if isinstance(name, str) else None
     if content is None:

@@ -41,7 +41,7 @@ class ExpertOptions:
     num_experts, num_experts_per_tok  in all, and of each token
     intermediate_size  of each expert
     norm_topk_prob, scoring, router_bias, groups, group_limit, scale  how tokens choose: arguments of ``weft.layers.MoE``
-    shared_intermediate_size, shared_gate  an expert of all tokens, likewise
+    shared_intermediate_size, shared_gate  features of an expert of all tokens, and whether it has a gate
     layers             by layer, and repeated for more layers: True where there are experts, else an MLP
     """
 
@@ -106,9 +106,9 @@ class Family:
                   None: one for each query head; head_dim None: hidden_size / num_attention_heads
     published     name of a model -> its config.json, as far as it counts
     attention     options in a config.json. CheckpointError for values that weft does not run
-    experts       the mixture of experts in a config.json, likewise; None: MLPs
+    experts       the mixture of experts in a config.json, with the same errors; None: MLPs
     reads         keys that `attention` and `experts` read
-    supported     keys that may have these values and no others, beside those of all families
+    supported     keys that may have these values and no other ones, beside the keys of all families
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Defaults for generation from a checkpoint: those that weft follows, and those that it does not."""
+"""Defaults for generation from a checkpoint: which ones weft follows, and which it does not."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from weft.models.files import as_directory, check_directory
 
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:@({_WORD}(?:/{_WORD})*))?")
-# Files of a repository that weft reads, where it has them; a cache may lack others.
+# Files of a repository that weft reads, where it has them; a cache may lack all other files.
 READ = (
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -29,7 +29,7 @@ READ = (
 def find_checkpoint(name: str | PathLike[str]) -> Path:
     """Directory of a checkpoint: a path, a built-in model's name, or OWNER/NAME or OWNER/NAME@REVISION.
 
-    A path that exists is taken first. Built-in are "adder" and "adder-moe". The others are read from the hub's cache, which is
+    A path that exists is taken first. Built-in are "adder" and "adder-moe". Another one is read from the hub's cache, which is
     where `huggingface_hub` has it (HF_HUB_CACHE, HF_HOME). CheckpointError with the command that downloads what is missing.
     """
     directory, is_name = as_directory(name), isinstance(name, str) and not os.path.lexists(name)

@@ -43,7 +43,7 @@ class Quantization:
     """Matrices of the layers that are in fp8.
 
     method   in messages: quant_method, or the name of what is made at load
-    format   of all of them
+    format   of all these matrices
     ignored  modules of 16 bits: their names, prefixes or ends of names, patterns with *, or "re:" and a regular expression
     """
 
@@ -53,13 +53,13 @@ class Quantization:
 
     @classmethod
     def made(cls, name: str) -> Quantization:
-        """Made at load. ValueError for another name than those of MADE."""
+        """Made at load. ValueError for a name that is not in MADE."""
         if name not in MADE:
             raise ValueError(f"quantization={quoted(name)} is not one of {', '.join(map(repr, MADE))}")
         return cls(method=name, format=Fp8Format(scheme=MADE[name]))
 
     @classmethod
-    def of(cls, content: Any) -> Quantization | None:
+    def of(cls, content: object) -> Quantization | None:
         """Reads a quantization_config; None if weights are not quantized.
 
         CheckpointError for what weft does not run.
@@ -205,8 +205,8 @@ def _compressed_tensors(content: Mapping[str, Any]) -> Quantization | None:
         raise _refused(method, f"config_groups={quoted(groups)}", "one group")
     [(name, group)] = groups.items()
     sides = {side: group.get(side) for side in ("weights", "input_activations")}
-    others = {key: value for key, value in group.items() if key not in sides}
-    _check(method, others, {"targets": (["Linear"],), "format": ("float-quantized", None)}, f"{name}.")
+    rest_of_group = {key: value for key, value in group.items() if key not in sides}
+    _check(method, rest_of_group, {"targets": (["Linear"],), "format": ("float-quantized", None)}, f"{name}.")
     for side, value in sides.items():
         if not isinstance(value, Mapping):
             raise _refused(method, f"{name}.{side}={quoted(value)}", "weights and input_activations in fp8")

@@ -59,7 +59,7 @@ class Fp8Grid:
 
     @classmethod
     def of(cls, format: Fp8Format, in_features: int, row_edges: Sequence[int], column_edges: Sequence[int]) -> Fp8Grid:
-        """Grid that is cut at these rows and columns, or multiples of them."""
+        """Grid that is cut at these rows and columns, or at multiples."""
         if format.scheme != "block":
             return cls(format=format, rows=1, columns=in_features)
         return cls(format=format, rows=gcd(BLOCK, *row_edges), columns=gcd(BLOCK, *column_edges))
@@ -112,7 +112,7 @@ class Fp8Scales(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleShard(Shard):
-    """This rank's scales of a matrix: those of the blocks of its rows and columns, which may repeat."""
+    """This rank's scales of a matrix, for the blocks of its rows and columns, which may repeat."""
 
     rows: Tensor
     columns: Tensor

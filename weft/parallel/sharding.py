@@ -49,7 +49,7 @@ def whole(parameter: torch.Tensor) -> Shard:
 
 
 def under(prefix: str, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """The same shards, their names behind `prefix` and a dot."""
+    """The same shards, their names after `prefix` and a dot."""
     return {f"{prefix}.{name}": shard for name, shard in shards.items()}
 
 

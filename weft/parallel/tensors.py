@@ -56,7 +56,7 @@ class PartialSum:
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """This rank's [M/W, N] of M rows, in rank order; padding to a multiple of W behind the tokens."""
+    """This rank's [M/W, N] of M rows, in rank order; padding to a multiple of W after the tokens."""
 
     rows: Tensor
 
@@ -93,7 +93,7 @@ class AttentionWeights(NamedTuple):
 
     q_norm, k_norm  [head_dim], the RMSNorms of each head before the rotary embedding; None: there are none
     bias            [(heads + 2 kv_heads) * head_dim], added to x @ qkv.T; None: there is none
-    window          a token attends to this many tokens, itself the last of them; None: to all before it
+    window          a token attends to this many tokens, itself the last one; None: to all before it
     """
 
     qkv: Tensor | Fp8
@@ -116,14 +116,14 @@ class MLPWeights(NamedTuple):
 
 
 class MoEWeights(NamedTuple):
-    """The router, and one rank's experts or slices of them, with N intermediate features each.
+    """The router, and one rank's experts or slices of experts, with N intermediate features each.
 
     router   [E, H], of all experts; a row more is that of the shared expert's gate. bias: fp32 [E], added to their scores for
              the choice, or None
     gate_up  [experts.count, 2 N, H], the gate's rows first; down [experts.count, H, N]
     shared   this rank's features of an MLP of all tokens, its result times the sigmoid of its gate if there is one; None: there
              is no such MLP
-    tickets  int32 [1] zeros: arrival counter of ops.matmul_route_schedule and ops.moe_schedule; None: each call makes its own,
+    tickets  int32 [1] zeros: arrival counter of ops.matmul_route_schedule and ops.moe_schedule; None: each call makes one,
              by a launch more
     """
 
@@ -137,7 +137,7 @@ class MoEWeights(NamedTuple):
     tickets: Tensor | None = None
 
     def logits(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(the experts' logits [T, E], those of the shared expert's gate [T] or None) of x @ router.T"""
+        """(the experts' logits [T, E], the logits of the shared expert's gate [T] or None) of x @ router.T"""
         E = self.experts.total
         return scores[:, :E], scores[:, E] if scores.shape[1] > E else None
 

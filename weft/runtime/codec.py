@@ -58,7 +58,7 @@ def exchangeable(cls: T) -> T:
     return cls
 
 
-def encode(value: Any, called: str = "item") -> bytes:
+def encode(value: object, called: str = "item") -> bytes:
     """The value as bytes. NotExchangeable, with the place inside ``called``, for one that cannot be sent."""
     out = bytearray(_MAGIC)
     _put(out, value, (None, "{}", called), 0)
@@ -202,7 +202,7 @@ def _refuse(place: Place | None, problem: str, remedy: str) -> NoReturn:
     raise NotExchangeable("".join(reversed(parts)), problem, remedy)
 
 
-def _remedy(value: Any) -> str:
+def _remedy(value: object) -> str:
     kind = type(value)
     if kind.__module__.split(".")[0] == "numpy":
         return "pass torch.from_numpy(x)" if kind.__name__ == "ndarray" else "pass x.item(), a plain Python value"

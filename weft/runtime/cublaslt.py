@@ -1,7 +1,7 @@
 """GEMMs of the cuBLASLt that ships with torch, by ctypes, with an algorithm that the caller chooses.
 
 torch.mm runs the first algorithm that cuBLAS's heuristics name, which is often not the fastest, and offers no choice. Names
-and numbers are those of cublasLt.h (CUDA 13.1). Without cuBLASLt, and on ROCm, ``matmul`` returns False and does nothing.
+and numbers come from cublasLt.h (CUDA 13.1). Without cuBLASLt, and on ROCm, ``matmul`` returns False and does nothing.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def version() -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call(name: str, *arguments: object) -> None:
     status = getattr(_cublaslt(), f"cublasLt{name}")(*arguments)
     if status:
         raise CublasError(name, status)

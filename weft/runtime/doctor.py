@@ -130,7 +130,7 @@ def _interpret() -> Iterator[Finding]:
             name=_INTERPRET,
             value="set",
             status="wrong",
-            explanation="Triton's own interpreter runs every kernel; weft's simulator has its own",
+            explanation="Triton's own interpreter runs every kernel; weft's simulator has another one",
             remedy=f"unset {_INTERPRET}",
         )
 

@@ -225,7 +225,7 @@ def _run(
 
 
 def _end_all(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait for processes to end, and kill those that run longer."""
+    """Wait for processes to end, and kill what runs longer."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(timeout=max(0.0, deadline - time.monotonic()))
@@ -346,7 +346,7 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def _packed(rank: int, error: BaseException | None, value: Any) -> bytes:
+def _packed(rank: int, error: BaseException | None, value: object) -> bytes:
     if error is not None:
         trace = "".join(traceback.format_exception(error))
         if not isinstance(error, Exception):

@@ -47,7 +47,7 @@ class Launch:
         self._addresses = _with_addresses(fixed)
         self._compiled: dict[tuple, tuple[CompiledKernel, Callable[..., None], tuple]] = {}
 
-    def __call__(self, programs: int | tuple[int, int], *varying: Any) -> None:
+    def __call__(self, programs: int | tuple[int, int], *varying: object) -> None:
         """Run ``programs`` programs, or a grid, on the current stream.
 
         ``varying``: arguments that are neither constexpr nor fixed.

@@ -9,7 +9,7 @@ from typing import Any
 from weft.errors import WrongMain
 
 
-def check_main(main: Any) -> None:
+def check_main(main: object) -> None:
     """WrongMain if a call of ``main`` would not run its body, as with async functions and generators."""
     body = main
     while isinstance(body, functools.partial):
@@ -21,7 +21,7 @@ def check_main(main: Any) -> None:
                 raise WrongMain(_name(main), what)
 
 
-def checked_result(main: Any, result: Any) -> Any:
+def checked_result(main: object, result: Any) -> Any:
     """``result`` of ``main``; WrongMain if it is a coroutine or a generator, whose body has not run."""
     if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
         if hasattr(result, "close"):
@@ -37,7 +37,7 @@ _KINDS = (
 )
 
 
-def _name(main: Any) -> str:
+def _name(main: object) -> str:
     while isinstance(main, functools.partial):
         main = main.func
     return getattr(main, "__name__", None) or type(main).__name__

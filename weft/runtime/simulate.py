@@ -50,7 +50,7 @@ def simulate(
     seed        of the scheduler: the same seed gives the same run, event for event
     like        the GPU that ranks plan as: "h200", "h100", "b200" or "a100". Ops choose what they choose there, by the same
                 tables and rules
-    sms         programs of a rank that can be resident at once; further ones start when others end. None: the SMs of ``like``
+    sms         programs of a rank that can be resident at once; further ones start when one ends. None: the SMs of ``like``
     slow        rank -> factor by which the scheduler picks it less often than other ranks
     heap_bytes  as in ``weft.init``
     node_size   ranks of each node: ranks of different nodes do not reach each other's memory; None: one node

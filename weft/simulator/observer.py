@@ -147,7 +147,7 @@ class Observer:
         """End of a wait by signal ``index``, with acquire order for that one alone."""
 
     def waits_for_data(self, address: int) -> None:
-        """Start of a wait for Lamport elements, the first of them at ``address``."""
+        """Start of a wait for Lamport elements, the first one at ``address``."""
 
     def spins(self, address: int, line: CodeLine | None) -> None:
         """Pause of a program that repeats itself until memory changes; ``line`` reads ``address``."""

@@ -31,8 +31,8 @@ class Places:
     low, last  least and greatest address that is not masked off; without one 0 and -1
     addresses, mask  of all elements (uint64, bool), in the block's shape
     active     addresses that are not masked off, in the block's order and of any shape
-    first      the first of them
-    targets    of a store under way: ``Memory.check`` of them
+    first      the first such address
+    targets    of a store under way: ``Memory.check`` of the addresses
     """
 
     __slots__ = ("is_empty", "is_whole", "itemsize", "last", "low", "targets")

@@ -61,7 +61,7 @@ def described(timeline: Timeline) -> str:
     clock = "virtual time"
     if timeline.clock == MEASURED:
         clock = (
-            f"clocks of the ranks agree to {timeline.residual_ns / 1e3:.2f} us, those of streams to "
+            f"clocks of the ranks agree to {timeline.residual_ns / 1e3:.2f} us, clocks of streams to "
             f"{timeline.streams_ns / 1e3:.1f} us"
         )
     lost = f", {timeline.lost:,} records lost" if timeline.lost else ""

@@ -273,7 +273,7 @@ def show_algorithms(run: Run, entries: list[Entry]) -> None:
     ]
     show_cells(header, [list(map(Text, row)) for row in rows], console, left=2)
     console.print(
-        f"{len(entries)} GEMMs searched, the others were known; added to {run.algorithm_cache}", soft_wrap=True
+        f"{len(entries)} GEMMs searched, all other ones were known; added to {run.algorithm_cache}", soft_wrap=True
     )
 
 

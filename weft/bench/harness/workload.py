@@ -33,7 +33,7 @@ FATAL = (Stuck, CallMismatch, PeerFailed, PeerSilent)
 
 
 class Failed(Exception):
-    """Error on all ranks: an action raised on one of them. Its message is that rank's reason."""
+    """Error on all ranks: an action raised on one rank. Its message is that rank's reason."""
 
 
 class OutOfStep(WeftError):

@@ -1,8 +1,8 @@
 """Baseline of benchmarks: the reference recipe over a dense KV cache.
 
 As gpt-fast does it: a static cache, fused qkv and gate-up GEMMs by F.linear, torch's SDPA and RMSNorm, NCCL for all-reduces,
-everything captured in one CUDA graph by the caller; compiled.py puts torch.compile over the same functions. The weights are
-those of a model of weft, by reference.
+everything captured in one CUDA graph by the caller; compiled.py puts torch.compile over the same functions. The weights
+belong to a model of weft, by reference.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Roofline:
 
     @property
     def floor(self) -> float:
-        """Total with bytes on the wire hidden behind GEMMs as far as possible."""
+        """Total with bytes on the wire hidden by GEMMs as far as possible."""
         return self.gemms + self.head + self.attention + self.latency + self.exposed
 
 
@@ -43,7 +43,7 @@ def weights(config: DecoderConfig, world_size: int) -> dict[str, int]:
     """Elements of one rank's weights by GEMM of a layer. A bias counts as a column more.
 
     Of a mixture of experts, all of this rank's experts; the router counts as columns of gate and up. A shared expert has
-    GEMMs of its own.
+    separate GEMMs.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads // world_size
     kv_heads = max(config.num_key_value_heads // world_size, 1)

@@ -29,7 +29,7 @@ def _of_transport(earlier: Access, later: Access) -> str | None:
     if _RAIL in (earlier.thread.stream, later.thread.stream):
         return _of_rails(earlier, later)
     if any(access.thread.stream.startswith("put ") for access in (earlier, later)):  # platforms/virtual_put.py
-        return "put fence(to) or a strong signal behind the transfer; its source may be written after quiet()"
+        return "put fence(to) or a strong signal after the transfer; its source may be written after quiet()"
     if _COPY in (earlier.kind, later.kind):
         return _of_copies(earlier, later) if same_rank else _of_peers_copies(earlier, later)
     if _HOST not in (earlier.kind, later.kind):

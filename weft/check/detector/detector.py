@@ -125,7 +125,7 @@ class Detector(HappensBefore):
             grid = unstarted[0]
             return "residency", (
                 f"kernel {grid.launch.name} has {grid.total} programs and this GPU holds {self.machine.sms}: the running ones "
-                f"wait, so the others never start"
+                f"wait, so the remaining ones never start"
             )
         for number, names in enumerate(zip(*self.launched_names, strict=False), start=1):
             if len(set(names)) > 1:

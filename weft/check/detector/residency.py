@@ -41,7 +41,7 @@ class Residency:
         if not self._leads(other, grid):
             return
         suppliers = (
-            "others of this grid"
+            "other programs of this grid"
             if other is grid
             else f"programs of {writer.label.partition(' program ')[0]}, which wait for this grid"
         )

@@ -93,7 +93,9 @@ class ThreadClock:
         self.early_release: tuple[np.ndarray, tuple | None] | None = None
         self.grid: Grid | None = None  # of a program
         self.issued: int | None = None  # of a stream's running operation
-        self.launch = 0  # kernels that the rank had launched: of a program with its own, of a copy when it was enqueued
+        self.launch = (
+            0  # kernels that the rank had launched: of a program with its kernel, of a copy when it was enqueued
+        )
         self.waits: tuple[int, tuple | None] | None = None  # address that it waits for or has waited for last, line
         self.reached: set[tuple[int, int]] = set()  # of a program: heaps to which it may have pointers
         self.slot = slots.of(rank, name)

@@ -51,7 +51,7 @@ class Tiles:
             chunk = f", chunk {tile.row % m // tile.chunk_rows}, for which it does not wait" if tile.chunk_rows else ""
             text = (
                 f"{name} belongs to rank {tile.owner}, but its rows {tile.row} .. {tile.row + tile.rows - 1} begin with "
-                f"those of rank {tile.row // m}{chunk}"
+                f"rows of rank {tile.row // m}{chunk}"
             )
             self._report("tile-owner", text, thread)
         owners = self._owners.setdefault((len(self._calls[grid.rank]) - 1, tile.number), {})
@@ -81,7 +81,7 @@ class Tiles:
                 self._hole(thread, column, end, covers, last)
 
     def _hole(self, thread: ThreadClock, column: int, begin: int, end: int, last: int | None) -> None:
-        where = "at its start" if last is None else f"behind tile {last}"
+        where = "at its start" if last is None else f"after tile {last}"
         text = f"rows {begin} .. {end - 1} of column tile {column} belong to no tile: the map has a hole {where}"
         self._report("tile-map", text, thread)
 
@@ -112,7 +112,7 @@ class Tiles:
                 if not 0 <= source < tile.world_size:
                     what = "a row that no rank has"
                 elif source == thread.rank:
-                    what = f"row {at} of this rank among the gathered rows, and not from its own shard"
+                    what = f"row {at} of this rank among the gathered rows, and not from shard"
                 text = f"body of tile {tile.number} loads {what}: the tile needs rows of {_chunks(tile)}"
                 self._found("tile-read", text, access, addresses, tile.gathered)
                 return True

@@ -1,1 +1,1 @@
-"""The platforms of a team behind one interface: GPUs, and virtual ranks."""
+"""The platforms of a team, with one interface: GPUs, and virtual ranks."""

@@ -249,7 +249,7 @@ class CudaPlatform:
     def peer_heap(self, peer: int) -> torch.Tensor:
         return self._peers[peer]
 
-    def exchange(self, what: str, item: Any) -> list[Any]:
+    def exchange(self, what: str, item: object) -> list[Any]:
         return self._rendezvous.exchange(what, item)
 
     def compare(self, call: str, values: Mapping[str, str], seconds: float | None) -> None:

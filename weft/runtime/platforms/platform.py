@@ -89,7 +89,7 @@ class Platform(Protocol):
     def peer_heap(self, peer: int) -> torch.Tensor:
         """Heap of ``peer`` as uint8, which this rank can read and write."""
 
-    def exchange(self, what: str, item: Any) -> list[Any]:
+    def exchange(self, what: str, item: object) -> list[Any]:
         """Items of all ranks, in rank order; ``what`` is the same on all ranks.
 
         Bounded in time: CallMismatch, PeerSilent or PeerFailed, in the simulator Deadlock.

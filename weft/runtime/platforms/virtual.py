@@ -133,7 +133,7 @@ class VirtualPlatform:
         """Heap of the rank of equal local rank in another node, for models of transports."""
         return self._cluster.heaps[f"{self._team}.node{node}", self.node.rank]
 
-    def exchange(self, what: str, item: Any) -> list[Any]:
+    def exchange(self, what: str, item: object) -> list[Any]:
         # Encoded as between processes: the same items are refused, and every rank gets a copy.
         return [codec.decode(data) for data in self.meet(what, codec.encode(item))]
 
@@ -160,7 +160,7 @@ class VirtualPlatform:
             observer.disagreed(str(error), self._members[first.rank], first.place, here)
             raise
 
-    def meet(self, what: str, item: Any, streams: bool = False) -> list[Any]:
+    def meet(self, what: str, item: object, streams: bool = False) -> list[Any]:
         """Items of all ranks, uncopied. ``streams``: the rendezvous is one of the main streams' work."""
         self._rendezvous += 1
         key = f"{self._team}'s {what} (rendezvous {self._rendezvous})"

@@ -115,7 +115,7 @@ class Rail:
             if check_int(f"{name}.{which}", node, 0, self.size - 1) == self.index:
                 raise ValueError(f"{name}.{which}={node} is this rank's own node; copy within the node instead")
         if piece.landed is not None and (piece.receive is None or epoch is None):
-            raise ValueError(f"{name}: landed is a flag behind received data; pass receive= and the epoch")
+            raise ValueError(f"{name}: landed is a flag written after received data; pass receive= and the epoch")
         for what, flag in ((f"{name}.landed", piece.landed), ("epoch", epoch)):
             if flag is not None and (flag.dtype != torch.int32 or flag.numel() != 1):
                 raise ValueError(f"{what}={quoted(flag)} is not an int32 tensor of one element")

@@ -48,7 +48,7 @@ class Rendezvous:
         self._count = 0
         self._failed = False
 
-    def exchange(self, what: str, item: Any, patience: float | None = None) -> list[Any]:
+    def exchange(self, what: str, item: object, patience: float | None = None) -> list[Any]:
         """Items of all ranks, in rank order; ``what`` names the call. patience: None, that of the rendezvous.
 
         NotExchangeable for an item that cannot be sent, CallMismatch if the ranks are in different calls, PeerSilent after the

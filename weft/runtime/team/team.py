@@ -37,7 +37,7 @@ logger = logger_of(__name__)
 
 # Teams by name, for custom ops, which carry the name in their schema.
 _TEAMS: weakref.WeakValueDictionary[str, Team] = weakref.WeakValueDictionary()
-# Names of teams that compare the ranks' calls: those of virtual ranks, and debug builds. A set, since every eager call of an op
+# Names of teams that compare the ranks' calls: teams of virtual ranks, and debug builds. A set, since every eager call of an op
 # looks whether its team's name is there.
 COMPARING: set[str] = set()
 # The shared teams of this process, by process group: Team.of. Virtual ranks: weft.runtime.virtual_rank.
@@ -289,7 +289,7 @@ class Team(TakenByView):
         self._check_open("synchronize()")
         self._platform.synchronize()
 
-    def exchange(self, item: Any) -> list[Any]:
+    def exchange(self, item: object) -> list[Any]:
         """The ``item`` of every rank, in rank order. Collective.
 
         item  None, bool, int, float, str, bytes, list, tuple, dict, torch.dtype, a tensor (which arrives in CPU memory), or an
@@ -426,7 +426,7 @@ def init(
     heap_bytes  of symmetric memory per rank; None: 2 GiB on GPUs, 512 MiB in the simulator
     debug       True, or the seconds (20 if True) after which a kernel's wait gives up with WaitTimeout. Also compares at every
                 eager or captured call of an op what all ranks must pass alike: ArgumentMismatch, CallMismatch, or PeerSilent
-                after those seconds
+                after these seconds
     node_size   ranks of a node, to make logical nodes of one machine; None: torchrun's LOCAL_WORLD_SIZE, or one node where
                 ``weft.launch`` or ``weft.simulate`` was given none. ValueError, on all ranks, if they have different ones
     untested    True: also on AMD GPUs, for which weft compiles (gfx942, gfx950) and where it has never run; else Unsupported
@@ -465,14 +465,14 @@ def _shared_teams(group: Any) -> tuple[dict[Any, Team], Any]:
     return _SHARED, process_group(group)
 
 
-def _refuse_group(group: Any) -> None:
+def _refuse_group(group: object) -> None:
     if group is not None:
         raise ValueError(
             f"group={quoted(group)} needs torch.distributed; in the simulator leave it out, or use team.subset(ranks)"
         )
 
 
-def _checked_shape(shape: Any) -> tuple[int, ...]:
+def _checked_shape(shape: object) -> tuple[int, ...]:
     """ValueError unless it is an integer or a sequence of integers, none below 0."""
     if is_integer(shape):
         shape = (shape,)

@@ -67,7 +67,7 @@ def prepare(
         except _NoArgument as error:
             raise TypeError(
                 f"{jit_fn.__name__}: argument {p.name} is {error}, which no kernel takes; pass a tensor, a number, a tensor "
-                f"descriptor or a tuple of them, or make the parameter a tl.constexpr"
+                f"descriptor or a tuple of such, or make the parameter a tl.constexpr"
             ) from None
     sizes = _sizes(jit_fn.__name__, grid(bound.arguments) if callable(grid) else grid)
     named = {p.name: seen.pop(p.name) for p in jit_fn.signature.parameters.values() if p.kind is p.KEYWORD_ONLY}

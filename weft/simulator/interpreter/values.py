@@ -42,7 +42,7 @@ def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
     return made
 
 
-def plain(x: Any) -> Any:
+def plain(x: object) -> Any:
     """Value of a constexpr; anything else unchanged."""
     return x.value if isinstance(x, _Constexpr) else x
 
@@ -91,7 +91,7 @@ def block(array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
     return make(numerics.convert(np.asarray(array), numpy_dtype(dtype)), dtype, True)
 
 
-def value_of(x: Any) -> Any:
+def value_of(x: object) -> Any:
     """Plain value of ``x``.
 
     A Python number for a scalar tensor (an address for a pointer), the array of a block, the value of a constexpr; anything

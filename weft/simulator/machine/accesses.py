@@ -54,7 +54,7 @@ class Accesses:
         task = self.scheduler.current
         if task is None:
             raise Unsupported(
-                "a team of virtual ranks is used where none of them runs, such as after weft.simulate has returned; use it in "
+                "a team of virtual ranks is used where no rank runs, such as after weft.simulate has returned; use it in "
                 "main(team), and return plain values"
             )
         return task.rank

@@ -174,7 +174,7 @@ class Machine(Launches):
         self.observer.waits_for_data(low)
         self.scheduler.block(Waiting(done, lambda: f"{where[len(task.label) :].strip()} {describe()}", low, high))
 
-    def exchange(self, rendezvous: str, item: Any, members: list[int], streams: bool = False) -> list[Any]:
+    def exchange(self, rendezvous: str, item: object, members: list[int], streams: bool = False) -> list[Any]:
         """Rendezvous of the host code of all ``members`` under one name.
 
         Each gets every item, in the members' order. ``streams``: the main streams meet, not the hosts, as in a NCCL

@@ -24,7 +24,7 @@ _GONE = 256  # most removed extents whose names are kept
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """Bytes of one tensor of one rank: ``size`` of them at ``base``."""
+    """Bytes of one tensor of one rank: ``size`` bytes at ``base``."""
 
     base: int
     size: int

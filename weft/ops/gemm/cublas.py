@@ -60,7 +60,7 @@ def _run(design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
 
 
 def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
-    """``matrix`` with rows of zeros up to a multiple of four: cuBLAS takes no other number with scales of blocks."""
+    """``matrix`` with rows of zeros up to a multiple of four, as cuBLAS takes rows with scales of blocks."""
     missing = -len(matrix) % 4
     return torch.nn.functional.pad(matrix, (0, 0, 0, missing)) if missing else matrix
 

@@ -281,7 +281,7 @@ def test_wrong_arguments_of_ag_moe_are_refused(message, fields):
         ("x has 15 rows; with gather=False a schedule of 8 tokens", {"h": torch.zeros(15, 8)}),
         ("dispatched=None is not a Dispatched", {"dispatched": None}),
         ("ids has shape (6, 2); it must be (8, 2)", {"tokens_of_all": 6}),
-        ("schedule of 8 tokens and 4 experts; it has those of", {"experts": Experts(8, 0, 2)}),
+        ("schedule of 8 tokens and 4 experts; it must be of W", {"experts": Experts(8, 0, 2)}),
         ("tokens=5 is not an integer in 0 .. 4", {"tokens": 5}),
         ("algorithm='push' is not one of 'auto', 'slabs', 'sequential'", {"algorithm": "push"}),
     ],

@@ -120,14 +120,18 @@ def quantize_rows(
     return into
 
 
+def _scale_for(largest: torch.Tensor) -> torch.Tensor:
+    """Scales of groups with these largest magnitudes."""
+    # A tensor below: on GPUs torch multiplies by the inverse of a number, which rounds otherwise.
+    return torch.where(largest > 0, (largest / torch.full_like(largest, LARGEST.value)).clamp(min=SMALLEST.value), 1)
+
+
 def by_torch(x: torch.Tensor, columns: int = COLUMNS.value) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, scales) of ``x``, bit for bit as kernels give them. columns: of a scale."""
     H = x.shape[1]
     blocks = torch.nn.functional.pad(x.float(), (0, -H % columns)).unflatten(1, (-1, columns))
     finite = blocks.isfinite()
-    largest = torch.where(finite, blocks.abs(), 0).amax(-1, keepdim=True)
-    # A tensor below: on GPUs torch multiplies by the inverse of a number, which rounds otherwise.
-    scale = torch.where(largest > 0, (largest / torch.full_like(largest, LARGEST.value)).clamp(min=SMALLEST.value), 1)
+    scale = _scale_for(torch.where(finite, blocks.abs(), 0).amax(-1, keepdim=True))
     # torch makes NaN of what is too large.
     rows = torch.where(finite, blocks * (1 / scale), torch.nan).clamp(-LARGEST.value, LARGEST.value)
     return rows.flatten(1)[:, :H].to(E4M3), scale.squeeze(-1)
@@ -165,12 +169,23 @@ class Fp8(NamedTuple):
     def device(self) -> torch.device:
         return self.data.device
 
+    @property
+    def is_grouped(self) -> bool:
+        """True for several scales along K; activations then have one for each group of 128 columns."""
+        return self.scales.shape[-1] > 1
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix in ``dtype``: each byte times its scale, in fp32 at least, rounded once."""
         wide = torch.promote_types(dtype, torch.float32)
         rows, columns = (spread(self.scales.shape[dim], self.shape[dim]) for dim in (-2, -1))
         scales = self.scales.to(wide).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
         return (self.data.to(wide) * scales[..., : self.shape[-2], : self.shape[-1]]).to(dtype)
+
+
+def by_static_scale(x: torch.Tensor, scale: torch.Tensor) -> Fp8:
+    """``x`` in e4m3 by a scale [1, 1] of all of it, saturated."""
+    # By a tensor: torch multiplies by a number's inverse in another precision.
+    return Fp8((x.float() * (1 / scale)).clamp(-LARGEST.value, LARGEST.value).to(E4M3), scale)
 
 
 def spread(scales: int, size: int) -> int:
@@ -189,7 +204,6 @@ def quantized_weight(weight: torch.Tensor, scheme: str) -> Fp8:
     rows, columns = {"block": (COLUMNS.value, COLUMNS.value), "channel": (1, K), "tensor": (N, K)}[scheme]
     padded = torch.nn.functional.pad(weight.float(), (0, -K % columns, 0, -N % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    largest = blocks.abs().amax((1, 3), keepdim=True)
-    scales = torch.where(largest > 0, (largest / torch.full_like(largest, LARGEST.value)).clamp(min=SMALLEST.value), 1)
+    scales = _scale_for(blocks.abs().amax((1, 3), keepdim=True))
     data = (blocks * (1 / scales)).clamp(-LARGEST.value, LARGEST.value).flatten(2).flatten(0, 1)[:N, :K]
     return Fp8(data.to(E4M3).contiguous(), scales[:, 0, :, 0].contiguous())

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import COLUMNS, E4M3, LARGEST, SMALLEST, Fp8, quantized_weight
+from weft.kernels.fp8 import COLUMNS, Fp8, by_static_scale, by_torch, quantized_weight
+from weft.ops.registration import HALVES
 from weft.parallel.sharding import Shard
 from weft.runtime.arithmetic import cdiv
 
@@ -198,27 +199,12 @@ class QuantizedShard(Shard):
 
 def rounded(x: Tensor, w: Fp8) -> Tensor:
     """``x`` [..., K] as the format of ``w`` rounds it: to fp8 and back, in its dtype."""
+    rows = x.flatten(0, -2)
     if w.input_scale is not None:
-        scale = w.input_scale
-        return (rounded_to_fp8(x.float() * (1 / scale)) * scale).to(x.dtype)
-    K = x.shape[-1]
-    group = K if is_per_channel(w) else BLOCK
-    blocks = F.pad(x.float(), (0, -K % group)).unflatten(-1, (-1, group))
-    finite = blocks.isfinite()
-    largest = torch.where(finite, blocks.abs(), 0).amax(-1, keepdim=True)
-    scale = torch.where(largest > 0, (largest / torch.full_like(largest, LARGEST.value)).clamp(min=SMALLEST.value), 1)
-    read_back = rounded_to_fp8(torch.where(finite, blocks * (1 / scale), torch.nan)) * scale
-    return read_back.flatten(-2)[..., :K].to(x.dtype)
-
-
-def rounded_to_fp8(x: Tensor) -> Tensor:
-    """fp32 ``x`` rounded to e4m3, saturated."""
-    return x.clamp(-LARGEST.value, LARGEST.value).to(E4M3).float()
-
-
-def is_per_channel(w: Fp8) -> bool:
-    """True for a scale of each row; one of each block of a row as narrow as a block means the same."""
-    return w.scales.shape[-1] == 1 and w.shape[-1] > BLOCK
+        quantized = by_static_scale(rows, w.input_scale)
+    else:
+        quantized = Fp8(*by_torch(rows, BLOCK if w.is_grouped else x.shape[-1]))
+    return quantized.dequantized(x.dtype).view(x.shape)
 
 
 def operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor]:
@@ -234,7 +220,7 @@ def operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor]:
 def gemm_operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor | Fp8]:
     """(x, w) for a GEMM op, which takes fp8 weights with rows of 16 bits; as ``operands`` for other rows."""
     dtype = x.scaled.dtype if isinstance(x, DeferredNorm) else x.dtype
-    return (x, w) if dtype in (torch.float16, torch.bfloat16) else operands(x, w)
+    return (x, w) if dtype in HALVES else operands(x, w)
 
 
 def linear(x: Tensor, w: Tensor | Fp8) -> Tensor:

@@ -53,6 +53,17 @@ def test_against_plain_torch(W, scheme):
         assert_identical(result, results[0], what="the same bits on all ranks")
 
 
+def test_gradients_are_refused_in_all_gather_matmul():
+    def main(team):
+        x, weight = random(0, 4, 144).bfloat16().requires_grad_(), quantized_weight(random(1, 32, 144), "block")
+        with pytest.raises(RuntimeError, match="all_gather_matmul: fp8 weights have no backward"):
+            ops.all_gather_matmul(x, weight, team)
+        with torch.no_grad():
+            assert ops.all_gather_matmul(x, weight, team).shape == (8, 32)
+
+    weft.simulate(main, 2)
+
+
 def test_wrong_arguments_are_refused():
     def main(team):
         x = torch.ones(2, 256).bfloat16()

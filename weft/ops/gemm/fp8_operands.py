@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.fp8 import COLUMNS, E4M3, LARGEST, Fp8, quantize_rows, scales_of, spread
+from weft.kernels.fp8 import COLUMNS, E4M3, Fp8, by_static_scale, quantize_rows, scales_of, spread
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.gemm import cublas, small_m
 from weft.ops.gemm.cublas import Cublas
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 
-def is_grouped(weight: Fp8) -> bool:
-    """True if activations have a scale for each group of 128 columns: the weight has several along K."""
-    return weight.scales.shape[1] > 1
-
-
 def columns_of(weight: Fp8) -> int:
     """Columns of the weight under one scale."""
     return spread(weight.scales.shape[1], weight.shape[1])
@@ -38,7 +33,7 @@ def columns_of(weight: Fp8) -> int:
 def suits_cublas(weight: Fp8) -> bool:
     """True if cuBLAS takes the weight: blocks of 128 x 128, or a scale for each row or for all."""
     (N, K), whole = weight.shape, COLUMNS.value
-    if K % 16 != 0 or N % 16 != 0 or not is_grouped(weight):
+    if K % 16 != 0 or N % 16 != 0 or not weight.is_grouped:
         return K % 16 == 0 and N % 16 == 0
     # It reads rows of scales in fours.
     return K % (4 * whole) == 0 and columns_of(weight) == whole and cdiv(N, whole) == weight.scales.shape[0]
@@ -72,13 +67,13 @@ def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
     if gated and N % 2 != 0:
         raise ValueError(f"{op}: weight has {N} rows, an odd number; pass gate's N rows, then up's N")
     block = (spread(weight.scales.shape[0], N), spread(weight.scales.shape[1], K))
-    if 0 in block or is_grouped(weight) and block[1] < 16:
+    if 0 in block or weight.is_grouped and block[1] < 16:
         raise ValueError(
             f"{op}: weight.scales has shape {tuple(weight.scales.shape)} for a weight of {N} x {K}; pass "
             f"[ceil(N / r), ceil(K / c)] for blocks of r x c, powers of two up to 128 (c from 16 on), [{N}, 1] or [1, 1]"
         )
     if isinstance(rows, Fp8):
-        M, wanted = rows.shape[0], scales_of(K) if is_grouped(weight) else 1
+        M, wanted = rows.shape[0], scales_of(K) if weight.is_grouped else 1
         if tuple(rows.scales.shape) not in ((M, wanted), *(((1, 1),) if wanted == 1 else ())):
             raise ValueError(
                 f"{op}: x.scales has shape {tuple(rows.scales.shape)}; this weight, whose scales are "
@@ -86,7 +81,7 @@ def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
             )
     if weight.input_scale is not None:
         _check_scales(op, "weight.input_scale", None, weight.input_scale, weight.device)
-        if weight.input_scale.numel() != 1 or is_grouped(weight):
+        if weight.input_scale.numel() != 1 or weight.is_grouped:
             raise ValueError(
                 f"{op}: weight.input_scale has shape {tuple(weight.input_scale.shape)}; pass one scale, [1, 1], and "
                 "no scales for blocks of the weight"
@@ -107,11 +102,9 @@ def quantized_for(weight: Fp8, x: torch.Tensor | Fp8, caps: Capabilities) -> Fp8
     if isinstance(x, Fp8):
         return x
     if weight.input_scale is not None:
-        # A tensor: torch multiplies by a number's inverse in another precision.
-        rows = (x.float() * (1 / weight.input_scale)).clamp(-LARGEST.value, LARGEST.value)
-        return Fp8(rows.to(E4M3), weight.input_scale)
+        return by_static_scale(x, weight.input_scale)
     M, K = x.shape
-    groups = scales_of(K) if is_grouped(weight) else 1
+    groups = scales_of(K) if weight.is_grouped else 1
     # Scales of a group one after the other, as cuBLAS reads them.
     into = x.new_empty((M, K), dtype=E4M3), x.new_empty((groups, M), dtype=torch.float32).t()
     return Fp8(*quantize_rows(x, M, caps, into))
@@ -128,7 +121,7 @@ def by_design(
     dtype = rows.dtype
     rows = quantized_for(weight, rows, capabilities_of(weight.device))
     if isinstance(design, SmallM):
-        if is_grouped(weight) and design.block_k > columns_of(weight):
+        if weight.is_grouped and design.block_k > columns_of(weight):
             design = replace(design, block_k=columns_of(weight))  # a step is under one scale
         weight = weight._replace(data=described(weight.data), scales=weight.scales.contiguous())
         rows = rows._replace(data=described(rows.data))

@@ -8,7 +8,7 @@ from weft.kernels.deferred_norm import check_scales
 from weft.kernels.fp8 import E4M3, Fp8, check_e4m3
 from weft.kernels.operands import RowScales, ScaledMatrix
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.fp8_operands import by_design, check_fp8, is_grouped, suits_cublas
+from weft.ops.gemm.fp8_operands import by_design, check_fp8, suits_cublas
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.local_gemm import local_gemm
 from weft.ops.gemm.small_m_rule import SmallM
@@ -59,8 +59,7 @@ def plan_of(x: torch.Tensor, weight: Fp8, deferred_norm: bool, gated: bool, part
     """Design of a call, from shapes and dtypes alone."""
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
-    blocks = is_grouped(weight)
-    formats = {"block_fp8": blocks, "channel_fp8": not blocks}
+    formats = {"block_fp8": weight.is_grouped, "channel_fp8": not weight.is_grouped}
     call = GemmCall(M, N, K, dtype, suits_cublas(weight), deferred_norm=deferred_norm, partials=parts, **formats)
     return local_gemm(gated).plan(call, machine(capabilities_of(x.device), 1)).design
 

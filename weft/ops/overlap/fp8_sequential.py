@@ -17,7 +17,7 @@ from weft.kernels.operands import ScaledMatrix
 from weft.ops.collectives.all_gather import all_gather
 from weft.ops.collectives.all_reduce import all_reduce
 from weft.ops.collectives.reduce_scatter import reduce_scatter
-from weft.ops.gemm.fp8_operands import check_fp8, is_grouped, quantized_for
+from weft.ops.gemm.fp8_operands import check_fp8, quantized_for
 from weft.ops.gemm.gemm_op import rotated
 from weft.ops.gemm.matmul import matmul
 from weft.ops.local import capabilities_of
@@ -31,9 +31,11 @@ def gathered_matmul(
 ) -> list[torch.Tensor]:
     """``all_gather_matmul`` of one shard and fp8 weights whose rows have scales of the same form."""
     op, first = "all_gather_matmul", weights[0]
+    if torch.is_grad_enabled() and getattr(a_shard, "requires_grad", False):
+        raise RuntimeError(f"{op}: fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()")
     for weight in weights:
         check_fp8(op, ScaledMatrix(a_shard), weight, gated=False)
-        if is_grouped(weight) != is_grouped(first) or weight.input_scale is not first.input_scale:
+        if weight.is_grouped != first.is_grouped or weight.input_scale is not first.input_scale:
             raise ValueError(f"{op}: the weights' scales ask for rows of different scales; call the op once for each")
     rows = quantized_for(first, a_shard, capabilities_of(first.device))
     data = all_gather(rows.data.view(torch.uint8), team).view(E4M3)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.fp8 import COLUMNS, Fp8, by_static_scale, by_torch, quantized_weight
+from weft.ops.gemm.fp8_operands import LEAST_COLUMNS, columns_of
 from weft.ops.registration import HALVES
 from weft.parallel.sharding import Shard
 from weft.runtime.arithmetic import cdiv
@@ -220,7 +221,8 @@ def operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor]:
 def gemm_operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor | Fp8]:
     """(x, w) for a GEMM op, which takes fp8 weights with rows of 16 bits; as ``operands`` for other rows."""
     dtype = x.scaled.dtype if isinstance(x, DeferredNorm) else x.dtype
-    return (x, w) if dtype in HALVES else operands(x, w)
+    takes = dtype in HALVES and not (isinstance(w, Fp8) and w.is_grouped and columns_of(w) < LEAST_COLUMNS)
+    return (x, w) if takes else operands(x, w)
 
 
 def linear(x: Tensor, w: Tensor | Fp8) -> Tensor:

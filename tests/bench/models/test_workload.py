@@ -187,6 +187,8 @@ def test_layers_are_cold_again_by_what_a_step_reads_of_them():
 # --- the baseline --------------------------------------------------------------------------------------------------------
 
 
+# Two blocks of rows a rank, so that scales differ.
+OF_FP8 = replace(TINY_CONFIG, hidden_size=256, intermediate_size=512)
 WITH_ALL_OPTIONS = replace(
     TINY_CONFIG,
     model_type="qwen2",
@@ -353,11 +355,12 @@ def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, compl
 
 
 @pytest.mark.parametrize("layout", [None, "slices", (2, 4)])
-@pytest.mark.parametrize("layers", [None, 3])
-def test_a_reports_subject_names_its_workload(layers, layout):
+@pytest.mark.parametrize(("layers", "quantization"), [(None, None), (3, None), (3, "fp8_per_channel")])
+def test_a_reports_subject_names_its_workload(layers, quantization, layout):
     made = ModelWorkload(
-        name="mlp", shapes=(), dtype="fp16", model="qwen3-30b-a3b", layers=layers, expert_layout=layout
-    )
+        name="mlp", shapes=(), dtype="fp16", model="qwen3-30b-a3b", layers=layers, expert_layout=layout,
+        quantization=quantization,
+    )  # fmt: skip
     assert ModelWorkload.of_subject("mlp", made.subject, "fp16") == made
     with pytest.raises(ValueError, match="heads"):
         ModelWorkload.of_subject("mlp", "tiny, 4 heads", "fp16")
@@ -390,6 +393,40 @@ def test_experts_in_another_layout_are_checked_and_named(layout, words, monkeypa
     rows = run(made, check_only=True).rows
     assert {tuple(shape) for shape in held} == {(6, TINY_CONFIG.hidden_size, 16)}
     assert all("relative RMS" in row.reason for row in rows if row.provider == "weft.auto")
+
+
+def half_of_scales_too_large(model):
+    for layer in model.layers:
+        scales = layer.mlp.down_proj.scales.scales
+        right, wrong = scales.data.chunk(2)
+        scales.data = torch.cat((right, 1.5 * wrong))
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_channel"])
+def test_weights_in_fp8_are_checked_and_named(quantization, monkeypatch):
+    monkeypatch.setattr("weft.bench.models.workload.config_of", lambda model, layers: OF_FP8)
+    made = replace(workload("mlp", "decode:2x6", modes=("gemm_ar",), teacher_forced=True), quantization=quantization)
+    report = run(made, check_only=True)
+    # Eager torch converts weights in each call, so it only checks.
+    assert [(row.provider, row.reason) for row in report.rows] == [("weft.replicated", None)]
+    assert report.subject == f"tiny, weights in {quantization}"
+
+    def spoiled(model, mode):
+        made = in_mode(model, mode)
+        half_of_scales_too_large(made)
+        return made
+
+    monkeypatch.setattr("weft.bench.models.problem.in_mode", spoiled)
+    [row] = run(made, check_only=True).rows
+    assert re.search("relative RMS .* of layer 0, more than 0.08", row.reason or "")
+
+
+def test_the_roofline_counts_a_byte_for_a_weight_in_fp8():
+    config = config_of("qwen3-32b")
+    for shape in ((1, 128, 1), (32, 128, 128)):
+        whole, half = (roofline("model", one, 2, shape, "bf16", ASSUMED) for one in (config, config.quantized("fp8")))
+        assert half.gemms == pytest.approx(whole.gemms / 2)
+        assert half.head == whole.head
 
 
 @pytest.mark.parametrize("level", ["mlp", "attn"])
@@ -814,6 +851,7 @@ def test_generate_checks_every_token_with_check_or_without():
         (["model", "--random-cache"], "--shapes prefill:2x5: a prompt has nothing cached before it"),
         (["generate", "--random-cache"], "--random-cache belongs to single steps"),
         (["model", "--expert-layout", "slices"], "--expert-layout slices: tiny has no experts; leave it out"),
+        (["model", "--quantization", "awq"], "--quantization awq is unknown; choose one of fp8, fp8_per_block"),
         (["all-reduce", "--expert-layout", "slices"], "--expert-layout belongs to mlp, attn, model, generate"),
     ],
 )

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from weft.kernels.fp8 import Fp8
 from weft.parallel import plain
 from weft.parallel.plain import norm_of_heads
+from weft.parallel.quantized import operands
 from weft.parallel.reference import AllReduce, Reference
 from weft.parallel.tensors import AttentionWeights, LayerWeights, MoEWeights, NormWeights
 from weft.parallel.vocabulary import best_of, best_pairs
@@ -240,11 +242,16 @@ def grouped(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
     local, order = local.sort(stable=True)
     ends = torch.searchsorted(local, torch.arange(count, device=x.device), right=True).int()
     rows = x[order // k]
-    gate_up = torch._grouped_mm(rows, w.gate_up.transpose(1, 2), offs=ends)
-    y = torch._grouped_mm(plain.silu_mul(gate_up), w.down.transpose(1, 2), offs=ends)
+    gate_up = _grouped_linear(rows, w.gate_up, ends)
+    y = _grouped_linear(plain.silu_mul(gate_up), w.down, ends)
     weighted = torch.where((local < count)[:, None], y * weights.flatten()[order][:, None], 0)
     total = torch.empty_like(weighted).index_copy_(0, order, weighted).view(T, k, -1).sum(1)
     return total if w.shared is None else total + plain.shared_expert(x, w.shared, gate)
+
+
+def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor | Fp8, ends: torch.Tensor) -> torch.Tensor:
+    rows, weight = operands(rows, weight)
+    return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,9 @@ class ModelFlags:
             help="Of a mixture of experts: whole, slices, or EPxTP [default: whole where the ranks divide them]"
         ),
     ] = None
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8, fp8_per_channel: matrices of the layers, put in fp8 as they are filled")
+    ] = None
 
     def given(self) -> list[str]:
         """Command-line names of the given flags."""
@@ -60,13 +63,20 @@ class ModelFlags:
 
     def check_ops(self, ops: dict[str, tuple[str, ...]], eager: bool) -> None:
         """Raise ValueError for contradictory flags, and for flags that none of ``ops`` (with shapes) takes."""
+        from weft.models.quantization import MADE
+
         self._check_takers(ops, eager)
         if not any(map(is_model, ops)):
             return
         shapes = [given for op, given in ops.items() if is_model(op) and given]
         if shapes and (self.run_type or any(self.steps)):
             raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
-        for flag, value, known in (("model", self.model, MODELS), ("run-type", self.run_type, RUN_TYPES)):
+        known_values = (
+            ("model", self.model, MODELS),
+            ("run-type", self.run_type, RUN_TYPES),
+            ("quantization", self.quantization, MADE),
+        )
+        for flag, value, known in known_values:
             if value is not None:
                 one_of(flag, value, known)
         if self.random_cache and self.check:
@@ -126,6 +136,7 @@ class ModelFlags:
             breakdown=self.breakdown,
             random_cache=self.random_cache,
             expert_layout=layout,
+            quantization=self.quantization,
         )
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # small model that is 0.01 .. 0.03 in bf16; a wrong RoPE base gives 0.27 and swapped halves of a fused weight 0.2 or more.
 MODEL_LIMIT = {"bf16": 0.05, "fp16": 0.01, "fp32": 1e-4}
 LAYER_LIMIT = {"bf16": 0.02, "fp16": 0.004, "fp32": 1e-4}
+# With weights in fp8 a row that differs in its last bit may round to the next byte, a 16th away.
+QUANTIZED_LIMIT = 0.08
 # Rounding adds up over layers, to 0.07 in 64 random ones. The limit is at least this multiple of the eager baseline's distance
 # from fp32, since two models that round independently may be further apart than MODEL_LIMIT. A few sequences show it.
 NOISE_FACTOR, NOISE_ROWS = 2.0, 2
@@ -147,9 +149,10 @@ class StepProblem(Problem):
     @property
     def limit(self) -> float:
         """Largest accepted `distance`, equal on all ranks after `agree`."""
-        if not self.step.is_model:
-            return LAYER_LIMIT[self.dtype_name]
-        return max(MODEL_LIMIT[self.dtype_name], NOISE_FACTOR * self._noise)
+        least = (MODEL_LIMIT if self.step.is_model else LAYER_LIMIT)[self.dtype_name]
+        if self.config.quantization is not None:
+            least = max(least, QUANTIZED_LIMIT)
+        return max(least, NOISE_FACTOR * self._noise)
 
     def answer(self, local: bool = False) -> torch.Tensor:
         """Expected result of set 0. ``local``: this rank's rows of it, if tokens are sharded."""
@@ -272,7 +275,7 @@ def cold_layers(level: str, config: DecoderConfig, world_size: int, dtype: torch
     """
     sizes, (batch, _, new) = weights(config, world_size), shape.size
     names = ("gate_up", "down") if level == "mlp" else ("qkv", "o")
-    nbytes = sum(sizes[name] for name in names) * dtype.itemsize
+    nbytes = sum(sizes[name] for name in names) * (dtype.itemsize if config.quantization is None else 1)
     if level == "mlp" and config.experts is not None:
         nbytes *= active_share(config, batch * new)
     return min(24, 1 + math.ceil(COLD_BYTES / nbytes))

@@ -80,15 +80,21 @@ def roofline(
     mlp = ("gate_up", "down", "shared_gate_up", "shared_down")
     chosen = {"mlp": mlp, "attn": ("qkv", "o"), "model": ("qkv", "o", *mlp)}[level]
 
-    def gemm(elements: int, rows: float, read: float = 1.0) -> float:
-        return max(read * elements * itemsize / limits.memory, 2.0 * elements * rows / limits.flops) * 1e6
+    def gemm(elements: int, rows: float, read: float = 1.0, width: int = itemsize) -> float:
+        # Elements of half the size multiply at twice the rate.
+        return max(read * elements * width / limits.memory, 2.0 * elements * rows * width / 2 / limits.flops) * 1e6
 
-    times = {name: gemm(size, tokens) for name, size in weights(config, world_size).items() if name in chosen}
+    stored = itemsize if config.quantization is None else 1
+
+    times = {
+        name: gemm(size, tokens, width=stored) for name, size in weights(config, world_size).items() if name in chosen
+    }
     if config.experts is not None:
         # A token meets its share of the experts, and an expert is read if any token chose it: all sets of experts alike.
         share = config.experts.num_experts_per_tok / config.experts.num_experts
         for name in times.keys() & {"gate_up", "down"}:
-            times[name] = gemm(weights(config, world_size)[name], tokens * share, active_share(config, tokens))
+            read = active_share(config, tokens)
+            times[name] = gemm(weights(config, world_size)[name], tokens * share, read, stored)
     attention = 0.0
     if level != "mlp":
         kv_heads, heads = max(config.num_key_value_heads // world_size, 1), config.num_attention_heads // world_size

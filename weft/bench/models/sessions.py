@@ -177,6 +177,8 @@ def in_mode(model: Decoder, mode: str) -> Decoder:
 
 def over_context(model: Decoder) -> Decoder:
     """The model with a KV cache spread over the ranks, its other weights by reference. Collective."""
+    if model.config.quantization is not None:
+        raise ValueError("weft.context_parallel: its weights are of 16 bits; leave out --quantization")
     made = in_mode(model, model.mode)
     made.context_parallel = model.team.size > 1
     for layer in made.layers if made.context_parallel else ():

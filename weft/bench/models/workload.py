@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 # Parts of a report's subject after the name of the model.
-LAYERS, EXPERTS = " layers", "experts "
+LAYERS, EXPERTS, QUANTIZED = " layers", "experts ", "weights in "
 CHECK = (
     "a layer's output, a model's logits, against eager torch's on the same weights: root mean square of every row's error "
     "over that of the row, of logits at most 0.05 in bf16 or twice what eager torch itself is from fp32; and that the chosen "
@@ -53,6 +53,7 @@ class ModelWorkload(Workload):
     breakdown       break down the time of a step
     random_cache    what comes before a decoding step is random
     expert_layout   of a mixture of experts, as ``weft.models.Decoder`` takes it
+    quantization    of the layers' matrices, as ``weft.models.Decoder`` takes it
     """
 
     model: str
@@ -62,10 +63,11 @@ class ModelWorkload(Workload):
     breakdown: bool = False
     random_cache: bool = False
     expert_layout: str | tuple[int, int] | None = None
+    quantization: str | None = None
 
     @property
     def config(self) -> DecoderConfig:
-        config = config_of(self.model, self.layers)
+        config = config_of(self.model, self.layers).quantized(self.quantization)
         if self.random_cache:  # as many positions as the longest step has
             longest = max((shape.size[1] for shape in self.shapes), default=1)
             config = replace(config, max_position_embeddings=max(config.max_position_embeddings, longest))
@@ -77,6 +79,8 @@ class ModelWorkload(Workload):
         if self.expert_layout is not None:
             layout = self.expert_layout
             parts.append(EXPERTS + (layout if isinstance(layout, str) else "x".join(map(str, layout))))
+        if self.quantization is not None:
+            parts.append(QUANTIZED + self.quantization)
         return ", ".join(parts)
 
     @classmethod
@@ -87,6 +91,8 @@ class ModelWorkload(Workload):
         for part in parts:
             if part.startswith(EXPERTS):
                 made = replace(made, expert_layout=layout_of(part.removeprefix(EXPERTS)))
+            elif part.startswith(QUANTIZED):
+                made = replace(made, quantization=part.removeprefix(QUANTIZED))
             else:
                 made = replace(made, layers=int(part.removesuffix(LAYERS)))
         return made
@@ -101,7 +107,9 @@ class ModelWorkload(Workload):
         return self.name in ("model", "generate")
 
     def available(self) -> tuple[Provider, ...]:
-        return providers_for(self.name, self.modes, self.words, self.baselines)
+        providers = providers_for(self.name, self.modes, self.words, self.baselines)
+        # Eager torch converts all weights in each call: right, and no baseline.
+        return providers if self.quantization is None else tuple(one for one in providers if one.role == "weft")
 
     def problem(self, shape: Shape, team: Team) -> Problem:
         if self.generates:

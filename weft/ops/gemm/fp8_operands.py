@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
 
+# Fewest columns that tl.dot multiplies in e4m3.
+LEAST_COLUMNS = 32
+
+
 def columns_of(weight: Fp8) -> int:
     """Columns of the weight under one scale."""
     return spread(weight.scales.shape[1], weight.shape[1])
@@ -67,10 +71,11 @@ def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
     if gated and N % 2 != 0:
         raise ValueError(f"{op}: weight has {N} rows, an odd number; pass gate's N rows, then up's N")
     block = (spread(weight.scales.shape[0], N), spread(weight.scales.shape[1], K))
-    if 0 in block or weight.is_grouped and block[1] < 16:
+    if 0 in block or weight.is_grouped and block[1] < LEAST_COLUMNS:
         raise ValueError(
             f"{op}: weight.scales has shape {tuple(weight.scales.shape)} for a weight of {N} x {K}; pass "
-            f"[ceil(N / r), ceil(K / c)] for blocks of r x c, powers of two up to 128 (c from 16 on), [{N}, 1] or [1, 1]"
+            f"[ceil(N / r), ceil(K / c)] for blocks of r x c, powers of two up to 128 (c from {LEAST_COLUMNS} on), [{N}, 1] "
+            f"or [1, 1]"
         )
     if isinstance(rows, Fp8):
         M, wanted = rows.shape[0], scales_of(K) if weight.is_grouped else 1

@@ -1,4 +1,4 @@
-"""Times of fp8 GEMMs on one GPU: cuBLAS, and weft's small-M kernel with a sweep over its knobs.
+"""Times of fp8 GEMMs on one GPU: cuBLAS, DeepGEMM if it is installed, and weft's small-M kernel with a sweep over its knobs.
 
     python benchmarks/fp8_gemm.py OUT.json [--seconds 280] [--rows 1,16] [--only NxK]
 
@@ -21,6 +21,11 @@ from typing import Any
 import torch
 import triton
 from torch.nn.functional import ScalingType, scaled_mm
+
+try:
+    import deep_gemm  # sgl-deep-gemm
+except ImportError:
+    deep_gemm = None
 
 from weft import ops
 from weft.kernels.fp8 import Fp8, quantized_weight
@@ -175,14 +180,27 @@ def baselines(p: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
         return scaled_mm(p.rows.data, w.data.t(), p.rows.scales, of_rows, w.scales.t(), of_blocks)
 
     yield "cublas block x8", timed(block_scaled, p.weights, p.reference)
+    if deep_gemm is not None:
+        M, groups = p.rows.scales.shape
+        # Its layout: scales of a group one after the other, on 16 bytes.
+        scales = torch.zeros((groups, cdiv(M, 4) * 4), device="cuda").t()[:M].copy_(p.rows.scales)
+
+        def by_deep_gemm(w: Fp8) -> torch.Tensor:
+            out = torch.empty((M, len(w.data)), dtype=torch.bfloat16, device="cuda")
+            deep_gemm.fp8_gemm_nt((p.rows.data, scales), (w.data, w.scales), out)
+            return out
+
+        yield "deep_gemm x8", timed(by_deep_gemm, p.weights, p.reference)
 
 
-def of_weft(p: Problem, gated: bool, sms: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def of_weft(p: Problem, gated: bool, sms: int, sweep: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     op = ops.matmul_silu_mul if gated else ops.matmul
     yield "auto", timed(lambda w: op(p.x, w), p.weights, p.reference)
     yield "auto x8", timed(lambda w: op(p.rows, w), p.weights, p.reference)
     if not gated:
         yield "quantize", timed(lambda w: quantized_for(w, p.x, capabilities_of(p.x.device)).data, p.weights, None)
+    if not sweep:
+        return
     M, K = p.x.shape
     N = p.weights[0].shape[0] // (2 if gated else 1)
     measured: list[tuple[float, SmallM]] = []
@@ -222,6 +240,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--seconds", type=float, default=280.0, help="skip what is left after this time")
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
+    parser.add_argument("--no-sweep", action="store_true", help="of weft what the plan takes, and no other design")
     parser.add_argument("--only", default="", help="one shape, as 5120x4096")
     options = parser.parse_args()
     start = time.monotonic()
@@ -229,7 +248,7 @@ def main() -> None:
     sms = capabilities_of(device).sms
     shapes = [shape for shape in SHAPES if options.only in ("", "x".join(map(str, shape)))]
     jobs: dict[tuple, tuple] = {}
-    for N, K in shapes:
+    for N, K in () if options.no_sweep else shapes:
         for M in options.rows:
             for gated in (False, True) if N == 25600 and M <= 128 else (False,):
                 for design in candidates(M, N // (2 if gated else 1), K, sms, gated):
@@ -249,9 +268,9 @@ def main() -> None:
                     document["rows"].append({"N": N, "K": K, "M": M, "skipped": "out of time"})
                     continue
                 problem = problem_of(M, weights, gated)
-                providers = (
-                    [of_weft(problem, gated, sms)] if gated else [baselines(problem), of_weft(problem, gated, sms)]
-                )
+                providers = [of_weft(problem, gated, sms, not options.no_sweep)]
+                if not gated:
+                    providers.insert(0, baselines(problem))
                 rows = [
                     {"N": N, "K": K, "M": M, "gated": gated, "provider": name, **found}
                     for provider in providers

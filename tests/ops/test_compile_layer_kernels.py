@@ -7,6 +7,7 @@ import torch
 
 from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
 from tests.sampled import sampled
+from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
 from weft.kernels.online_softmax import PrefillTile
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.projected import Projected, ProjectedSizes
@@ -35,6 +36,8 @@ KERNELS = (
 WITH_OPTIONS = (
     "qk_norm_rope_biased", "decode_attention_biased_window", "paged_attention_window", "paged_prefill_attention_window",
 )  # fmt: skip
+# With results in fp8.
+IN_FP8 = ("silu_mul_fp8", "add_rms_norm_fp8")
 INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
 
 
@@ -45,13 +48,16 @@ def caps_of(arch):
 def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     options = launch_options(caps)
-    if name == "silu_mul":
+    out, fp8 = x, None
+    if name.endswith("fp8"):
+        out, fp8 = x.to(E4M3), rows_argument(torch.zeros(40, 128).t(), RowFormat("group"), dtype, 128)
+    if name.startswith("silu_mul"):
         constexprs = {"ROWS": 4, "BLOCK": 256, "SQUARES": 20}
-        return compiled(silu_mul_kernel, x, 12800, FP32, 1e-6, x, 128, 6400, arch=arch, **constexprs, **options)
-    if name == "add_rms_norm":
+        return compiled(silu_mul_kernel, x, 12800, FP32, 1e-6, out, 128, 6400, fp8, arch=arch, **constexprs, **options)
+    if name.startswith("add_rms_norm"):
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
-        return compiled(add_rms_norm_kernel, x, x, x, x, x, 1e-6, arch=arch, **constexprs, **options)
+        return compiled(add_rms_norm_kernel, x, x, x, out, x, 1e-6, fp8, arch=arch, **constexprs, **options)
     in_parts, biased, window = name.endswith("of_parts"), "biased" in name, 100 if name.endswith("window") else None
     bias = x if biased else None
     qkv = ProjectedSizes(3, 0) if in_parts else ProjectedSizes(1, 20)
@@ -131,14 +137,20 @@ def test_options_compile_and_fit_a_gpu_of_the_other_maker(name):
     assert built(name, "gfx942").metadata.shared <= SHARED["gfx942"]
 
 
-@pytest.mark.parametrize("name", [*KERNELS, *WITH_OPTIONS])
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", IN_FP8)
+def test_fp8_results_compile_and_fit_a_gpu_of_the_other_maker(name):
+    assert built(name, "gfx942").metadata.shared <= SHARED["gfx942"]
+
+
+@pytest.mark.parametrize("name", [*KERNELS, *WITH_OPTIONS, *IN_FP8])
 def test_machine_code_on_sm_90(name, tmp_path):
     kernel = built(name, "sm_90")
     ptx = kernel.asm["ptx"]
     check_machine_code(kernel, tmp_path)
     assert "cp.async.cg" not in ptx[: ptx.index("griddepcontrol.wait")]
     assert "griddepcontrol.launch_dependents" in ptx
-    assert re.search(r"st\.global(\.\w+)*\.v4\.b32", ptx)
+    assert re.search(r"st\.global(\.\w+)*\.v[24]\.b32" if name in IN_FP8 else r"st\.global(\.\w+)*\.v4\.b32", ptx)
     if name.startswith("decode"):
         # But for single heads of 128, for which there are 128 threads: queries and their partners.
         assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", ptx)) >= (12 if "parts" in name else 4)

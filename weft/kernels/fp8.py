@@ -11,7 +11,7 @@ is below 448 * 2**-126 = 5.3e-36 keeps 2**-136 of absolute precision. A row is r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -33,8 +33,25 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 LEAST_LARGEST: tl.constexpr = tl.constexpr(448.0 * 2.0**-126)
 # Columns under one scale.
 COLUMNS: tl.constexpr = tl.constexpr(128)
-# Columns of a program of ``quantize_rows_kernel``.
-BLOCK = 1024
+# Groups of 128 columns that a program of ``quantize_rows_kernel`` takes: 16 elements a thread, loaded 16 bytes at a time.
+GROUPS = 16
+# Of the rows that cuBLAS takes with scales of groups the number is a multiple of this.
+ROWS_OF_CUBLAS = 4
+
+
+class RowFormat(NamedTuple):
+    """How rows are put in fp8: ``Fp8.row_format`` of the weight that they meet.
+
+    scales       "group": a scale for 128 columns of a token; "token": for a token; "static": one is given
+    input_scale  [1, 1] fp32, the given one
+    """
+
+    scales: str
+    input_scale: torch.Tensor | None = None
+
+    def count(self, width: int) -> int:
+        """Number of scales of a row, as they are written."""
+        return {"group": scales_of(width), "token": 1, "static": 0}[self.scales]
 
 
 def scales_of(width: int) -> int:
@@ -65,34 +82,103 @@ def quantized(x, GROUP: tl.constexpr = COLUMNS):
     return x.to(tl.float8e4nv).reshape(ROWS, WIDTH), scale.reshape(ROWS, WIDTH // GROUP)
 
 
-@triton.jit(do_not_specialize=["T"])
-def quantize_rows_kernel(
-    x,
-    rows,
-    scales,
-    scale_row,
-    scale_column,
-    T,
-    WIDTH: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """rows [tokens, WIDTH], scales [tokens, SCALES] of x [T, WIDTH], zeros from row T on
+class Fp8Rows(NamedTuple):
+    """Rows of fp8 that a kernel writes, its argument ``fp8``; None in place of it: rows of 16 bits.
 
-    scale_row, scale_column  strides of ``scales``
-    GROUP                    columns of a scale
-
-    grid: (tokens, cdiv(WIDTH, BLOCK))
+    scales       fp32, written; if static [1, 1], read
+    row, column  elements from a row's scales to the next row's, and from group to group
+    group        columns under a scale; 0: static
+    dtype        to which values are rounded before they are quantized
     """
-    token, first = tl.program_id(0), tl.program_id(1) * BLOCK
-    column = first + tl.arange(0, BLOCK)[None, :]
-    block = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
+
+    scales: Any
+    row: Any
+    column: Any
+    group: tl.constexpr
+    dtype: tl.constexpr
+
+
+def empty_rows(like: torch.Tensor, tokens: int, width: int, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows [tokens, width], scales [tokens, format.count(width)]) to be written, on the device of ``like``.
+
+    Both have room for a multiple of ROWS_OF_CUBLAS rows, which cuBLAS reads and whose results are dropped. Scales of a group of
+    all tokens come one after the other, as cuBLAS reads them.
+    """
+    room = cdiv(tokens, ROWS_OF_CUBLAS) * ROWS_OF_CUBLAS
+    rows = like.new_empty((room, width), dtype=E4M3)
+    scales = like.new_empty((format.count(width), room), dtype=torch.float32).t()
+    return rows[:tokens], scales[:tokens]
+
+
+def fp8_of(rows: torch.Tensor, scales: torch.Tensor, format: RowFormat) -> Fp8:
+    """The matrix of what a kernel wrote in ``format``."""
+    return Fp8(rows, scales if format.input_scale is None else format.input_scale)
+
+
+def rows_argument(scales: torch.Tensor, format: RowFormat, dtype: torch.dtype, block: int) -> Fp8Rows:
+    """Kernel argument ``fp8``. block: columns of a tile, all of a row with a scale for each token."""
+    group = {"group": min(COLUMNS.value, block), "token": block, "static": 0}[format.scales]
+    of_dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
+    return Fp8Rows(
+        scales if format.input_scale is None else format.input_scale,
+        *(scales.stride() if scales.numel() > 0 else (0, 0)),
+        tl.constexpr(group),
+        tl.constexpr(of_dtype),
+    )
+
+
+@triton.jit
+def by_given_scale(x, scale):
+    """``x`` in e4m3 by one scale, saturated; NaN stays NaN."""
+    x = x.to(tl.float32) * tl.div_rn(1.0, scale)
+    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def store_rows(x, out, at, mask, fp8, token, exists, first, width):
+    """Store x [ROWS, BLOCK] at out + at; with ``fp8`` (``Fp8Rows``) as e4m3, with its scales.
+
+    x       rounded to 16 bits; with fp8 0 beyond the ends of rows
+    token   [ROWS], of its rows, which ``exist`` [ROWS]; first: column of x[:, 0], where a group begins
+    width   columns of a whole row
+    """
+    if fp8 is None:
+        tl.store(out + at, x, mask=mask)
+    elif fp8.group == 0:
+        tl.store(out + at, by_given_scale(x, tl.load(fp8.scales)), mask=mask)
+    else:
+        rows, scales = quantized(x, fp8.group)
+        group = first // fp8.group + tl.arange(0, x.shape[1] // fp8.group)
+        to = fp8.scales + token.to(tl.int64)[:, None] * fp8.row + group[None, :] * fp8.column
+        tl.store(out + at, rows, mask=mask)
+        tl.store(to, scales, mask=exists[:, None] & (group * fp8.group < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "tokens"])
+def quantize_rows_kernel(x, rows, fp8, T, tokens, WIDTH: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """rows [tokens, WIDTH] of x [T, WIDTH] in e4m3 with the scales of ``fp8`` (``Fp8Rows``), zeros from row T on
+
+    A program takes PIECES pieces of BLOCK columns, numbered by row and then along it.
+
+    grid: (cdiv(tokens * cdiv(WIDTH, BLOCK), PIECES),)
+    """
+    ACROSS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    token, first = piece // ACROSS, piece % ACROSS * BLOCK
+    column = first[:, None] + tl.arange(0, BLOCK)[None, :]
+    at = token.to(tl.int64)[:, None] * WIDTH + column
+    exists = token < tokens
     wl.follow_previous_kernel()
-    at = token.to(tl.int64) * WIDTH + column
-    row, scale = quantized(tl.load(x + at, mask=(token < T) & (column < WIDTH), other=0.0), GROUP)
-    tl.store(rows + at, row, mask=column < WIDTH)
-    tl.store(scales + token.to(tl.int64) * scale_row + block * scale_column, scale, mask=block < SCALES)
+    values = tl.load(x + at, mask=(token < T)[:, None] & (column < WIDTH), other=0.0)
+    mask = exists[:, None] & (column < WIDTH)
+    if fp8.group == 0:
+        tl.store(rows + at, by_given_scale(values, tl.load(fp8.scales)), mask=mask)
+    else:
+        written, scale = quantized(values, BLOCK)
+        tl.store(rows + at, written, mask=mask)
+        to = fp8.scales + token.to(tl.int64) * fp8.row + first // BLOCK * fp8.column
+        tl.store(to[:, None], scale, mask=exists[:, None])
 
 
 def quantize_rows(
@@ -102,22 +188,31 @@ def quantize_rows(
 
     into  where they go; None: new tensors. Its scales [tokens, 1] are of whole rows
     """
-    T, H = x.shape
+    H = x.shape[1]
     if into is None:
         into = x.new_empty((tokens, H), dtype=E4M3), x.new_empty((tokens, scales_of(H)), dtype=torch.float32)
-    rows, scales = into
-    count = scales.shape[1]
-    block = group = BLOCK
-    if count == scales_of(H):
-        group = COLUMNS.value
-    else:
-        block = group = next_power_of_2(H)
-    constants = {"WIDTH": H, "SCALES": count, "BLOCK": block, "GROUP": group, **launch_options(caps)}
-    if block > 4 * BLOCK:
-        constants["num_warps"] = 8
-    launch = launch_on(x.device, quantize_rows_kernel, (H, count), lambda: constants)
-    launch((tokens, cdiv(H, block)), x.contiguous(), rows, scales, scales.stride(0), scales.stride(1), T)
+    format = RowFormat("group" if into[1].shape[1] == scales_of(H) else "token")
+    _quantize(x, *into, format, caps)
     return into
+
+
+def quantized_rows(x: torch.Tensor, format: RowFormat, caps: Capabilities) -> Fp8:
+    """``x`` [T, H] in e4m3, by a kernel of its own: where the kernel that made x did not write it so."""
+    rows, scales = empty_rows(x, *x.shape, format)
+    _quantize(x, rows, scales, format, caps)
+    return fp8_of(rows, scales, format)
+
+
+def _quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, format: RowFormat, caps: Capabilities) -> None:
+    (T, H), tokens = x.shape, rows.shape[0]
+    block = next_power_of_2(H) if format.scales == "token" else COLUMNS.value
+    pieces = max(1, GROUPS * COLUMNS.value // block)
+    constants = {"WIDTH": H, "PIECES": pieces, "BLOCK": block, **launch_options(caps)}
+    if block > 4096:
+        constants["num_warps"] = 8
+    launch = launch_on(x.device, quantize_rows_kernel, (H, block), lambda: constants)
+    fp8 = rows_argument(scales, format, x.dtype, block)
+    launch(cdiv(tokens * cdiv(H, block), pieces), x.contiguous(), rows, fp8, T, tokens)
 
 
 def _scale_for(largest: torch.Tensor) -> torch.Tensor:
@@ -135,6 +230,17 @@ def by_torch(x: torch.Tensor, columns: int = COLUMNS.value) -> tuple[torch.Tenso
     # torch makes NaN of what is too large.
     rows = torch.where(finite, blocks * (1 / scale), torch.nan).clamp(-LARGEST.value, LARGEST.value)
     return rows.flatten(1)[:, :H].to(E4M3), scale.squeeze(-1)
+
+
+def agreed(plain: torch.Tensor, rows: Fp8, format: RowFormat) -> torch.Tensor:
+    """``plain`` [M, K]; with NaN in rows that ``rows`` has not as ``format`` says, bit for bit, for cases of ops."""
+    wanted = (
+        by_static_scale(plain, format.input_scale)
+        if format.input_scale is not None
+        else Fp8(*by_torch(plain, COLUMNS.value if format.scales == "group" else plain.shape[1]))
+    )
+    same = (rows.data.view(torch.uint8) == wanted.data.view(torch.uint8)).all(1)
+    return plain.masked_fill(~(same & (rows.scales == wanted.scales).all(1))[:, None], torch.nan)
 
 
 def read_back(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -168,6 +274,13 @@ class Fp8(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+    @property
+    def row_format(self) -> RowFormat:
+        """Format of the rows that a GEMM of this weight takes."""
+        if self.input_scale is not None:
+            return RowFormat("static", self.input_scale)
+        return RowFormat("group" if self.is_grouped else "token")
 
     @property
     def is_grouped(self) -> bool:

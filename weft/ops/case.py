@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from weft.kernels.fp8 import RowFormat
 from weft.plan.planned import AUTO
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -66,6 +67,12 @@ def design_name(design: object) -> str:
         if value != field.default:
             shown.append(design_name(value) if is_dataclass(value) else f"{field.name}={value}")
     return f"{type(design).__name__}({','.join(shown)})"
+
+
+def format_of(case: Case, like: torch.Tensor) -> RowFormat | None:
+    """Format of fp8 rows that the field ``fp8`` of a case names, on the device of ``like``; None: it names none."""
+    scales = case.field("fp8")
+    return scales and RowFormat(scales, like.new_full((1, 1), 0.0131, dtype=FP32) if scales == "static" else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

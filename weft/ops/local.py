@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from weft.arguments import check_int
-from weft.ops.registration import check_is_tensor
+from weft.arguments import check_int, quoted
+from weft.kernels.fp8 import RowFormat
+from weft.ops.registration import HALVES, check_is_tensor
 from weft.plan.planned import Machine, machine
 from weft.runtime import capabilities, virtual_rank
 
@@ -48,6 +49,26 @@ def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None,
         raise ValueError(f"{op}: {name} is on {x.device}, not on {device}; move it with {name}.to('{device}')")
     allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
+
+
+def check_row_format(op: str, format: RowFormat | None, name: str, x: torch.Tensor) -> None:
+    """ValueError unless rows like those of ``x`` can be written in fp8 as ``format`` says, if it does."""
+    if format is None:
+        return
+    if not isinstance(format, RowFormat) or format.scales not in ("group", "token", "static"):
+        raise ValueError(f"{op}: fp8={quoted(format)} is no RowFormat; pass the row_format of the weight that follows")
+    scale = format.input_scale
+    if (format.scales == "static") != (scale is not None):
+        raise ValueError(
+            f"{op}: fp8 has scales={format.scales!r} and input_scale={quoted(scale)}; a static one is given"
+        )
+    if scale is not None:
+        check_like(op, "fp8.input_scale", scale, x.device, (torch.float32,))
+        check_shape(op, "fp8.input_scale", scale, (1, 1))
+    if x.dtype not in HALVES:
+        raise ValueError(f"{op}: {name}.dtype={x.dtype} with fp8; rows in fp8 are made of float16 or bfloat16")
+    if x.dim() != 2:
+        raise ValueError(f"{op}: {name} has shape {tuple(x.shape)} with fp8; pass rows, [tokens, columns]")
 
 
 def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int | str]) -> None:

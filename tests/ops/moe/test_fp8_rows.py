@@ -14,7 +14,7 @@ from tests.ops.moe.test_moe_exchange import EXPERTS, MOST, K, calls_of, tokens_o
 from tests.ops.moe.test_moe_ops import SCHEDULE, WEIGHT, built_grouped, by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
-from weft.kernels.fp8 import E4M3, quantize_rows_kernel
+from weft.kernels.fp8 import E4M3, RowFormat, quantize_rows_kernel, rows_argument
 from weft.ops.moe.exchange import DispatchArguments, PushRows, Sizes
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.ops.moe.routing import Routing
@@ -148,8 +148,9 @@ def test_kernels_that_send_fp8_compile(arch, tmp_path):
     mail, flags = Mail(rows, INTS, x, scales), Half(ChannelView(INTS, INTS, tl.constexpr(sizes.chunks)), INTS, INTS)
     constants = {"SIZES": sizes, "CHUNKS": sizes.chunks, "num_warps": 8, **launch_options(caps)}
     sending = compiled(moe_dispatch_kernel, x, INTS, x, 128, mail, flags, a_view(), arch=arch, **constants)
-    constants = {"WIDTH": 7168, "SCALES": 56, "BLOCK": 1024, "GROUP": 128, **launch_options(caps)}
-    alone = compiled(quantize_rows_kernel, x, rows, scales, 32, 1, 128, arch=arch, **constants)
+    constants = {"WIDTH": 7168, "PIECES": 16, "BLOCK": 128, **launch_options(caps)}
+    fp8 = rows_argument(torch.zeros(56, 128).t(), RowFormat("group"), torch.bfloat16, 128)
+    alone = compiled(quantize_rows_kernel, x, rows, fp8, 128, 128, arch=arch, **constants)
     for kernel in (sending, alone):
         check_compiles(kernel, arch)
         if arch == "sm_90":

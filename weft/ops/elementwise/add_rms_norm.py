@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, agreed, check_e4m3, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.rms_norm import norm, squares_of
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
-from weft.ops.op import Op, register
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, format_of
+from weft.ops.local import capabilities_of, check_like, check_row_format, check_shape
+from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS, check_has_rows, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -25,11 +26,12 @@ CASES_EPS = 1e-6
 
 
 @triton.jit
-def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, fp8, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """hidden[t, :] = round(x[t, :] + residual[t, :])
     normed[t, :] = round(hidden[t, :] / sqrt(mean(hidden[t, :]^2) + eps) * weight)        grid: (rows,)
 
     All [rows, WIDTH], contiguous. Computed in fp32; the norm is of the rounded ``hidden``.
+    fp8  ``Fp8Rows``: normed is then put in fp8; else None
     """
     dtype: tl.constexpr = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
@@ -41,7 +43,8 @@ def add_rms_norm_kernel(x, residual, weight, normed, hidden, eps, WIDTH: tl.cons
     total = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + before).to(dtype)[None, :]
     tl.store(hidden + place[None, :], total, mask=inside[None, :])
     result = norm(total, squares_of(total), scale, eps, WIDTH)
-    tl.store(normed + place[None, :], result.to(dtype), mask=inside[None, :])
+    row, exists = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, 1) == 0
+    store_rows(result.to(dtype), normed, place[None, :], inside[None, :], fp8, row, exists, 0, WIDTH)
 
 
 def warps_of(row_bytes: int) -> int:
@@ -50,13 +53,14 @@ def warps_of(row_bytes: int) -> int:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, fp8: RowFormat | None = None
+) -> tuple[torch.Tensor | Fp8, torch.Tensor]:
     """``(normed, hidden)``: hidden = ``x`` + ``residual``, normed = RMSNorm(hidden) * ``weight``.
 
     x         [..., H], any strides, fp16, bf16 or fp32, H at most 64 KiB
     residual  of x's shape and dtype
     weight    [H] of x's dtype
+    fp8       the normed rows of x [T, H] are rounded to its dtype, then put in fp8 so; ``row_format`` of a weight in fp8
 
     Both are new contiguous tensors of x's shape and dtype. ``hidden`` is rounded once and normed computed from the rounded
     one, as by ``all_reduce_rms_norm``. No backward. ValueError for wrong arguments.
@@ -72,7 +76,11 @@ def add_rms_norm(
             f"add_rms_norm: rows of {x.shape[-1]} elements have {x.shape[-1] * x.itemsize} bytes, not 1 to "
             f"{MAX_ROW_BYTES}; use torch's rms_norm"
         )
-    return ADD_RMS_NORM.dispatch(x, residual, weight, eps)
+    check_row_format("add_rms_norm", fp8, "x", x)
+    if fp8 is None:
+        return ADD_RMS_NORM.dispatch(x, residual, weight, eps)
+    rows, scales, hidden = _FP8.dispatch(x, residual, weight, eps, fp8)
+    return fp8_of(rows, scales, fp8), hidden
 
 
 class AddRMSNorm(Op):
@@ -93,34 +101,73 @@ class AddRMSNorm(Op):
         return Accuracy(terms=case.sizes[-1])
 
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(*tensors, CASES_EPS)
+        normed, hidden = add_rms_norm(*tensors, CASES_EPS)
+        if format := format_of(case, normed):
+            rows, hidden = add_rms_norm(*tensors, CASES_EPS, fp8=format)
+            normed = agreed(normed, rows, format)
+        return normed, hidden
 
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
             for sizes in ((1,), (7, 1), (1, 96), (3, 5, 640), (130, 33), (2, 5120), (0, 16)):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 5, 640), layout="transposed")
+        for scales, sizes in (("group", (5, 1200)), ("token", (3, 640)), ("static", (6, 96)), ("group", (0, 16))):
+            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8", scales),))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, hidden = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-        width = x.shape[-1]
-        if x.numel() > 0:
-            row_bytes, caps = width * x.itemsize, capabilities_of(x.device)
-
-            def constants() -> dict[str, Any]:
-                sizes = {"WIDTH": width, "BLOCK": next_power_of_2(width), "num_warps": warps_of(row_bytes)}
-                return {**sizes, **launch_options(caps)}
-
-            launch = launch_on(x.device, add_rms_norm_kernel, (width, row_bytes), constants)
-            rows = x.numel() // width
-            launch(rows, x.contiguous(), residual.contiguous(), weight.contiguous(), normed, hidden, eps)
+        normed, hidden = self.fake(x, residual, weight, eps)
+        _launch(x, residual, weight, (normed, hidden), eps, None)
         return normed, hidden
 
     def fake(self, x, residual, weight, eps):
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
 
 
+class AddRMSNormFp8(Op):
+    """AddRMSNorm with normed rows in fp8: a torch op by itself, since it has one result more."""
+
+    name = alias = "add_rms_norm_fp8"
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, format: RowFormat
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        check_e4m3("add_rms_norm", capabilities_of(x.device))
+        rows, scales, hidden = self.fake(x, residual, weight, eps, format)
+        fp8 = rows_argument(scales, format, x.dtype, next_power_of_2(x.shape[1]))
+        _launch(x, residual, weight, (rows, hidden), eps, fp8)
+        return rows, scales, hidden
+
+    def fake(self, x, residual, weight, eps, format):
+        return *empty_rows(x, *x.shape, format), torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    results: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    fp8: Fp8Rows | None,
+) -> None:
+    """Write (normed, hidden) of checked arguments into ``results``."""
+    width = x.shape[-1]
+    if x.numel() == 0:
+        return
+    row_bytes, caps = width * x.itemsize, capabilities_of(x.device)
+
+    def constants() -> dict[str, Any]:
+        sizes = {"WIDTH": width, "BLOCK": next_power_of_2(width), "num_warps": warps_of(row_bytes)}
+        return {**sizes, **launch_options(caps)}
+
+    launch = launch_on(x.device, add_rms_norm_kernel, (width, row_bytes), constants)
+    tensors = x.contiguous(), residual.contiguous(), weight.contiguous(), *results
+    launch(x.numel() // width, *tensors, eps, fp8)
+
+
 ADD_RMS_NORM = AddRMSNorm()
 register(ADD_RMS_NORM)
+_FP8 = AddRMSNormFp8()
+define(_FP8)

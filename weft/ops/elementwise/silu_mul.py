@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -10,10 +11,11 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
+from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, agreed, check_e4m3, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.operands import rows_contiguous
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like
-from weft.ops.op import Op, register
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, format_of
+from weft.ops.local import capabilities_of, check_like, check_row_format
+from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -23,17 +25,20 @@ from weft.runtime.team.team import Team
 # Elements of a program's tile: 8 a thread of 4 warps, so that bf16 is loaded 16 bytes at a time.
 TILE = 1024
 MAX_ROWS = 4
+# Elements of a row that one program can hold, to find one scale for a token.
+MAX_TOKEN = 32768
 CASES_EPS = 1e-6
 
 
 @triton.jit
 def silu_mul_kernel(
-    gate_up, stride, squares, eps, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr
+    gate_up, stride, squares, eps, out, M, N, fp8, ROWS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr
 ):
     """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles,), along N first
 
     gate_up  [M, 2 N], rows ``stride`` apart. Computed in fp32, rounded once
     squares  fp32 [M, SQUARES], a deferred RMS scale: row m of gate_up times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: none
+    fp8      ``Fp8Rows``: out is then in fp8; else None
     """
     across = tl.cdiv(N, BLOCK)
     rows = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
@@ -47,15 +52,17 @@ def silu_mul_kernel(
         scale = rms_scale(squares, rows, rows < M, eps, SQUARES)[:, None]
         gate *= scale
         up *= scale
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
+    result = (gate / (1.0 + tl.exp(-gate)) * up).to(gate_up.dtype.element_ty)
+    at, first = rows.to(tl.int64)[:, None] * N + columns[None, :], tl.program_id(0) % across * BLOCK
+    store_rows(result, out, at, inside, fp8, rows, rows < M, first, N)
 
 
-def silu_mul(gate_up: torch.Tensor | DeferredNorm) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor | DeferredNorm, *, fp8: RowFormat | None = None) -> torch.Tensor | Fp8:
     """silu(gate) * up -> [M, N], contiguous, in the dtype of ``gate_up``; computed in fp32, rounded once.
 
     gate_up  [M, 2 N]: gate, then up; fp16, bf16 or fp32. Rows may be strided; any other layout is copied first. Or a
              ``DeferredNorm``, whose RMS scale is applied here
+    fp8      the result is put in fp8 so, after it is rounded to 16 bits; ``row_format`` of a weight in fp8
 
     No backward. ValueError for another shape or dtype.
     """
@@ -66,10 +73,15 @@ def silu_mul(gate_up: torch.Tensor | DeferredNorm) -> torch.Tensor:
         raise ValueError(
             f"silu_mul: gate_up has shape {tuple(gate_up.shape)}; it must be [M, 2 N], the gate's N columns before up's"
         )
-    if norm is None:
-        return SILU_MUL.dispatch(gate_up, None, 0.0)
-    check_scales("silu_mul", norm.operand, gate_up)
-    return SILU_MUL.dispatch(gate_up, norm.squares, norm.eps)
+    check_row_format("silu_mul", fp8, "gate_up", gate_up)
+    if fp8 is not None and fp8.scales == "token" and gate_up.shape[1] > 2 * MAX_TOKEN:
+        raise ValueError(
+            f"silu_mul: N={gate_up.shape[1] // 2} > {MAX_TOKEN} with a scale for each token; leave fp8 out"
+        )
+    if norm is not None:
+        check_scales("silu_mul", norm.operand, gate_up)
+    given = gate_up, *((None, 0.0) if norm is None else (norm.squares, norm.eps))
+    return SILU_MUL.dispatch(*given) if fp8 is None else fp8_of(*SILU_MUL_FP8.dispatch(*given, fp8), fp8)
 
 
 class SiluMul(Op):
@@ -94,7 +106,10 @@ class SiluMul(Op):
         return Accuracy(terms=4 if case.field("squares") is None else 64)
 
     def call(self, case: Case, team: Team, gate_up: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
-        return silu_mul(gate_up if squares is None else DeferredNorm(gate_up, squares, CASES_EPS))
+        x = gate_up if squares is None else DeferredNorm(gate_up, squares, CASES_EPS)
+        out = silu_mul(x)
+        format = format_of(case, out)
+        return agreed(out, silu_mul(x, fp8=format), format) if format else out
 
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
@@ -106,27 +121,70 @@ class SiluMul(Op):
                 fields = (("squares", parts),)
                 for layout in ("contiguous", "strided"):
                     yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(M, 2 * N), layout=layout, fields=fields)
+        for M, N, fields in (
+            (7, 520, (("fp8", "group"),)),
+            (1, 1300, (("fp8", "group"),)),
+            (5, 40, (("fp8", "token"), ("squares", 3))),
+            (2, 1300, (("fp8", "token"),)),
+            (3, 520, (("fp8", "static"),)),
+        ):
+            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(M, 2 * N), fields=fields)
 
     def forward(self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
-        M, N = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((M, N), dtype=gate_up.dtype, device=gate_up.device)
-        if out.numel() > 0:
-            gate_up, caps = rows_contiguous(gate_up), capabilities_of(out.device)
-            rows = min(MAX_ROWS, next_power_of_2(M))
-            block, parts = TILE // rows, 0 if squares is None else squares.shape[1]
-            launch = launch_on(
-                out.device,
-                silu_mul_kernel,
-                (rows, parts),
-                lambda: {"ROWS": rows, "BLOCK": block, "SQUARES": parts, **launch_options(caps)},
-            )
-            squares = gate_up if squares is None else squares.contiguous()
-            launch(cdiv(N, block) * cdiv(M, rows), gate_up, gate_up.stride(0), squares, eps, out, M, N)
+        out = self.fake(gate_up, squares, eps)
+        rows = min(MAX_ROWS, next_power_of_2(len(gate_up)))
+        _launch(gate_up, squares, eps, out, None, (rows, TILE // rows))
         return out
 
     def fake(self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
         return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
+class SiluMulFp8(Op):
+    """SiluMul with rows in fp8: a torch op by itself, since it has two results."""
+
+    name = alias = "silu_mul_fp8"
+
+    def forward(
+        self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float, format: RowFormat
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_e4m3("silu_mul", capabilities_of(gate_up.device))
+        out, scales = self.fake(gate_up, squares, eps, format)
+        rows = min(MAX_ROWS, next_power_of_2(len(gate_up)))
+        tile = (1, next_power_of_2(out.shape[1])) if format.scales == "token" else (rows, TILE // rows)
+        _launch(gate_up, squares, eps, out, rows_argument(scales, format, gate_up.dtype, tile[1]), tile)
+        return out, scales
+
+    def fake(self, gate_up, squares, eps, format):
+        return empty_rows(gate_up, gate_up.shape[0], gate_up.shape[1] // 2, format)
+
+
+def _launch(
+    gate_up: torch.Tensor,
+    squares: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor,
+    fp8: Fp8Rows | None,
+    tile: tuple[int, int],
+) -> None:
+    """Write silu_mul of checked arguments into ``out``. tile: rows and columns of a program's."""
+    if out.numel() == 0:
+        return
+    (M, N), (rows, block) = out.shape, tile
+    gate_up, caps, parts = rows_contiguous(gate_up), capabilities_of(out.device), 0
+    if squares is not None:
+        squares, parts = squares.contiguous(), squares.shape[1]
+
+    def constants() -> dict[str, Any]:
+        warps = max(4, min(16, rows * block // 512))
+        return {"ROWS": rows, "BLOCK": block, "SQUARES": parts, "num_warps": warps, **launch_options(caps)}
+
+    launch = launch_on(out.device, silu_mul_kernel, (rows, block, parts), constants)
+    squares = gate_up if squares is None else squares
+    launch(cdiv(N, block) * cdiv(M, rows), gate_up, gate_up.stride(0), squares, eps, out, M, N, fp8)
+
+
 SILU_MUL = SiluMul()
 register(SILU_MUL)
+SILU_MUL_FP8 = SiluMulFp8()
+define(SILU_MUL_FP8)

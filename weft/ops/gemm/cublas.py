@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
-from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8 import ROWS_OF_CUBLAS, Fp8
 from weft.ops.local import capabilities_of
 from weft.plan import algorithms, table
 from weft.plan.memo import once, remembered
 from weft.runtime import cublaslt
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import Capabilities
 from weft.runtime.codec import exchangeable
 from weft.runtime.cublaslt import Algorithm
@@ -60,9 +61,19 @@ def _run(design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
 
 
 def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
-    """``matrix`` with rows of zeros up to a multiple of four, as cuBLAS takes rows with scales of blocks."""
-    missing = -len(matrix) % 4
-    return torch.nn.functional.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+    """``matrix`` with rows up to a multiple of four, as cuBLAS takes rows with scales of groups.
+
+    The further rows are those that lie after it in memory, if it has such (``weft.kernels.fp8.empty_rows``), else zeros.
+    """
+    (M, K), strides = matrix.shape, matrix.stride()
+    room = cdiv(M, ROWS_OF_CUBLAS) * ROWS_OF_CUBLAS
+    if room == M:
+        return matrix
+    end = matrix.storage_offset() + (room - 1) * strides[0] + (K - 1) * strides[1] + 1
+    if strides[1] in (1, room) and end * matrix.itemsize <= matrix.untyped_storage().nbytes():
+        return matrix.as_strided((room, K), strides)
+    bits = matrix.view(torch.uint8) if matrix.itemsize == 1 else matrix
+    return torch.nn.functional.pad(bits, (0, 0, 0, room - M)).view(matrix.dtype)
 
 
 def scaled(a: Fp8, b: Fp8, dtype: torch.dtype) -> torch.Tensor:
@@ -76,7 +87,7 @@ def scaled(a: Fp8, b: Fp8, dtype: torch.dtype) -> torch.Tensor:
             return (a.dequantized(torch.float64) @ b.dequantized(torch.float64).T).to(dtype)
         if b.scales.shape[1] > 1:
             M, forms = len(a.data), (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
-            rows, of_rows = _in_fours(a.data.view(torch.uint8)).view(a.data.dtype), _in_fours(a.scales)
+            rows, of_rows = _in_fours(a.data), _in_fours(a.scales)
             of_rows = of_rows.t().contiguous().t()  # one after the other along M
             return scaled_mm(rows, b.data.t(), of_rows, forms[0], b.scales.t(), forms[1], output_dtype=dtype)[:M]
         of_rows, of_columns = a.scales, b.scales.t()

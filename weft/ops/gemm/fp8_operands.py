@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.fp8 import COLUMNS, E4M3, Fp8, by_static_scale, quantize_rows, scales_of, spread
+from weft.kernels.fp8 import COLUMNS, E4M3, Fp8, quantized_rows, scales_of, spread
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.gemm import cublas, small_m
 from weft.ops.gemm.cublas import Cublas
@@ -104,15 +104,7 @@ def _check_scales(op: str, name: str, of: torch.Tensor | None, scales: torch.Ten
 
 def quantized_for(weight: Fp8, x: torch.Tensor | Fp8, caps: Capabilities) -> Fp8:
     """Rows ``x`` in e4m3, with the scales that ``weight`` asks for; rows in e4m3 as they are."""
-    if isinstance(x, Fp8):
-        return x
-    if weight.input_scale is not None:
-        return by_static_scale(x, weight.input_scale)
-    M, K = x.shape
-    groups = scales_of(K) if weight.is_grouped else 1
-    # Scales of a group one after the other, as cuBLAS reads them.
-    into = x.new_empty((M, K), dtype=E4M3), x.new_empty((groups, M), dtype=torch.float32).t()
-    return Fp8(*quantize_rows(x, M, caps, into))
+    return x if isinstance(x, Fp8) else quantized_rows(x, weight.row_format, caps)
 
 
 def by_design(

@@ -99,7 +99,7 @@ class Fp8Rows(NamedTuple):
 
 
 def empty_rows(like: torch.Tensor, tokens: int, width: int, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows [tokens, width], scales [tokens, format.count(width)]) to be written, on the device of ``like``.
+    """New (rows [tokens, width], scales [tokens, format.count(width)]), on the device of ``like``.
 
     Both have room for a multiple of ROWS_OF_CUBLAS rows, which cuBLAS reads and whose results are dropped. Scales of a group of
     all tokens come one after the other, as cuBLAS reads them.
@@ -157,7 +157,7 @@ def store_rows(x, out, at, mask, fp8, token, exists, first, width):
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def quantize_rows_kernel(x, rows, fp8, T, tokens, WIDTH: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    """rows [tokens, WIDTH] of x [T, WIDTH] in e4m3 with the scales of ``fp8`` (``Fp8Rows``), zeros from row T on
+    """rows [tokens, WIDTH] of x [T, WIDTH] in e4m3 as ``fp8`` says (``Fp8Rows``), zeros from row T on
 
     A program takes PIECES pieces of BLOCK columns, numbered by row and then along it.
 
@@ -197,7 +197,7 @@ def quantize_rows(
 
 
 def quantized_rows(x: torch.Tensor, format: RowFormat, caps: Capabilities) -> Fp8:
-    """``x`` [T, H] in e4m3, by a kernel of its own: where the kernel that made x did not write it so."""
+    """``x`` [T, H] in e4m3, by a kernel for that alone: where the kernel that made x did not write it so."""
     rows, scales = empty_rows(x, *x.shape, format)
     _quantize(x, rows, scales, format, caps)
     return fp8_of(rows, scales, format)
@@ -233,7 +233,7 @@ def by_torch(x: torch.Tensor, columns: int = COLUMNS.value) -> tuple[torch.Tenso
 
 
 def agreed(plain: torch.Tensor, rows: Fp8, format: RowFormat) -> torch.Tensor:
-    """``plain`` [M, K]; with NaN in rows that ``rows`` has not as ``format`` says, bit for bit, for cases of ops."""
+    """``plain`` [M, K], with NaN where a row differs in any bit from that of ``rows``; for cases of ops."""
     wanted = (
         by_static_scale(plain, format.input_scale)
         if format.input_scale is not None

@@ -70,7 +70,7 @@ def design_name(design: object) -> str:
 
 
 def format_of(case: Case, like: torch.Tensor) -> RowFormat | None:
-    """Format of fp8 rows that the field ``fp8`` of a case names, on the device of ``like``; None: it names none."""
+    """Format of fp8 rows that a case's field ``fp8`` names, on the device of ``like``, or None."""
     scales = case.field("fp8")
     return scales and RowFormat(scales, like.new_full((1, 1), 0.0131, dtype=FP32) if scales == "static" else None)
 

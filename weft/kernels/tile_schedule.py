@@ -8,13 +8,11 @@ straddles a chunk, so that no tile waits for rows it does not need.
     chunk    tile rows of a panel that arrive under one signal
     owner    rank o owns the tiles o*T//W .. (o+1)*T//W - 1 of all T: its panel where panels are W, else an even share
 
-A rank's order is a rotation of the numbers: from its first tile on (all_gather_matmul: the local shard comes
-first), or from the next rank's first tile on (matmul_reduce_scatter, matmul_all_reduce: the peers' tiles come
-first, own tiles last). Program p of P takes places p, p + P, p + 2 P … of the order. So no two ranks send to one peer at
-once, and no two wait for one.
+A rank's order is a rotation of the numbers, from the next rank's first tile on: the peers' tiles come first, own tiles
+last. Program p of P takes places p, p + P, p + 2 P … of the order. So no two ranks send to one peer at once, and no two
+wait for one.
 
-      order of rank 1 of 4, own first   | 1 1 | 2 2 | 3 3 | 0 0 |     the owners of its tiles
-      order of rank 1 of 4, own last    | 2 2 | 3 3 | 0 0 | 1 1 |
+      order of rank 1 of 4   | 2 2 | 3 3 | 0 0 | 1 1 |     the owners of its tiles
 
 Tiles that do not fill the last round of programs would leave most programs idle for as long as a whole tile takes: 400
 tiles on 132 SMs are 3.03 rounds and cost 4. So the places from ``whole`` on are *split* along K, each over several programs
@@ -26,12 +24,12 @@ order that does not depend on which one is last.
 Panels of equal size are located by arithmetic. A schedule of other panels is data: a table with a row for each tile
 (``tile_table``), which ``look_up`` reads.
 
-The functions are plain integer arithmetic: kernels call them, and ``plan`` runs the same source on the host.
+The functions are plain integer arithmetic: kernels call them, and the host runs the same source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,15 +60,6 @@ class Tiles(NamedTuple):
     chunk: int
     group: int
     whole: int
-
-
-class Place(NamedTuple):
-    """Position of a tile: its panel, its chunk and tile row in the panel, its tile column."""
-
-    panel: int
-    chunk: int
-    row: int
-    column: int
 
 
 def make_tiles(
@@ -180,14 +169,14 @@ def place_of(owner, rank, world, local_first: tl.constexpr):
     return (owner + world - rank) % world if local_first else owner
 
 
-def whole_places(count: int, programs: int, least: int = 0) -> int:
-    """Number of ``count`` places whose tiles are not split along K, at least ``least``.
+def whole_places(count: int, programs: int) -> int:
+    """Number of ``count`` places whose tiles are not split along K.
 
     Every program has at most one partial tile, so a round that is more than half full is not split: programs with two would
     keep each other waiting (H200, 56 tiles of 128 x 256 x 6400 on 132 programs: 15 µs slower than not splitting).
     """
-    whole = max(count - count % programs, least)
-    return whole if 2 * (count - whole) <= programs else count
+    rest = count % programs
+    return count - rest if 2 * rest <= programs else count
 
 
 @triton.jit
@@ -229,11 +218,3 @@ def contributors(place, tiles, depth):
     """The programs that share the split tile at ``place``: the first, and the one after the last."""
     partials = partials_of(tiles, depth)
     return (place - tiles.whole) * partials, (place - tiles.whole + 1) * partials
-
-
-def plan(tiles: Tiles, rank: int, world: int, *, own: str) -> Iterator[tuple[int, int, Place]]:
-    """Yield (number, owner, place) of every tile in the order of ``rank``; ``own``: "first" or "last"."""
-    start = first_tile.fn(rank if own == "first" else (rank + 1) % world, tiles, world)
-    for place in range(tiles.count):
-        tile = at_place.fn(place, start, tiles)
-        yield tile, owner_of.fn(tile, tiles, world), Place(*locate.fn(tile, tiles))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-import numpy as np
-
 
 class Slots:
     """SMs that take tiles as they become free, as with cuBLAS GEMMs on several streams."""
@@ -28,18 +26,6 @@ class Slots:
             end = max(end, last)
         self._free = free
         return end
-
-
-def run_in_order(ready: np.ndarray, each: float, programs: int, begin: float) -> float:
-    """End of a persistent kernel, whose program p takes every ``programs``-th tile of their order.
-
-    A program waits for its next tile: ``ready`` has the time from which each tile may begin.
-    """
-    clocks = np.full(programs, begin)
-    for first in range(0, len(ready), programs):
-        tiles = ready[first : first + programs]
-        clocks[: len(tiles)] = np.maximum(clocks[: len(tiles)], tiles) + each
-    return float(clocks.max())
 
 
 class CopyEngine:

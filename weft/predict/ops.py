@@ -7,15 +7,11 @@ share N or K of the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
-import numpy as np
-
-from weft.kernels.tile_schedule import make_tiles, plan
 from weft.ops.moe.moe_schedule import block_for
 from weft.predict.costs import Costs
-from weft.predict.executor import CopyEngine, Slots, arrivals, run_in_order
+from weft.predict.executor import CopyEngine, Slots, arrivals
 from weft.runtime.arithmetic import cdiv
 
 ITEM = 2  # bytes of fp16 and bf16
@@ -67,7 +63,7 @@ def gemm(costs: Costs, M: int, N: int, K: int) -> float:
 
 def ag_gemm(costs: Costs, M: int, N: int, K: int, world_size: int) -> float:
     """All-gather of A [M, K], and its product with N rows of this rank."""
-    return _best(lambda chunks, fused: _ag_gemm(costs, M, N, K, world_size, chunks, fused))
+    return min(_ag_gemm(costs, M, N, K, world_size, chunks) for chunks in CHUNKS)
 
 
 def gemm_rs(costs: Costs, M: int, N: int, K: int, world_size: int) -> float:
@@ -179,51 +175,20 @@ def _rows_to_experts(costs: Costs, tokens: int, hidden: int, top: int, world_siz
 # --- AG-GEMM ----------------------------------------------------------------------------------------------------------
 
 
-def _best(time: Callable[[int, bool], float]) -> float:
-    return min(time(chunks, fused) for chunks in CHUNKS for fused in (True, False))
-
-
-def _ag_gemm(costs: Costs, M: int, N: int, K: int, world_size: int, chunks: int, fused: bool) -> float:
+def _ag_gemm(costs: Costs, M: int, N: int, K: int, world_size: int, chunks: int) -> float:
     near, nodes = min(world_size, NODE), cdiv(world_size, NODE)
     rows, clock, engine_free = M // world_size, costs.call, costs.call
     for node in range(nodes):
         # The rows of each node as they come over the rail, gathered in this one meanwhile.
         ready = costs.call + node * (costs.rail + rows * K * ITEM / costs.rail_link)
         engine = CopyEngine(costs.copy, costs.link, costs.flag, max(engine_free, ready))
-        landed = [
-            arrivals(engine, [rows * K * ITEM / chunks] * chunks, ready) for _ in range(1, near)
-        ]  # fmt: skip
-        engine_free = landed[-1][-1] if landed else ready
-        work = _fused_ag if fused else _pipelined_ag
-        clock = work(costs, rows, N, K, near, chunks, [[max(ready, clock)] * chunks, *landed], max(clock, ready))
+        landed = arrivals(engine, [rows * K * ITEM / chunks] * chunks * (near - 1), ready)
+        engine_free = landed[-1] if landed else ready
+        slots = Slots(costs.sms)
+        clock = _piece(costs, slots, rows, N, K, max(clock, ready))
+        for time in landed:
+            clock = max(clock, _piece(costs, slots, cdiv(rows, chunks), N, K, time))
     return clock
-
-
-def _fused_ag(
-    costs: Costs, rows: int, N: int, K: int, world: int, chunks: int, landed: Sequence[Sequence[float]], begin: float
-) -> float:
-    m, n, halvings = best_tile(costs, world * rows, N, K)
-    order = _order(rows, N, world, m, n, chunks)
-    ready = np.array(landed)[order[:, 0], order[:, 1]]
-    return run_in_order(ready, tile_time(costs, (m, n, halvings), K), min(costs.sms, len(order)), begin)
-
-
-@cache
-def _order(rows: int, N: int, world: int, m: int, n: int, chunks: int) -> np.ndarray:
-    """(owner, chunk) of each tile of rank 0, in the order of the fused kernel."""
-    tiles = make_tiles(rows, N, panels=world, block_m=m, block_n=n, group=8, chunks=chunks)
-    return np.array([(owner, place.chunk) for _, owner, place in plan(tiles, 0, world, own="first")])
-
-
-def _pipelined_ag(
-    costs: Costs, rows: int, N: int, K: int, world: int, chunks: int, landed: Sequence[Sequence[float]], begin: float
-) -> float:
-    slots, piece = Slots(costs.sms), cdiv(rows, chunks)
-    end = _piece(costs, slots, rows, N, K, begin)
-    for of_rank in landed[1:]:
-        for time in of_rank:
-            end = max(end, _piece(costs, slots, piece, N, K, time))
-    return end
 
 
 # --- GEMM-RS ----------------------------------------------------------------------------------------------------------

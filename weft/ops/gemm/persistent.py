@@ -36,12 +36,9 @@ def programs_for(team: Team, tiles: Tiles, tile: Tile, split: bool) -> int:
     return min(most, tiles.count * (MAX_PARTIALS.value if split else 1))
 
 
-def with_split(tiles: Tiles, programs: int, split: bool, least: int = 0) -> Tiles:
-    """``tiles``, whose last round of ``programs`` programs is split along K if ``split``.
-
-    The first ``least`` places are never split.
-    """
-    return tiles._replace(whole=whole_places(tiles.count, programs, least)) if split else tiles
+def with_split(tiles: Tiles, programs: int, split: bool) -> Tiles:
+    """``tiles``, whose last round of ``programs`` programs is split along K if ``split``."""
+    return tiles._replace(whole=whole_places(tiles.count, programs)) if split else tiles
 
 
 class Scratch(NamedTuple):

@@ -152,9 +152,12 @@ class Op:
         return table.find(op, shape, call.dtype, world_size, machine.caps, self.ranks_differ_in_k)
 
     def tuned(self, call: Call, machine: Machine) -> Planned | None:
-        """Plan of the row that decides ``call``, or None."""
+        """Plan of the row that decides ``call``, or None; None with a warning if the row's design is unknown."""
         best = self.row_for(call, machine)
         if best is None:
+            return None
+        if best.row.design not in self.designs:
+            table.warn_of_design(best.file.name, best.row.key, best.row.design)
             return None
         return Planned(best.row.design, self.from_row(best.row, call, machine), best.reason, best.row)
 

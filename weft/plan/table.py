@@ -31,10 +31,12 @@ from weft.arguments import check_bool, check_instance, check_int, check_number, 
 from weft.plan.memo import forget, remembered
 from weft.runtime.codec import exchangeable
 from weft.runtime.files import put
+from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
+logger = logger_of(__name__)
 T = TypeVar("T")
 SCHEMA = 2
 # Smaller gains over the default are noise: it stays.
@@ -224,6 +226,14 @@ def nearest(
         row = min(alike, key=lambda one: (abs(math.log2(one[3].shape[2] / max(shape[2], 1))), *one[:3]))[3]
     exact = row.design in (EXACT, SMALL_M) or bucket(row.shape) == bucket(shape)
     return Found(row=row, file=file, exact=exact)
+
+
+@remembered
+def warn_of_design(file: str, key: str, design: str) -> None:
+    """Warn, once for a row, that weft has no such ``design`` for its op."""
+    logger.warning(
+        "%s: row %s has design %s, which is unknown, so a rule decides; run weft tune again", file, key, quoted(design)
+    )
 
 
 def distance_of(row: Row, shape: tuple[int, ...], deciding: int) -> float | None:

@@ -155,19 +155,29 @@ def test_rows_that_would_overrun_the_workspace_are_refused(op):
     weft.simulate(main, 2)
 
 
-@pytest.mark.parametrize("stale", [{"stages": 4}, {"transport": None}, "design"])
-def test_a_tuned_row_of_another_version_says_to_tune_again(monkeypatch, tmp_path, stale):
+def plan_by_a_row(monkeypatch, tmp_path, design, **fields):
+    """The plan of a call that a tuned row of ``design`` decides, if it can."""
     path = table.file_for("Some GPU", 4, tmp_path)
     monkeypatch.setattr(table, "file_for", lambda gpu, world_size: path)
-    fields = {"transport": "lamport", "row_bytes": 512, "num_warps": 1, "programs_per_sm": 4}
-    if stale != "design":
-        fields = {name: value for name, value in (fields | stale).items() if value is not None}
-    row = table.Row(
-        op="all_reduce", dtype="bfloat16", shape=(1 << 20,), design="ring" if stale == "design" else "two_shot",
-        config={"push": fields}, us=1.0,
-    )  # fmt: skip
+    known = {"transport": "lamport", "row_bytes": 512, "num_warps": 1, "programs_per_sm": 4}
+    push = {name: value for name, value in (known | fields).items() if value is not None}
+    row = table.Row(op="all_reduce", dtype="bfloat16", shape=(1 << 20,), design=design, config={"push": push}, us=1.0)
     table.write(path, table.Table(gpu="Some GPU", world_size=4, rows=(row,)))
     caps = dataclasses.replace(capabilities.simulated(4), device_name="Some GPU", is_simulated=False)
     here = machine(caps, 4)
+    return [ALL_REDUCE.plan(ALL_REDUCE.call_of(((nbytes,),), BF16, here), here) for nbytes in (1 << 19, 3 << 18)]
+
+
+@pytest.mark.parametrize("stale", [{"stages": 4}, {"transport": None}])
+def test_a_tuned_row_of_another_version_says_to_tune_again(monkeypatch, tmp_path, stale):
     with pytest.raises(ValueError, match=r"tuned row all_reduce bfloat16 1048576 does not fit .*; run weft tune again"):
-        ALL_REDUCE.plan(ALL_REDUCE.call_of(((1 << 19,),), BF16, here), here)
+        plan_by_a_row(monkeypatch, tmp_path, "two_shot", **stale)
+
+
+def test_a_tuned_row_of_an_unknown_design_is_left_out_with_one_warning(monkeypatch, tmp_path, caplog):
+    plans = plan_by_a_row(monkeypatch, tmp_path, "ring")
+    assert all(plan.name in ALL_REDUCE.designs and plan.row is None for plan in plans)
+    assert [record.message for record in caplog.records] == [
+        "some-gpu.w4.json: row all_reduce bfloat16 1048576 has design 'ring', which is unknown, so a rule decides; "
+        "run weft tune again"
+    ]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -68,6 +69,19 @@ def candidates(M: int, N: int, K: int, sms: int, gated: bool) -> Iterator[SmallM
             )
         return
     whole = max(16, next_power_of_2(M))
+    if M > 32 and not gated:
+        # Rows of x fill tensor instructions too.
+        for block_m, block_n, warps, stages in product(sorted({64, whole}), (32, 64, 128), (4, 8), (4, 6, 8)):
+            tiles = cdiv(M, block_m) * cdiv(N, block_n)
+            for transposed in (False, True) if block_n == 32 or warps == 8 else (False,):
+                if stages * (block_m + block_n) * 128 > 220 << 10 or (transposed and block_n < 64):
+                    continue
+                for partials in (1, 2, 3, 4):
+                    if tiles * partials <= 4 * sms and cdiv(K, 128) // partials >= 5:
+                        yield SmallM(
+                            block_m=block_m, block_n=block_n, block_k=128, num_warps=warps, num_stages=stages,
+                            transposed=transposed, partials=partials,
+                        )  # fmt: skip
     for block_m in sorted({whole, min(whole, 64)}):
         for block_n, warps in ((64, 4), (128, 4), (128, 8)):
             tiles, half = cdiv(M, block_m) * cdiv(N, block_n), block_m * block_n >= 128 * 128

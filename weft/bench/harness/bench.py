@@ -249,10 +249,7 @@ class Bench:
         if not entrants:
             return
         timed = [meter for entrant in entrants for meter in entrant.meters()]
-        begin = time.perf_counter()
-        self.round(timed)
-        seconds = max(self.team.exchange(time.perf_counter() - begin))
-        rounds = 2 if self.team.is_simulated else meters.rounds_for(seconds, self.options.quick, len(timed))
+        rounds = self.rounds(timed)
         self.balanced[entrants[0].row.label] = rounds % meters.balanced_rounds(len(timed)) == 0
         samples: list[list[float]] = [[] for _ in timed]
         for number in range(rounds):
@@ -276,6 +273,15 @@ class Bench:
             entrant.row, median_us=single.median, p10_us=single.p10, p90_us=single.p90, samples=single.samples,
             chain_us=chain, eager_us=eager,
         )  # fmt: skip
+
+    def rounds(self, timed: Sequence[Meter]) -> int:
+        """Number of rounds, by the time of one. On simulated ranks times mean nothing, and one round is enough."""
+        if self.team.is_simulated:
+            return 1
+        begin = time.perf_counter()
+        self.round(timed)
+        seconds = max(self.team.exchange(time.perf_counter() - begin))
+        return meters.rounds_for(seconds, self.options.quick, len(timed))
 
     def round(self, timed: Sequence[Meter]) -> None:
         for meter in timed:

@@ -263,7 +263,7 @@ class SimulatorMissing(WeftError):
 
 
 class NotInterpretable(WeftError):
-    """Kernel code that the simulator cannot run: inline assembly, or an unknown external function."""
+    """Kernel code that the simulator cannot run: PTX or an external function that it does not know."""
 
 
 class KernelRefused(WeftError):

@@ -209,7 +209,26 @@ Types, operators and methods of tensors run as well. Hints (`max_contiguous`, `m
 |---|---|
 {chr(10).join(refused)}
 
-Of inline assembly, the message names a replacement by the instruction:
+## Inline PTX
+
+`tl.inline_asm_elementwise` with `pack=1` runs if it knows the instructions, and is refused with the instruction otherwise:
+
+| | |
+|---|---|
+| global memory | `ld`, `st`: `weak`, `volatile`, `relaxed`, `acquire`, `release` with every scope, and vectors |
+| atomics | `atom`, `red`: `add`, `exch`, `cas`, `and`, `or`, `xor`, `min`, `max` |
+| multicast | `multimem.st`, `multimem.red`, `multimem.ld_reduce` with `add` |
+| order | `fence`, `membar`, `fence.proxy.async`, `bar.sync`, `barrier`, `griddepcontrol`; other proxy fences do nothing |
+| arithmetic | `add`, `sub`, `mul`, `mad`, `fma`, `min`, `max`, `neg`, `and`, `or`, `xor`, `not`, `shl`, `shr` |
+| registers | `mov`, `cvt`, `cvta`, `setp`, `selp` |
+| control | `bra` with labels and predicates, `ret`, `exit`; `nanosleep` and `prefetch` do nothing |
+| special registers | `%tid`, `%ntid`, `%laneid`, `%warpid`, `%ctaid`, `%nctaid`, `%smid`; clocks stand still at 0 |
+
+A scalar computed from `%tid` has a value for each thread. It may be an address, a condition of an `if` without `else`, and an
+argument of assembly; the branch runs for the threads that take it. Elsewhere it is refused. Thread t of T holds the elements
+t, t + T, ... of a block; in a block of fewer elements they are held several times, and the first holder stores them.
+
+For an instruction that is not known, the message names a replacement:
 
 | instruction (a regular expression; the first that matches counts) | replacement |
 |---|---|

@@ -22,6 +22,7 @@ from tests.compiling import compiled
 from weft.errors import Misaligned, NotInterpretable
 from weft.simulator import interpreter as module
 from weft.simulator.interpreter import Interpreter, addresses_of, block, element_dtype, scalar, value_of
+from weft.simulator.ptx.running import Position
 
 pytestmark = pytest.mark.triton_internals
 
@@ -76,7 +77,13 @@ class SequentialPort:
             memory, at = self._view(addresses[mask], bits.dtype.itemsize)
             memory[at] = bits[mask]
 
-    def atomic(self, op, addresses, bits, mask, dtype, sem, scope):
+    def position(self):
+        return Position(threads=128, index=self.index, grid=self.grid, sm=0)
+
+    def active_threads(self):
+        return None
+
+    def atomic(self, op, addresses, bits, mask, dtype, sem, scope, access="plain"):
         assert addresses.shape == mask.shape == bits.shape and bits.dtype.kind == "u"
         self.calls.append(("atomic", op, sem, scope))
         old = np.zeros_like(bits)
@@ -88,7 +95,7 @@ class SequentialPort:
                 memory[at] = np.array([OPS[op](a, b)], dtype).view(bits.dtype)
         return old
 
-    def cas(self, addresses, compare, bits, sem, scope):
+    def cas(self, addresses, compare, bits, sem, scope, access="plain"):
         self.calls.append(("cas", sem, scope))
         old = np.zeros_like(bits)
         for i in np.ndindex(addresses.shape):
@@ -742,15 +749,13 @@ def test_builtins_of_other_modules_and_constexpr_globals(port):
 
 @triton.jit
 def assembly(out_ptr):
-    x = tl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
-    tl.store(out_ptr, x)
+    tl.inline_asm_elementwise("bfind.u32 $0, 5;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def assembly_of_two(out_ptr):
     at = tl.arange(0, 8)
-    x = tl.inline_asm_elementwise("add.u32 $0, $1, $2;", "=r,r,r", [at, 1], dtype=tl.int32, is_pure=True, pack=1)
-    tl.store(out_ptr + at, x)
+    tl.inline_asm_elementwise("add.u32 $0, $1, $2;", "=r,r,r", [at, 1], dtype=tl.int32, is_pure=True, pack=2)
 
 
 @pytest.mark.parametrize("kernel", [assembly, assembly_of_two])

@@ -219,9 +219,8 @@ def test_a_tensor_of_another_team_and_a_pointer_that_was_translated_are_no_targe
 
 
 @triton.jit
-def acquires(out):
-    x = tl.inline_asm_elementwise("ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [out], tl.int32, False, 1)
-    tl.store(out, x)
+def commits(out):
+    tl.inline_asm_elementwise("cp.async.bulk.commit_group;", "=r,l", [out], tl.int32, False, 1)
 
 
 @triton.jit
@@ -239,7 +238,7 @@ def computes(out):
 @pytest.mark.parametrize(
     ("kernel", "instead"),
     [
-        (acquires, "write wl.wait(signal, value, team)"),
+        (commits, "write wl.notify(signal, peer, value, team)"),
         (releases_to_all, "tl.store through wl.symm_at(ptr, peer, team) in a loop over wl.num_ranks(team)"),
         (computes, "write it in plain Triton"),
     ],

@@ -20,7 +20,7 @@ def test_the_page_is_up_to_date():
     # Another Triton: what the page lists and this Triton has runs here too, or is refused too.
     known = [name for name in simulated_triton.functions() if f"`{name}`" in text or f"`tl.{name}`" in text]
     found = simulated_triton.answers({name: simulated_triton.CALLS[name] for name in known if name not in REMOVED})
-    assert {name for name, refusal in found.items() if refusal} == {"dot_scaled", "inline_asm_elementwise"}
+    assert {name for name, refusal in found.items() if refusal} == {"dot_scaled"}
 
 
 def test_a_call_that_fails_is_no_refusal():

@@ -89,8 +89,20 @@ class Observer:
     def notified(self, address: int, bits: int, itemsize: int) -> Landed:
         """Release store of one thread at system scope that the program begins. Returns as ``store``."""
 
-    def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, sem: str, scope: str) -> None:
-        """Atomic that has taken effect on these elements (one-dimensional arrays)."""
+    def atomic(
+        self,
+        op: str,
+        addresses: np.ndarray,
+        old: np.ndarray,
+        new: np.ndarray,
+        sem: str,
+        scope: str,
+        alone: bool = False,
+    ) -> None:
+        """Atomic that has taken effect on these elements (one-dimensional arrays).
+
+        ``alone``: by single threads of inline assembly, without a CTA barrier that gives all threads what they acquire.
+        """
 
     def reduced(self, op: str, addresses: np.ndarray, new: np.ndarray, scope: str) -> None:
         """Reduction of a descriptor that has taken effect on these elements (one-dimensional arrays)."""
@@ -109,7 +121,7 @@ class Observer:
     def drain(self) -> None:
         """Arrival of the program's tensor-descriptor stores."""
 
-    def fence(self) -> None:
+    def fence(self, scope: str) -> None:
         """Fence at system scope in every thread of the program."""
 
     def fence_proxy(self) -> None:

@@ -145,7 +145,16 @@ class VirtualTime(Observer):
     def notified(self, address: int, bits: int, itemsize: int) -> None:
         self._notify(address, bits, itemsize)
 
-    def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, sem: str, scope: str) -> None:
+    def atomic(
+        self,
+        op: str,
+        addresses: np.ndarray,
+        old: np.ndarray,
+        new: np.ndarray,
+        sem: str,
+        scope: str,
+        alone: bool = False,
+    ) -> None:
         if "acq" in sem:
             self._catch_up(addresses)
         if not np.array_equal(old, new):

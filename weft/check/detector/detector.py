@@ -243,9 +243,11 @@ class Detector(HappensBefore):
             return None
         thread, landed = self.thread(), []
         addresses, bits = places.active.ravel(), bits.ravel() if places.is_whole else bits[places.mask]
-        verb = {"plain": "store", "tma": "descriptor store", "lamport": "lamport store"}[how]
-        kind = {"plain": kind_of(addresses), "tma": ASYNC, "lamport": FLAGGED}[how]
-        access = self.races.access(thread, kind, verb)
+        verb = {"plain": "store", "relaxed": "relaxed store", "tma": "descriptor store", "lamport": "lamport store"}[
+            how
+        ]
+        kind = {"tma": ASYNC, "lamport": FLAGGED}.get(how) or kind_of(addresses)
+        access = self.races.access(thread, kind, verb, "sys" if how == "relaxed" else None)
         self._check_translated(thread, access, addresses)
         itemsize = bits.dtype.itemsize
         if self.tiles.stores(thread, access, addresses, itemsize):
@@ -279,7 +281,16 @@ class Detector(HappensBefore):
         thread.step()
         return []
 
-    def atomic(self, op: str, addresses: np.ndarray, old: np.ndarray, new: np.ndarray, sem: str, scope: str) -> None:
+    def atomic(
+        self,
+        op: str,
+        addresses: np.ndarray,
+        old: np.ndarray,
+        new: np.ndarray,
+        sem: str,
+        scope: str,
+        alone: bool = False,
+    ) -> None:
         thread, itemsize = self.thread(), old.dtype.itemsize
         if addresses.size == 0:
             return
@@ -290,6 +301,8 @@ class Detector(HappensBefore):
             for i, address in enumerate(addresses.tolist()):
                 signal = self.signals.at(address, itemsize)
                 self._on_signal(op, access, signal, int(old[i]), int(new[i]), sem, changes)
+            if sem in ("acquire", "acq_rel") and not alone:
+                thread.barrier()  # Triton broadcasts the value to all threads through one
         if changes:
             self.arrivals.note(op, access, old)
             self.races.write(thread, access, addresses, itemsize)
@@ -338,8 +351,6 @@ class Detector(HappensBefore):
                 self.signals.release(thread, signal, scope, "released", keeps=True)()
             else:
                 self.signals.unordered(thread, signal, scope, keeps=True)()
-        if sem in ("acquire", "acq_rel"):
-            thread.barrier()  # Triton broadcasts the value to all threads through one
 
     def _polled(self, signal: Signal, access: Access, value: int, *, changes: bool = False) -> None:
         self.signals.polled(signal, access, value, changes=changes)
@@ -375,8 +386,9 @@ class Detector(HappensBefore):
     def drain(self) -> None:
         self.thread().drain()
 
-    def fence(self) -> None:
-        self.thread().fence()
+    def fence(self, scope: str) -> None:
+        thread = self.thread()
+        thread.fence() if scope == "sys" else thread.fence_in_gpu()
 
     def fence_proxy(self) -> None:
         self.thread().fence_proxy()

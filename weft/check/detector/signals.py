@@ -87,6 +87,8 @@ class Signals:
         for known in signal.visible(thread.rank, scope):
             if isinstance(thread, ProgramClock):
                 thread.saw(known)
+        if isinstance(thread, ProgramClock) and scope != "cta" and thread.rank in signal.by_rank:
+            thread.saw_in_gpu(signal.by_rank[thread.rank])
         code = self._races.code()
         if code is not None and is_discarded(code[0].co_filename, code[1]):
             return  # a notify that adds decides nothing by what it reads
@@ -133,6 +135,7 @@ class Signals:
         """Note a write without release order (``scope`` None: a plain store). Returns as ``release`` does."""
         known = thread.relaxed() if isinstance(thread, ProgramClock) and scope is not None else None
         is_fenced = known is not None and thread.fenced is not None
+        in_gpu = thread.fenced_in_gpu if known is not None and scope != "cta" else None
         place = self._races.place(self._races.code()) if isinstance(thread, ProgramClock) else thread.label
         # A fence before a relaxed write makes a release of it.
         so_far, notes = None if is_fenced else thread.so_far(), dict(thread.notes)
@@ -142,6 +145,8 @@ class Signals:
                 signal.forget()
             if known is not None:
                 signal.release(thread.rank, known, scope)
+            if in_gpu is not None:
+                signal.release(thread.rank, in_gpu, "gpu")
             add_notes(signal.notes, notes)
             if so_far is not None:
                 sentence = f"{place} writes {self._memory.describe(signal.address)} without release order"

@@ -212,6 +212,9 @@ class ProgramClock(ThreadClock):
         self.releases: list[Release] = []
         self.fenced: np.ndarray | None = None
         self.seen: np.ndarray | None = None
+        # The same of fences within the GPU, and of what its own programs have released.
+        self.fenced_in_gpu: np.ndarray | None = None
+        self.seen_in_gpu: np.ndarray | None = None
         self.proxy = self.clock.copy()
         self.proxy[:, self.slot] -= 1
         self.begun = self.proxy.copy()  # knowledge at the kernel's start, as if after a fence
@@ -351,6 +354,16 @@ class ProgramClock(ThreadClock):
             stamps.fenced = stamps.published
         if self.seen is not None:
             self.learn(self.seen)
+
+    def fence_in_gpu(self) -> None:
+        """Fence at GPU scope: as ``fence``, for the programs of this GPU alone."""
+        self.fenced_in_gpu = self.publish()
+        if self.seen_in_gpu is not None:
+            self.learn(self.seen_in_gpu)
+
+    def saw_in_gpu(self, clock: np.ndarray) -> None:
+        known = self.seen_in_gpu
+        self.seen_in_gpu = clock.copy() if known is None else joined(clock.copy(), known)
 
     def saw(self, clock: np.ndarray) -> None:
         self.seen = joined(clock.copy(), self.seen) if self.seen is not None else clock.copy()

@@ -1,8 +1,19 @@
-"""Inline assembly, which the simulator does not run: portable replacements for messages."""
+"""Inline assembly: execution for a program's values, and advice where the simulator does not know it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+import numpy as np
+import triton.language as tl
+
+from weft.errors import NotInterpretable
+from weft.simulator.interpreter.semantic import Semantic
+from weft.simulator.interpreter.values import Flag, Integer, Operand, Text, make, numpy_dtype, plain
+from weft.simulator.ptx import parsing, running
+from weft.simulator.ptx.registers import raw
+from weft.simulator.ptx.threads import elements_of
 
 # (pattern of the assembly, replacement); the first match counts.
 ADVICE = (
@@ -37,3 +48,81 @@ def instead_of(assembly: str) -> str:
     """Advice on portable code in place of this assembly, as a part of a sentence."""
     advice = (instead for pattern, instead in ADVICE if re.search(pattern, assembly))
     return next(advice, "write it in plain Triton")
+
+
+class Assembly:
+    """Stand-in for ``tl.inline_asm_elementwise``."""
+
+    def __init__(self, semantic: Semantic) -> None:
+        self._semantic = semantic
+
+    def call(
+        self,
+        asm: Text,
+        constraints: Text,
+        args: Sequence[Operand],
+        dtype: tl.dtype | Sequence[tl.dtype],
+        is_pure: Flag,
+        pack: Integer,
+        _semantic: object = None,
+    ) -> tl.tensor | tuple[tl.tensor, ...]:
+        asm, constraints, dtype = plain(asm), plain(constraints), plain(dtype)
+        kinds = [plain(kind) for kind in dtype] if isinstance(dtype, (tuple, list, tl.tuple)) else [dtype]
+        try:
+            code = parsing.parse(asm)
+            outputs = [part.strip() for part in constraints.split(",")][: len(kinds)]
+            if plain(pack) != 1 or not all(part.startswith("=") for part in outputs):
+                raise NotInterpretable("only one element at a time, and results before arguments, are known")
+            results = self._run(code, [self._semantic.to_tensor(plain(x)) for x in args], kinds)
+        except NotInterpretable as error:
+            raise NotInterpretable(
+                f"inline assembly in {self._semantic.builder.names()} cannot run in the simulator: {error}; "
+                f"{instead_of(asm)}, or put it under `if tl.target_info.is_cuda():` with a portable twin in plain Triton under "
+                f"`else:`, which the simulator takes, and test that the two agree"
+            ) from None
+        return tuple(results) if isinstance(dtype, (tuple, list, tl.tuple)) else results[0]
+
+    def _run(self, code: parsing.Code, args: list[tl.tensor], kinds: list[tl.dtype]) -> list[tl.tensor]:
+        port = self._semantic.builder.port
+        position, active = port.position(), port.active_threads()
+        blocks = [x.handle.data.shape for x in args if x.type is not x.dtype]
+        shape = np.broadcast_shapes(*blocks) if blocks else None
+        size = int(np.prod(shape)) if blocks else 1
+        differ = any(x.type is x.dtype and x.handle.data.size > 1 for x in args)
+        by_thread = differ or running.needs_threads(code)
+        if active is None:
+            active = np.ones(position.threads, np.bool_)
+        passes = [slice(0, size)]
+        count = size
+        if by_thread:
+            count = position.threads
+            passes = [slice(first, first + count) for first in range(0, size, count)]
+        parts: list[list[np.ndarray]] = []
+        for part in passes:
+            operands = [None] * len(kinds) + [_bits(x, shape, part, count) for x in args]
+            mask = active if by_thread else elements_of(active, size)
+            parts.append(running.Run(code, operands, position, port).run(mask)[: len(kinds)])
+        return [self._result([part[i] for part in parts], kind, shape, active) for i, kind in enumerate(kinds)]
+
+    @staticmethod
+    def _result(
+        parts: list[np.ndarray], kind: tl.dtype, shape: tuple[int, ...] | None, active: np.ndarray
+    ) -> tl.tensor:
+        """Block of type ``kind``, or a scalar, which may differ between threads."""
+        dtype = numpy_dtype(kind)
+        bits = np.concatenate(parts).astype(f"uint{8 * dtype.itemsize}")
+        if shape is not None:
+            return make(bits[: int(np.prod(shape))].view(dtype).reshape(shape), kind, True)
+        ran = bits[active] if bits.size == active.size else bits
+        if ran.size and np.all(ran == ran[0]):
+            bits = ran[:1]
+        return make(bits.view(dtype), kind, False)
+
+
+def _bits(x: tl.tensor, shape: tuple[int, ...] | None, part: slice, count: int) -> np.ndarray:
+    """Raw bits of an argument for ``count`` threads or elements, which hold ``part`` of a block."""
+    bits = raw(x.handle.data)
+    if x.type is x.dtype:
+        return bits
+    flat = np.broadcast_to(bits, shape).ravel()[part]
+    return np.resize(flat, count)

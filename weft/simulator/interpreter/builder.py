@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import triton.language as tl
 
-from weft.errors import NotInterpretable
 from weft.simulator import numerics
 from weft.simulator.interpreter import libdevice
-from weft.simulator.interpreter.assembly import instead_of
 from weft.simulator.interpreter.descriptors import Descriptor
 from weft.simulator.interpreter.port import Port
 from weft.simulator.interpreter.values import SCALAR_SHAPE, Handle, not_interpretable, numpy_dtype, plain
@@ -86,13 +84,6 @@ class Builder(InterpreterBuilder):
 
     def create_assume(self, condition: Handle) -> None:
         self.create_assert(condition, "tl.assume() of a condition that does not hold")
-
-    def create_inline_asm(self, assembly: str, *_: object) -> None:
-        raise NotInterpretable(
-            f"inline assembly in {self.names()} cannot run in the simulator; {instead_of(assembly)}, or put it under `if "
-            f"tl.target_info.is_cuda():` with a portable twin in plain Triton under `else:`, which the simulator takes, and "
-            f"test that the two agree"
-        )
 
     def create_extern_elementwise(
         self, library: str, path: str, symbol: str, args: list, ret_type: tl.dtype, is_pure: bool

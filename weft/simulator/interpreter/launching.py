@@ -33,12 +33,14 @@ _MOST = (2**31 - 1, 65535, 65535)
 class Launch:
     """Kernel with its arguments bound. ``run()`` executes it once, for the program that the port names.
 
+    threads          CUDA threads of each program
     tensors, tuples  among its arguments, passed by position, by name, by default or inside a tuple
     """
 
     name: str
     grid: tuple[int, int, int]
     run: Callable[[], None]
+    threads: int
     tensors: list[torch.Tensor]
     tuples: list[tuple]
 
@@ -81,6 +83,7 @@ def prepare(
         name=own.get("KERNEL", jit_fn.__name__),
         grid=(*sizes, 1, 1)[:3],
         run=run,
+        threads=32 * value_of(kwargs.get("num_warps", 4)),
         tensors=arguments.tensors,
         tuples=arguments.tuples,
     )

@@ -122,6 +122,7 @@ def patch_values(patches: Patches, semantic: Semantic, cast: Callable) -> None:
     }
     for name, member in members.items():
         patches.set(tl.tensor, name, member)
+    patches.set(tl.constexpr, "__format__", lambda x, how: format(x.value, how))  # in a text of inline assembly
     for name in (*_ARITHMETIC, *_COMPARISONS, "pow", "rshift"):
         for operator in (f"__{name}__", f"__r{name}__"):
             if operator in vars(tl.constexpr):

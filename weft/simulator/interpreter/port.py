@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from weft.simulator.places import Places
+from weft.simulator.ptx.running import Position
 from weft.triton_api import JITFunction
 
 # Argument in ``kernel[grid]``: sizes, or a function that makes them from the bound arguments.
@@ -35,7 +36,8 @@ class Port(Protocol):
         ``access`` is "plain", "volatile" or "tma".
         """
 
-    def store(self, places: Places, bits: np.ndarray, access: str) -> None: ...
+    def store(self, places: Places, bits: np.ndarray, access: str) -> None:
+        """Store raw bits. ``access`` is "plain", "tma" or "relaxed" (at system scope)."""
 
     def atomic(
         self,
@@ -51,12 +53,35 @@ class Port(Protocol):
         """Old raw bits of an atomic computed in ``dtype``.
 
         op      add, fadd, xchg, min, max, umin, umax, and, or, xor
-        access  "tma" for a descriptor's reduction
+        access  "tma" for a descriptor's reduction, "threads" by separate threads, which give nobody else what they acquire
         """
 
-    def cas(self, addresses: np.ndarray, compare: np.ndarray, bits: np.ndarray, sem: str, scope: str) -> np.ndarray: ...
+    def cas(
+        self, addresses: np.ndarray, compare: np.ndarray, bits: np.ndarray, sem: str, scope: str, access: str = "plain"
+    ) -> np.ndarray: ...
 
     def barrier(self) -> None: ...
+
+    def fence(self, scope: str = "sys") -> None: ...
+
+    def fence_async(self) -> None: ...
+
+    def multicast(self, addresses: np.ndarray) -> list[np.ndarray]:
+        """Addresses, at each member, of multicast addresses. NotInterpretable where they are not."""
+
+    # Threads of the running program
+
+    def position(self) -> Position:
+        """Special registers of the running program's threads."""
+
+    def active_threads(self) -> np.ndarray | None:
+        """Threads that execute the present branch, as a mask; None for all."""
+
+    def diverge(self, taken: np.ndarray) -> bool:
+        """Enter a branch that the threads ``taken`` take. False, without entering it, if there is none."""
+
+    def converge(self) -> None:
+        """Leave the innermost such branch."""
 
     def computed(self, operations: int) -> None:
         """Note a matrix product of the running program."""

@@ -19,6 +19,8 @@ HELPERS = {
     "__weft_call__": "callee -> function to call instead",
     "__weft_assign__": "value -> value that the variable holds",
     "__weft_truth__": "condition -> bool",
+    "__weft_enter__": "condition of an `if` -> whether some thread takes it",
+    "__weft_leave__": "what `enter` gave -> None, at the end of the branch",
     "__weft_all__": "asserted value -> bool",
     "__weft_not__": "x -> not x",
     "__weft_and_more__": "first operand -> whether the second of `and` is evaluated",
@@ -120,7 +122,17 @@ class _Rewriter(ast.NodeTransformer):
         node.test = self._helper("__weft_truth__", node.test, node.test)
         return node
 
-    visit_If = visit_While = visit_IfExp = _condition
+    visit_While = visit_IfExp = _condition
+
+    def visit_If(self, node: ast.If) -> ast.stmt:
+        if node.orelse or any(isinstance(inner, ast.Return) for inner in ast.walk(node)):
+            return self._condition(node)  # of all threads
+        self.generic_visit(node)
+        entered, read = self._temporary(self._helper("__weft_enter__", node.test, node.test))
+        left = ast.Expr(value=self._helper("__weft_leave__", node.body[-1], read()))
+        node.test = entered
+        node.body.append(ast.copy_location(left, node.body[-1]))
+        return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         self.generic_visit(node)

@@ -21,6 +21,7 @@ from weft.simulator.interpreter.values import (
     value_of,
 )
 from weft.simulator.places import Places, Scattered, everywhere, one_place
+from weft.simulator.ptx.threads import elements_of, stored_by
 from weft.triton_api import IncompatibleTypeErrorImpl, TritonSemantic
 
 T = TypeVar("T")
@@ -361,6 +362,8 @@ class Semantic(TritonSemantic):
         if not isinstance(ptr.dtype, tl.pointer_type):
             raise ValueError(f"a pointer is needed, got {ptr.type}")
         addresses, is_block = ptr.handle.data, ptr.type is not ptr.dtype
+        if self.builder.port.active_threads() is not None or (not is_block and addresses.size > 1):
+            return self._mask_by_threads(addresses, mask, is_block, may_grow)
         if mask is None:
             return addresses, None, is_block
         mask = self.to_tensor(mask)
@@ -373,6 +376,28 @@ class Semantic(TritonSemantic):
             shape = np.broadcast_shapes(addresses.shape, enable.shape) if may_grow else addresses.shape
             addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
         return addresses, enable, is_block
+
+    def _mask_by_threads(
+        self, addresses: np.ndarray, mask: Operand | None, is_block: bool, is_load: bool
+    ) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """``_mask`` where threads differ: in a branch that some take, or in the address of a scalar.
+
+        All threads load a scalar; thread 0 alone stores it. Of the holders of an element the first one stores it.
+        """
+        enable = everywhere(addresses.shape) if mask is None else self.to_tensor(mask).handle.data
+        shape = np.broadcast_shapes(addresses.shape, enable.shape)
+        addresses, enable = np.broadcast_to(addresses, shape), np.broadcast_to(enable, shape)
+        port = self.builder.port
+        active = port.active_threads()
+        if active is None:
+            active = np.ones(port.position().threads, np.bool_)
+        if is_block:
+            held = (elements_of if is_load else stored_by)(active, addresses.size).reshape(shape)
+        elif is_load:
+            held = active if addresses.size > 1 else active.any(keepdims=True)
+        else:
+            held = np.arange(addresses.size) < (1 if active[0] else 0)
+        return addresses, enable & held, is_block
 
     def _values(self, value: Operand, element: tl.dtype, shape: tuple[int, ...], is_block: bool) -> np.ndarray:
         """Operand of a store or an atomic, broadcast to the addresses' ``shape``."""

@@ -10,6 +10,7 @@ import numpy as np
 import triton.language as tl
 
 from weft.errors import Misaligned
+from weft.simulator.interpreter.assembly import Assembly
 from weft.simulator.interpreter.callees import with_semantic
 from weft.simulator.interpreter.reductions import Reductions
 from weft.simulator.interpreter.semantic import Semantic
@@ -29,6 +30,7 @@ class StandIns:
     def __init__(self, semantic: Semantic, resolve: Callable[[object], Callable]) -> None:
         self.semantic = semantic
         self.reductions = Reductions(resolve)
+        self._assembly = Assembly(semantic)
         self._stock_load, self._stock_store, self._stock_dot = (with_semantic(f, semantic) for f in _STOCK.values())
         self._ranges: dict[tuple[int, int], tl.tensor] = {}
 
@@ -53,6 +55,7 @@ class StandIns:
             "max_contiguous": _hint,
             "max_constancy": _hint,
             "condition": lambda value, **_: value,
+            "inline_asm_elementwise": self._assembly.call,
         }
 
     def elsewhere(self) -> list[tuple[object, Callable]]:

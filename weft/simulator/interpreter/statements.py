@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import triton.language as tl
 
 from weft.simulator.interpreter.semantic import Semantic
+from weft.simulator.interpreter.values import not_one_value
+from weft.simulator.ptx.threads import Divergence
 
 
 def helpers(semantic: Semantic) -> dict[str, Callable]:
@@ -15,6 +18,8 @@ def helpers(semantic: Semantic) -> dict[str, Callable]:
     return {
         "__weft_assign__": partial(_assign, semantic),
         "__weft_truth__": _truth,
+        "__weft_enter__": partial(_enter, semantic),
+        "__weft_leave__": partial(_leave, semantic),
         "__weft_all__": _all,
         "__weft_not__": lambda x: semantic.not_(x) if isinstance(x, tl.tensor) else not x,
         "__weft_and_more__": lambda x: isinstance(x, tl.tensor) or bool(x),
@@ -40,8 +45,23 @@ def _assign(semantic: Semantic, value: object) -> object:
 
 def _truth(condition: object) -> bool:
     if isinstance(condition, tl.tensor) and condition.handle.data.size != 1:
+        if condition.type is condition.dtype:
+            raise not_one_value("a condition with an else, a return or a loop")
         raise ValueError("Boolean value of Tensor with more than one value is ambiguous")
     return bool(condition)
+
+
+def _enter(semantic: Semantic, condition: object) -> bool | Divergence:
+    """Truth of an ``if``. A condition that differs between threads is entered for the threads that take it."""
+    if not isinstance(condition, tl.tensor) or condition.handle.data.size == 1 or condition.type is not condition.dtype:
+        return _truth(condition)
+    taken = condition.handle.data.astype(np.bool_)
+    return Divergence(taken) if semantic.builder.port.diverge(taken) else False
+
+
+def _leave(semantic: Semantic, entered: bool | Divergence) -> None:
+    if isinstance(entered, Divergence):
+        semantic.builder.port.converge()
 
 
 def _all(x: object) -> bool:

@@ -64,6 +64,13 @@ def not_interpretable(what: str) -> NotInterpretable:
     )
 
 
+def not_one_value(what: str) -> NotInterpretable:
+    return NotInterpretable(
+        f"a value that differs between the threads of a program (%tid) is {what} where the simulator needs one value; keep it "
+        f"in an `if` without else, or in the assembly"
+    )
+
+
 def make(data: np.ndarray, element: tl.dtype, is_block: bool) -> tl.tensor:
     """``tl.tensor`` of an array that already has the element type's dtype.
 
@@ -99,7 +106,11 @@ def value_of(x: object) -> Any:
     """
     if isinstance(x, _Tensor):
         data = x.handle.data
-        return data if x.type is not x.dtype else data.item()
+        if x.type is not x.dtype:
+            return data
+        if data.size != 1:
+            raise not_one_value("used")
+        return data.item()
     return x.value if isinstance(x, _Constexpr) else x
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from weft.errors import InvalidAccess, Unsupported, WeftError
+from weft.errors import InvalidAccess, NotInterpretable, Unsupported, WeftError
 from weft.simulator import interpreter
 from weft.simulator.interpreter import CodeLine, Interpreter
 from weft.simulator.machine.grids import Program
@@ -24,6 +24,7 @@ from weft.simulator.machine.strategy import Uniform
 from weft.simulator.machine.tasks import GreenletTask, Task, Waiting
 from weft.simulator.observer import Observer
 from weft.simulator.places import UNSIGNED, Places, Scattered, one_place
+from weft.simulator.ptx.running import Position
 
 # New element of memory from (old element, operand).
 Combine = Callable[[np.generic, np.generic], np.generic]
@@ -46,6 +47,7 @@ class Accesses:
         self.stores = Stores(self.scheduler, self.memory)
         self._on_event = on_event
         self.remote_atomics = True  # the links within a node carry them
+        self.multicasts: list[tuple[int, int, list[int]]] = []  # base and size of a range, and the bases of its members
         self._copies: dict[Task, list[tuple[GreenletTask, str]]] = {}  # by program: copies not known to be complete
 
     @property
@@ -128,7 +130,13 @@ class Accesses:
         return self._read_modify_write(op, addresses, bits.view(dtype), mask, combine, sem, scope, access)
 
     def cas(
-        self, addresses: np.ndarray, compare_bits: np.ndarray, bits: np.ndarray, sem: str, scope: str
+        self,
+        addresses: np.ndarray,
+        compare_bits: np.ndarray,
+        bits: np.ndarray,
+        sem: str,
+        scope: str,
+        access: str = "plain",
     ) -> np.ndarray:
         expected = iter(np.broadcast_to(compare_bits, addresses.shape).ravel())
         mask = np.ones(addresses.shape, bool)
@@ -136,7 +144,7 @@ class Accesses:
         def combine(old: np.generic, new: np.generic) -> np.generic:
             return new if old == next(expected) else old
 
-        return self._read_modify_write("cas", addresses, bits, mask, combine, sem, scope)
+        return self._read_modify_write("cas", addresses, bits, mask, combine, sem, scope, access)
 
     # --- polling programs --------------------------------------------------------------------------------------------
 
@@ -293,12 +301,47 @@ class Accesses:
         """Allow the next kernel's programs to start while the running ones execute."""
         self.observer.let_next_start()
 
-    def fence(self) -> None:
-        """Fence at system scope in every thread of the running program."""
-        self.complete_copies("put")
+    def fence(self, scope: str = "sys") -> None:
+        """Fence in every thread of the running program. One of scope "gpu" orders nothing for peers."""
+        if scope == "sys":
+            self.complete_copies("put")
         self.step(Scattered(np.zeros(0, np.uint64), None, 1), True)
-        self.observer.fence()
-        self.stores.fence()
+        self.observer.fence(scope)
+        if scope == "sys":
+            self.stores.fence()
+
+    # --- threads of a program ----------------------------------------------------------------------------------------
+
+    def position(self) -> Position:
+        """Special registers of the running program's threads."""
+        task = self.scheduler.current
+        launch = task.grid.launch
+        return Position(threads=launch.threads, index=task.index, grid=launch.grid, sm=task.number)
+
+    def active_threads(self) -> np.ndarray | None:
+        """Threads that execute the present branch, as a mask; None for all."""
+        branches = getattr(self.scheduler.current, "branches", None)
+        return branches[-1] if branches else None
+
+    def diverge(self, taken: np.ndarray) -> bool:
+        """Enter a branch that the threads ``taken`` take. False, without entering it, if there is none."""
+        active = self.active_threads()
+        taken = taken if active is None else taken & active
+        if taken.any():
+            self.scheduler.current.branches.append(taken)
+        return bool(taken.any())
+
+    def converge(self) -> None:
+        """Leave the innermost such branch."""
+        self.scheduler.current.branches.pop()
+
+    def multicast(self, addresses: np.ndarray) -> list[np.ndarray]:
+        """Addresses, at each member, of multicast addresses. NotInterpretable where they are not."""
+        for base, size, members in self.multicasts:
+            offsets = addresses - np.uint64(base)
+            if addresses.size and (offsets < np.uint64(size)).all():
+                return [offsets + np.uint64(member) for member in members]
+        raise NotInterpretable(f"{int(addresses[0]):#x} is no multicast address")
 
     def _check_remote(self, op: str, places: Places) -> None:
         """WeftError for an atomic on a peer's memory over links that carry none."""
@@ -358,7 +401,7 @@ class Accesses:
         if access == "tma":
             self.observer.reduced(op, active, new, scope)
         else:
-            self.observer.atomic(op, active, old, new, sem, scope)
+            self.observer.atomic(op, active, old, new, sem, scope, access == "threads")
         return before
 
     def _first(self, places: Places) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from weft.simulator.interpreter import Launch
 from weft.simulator.machine.tasks import GreenletTask
 
@@ -40,4 +42,5 @@ class Program(GreenletTask):
         self.grid, self.number = grid, grid.started
         x, y, _ = grid.launch.grid
         self.index = (self.number % x, self.number // x % y, self.number // (x * y))
+        self.branches: list[np.ndarray] = []  # threads that take the branches under way, innermost last
         super().__init__(grid.rank, f"rank {grid.rank} kernel {grid.launch.name} program {self.number}", body)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -148,7 +149,9 @@ def loop_for_one_value(file: str, line: int) -> OneValueLoop | None:
 
 @cache
 def is_polled(file: str, line: int) -> bool:
-    """True if the condition of a ``while`` loop depends on the read in its ``line``."""
+    """True if the condition of a ``while`` loop depends on the read in its ``line``, or inline assembly loops there."""
+    if any(_branches(node) for node in _calls_of_assembly(file, line)):
+        return True
     loop = _innermost(_loops(file), line)
     return loop is not None and _is_polled(loop, line)
 
@@ -207,11 +210,29 @@ def _innermost(loops: list[ast.While], line: int) -> ast.While | None:
 @cache
 def is_discarded(file: str, line: int) -> bool:
     """True if the value that an atomic or a primitive reads in ``line`` is not used."""
+    if any(_branches(node) for node in _calls_of_assembly(file, line)):
+        return False  # the assembly itself may use it
     for node in _statements(file):
         if isinstance(node, ast.Expr) and node.lineno <= line <= (node.end_lineno or line):
             calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
             return not any(call is not node.value and _called(call).startswith(_READERS) for call in calls)
     return False
+
+
+def _calls_of_assembly(file: str, line: int) -> list[ast.Call]:
+    """Calls of ``tl.inline_asm_elementwise`` that span ``line``."""
+    around = [node for node in _statements(file) if node.lineno <= line <= (node.end_lineno or line)]
+    calls = [one for node in around for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return [
+        call for call in calls
+        if _called(call) == "inline_asm_elementwise" and call.lineno <= line <= (call.end_lineno or line)
+    ]  # fmt: skip
+
+
+def _branches(assembly: ast.Call) -> bool:
+    """True if a text of the call has an instruction that branches."""
+    texts = [node.value for node in ast.walk(assembly) if isinstance(node, ast.Constant)]
+    return any(isinstance(text, str) and re.search(r"\bbra\b", text) for text in texts)
 
 
 @cache

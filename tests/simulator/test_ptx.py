@@ -1,0 +1,200 @@
+"""Inline PTX in the simulator: values, threads, branches, loops that wait, and what is refused."""
+
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import weft
+from weft.errors import Deadlock, NotInterpretable
+from weft.runtime.simulate import simulate
+from weft.simulator.ptx.parsing import Memory, Register, Vector, parse
+
+
+def test_a_block_is_read_into_instructions():
+    code = parse(
+        """{
+            .reg .pred %p<1>;   // a comment
+            again: atom.global.sys.acquire.cas.b32 %r0, [$1 + 8], 1, 0;
+            setp.eq.u32 %p0, %r0, 0x1;
+            @!%p0 bra again;
+            ld.relaxed.v2.b32 {$0, _}, [%rd1];
+        }"""
+    )
+    atom, _, branch, load = code.instructions
+    assert atom.modifiers == ("global", "sys", "acquire", "cas", "b32") and atom.operands[1] == Memory(
+        Register("$1"), 8
+    )
+    assert branch.guard == "%p0" and branch.negated and code.labels == {"again": 0} and code.loops
+    assert load.operands[0] == Vector((Register("$0"), Register("_")))
+    with pytest.raises(NotInterpretable, match="branches to a label"):
+        parse("bra nowhere;")
+    with pytest.raises(NotInterpretable, match="cannot be read"):
+        parse("mov.u32 $0, <5>;")
+
+
+@triton.jit
+def computes(x, out, ASM: tl.constexpr):
+    at = tl.arange(0, 8)
+    tl.store(out + at, tl.inline_asm_elementwise(ASM, "=r,r,r", [tl.load(x + at), at], tl.int32, True, 1))
+
+
+@pytest.mark.parametrize(
+    ("assembly", "expected"),
+    [
+        ("add.s32 $0, $1, $2;", lambda x, i: x + i),
+        ("sub.s32 $0, $1, 3;", lambda x, i: x - 3),
+        ("mul.lo.s32 $0, $1, $2;", lambda x, i: x * i),
+        ("mad.lo.s32 $0, $1, $2, 7;", lambda x, i: x * i + 7),
+        ("min.s32 $0, $1, $2;", torch.minimum),
+        ("max.u32 $0, $1, $2;", lambda x, i: torch.where(x < 0, x, torch.maximum(x, i))),
+        ("and.b32 $0, $1, $2;", lambda x, i: x & i),
+        ("shl.b32 $0, $1, 2;", lambda x, i: x << 2),
+        ("shr.s32 $0, $1, 1;", lambda x, i: x >> 1),
+        ("not.b32 $0, $1;", lambda x, i: ~x),
+        ("neg.s32 $0, $1;", lambda x, i: -x),
+        ("{.reg .pred p; setp.lt.s32 p, $1, 0; selp.b32 $0, 1, 2, p;}", lambda x, i: torch.where(x < 0, 1, 2)),
+        ("{.reg .pred p; setp.lt.s32 p, $1, 0; mov.u32 $0, $1; @p mov.u32 $0, $2;}", lambda x, i: torch.where(x < 0, i, x)),
+        ("{.reg .pred p; mov.u32 $0, 5; setp.ge.s32 p, $1, 0; @p bra end; mov.u32 $0, 6; end:}",
+         lambda x, i: torch.where(x < 0, 6, 5)),
+        ("{.reg .s64 w; cvt.s64.s32 w, $1; add.s64 w, w, 1; cvt.s32.s64 $0, w;}", lambda x, i: x + 1),
+    ],
+)  # fmt: skip
+def test_instructions_without_memory(assembly, expected):
+    x, out = torch.tensor([5, -3, 0, 9, -1, 2, -8, 7], dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    simulate(lambda _: computes[(1,)](x, out, assembly), 1)
+    assert torch.equal(out, expected(x, torch.arange(8, dtype=torch.int32)).to(torch.int32))
+
+
+@triton.jit
+def thread():
+    return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def threads():
+    return tl.inline_asm_elementwise("mov.u32 $0, %ntid.x;", "=r", [], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def copies_by_thread(x, out):
+    """out[64] = x[64], by 32 threads of 8 bytes each."""
+    at = thread() * 2
+    tl.inline_asm_elementwise(
+        "{ .reg .b32 a; .reg .b32 b; ld.global.v2.b32 {a, b}, [$1]; st.global.v2.b32 [$2], {a, b}; }",
+        "=r,l,l", [x + at, out + at], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.store(out + 64, threads().to(tl.int32))
+
+
+def test_threads_have_addresses_of_their_own():
+    x, out = torch.arange(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
+    simulate(lambda _: copies_by_thread[(1,)](x, out, num_warps=1), 1)
+    assert torch.equal(out[:64], x) and out[64] == 32
+
+
+@triton.jit
+def counts(out, LIMIT: tl.constexpr):
+    if thread() < LIMIT:
+        tl.inline_asm_elementwise("red.global.add.u32 [$1], 1;", "=r,l", [out], dtype=tl.int32, is_pure=False, pack=1)
+        if thread() == 0:
+            tl.store(out + 1, 1)
+    if thread() == 5:
+        tl.store(out + 2, 1)  # a scalar is stored by thread 0, which is not here
+
+
+def test_a_branch_runs_for_the_threads_that_take_it():
+    for limit, expected in ((3, [3, 1, 0]), (64, [64, 1, 0]), (0, [0, 0, 0])):
+        out = torch.zeros(3, dtype=torch.int32)
+        simulate(lambda _, out=out, limit=limit: counts[(1,)](out, limit, num_warps=2), 1)
+        assert out.tolist() == expected
+
+
+@triton.jit
+def meets(pads, WORLD: tl.constexpr, rank, data, SEM: tl.constexpr):
+    """data[1] = data[0] of the next rank, after a barrier of one thread per rank."""
+    peers = tl.arange(0, WORLD)
+    signals = tl.load(pads + peers).to(tl.pointer_type(tl.int32))
+    if thread() < WORLD:
+        tl.inline_asm_elementwise(
+            "again: atom.global.release.sys.cas.b32 $0, [$1], 0, 1; setp.eq.u32 %p0, $0, 0; @!%p0 bra again;",
+            "=r,l", [signals + rank], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        own = tl.load(pads + rank).to(tl.pointer_type(tl.int32))
+        tl.inline_asm_elementwise(
+            f"again: atom.global.{SEM}.sys.cas.b32 $0, [$1], 1, 0; setp.eq.u32 %p0, $0, 1; @!%p0 bra again;",
+            "=r,l", [own + peers], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    tl.debug_barrier()
+    tl.store(data + 1, tl.load(tl.load(pads + (rank + 1) % WORLD).to(tl.pointer_type(tl.int32)) + WORLD))
+
+
+def meeting(team, sem="acquire", absent=False):
+    pad = team.zeros((team.size + 2,), torch.int32)
+    team.barrier()
+    pads = torch.tensor(team.exchange(pad.data_ptr()))
+    pad[team.size] = 10 + team.rank
+    if not (absent and team.rank == 1):
+        for _ in range(2):
+            meets[(1,)](pads, team.size, team.rank, pad[team.size :], sem)
+    team.barrier()
+    return int(pad[team.size + 1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_loop_of_cas_is_a_wait(size):
+    for seed in range(3):
+        assert simulate(meeting, size, seed=seed) == [10 + (rank + 1) % size for rank in range(size)]
+
+
+def test_a_loop_that_waits_for_ever_is_a_deadlock():
+    with pytest.raises(Deadlock, match=r"spins in test_ptx.py:\d+: atomic cas"):
+        simulate(meeting, 2, args=("acquire", True))
+
+
+def test_orders_of_inline_atomics_are_checked():
+    untranslated = {"untranslated"}  # the table of addresses is not a team's view
+
+    def kinds(sem):
+        return {
+            found.finding.kind for found in weft.check(meeting, 2, schedules=4, args=(sem,)).findings
+        } - untranslated
+
+    assert kinds("acquire") == set()
+    assert kinds("relaxed") == {"relaxed-order"}
+
+
+@triton.jit
+def differs(out, CASE: tl.constexpr):
+    if CASE == 0:
+        if thread() < 3:
+            tl.store(out, 1)
+        else:
+            tl.store(out, 2)
+    elif CASE == 1:
+        for i in range(thread()):
+            tl.store(out, i)
+    elif CASE == 2:
+        if thread() < 3:
+            tl.inline_asm_elementwise("bar.sync 0;", "=r", [thread()], dtype=tl.int32, is_pure=False, pack=1)
+    elif CASE == 3:
+        tl.inline_asm_elementwise("cp.async.bulk.commit_group;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.inline_asm_elementwise("ld.shared.u32 $0, [$1];", "=r,l", [out], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (0, "differs between the threads of a program (%tid) is a condition with an else"),
+        (1, "differs between the threads"),
+        (2, "`bar.sync 0` is reached by some threads of the program only"),
+        (3, "PTX `cp.async.bulk.commit_group` is not known"),
+        (4, "PTX `ld.shared.u32 $0, [$1]` is not known"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(case, message):
+    with pytest.raises(NotInterpretable, match=re.escape(message)):
+        simulate(lambda _: differs[(1,)](torch.zeros(1, dtype=torch.int32), case), 1)

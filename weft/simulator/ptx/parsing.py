@@ -1,0 +1,151 @@
+"""Parser of inline PTX: instructions, labels and operands."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+from weft.errors import NotInterpretable
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Register, special register or operand of the assembly ($0), by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """Constant. ``is_float``: ``value`` is a float, whose bits depend on the instruction's type."""
+
+    value: int | float
+    is_float: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Address operand: ``[base + offset]``."""
+
+    base: Register | Immediate
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Braced operand of several registers."""
+
+    parts: tuple[Register | Immediate, ...]
+
+
+Operand = Register | Immediate | Memory | Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One instruction.
+
+    name, modifiers  of ``atom.global.sys.cas.b32``: "atom", ("global", "sys", "cas", "b32")
+    guard            register of a predicate, None without one; ``negated``: executed where it is false
+    target           label of a branch, "" for all else
+    """
+
+    name: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    guard: str | None
+    negated: bool
+    target: str
+    text: str
+
+    @property
+    def type(self) -> str:
+        """Last modifier, which is the type of most instructions."""
+        return self.modifiers[-1] if self.modifiers else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """Instructions of one block of assembly, and the index of each label."""
+
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+
+    @property
+    def loops(self) -> bool:
+        """True if a branch leads backward."""
+        at = enumerate(self.instructions)
+        return any(one.target and self.labels.get(one.target, len(self.labels)) <= index for index, one in at)
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*:(?!:)")
+_INSTRUCTION = re.compile(r"(?:@(!?)\s*([%$]?[\w$]+)\s+)?([a-z][\w]*)((?:\.[\w:]+)*)\s*(.*)", re.DOTALL)
+_OPERAND = re.compile(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*)")
+_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)[uU]?$")
+_FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})$|0[dD]([0-9a-fA-F]{16})$")
+
+
+@cache
+def parse(assembly: str) -> Code:
+    """Parse a block of assembly. NotInterpretable names a statement that cannot be read."""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for statement in _COMMENT.sub(" ", assembly).split(";"):
+        statement = statement.strip()
+        while statement:
+            if statement[0] in "{}":
+                statement = statement[1:].strip()
+            elif label := _LABEL.match(statement):
+                labels[label[1]] = len(instructions)
+                statement = statement[label.end() :].strip()
+            else:
+                break
+        if statement and not statement.startswith("."):  # a declaration of registers
+            instructions.append(_instruction(" ".join(statement.split())))
+    code = Code(instructions=tuple(instructions), labels=labels)
+    for one in code.instructions:
+        if one.target and one.target not in labels:
+            raise NotInterpretable(f"PTX `{one.text}` branches to a label that this assembly does not have")
+    return code
+
+
+def _instruction(text: str) -> Instruction:
+    match = _INSTRUCTION.fullmatch(text)
+    if match is None:
+        raise NotInterpretable(f"PTX `{text}` cannot be read")
+    negated, guard, name, modifiers, rest = match.groups()
+    operands = [part.strip() for part in _OPERAND.findall(rest) if part.strip()]
+    target = operands[0] if name == "bra" and operands else ""
+    return Instruction(
+        name=name, modifiers=tuple(modifiers.split(".")[1:]),
+        operands=() if target else tuple(_operand(part, text) for part in operands),
+        guard=guard, negated=bool(negated), target=target, text=text,
+    )  # fmt: skip
+
+
+def _operand(part: str, text: str) -> Operand:
+    if part[0] == "{":
+        return Vector(tuple(_simple(one.strip(), text) for one in part[1:-1].split(",")))
+    if part[0] == "[":
+        base, _, offset = part[1:-1].replace(" ", "").partition("+")
+        if offset and not _NUMBER.fullmatch(offset):
+            raise NotInterpretable(f"PTX `{text}` has an address that cannot be read: {part}")
+        return Memory(_simple(base, text), int(offset, 0) if offset else 0)
+    return _simple(part, text)
+
+
+def _simple(part: str, text: str) -> Register | Immediate:
+    if floating := _FLOAT.fullmatch(part):
+        single, double = floating.groups()
+        packed = bytes.fromhex(single or double)
+        return Immediate(struct.unpack(">f" if single else ">d", packed)[0], is_float=True)
+    if _NUMBER.fullmatch(part):
+        return Immediate(int(part.rstrip("uU"), 0))
+    if re.fullmatch(r"-?\d+\.\d*(e-?\d+)?", part):
+        return Immediate(float(part), is_float=True)
+    if re.fullmatch(r"[%$]?[\w.$]+", part):
+        return Register(part)
+    raise NotInterpretable(f"PTX `{text}` has an operand that cannot be read: {part}")

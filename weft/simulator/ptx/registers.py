@@ -1,0 +1,106 @@
+"""PTX instructions that touch no memory, on arrays with one element of 64 raw bits for each thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from weft.simulator import numerics
+
+# NumPy dtype of each type of PTX; "pred" holds 0 or 1.
+TYPES = {
+    **{f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    "f16": np.dtype(np.float16), "bf16": numerics.BF16, "f32": np.dtype(np.float32), "f64": np.dtype(np.float64),
+    "pred": np.dtype(np.uint8),
+}  # fmt: skip
+
+Bits = np.ndarray
+
+
+def typed(bits: Bits, kind: str) -> np.ndarray:
+    """Values of raw bits in a type of PTX."""
+    dtype = TYPES[kind]
+    return bits.astype(numerics.BITS[dtype.itemsize]).view(dtype)
+
+
+def raw(values: np.ndarray) -> Bits:
+    """Raw bits of values, widened with zeros."""
+    values = values.astype(np.uint8) if values.dtype == np.bool_ else values
+    return values.view(numerics.BITS[values.dtype.itemsize]).astype(np.uint64)
+
+
+_COMPARISONS = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+_LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_ARITHMETIC = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
+
+
+def _setp(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None:
+    """Comparison; None where another predicate is combined with it."""
+    compare = _COMPARISONS.get(modifiers[0])
+    return None if compare is None or len(modifiers) != 2 else raw(compare(typed(a, kind), typed(b, kind)))
+
+
+def _mul(modifiers: tuple[str, ...], kind: str, a: Bits, b: Bits) -> Bits | None:
+    """Product: all of floats, the low half of integers, or of double width."""
+    left, right = typed(a, kind), typed(b, kind)
+    if "wide" in modifiers:
+        wider = np.dtype(f"{left.dtype.kind}{2 * left.dtype.itemsize}")
+        return raw(left.astype(wider) * right.astype(wider))
+    return raw(left * right) if "lo" in modifiers or kind.startswith("f") else None
+
+
+def _shift(modifiers: tuple[str, ...], kind: str, name: str, a: Bits, by: Bits) -> Bits:
+    values, width = typed(a, kind), 8 * TYPES[kind].itemsize
+    amount = np.minimum(by & np.uint64(0xFFFFFFFF), np.uint64(width))
+    inside = np.minimum(amount, np.uint64(width - 1)).astype(values.dtype)
+    shifted = values << inside if name == "shl" else values >> inside
+    beyond = np.where(values < 0, values.dtype.type(-1), 0) if name == "shr" and kind[0] == "s" else 0
+    return raw(np.where(amount == width, beyond, shifted).astype(values.dtype))
+
+
+def compute(name: str, modifiers: tuple[str, ...], sources: list[Bits]) -> Bits | None:
+    """Result of an instruction; None for one that is not known."""
+    kind = modifiers[-1] if modifiers else ""
+    if name == "cvt" and len(modifiers) >= 2 and modifiers[-2] in TYPES and kind in TYPES:
+        return _convert(modifiers, sources[0])
+    if kind not in TYPES:
+        return None
+    with np.errstate(all="ignore"):
+        return _typed_result(name, modifiers, kind, sources)
+
+
+def _typed_result(name: str, modifiers: tuple[str, ...], kind: str, sources: list[Bits]) -> Bits | None:
+    values: list[Callable] = [lambda i=i: typed(sources[i], kind) for i in range(len(sources))]
+    if name in ("mov", "cvta"):
+        return raw(values[0]())
+    if name == "setp":
+        return _setp(modifiers, kind, *sources)
+    if name == "selp":
+        return np.where(sources[2] != 0, raw(values[0]()), raw(values[1]()))
+    if name in _LOGIC:
+        return raw(_LOGIC[name](values[0](), values[1]()))
+    if name in _ARITHMETIC:
+        return raw(_ARITHMETIC[name](values[0](), values[1]()))
+    if name == "not":
+        return raw(values[0]() ^ np.uint8(1) if kind == "pred" else ~values[0]())
+    if name == "neg":
+        return raw(-values[0]())
+    if name in ("mul", "mul24"):
+        return _mul(modifiers, kind, *sources[:2])
+    if name in ("mad", "fma"):
+        product = _mul(modifiers, kind, *sources[:2])
+        wide = f"{kind[0]}{2 * int(kind[1:])}" if "wide" in modifiers else kind
+        return None if product is None else raw(typed(product, wide) + typed(sources[2], wide))
+    if name in ("shl", "shr"):
+        return _shift(modifiers, kind, name, *sources)
+    return None
+
+
+def _convert(modifiers: tuple[str, ...], bits: Bits) -> Bits:
+    to, source = modifiers[-2:]
+    return raw(numerics.convert(typed(bits, source), TYPES[to], "rz" in modifiers))

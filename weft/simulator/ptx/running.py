@@ -1,0 +1,204 @@
+"""Execution of a block of inline PTX by the threads of a program.
+
+Threads advance together: the instruction that comes first in the text runs next, for the threads that have come to it. So
+threads that leave a loop wait at its end for the remaining ones, as Triton's code after the assembly does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.errors import NotInterpretable
+from weft.simulator.ptx.accesses import Accesses, Memory
+from weft.simulator.ptx.parsing import Code, Immediate, Instruction, Operand, Register, Vector
+from weft.simulator.ptx.parsing import Memory as Address
+from weft.simulator.ptx.registers import TYPES, Bits, compute, raw
+
+_ORDERING = ("fence", "membar", "bar", "barrier", "griddepcontrol")
+_IDLE = ("nanosleep", "prefetch", "prefetchu", "discard", "pragma")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Values of the special registers: threads of a program, its index, the grid, and an SM."""
+
+    threads: int
+    index: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    sm: int
+
+    def read(self, name: str) -> np.ndarray | int | None:
+        """Value of a special register, of all threads or of each; None for another register."""
+        axis = {"x": 0, "y": 1, "z": 2}.get(name[-1], 0)
+        known: dict[str, np.ndarray | int] = {
+            "%tid": np.arange(self.threads) if axis == 0 else 0,
+            "%ntid": self.threads if axis == 0 else 1,
+            "%ctaid": self.index[axis], "%nctaid": self.grid[axis], "%smid": self.sm, "%nsmid": self.sm + 1,
+            "%laneid": np.arange(self.threads) % 32, "%warpid": np.arange(self.threads) // 32, "%nwarpid": self.threads // 32,
+            # Simulated time stands still, so that a time limit is never reached.
+            "%globaltimer": 0, "%globaltimer_lo": 0, "%clock": 0, "%clock64": 0,
+        }  # fmt: skip
+        return known.get(name.partition(".")[0])
+
+
+def needs_threads(code: Code) -> bool:
+    """True if every thread must execute the block: it loops, counts, or reads the thread's number."""
+    return code.loops or any(_is_of_threads(one) for one in code.instructions)
+
+
+def _is_of_threads(one: Instruction) -> bool:
+    by_thread = ("%tid", "%laneid", "%warpid")
+    reads = any(isinstance(x, Register) and x.name.startswith(by_thread) for x in one.operands)
+    return reads or one.name in ("atom", "red") or (one.name, one.modifiers[:1]) == ("multimem", ("red",))
+
+
+class Run:
+    """One execution. ``count``: threads, or elements of an elementwise block; ``memory``: the machine."""
+
+    def __init__(self, code: Code, operands: list[Bits | None], position: Position, memory: Memory) -> None:
+        """``operands``: bits of $0, $1, ...; None of a result."""
+        self._code, self._position, self._accesses = code, position, Accesses(memory)
+        self._operands = operands
+
+    def run(self, active: np.ndarray) -> list[Bits]:
+        """Bits of all operands after the ``active`` threads have executed the block."""
+        count, end = active.size, len(self._code.instructions)
+        self._count = count
+        self._registers: dict[str, Bits] = {
+            f"${i}": np.zeros(count, np.uint64) if bits is None else np.broadcast_to(bits, (count,))
+            for i, bits in enumerate(self._operands)
+        }
+        at = np.where(active, 0, end)
+        while (now := int(at.min(initial=end))) < end:
+            here = at == now
+            one = self._code.instructions[now]
+            chosen = here & self._guard(one) if one.guard is not None else here
+            at = np.where(here, now + 1, at)
+            if one.target:
+                at = np.where(chosen, self._code.labels[one.target], at)
+            elif one.name in ("ret", "exit"):
+                at = np.where(chosen, end, at)
+            elif chosen.any():
+                self._execute(one, chosen)
+        return [self._registers[f"${i}"] for i in range(len(self._operands))]
+
+    def _guard(self, one: Instruction) -> np.ndarray:
+        holds = self._read_register(one.guard, one) != 0
+        return ~holds if one.negated else holds
+
+    # --- operands ----------------------------------------------------------------------------------------------------
+
+    def _read(self, operand: Operand, one: Instruction) -> Bits:
+        if isinstance(operand, Register):
+            return self._read_register(operand.name, one)
+        if isinstance(operand, Immediate):
+            return self._constant(operand, one)
+        raise _unknown(one)
+
+    def _read_register(self, name: str, one: Instruction) -> Bits:
+        known = self._registers.get(name)
+        if known is not None:
+            return known
+        value = self._position.read(name)
+        if value is None:
+            raise NotInterpretable(f"PTX `{one.text}` reads {name}, which is not known or was not written")
+        if isinstance(value, np.ndarray) and value.size != self._count:
+            raise NotInterpretable(f"PTX `{one.text}` reads {name} in a block of {self._count} elements")
+        return np.broadcast_to(np.asarray(value, np.uint64), (self._count,))
+
+    def _constant(self, operand: Immediate, one: Instruction) -> Bits:
+        kind = next((m for m in reversed(one.modifiers) if m in TYPES), "b64")
+        if operand.is_float or TYPES[kind].kind not in "iu":
+            value = np.array([operand.value], TYPES[kind])
+        else:
+            value = np.array([int(operand.value) & (2**64 - 1)], np.uint64)
+        return np.broadcast_to(raw(value), (self._count,))
+
+    def _write(self, operand: Operand, bits: Bits, chosen: np.ndarray, one: Instruction) -> None:
+        if not isinstance(operand, Register):
+            raise _unknown(one)
+        if operand.name == "_":
+            return
+        before = self._registers.get(operand.name)
+        self._registers[operand.name] = bits if before is None else np.where(chosen, bits, before)
+
+    def _addresses(self, operand: Operand, one: Instruction) -> np.ndarray:
+        if not isinstance(operand, Address):
+            raise _unknown(one)
+        return self._read(operand.base, one) + np.uint64(operand.offset % 2**64)
+
+    def _values(self, operand: Operand, one: Instruction) -> list[Bits]:
+        parts = operand.parts if isinstance(operand, Vector) else (operand,)
+        return [self._read(part, one) for part in parts]
+
+    # --- instructions ------------------------------------------------------------------------------------------------
+
+    def _execute(self, one: Instruction, chosen: np.ndarray) -> None:
+        done = True
+        if one.name in _IDLE:
+            return
+        if one.name in _ORDERING:
+            if one.name in ("bar", "barrier") and not chosen.all():
+                raise NotInterpretable(f"PTX `{one.text}` is reached by some threads of the program only")
+            done = self._accesses.order(one.name, one.modifiers)
+        elif one.name in ("ld", "ldu"):
+            self._load(one, self._accesses.load(one.modifiers, self._addresses(one.operands[1], one), chosen), chosen)
+        elif one.name == "st":
+            address, value = one.operands
+            done = self._accesses.store(
+                one.modifiers, self._addresses(address, one), self._values(value, one), chosen
+            )  # fmt: skip
+        elif one.name in ("atom", "red"):
+            self._atomic(one, chosen)
+        elif one.name == "multimem":
+            done = self._multicast(one, chosen)
+        else:
+            self._compute(one, chosen)
+        if not done:
+            raise _unknown(one)
+
+    def _load(self, one: Instruction, loaded: list[Bits] | None, chosen: np.ndarray) -> None:
+        target = one.operands[0]
+        parts = target.parts if isinstance(target, Vector) else (target,)
+        if loaded is None or len(parts) != len(loaded):
+            raise _unknown(one)
+        for part, bits in zip(parts, loaded, strict=True):
+            self._write(part, bits, chosen, one)
+
+    def _atomic(self, one: Instruction, chosen: np.ndarray) -> None:
+        operands = one.operands[1:] if one.name == "atom" else one.operands
+        values = [self._read(operand, one) for operand in operands[1:]]
+        old = self._accesses.atomic(one.modifiers, self._addresses(operands[0], one), values, chosen)
+        if old is None:
+            raise _unknown(one)
+        if one.name == "atom":
+            self._write(one.operands[0], old, chosen, one)
+
+    def _multicast(self, one: Instruction, chosen: np.ndarray) -> bool:
+        what, modifiers = one.modifiers[0], one.modifiers[1:]
+        if what == "ld_reduce":
+            loaded = self._accesses.multicast_load(modifiers, self._addresses(one.operands[1], one), chosen)
+            self._load(one, loaded, chosen)
+            return True
+        address, value = self._addresses(one.operands[0], one), self._values(one.operands[1], one)
+        if what == "st":
+            return self._accesses.multicast_store(modifiers, address, value, chosen)
+        return what == "red" and self._accesses.multicast_atomic(modifiers, address, value, chosen)
+
+    def _compute(self, one: Instruction, chosen: np.ndarray) -> None:
+        if not one.operands:
+            raise _unknown(one)
+        sources = [self._read(operand, one) for operand in one.operands[1:]]
+        try:
+            result = compute(one.name, one.modifiers, sources)
+        except (IndexError, ValueError, TypeError, KeyError):
+            result = None
+        if result is None:
+            raise _unknown(one)
+        self._write(one.operands[0], result, chosen, one)
+
+
+def _unknown(one: Instruction) -> NotInterpretable:
+    return NotInterpretable(f"PTX `{one.text}` is not known")

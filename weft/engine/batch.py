@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from weft.engine.config import EngineConfig
+from weft.engine.drafting import DraftLength
 from weft.engine.grammars import Guide
 from weft.engine.kv_cache import Decoding, PagePool, Sequence, SequenceRange
 from weft.engine.params import Kind
@@ -34,15 +36,17 @@ class PendingTokens(NamedTuple):
     """Tokens of the sequences of `decoding`, in its slots, while they are copied to the host.
 
     scored  log-probabilities are copied too
+    drafts  of each sequence, in a step whose results are those of weft.engine.verify; None: a token each
     """
 
     buffer: HostBuffer
     decoding: Decoding
     scored: bool
+    drafts: int | None
 
 
 class Arrival(NamedTuple):
-    """Tokens of a pass that the host has, one per sequence.
+    """Tokens of a pass that the host has, one per sequence; with drafts several, which follow each other.
 
     logprobs  a row per token, if a sequence asks for log-probabilities
     """
@@ -72,12 +76,16 @@ class Batch:
             config.chunk_tokens,
             mixed_chunk_tokens=config.mixed_chunk_tokens,
             prefix_caching=config.prefix_caching,
+            most_drafts=0 if config.speculative is None else config.speculative.num_speculative_tokens,
         )
+        self.draft_length = None if config.speculative is None else DraftLength(config.speculative)
+        self._drafting: dict[int, Sequence] = {}  # sequences that the drafter has, by slot
         # Steps by which tokens reach the host late. Over stages on virtual ranks too: a step in flight has no tokens yet.
         self._steps_late = 1 if self.team.device.type == "cuda" or runner.pipeline.stages > 1 else 0
         self._pending: deque[list[PendingTokens]] = deque()
         self._flying: Decoding | None = None  # decode step in flight
-        self._buffers: list[HostBuffer] = []  # whose tokens have been read
+        # Buffers whose tokens have been read, of a token each and of several.
+        self._buffers: dict[bool, list[HostBuffer]] = {False: [], True: []}
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +100,8 @@ class Batch:
         """
         ranges = self.scheduler.next_chunk()
         first = self._read(ranges) if ranges else []
-        decoding = self.scheduler.next_decode()
+        drafts = 0 if self.draft_length is None else self._choose_drafts(self.scheduler.decoding)
+        decoding = self.scheduler.next_decode(drafts)
         if decoding is None or not decoding.sequences:
             self.settle()
         if decoding is None:  # out of pages: the tokens in flight decide what is preempted
@@ -102,7 +111,7 @@ class Batch:
         if decoding.sequences and Kind.GUIDED in decoding.kind:
             self._pending.append(first)
             first = []
-        decoded = self._decode(decoding, bool(ranges), arrived) if decoding.sequences else []
+        decoded = self._decode(decoding, bool(ranges), arrived, drafts) if decoding.sequences else []
         at_once = first and decoded and not self.scheduler.has_prompts
         launched = [first, decoded] if at_once else [first + decoded]
         self._pending += [tokens for tokens in launched if tokens]
@@ -117,13 +126,14 @@ class Batch:
                 part.sequence.prompt_logprobs.append(_host_memory_like(rows).copy_(rows, non_blocking=True))
         return self._copy_to_host(Decoding([part.sequence for part in ranges if part.last]))
 
-    def _decode(self, decoding: Decoding, reads: bool, arrived: list[Arrival]) -> list[PendingTokens]:
+    def _decode(self, decoding: Decoding, reads: bool, arrived: list[Arrival], drafts: int) -> list[PendingTokens]:
         """Launch a decode step. Returns its tokens, unless it stays in flight.
 
         reads    this step reads prompts too
-        arrived  with grammars, gets the tokens of all steps before
+        arrived  gets the tokens of all steps before, with grammars, and where slots move beside steps with drafts
+        drafts   of each sequence
         """
-        decoding = self._assign_slots(decoding)
+        decoding = self._assign_slots(decoding, arrived)
 
         def compute_masks() -> None:
             # Masks depend on all tokens before. The GPU runs the forward pass while the host waits and computes them.
@@ -135,11 +145,11 @@ class Batch:
         entries = None
         if self.runner.pipeline.stages > 1 and not reads and not self.scheduler.has_prompts:
             entries = sum(sequence.held for sequence in decoding.sequences)
-        self.runner.decode(decoding.size, decoding.kind, between, entries=entries, arrived=self._arrived)
+        self.runner.decode(decoding.size, decoding.kind, between, entries=entries, arrived=self._arrived, drafts=drafts)
         if self.runner.in_flight:
             self._flying = decoding
             return []
-        return self._copy_to_host(decoding)
+        return self._copy_to_host(decoding, None if self.draft_length is None else drafts)
 
     def settle(self) -> None:
         """End a decode step in flight over stages; its tokens arrive with the next `advance`. Collective."""
@@ -162,36 +172,59 @@ class Batch:
             if (guide := _guide_of(sequence)) is not None:
                 guide.begin_again(sequence.tokens)
         self.runner.slots.forget()
+        self._drafting.clear()
 
-    def _assign_slots(self, decoding: Decoding) -> Decoding:
+    def _assign_slots(self, decoding: Decoding, arrived: list[Arrival]) -> Decoding:
         """Tell the device what has changed since the step before. Returns the sequences in their slots."""
         if self.runner.bucket(len(self.scheduler.active)) < self.runner.bucket(decoding.size):
             self.settle()
-            self.runner.move(self.scheduler.compact())
+            if self.draft_length is not None:  # the positions that slots are filled with depend on them
+                arrived.extend(self._collect(0))
+            moves = self.scheduler.compact()
+            self.runner.move(moves)
+            for source, target in moves:
+                if (moved := self._drafting.pop(source, None)) is not None:
+                    self._drafting[target] = moved
             decoding = self.scheduler.decoding
         changes = self.scheduler.changes()
+        if self.draft_length is not None:
+            self._tell_drafter(changes.slots)
         states = {slot: None if one is None else _state_of(one) for slot, one in changes.slots.items()}
         self.runner.slots.send(states, changes.new_pages)
         return decoding
 
-    def _copy_to_host(self, decoding: Decoding) -> list[PendingTokens]:
-        """Start to copy the newest tokens of these sequences to the host."""
+    def _choose_drafts(self, decoding: Decoding) -> int:
+        """Draft length of the next step; with grammars 0."""
+        return 0 if Kind.GUIDED in decoding.kind else self.draft_length.choose(len(decoding.sequences))
+
+    def _tell_drafter(self, changed: Mapping[int, Sequence | None]) -> None:
+        """Give the drafter the tokens of the sequences that begin to decode."""
+        for slot, sequence in changed.items():
+            if sequence is not self._drafting.get(slot) and sequence is not None:
+                self.runner.verifying.drafter.enter(slot, sequence.prompt + sequence.tokens)
+            self._drafting[slot] = sequence
+
+    def _copy_to_host(self, decoding: Decoding, drafts: int | None = None) -> list[PendingTokens]:
+        """Start to copy the newest tokens of these sequences to the host; `drafts` as of PendingTokens."""
         if not decoding.sequences:
             return []
-        runner, scored = self.runner, Kind.LOGPROBS in decoding.kind
-        buffer = self._buffers.pop() if self._buffers else self._new_buffer()
-        buffer.tokens[: decoding.size].copy_(runner.tokens[: decoding.size], non_blocking=True)
+        runner, scored, several = self.runner, Kind.LOGPROBS in decoding.kind, drafts is not None
+        tokens = runner.verifying.results if several else runner.tokens
+        logprobs = runner.verifying.logprobs if several else runner.logprobs
+        buffers = self._buffers[several]
+        buffer = buffers.pop() if buffers else self._new_buffer(tokens)
+        buffer.tokens[: decoding.size].copy_(tokens[: decoding.size], non_blocking=True)
         if scored:
             if buffer.logprobs is None:
-                buffer.logprobs = _host_memory_like(runner.logprobs)
-            buffer.logprobs[: decoding.size].copy_(runner.logprobs[: decoding.size], non_blocking=True)
+                buffer.logprobs = _host_memory_like(logprobs)
+            buffer.logprobs[: decoding.size].copy_(logprobs[: decoding.size], non_blocking=True)
         if buffer.copied is not None:
             buffer.copied.record()
-        return [PendingTokens(buffer, decoding, scored)]
+        return [PendingTokens(buffer, decoding, scored, drafts)]
 
-    def _new_buffer(self) -> HostBuffer:
+    def _new_buffer(self, tokens: torch.Tensor) -> HostBuffer:
         on_gpu = self.team.device.type == "cuda"
-        return HostBuffer(_host_memory_like(self.runner.tokens), torch.cuda.Event() if on_gpu else None)
+        return HostBuffer(_host_memory_like(tokens), torch.cuda.Event() if on_gpu else None)
 
     def _collect(self, later: int) -> list[Arrival]:
         """Wait for the tokens of all steps in flight except the last `later`."""
@@ -213,12 +246,35 @@ class Batch:
         if pending.scored:
             by_slot = buffer.logprobs[: decoding.size].tolist()
             rows = [by_slot[slot] for slot in decoding.slots]
-        self._buffers.append(buffer)
+        self._buffers[pending.drafts is not None].append(buffer)
+        if pending.drafts is not None:
+            return self._verified(pending, tokens, rows)
         if Kind.GUIDED in decoding.kind:
             token_of = dict(zip(decoding.slots, tokens, strict=True))
             for slot, guide in _guides_of(decoding):
                 guide.take(token_of[slot])
         return Arrival(decoding.sequences, tokens, rows)
+
+    def _verified(
+        self, pending: PendingTokens, results: list[list[int]], rows: list[list[list[float]]] | None
+    ) -> Arrival:
+        """Tokens of a step with drafts, from rows of VerifyGraph.results."""
+        counts, drafted = ([result[place] for result in results] for place in (-2, -1))
+        self.draft_length.note(pending.drafts, drafted, counts)
+        sequences, tokens = [], []
+        for sequence, result, count in zip(pending.decoding.sequences, results, counts, strict=True):
+            self.scheduler.verified(sequence, count, pending.drafts)
+            sequences += [sequence] * count
+            tokens += result[:count]
+        if Kind.GUIDED in pending.decoding.kind:
+            result_of = dict(zip(pending.decoding.slots, zip(results, counts, strict=True), strict=True))
+            for slot, guide in _guides_of(pending.decoding):
+                result, count = result_of[slot]
+                for token in result[:count]:
+                    guide.take(token)
+        if rows is not None:
+            rows = [row for of_slot, count in zip(rows, counts, strict=True) for row in of_slot[:count]]
+        return Arrival(sequences, tokens, rows)
 
 
 def _host_memory_like(x: torch.Tensor) -> torch.Tensor:
@@ -227,7 +283,7 @@ def _host_memory_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _state_of(sequence: Sequence) -> SlotState:
-    return SlotState(position=sequence.cached - 1, pages=sequence.pages, params=sequence.params)
+    return SlotState(position=sequence.cached - 1, pages=sequence.pages, params=sequence.params, last=sequence.last)
 
 
 def _guide_of(sequence: Sequence) -> Guide | None:

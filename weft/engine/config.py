@@ -19,6 +19,7 @@ from weft.arguments import (
     positive,
     quoted,
 )
+from weft.engine.speculative import SpeculativeConfig
 from weft.parallel.modes import mode_named
 from weft.runtime.arithmetic import cdiv
 
@@ -41,6 +42,7 @@ VLLM_NAMES = {
     "block_size": "page_size",
     "enable_prefix_caching": "prefix_caching",
     "decode_context_parallel_size": "context_parallel, on or off",
+    "speculative_config": "speculative",
 }
 
 
@@ -79,6 +81,8 @@ class EngineConfig:
                      context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is
                      reserved before the KV cache's
     grammar_seconds  longest time that a grammar of structured_outputs may take to compile; other requests go on meanwhile
+    speculative      SpeculativeConfig, or a mapping of its fields: tokens are drafted, and several of a sequence verified in a
+                     step (docs/speculation.md), not with pipeline_parallel; None: a step gives a token
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """
@@ -103,6 +107,7 @@ class EngineConfig:
     cuda_graph: bool = True
     warm_up: bool = False
     grammar_seconds: float = 10.0
+    speculative: SpeculativeConfig | None = None
     algorithm_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -138,6 +143,12 @@ class EngineConfig:
         check_page_size(self.page_size)
         if self.pages is not None and self.pages < 2:
             raise ValueError(f"pages={self.pages} is less than 2: page 0 is reserved for padding")
+        if self.speculative is not None:
+            object.__setattr__(self, "speculative", SpeculativeConfig.of("speculative", self.speculative))
+            if self.pipeline_parallel > 1:
+                raise ValueError(
+                    f"speculative with pipeline_parallel={self.pipeline_parallel}: drafts are for one stage; leave out one"
+                )
         check_number("grammar_seconds", self.grammar_seconds, 1e-3, 3600, "in [0.001, 3600] seconds")
         check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
 

@@ -154,6 +154,7 @@ class Sequence:
     prompt_logprobs  rows of weft.engine.sampling of the prompt's tokens but the first, if asked for, in host memory
     launched  answer tokens whose computation has been launched
     cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
+    ahead     drafts of the steps in flight: as many more tokens may be launched and cached
     reads_all  every token of the prompt is read, also a cached one: for its log-probability
     hit_tokens  tokens that it found in the cache when it was first admitted; None: not admitted yet
     digests   of its full pages, as far as they were needed
@@ -177,6 +178,7 @@ class Sequence:
     prompt_logprobs: list[torch.Tensor] = field(default_factory=list)
     launched: int = 0
     cached: int = 0
+    ahead: int = 0
     pages: list[int] = field(default_factory=list)
     hit_tokens: int | None = None
     digests: list[bytes] = field(default_factory=list)
@@ -197,6 +199,11 @@ class Sequence:
     def to_read(self) -> int:
         """Number of tokens that must be cached before the next one can be chosen."""
         return len(self.prompt) + self.launched
+
+    @property
+    def last(self) -> int:
+        """Index of the last token whose key is cached: the last token of an answer is only chosen."""
+        return len(self.prompt) + self.budget - 2
 
     @property
     def held(self) -> int:

@@ -13,11 +13,13 @@ import torch
 from weft.arguments import check_instance
 from weft.engine.config import EngineConfig
 from weft.engine.graphs import FORWARD, WARM_KINDS, DecodeGraph, Flight, Graphs, Turn, decode_buckets, without_autograd
+from weft.engine.ngram import NgramDrafter
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk
 from weft.engine.prompts import Prompts, Shape
 from weft.engine.slots import Adjustments, Slots
+from weft.engine.verify import Verify, VerifyGraph
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes
@@ -42,6 +44,7 @@ class Runner:
 
     entry_tokens    tokens of an entry of the page table: of a page, or of a page of each rank
     decoding        the slots' tensors, and the cache
+    verifying       decode steps with drafts; None: without speculation
     buckets         batch sizes that decode steps are padded to
     largest_decode  most slots of one decode step so far, padding included
     """
@@ -62,6 +65,13 @@ class Runner:
         self.prompts = Prompts(self.decoding, self.graphs, config, max_seq_len)
         self.decoding.cache = model.new_cache(self._pages(config), config.page_size)
         self._flight = Flight(self.decoding, self.graphs)
+        self.verifying: VerifyGraph | None = None
+        self._draft_lengths: list[int] = []
+        if (speculative := config.speculative) is not None:
+            lookup = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+            drafter = NgramDrafter(slots, self.tokens, max_seq_len, *lookup)
+            self.verifying = VerifyGraph(self.decoding, drafter, speculative.num_speculative_tokens)
+            self._draft_lengths = speculative.lengths
 
     @property
     def team(self) -> Team:
@@ -111,10 +121,13 @@ class Runner:
         if sizes:
             logger.info("warm-up: captured them in %.1f s", self.graphs.capture_seconds)
 
-    def _warm_sizes(self) -> list[tuple[int | Shape | Turn, Kind]]:
+    def _warm_sizes(self) -> list[tuple[int | Verify | Shape | Turn, Kind]]:
         """Graphs that `warm_up` captures, the largest first: the rest fit into its memory."""
         gathering, prompts = self.prompts.warm_sizes()
         decoding = [*self._warm_flights(), *reversed(self.buckets)]
+        if self.verifying is not None:
+            lengths = reversed(self._draft_lengths)
+            decoding = [Verify(batch, length) for length in lengths for batch in reversed(self.buckets)]
         return [*gathering, *prompts, *((size, kind) for size in decoding for kind in WARM_KINDS)]
 
     def _warm_flights(self) -> list[Turn]:
@@ -122,7 +135,7 @@ class Runner:
         stages = self.pipeline.stages
         return [Turn(batch, 0, None) for batch in reversed(self.buckets) if 1 < stages <= batch]
 
-    def _warm(self, size: int | Shape | Turn, kind: Kind) -> None:
+    def _warm(self, size: int | Verify | Shape | Turn, kind: Kind) -> None:
         assert not self.slots.occupied, "a replay would advance them"
         with without_autograd(self.team.device):
             if isinstance(size, Turn):
@@ -130,7 +143,7 @@ class Runner:
                     self._flight.run(size.batch, kind, cuda_graph=self.cuda_graph)
                 self.settle()
                 return
-            if isinstance(size, int):
+            if isinstance(size, (int, Verify)):
                 self.capture(size, kind)
             else:
                 self.prompts.warm_up(size, kind)
@@ -164,6 +177,8 @@ class Runner:
         """Move the tokens of slots, (from, to); call `slots.send` before the next decode step."""
         sources, targets = (upload(torch.tensor(slots), self.team.device) for slots in zip(*moves, strict=True))
         self.tokens.index_copy_(0, targets, self.tokens[sources])
+        if self.verifying is not None:
+            self.verifying.drafter.move(moves)
         if self.adjustments is not None:
             self.adjustments.move(moves)
 
@@ -180,9 +195,11 @@ class Runner:
         *,
         entries: int | None = None,
         arrived: Callable[[], None] | None = None,
+        drafts: int = 0,
     ) -> None:
         """Decode one token for every occupied slot, all of which are below `slots`, and advance the positions.
 
+        drafts   with speculation: drafts of each slot, of which the accepted ones become tokens too
         entries  of page tables that are read, where the next step is likely to decode the same slots: stages may then keep
                  this one in flight (weft.engine.graphs); None: it ends with this call
         arrived  called once `tokens` has all tokens of a step in flight before, and none of this one
@@ -197,7 +214,7 @@ class Runner:
                 self._flight.run(batch, kind, arrived, cuda_graph=self.cuda_graph)
         else:
             self.settle(arrived)
-            self.replay(batch, kind, between)
+            self.replay(batch if self.verifying is None else Verify(batch, drafts), kind, between)
 
     def settle(self, arrived: Callable[[], None] | None = None) -> None:
         """End the decode step in flight, if there is one: then its tokens are on all stages.
@@ -211,10 +228,10 @@ class Runner:
         """Size of the smallest bucket that holds `batch` slots."""
         return self.buckets[bisect_left(self.buckets, batch)]
 
-    def replay(self, batch: int, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
+    def replay(self, size: int | Verify, kind: Kind = Kind.GREEDY, between: Callable[[], None] | None = None) -> None:
         """Decode step of slots 0 .. batch - 1: next `tokens`, advanced `positions` (-1 stays).
 
-        batch    size of a bucket
+        size     batch, the size of a bucket; with drafts a Verify
         kind     union of `params.kind` of the slots; a lesser one would sample wrongly
         between  called between the forward pass and the choice of tokens, which it may change: for Kind.GUIDED
 
@@ -222,30 +239,34 @@ class Runner:
         """
         with without_autograd(self.team.device):
             if not self.cuda_graph:
-                self.decoding.run(batch, kind, between)
+                self._graph_of(size).run(size, kind, between)
                 return
-            kind = self.graphs.kind_for(batch, kind)
-            self.capture(batch, kind)
+            kind = self.graphs.kind_for(size, kind)
+            self.capture(size, kind)
             if between is not None:
-                self.graphs.replay((batch, FORWARD))
+                self.graphs.replay((size, FORWARD))
                 between()
-            self.graphs.replay((batch, kind))
+            self.graphs.replay((size, kind))
 
-    def capture(self, batch: int, kind: Kind = Kind.GREEDY) -> None:
+    def _graph_of(self, size: int | Verify) -> DecodeGraph | VerifyGraph:
+        return self.verifying if isinstance(size, Verify) else self.decoding
+
+    def capture(self, size: int | Verify, kind: Kind = Kind.GREEDY) -> None:
         """Capture the graph that `replay` launches, unless there is one. Collective; waits for the GPU.
 
         `tokens`, `positions` and the cache keep their values: all slots are empty during warm-up.
         """
-        if (batch, kind) in self.graphs:
+        if (size, kind) in self.graphs:
             return
+        graph = self._graph_of(size)
         with self.decoding.on_empty_slots():
             if Kind.GUIDED not in kind:
-                self.graphs.capture((batch, kind), lambda: self.decoding.run(batch, kind))
+                self.graphs.capture((size, kind), lambda: graph.run(size, kind))
                 return
-            if (batch, FORWARD) not in self.graphs:
-                self.decoding.forward_and_keep(batch)
-                self.graphs.capture((batch, FORWARD), lambda: self.decoding.forward_and_keep(batch))
-            self.graphs.capture((batch, kind), lambda: self.decoding.choose_kept(batch, kind))
+            if (size, FORWARD) not in self.graphs:
+                graph.forward_and_keep(size)
+                self.graphs.capture((size, FORWARD), lambda: graph.forward_and_keep(size))
+            self.graphs.capture((size, kind), lambda: graph.choose_kept(size, kind))
 
     def _pages(self, config: EngineConfig) -> int:
         """Number of KV pages: as many as asked for, else as a full batch can use and memory allows."""

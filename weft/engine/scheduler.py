@@ -43,9 +43,11 @@ class Scheduler:
         *,
         mixed_chunk_tokens: int | None = None,
         prefix_caching: bool = False,
+        most_drafts: int = 0,
     ) -> None:
+        """`most_drafts`: of a sequence in a decode step."""
         self.pool, self.max_batch, self.prefix_caching = pool, max_batch, prefix_caching
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.most_drafts = chunk_tokens, most_drafts
         self.mixed_chunk_tokens = min(chunk_tokens, mixed_chunk_tokens or chunk_tokens)
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # by age
@@ -68,8 +70,8 @@ class Scheduler:
 
     def _most_pages(self, sequence: Sequence) -> int:
         """Pages without which a sequence does not come to its end."""
-        # The last token of an answer is never cached.
-        return self.pool.needed_at_once(len(sequence.prompt) + sequence.budget - 1)
+        # Drafts of this step and of the one in flight lie between the window and the last token.
+        return self.pool.needed_at_once(sequence.last + 1, 1 + 2 * self.most_drafts)
 
     def submit(self, sequence: Sequence) -> None:
         sequence.late = any(other.running for other in self.active)
@@ -240,21 +242,27 @@ class Scheduler:
                 self._changes.new_pages.extend((sequence.slot, index, 0) for index in range(sequence.released, first))
             sequence.released = first
 
-    def next_decode(self) -> Decoding | None:
+    def next_decode(self, drafts: int = 0) -> Decoding | None:
         """Choose the sequences that decode one token, oldest first, and allocate their pages.
 
+        With drafts a step may give as many more tokens: it gets pages for them, and `verified` tells how many there were.
         Preempts the youngest if needed. None: no page is free, and the youngest sequence has tokens in flight: collect
         these, then call again.
         """
         if self._reads_on:
             return Decoding([])
-        for sequence in [one for one in self._running if one.launched == one.budget]:
+        for sequence in [one for one in self._running if one.launched >= one.budget]:
             self._stop(sequence)
         size = self.pool.page_size
-        for sequence in [one for one in self._running if one.cached >= len(one.pages) * size]:
+
+        def reached(sequence: Sequence) -> int:
+            """Tokens that the step may cache, and the ones before them."""
+            return min(sequence.cached + sequence.ahead + drafts, sequence.last) + 1
+
+        for sequence in [one for one in self._running if one.cached + one.ahead + drafts >= len(one.pages) * size]:
             if sequence.slot is not None:  # None: an older one has preempted it
                 self._release(sequence, sequence.cached)
-            while sequence.slot is not None and len(sequence.pages) < self.pool.needed(sequence.cached + 1):
+            while sequence.slot is not None and len(sequence.pages) < self.pool.needed(reached(sequence)):
                 if self.pool.free:
                     [page] = self.pool.take(1)
                     self._changes.new_pages.append((sequence.slot, len(sequence.pages), page))
@@ -268,7 +276,15 @@ class Scheduler:
         for sequence in self._running:
             sequence.cached += 1
             sequence.launched += 1
+            sequence.ahead += drafts
         return self.decoding
+
+    def verified(self, sequence: Sequence, tokens: int, drafts: int) -> None:
+        """Take note of the number of tokens that a step with drafts has given a sequence."""
+        if not sequence.done:
+            sequence.cached += tokens - 1
+            sequence.launched += tokens - 1
+            sequence.ahead -= drafts
 
     @property
     def decoding(self) -> Decoding:
@@ -290,7 +306,7 @@ class Scheduler:
     def restart(self) -> None:
         """Make all sequences wait again; they continue after the tokens that the host knows."""
         for sequence in reversed(self.active.copy()):
-            sequence.launched = len(sequence.tokens)
+            sequence.launched, sequence.ahead = len(sequence.tokens), 0
             self._preempt(sequence)
         self.pool.unpublish()
 

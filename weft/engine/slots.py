@@ -37,11 +37,11 @@ from weft.runtime.copying import upload
 
 # Fields of a slot that are one number.
 DTYPES = {
-    "positions": torch.int64, "seed": torch.int64, "top_k": torch.int64,
+    "positions": torch.int64, "last": torch.int64, "seed": torch.int64, "top_k": torch.int64,
     "temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32,
 }  # fmt: skip
 # The sampling parameters among them.
-SAMPLING = [name for name in DTYPES if name != "positions"]
+SAMPLING = [name for name in DTYPES if name not in ("positions", "last")]
 # Int32 words to whose multiples fields are aligned: kernels are compiled for pointers of 16 bytes.
 ALIGNMENT = 4
 
@@ -51,17 +51,20 @@ class SlotState:
     """State of a batch slot; `position`: of the token that the next decode step takes.
 
     pages  the sequence's; 0 for a page that it has given back, before the windows of all layers
+    last   position of the last token that a decode step may take
     """
 
     position: int
     pages: list[int]
     params: SamplingParams
+    last: int = 0
 
 
 class Slots:
     """Fields of `max_batch` batch slots on `device`, at fixed addresses. At first all are empty.
 
     positions                              [max_batch] int64; -1: the slot is empty. Decode steps advance it on the device
+    last                                   [max_batch] int64, for decode steps with drafts (weft.engine.verify)
     table                                  [max_batch, max_pages] int32
     seed, top_k                            [max_batch] int64
     temperature, top_p, min_p              [max_batch] fp32
@@ -86,8 +89,8 @@ class Slots:
             return {name: part.view(dtypes[name]).view(shapes[name]) for name, part in parts.items()}
 
         there = views(self._there)
-        self.positions, self.table, self.seed, self.top_k = (
-            there[name] for name in ("positions", "table", "seed", "top_k")
+        self.positions, self.last, self.table, self.seed, self.top_k = (
+            there[name] for name in ("positions", "last", "table", "seed", "top_k")
         )
         self.temperature, self.top_p, self.min_p = (there[name] for name in ("temperature", "top_p", "min_p"))
         self.positions.fill_(-1)
@@ -127,7 +130,7 @@ class Slots:
         emptied = [slot for slot, state in changes.items() if state is None]
         for slot in filled:
             state = changes[slot]
-            here["positions"][slot] = state.position
+            here["positions"][slot], here["last"][slot] = state.position, state.last
             for name in SAMPLING:
                 here[name][slot] = getattr(state.params, name)
             row = here["table"][slot]

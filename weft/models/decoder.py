@@ -309,6 +309,16 @@ class Decoder(nn.Module):
         plan = self.plan(len(positions))
         return Step.decode(positions, pages, page_size, self.angles, plan, kv_heads, self._spread_over)
 
+    def verify_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
+        """Several new tokens of each sequence, at positions[B, n] int64 that follow each other; -1: padding.
+
+        A token attends to those before it in its row, too. pages and captures as of `decode_step`.
+        """
+        kv_heads, (_, queries) = self.layers[0].self_attn.num_kv_heads, positions.shape
+        plan, table = self.plan(positions.numel()), pages.repeat_interleave(queries, 0)
+        places = positions.flatten(), table, page_size, self.angles, plan, kv_heads, self._spread_over
+        return Step.decode(*places, queries=queries)
+
     def prefill_step(
         self, spans: Sequence[tuple[int, int]], pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE
     ) -> Step:

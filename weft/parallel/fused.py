@@ -97,6 +97,10 @@ def _decode(
     projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
 ) -> Tensor:
     places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window, **scales}
+    if step.queries > 1:  # a row attends to keys that neighbouring rows write
+        del options["bias"]
+        q = _queries(projected, w, step, cache, scales)
+        return ops.paged_attention(q, *places, tickets=step.tickets, **options)
     return ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options)
 
 

@@ -95,6 +95,7 @@ class Step:
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
     tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of attention, shared by all layers
+    queries    decode: neighbouring rows that are new tokens of one sequence; each has a row of pages and a length
     chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
     spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
     spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads
@@ -112,6 +113,7 @@ class Step:
     chunks: tuple[Chunk, ...] = ()
     spans: ops.PrefillSpans | None = None
     spread: SpreadPages | None = None
+    queries: int = 1
 
     @property
     def tokens(self) -> int:
@@ -143,10 +145,12 @@ class Step:
         plan: StepPlan,
         kv_heads: int,
         team: Team | None = None,
+        queries: int = 1,
     ) -> Step:
         """One new token of each of B sequences at positions[B] int64; -1: padding. `kv_heads`: of this rank.
 
-        team  the one over whose ranks the cache is spread, or None
+        team     the one over whose ranks the cache is spread, or None
+        queries  new tokens of each sequence, in neighbouring rows of equal ``pages``
 
         The host reads no values of the device, so a decode step can be captured in a CUDA graph.
         """
@@ -171,6 +175,7 @@ class Step:
             tickets=tickets,
             spread=spread,
             plan=plan,
+            queries=queries,
         )
 
     @classmethod

@@ -1,0 +1,230 @@
+"""Speculative decoding: answers are those without it, whatever is drafted, over ranks, batches and features."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+
+import weft
+from weft.engine import Engine, EngineConfig, SamplingParams
+from weft.engine.drafting import TRIAL_STEPS, DraftLength
+from weft.engine.ngram import looked_up
+from weft.engine.speculative import SpeculativeConfig
+
+PROMPTS = ["a prompt", "x", "abcabcabcabc", "another, longer prompt"]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+
+
+class Oracle:
+    """Drafter that knows the answers, and gives some wrong tokens and short drafts, by place."""
+
+    def __init__(self, graph, answers, wrong=5, short=7):
+        self.graph, self.answers, self.wrong, self.short = graph, answers, wrong, short
+        self.sequences = {}
+
+    def propose(self, batch, drafts):
+        proposed = torch.full((batch, drafts), -1)
+        for slot in range(batch):
+            position = int(self.graph.slots.positions[slot])
+            if position < 0 or slot not in self.sequences:
+                continue
+            for place in range(drafts):
+                at = position + 1 + place
+                if at >= len(self.sequences[slot]) or at % self.short == 0:
+                    break
+                proposed[slot, place] = (self.sequences[slot][at] + (at % self.wrong == 0)) % 257
+        return proposed
+
+    def accept(self, batch, tokens, counts):
+        pass
+
+    def enter(self, slot, tokens):
+        self.sequences[slot] = next(list(whole) for whole in self.answers if list(whole[: len(tokens)]) == tokens)
+
+    def move(self, moves):
+        for source, target in moves:
+            if source in self.sequences:
+                self.sequences[target] = self.sequences.pop(source)
+
+
+def ask(directory, prompts, params, world_size=1, *, answers=None, speculative=None, late=0, **engine):
+    """(completions, counts of speculation) of every rank; `answers`: token ids of prompts with answers, for an Oracle."""
+
+    def main(team):
+        options = {"mode": "torch", "page_size": 16, "speculative": speculative, **engine}
+        made = Engine(directory, team, **options)
+        made.batch._steps_late = late
+        if answers is not None:
+            verifying = made.batch.runner.verifying
+            verifying.drafter = Oracle(verifying.graph, answers)
+        pieces = made.answer(prompts, params)
+        completions = weft.engine.answers.join_pieces(pieces, len(prompts))
+        scheduler = made.batch.scheduler
+        while made.has_work:
+            made.step()
+        assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
+        return completions, None if speculative is None else made.batch.draft_length.counts, made.stats
+
+    return weft.simulate(main, world_size)
+
+
+def assert_alike(completions, plain):
+    """Equal, with log-probabilities as close as passes of other numbers of rows round."""
+    bare = partial(dataclasses.replace, logprobs=None, prompt_logprobs=None)
+    assert list(map(bare, completions)) == list(map(bare, plain))
+    for one, other in zip(completions, plain, strict=True):
+        for places, expected in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+            assert (places is None) == (expected is None)
+            for by_id, expected_by_id in zip(places or (), expected or (), strict=True):
+                assert (by_id and by_id.keys()) == (expected_by_id and expected_by_id.keys())
+                for token, (logprob, rank, text) in (by_id or {}).items():
+                    assert (rank, text) == expected_by_id[token][1:]
+                    assert logprob == pytest.approx(expected_by_id[token].logprob, abs=1e-4)
+
+
+def sequences_of(prompts, completions):
+    """Token ids of prompts (bytes) with all their answers."""
+    prompts = [list(prompt.encode()) if isinstance(prompt, str) else prompt for prompt in prompts]
+    encoded = [[LETTERS[byte] for byte in prompt] for prompt in prompts]
+    return [tokens + one.token_ids for tokens in encoded for one in completions]
+
+
+def letters():
+    """Token id of each byte of the byte model."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return {byte: alphabet[level.pre_tokenize_str(chr(byte))[0][0]] for byte in range(32, 127)}
+
+
+LETTERS = letters()
+SAMPLING = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0, "seed": 7},
+    "top_p": {"temperature": 0.8, "top_p": 0.9, "seed": 7},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_a_seed_gives_the_same_answer_with_and_without_drafts(byte_model, sampling):
+    params = [SamplingParams(max_tokens=24, **sampling)] * len(PROMPTS)
+    [(plain, _, _)] = ask(byte_model, PROMPTS, params)
+    for world_size, late in ((1, 1), (2, 0)):
+        for completions, counts, _ in ask(byte_model, PROMPTS, params, world_size, speculative=NGRAM, late=late):
+            assert completions == plain
+            assert counts.draft_tokens > 0
+            assert sum(counts.accepted_per_pos) == counts.accepted_tokens
+
+
+FEATURES = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 5},
+    "truncated": {"temperature": 1.0, "top_k": 30, "min_p": 0.01, "top_p": 0.95, "seed": 5},
+    "logprobs": {"logprobs": 3, "temperature": 1.0, "seed": 5},
+    "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
+    "bad words": {"bad_words": ("ab", "c"), "logit_bias": {65: 3.0}, "temperature": 1.0, "seed": 5},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(0, 180, 3))},
+    "stop strings": {"stop": ("a", "e", "i", "o"), "temperature": 1.0, "seed": 2},
+    "n": {"n": 3, "temperature": 1.0, "seed": 5},
+    "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+def test_features_of_requests_beside_drafts_that_are_accepted(byte_model, feature, late):
+    prompts = PROMPTS[:2]
+    params = [SamplingParams(max_tokens=17, **feature)] * 2
+    [(plain, _, _)] = ask(byte_model, prompts, params)
+    answers = sequences_of(prompts, plain)
+    for completions, counts, _ in ask(byte_model, prompts, params, answers=answers, speculative=NGRAM, late=late):
+        assert_alike(completions, plain)
+        assert counts.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("world_size", "engine"),
+    [
+        (1, {"mode": "auto"}),
+        (2, {"mode": "replicated"}),
+        (2, {"mode": "sequence_parallel"}),
+        (2, {"mode": "replicated", "context_parallel": True}),
+        (2, {"mode": "replicated", "context_parallel": True, "fused": False}),
+    ],
+    ids=str,
+)
+def test_kernels_and_recipes_verify_drafts(one_layer, world_size, engine):
+    prompts, params = PROMPTS[:2], [SamplingParams(max_tokens=10, temperature=0.7, seed=3)] * 2
+    [(plain, _, _)] = ask(one_layer, prompts, params)
+    answers = sequences_of(prompts, plain)
+    for completions, counts, _ in ask(
+        one_layer, prompts, params, world_size, answers=answers, speculative=NGRAM, **engine
+    ):
+        assert completions == plain
+        assert counts.accepted_tokens > 0
+
+
+def looked_up_slowly(tokens, drafts, least, most):
+    """Drafts after `tokens`, by the words of NgramDrafter."""
+    for length in range(min(most, len(tokens) - 1), least - 1, -1):
+        for first in range(len(tokens) - length - 1, -1, -1):
+            if tokens[first : first + length] == tokens[len(tokens) - length :]:
+                followed = tokens[first + length :]
+                return [followed[place % len(followed)] for place in range(drafts)]
+    return [-1] * drafts
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 5), (3, 3)])
+def test_look_up_takes_the_longest_and_last_n_gram(least, most):
+    generator = torch.Generator().manual_seed(least + most)
+    tokens = torch.randint(0, 3, (40, 31), generator=generator, dtype=torch.int32)
+    positions = torch.randint(-1, 30, (40,), generator=generator)
+    drafts = looked_up(tokens, positions, 4, least, most).tolist()
+    for row, position, given in zip(tokens.tolist(), positions.tolist(), drafts, strict=True):
+        assert given == looked_up_slowly(row[: position + 1], 4, least, most)
+
+
+def test_draft_length_follows_acceptance_and_the_batch():
+    config = SpeculativeConfig(num_speculative_tokens=6)
+    assert config.lengths == [0, 1, 2, 4, 6]
+    good, bad = DraftLength(config), DraftLength(config)
+    for _ in range(200):
+        good.note(6, [6] * 4, [6, 7, 7, 5])
+        bad.note(6, [6] * 4, [1] * 4)
+    assert [good.choose(batch) for batch in (1, 16)] == [6, 6]
+    assert good.choose(1024) == 0  # bound by compute
+    lengths = [bad.choose(1) for _ in range(2 * TRIAL_STEPS)]
+    assert lengths.count(0) == len(lengths) - 2 and lengths[TRIAL_STEPS - 1] == 1
+    assert good.counts.accepted_per_pos[0] == 800 and good.counts.draft_tokens == 200 * 24
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"method": "ngram"}', "has no num_speculative_tokens"),
+        ("{", "is not JSON"),
+        (3, "is not an object"),
+        ({"num_speculative_tokens": 0}, r"num_speculative_tokens=0 is not an integer in 1 \.\. 8"),
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens=9"),
+        ({"num_speculative_tokens": 2, "method": "medusa"}, "method='medusa' is not one of ngram"),
+        ({"num_speculative_tokens": 2, "num_drafts": 1}, "'num_drafts' is not one of"),
+        (
+            {"num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "is more than prompt_lookup_max=3",
+        ),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": 17}, "prompt_lookup_max=17 is more than 16"),
+        ({"num_speculative_tokens": 2, "adaptive": 1}, "adaptive=1 is not True or False"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_in_one_line(given, message):
+    with pytest.raises(ValueError, match=message) as error:
+        EngineConfig(speculative=given)
+    assert "\n" not in str(error.value)
+
+
+def test_stages_and_drafts_are_refused_together():
+    with pytest.raises(ValueError, match="speculative with pipeline_parallel=2"):
+        EngineConfig(speculative=NGRAM, pipeline_parallel=2)

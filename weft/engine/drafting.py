@@ -1,0 +1,109 @@
+"""Drafts of a decode step: the interface of drafters, the choice of the draft length, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weft.engine.speculative import SpeculativeConfig
+
+
+class Drafter(Protocol):
+    """Source of drafts for batch slots. Collective: all ranks make the same calls and get the same drafts.
+
+    `propose` and `accept` launch kernels on tensors at fixed addresses only: a decode step in a CUDA graph calls them.
+    """
+
+    def propose(self, batch: int, drafts: int) -> Tensor:
+        """Tokens [batch, drafts] int64 that may follow the newest tokens of slots 0 .. batch - 1; -1: none from there on."""
+        ...
+
+    def accept(self, batch: int, tokens: Tensor, counts: Tensor) -> None:
+        """Note the first counts[b] of `tokens` [batch, drafts + 1], which follow slot b's newest token."""
+        ...
+
+    def enter(self, slot: int, tokens: Sequence[int]) -> None:
+        """Forget what the slot had: the sequence in it begins with `tokens`, and its newest token follows."""
+        ...
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move the state of slots, (from, to)."""
+        ...
+
+
+@exchangeable
+class Speculation(NamedTuple):
+    """Counts of speculative decoding since the engine's start.
+
+    drafts           times that tokens were drafted for a sequence
+    draft_tokens     tokens drafted
+    accepted_tokens  drafted tokens that are in an answer
+    accepted_per_pos  the same by place in the draft
+    draft_length     tokens that the last step drafted for a sequence at most; 0: speculation was off, since it did not pay
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: tuple[int, ...] = ()
+    draft_length: int = 0
+
+
+# Weight of a new step in the measured acceptance.
+RECENT = 0.05
+# Acceptance of a first draft before any is measured; of later ones its powers.
+ASSUMED = 0.7
+# Rows of a pass up to which weights take longer to load than to multiply: an H200 has 206 multiplications for an element of 16
+# bits that it loads, and one of 8 bits.
+FREE_ROWS = 128
+# Share of a decode step that a drafted token costs beside its rows: look-up, attention and choice.
+DRAFT_COST = 0.02
+# Steps between two trials while speculation is off.
+TRIAL_STEPS = 64
+
+
+class DraftLength:
+    """Choice of the draft length of each step, and counts. A function of the tokens alone: all ranks choose alike."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        most = config.num_speculative_tokens
+        self._lengths = config.lengths
+        self._kept = [ASSUMED ** (place + 1) for place in range(most)]
+        self._accepted = [0] * most
+        self._drafts = self._draft_tokens = self._off = self._length = 0
+
+    def choose(self, batch: int) -> int:
+        """Draft length of the next step, of `batch` sequences."""
+        self._length = max(self._lengths, key=lambda length: self._tokens(length) / _cost(batch, length))
+        self._off = 0 if self._length > 0 else self._off + 1
+        if self._off == TRIAL_STEPS:
+            self._length, self._off = self._lengths[1], 0
+        return self._length
+
+    def _tokens(self, length: int) -> float:
+        """Tokens of a sequence that a step of this draft length is expected to give."""
+        return 1 + sum(self._kept[:length])
+
+    def note(self, length: int, drafted: Sequence[int], counts: Sequence[int]) -> None:
+        """Note the result of a step: of each sequence the tokens drafted, and the tokens that it got."""
+        steps = [(sent, count - 1) for sent, count in zip(drafted, counts, strict=True) if count > 0]
+        for place in range(length if steps else 0):
+            accepted = sum(kept > place for _, kept in steps)
+            self._accepted[place] += accepted
+            self._kept[place] += RECENT * (accepted / len(steps) - self._kept[place])
+        self._drafts += sum(sent > 0 for sent, _ in steps)
+        self._draft_tokens += sum(sent for sent, _ in steps)
+
+    @property
+    def counts(self) -> Speculation:
+        return Speculation(self._drafts, self._draft_tokens, sum(self._accepted), tuple(self._accepted), self._length)
+
+
+def _cost(batch: int, length: int) -> float:
+    """Time of a step, over that of one whose weights are multiplied by few rows."""
+    return max(1.0, batch * (length + 1) / FREE_ROWS) + DRAFT_COST * length

@@ -1,0 +1,88 @@
+"""Prompt look-up: drafts of what followed the last tokens where they stood before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from weft.runtime.copying import upload
+
+if TYPE_CHECKING:
+    from weft.engine.slots import Slots
+
+
+class History:
+    """Tokens of the sequences in batch slots, on the device: [max_batch, length] int32.
+
+    Tokens 0 .. position of a slot are valid. The last column takes what is not to be written.
+    """
+
+    def __init__(self, slots: Slots, newest: Tensor, length: int) -> None:
+        """`newest`: token at each slot's position, [max_batch] int64; `length`: of the longest sequence."""
+        self.slots, self.newest = slots, newest
+        self.tokens = torch.zeros(len(newest), length + 1, dtype=torch.int32, device=newest.device)
+
+    def note_newest(self, batch: int) -> None:
+        """Write the newest tokens of slots 0 .. batch - 1 at their positions."""
+        self._write(self.slots.positions[:batch, None], self.newest[:batch, None])
+
+    def accept(self, batch: int, tokens: Tensor, counts: Tensor) -> None:
+        """Write the first counts[b] of `tokens` after slot b's position."""
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        at = self.slots.positions[:batch, None] + 1 + place
+        self._write(torch.where(place < counts[:, None], at, -1), tokens)
+
+    def enter(self, slot: int, tokens: Sequence[int]) -> None:
+        """Write a sequence's first tokens."""
+        self.tokens[slot, : len(tokens)] = upload(torch.tensor(tokens, dtype=torch.int32), self.tokens.device)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move the tokens of slots, (from, to)."""
+        sources, targets = (upload(torch.tensor(slots), self.tokens.device) for slots in zip(*moves, strict=True))
+        self.tokens.index_copy_(0, targets, self.tokens[sources])
+
+    def _write(self, at: Tensor, tokens: Tensor) -> None:
+        """Write `tokens` [batch, n] at places `at`; -1: nowhere."""
+        dump = self.tokens.shape[1] - 1
+        at = torch.where(at < 0, dump, at).clamp(max=dump)
+        self.tokens[: len(at)].scatter_(1, at, tokens.to(torch.int32))
+
+
+class NgramDrafter:
+    """Drafter by prompt look-up (weft.engine.drafting.Drafter).
+
+    Of the n-grams of `least` to `most` tokens that end with the newest token it takes the longest one that stands earlier in
+    prompt or answer, at its last place. The tokens after it are drafted; where they are too few, up to the newest one, they
+    are repeated.
+    """
+
+    def __init__(self, slots: Slots, newest: Tensor, length: int, least: int, most: int) -> None:
+        """Arguments as of History; `least`, `most`: tokens of an n-gram."""
+        self.history, self._least, self._most = History(slots, newest, length), least, most
+        self.accept, self.enter, self.move = self.history.accept, self.history.enter, self.history.move
+
+    def propose(self, batch: int, drafts: int) -> Tensor:
+        self.history.note_newest(batch)
+        tokens, positions = self.history.tokens[:batch], self.history.slots.positions[:batch]
+        return looked_up(tokens, positions, drafts, self._least, self._most)
+
+
+def looked_up(tokens: Tensor, positions: Tensor, drafts: int, least: int, most: int) -> Tensor:
+    """Drafts [B, drafts] int64 after tokens[b, : positions[b] + 1], as of NgramDrafter; -1: none."""
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    newest = positions[:, None]
+    # Number of tokens before and at each place that equal the last tokens.
+    equal = at < newest
+    length = torch.zeros_like(tokens)
+    for back in range(most):
+        same = tokens.roll(back, 1) == tokens.gather(1, (newest - back).clamp(min=0))
+        equal = equal & same & (at >= back) & (newest >= back)
+        length += equal
+    # The longest n-gram, and of equal ones the last; its last token's place.
+    best = (length.long() * tokens.shape[1] + at).masked_fill_(length < least, -1).amax(1, keepdim=True)
+    first = best.clamp(min=0) % tokens.shape[1] + 1
+    followed = first + torch.arange(drafts, device=tokens.device) % (newest + 1 - first).clamp(min=1)
+    return torch.where(best < 0, -1, tokens.gather(1, followed.clamp(max=tokens.shape[1] - 1)).long())

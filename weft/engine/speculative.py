@@ -1,0 +1,84 @@
+"""Options of speculative decoding.
+
+A drafter proposes tokens that may follow, and one pass of the model verifies all of them. A token is still drawn by the noise
+of (seed, position, token id), and a draft is accepted where it equals that token: so a request has the same answer with and
+without speculation, whatever is drafted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from weft.arguments import check_bool, check_choice, check_int, check_optional, did_you_mean, positive, quoted
+
+METHODS = ("ngram",)
+# Drafts of a step at most: a pass of nine tokens a sequence.
+MOST_DRAFTS = 8
+# Tokens of an n-gram that is looked up, at most, and by default.
+MOST_LOOKED_UP, LOOKED_UP = 16, 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Options of speculative decoding, by vLLM's names. ValueError for impossible values.
+
+    method                  "ngram": what followed the last tokens where they stood before in the prompt or answer
+    num_speculative_tokens  tokens drafted for a sequence in a step at most, 1 .. 8
+    prompt_lookup_max, prompt_lookup_min  for "ngram": lengths of the n-grams that are looked up, the longest first; where one
+                            is not given it is the other one, or 5
+    adaptive                True: a step drafts up to num_speculative_tokens, as measured acceptance and the batch make it pay,
+                            and none where it does not; False: always num_speculative_tokens
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, METHODS)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
+        check_bool("adaptive", self.adaptive)
+        given = [
+            check_optional(positive, name, getattr(self, name)) for name in ("prompt_lookup_max", "prompt_lookup_min")
+        ]
+        most, least = (one or given[1 - index] or LOOKED_UP for index, one in enumerate(given))
+        if most > MOST_LOOKED_UP:
+            raise ValueError(f"prompt_lookup_max={most} is more than {MOST_LOOKED_UP}; lower it")
+        if least > most:
+            raise ValueError(f"prompt_lookup_min={least} is more than prompt_lookup_max={most}; lower it")
+        object.__setattr__(self, "prompt_lookup_max", most)
+        object.__setattr__(self, "prompt_lookup_min", least)
+
+    @classmethod
+    def of(cls, name: str, given: object) -> SpeculativeConfig:
+        """The options of a SpeculativeConfig, a mapping, or JSON text. ValueError for another value or name."""
+        if isinstance(given, cls):
+            return given
+        options = given
+        if isinstance(given, str):
+            try:
+                options = json.loads(given)
+            except ValueError as error:
+                raise ValueError(f"{name}={quoted(given)} is not JSON: {error}") from None
+        if not isinstance(options, Mapping):
+            raise ValueError(f'{name}={quoted(given)} is not an object such as {{"num_speculative_tokens": 4}}')
+        known = [field.name for field in fields(cls)]
+        if (unknown := next((option for option in options if option not in known), None)) is not None:
+            raise ValueError(
+                f"{name}: {quoted(unknown)} is not one of {', '.join(known)}{did_you_mean(unknown, known)}"
+            )
+        if "num_speculative_tokens" not in options:
+            raise ValueError(f"{name} has no num_speculative_tokens; pass 1 .. {MOST_DRAFTS}")
+        return cls(**options)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Draft lengths that a step may have, ascending: each has CUDA graphs."""
+        most = self.num_speculative_tokens
+        if not self.adaptive:
+            return [most]
+        return [0, *(length for length in (1, 2, 4) if length < most), most]

@@ -1,0 +1,153 @@
+"""Decode steps that verify drafts: several tokens of each batch slot in one pass.
+
+    rows of slot b   newest token, draft 1, …, draft k     at positions p, p + 1, …, p + k
+    chosen           c_0, c_1, …, c_k                      the tokens of positions p + 1, …, p + k + 1
+    accepted         the first drafts that equal the token chosen before: draft j = c_(j - 1)
+    tokens           c_0 .. c_a, where a drafts are accepted; the slot goes on at p + a + 1 with c_a
+
+A row's token is chosen as without drafts, and it counts only where all tokens before it are the chosen ones. Keys and values of
+rejected drafts stay in the cache after the slot's position: they are written again before a row attends to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.engine.drafting import Drafter
+from weft.engine.graphs import DecodeGraph
+from weft.engine.params import Kind
+from weft.engine.pipeline import Pass
+from weft.engine.sampling import WIDTH, Choice
+
+
+class Verify(NamedTuple):
+    """Size of a decode step with drafts: batch slots, and drafts of each."""
+
+    batch: int
+    drafts: int
+
+
+class VerifyGraph:
+    """Decode step of batch slots with drafts: of each slot 1 to drafts + 1 next tokens, in place.
+
+    graph     the slots' tensors, and the cache
+    results   [max_batch, most drafts + 3] int64: the tokens that a step has chosen for each slot, their number in the last
+              column but one, the number of drafts in the last one
+    logprobs  [max_batch, most drafts + 1, WIDTH] fp32: rows of weft.engine.sampling, of slots that ask for them
+
+    Collective. It reads and writes tensors at fixed addresses only.
+    """
+
+    def __init__(self, graph: DecodeGraph, drafter: Drafter, most: int) -> None:
+        """`most`: drafts of a slot."""
+        self.graph, self.drafter, self.most = graph, drafter, most
+        max_batch, device = len(graph.tokens), graph.tokens.device
+        self.results = torch.zeros(max_batch, most + 3, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(max_batch, most + 1, WIDTH, dtype=torch.float32, device=device)
+        self._kept: dict[Verify, tuple[Tensor, Tensor]] = {}
+
+    def run(self, size: Verify, kind: Kind, between: Callable[[], None] | None = None) -> None:
+        """Draft, verify and accept; `between`: called between the forward pass and the choice of tokens."""
+        logits, rows = self._forward(size)
+        if between is not None:
+            between()
+        self._choose(size, kind, logits, rows)
+
+    def forward_and_keep(self, size: Verify) -> None:
+        """Draft, and the forward pass whose logits `choose_kept` reads."""
+        kept = self._forward(size)
+        if size not in self._kept:
+            self._kept[size] = tuple(map(torch.empty_like, kept))
+        for place, x in zip(self._kept[size], kept, strict=True):
+            place.copy_(x)
+
+    def choose_kept(self, size: Verify, kind: Kind) -> None:
+        """Choose tokens by the logits of `forward_and_keep`."""
+        self._choose(size, kind, *self._kept[size])
+
+    def _forward(self, size: Verify) -> tuple[Tensor, Tensor]:
+        """This rank's logits [batch * (drafts + 1), V'/W], and drafts [batch, drafts]: -1 where a row is not used."""
+        batch, drafts = size
+        graph, slots = self.graph, self.graph.slots
+        proposed = self.drafter.propose(batch, drafts)
+        place = torch.arange(drafts + 1, device=proposed.device)
+        first = slots.positions[:batch, None]
+        at = first + place
+        used = (first >= 0) & (at <= slots.last[:batch, None])
+        used[:, 1:] &= (proposed >= 0).long().cumprod(1) > 0
+        at = torch.where(used, at, -1)
+        tokens = torch.cat((graph.tokens[:batch, None], proposed), 1)
+        tokens[:, 1:].masked_fill_(~used[:, 1:], 0)
+        step = graph.pipeline.model.verify_step(at, slots.table[:batch], graph.page_size)
+        logits = graph.pipeline.run([Pass(tokens.flatten(), step)], graph.cache)
+        rows = torch.where(used, tokens, -1)
+        rows[:, 0].masked_fill_(used[:, 0], 0)  # the newest token may be none
+        return logits, rows
+
+    def _choose(self, size: Verify, kind: Kind, logits: Tensor, rows: Tensor) -> None:
+        """Choose the tokens of all rows, and advance the slots by the accepted ones.
+
+        rows  [batch, drafts + 1]: 0 or more where a row is used, the drafts' tokens from the second column on
+        """
+        batch, drafts = size
+        graph, slots = self.graph, self.graph.slots
+        used, wide = rows >= 0, logits.view(batch, drafts + 1, -1)
+        position = torch.where(
+            used, slots.positions[:batch, None] + 1 + torch.arange(drafts + 1, device=rows.device), 0
+        )
+        if Kind.ADJUSTED in kind:
+            chosen = self._choose_in_turn(wide, kind, rows, position)
+        else:
+            choice = self._choice(batch, position.flatten(), drafts + 1)
+            chosen = graph.pipeline.choose(logits, choice, kind & ~Kind.LOGPROBS)[0].view(batch, drafts + 1)
+        accepted = (chosen[:, :-1] == rows[:, 1:]) & used[:, 1:]
+        counts = torch.where(used[:, 0], 1 + accepted.long().cumprod(1).sum(1), 0)
+        if Kind.LOGPROBS in kind:
+            self.logprobs[:batch, : drafts + 1].copy_(
+                graph.pipeline.logprobs(logits, chosen.flatten()).view(batch, drafts + 1, WIDTH)
+            )
+        self.drafter.accept(batch, chosen, counts)
+        self.results[:batch, : drafts + 1].copy_(chosen)
+        self.results[:batch, -2].copy_(counts)
+        self.results[:batch, -1].copy_(used[:, 1:].sum(1))
+        last = chosen.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        graph.tokens[:batch].copy_(torch.where(counts > 0, last, graph.tokens[:batch]))
+        slots.positions[:batch].add_(counts)
+
+    def _choose_in_turn(self, logits: Tensor, kind: Kind, rows: Tensor, position: Tensor) -> Tensor:
+        """Tokens [batch, drafts + 1], each chosen after those before it are noted among the changes of logits.
+
+        No token is noted that is not chosen, so nothing is taken back.
+        """
+        graph, batch, chosen = self.graph, len(rows), []
+        going_on = rows[:, 0] >= 0
+        for place in range(rows.shape[1]):
+            if place > 0:
+                going_on = going_on & (chosen[-1] == rows[:, place]) & (rows[:, place] >= 0)
+            choice = self._choice(batch, torch.where(going_on, position[:, place], 0), 1)
+            tokens, _ = graph.pipeline.choose(logits[:, place].contiguous(), choice, kind & ~Kind.LOGPROBS)
+            graph.note(slice(batch), tokens, choice.position)
+            chosen.append(tokens)
+        return torch.stack(chosen, 1)
+
+    def _choice(self, batch: int, position: Tensor, rows: int) -> Choice:
+        """Sampling parameters of `rows` rows of each slot, for tokens at `position`."""
+        slots = self.graph.slots
+
+        def of_rows(x: Tensor) -> Tensor:
+            return x[:batch] if rows == 1 else x[:batch].repeat_interleave(rows)
+
+        return Choice(
+            temperature=of_rows(slots.temperature),
+            top_p=of_rows(slots.top_p),
+            top_k=of_rows(slots.top_k),
+            min_p=of_rows(slots.min_p),
+            seed=of_rows(slots.seed),
+            position=position,
+            adjustments=self.graph.adjustments,
+            rows=slice(batch),
+        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType
 
 from weft.kernels.fp8 import ROWS_OF_CUBLAS, Fp8
 from weft.ops.local import capabilities_of
@@ -76,26 +76,36 @@ def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(bits, (0, 0, 0, room - M)).view(matrix.dtype)
 
 
-def scaled(a: Fp8, b: Fp8, dtype: torch.dtype) -> torch.Tensor:
-    """Compute a[M, K] @ b[N, K].T of fp8 operands with scales, bf16 on GPUs; by torch.mm's choice.
+def scaled(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``out`` (None: a new tensor) = a[M, K] @ b[N, K].T of fp8 operands, bf16 on GPUs; by torch.mm's choice.
 
     Scales are of groups of 128 columns and blocks of 128 x 128, or of rows and all of a matrix. On virtual ranks sums are
     fp64.
     """
     with gemm_span(*a.shape[:1], *b.shape, a.device):
         if a.device.type == "cpu":
-            return (a.dequantized(torch.float64) @ b.dequantized(torch.float64).T).to(dtype)
+            total = (a.dequantized(torch.float64) @ b.dequantized(torch.float64).T).to(dtype)
+            return total if out is None else out.copy_(total)
         if b.scales.shape[1] > 1:
-            M, forms = len(a.data), (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
-            rows, of_rows = _in_fours(a.data), _in_fours(a.scales)
-            of_rows = of_rows.t().contiguous().t()  # one after the other along M
-            return scaled_mm(rows, b.data.t(), of_rows, forms[0], b.scales.t(), forms[1], output_dtype=dtype)[:M]
+            return _scaled_by_blocks(a, b, dtype, out)
         of_rows, of_columns = a.scales, b.scales.t()
         if of_rows.numel() > 1 or of_columns.numel() > 1:
             of_rows, of_columns = of_rows.expand(a.shape[0], 1), of_columns.expand(1, b.shape[0])
-        return torch._scaled_mm(
-            a.data, b.data.t(), scale_a=of_rows.contiguous(), scale_b=of_columns.contiguous(), out_dtype=dtype
-        )
+        scales = {"scale_a": of_rows.contiguous(), "scale_b": of_columns.contiguous()}
+        return torch._scaled_mm(a.data, b.data.t(), **scales, out_dtype=dtype, out=out)
+
+
+def _scaled_by_blocks(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+    M = len(a.data)
+    rows, of_rows = _in_fours(a.data), _in_fours(a.scales)
+    of_rows = of_rows.t().contiguous().t()  # one after the other along M
+    into = out if len(rows) == M else None
+    forms = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+    # torch.nn.functional.scaled_mm calls the same function, without ``out``.
+    result = torch._scaled_mm_v2(
+        rows, b.data.t(), [of_rows], [forms[0]], [], [b.scales.t()], [forms[1]], [], None, dtype, out=into
+    )[:M]
+    return result if out is None or into is not None else out.copy_(result)
 
 
 def widened(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, total: torch.Tensor | None = None) -> torch.Tensor:

@@ -108,26 +108,32 @@ def quantized_for(weight: Fp8, x: torch.Tensor | Fp8, caps: Capabilities) -> Fp8
 
 
 def by_design(
-    design: Cublas | SmallM, x: ScaledMatrix, weight: Fp8, *, gated: bool = False, summed: bool = True
+    design: Cublas | SmallM,
+    x: ScaledMatrix,
+    weight: Fp8,
+    *,
+    gated: bool = False,
+    summed: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """GEMM of checked arguments by ``design``, in x's dtype, bf16 where x is ``Fp8``.
+    """GEMM of checked arguments by ``design``: ``out``, or a new tensor in x's dtype, bf16 where x is ``Fp8``.
 
     If not ``summed``, the small-M kernel's split-K partials fp32 [partials, M, N].
     """
     rows, scales = x
-    dtype = rows.dtype
+    dtype = rows.dtype if out is None else out.dtype
     rows = quantized_for(weight, rows, capabilities_of(weight.device))
     if isinstance(design, SmallM):
         if weight.is_grouped and design.block_k > columns_of(weight):
             design = replace(design, block_k=columns_of(weight))  # a step is under one scale
         weight = weight._replace(data=described(weight.data), scales=weight.scales.contiguous())
         rows = rows._replace(data=described(rows.data))
-        return small_m.run(ScaledMatrix(rows, scales), weight, design, gated=gated, summed=summed, dtype=dtype)
+        return small_m.run(ScaledMatrix(rows, scales), weight, design, gated=gated, summed=summed, dtype=dtype, out=out)
     if scales is not None:
         factor = torch.rsqrt(scales.squares.sum(1, keepdim=True) + scales.eps)
         rows = rows._replace(scales=rows.scales * factor)
-    out = cublas.scaled(rows, weight, dtype)
-    return torch.ops.weft.silu_mul.default(out, None, 0.0) if gated else out
+    product = cublas.scaled(rows, weight, dtype, None if gated else out)
+    return torch.ops.weft.silu_mul.default(product, None, 0.0) if gated else product
 
 
 def described(matrix: torch.Tensor) -> torch.Tensor:

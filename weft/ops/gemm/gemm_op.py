@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import check_sizes
 from weft.ops.op import Op
@@ -60,6 +61,7 @@ class GemmOp(Op):
     replicated    all ranks get the same result
     gated         b is [2 N, K], gate's rows and up's, of which a result takes one each
     projections   of a decoder layer that it computes
+    operands      names of the operands in cases
     """
 
     sizes = ("M", "N", "K")
@@ -71,6 +73,7 @@ class GemmOp(Op):
     replicated: ClassVar[bool] = False
     gated: ClassVar[bool] = False
     projections: ClassVar[tuple[str, ...]] = ()
+    operands: ClassVar[tuple[str, str]] = ("a", "b")
 
     def call_of(
         self, sizes: Sequence[int], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
@@ -82,13 +85,18 @@ class GemmOp(Op):
         return GemmCall(M, N, K, dtype, K % rows == 0, design=design, **fields)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        M, N, K = case.sizes
+        """a, and b or the data and scales of an fp8 b."""
+        (M, N, K), (a, b), scheme = case.sizes, self.operands, fp8_scheme(case)
         rows = M // case.world_size if self.gathers else M
         # b is scaled so that results have the variance of a for any K.
-        return draw.own("a", (rows, K)), draw.own("b", (N, K), K**-0.5)
+        x, weight = draw.own(a, (rows, K)), draw.own(b, (2 * N if self.gated else N, K), K**-0.5)
+        return (x, *quantized_weight(weight, scheme)[:2]) if scheme else (x, weight)
 
     def accuracy(self, case: Case) -> Accuracy:
         summed = case.world_size if self.sums else 1
+        if summed == 1 and fp8_scheme(case):
+            # The tensor cores add fp8 terms in an accumulator of some 14 bits.
+            return Accuracy(terms=case.sizes[2], partials=1, levels=1, replicated=self.replicated)
         return Accuracy(terms=case.sizes[2] * summed, partials=summed - 1, replicated=self.replicated)
 
     def design_of(self, case: Case, machine: Machine) -> Any:
@@ -147,8 +155,23 @@ def _refuse_operands(op: str, a: torch.Tensor, b: torch.Tensor, device: torch.de
     )
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compute a[M, K] @ b[N, K].T in fp64, the reference of every GEMM."""
+def fp8_scheme(case: Case) -> str:
+    """Scheme of the weight's scales in an fp8 case (``quantized_weight``); "" in other cases."""
+    return "block" if case.field("block_fp8") else "channel" if case.field("channel_fp8") else ""
+
+
+def named(case: Case, tensors: Inputs) -> tuple[torch.Tensor, torch.Tensor | Fp8, Inputs]:
+    """(a, b, the other tensors) of a case's tensors."""
+    if fp8_scheme(case):
+        return tensors[0], Fp8(*tensors[1:3]), tuple(tensors[3:])
+    return tensors[0], tensors[1], tuple(tensors[2:])
+
+
+def product(a: torch.Tensor, b: torch.Tensor | Fp8) -> torch.Tensor:
+    """Compute a[M, K] @ b[N, K].T in fp64, the reference of every GEMM; rounds ``a`` as an fp8 b asks for."""
+    if isinstance(b, Fp8):
+        rows = Fp8(*by_torch(a, COLUMNS.value if b.is_grouped else a.shape[1]))
+        a, b = rows.dequantized(torch.float64), b.dequantized(torch.float64)
     return a.double() @ b.double().T
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from weft.kernels.deferred_norm import normed
-from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
+from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import RowScales, ScaledMatrix, rows_contiguous
-from weft.ops.case import Accuracy, Case, Draw, Inputs
+from weft.ops.case import Case, Draw, Inputs
 from weft.ops.gemm import cublas, small_m, space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.fp8_operands import by_design
-from weft.ops.gemm.gemm_op import GemmCall, GemmOp, product
+from weft.ops.gemm.gemm_op import GemmCall, GemmOp, named, product
 from weft.ops.gemm.small_m_rule import SmallM, default_small_m, small_m_rule, takes
 from weft.ops.knobs import around
 from weft.ops.local import capabilities_of
@@ -29,9 +29,7 @@ EPS = 1e-6
 
 
 class LocalGemm(GemmOp):
-    """A GEMM of one rank. operands: their names in cases."""
-
-    operands: ClassVar[tuple[str, str]] = ("a", "b")
+    """A GEMM of one rank."""
 
     variants = options = ("deferred_norm", "partials", "block_fp8", "channel_fp8")
     rare = ("small_m",)
@@ -73,21 +71,14 @@ class LocalGemm(GemmOp):
             yield from around(design)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """a, b, the scales of an fp8 b, and for a deferred RMS scale the squares of a's rows in four parts."""
-        M, N, K = case.sizes
-        a, b = self.operands
-        operands = draw.own(a, (M, K)), draw.own(b, (2 * N if self.gated else N, K), K**-0.5)
-        if scheme := _scheme(case):
-            operands = operands[0], *quantized_weight(operands[1], scheme)[:2]
+        """The operands, and for a deferred RMS scale the squares of a's rows in four parts."""
+        operands = super().inputs(case, rank, draw)
         if not case.field("deferred_norm"):
             return operands
-        return *operands, draw.own("squares", (M, 4)).float().square()
+        return *operands, draw.own("squares", (case.sizes[0], 4)).float().square()
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         a, b, squares = named(case, by_rank[rank])
-        if isinstance(b, Fp8):
-            rows = Fp8(*by_torch(a, 128 if case.field("block_fp8") else case.sizes[2]))
-            a, b = rows.dequantized(torch.float64), b.dequantized(torch.float64)
         result = product(a, b)
         for of_rows in squares:
             result *= (of_rows.double().sum(1, keepdim=True) + EPS).rsqrt()
@@ -108,11 +99,6 @@ class LocalGemm(GemmOp):
             return small_m.run(operand._replace(data=a), b, design, gated=self.gated, summed=summed)
         return self.run(design, None, normed(a, squares[0], EPS) if squares else a, b)
 
-    def accuracy(self, case: Case) -> Accuracy:
-        accuracy = super().accuracy(case)
-        # The tensor cores add fp8 terms in an accumulator of some 14 bits.
-        return replace(accuracy, partials=1, levels=1) if _scheme(case) else accuracy
-
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if not call.dense:
             return "cublas", "an operand by columns, which cuBLAS reads as it is"
@@ -122,18 +108,6 @@ class LocalGemm(GemmOp):
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         """cuBLAS with torch.mm's choice, or the small-M design; ops define other designs."""
         return Cublas() if name == "cublas" else default_small_m(call, machine.caps, gated=self.gated)
-
-
-def _scheme(case: Case) -> str:
-    """Scheme of the weight's scales in an fp8 case (``quantized_weight``); "" in other cases."""
-    return "block" if case.field("block_fp8") else "channel" if case.field("channel_fp8") else ""
-
-
-def named(case: Case, tensors: Inputs) -> tuple[torch.Tensor, torch.Tensor | Fp8, Inputs]:
-    """(a, b, the squares of a's rows if any) of a case's tensors."""
-    if _scheme(case):
-        return tensors[0], Fp8(*tensors[1:3]), tuple(tensors[3:])
-    return tensors[0], tensors[1], tuple(tensors[2:])
 
 
 @functools.cache

@@ -28,8 +28,9 @@ from weft.kernels.tile_schedule import (
 from weft.ops.case import Case
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, persistent, small_m
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check_operands
-from weft.ops.gemm.local_gemm import LocalGemm, named
+from weft.ops.gemm.fp8_operands import by_design
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check_operands, named
+from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.space import tiles
@@ -152,9 +153,11 @@ class Matmul(LocalGemm):
     def large_cases(self) -> Iterator[Case]:
         yield Case(op=self.name, world_size=1, dtype=torch.bfloat16, sizes=(4096, 4096, 4096))
 
-    def run(self, design: Any, team: None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def run(self, design: Any, team: None, a: torch.Tensor | Fp8, b: torch.Tensor | Fp8) -> torch.Tensor:
         """``matmul`` with checked arguments by ``design``."""
         self.check_design(design)
+        if isinstance(b, Fp8):
+            return by_design(design, ScaledMatrix(a), b)
         if isinstance(design, Cublas):
             return cublas.run(design, a, b)
         a, b = rows_contiguous(a), rows_contiguous(b)

@@ -55,10 +55,18 @@ class MatmulFp8(Op):
         return x.new_empty((M, N), dtype=dtype) if partials == 1 else x.new_empty((partials, M, N), dtype=torch.float32)
 
 
-def plan_of(x: torch.Tensor, weight: Fp8, deferred_norm: bool, gated: bool, parts: bool) -> Cublas | SmallM:
-    """Design of a call, from shapes and dtypes alone."""
+def multiply(x: Fp8, weight: Fp8, out: torch.Tensor) -> torch.Tensor:
+    """Compute ``out`` [M, N] = x @ weight.T of checked operands, by the plan of their shapes."""
+    design = plan_of(x.data, weight, False, False, False, out.dtype)
+    return by_design(design, ScaledMatrix(x), weight, out=out)
+
+
+def plan_of(
+    x: torch.Tensor, weight: Fp8, deferred_norm: bool, gated: bool, parts: bool, dtype: torch.dtype | None = None
+) -> Cublas | SmallM:
+    """Design of a call, from shapes and dtypes alone. dtype: of the result; None: the op's."""
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
-    dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
+    dtype = dtype or (torch.bfloat16 if x.dtype == E4M3 else x.dtype)
     formats = {"block_fp8": weight.is_grouped, "channel_fp8": not weight.is_grouped}
     call = GemmCall(M, N, K, dtype, suits_cublas(weight), deferred_norm=deferred_norm, partials=parts, **formats)
     return local_gemm(gated).plan(call, machine(capabilities_of(x.device), 1)).design

@@ -13,8 +13,8 @@ from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.case import Accuracy, Case, gated_terms
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, small_m
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall
-from weft.ops.gemm.local_gemm import LocalGemm, named
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, named
+from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like

@@ -216,11 +216,12 @@ def run(
     gated: bool = False,
     summed: bool = True,
     dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """GEMM of operands with dense rows, each on 16 bytes, and contiguous scales: out[M, N].
 
     If not ``summed``, the split-K partials fp32 [partials, M, N]. With an ``Fp8`` weight x is ``Fp8`` too.
-    dtype: that of ``out``, x's by default.
+    dtype: that of a new ``out``, x's by default.
     """
     x, scales = operand
     fp8, dtype = None, dtype or x.dtype
@@ -229,9 +230,10 @@ def run(
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     options: dict[str, Any] = launch_options(capabilities_of(x.device))
     partials = design.partials_of(K)
-    if partials == 1:
-        out = sums = torch.empty((M, N), dtype=dtype, device=x.device)
-    else:
+    if out is None and (partials == 1 or summed):
+        out = torch.empty((M, N), dtype=dtype, device=x.device)
+    sums = out
+    if partials > 1:
         sums = torch.empty((partials, weight.shape[0] // N, M, N), dtype=torch.float32, device=x.device)
     tiles = cdiv(M, design.block_m) * cdiv(N, design.block_n)
     squares = 0 if scales is None else scales.squares.shape[1]
@@ -259,7 +261,6 @@ def run(
     if partials > 1:
         if not summed:
             return sums.squeeze(1)
-        out = torch.empty((M, N), dtype=dtype, device=x.device)
         launch = launch_on(
             x.device,
             sum_partials_kernel,

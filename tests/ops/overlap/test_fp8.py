@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import weft
-from tests.ops.checking import assert_close, assert_identical
+from tests.ops.checking import assert_close, assert_identical, check_replicated, run_cases
 from weft import ops
 from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
-from weft.ops.gemm.gemm_op import rotated
+from weft.ops.gemm.gemm_op import fp8_scheme, rotated
+from weft.ops.op import find_op
 
 
 def random(name, *shape):
@@ -51,6 +52,20 @@ def test_against_plain_torch(W, scheme):
     results = weft.simulate(main, W)
     for result in results[1:]:
         assert_identical(result, results[0], what="the same bits on all ranks")
+
+
+OPS = [find_op(name) for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")]
+
+
+def fp8_cases(op, W):
+    return [case for case in op.cases() if case.world_size == W and fp8_scheme(case)]
+
+
+@pytest.mark.parametrize("W", [1, 2, 3, 4])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_every_case_on_slow_ranks(op, W):
+    cases = fp8_cases(op, W)
+    check_replicated(weft.simulate(run_cases, W, seed=W, slow={W - 1: 20.0}, args=(cases, 2 if W == 2 else 1)))
 
 
 def test_gradients_are_refused_in_all_gather_matmul():

@@ -50,6 +50,8 @@ class GemmCall(NamedTuple):
 
 # Projections whose weights ranks hold by rows (each has its share of N), and by columns (of K).
 COLUMN_PARALLEL, ROW_PARALLEL = ("qkv", "gate-up"), ("o", "down")
+# Fields of calls with fp8 weights.
+FP8 = ("block_fp8", "channel_fp8")
 
 
 class GemmOp(Op):

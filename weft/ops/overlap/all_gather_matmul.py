@@ -10,20 +10,22 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from weft.kernels.fp8 import Fp8
-from weft.kernels.operands import can_describe, has_dense_rows
+from weft.kernels.operands import ScaledMatrix, has_dense_rows
 from weft.kernels.tile_schedule import place_of
 from weft.ops.case import Case, Inputs
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, swapped
-from weft.ops.gemm import cublas
-from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, check_operands, product, rotated
+from weft.ops.gemm.fp8_operands import by_design
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, FP8, GemmCall, check_operands, named, product, rotated
 from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
 from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
-from weft.ops.overlap.fp8_sequential import gathered_matmul
+from weft.ops.overlap.fp8_weights import OverlappedFp8
+from weft.ops.overlap.gathered import begin_gather, gathered_in_sequence, with_scales
+from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, quantized
 from weft.ops.overlap.pipelined import CHUNKS, check_pipelined, pieces_of, runs_of
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
 from weft.ops.overlap.space import pipelines
@@ -32,11 +34,9 @@ from weft.plan import table
 from weft.plan.planned import AUTO, Machine, machine_of
 from weft.runtime.codec import exchangeable
 from weft.runtime.side_streams import side_streams
-from weft.runtime.team.channel import Channel
 from weft.runtime.team.checks import agree
 from weft.runtime.team.team import find_team
-from weft.runtime.team.workspace import grown_workspace
-from weft.transport.copy_channel import CopyChannel, await_chunk
+from weft.transport.copy_channel import await_chunk
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -82,7 +82,7 @@ def all_gather_matmul(
     share of N); M, N, K, dtype, own_first, b's layout, and which operands need gradients, are the same on all ranks, which
     compare all but the last on the host at the first call with them. Over several nodes each shard crosses to a node once.
     Collective: all ranks call it, in the same order, on one stream.
-    With ``Fp8`` weights (``matmul``) rows are gathered in fp8, then multiplied; no gradients, no return_gathered.
+    With ``Fp8`` weights (``matmul``) rows are gathered in fp8 with their scales; no gradients, no return_gathered.
     ValueError for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("all_gather_matmul", team, over_nodes=True)
@@ -93,7 +93,7 @@ def all_gather_matmul(
             raise ValueError(
                 "all_gather_matmul: return_gathered=True with an fp8 weight; gather the rows by all_gather"
             )
-        results = gathered_matmul(a_shard, [b] if isinstance(b, Fp8) else b, team, own_first)
+        results = _FP8.call_with(a_shard, [b] if isinstance(b, Fp8) else b, team, own_first)
         return results[0] if isinstance(b, Fp8) else results
     if isinstance(b, torch.Tensor) and not return_gathered:
         check_operands("all_gather_matmul", a_shard, b, device, "a_shard")
@@ -112,7 +112,7 @@ class AllGatherMatmul(Overlapped):
     designs = {"pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
     internal = ("over_nodes",)
     rows_sharded = gathers = True
-    options = variants = ("local_first",)
+    options = variants = ("local_first", *FP8)
     projections = COLUMN_PARALLEL
 
     # --- choosing ----------------------------------------------------------------------------------------------------
@@ -128,11 +128,16 @@ class AllGatherMatmul(Overlapped):
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         world, rows = machine.world_size, call.M // machine.world_size
         if name == "pipelined":
+            if call.fp8 and (world == 2 or call.block_fp8):
+                # Rows of one byte arrive well before the GEMM ahead of them ends. Scales of several ranks' rows are not
+                # adjacent as cuBLAS reads those of blocks.
+                return Pipelined()
             if world == 2:
                 return Pipelined(chunks=2 if call.N >= 8192 and rows >= 1024 else 1)
             # Two ranks' rows in one GEMM use the SMs better, if N makes it long enough to hide the next ranks' rows.
             return Pipelined(span=2 if call.N >= 8192 else 1)
-        gather = CollectiveCall(rows * call.K * call.dtype.itemsize, call.dtype)
+        kind = torch.uint8 if call.fp8 else call.dtype
+        gather = CollectiveCall(rows * call.K * kind.itemsize, kind)
         return Sequential(
             collective=ALL_GATHER.plan(gather, machine),
             gemm=MATMUL.local_plan(call, machine),
@@ -146,11 +151,11 @@ class AllGatherMatmul(Overlapped):
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        result = product(torch.cat([a for a, _ in by_rank]), by_rank[rank][1])
+        result = product(torch.cat([a for a, *_ in by_rank]), named(case, by_rank[rank])[1])
         return rotated(result, rank, case.world_size) if case.field("local_first") else result
 
-    def call(self, case: Case, team: Team, a_shard: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        local_first = bool(case.field("local_first"))
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
+        local_first, (a_shard, b, _) = bool(case.field("local_first")), named(case, tensors)
         if case.design == AUTO:
             return all_gather_matmul(a_shard, b, team, own_first=local_first)
         return self.run(self.design_of(case, machine_of(team)), team, a_shard, b, local_first)
@@ -171,8 +176,8 @@ class AllGatherMatmul(Overlapped):
         self,
         design: Pipelined | Sequential | OverNodes,
         team: Team,
-        a_shard: torch.Tensor,
-        b: torch.Tensor,
+        a_shard: Operand,
+        b: Operand,
         local_first: bool = False,
     ) -> torch.Tensor:
         """``all_gather_matmul`` with checked arguments by ``design``, the same on all ranks."""
@@ -182,24 +187,25 @@ class AllGatherMatmul(Overlapped):
         self,
         design: Pipelined | Sequential | OverNodes,
         team: Team,
-        a_shard: torch.Tensor,
-        bs: Sequence[torch.Tensor],
+        a_shard: Operand,
+        bs: Sequence[Operand],
         local_first: bool = False,
         gathers: bool = False,
         into: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """Results for each b (in ``into`` if that is given), then the gathered rows if ``gathers``."""
+        """Results for each b (in ``into`` if that is given), then the gathered rows, of 16 bits, if ``gathers``."""
         self.check_design(design)
-        shard = a_shard.contiguous()
+        shard = a_shard if isinstance(a_shard, Fp8) else a_shard.contiguous()
         if isinstance(design, Sequential):
             results = _run_sequential(design, team, shard, bs, local_first, gathers)
             for out, result in zip(into, results, strict=False):
                 out.copy_(result)
             return results
-        outs = list(into) or [shard.new_empty((team.size * shard.shape[0], b.shape[0])) for b in bs]
+        sizes = [(team.size * shard.shape[0], b.shape[0]) for b in bs]
+        outs = list(into) or [torch.empty(size, dtype=shard.dtype, device=shard.device) for size in sizes]
         if isinstance(design, OverNodes):
             return self._run_over_nodes(design, team, shard, bs, outs, gathers)
-        gathered = _run_pipelined(design, team, shard, bs, outs, local_first)
+        gathered = _run_pipelined(design, team, with_scales(quantized(shard, bs[0]), bs[0]), bs, outs, local_first)
         if not gathers:
             return outs
         # A copy, since later calls write over the workspace; the own shard is not in it.
@@ -230,20 +236,17 @@ class AllGatherMatmul(Overlapped):
                 whole.chunk(nodes)[node].copy_(results[-1])
         return [*outs, *gathered]
 
-    def agree(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> None:
+    def agree(self, team: Team, shard: Operand, b: Operand, local_first: bool) -> None:
         """ValueError on all ranks if their sizes differ. Collective at the first call with these sizes."""
         if team.size > 1:
             names = ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first", "b has dense rows")
-            sizes = shard.shape[0], *b.shape, b.dtype, local_first, has_dense_rows(b)
-            agree(self.name, team, names, sizes)
+            dense = isinstance(b, Fp8) or has_dense_rows(b)
+            sizes = shard.shape[0], *b.shape, b.dtype, local_first, dense, form_of(b)
+            agree(self.name, team, (*names, "b's scales are of"), sizes)
 
-    def plan_of(self, team: Team, shard: torch.Tensor, b: torch.Tensor, local_first: bool) -> Any:
+    def plan_of(self, team: Team, shard: Operand, b: Operand, local_first: bool) -> Any:
         """Design for these operands."""
-        (rows, K), N = shard.shape, b.shape[0]
-        call = GemmCall(
-            team.size * rows, N, K, shard.dtype, can_describe(shard, b), local_first, dense=has_dense_rows(b)
-        )
-        return self.plan(call, machine_of(team)).design
+        return self.plan(call_of(team.size * shard.shape[0], shard, b, local_first), machine_of(team)).design
 
     def forward(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         members, shard = find_team(team), a_shard.contiguous()
@@ -313,10 +316,34 @@ _SEVERAL = AllGatherMatmulSeveral()
 define(_SEVERAL)
 
 
+class AllGatherMatmulFp8(OverlappedFp8):
+    name = alias = "all_gather_matmul_fp8"
+    of = ALL_GATHER_MATMUL
+
+    def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
+        for weight in weights:
+            self.of.agree(team, a, weight, own_first)
+        design = self.of.plan_of(team, a, max(weights, key=lambda weight: weight.shape[0]), own_first)
+        return self.of.run_several(design, team, a, weights, own_first)
+
+    def rows_of_result(self, rows: int, world: int) -> int:
+        return rows * world
+
+
+_FP8 = AllGatherMatmulFp8()
+define(_FP8)
+
+
 def _run_sequential(
-    design: Sequential, team: Team, shard: torch.Tensor, bs: Sequence[torch.Tensor], local_first: bool, gathers: bool
+    design: Sequential, team: Team, shard: Operand, bs: Sequence[Operand], local_first: bool, gathers: bool
 ) -> list[torch.Tensor]:
     gathered = shard
+    if design.collective is not None and isinstance(bs[0], Fp8):
+        own = with_scales(quantized(shard, bs[0]), bs[0])
+        rows = gathered_in_sequence(design.collective.design, team, own, local_first)
+        sizes = [(len(rows.data), b.shape[0]) for b in bs]
+        outs = [torch.empty(size, dtype=shard.dtype, device=shard.device) for size in sizes]
+        return [by_design(design.gemm.design, ScaledMatrix(rows), b, out=out) for b, out in zip(bs, outs, strict=True)]
     if design.collective is not None:
         gathered = ALL_GATHER.run(design.collective.design, team, shard)
         if local_first:
@@ -329,18 +356,19 @@ def _run_sequential(
 def _run_pipelined(
     design: Pipelined,
     team: Team,
-    shard: torch.Tensor,
-    bs: Sequence[torch.Tensor],
+    shard: Operand,
+    bs: Sequence[Operand],
     outs: list[torch.Tensor],
     local_first: bool,
 ) -> torch.Tensor:
-    """Run a cuBLAS GEMM for the own shard, then one for each chunk of each peer's shard as it arrives.
+    """Run a GEMM for the own shard, then one for each chunk of each peer's shard as it arrives.
 
     One GEMM may take several peers' shards. The GEMMs use the streams in turn. Returns the gathered rows in the result's
     order; this rank's are not written.
 
-    signals  copy engine of rank s, after each chunk: flags[place of s, c] = epoch, if local_first flags[W + place of s, c]: in
-             either order a row has one writer, so its epochs grow, whatever the order of earlier calls
+    signals  copy engine of rank s, after each chunk and the scales of its rows: flags[place of s, c] = epoch, if local_first
+             flags[W + place of s, c]: in either order a row has one writer, so its epochs grow, whatever the order of earlier
+             calls
     waits    wait_kernel, in the chunk's stream: the same flag >= epoch. It occupies one warp of one SM. GEMMs end without the
              peers, so begin_kernel runs eventually even if GEMMs take all SMs first
     reuse    of a half of A_full: CopyChannel
@@ -349,8 +377,8 @@ def _run_pipelined(
     stream 0  | s0 | s2 |                                               rank 0 of 4: shards
     stream 1      | s1 | s3 |
     """
-    world, rows, streams = team.size, len(shard), side_streams(team, design.streams)
-    pieces = list(pieces_of(rows, design.chunks))
+    world, rows, streams = team.size, shard.shape[0], side_streams(team, design.streams)
+    pieces = list(pieces_of(rows, design.chunks, grain_of(bs[0])))
     streams.fork()
     with streams.urgent():
         gathered, landed, own = begin_gather(team, shard, [piece for _, piece in pieces], local_first)
@@ -358,7 +386,7 @@ def _run_pipelined(
     if design.begin_first:
         streams.after(begun)
     for b, out in zip(bs, outs, strict=True):
-        cublas.matmul(shard, b, out[own * rows : (own + 1) * rows])
+        multiply(shard, b, out[own * rows : (own + 1) * rows])
     turn = 1
     for places in runs_of((own + 1) % world, world, design.span):
         for number, piece in pieces:
@@ -366,40 +394,10 @@ def _run_pipelined(
             with streams.turn(turn):
                 streams.after(begun)
                 await_chunk(landed, number, places.start, len(places))
+                arrived = gathered.at(places, piece)
                 for b, out in zip(bs, outs, strict=True):
-                    cublas.matmul(gathered[first:last], b, out[first:last])
+                    multiply(arrived, b, out[first:last])
             turn += 1
     streams.join()
     team.copy_engine.join()
-    return gathered
-
-
-def begin_gather(
-    team: Team, shard: torch.Tensor, pieces: Sequence[slice], local_first: bool
-) -> tuple[torch.Tensor, Channel, int]:
-    """Begin a call, and have copy engines write ``shard`` by ``pieces`` to every peer's A_full.
-
-    In the current stream. Returns the half of A_full, whose rows of this rank are not written, its flags, and this rank's
-    place. Rank r serves r - 1, r - 2, … : the peer that needs this shard next is first, and every link carries one shard at a
-    time.
-    """
-    if shard.requires_grad:
-        shard = shard.detach()  # copies are made outside the op, where autograd would follow it
-    world, me, (rows, K) = team.size, team.rank, shard.shape
-
-    def make(capacity: int) -> CopyChannel:
-        # A row of flags per rank for each order of rows, so that each row has one writer.
-        return CopyChannel.make(team, team.empty((2, capacity), dtype=shard.dtype), 2 * world)
-
-    channel = grown_workspace(team, ("all_gather_matmul", shard.dtype), world * rows * K, make)
-    gathered = channel.begin(team)[: world * rows * K].view(world * rows, K)
-    team.copy_engine.fork()
-    first_flags = world if local_first else 0
-    for step in range(1, world):
-        peer = (me - step) % world
-        place = place_of.fn(me, peer, world, local_first)
-        for number, piece in enumerate(pieces):
-            target = gathered[place * rows + piece.start : place * rows + piece.stop]
-            channel.send(team, target, shard if len(pieces) == 1 else shard[piece], first_flags + place, number, peer)
-    landed = channel.rows_from(world) if local_first else channel.landed
-    return gathered, landed, place_of.fn(me, me, world, local_first)
+    return gathered.data

@@ -14,7 +14,8 @@ from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.gemm.matmul import weight_gradient
 from weft.ops.layout import Given
 from weft.ops.op import Op, define
-from weft.ops.overlap.all_gather_matmul import begin_gather, gathered_rows
+from weft.ops.overlap.all_gather_matmul import gathered_rows
+from weft.ops.overlap.gathered import begin_gather
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.sequential import rows_overlap
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -159,10 +160,10 @@ def _run_under_scatter(
     """
     world, shard = team.size, a_shard.contiguous()
     gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], local_first)
-    gathered.view(world, *shard.shape)[own].copy_(shard.detach())
+    gathered.data.view(world, *shard.shape)[own].copy_(shard.detach())
     of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first)
     await_chunk(landed, 0, (own + 1) % world, world - 1)
-    of_b = torch.ops.weft.weight_gradient.default(grad, gathered, dtype)
+    of_b = torch.ops.weft.weight_gradient.default(grad, gathered.data, dtype)
     team.copy_engine.join()
     return [of_a, of_b]
 
@@ -189,7 +190,7 @@ def _run_by_shards(
     """
     world, shard = team.size, a_shard.contiguous()
     gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], local_first)
-    panels, of_panels = gathered.view(world, *shard.shape), grad.view(world, len(shard), -1)
+    panels, of_panels = gathered.data.view(world, *shard.shape), grad.view(world, len(shard), -1)
     of_b = cublas.widened(of_panels[own].t(), shard.t(), torch.float32)
     for step in range(1, world):
         place = (own + step) % world

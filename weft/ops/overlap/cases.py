@@ -14,6 +14,7 @@ from weft.ops.overlap.sequential import Overlapped
 
 WORLD_SIZES, GPU_WORLD_SIZES, LARGE_WORLD_SIZES = (2, 3, 4, 8), (2, 3, 4, 8), (2, 4, 8)
 LOCAL_FIRST = (("local_first", True),)
+BLOCK, CHANNEL = (("block_fp8", True),), (("channel_fp8", True),)
 
 
 def tile(block_m: int, block_n: int, block_k: int, **more: int) -> Tile:
@@ -86,10 +87,33 @@ def local_first_cases(op: Overlapped) -> Iterator[Case]:
     yield made.case(1, BF16, (20, 24, 40), fields=LOCAL_FIRST)
 
 
+def fp8_cases(op: Overlapped) -> Iterator[Case]:
+    """Cases of fp8 weights: pieces by the small-M kernel and by cuBLAS, rows not in fours, groups that are not whole."""
+    made = Table(op)
+    for w in (2, 3, 4):
+        yield made.case(w, BF16, (w * 5, 48, 144), fields=BLOCK)
+        yield made.case(w, BF16, (w * 5, 48, 144), made.pipelined(), fields=BLOCK)
+        yield made.case(w, BF16, (w, 40, 272), made.pipelined(), fields=CHANNEL)
+        yield made.case(w, FP16, (w * 11, 40, 272), made.pipelined(chunks=3, streams=3), fields=CHANNEL)
+        yield made.case(w, BF16, (w * 9, 24, 272), made.pipelined(span=2), fields=BLOCK)
+    yield made.case(2, BF16, (2 * 133, 16, 512), made.pipelined(), fields=BLOCK)
+    yield made.case(2, BF16, (2 * 133, 16, 256), made.pipelined(streams=1), fields=CHANNEL)
+    yield made.case(1, BF16, (20, 48, 144), fields=BLOCK)
+
+
+def fp8_local_first_cases(op: Overlapped) -> Iterator[Case]:
+    made = Table(op)
+    for w in (2, 3):
+        yield made.case(w, BF16, (w * 5, 48, 144), fields=(*CHANNEL, *LOCAL_FIRST))
+        yield made.case(w, BF16, (w * 9, 24, 272), made.pipelined(chunks=2), fields=(*BLOCK, *LOCAL_FIRST))
+
+
 def all_gather_matmul_cases(op: Overlapped) -> Iterator[Case]:
     made = Table(op)
     yield from overlap_cases(op, span=3)
     yield from local_first_cases(op)
+    yield from fp8_cases(op)
+    yield from fp8_local_first_cases(op)
     yield made.case(3, BF16, (36, 24, 32), made.pipelined(begin_first=True))
 
 
@@ -97,6 +121,10 @@ def matmul_reduce_scatter_cases(op: Overlapped) -> Iterator[Case]:
     made = Table(op)
     yield from overlap_cases(op, span=2)
     yield from local_first_cases(op)
+    yield from fp8_cases(op)
+    yield from fp8_local_first_cases(op)
+    yield made.case(2, BF16, (2 * 9, 24, 144), made.pipelined(chunks=2, accumulate=True), fields=BLOCK)
+    yield made.case(3, BF16, (3 * 11, 24, 144), made.pipelined(chunks=2, local_pieces=2), fields=CHANNEL)
     for w in WORLD_SIZES:
         yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(local_pieces=2))
         yield made.case(w, BF16, (w * 19, 40, 48), made.pipelined(chunks=3, streams=1, local_pieces=2))
@@ -108,6 +136,11 @@ def matmul_reduce_scatter_cases(op: Overlapped) -> Iterator[Case]:
 def matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
     made = Table(op)
     yield from overlap_cases(op, span=2)
+    yield from fp8_cases(op)
+    for w in (2, 3):
+        yield made.case(w, BF16, (1, 16, 144), fields=BLOCK)
+        yield made.case(w, BF16, (w - 1, 40, 272), made.pipelined(chunks=2), fields=CHANNEL)
+        yield made.case(w, BF16, (w * 10 - 1, 24, 144), made.pipelined(chunks=4), fields=BLOCK)
     for w in (2, 3, 4):
         # Fewer tiles than ranks, and a number of rows that no world size divides.
         yield made.case(w, BF16, (1, 16, 40))
@@ -137,6 +170,12 @@ def large_overlap_cases(op: Overlapped) -> Iterator[Case]:
         yield made.case(w, BF16, (w * 16, 5120, 640))
         yield made.case(w, FP32, (w * 100, 300, 200))
         yield made.case(w, BF16, (1024, 5120, 2000), "sequential")
+        for fields in (BLOCK, CHANNEL):
+            yield made.case(w, BF16, (1024, 5120, 2048), "sequential", fields=fields)
+            for rows in (w * 16, w * 501, 4096):
+                yield made.case(w, BF16, (rows, 5120, 2048), fields=fields)
+            yield made.case(w, BF16, (w * 1000, 1280, 5120), made.pipelined(chunks=3), fields=fields)
+            yield made.case(w, BF16, (2048, 1280, 5120), made.pipelined(span=2, streams=1), fields=fields)
         if "fused" in op.designs:
             # Tiles that are split on 132 SMs.
             for design in (made.fused(FULL_4), made.fused(FULL_4, split=False, piece=512)):

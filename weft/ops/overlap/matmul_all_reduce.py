@@ -7,28 +7,38 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional as F
 
 from weft.kernels.fp8 import Fp8
-from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
+from weft.kernels.operands import ScaledMatrix, rows_contiguous
 from weft.kernels.tile_schedule import buffer_of, make_tiles
 from weft.ops.case import Case, Inputs, sum_of
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import ScatterGather
-from weft.ops.gemm import cublas, persistent, small_m
-from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product
+from weft.ops.gemm import persistent, small_m
+from weft.ops.gemm.fp8_operands import by_design
+from weft.ops.gemm.gemm_op import FP8, ROW_PARALLEL, GemmCall, check_operands, named, product
 from weft.ops.gemm.matmul import MATMUL, gradients_of_matmul
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.knobs import counts, halved, knob
 from weft.ops.layout import Given
-from weft.ops.op import register
+from weft.ops.op import define, register
 from weft.ops.overlap import cases, fused_reduce
-from weft.ops.overlap.fp8_sequential import matmul_reduced
+from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
+from weft.ops.overlap.operands import (
+    Operand,
+    call_of,
+    form_of,
+    grain_of,
+    multiply,
+    padded_to,
+    quantized,
+    rows_at,
+)
 from weft.ops.overlap.pipelined import (
     CHUNKS,
     SUM_WARPS,
@@ -93,13 +103,13 @@ def matmul_all_reduce(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) 
     The loss is the sum of all ranks' losses, so the backward sums the result's gradient over the ranks, as that of
     torch's functional all_reduce does. Where all ranks go on alike to one and the same loss, each rank divides it by W, or uses
     weft.integrations.torch.WeftRowwiseParallel, whose gradients are a DTensor's (docs/training.md).
-    With an ``Fp8`` weight b (``matmul``) the GEMM comes first, without gradients.
+    With an ``Fp8`` weight b (``matmul``) there are no gradients.
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("matmul_all_reduce", team, over_nodes=True)
     if isinstance(b, Fp8):
-        return matmul_reduced(a, b, team)
+        return _FP8.call_with(a, [b], team, False)[0]
     check_operands("matmul_all_reduce", a, b, device)
     return MATMUL_ALL_REDUCE.dispatch(a, b, team.name)
 
@@ -112,6 +122,7 @@ class MatmulAllReduce(Overlapped):
     sums = replicated = ranks_differ_in_k = True
     differs = {"a": (1,), "b": (1,)}  # K
     projections = ROW_PARALLEL
+    options = variants = FP8
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -148,6 +159,8 @@ class MatmulAllReduce(Overlapped):
                 "pipelined",
                 f"M={M}, at least {ROWS_IN_BLOCKS} a rank: half of the sums are sent during the other half's GEMMs",
             )
+        if call.fp8:
+            return "pipelined", "cuBLAS computes each rank's rows while copy engines carry sums"
         return "fused", "one kernel sends finished tiles to their owners and the sums to all ranks"
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
@@ -173,15 +186,18 @@ class MatmulAllReduce(Overlapped):
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.algorithms[1:])
         yield from pipelines(Pipelined(), machine)
+        if call.fp8:
+            return
         for design in fused_tiles(self.default("fused", call, machine), call.M, call.dtype, machine, quick):
             yield from (design, replace(design, split=not design.split))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        return sum_of([product(a, b) for a, b in by_rank])
+        return sum_of([product(*named(case, tensors)[:2]) for tensors in by_rank])
 
-    def call(self, case: Case, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
+        a, b, _ = named(case, tensors)
         if case.design == AUTO:
             return matmul_all_reduce(a, b, team)
         return self.run(self.design_of(case, machine_of(team)), team, a, b)
@@ -199,7 +215,7 @@ class MatmulAllReduce(Overlapped):
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(
-        self, design: Fused | Pipelined | Sequential | ScatterGather, team: Team, a: torch.Tensor, b: torch.Tensor
+        self, design: Fused | Pipelined | Sequential | ScatterGather, team: Team, a: Operand, b: Operand
     ) -> torch.Tensor:
         """``matmul_all_reduce`` with checked arguments by ``design``, the same on all ranks.
 
@@ -209,20 +225,25 @@ class MatmulAllReduce(Overlapped):
         if isinstance(design, Sequential):
             return _run_sequential(design, team, a, b)
         if isinstance(design, ScatterGather):
-            rows = F.pad(a, (0, 0, 0, -len(a) % team.size))
+            rows = padded_to(a, team.size)
             sums = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, rows, b)
-            return ALL_GATHER.run(design.gather.design, team, sums)[: len(a)]
-        out = a.new_empty((a.shape[0], b.shape[0]))
+            return ALL_GATHER.run(design.gather.design, team, sums)[: a.shape[0]]
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device)
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
-        run(design, team, a, b, out)
+        run(design, team, quantized(a, b), b, out)
         return out
 
+    def planned(self, team: Team, a: Operand, b: Operand) -> torch.Tensor:
+        """``run`` by the plan of these operands, on which the ranks agree."""
+        M, N = a.shape[0], b.shape[0]
+        if team.size > 1:
+            names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of")
+            agree(self.name, team, names, (M, N, a.dtype, form_of(b)))
+        call = call_of(M, a, b)._replace(dense=True)
+        return self.run(self.plan(call, machine_of(team)).design, team, a, b)
+
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
-        members, (M, K), N = find_team(team), a.shape, b.shape[0]
-        if members.size > 1:
-            agree(self.name, members, ("a.shape[0]", "b.shape[0]", "dtype"), (M, N, a.dtype))
-        call = GemmCall(M, N, K, a.dtype, can_describe(a, b))
-        return self.run(self.plan(call, machine_of(members)).design, members, a, b)
+        return self.planned(find_team(team), a, b)
 
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
@@ -236,6 +257,18 @@ MATMUL_ALL_REDUCE = MatmulAllReduce()
 register(MATMUL_ALL_REDUCE)
 
 
+class MatmulAllReduceFp8(OverlappedFp8):
+    name = alias = "matmul_all_reduce_fp8"
+    of = MATMUL_ALL_REDUCE
+
+    def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
+        return [self.of.planned(team, a, weights[0])]
+
+
+_FP8 = MatmulAllReduceFp8()
+define(_FP8)
+
+
 def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> tuple[int, int]:
     """Elements of one receive buffer of the fused kernel, and of all receive buffers as allocated."""
     tiles = cdiv(M, tile.block_m) * cdiv(N, tile.block_n)
@@ -243,10 +276,13 @@ def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> tuple[int, i
     return buffer_size, (world_size - 1) * capacity_for(buffer_size)
 
 
-def _run_sequential(design: Sequential, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _run_sequential(design: Sequential, team: Team, a: Operand, b: Operand) -> torch.Tensor:
     gemm, collective = design.gemm.design, design.collective
     if isinstance(gemm, SmallM) and collective is not None and collective.name == "one_shot":
-        partial = small_m.run(ScaledMatrix(rows_contiguous(a)), rows_contiguous(b), gemm, summed=False)
+        if isinstance(b, Fp8):
+            partial = by_design(gemm, ScaledMatrix(a), b, summed=False)
+        else:
+            partial = small_m.run(ScaledMatrix(rows_contiguous(a)), rows_contiguous(b), gemm, summed=False)
         if partial.dim() == 3:
             return ALL_REDUCE.run_of_partials(partial, a.dtype, team)
     else:
@@ -268,10 +304,10 @@ def _run_fused(design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out:
     fused_reduce.launch(design, team, matrices, out, tiles, buffers, replicate=True)
 
 
-def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _run_pipelined(design: Pipelined, team: Team, a: Operand, b: Operand, out: torch.Tensor) -> None:
     """Run a GEMM and all-reduce for each of at most ``design.chunks`` blocks of rows.
 
-    The rows of a block are assigned to owners. A cuBLAS GEMM computes each peer's rows (or several peers'), and the copy engine
+    The rows of a block are assigned to owners. A GEMM computes each peer's rows (or several peers'), and the copy engine
     carries them to their owner; then come the own rows and their sums. The copy engine sends the sums to all ranks during the
     next block's GEMMs; the last block's are sent by share_kernel.
 
@@ -289,11 +325,12 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
     """
     world, me, (M, N) = team.size, team.rank, out.shape
     # Every rank has a row of each block but the last.
-    blocks = list(pieces_of(M, max(1, min(design.chunks, M // world))))
+    grain = world * grain_of(b) if isinstance(b, Fp8) else 1
+    blocks = list(pieces_of(M, max(1, min(design.chunks, M // world)), grain))
     most, last = cdiv(blocks[0][1].stop, world) * N, len(blocks) - 1
-    channel, streams = _channel(team, a.dtype, len(blocks) * most), side_streams(team, design.streams)
+    channel, streams = _channel(team, out.dtype, len(blocks) * most), side_streams(team, design.streams)
     # A partial result that one stream computes and another sends lives until the streams join.
-    partial = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    partial = torch.empty((M, N), dtype=out.dtype, device=out.device)
     streams.fork()
     with streams.urgent():
         half, begun = channel.begin(team), streams.mark()
@@ -301,11 +338,12 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
     turn, earlier = 0, None
     for number, rows in blocks:
         total, part, owned = out[rows], partial[rows], rows_of(me, rows.stop - rows.start, world)
+        of_block = rows_at(a, rows)
         received, results = half[:, number * most : (number + 1) * most].split((world - 1, world))
         how = Sending(
             chunks=design.chunks, streams=design.streams, span=design.span, begun=begun, block=number, turn=turn
         )
-        sent = list(send_partials((a[rows], b), part, received, channel, team, streams, how))
+        sent = list(send_partials((of_block, b), part, received, channel, team, streams, how))
         turn += len(sent)
         if earlier is not None:
             with streams.urgent():
@@ -313,7 +351,7 @@ def _run_pipelined(design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tens
                     streams.after(computed)
                 _collect(*earlier, channel, number - 1, team)
         with streams.turn(turn):
-            cublas.matmul(a[rows][owned], b, part[owned])
+            multiply(rows_at(of_block, owned), b, part[owned])
             computed = streams.mark()
         turn += 1
         if number < last:

@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.kernels.fp8 import Fp8
-from weft.kernels.operands import can_describe, has_dense_rows, rows_contiguous
+from weft.kernels.operands import has_dense_rows, rows_contiguous
 from weft.kernels.tile_schedule import make_tiles, place_of
 from weft.ops.case import Case, Inputs, part_of, sum_of
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
-from weft.ops.gemm import cublas, persistent
-from weft.ops.gemm.gemm_op import ROW_PARALLEL, GemmCall, check_operands, product, rotated
+from weft.ops.gemm import persistent
+from weft.ops.gemm.gemm_op import FP8, ROW_PARALLEL, GemmCall, check_operands, named, product, rotated
 from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
 from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
-from weft.ops.op import register
+from weft.ops.op import define, register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.all_gather_matmul import gathered_rows
-from weft.ops.overlap.fp8_sequential import matmul_scattered
+from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
+from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, quantized, rows_at
 from weft.ops.overlap.pipelined import CHUNKS, Sending, add_up, check_pipelined, pieces_of, rows_of, send_partials
 from weft.ops.overlap.sequential import Overlapped, Sequential, check_own_first
 from weft.ops.overlap.space import fused_tiles, pipelines
@@ -81,7 +82,7 @@ def matmul_reduce_scatter(
     a and b hold this rank's share of K, of any size; M, N, dtype and own_first are the same on all ranks, which compare them
     on the host at the first call with them. Partial results are sent in the dtype of a and b (fp16, bf16, fp32) and summed in
     fp32, in an order that depends on the row only. Over several nodes, the sum of each node is rounded to that dtype once more,
-    and crosses once. With an ``Fp8`` weight b (``matmul``) the GEMM comes first, without gradients.
+    and crosses once. With an ``Fp8`` weight b (``matmul``) there are no gradients.
     Collective: all ranks call it, in the same order, on one stream. ValueError
     for shapes, dtypes or devices that do not fit, on all ranks where theirs differ; HeapExhausted.
     """
@@ -95,7 +96,7 @@ def matmul_reduce_scatter(
             f"matmul_reduce_scatter: M={M} is not divisible by world_size={world}; pad M to {-(-M // world) * world}"
         )
     if isinstance(b, Fp8):
-        return matmul_scattered(a, b, team, own_first)
+        return _FP8.call_with(a, [b], team, own_first)[0]
     return MATMUL_REDUCE_SCATTER.dispatch(a, b, team.name, own_first)
 
 
@@ -107,6 +108,7 @@ class MatmulReduceScatter(Overlapped):
     rows_sharded = sums = ranks_differ_in_k = True
     differs = {"a": (1,), "b": (1,)}  # K
     projections = ROW_PARALLEL
+    options = variants = FP8
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +123,8 @@ class MatmulReduceScatter(Overlapped):
             # As measured on two and four H200s; four stand for more. Short K hides little, so pieces are cut finer: four H200s,
             # 1024x5120x6400, 116 us by spans, 123 without (lab/h200-x4-segments.json@4c5a438; `weft tune gemm-rs`).
             if world == 2:
-                return Pipelined(chunks=2, accumulate=True) if call.M >= 4096 else Pipelined()
+                # cuBLAS adds to no previous result of fp8 GEMMs.
+                return Pipelined(chunks=2, accumulate=not call.fp8) if call.M >= 4096 else Pipelined()
             span = 2 if call.K >= 4096 else 1
             if call.M >= 8192 or (call.M >= 4096 and call.K >= 4096):
                 return Pipelined(streams=2, span=span)
@@ -140,6 +143,8 @@ class MatmulReduceScatter(Overlapped):
                 Pipelined(chunks=chunks, streams=streams, accumulate=True)
                 for chunks, streams in ((2, 1), (2, 2), (4, 1))
             )
+        if call.fp8:
+            return
         base = self.default("fused", call, machine)
         for design in fused_tiles(base, call.M // machine.world_size, call.dtype, machine, quick):
             yield from (design, replace(design, split=not design.split))
@@ -152,13 +157,14 @@ class MatmulReduceScatter(Overlapped):
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
-        world = case.world_size
-        if case.field("local_first"):
-            by_rank = [(rotated(a, -other % world, world), b) for other, (a, b) in enumerate(by_rank)]
-        return part_of(sum_of([product(a, b) for a, b in by_rank]), rank, world)
+        world, turns = case.world_size, bool(case.field("local_first"))
+        products = [product(*named(case, tensors)[:2]) for tensors in by_rank]
+        return part_of(
+            sum_of([rotated(x, -turns * peer % world, world) for peer, x in enumerate(products)]), rank, world
+        )
 
-    def call(self, case: Case, team: Team, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        local_first = bool(case.field("local_first"))
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
+        local_first, (a, b, _) = bool(case.field("local_first")), named(case, tensors)
         if case.design == AUTO:
             return matmul_reduce_scatter(a, b, team, own_first=local_first)
         return self.run(self.design_of(case, machine_of(team)), team, a, b, local_first)
@@ -179,8 +185,8 @@ class MatmulReduceScatter(Overlapped):
         self,
         design: Fused | Pipelined | Sequential | OverNodes,
         team: Team,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Operand,
+        b: Operand,
         local_first: bool = False,
     ) -> torch.Tensor:
         """``matmul_reduce_scatter`` with checked arguments by ``design``, the same on all ranks."""
@@ -192,25 +198,32 @@ class MatmulReduceScatter(Overlapped):
             if local_first:
                 partial = partial.roll(team.rank * (a.shape[0] // team.size), 0)
             return REDUCE_SCATTER.run(design.collective.design, team, partial)
-        out = a.new_empty((a.shape[0] // team.size, b.shape[0]))
+        M = a.shape[0]
+        out = torch.empty((M // team.size, b.shape[0]), dtype=a.dtype, device=a.device)
         if isinstance(design, OverNodes):
             # Other nodes' rows first: their sums cross while the node's own rows are computed.
-            parts = a.chunk(team.shape.nodes)
-            added_over_nodes(
-                team, lambda node: self.run(design.node.design, team.node, parts[node], b), out, design.node
-            )
+            nodes = team.shape.nodes
+
+            def of_node(node: int) -> torch.Tensor:
+                return self.run(design.node.design, team.node, rows_at(a, rows_of(node, M, nodes)), b)
+
+            added_over_nodes(team, of_node, out, design.node)
             return out
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
-        run(design, team, a, b, out, local_first)
+        run(design, team, quantized(a, b), b, out, local_first)
         return out
 
+    def planned(self, team: Team, a: Operand, b: Operand, own_first: bool) -> torch.Tensor:
+        """``run`` by the plan of these operands, on which the ranks agree."""
+        dense = isinstance(b, Fp8) or has_dense_rows(b)
+        if team.size > 1:
+            names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows", "b's scales are of")
+            agree(self.name, team, names, (a.shape[0], b.shape[0], a.dtype, own_first, dense, form_of(b)))
+        design = self.plan(call_of(a.shape[0], a, b, own_first), machine_of(team)).design
+        return self.run(design, team, a, b, own_first)
+
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-        members, (M, K), N = find_team(team), a.shape, b.shape[0]
-        if members.size > 1:
-            names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows")
-            agree(self.name, members, names, (M, N, a.dtype, own_first, has_dense_rows(b)))
-        call = GemmCall(M, N, K, a.dtype, can_describe(a, b), own_first, dense=has_dense_rows(b))
-        return self.run(self.plan(call, machine_of(members)).design, members, a, b, own_first)
+        return self.planned(find_team(team), a, b, own_first)
 
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         return a.new_empty((a.shape[0] // find_team(team).size, b.shape[0]))
@@ -230,6 +243,21 @@ MATMUL_REDUCE_SCATTER = MatmulReduceScatter()
 register(MATMUL_REDUCE_SCATTER)
 
 
+class MatmulReduceScatterFp8(OverlappedFp8):
+    name = alias = "matmul_reduce_scatter_fp8"
+    of = MATMUL_REDUCE_SCATTER
+
+    def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
+        return [self.of.planned(team, a, weights[0], own_first)]
+
+    def rows_of_result(self, rows: int, world: int) -> int:
+        return rows // world
+
+
+_FP8 = MatmulReduceScatterFp8()
+define(_FP8)
+
+
 def _run_fused(
     design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, local_first: bool
 ) -> None:
@@ -240,10 +268,8 @@ def _run_fused(
     fused_reduce.launch(design, team, matrices, out, tiles, buffers, local_first)
 
 
-def _run_pipelined(
-    design: Pipelined, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, local_first: bool
-) -> None:
-    """Run a cuBLAS GEMM for each piece of each peer's rows, then for the own rows, and add up.
+def _run_pipelined(design: Pipelined, team: Team, a: Operand, b: Operand, out: torch.Tensor, local_first: bool) -> None:
+    """Run a GEMM for each piece of each peer's rows, then for the own rows, and add up.
 
     One GEMM may take several peers' rows. The copy engine carries a finished piece to its owner. The GEMMs use the streams in
     turn.
@@ -266,9 +292,9 @@ def _run_pipelined(
         raise ValueError(
             f"matmul_reduce_scatter: accumulate=True is for two ranks, and world_size={team.size}; leave it out"
         )
-    channel, streams = _channel(team, a.dtype, rows * N), side_streams(team, design.streams)
+    channel, streams = _channel(team, out.dtype, rows * N), side_streams(team, design.streams)
     # A partial result that one stream computes and another sends lives until the streams join.
-    partial = torch.empty((team.size * rows, N), dtype=a.dtype, device=a.device)
+    partial = torch.empty((team.size * rows, N), dtype=out.dtype, device=out.device)
     arrived: list[Any] = []
     streams.fork()
     with streams.urgent():
@@ -286,17 +312,17 @@ def _run_pipelined(
                 out[piece].copy_(received[0, piece.start * N : piece.stop * N].view(-1, N))
                 arrived.append(streams.mark())
     of_own = rows_of(place_of.fn(me, me, team.size, local_first), team.size * rows, team.size)
-    own, own_partial = a[of_own], partial[of_own]
-    for number, piece in pieces_of(rows, design.chunks):
+    own, own_partial, grain = rows_at(a, of_own), partial[of_own], grain_of(b)
+    for number, piece in pieces_of(rows, design.chunks, grain):
         with streams.turn(turn):
             if design.accumulate:
                 streams.after(arrived[number])
-                cublas.matmul(own[piece], b, out[piece], add=True)
+                multiply(rows_at(own, piece), b, out[piece], add=True)
             else:
-                for _, part in pieces_of(piece.stop - piece.start, design.local_pieces):
+                for _, part in pieces_of(piece.stop - piece.start, design.local_pieces, grain):
                     part = slice(piece.start + part.start, piece.start + part.stop)
                     is_last = part.stop == piece.stop
-                    cublas.matmul(own[part], b, own_partial[part])
+                    multiply(rows_at(own, part), b, own_partial[part])
                     done = streams.mark()
                     # The last part's sum follows its GEMM; other sums run beside the next GEMM.
                     with nullcontext() if is_last else streams.urgent():

@@ -1,8 +1,9 @@
-"""Pipelined design of the overlapped GEMMs: cuBLAS GEMMs by rank, with copy engines between them.
+"""Pipelined design of the overlapped GEMMs: GEMMs by rank, with copy engines between them.
 
 Copy engines carry whole pieces, so no SM spends time on communication and every GEMM runs at cuBLAS's
 speed. It needs large pieces: each costs a launch, a copy's start (2 µs) and a flag (2.3 µs on H200). The GEMMs use
-a few streams in turn (weft.runtime.side_streams). Kernels only begin a call, wait, and add up received data.
+a few streams in turn (weft.runtime.side_streams). Kernels only begin a call, wait, and add up received data. GEMMs with
+fp8 weights are the plan's of ``matmul``.
 
 Without cuBLAS, in the simulator, a piece's GEMM is host work of the rank's main stream.
 """
@@ -20,8 +21,8 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.partial_sums import added
 from weft.kernels.tile_schedule import buffer_of, place_of
-from weft.ops.gemm import cublas
 from weft.ops.knobs import check_knobs, counts
+from weft.ops.overlap.operands import Operand, grain_of, multiply, rows_at
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_of
@@ -145,9 +146,9 @@ def runs_of(first: int, world: int, span: int) -> Iterator[range]:
         rank, left = (rank + count) % world, left - count
 
 
-def pieces_of(rows: int, count: int) -> Iterator[tuple[int, slice]]:
-    """Yield (number, rows) of at most ``count`` pieces, as even as possible; none is empty."""
-    step = max(1, cdiv(rows, count))
+def pieces_of(rows: int, count: int, grain: int = 1) -> Iterator[tuple[int, slice]]:
+    """Yield (number, rows) of at most ``count`` pieces, as even as multiples of ``grain`` are; none is empty."""
+    step = max(1, cdiv(cdiv(rows, count), grain)) * grain
     for number, first in enumerate(range(0, rows, step)):
         yield number, slice(first, min(first + step, rows))
 
@@ -179,7 +180,7 @@ class Sending:
 
 
 def send_partials(
-    operands: tuple[torch.Tensor, torch.Tensor],
+    operands: tuple[Operand, Operand],
     partial: torch.Tensor,
     received: torch.Tensor,
     channel: CopyChannel,
@@ -196,13 +197,13 @@ def send_partials(
     (a, b), world, me, (M, N), turn = operands, team.size, team.rank, partial.shape, how.turn
     for places in runs_of(place_of.fn((me + 1) % world, me, world, how.local_first), world, how.span):
         first, last = rows_of(places.start, M, world).start, rows_of(places.stop - 1, M, world).stop
-        for number, piece in pieces_of(last - first, how.chunks if how.block is None else 1):
+        for number, piece in pieces_of(last - first, how.chunks if how.block is None else 1, grain_of(b)):
             with streams.turn(turn):
                 if turn % how.streams:
                     # Start this GEMM after the first one has begun, so that two GEMMs do not share the SMs.
                     streams.after(how.begun)
                 at = slice(first + piece.start, first + piece.stop)
-                cublas.matmul(a[at], b, partial[at])
+                multiply(rows_at(a, at), b, partial[at])
                 team.copy_engine.fork()
                 computed = streams.mark()
             turn += 1

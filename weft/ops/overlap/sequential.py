@@ -43,6 +43,13 @@ class Overlapped(GemmOp):
     spans_nodes = True
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        if call.fp8 and call.design == "fused":
+            raise ValueError(
+                f"{self.name}: design='fused' multiplies rows of 16 bits; pass 'pipelined' for fp8 weights"
+            )
+        if machine.nodes > 1 and call.fp8 and self.gathers:
+            reason = f"{machine.nodes} nodes: fp8 rows are gathered over them, then multiplied"
+            return Planned("sequential", self.default("sequential", call, machine), reason)
         if machine.nodes > 1:
             node = self.plan(call._replace(M=call.M // machine.nodes), machine.node)
             return Planned(
@@ -62,6 +69,10 @@ class Overlapped(GemmOp):
         if call.M <= SEQUENTIAL_ROWS:
             return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
         return "pipelined", "cuBLAS computes each rank's rows while copy engines carry other ranks' rows"
+
+    def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        _, shape, world_size = super().table_key(call, machine)
+        return self.variant(call._replace(local_first=False)), shape, world_size
 
     def row_for(self, call: GemmCall, machine: Machine) -> Found | None:
         best = super().row_for(call, machine)
@@ -94,5 +105,4 @@ def check_own_first(op: str, own_first: bool, team: Team) -> None:
 def _alone(call: GemmCall) -> GemmCall:
     """Call of the GEMM on one rank, where the pipelined and the sequential design are a cuBLAS GEMM."""
     alone = {"fused": "persistent", "pipelined": "cublas", "sequential": "cublas"}
-    design = alone.get(call.design, call.design)
-    return GemmCall(call.M, call.N, call.K, call.dtype, call.aligned, design=design, dense=call.dense)
+    return call._replace(local_first=False, design=alone.get(call.design, call.design))

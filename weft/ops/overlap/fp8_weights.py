@@ -1,0 +1,67 @@
+"""Overlapped ops with fp8 weights (weft.kernels.fp8.Fp8) as torch ops of their own: checks and signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from weft.kernels.fp8 import E4M3, Fp8, check_e4m3
+from weft.kernels.operands import ScaledMatrix
+from weft.ops.gemm.fp8_operands import check_fp8
+from weft.ops.op import Op
+from weft.ops.overlap.operands import Operand, form_of
+from weft.runtime.team.team import find_team
+
+if TYPE_CHECKING:
+    from weft.ops.overlap.sequential import Overlapped
+    from weft.runtime.team.team import Team
+
+
+class OverlappedFp8(Op):
+    """An overlapped op with fp8 weights. of: the op of 16-bit operands, whose plans these calls have."""
+
+    of: ClassVar[Overlapped]
+
+    def call_with(
+        self, a: Operand, weights: Sequence[Fp8], team: Team, own_first: bool, name: str = "a"
+    ) -> list[torch.Tensor]:
+        """Results for each weight, of unchecked operands. name: of ``a`` in messages."""
+        op, (first, *others) = self.of.name, weights
+        if torch.is_grad_enabled() and getattr(a, "requires_grad", False):
+            raise RuntimeError(f"{op}: fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()")
+        check_e4m3(op, team.caps)
+        for weight in weights:
+            check_fp8(op, ScaledMatrix(a), weight, gated=False)
+        if any(form_of(one) != form_of(first) or one.input_scale is not first.input_scale for one in others):
+            raise ValueError(f"{op}: the weights' scales ask for rows of different scales; call the op once for each")
+        data, scales = (a.data, a.scales) if isinstance(a, Fp8) else (a, None)
+        matrices, their_scales = [one.data for one in weights], [one.scales for one in weights]
+        return self.dispatch(data, scales, matrices, their_scales, first.input_scale, team.name, own_first)
+
+    def forward(
+        self,
+        a: torch.Tensor,
+        a_scales: torch.Tensor | None,
+        weights: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        input_scale: torch.Tensor | None,
+        team: str,
+        own_first: bool,
+    ) -> list[torch.Tensor]:
+        bs = [Fp8(data, of, input_scale) for data, of in zip(weights, scales, strict=True)]
+        return self.forward_of(find_team(team), a if a_scales is None else Fp8(a, a_scales), bs, own_first)
+
+    def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
+        """Results of checked operands by the plan."""
+        raise NotImplementedError
+
+    def rows_of_result(self, rows: int, world: int) -> int:
+        """Rows of a result for ``rows`` of a."""
+        return rows
+
+    def fake(self, a, a_scales, weights, scales, input_scale, team, own_first):
+        rows = self.rows_of_result(a.shape[0], find_team(team).size)
+        dtype = torch.bfloat16 if a.dtype == E4M3 else a.dtype
+        return [a.new_empty((rows, weight.shape[0]), dtype=dtype) for weight in weights]

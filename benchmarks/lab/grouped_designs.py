@@ -28,8 +28,9 @@ from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.local import machine_on
 from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles, grouped_tiles_for
+from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL
+from weft.ops.moe.grouped_rule import grouped_tiles_for
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.routing import Experts
 from weft.runtime.files import put

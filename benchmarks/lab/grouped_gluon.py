@@ -28,7 +28,8 @@ import triton
 from weft.ops import moe_schedule
 from weft.ops.local import capabilities_of
 from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall, grouped_tiles_for
+from weft.ops.moe.grouped import GroupedArguments, GroupedCall
+from weft.ops.moe.grouped_rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts
 
 try:

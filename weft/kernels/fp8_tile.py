@@ -26,6 +26,7 @@ class Fp8Scales(NamedTuple):
     weight_rows   rows of the weight under one scale; 0: all
     columns       columns of the weight under one scale; 0: all of K, and x has a scale for each row
     uniform       all rows of a tile of the weight are under one scale
+    expert        elements from the scales of one expert's weight to the next expert's
     """
 
     x: Any
@@ -36,17 +37,22 @@ class Fp8Scales(NamedTuple):
     weight_rows: tl.constexpr
     columns: tl.constexpr
     uniform: tl.constexpr
+    expert: Any = 0
 
 
 def scales_of_gemm(x: torch.Tensor, weight: Fp8, block_n: int, gated: bool) -> Fp8Scales:
-    """Kernel argument ``fp8``. x: scales of the rows; block_n: rows of a tile of the weight."""
-    scales, (N, K) = weight.scales, weight.shape
-    rows = 0 if scales.shape[0] == 1 else spread(scales.shape[0], N)
-    columns = 0 if scales.shape[1] == 1 else spread(scales.shape[1], K)
+    """Kernel argument ``fp8`` for a weight [N, K] or [experts, N, K].
+
+    x  scales of the rows; block_n: rows of a tile of the weight
+    """
+    scales, (N, K) = weight.scales, weight.shape[-2:]
+    rows = 0 if scales.shape[-2] == 1 else spread(scales.shape[-2], N)
+    columns = 0 if scales.shape[-1] == 1 else spread(scales.shape[-1], K)
     uniform = rows == 0 or (rows % block_n == 0 and (not gated or N // 2 % rows == 0))
     x_row, x_column = (step if size > 1 else 0 for size, step in zip(x.shape, x.stride(), strict=True))
     forms = map(tl.constexpr, (rows, columns, uniform))
-    return Fp8Scales(x, x_row, x_column, scales, scales.stride(0), *forms)
+    expert = scales.stride(0) if scales.dim() == 3 else 0
+    return Fp8Scales(x, x_row, x_column, scales, scales.stride(-2), *forms, expert)
 
 
 @triton.jit
@@ -56,9 +62,9 @@ def row_scales(fp8, rows, M, k):
 
 
 @triton.jit
-def weight_scales(fp8, first, limit, k, BLOCK_N: tl.constexpr):
-    """Scales [BLOCK_N] of the weight's rows from ``first`` on at column k; one scale if ``uniform``."""
-    source = fp8.weight
+def weight_scales(fp8, first, limit, k, BLOCK_N: tl.constexpr, expert=0):
+    """Scales [BLOCK_N] of an expert's rows from ``first`` on at column k; one scale if ``uniform``."""
+    source = fp8.weight + tl.cast(expert, tl.int64) * fp8.expert
     if fp8.columns > 0:
         source += k // fp8.columns
     if fp8.uniform:

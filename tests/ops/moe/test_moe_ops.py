@@ -18,9 +18,12 @@ from weft.errors import InvalidAccess
 from weft.kernels import expert_choices
 from weft.kernels.expert_choices import Scoring
 from weft.kernels.fp8 import E4M3
-from weft.ops.moe import grouped, moe_schedule, moe_sum, route
+from weft.kernels.fp8_tile import Fp8Scales
+from weft.ops.moe import grouped, grouped_grad, grouped_kernel, moe_schedule, moe_sum, route
 from weft.ops.moe.exchange import PushRows, Sizes, copy_chosen_kernel
-from weft.ops.moe.grouped import Form, GroupedCall, grouped_matmul_kernel, grouped_tiles_for
+from weft.ops.moe.grouped import GroupedCall, weight_descriptor
+from weft.ops.moe.grouped_kernel import Form, Fp8Rows, grouped_matmul_kernel
+from weft.ops.moe.grouped_rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.moe.rows import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
 from weft.ops.op import find_op
@@ -73,14 +76,14 @@ GROUPED_MUTANTS = {
     "swapped gate and up": ("gate, up = halves(acc)", "up, gate = halves(acc)"),
     "the neighbour's expert": ("expert, first = tl.load(entry)", "expert, first = tl.maximum(tl.load(entry) - 1, 0)"),
     "rows by pair, not by token": ("source = pair // FORM.choices", "source = pair // (FORM.choices + 1)"),
-    "the whole tile stored": ("mask=(local < count)[:, None]", "mask=(local < 99)[:, None]"),
+    "the whole tile stored": ("there = (local < count)[:, None]", "there = (local < 99)[:, None]"),
     "no tail of K": ("mask=(deep < K - k)[None, :]", "mask=(deep < K)[None, :]"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GROUPED_MUTANTS)
 def test_the_grouped_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
-    mutant = mutated(grouped, *GROUPED_MUTANTS[name], f"grouped_mutant_{len(name)}", tmp_path)
+    mutant = mutated(grouped_kernel, *GROUPED_MUTANTS[name], f"grouped_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(grouped, "grouped_matmul_kernel", mutant.grouped_matmul_kernel)
 
     def main(team):
@@ -332,26 +335,29 @@ def test_experts_that_there_are_not_are_refused(message, sizes):
 INTS = torch.zeros(16, dtype=torch.int32)
 
 
-def built_grouped(arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=2048, fp8=False):
+def built_grouped(
+    arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=2048, fp8=False, experts_fp8=None, pairs=4096
+):
+    """fp8: rows beside a weight of 16 bits; experts_fp8: both operands, columns of the weight under a scale."""
     caps, experts = caps_of(arch), 8
-    design = grouped_tiles_for(GroupedCall(block, 4096, N, K, dtype, gather), caps, gated=gated)
-    out, weight = torch.zeros(64, K, dtype=dtype), torch.zeros(experts * N * (1 + gated), K, dtype=dtype)
-    if gated:
-        sizes = (
-            [experts, 2, N, K],
-            [2 * N * K, N * K, K, 1],
-            [1, 2 - design.transposed, design.block_n // 2, design.block_k],
-        )
-    else:
-        sizes = [experts, N, K], [N * K, K, 1], [1, design.block_n, design.block_k]
-    rows = out.to(E4M3) if fp8 else out
+    call = GroupedCall(block, pairs, N, K, dtype, gather, block_fp8=experts_fp8 is not None)
+    design = grouped_tiles_for(call, caps, gated=gated)
+    out, weight = torch.zeros(64, K, dtype=dtype), torch.zeros(experts, N * (1 + gated), K, dtype=dtype)
+    rows, scales, of_both, written = out.to(E4M3) if fp8 else out, torch.zeros(64) if fp8 else None, None, None
+    if experts_fp8 is not None:
+        rows, weight, columns = out.to(E4M3), weight.to(E4M3), experts_fp8
+        forms = map(tl.constexpr, (128 if columns else 1, columns, columns > 0))
+        of_scales = torch.zeros(64)
+        of_both = Fp8Scales(of_scales, 1, 64, of_scales, K // 128, *forms, 96)
+        if gated and columns:
+            out, written = rows, Fp8Rows(of_scales, 1, 64)
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
-    form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False)
+    apart = gated and (design.transposed or experts_fp8 is not None)
+    form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False, apart)
     constants = {"FORM": form, "BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-    schedule = Schedule(INTS, INTS, INTS, INTS, 8, block)
-    scales = torch.zeros(64) if fp8 else None
-    arguments = x, scales, None, TensorDescriptor(weight, *sizes), out, schedule, N, K, 4, None, None
+    schedule, described = Schedule(INTS, INTS, INTS, INTS, 8, block), weight_descriptor(design, weight, form)
+    arguments = x, scales, of_both, None, described, out, written, schedule, N, K, 4, None, None
     return compiled(grouped_matmul_kernel, *arguments, arch=arch, **constants, **options)
 
 
@@ -427,7 +433,7 @@ LOCAL = {
                 {"K": 8, "BLOCK": 1024}),
     "gradients of moe_sum": (moe_sum.moe_sum_grad_kernel, (ROWS, INTS, ROWS, ROWS, ROWS, ROWS, 2048, 0, 64),
                              {"K": 8, "BLOCK": 1024}),
-    "gradients of weights": (grouped.grouped_weight_grad_kernel,
+    "gradients of weights": (grouped_grad.grouped_weight_grad_kernel,
                              (ROWS, ROWS, ROWS, Schedule(INTS, INTS, INTS, INTS, 8, 128), 4096, 768, 2048),
                              {"CHOICES": 8, "EXPERTS": 64, "BLOCK_N": 64, "BLOCK_K": 64, "STEP": 32}),
 }  # fmt: skip

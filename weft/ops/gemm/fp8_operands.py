@@ -31,7 +31,7 @@ LEAST_COLUMNS = 32
 
 def columns_of(weight: Fp8) -> int:
     """Columns of the weight under one scale."""
-    return spread(weight.scales.shape[1], weight.shape[1])
+    return spread(weight.scales.shape[-1], weight.shape[-1])
 
 
 def suits_cublas(weight: Fp8) -> bool:

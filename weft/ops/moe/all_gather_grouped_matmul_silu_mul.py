@@ -18,7 +18,8 @@ from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
-from weft.ops.moe.grouped import Arriving, Coming, GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped import Coming, GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_kernel import Arriving
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule

@@ -4,98 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from weft.arguments import quoted
-from weft.kernels.fp8 import E4M3, by_torch, check_e4m3, read_back, scales_of
+from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, by_torch, check_e4m3, quantized_weight, read_back
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
-from weft.ops.gemm.space import STAGES_BYTES
 from weft.ops.knobs import around
 from weft.ops.layout import Given
-from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
+from weft.ops.local import capabilities_of, check_sizes, machine_on
 from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles, grouped_tiles_for
+from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles, empty_rows
+from weft.ops.moe.grouped_check import check_grouped, check_written
+from weft.ops.moe.grouped_grad import weight_grad
+from weft.ops.moe.grouped_rule import grouped_tiles_for, tiles
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
 from weft.ops.moe.routing import MoeOp, MoeShape, Schedule, common, draw_ids, experts_of
-from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_flag
+from weft.ops.op import Op, define, register
+from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 
 if TYPE_CHECKING:
-    from weft.runtime.capabilities import Capabilities
     from weft.runtime.team.team import Team
-
-
-# block_n, block_k, num_warps, per_sm for 16-bit floats: bound by reading weights up to 32 pairs a tile, then by tensor cores.
-FEW_PAIRS = (
-    (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 64, 4, 3), (128, 128, 4, 1),
-    (128, 128, 4, 2), (128, 128, 4, 3), (128, 64, 8, 2),
-)  # fmt: skip
-QUICK_FEW = ((64, 128, 4, 3), (128, 128, 4, 2), (128, 128, 4, 3))
-MANY_PAIRS = ((256, 64, 8, 1), (128, 64, 4, 2), (128, 64, 8, 1), (128, 128, 8, 1), (256, 32, 8, 1), (64, 64, 4, 3))
-QUICK_MANY = ((256, 64, 8, 1), (128, 64, 4, 2))
-
-
-def tiles(base: GroupedTiles, call: GroupedCall, caps: Capabilities, quick: bool) -> Iterator[GroupedTiles]:
-    """Tiles far apart, besides the default ``base``."""
-    if not caps.arch.startswith("sm_"):
-        return  # the default and its neighbours
-    if call.dtype == torch.float32:
-        yield from (replace(base, block_n=n, num_stages=stages) for n in (32, 64, 128) for stages in (2, 3))
-        return
-    few = call.block <= 32
-    sizes = (QUICK_FEW if few else QUICK_MANY) if quick else FEW_PAIRS if few else MANY_PAIRS
-    for block_n, block_k, num_warps, per_sm in sizes:
-        deepest = STAGES_BYTES // per_sm // ((call.block + block_n) * block_k * call.dtype.itemsize)
-        for stages in sorted({min(3, deepest), min(5, deepest)} - {0, 1}):
-            yield replace(
-                base,
-                block_n=block_n,
-                block_k=block_k,
-                transposed=few,
-                num_warps=num_warps,
-                per_sm=per_sm,
-                num_stages=stages,
-            )
-
-
-def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArguments:
-    """``given``. ValueError unless rows, weights, schedule and scales fit each other."""
-    x, weight, schedule, gather, scales = given
-    if not isinstance(schedule, Schedule):
-        raise ValueError(f"{op}: schedule={quoted(schedule)} is not a Schedule; weft.ops.moe_schedule makes one")
-    check_flag(op, "gather", gather)
-    if scales is not None:
-        check_like(op, "scales", scales, None, (torch.float32,))
-    check_like(op, "x", x, None, FLOATS if scales is None else (E4M3,))
-    check_like(op, "weight", weight, x.device, (x.dtype,) if scales is None else FLOATS)
-    check_shape(op, "x", x, ("T" if gather else "pairs", "K"))
-    check_shape(op, "weight", weight, (schedule.counts.shape[0], "2 N" if gated else "N", x.shape[1]))
-    check_like(op, "schedule.pairs", schedule.pairs, x.device, (torch.int32,))
-    if scales is not None:
-        if not gather:
-            raise ValueError(f"{op}: scales with gather=False; only rows of tokens are multiplied as they are loaded")
-        check_like(op, "scales", scales, x.device, (torch.float32,))
-        check_shape(op, "scales", scales, (x.shape[0], scales_of(x.shape[1])))
-    if 0 in weight.shape:
-        raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}; it must have at least one row and column")
-    if gated and weight.shape[1] % 2:
-        raise ValueError(f"{op}: weight has {weight.shape[1]} rows, an odd number; pass gate's N rows, then up's N")
-    if x.shape[1] * x.element_size() % 16:
-        raise ValueError(
-            f"{op}: K={x.shape[1]} of {x.dtype} is {x.shape[1] * x.element_size()} bytes, no multiple of 16; pad x and weight"
-        )
-    tokens = schedule.pairs.shape[1]
-    wanted = tokens if gather else tokens * schedule.choices
-    if x.shape[0] != wanted:
-        raise ValueError(
-            f"{op}: x has {x.shape[0]} rows; with gather={gather} a schedule of {tokens} tokens with {schedule.choices} "
-            f"choices each takes {wanted}"
-        )
-    return given
 
 
 # Parts of a schedule that depend on the rank's experts, for ``Op.differs``.
@@ -111,7 +41,7 @@ class GroupedOp(MoeOp):
 
     designs = {"tiles": GroupedTiles}
     sizes = ("T", "k", "experts", "N", "K")
-    options = ("gather",)
+    options = ("gather", "block_fp8", "channel_fp8")
     dtypes = FLOATS
     collective = False
     saves = ("x", "weight", "pairs", "counts", "tiles", "tile_count")
@@ -119,25 +49,33 @@ class GroupedOp(MoeOp):
     public: ClassVar[Callable[..., torch.Tensor]]
 
     def call_of(
-        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, gather: bool | None = None
+        self,
+        sizes: Sequence[Any],
+        dtype: torch.dtype,
+        machine: Machine,
+        design: str = AUTO,
+        gather: bool | None = None,
+        **forms: bool,
     ) -> GroupedCall:
-        """``gather``: None: as the op does by default."""
+        """``gather``: None: as the op does by default. forms: block_fp8 or channel_fp8."""
         T, k, experts, N, K = check_sizes(self.name, self.sizes, sizes)
-        return GroupedCall(
-            block_for(T * k, experts), T * k, N, K, dtype, self.gated if gather is None else gather, design
-        )
+        gather = self.gated if gather is None else gather
+        return GroupedCall(block_for(T * k, experts), T * k, N, K, dtype, gather, design, **forms)
 
     def call_of_case(self, case: Case, machine: Machine) -> GroupedCall:
-        return self.call_of(case.sizes, case.dtype, machine, case.design, gather=case.field("gather") is not False)
+        gather, forms = case.field("gather") is not False, {f"{scheme_of(case)}_fp8": True} if scheme_of(case) else {}
+        return self.call_of(case.sizes, case.dtype, machine, case.design, gather=gather, **forms)
 
     def rule(self, call: GroupedCall, machine: Machine) -> tuple[str, str]:
-        return "tiles", f"tiles of {call.block} pairs, rows {'gathered by token' if call.gather else 'in order'}"
+        rows = "gathered by token" if call.gather else "in order"
+        steps = ", scales of fp8 for each step of 128 columns" if call.block_fp8 else ""
+        return "tiles", f"tiles of {call.block} pairs, rows {rows}{steps}"
 
     def default(self, name: str, call: GroupedCall, machine: Machine) -> GroupedTiles:
         return grouped_tiles_for(call, machine.caps, gated=self.gated)
 
     def table_key(self, call: GroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        name = f"{self.name}+gather" if call.gather and "gather" in self.variants else self.name
+        name = "+".join([self.name, *(one for one in self.variants if getattr(call, one))])
         return name, (call.pairs, call.block, call.N, call.K), 1
 
     def tuned(self, call: GroupedCall, machine: Machine) -> Planned | None:
@@ -146,35 +84,37 @@ class GroupedOp(MoeOp):
         return planned if planned is None or planned.row.shape[1] == call.block else None
 
     def space(self, call: GroupedCall, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
-        return tiles(self.by_rule(call, machine), call, machine.caps, quick)
+        return tiles(self.by_rule(call, machine), call, machine.caps, quick, self.gated)
 
     def around(self, design: GroupedTiles, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
         if not quick:
             yield from around(design)
 
-    def run(self, design: GroupedTiles, team: None, given: GroupedArguments) -> torch.Tensor:
-        """The op of checked arguments."""
+    def run(
+        self, design: GroupedTiles, team: None, given: GroupedArguments, out: Fp8 | None = None
+    ) -> torch.Tensor | Fp8:
+        """The op of checked arguments, in ``out`` if it is given."""
         self.check_design(design)
-        if given.scales is not None:
+        if given.scales is not None or given.weight_scales is not None:
             check_e4m3(self.name, capabilities_of(given.x.device))
-        return grouped.run(design, given, gated=self.gated)
+        return grouped.run(design, given, gated=self.gated, out=out)
 
     def forward(self, given: GroupedArguments) -> torch.Tensor:
-        x, weight, schedule, gather, _ = given
-        N = weight.shape[1] // (2 if self.gated else 1)
-        call = GroupedCall(schedule.block, schedule.all_pairs, N, x.shape[1], weight.dtype, gather)
-        return self.run(self.plan(call, machine_on(x.device)).design, None, given)
+        return self.run(self.plan(given.call(self.gated), machine_on(given.x.device)).design, None, given)
 
     def fake(self, given: GroupedArguments) -> torch.Tensor:
         N = given.weight.shape[1] // (2 if self.gated else 1)
-        return given.weight.new_empty((given.schedule.all_pairs, N))
+        return given.weight.new_empty((given.schedule.all_pairs, N), dtype=given.dtype)
 
     def keeps(self, ctx: Any, given: Given, output: torch.Tensor) -> dict[str, Any]:
-        return {**super().keeps(ctx, given, output), "scaled": given.scales is not None}
+        scaled = given.scales is not None or given.weight_scales is not None
+        return {**super().keeps(ctx, given, output), "scaled": scaled}
 
     def backward(self, given: Given, dy: torch.Tensor) -> dict[str, torch.Tensor]:
         if given.scaled:
-            raise RuntimeError(f"weft.ops.{self.name} has no backward for fp8 rows; pass rows of the weight's dtype")
+            raise RuntimeError(
+                f"weft.ops.{self.name} has no backward for fp8 rows or weights; pass both of 16 or 32 bits"
+            )
         x, weight, schedule = given.x, given.weight, Schedule(*(getattr(given, name) for name in Schedule._fields))
         dy, gradients = dy.to(x.dtype), {}
         if self.gated:
@@ -193,12 +133,12 @@ class GroupedOp(MoeOp):
             else:
                 gradients["x"] = self.product(back, turned=True, each_pair=True)
         if "weight" in given.wanted:
-            gradients["weight"] = grouped.weight_grad(dy, x, schedule, gather=given.gather)
+            gradients["weight"] = weight_grad(dy, x, schedule, gather=given.gather)
         return gradients
 
     def product(self, given: GroupedArguments, **options: Any) -> torch.Tensor:
         """``grouped.run`` without a gate, by the plan of the op that has none."""
-        x, weight, schedule, gather, _ = given
+        x, weight, schedule, gather = given[:4]
         rows, columns = weight.shape[1:]
         N, K = (columns, rows) if options.get("turned") else (rows, columns)
         gather = gather or options.get("each_pair", False)
@@ -208,21 +148,33 @@ class GroupedOp(MoeOp):
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """ids, the rows, this rank's experts' weights, and scales of fp8 rows."""
+        """ids, the rows, this rank's experts' weights, their scales if fp8, and scales of fp8 rows."""
         T, k, total, N, K = case.sizes
         rows = T if case.field("gather") is not False else T * k
         shape = experts_of(case, total, rank).count, 2 * N if self.gated else N, K
         ids, x = draw_ids(common(draw), T, k, total), draw.own("x", (rows, K))
         weight = draw.own("weight", shape, K**-0.5)
+        inputs = ids, x, weight
+        if scheme := scheme_of(case):
+            inputs = ids, x, *quantized_experts(weight, scheme)[:2]
         if not case.field("fp8"):
-            return ids, x, weight
-        x, scales = by_torch(x)
-        return ids, x, weight, scales
+            return inputs
+        x, scales = by_torch(x, self.columns_of_scale(case))
+        return ids, x, *inputs[2:], scales
+
+    @staticmethod
+    def columns_of_scale(case: Case) -> int:
+        """Columns of a row under one scale."""
+        return case.sizes[4] if scheme_of(case) == "channel" else COLUMNS.value
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """The computed rows: in the order of the pairs where they are gathered; else all, 0 for other pairs."""
-        ids, x, weight, *scales = by_rank[rank]
-        x = read_back(x, *scales, weight.dtype) if scales else x
+        ids, x, weight, scales = named(case, by_rank[rank])
+        if isinstance(weight, Fp8):
+            rows = by_torch(x, self.columns_of_scale(case)) if scales is None else (x, scales)
+            x, weight = Fp8(*rows).dequantized(torch.float64), weight.dequantized(torch.float64)
+        elif scales is not None:
+            x = read_back(x, scales, weight.dtype)
         T, k, total, N, _ = case.sizes
         experts = experts_of(case, total, rank)
         flat, gather = ids.flatten() - experts.first, case.field("gather") is not False
@@ -241,28 +193,29 @@ class GroupedOp(MoeOp):
         return out
 
     def accuracy(self, case: Case) -> Accuracy:
-        terms = case.sizes[4]
-        return Accuracy(terms=gated_terms(terms) if self.gated else terms)
+        terms = gated_terms(case.sizes[4]) if self.gated else case.sizes[4]
+        # The tensor cores add fp8 terms in an accumulator of some 14 bits.
+        return Accuracy(terms=terms, partials=1, levels=1) if scheme_of(case) else Accuracy(terms=terms)
 
-    def arguments(self, case: Case, team: Team | None, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """x, the weights, the schedule, and scales of fp8 rows."""
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
-        x, weight, *scales = tensors
-        return x, weight, moe_schedule(ids, experts, block=case.field("block")), *scales
+        ids, x, weight, scales = named(case, tensors)
+        return x, weight, moe_schedule(ids, experts, block=case.field("block")), scales
 
     def results(
         self,
         case: Case,
         team: Team | None,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Fp8,
         schedule: Schedule,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         gather = case.field("gather") is not False
         if isinstance(case.design, str):
             return self.public(x, weight, schedule, scales=scales, **({} if self.gated else {"gather": gather}))
-        return self.run(case.design, None, GroupedArguments(x, weight, schedule, gather, scales))
+        return self.run(case.design, None, GroupedArguments.of(x, weight, schedule, gather, scales))
 
     def defined(
         self, case: Case, team: Team | None, out: torch.Tensor, ids: torch.Tensor, *tensors: torch.Tensor
@@ -274,7 +227,7 @@ class GroupedOp(MoeOp):
         return torch.where(chosen[:, None], out, 0)
 
     def figures(
-        self, x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, *scales: torch.Tensor
+        self, x: torch.Tensor, weight: torch.Tensor | Fp8, schedule: Schedule, *scales: torch.Tensor
     ) -> dict[str, float]:
         """Pairs, active experts, and the share of the rows of tiles that are pairs."""
         pairs, tile_rows = int(schedule.counts.sum()), int(schedule.tile_count) * schedule.block
@@ -302,15 +255,30 @@ class GroupedOp(MoeOp):
             yield case(dtype, 20, 4, 6, 72, 144, local=(2, 3), fp8=True)
         for block in (16, 128):
             yield case(BF16, block + 1, 1, 2, 40, 272, block=block, skew="one expert", fp8=True)
-        design = GroupedTiles(block_n=32, block_k=32, columns=32, num_warps=4, num_stages=2)
-        yield case(BF16, 37, 3, 4, 80, 304, design=design, fp8=True)
+        small = GroupedTiles(block_n=32, block_k=32, columns=32, num_warps=4, num_stages=2)
+        yield case(BF16, 37, 3, 4, 80, 304, design=small, fp8=True)
+        for kind in kinds:
+            yield from self.fp8_cases(small, **kind)
+
+    def fp8_cases(self, small: GroupedTiles, **kind: bool) -> Iterator[Case]:
+        """Cases of fp8 weights: scales of blocks and of rows, ragged sizes, tiles of few and of many pairs."""
+        case = functools.partial(self.case, 1)
+        for form in ("block_fp8", "channel_fp8"):
+            yield case(BF16, 20, 4, 6, 72, 144, local=(2, 3), **{form: True}, **kind)
+            yield case(FP16, 5, 2, 8, 200, 272, **{form: True}, **kind)
+            yield case(BF16, 37, 3, 4, 80, 304, design=small, **{form: True}, **kind)
+        for block in (32, 128):
+            yield case(BF16, block + 1, 1, 2, 200, 272, block=block, skew="one expert", block_fp8=True, **kind)
+        yield case(BF16, 21, 2, 4, 136, 400, block=16, fp8=True, block_fp8=True, **kind)
+        yield case(BF16, 9, 2, 4, 48, 272, fp8=True, channel_fp8=True, **kind)
+        yield case(BF16, 0, 2, 8, 32, 64, block_fp8=True, **kind)
 
     def large_cases(self) -> Iterator[Case]:
         layers = [(T, 8, 128, 768, 2048) for T in (1, 128, 1000)]
         for sizes in (*layers, (600, 2, 8, 14336, 4096)):
             for skew in (None, "one expert"):
-                for fp8 in (False, True):
-                    yield self.case(1, BF16, *sizes, local=(sizes[2] // 2, sizes[2] // 2), skew=skew, fp8=fp8)
+                for forms in ({}, {"fp8": True}, {"block_fp8": True}, {"channel_fp8": True}):
+                    yield self.case(1, BF16, *sizes, local=(sizes[2] // 2, sizes[2] // 2), skew=skew, **forms)
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, *self.columns(shape)
@@ -332,9 +300,28 @@ class GroupedOp(MoeOp):
         return int((shape.active * N * K * (2 if self.gated else 1) + rows * K + shape.pairs * N) * dtype.itemsize)
 
 
+def scheme_of(case: Case) -> str:
+    """Scheme of the experts' scales in a case (``quantized_weight``); "": they are not in fp8."""
+    return "block" if case.field("block_fp8") else "channel" if case.field("channel_fp8") else ""
+
+
+def quantized_experts(weight: torch.Tensor, scheme: str) -> Fp8:
+    """``weight`` [experts, N, K] in e4m3, as ``quantized_weight`` of each."""
+    data, scales, _ = zip(*(quantized_weight(one, scheme) for one in weight), strict=True)
+    return Fp8(torch.stack(data), torch.stack(scales))
+
+
+def named(case: Case, tensors: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | Fp8, torch.Tensor | None]:
+    """(ids, the rows, the weight, scales of fp8 rows or None) of a case's tensors."""
+    ids, x, weight, *scales = tensors
+    if scheme_of(case):
+        weight, scales = Fp8(weight, scales[0]), scales[1:]
+    return ids, x, weight, scales[0] if scales else None
+
+
 def grouped_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | Fp8,
+    weight: torch.Tensor | Fp8,
     schedule: Schedule,
     *,
     gather: bool = False,
@@ -344,16 +331,18 @@ def grouped_matmul(
 
     x         [T * k, K]: row i is of the i-th pair of the schedule, as ``grouped_matmul_silu_mul`` gives them; with ``gather``
               [T, K]: a row for each token. fp16, bf16 or fp32; a row of K elements has a multiple of 16 bytes
-    weight    [experts, N, K] of x's dtype; with ``scales`` fp16, bf16 or fp32
+    weight    [experts, N, K] of x's dtype; with ``scales`` fp16, bf16 or fp32. Or ``Fp8``, with scales [experts, n, k] as of
+              ``matmul``: x is of 16 bits, and quantized as they ask for, or ``Fp8`` with such scales; K a multiple of 16
     schedule  of ``moe_schedule``, for T tokens
     gather    False: row t * k + j of the result is that of token t's choice j. True: row i is that of the i-th pair
     scales    fp32 [T, ceil(K / 128)] of fp8 rows x, as ``moe_dispatch`` gives them, with ``gather``: row times scale,
               rounded to the weight's dtype, is multiplied
 
     Rows of pairs that are not in the schedule are not written. Computed in fp32, rounded once; the same bits from run to run.
-    Gradients of x and weight, without scales. ValueError for shapes, dtypes or devices that do not fit.
+    Of fp8 rows and weights bf16; fp32 sums of 128 terms are multiplied by their scales, and added. Gradients of x and weight,
+    without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
-    given = GroupedArguments(x, weight, schedule, gather, scales)
+    given = GroupedArguments.of(x, weight, schedule, gather, scales)
     return GROUPED_MATMUL.dispatch(check_grouped("grouped_matmul", given, gated=False))
 
 
@@ -361,7 +350,7 @@ class GroupedMatmul(GroupedOp):
     name, alias = "grouped_matmul", "grouped-gemm"
     gated = False
     public = staticmethod(grouped_matmul)
-    variants = ("gather",)
+    variants = ("gather", "block_fp8", "channel_fp8")
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         return super().case_of(shape, dtype, world_size, **{"gather": False, **fields})
@@ -372,29 +361,63 @@ register(GROUPED_MATMUL)
 
 
 def grouped_matmul_silu_mul(
-    x: torch.Tensor, weight: torch.Tensor, schedule: Schedule, *, scales: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: torch.Tensor | Fp8,
+    weight: torch.Tensor | Fp8,
+    schedule: Schedule,
+    *,
+    scales: torch.Tensor | None = None,
+    fp8: RowFormat | None = None,
+) -> torch.Tensor | Fp8:
     """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [T * k, N], for the i-th pair, of token t.
 
     x         [T, K], fp16, bf16 or fp32; a row of K elements has a multiple of 16 bytes
     weight    [experts, 2 N, K] of x's dtype, or with ``scales`` fp16, bf16 or fp32: of each expert of the schedule gate's N
-              rows, then up's
+              rows, then up's. Or ``Fp8``, as of ``grouped_matmul``
     schedule  of ``moe_schedule``, for T tokens
     scales    fp32 [T, ceil(K / 128)] of fp8 rows x, as ``moe_dispatch`` gives them: row times scale, rounded to the weight's
               dtype, is multiplied
+    fp8       of an fp8 weight with scales of blocks, bf16 or fp8 rows: RowFormat("group") gives ``Fp8`` rows, bit for bit the
+              quantized bf16 ones, for ``grouped_matmul``
 
     Rows from the number of pairs on are not written. Computed in fp32, rounded once; the same bits from run to run.
     Gradients of x and weight, without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
-    given = GroupedArguments(x, weight, schedule, True, scales)
-    return GROUPED_MATMUL_SILU_MUL.dispatch(check_grouped("grouped_matmul_silu_mul", given, gated=True))
+    op = "grouped_matmul_silu_mul"
+    given = check_grouped(op, GroupedArguments.of(x, weight, schedule, True, scales), gated=True)
+    if fp8 is None:
+        return GROUPED_MATMUL_SILU_MUL.dispatch(given)
+    check_written(op, given, fp8)
+    return Fp8(*_GROUPED_MATMUL_SILU_MUL_FP8.dispatch(given))
 
 
 class GroupedMatmulSiluMul(GroupedOp):
     name, alias = "grouped_matmul_silu_mul", "grouped-gemm-silu"
     gated = True
     public = staticmethod(grouped_matmul_silu_mul)
+    variants = ("block_fp8", "channel_fp8")
 
 
 GROUPED_MATMUL_SILU_MUL = GroupedMatmulSiluMul()
 register(GROUPED_MATMUL_SILU_MUL)
+
+
+class GroupedMatmulSiluMulFp8(Op):
+    """The gated op whose results are written in fp8: rows, and a scale for each 128 columns."""
+
+    name = alias = "grouped_matmul_silu_mul_fp8"
+    collective = False
+
+    def forward(self, given: GroupedArguments) -> tuple[torch.Tensor, torch.Tensor]:
+        h, op = self._empty(given), GROUPED_MATMUL_SILU_MUL
+        op.run(op.plan(given.call(True), machine_on(given.x.device)).design, None, given, out=h)
+        return h.data, h.scales
+
+    def fake(self, given: GroupedArguments) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._empty(given)[:2]
+
+    def _empty(self, given: GroupedArguments) -> Fp8:
+        return empty_rows(given.x, given.schedule.all_pairs, given.weight.shape[1] // 2)
+
+
+_GROUPED_MATMUL_SILU_MUL_FP8 = GroupedMatmulSiluMulFp8()
+define(_GROUPED_MATMUL_SILU_MUL_FP8)

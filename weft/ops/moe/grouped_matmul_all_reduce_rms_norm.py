@@ -33,7 +33,8 @@ from weft.ops.collectives.all_reduce_rms_norm import (
 )
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.grouped import GroupedArguments
-from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE, check_grouped
+from weft.ops.moe.grouped_check import check_grouped
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE
 from weft.ops.moe.moe_dispatch import check_routing
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import Shared, check_shared, moe_sum

@@ -24,7 +24,8 @@ from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.exchange import CombineArguments, channel_of, padded
 from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
-from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE, check_grouped, grouped_matmul
+from weft.ops.moe.grouped_check import check_grouped
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE, grouped_matmul
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_schedule import block_for

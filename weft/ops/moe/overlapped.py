@@ -17,7 +17,8 @@ from weft.ops.case import BF16, FP16, FP32, Case
 from weft.ops.knobs import around
 from weft.ops.moe.exchange import channel_of, rows_sent
 from weft.ops.moe.grouped import GroupedTiles
-from weft.ops.moe.grouped_matmul import GroupedOp, tiles
+from weft.ops.moe.grouped_matmul import GroupedOp
+from weft.ops.moe.grouped_rule import tiles
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule
 from weft.ops.registration import FLOATS
@@ -30,7 +31,7 @@ from weft.runtime.team.shape import Shape
 from weft.transport.copy_channel import CopyChannel
 
 if TYPE_CHECKING:
-    from weft.ops.moe.grouped import GroupedCall, GroupedTiles
+    from weft.ops.moe.grouped import GroupedCall
     from weft.plan.planned import Machine
     from weft.runtime.team.team import Team
 
@@ -146,7 +147,7 @@ class OverlappedOp(MoeOp):
     def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.algorithms[1:])
         base = self.default(self.overlapped, call, machine)
-        for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick):
+        for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick, self.gemm.gated):
             yield replace(base, tiles=one)
 
     def around(self, design: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:

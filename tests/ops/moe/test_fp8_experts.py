@@ -1,0 +1,342 @@
+"""Experts with fp8 weights: forms of scales, rows written in fp8, planted mistakes, refused arguments, machine code."""
+
+import re
+
+import pytest
+import torch
+
+import weft
+from tests.compiling import SHARED, stack_bytes
+from tests.ops.checking import assert_close, assert_identical, check, inputs_of
+from tests.ops.layer_cases import DEVICES, check_refused, everywhere, mutated
+from tests.ops.moe.test_moe_ops import SCHEDULE, built_grouped
+from weft import ops
+from weft.errors import InvalidAccess
+from weft.kernels import fp8_tile
+from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch
+from weft.ops.case import BF16, FP16
+from weft.ops.moe import grouped, grouped_kernel
+from weft.ops.moe.grouped import GroupedCall
+from weft.ops.moe.grouped_matmul import quantized_experts
+from weft.ops.moe.grouped_rule import grouped_tiles_for
+from weft.ops.moe.routing import Experts
+from weft.ops.op import find_op
+from weft.plan.planned import machine
+from weft.runtime.capabilities import Capabilities
+
+H200 = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,))
+GROUP = RowFormat("group")
+
+
+def drawn(T, k, experts, N, K, scheme="block", dtype=BF16, seed=0):
+    """(rows, weight, choices); rows of very different sizes, and experts whose blocks are."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((T, K), generator=generator) * 2.0 ** torch.randint(-6, 6, (T, 1), generator=generator)
+    sizes = 2.0 ** torch.randint(-6, 6, (experts, -(-N // 16), 1), generator=generator)
+    weight = torch.randn((experts, N, K), generator=generator) * sizes.repeat_interleave(16, 1)[:, :N]
+    ids = torch.rand((T, experts), generator=generator).argsort(1)[:, :k].int()
+    return x.to(dtype), quantized_experts(weight * K**-0.5, scheme), ids
+
+
+def rows_of(x, weight):
+    """``x`` as the weight's scales ask for it."""
+    if weight.input_scale is not None:
+        return Fp8((x.float() * (1 / weight.input_scale)).clamp(-448, 448).to(E4M3), weight.input_scale)
+    return Fp8(*by_torch(x, 128 if weight.scales.shape[-1] > 1 else x.shape[1]))
+
+
+def reference(x, weight, ids, gated):
+    """Rows in the order of the experts' pairs, in fp64, by the definition: every byte times its scale."""
+    rows, parts = rows_of(x, weight).dequantized(torch.float64), []
+    for expert, matrix in enumerate(weight.dequantized(torch.float64)):
+        part = rows[(ids == expert).any(1)] @ matrix.T
+        if gated:
+            gate, up = part.chunk(2, 1)
+            part = torch.nn.functional.silu(gate) * up
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def alone(main):
+    return weft.simulate(lambda team: main(), 1)[0]
+
+
+def close(out, expected, K, gated, what=""):
+    assert_close(out, expected, 16 * K if gated else K, partials=1, levels=2, by_row=True, what=what)
+
+
+def schedule_of(ids, experts, block=None):
+    return ops.moe_schedule(ids, Experts.slices(experts), block=block)
+
+
+SIZES = (7, 2, 4, 96, 272), (21, 3, 3, 200, 144), (40, 1, 2, 64, 400)
+
+
+@pytest.mark.parametrize("scheme", ["block", "channel"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_of_any_shape_are_the_dequantized_product(scheme, gated):
+    def main():
+        for seed, (T, k, E, N, K) in enumerate(SIZES):
+            for block in (16, 128):
+                x, weight, ids = drawn(T, k, E, N, K, scheme, seed=seed)
+                expected, what = reference(x, weight, ids, gated), f"{T}x{E}x{N}x{K} block {block}"
+                schedule = schedule_of(ids, E, block)
+                op, options = (ops.grouped_matmul_silu_mul, {}) if gated else (ops.grouped_matmul, {"gather": True})
+                out = op(x, weight, schedule, **options)
+                assert out.dtype == BF16
+                close(out, expected, K, gated, what)
+                assert_identical(op(rows_of(x, weight), weight, schedule, **options), out, what=f"{what} of fp8 rows")
+
+    alone(main)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("features", [192, 256, 24])
+def test_rows_written_in_fp8_are_the_quantized_ones(features, block, device):
+    """Of 192 columns the last scale is of 64, as where a rank's edge cuts a group."""
+
+    def main(device):
+        x, weight, ids = drawn(21, 2, 4, 2 * features, 256)
+        x, ids, weight = x.to(device), ids.to(device), Fp8(*(part.to(device) for part in weight[:2]))
+        schedule = schedule_of(ids, 4, block)
+        h = ops.grouped_matmul_silu_mul(x, weight, schedule)
+        written = ops.grouped_matmul_silu_mul(x, weight, schedule, fp8=GROUP)
+        data, scales = by_torch(h)
+        assert_identical(written.data.view(torch.uint8), data.view(torch.uint8))
+        assert_identical(written.scales.contiguous(), scales)
+
+    everywhere(main, device)
+
+
+def test_a_layer_is_its_plain_model():
+    """Both GEMMs, rows in fp8 between them, with few pairs and many."""
+
+    def main():
+        for T, block in ((6, 16), (70, 128)):
+            x, gate_up, ids = drawn(T, 2, 3, 384, 256)
+            _, down, _ = drawn(T, 2, 3, 200, 192, seed=1)
+            schedule = schedule_of(ids, 3, block)
+            h = ops.grouped_matmul_silu_mul(x, gate_up, schedule, fp8=GROUP)
+            y = ops.grouped_matmul(h, down, schedule)
+            rows = h.dequantized(torch.float64)
+            expected, place = torch.zeros(2 * T, 200, dtype=torch.float64), 0
+            for expert, matrix in enumerate(down.dequantized(torch.float64)):
+                pairs = (ids.flatten() == expert).nonzero().flatten()
+                expected[pairs] = rows[place : place + len(pairs)] @ matrix.T
+                place += len(pairs)
+            close(y, expected, 192, False)
+
+    alone(main)
+
+
+def test_blocks_that_a_rank_cuts_and_static_scales():
+    def main():
+        x, whole, ids = drawn(9, 2, 3, 384, 512)
+        everything, schedule = slice(None), schedule_of(ids, 3)
+        shards = {
+            "rows from 64 on": (slice(64, 256), everything, whole.scales.repeat_interleave(2, 1)[:, 1:4]),
+            "columns from 192 on": (everything, slice(192, 384), whole.scales.repeat_interleave(2, 2)[:, :, 3:6]),
+        }
+        for name, (rows, columns, scales) in shards.items():
+            shard, of = Fp8(whole.data[:, rows, columns].contiguous(), scales.contiguous()), x[:, columns].contiguous()
+            for gated in (True, False):
+                op, options = (ops.grouped_matmul_silu_mul, {}) if gated else (ops.grouped_matmul, {"gather": True})
+                out = op(of, shard, schedule, **options)
+                close(out, reference(of, shard, ids, gated), of.shape[1], gated, f"{name} {gated}")
+        x, weight, ids = drawn(9, 2, 3, 48, 272, "channel")
+        schedule = schedule_of(ids, 3)
+        for scale in (0.01, 30.0):  # some rows saturate, some vanish
+            static = weight._replace(input_scale=torch.tensor([[scale]]))
+            out = ops.grouped_matmul(x, static, schedule, gather=True)
+            close(out, reference(x, static, ids, False), 272, False, f"scale {scale}")
+            assert_identical(ops.grouped_matmul(rows_of(x, static), static, schedule, gather=True), out)
+
+    alone(main)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_is_the_same_in_every_schedule_and_run(device):
+    def main(device):
+        x, weight, ids = drawn(40, 2, 4, 256, 256)
+        x, ids, weight = x.to(device), ids.to(device), Fp8(*(part.to(device) for part in weight[:2]))
+        out = ops.grouped_matmul(x, weight, schedule_of(ids, 4, 16), gather=True)
+        assert_identical(ops.grouped_matmul(x, weight, schedule_of(ids, 4, 16), gather=True), out)
+        few = ops.grouped_matmul(x[:9], weight, schedule_of(ids[:9], 4, 16), gather=True)
+        kept = torch.cat([torch.arange(40)[(ids.cpu() == e).any(1)] < 9 for e in range(4)])
+        assert_identical(few, out[kept.to(device)])
+
+    everywhere(main, device)
+
+
+def test_compiles_without_a_graph_break():
+    def main():
+        x, gate_up, ids = drawn(6, 2, 3, 96, 256)
+        _, down, _ = drawn(6, 2, 3, 32, 48, seed=1)
+        schedule = schedule_of(ids, 3)
+
+        def experts(x, gate_up, down):
+            return ops.grouped_matmul(ops.grouped_matmul_silu_mul(x, gate_up, schedule, fp8=GROUP), down, schedule)
+
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        assert_identical(compiled(x, gate_up, down), experts(x, gate_up, down))
+
+    alone(main)
+    torch._dynamo.reset()
+
+
+# --- planted mistakes ---------------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "another expert's scales": (fp8_tile, "tl.cast(expert, tl.int64) * fp8.expert", "tl.cast(expert, tl.int64) * 0"),
+    "the block of the neighbour's columns": (
+        fp8_tile, "source += k // fp8.columns", "source += tl.maximum(k // fp8.columns - 1, 0)"),
+    "the block of the first rows": (fp8_tile, "source += first // fp8.weight_rows * fp8.weight_row", "source += 0"),
+    "scales of the weight transposed": (
+        fp8_tile, "source + n // fp8.weight_rows * fp8.weight_row", "source + n // fp8.weight_rows"),
+    "scales of the rows transposed": (
+        fp8_tile, "rows * fp8.x_row + k // 128 * fp8.x_column", "rows * fp8.x_column + k // 128 * fp8.x_row"),
+    "scales one token off": (fp8_tile, "fp8.x + rows * fp8.x_row", "fp8.x + tl.maximum(rows - 1, 0) * fp8.x_row"),
+    "scales of the step before": (
+        grouped_kernel, "of_rows, of_weight, of_up = next_rows, next_weight, next_up", "of_rows = next_rows"),
+    "gate's scales for up": (grouped_kernel, "weight_scales(fp8, N + column, 2 * N", "weight_scales(fp8, column, 2 * N"),
+    "gate twice": (grouped_kernel, "weight_tile(weight, expert, 1, column, k", "weight_tile(weight, expert, 0, column, k"),
+}  # fmt: skip
+
+
+def cases_fail():
+    """True if a case with fp8 weights fails."""
+    for op in (find_op("grouped_matmul"), find_op("grouped_matmul_silu_mul")):
+        for case in op.cases():
+            if case.field("block_fp8"):
+                inputs = inputs_of(case, 0)
+                try:
+                    check(case, 0, [inputs], op.call(case, None, *inputs))
+                except (AssertionError, InvalidAccess):
+                    return True
+    return False
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
+    module, old, new = MUTANTS[name]
+    mutant = mutated(module, old, new, f"experts_mutant_{len(name)}", tmp_path)
+    if module is fp8_tile:  # functions of the kernel of grouped GEMMs
+        place = f"from {fp8_tile.__name__} import"
+        mutant = mutated(grouped_kernel, place, f"from {mutant.__name__} import", "experts_by_mutant", tmp_path)
+    monkeypatch.setattr(grouped, "grouped_matmul_kernel", mutant.grouped_matmul_kernel)
+    assert alone(cases_fail)
+
+
+WRITTEN_MUTANTS = {
+    "the scale of the tile's first pair": ("target * written.row", "(target - local[:, None]) * written.row"),
+    "scales transposed": (
+        "target * written.row + group * written.column", "target * written.column + group * written.row"),
+    "the first group's place": ("group = column // COLUMNS +", "group ="),
+    "rows that are not rounded to 16 bits": ("quantized(result.to(tl.bfloat16))", "quantized(result)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN_MUTANTS)
+def test_a_planted_mistake_in_what_is_written_is_caught(name, tmp_path, monkeypatch):
+    mutant = mutated(grouped_kernel, *WRITTEN_MUTANTS[name], f"written_mutant_{len(name)}", tmp_path)
+    monkeypatch.setattr(grouped, "grouped_matmul_kernel", mutant.grouped_matmul_kernel)
+    with pytest.raises((AssertionError, InvalidAccess)):
+        test_rows_written_in_fp8_are_the_quantized_ones(192, 128, "cpu")
+
+
+def test_the_cases_catch_rows_with_the_scales_of_the_call_before(monkeypatch):
+    """Stale scales: new bytes beside what the buffer of scales held."""
+    quantized = grouped.quantized_for
+
+    def stale(weight, x, caps):
+        rows = quantized(weight, x, caps)
+        return rows._replace(scales=torch.full_like(rows.scales, 0.01))
+
+    monkeypatch.setattr(grouped, "quantized_for", stale)
+    assert alone(cases_fail)
+
+
+# --- refused arguments --------------------------------------------------------------------------------------------------
+
+
+def weight_of(scales, N=6, K=256, dtype=E4M3, **fields):
+    return Fp8(torch.zeros(4, N, K).to(dtype), torch.ones(scales), **fields)
+
+
+HALF = torch.ones(3, 256).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("message", "x", "weight", "options"),
+    [
+        ("x.dtype=torch.float32 is not one of float16, bfloat16", HALF.float(), weight_of((4, 1, 2)), {}),
+        ("x has K=128 columns and weight has 256", HALF[:, :128].contiguous(), weight_of((4, 1, 2)), {}),
+        ("weight.scales has shape (4, 2) for a weight of 6 x 256", HALF, weight_of((4, 4, 2)), {}),
+        ("weight.scales has shape (1, 2); it must be (4, n, k)", HALF, weight_of((1, 2)), {}),
+        ("weight.dtype=torch.bfloat16 is not one of float8_e4m3fn", HALF, weight_of((4, 1, 2), dtype=BF16), {}),
+        ("x.scales has shape (3, 1); this weight", Fp8(HALF.to(E4M3), torch.ones(3, 1)), weight_of((4, 1, 2)), {}),
+        ("weight has 5 rows, an odd number", HALF, weight_of((4, 1, 2), N=5), {}),
+        ("K=24 of torch.float8_e4m3fn is no multiple of 16", HALF[:, :24].contiguous(), weight_of((4, 6, 1), K=24), {}),
+        ("fp8.scales='token' is not 'group'; several programs compute a row", HALF, weight_of((4, 1, 2)),
+         {"fp8": RowFormat("token")}),
+        ("is for fp8 weights and rows of fp8 or bf16; leave it out", HALF.half(), weight_of((4, 1, 2)), {"fp8": GROUP}),
+        ("is for fp8 weights and rows of fp8 or bf16; leave it out", HALF, torch.zeros(4, 6, 256).bfloat16(), {"fp8": GROUP}),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(message, x, weight, options):
+    check_refused(lambda: ops.grouped_matmul_silu_mul(x, weight, SCHEDULE, **options), (), message)
+
+
+def test_refused_where_triton_has_no_e4m3(monkeypatch):
+    def main():
+        x, weight, ids = drawn(3, 2, 4, 32, 256)
+        schedule = schedule_of(ids, 4)
+        name = "weft.ops.moe.grouped_matmul.capabilities_of"
+        monkeypatch.setattr(name, lambda device: H200.__class__(**{**as_fields(H200), "arch": "sm_80"}))
+        with pytest.raises(ValueError, match="sm_80, which has no conversion"):
+            ops.grouped_matmul(x, weight, schedule, gather=True)
+
+    alone(main)
+
+
+def as_fields(caps):
+    return {name: getattr(caps, name) for name in caps.__dataclass_fields__}
+
+
+def test_there_are_no_gradients():
+    def main():
+        x, weight, ids = drawn(3, 2, 4, 32, 256, dtype=FP16)
+        out = ops.grouped_matmul(x.requires_grad_(), weight, schedule_of(ids, 4), gather=True)
+        with pytest.raises(RuntimeError, match="grouped_matmul has no backward for fp8 rows or weights"):
+            out.sum().backward()
+
+    alone(main)
+
+
+# --- plans and machine code ---------------------------------------------------------------------------------------------
+
+
+def test_the_plan_names_tiles_of_fp8():
+    op = find_op("grouped_matmul_silu_mul")
+    planned = op.plan(op.call_of((4096, 8, 128, 768, 2048), BF16, machine(H200, 1), block_fp8=True), machine(H200, 1))
+    assert (planned.design.block_n, planned.design.block_k) == (256, 128)
+    assert "scales of fp8 for each step of 128 columns" in planned.reason
+    for block, pairs in ((16, 8), (16, 1024), (32, 1024), (64, 8192), (128, 32768)):
+        call = GroupedCall(block, pairs, 768, 2048, BF16, True, block_fp8=True)
+        # All of a scale's 128 columns are in a tile.
+        assert grouped_tiles_for(call, H200, gated=True).block_n == 256
+
+
+@pytest.mark.parametrize("columns", [128, 0])
+@pytest.mark.parametrize(("block", "pairs"), [(16, 64), (16, 4096), (32, 4096), (64, 8192), (128, 32768)])
+def test_on_sm_90_by_fp8_instructions_from_shared_memory(block, pairs, columns, tmp_path):
+    for gather, gated, N, K in ((True, True, 768, 2048), (False, False, 2048, 768)):
+        kernel = built_grouped("sm_90", block, gather, gated, N=N, K=K, experts_fp8=columns, pairs=pairs)
+        ptx = kernel.asm["ptx"]
+        assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3", ptx)
+        assert "cp.async.bulk.tensor" in ptx and ("cp.async.cg.shared.global" in ptx) == gather
+        assert "ttg.local_load" not in kernel.asm["ttgir"]
+        assert kernel.metadata.shared <= SHARED["sm_90"]
+        # Two registers of the largest tile, once a tile.
+        assert stack_bytes(kernel, tmp_path) <= (8 if gated and block == 128 else 0)

@@ -1,0 +1,87 @@
+"""Checks of the arguments of grouped GEMMs."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.arguments import quoted
+from weft.kernels.fp8 import E4M3, Fp8, RowFormat, scales_of
+from weft.kernels.operands import ScaledMatrix
+from weft.ops.gemm.fp8_operands import check_fp8
+from weft.ops.local import check_like, check_shape
+from weft.ops.moe.grouped import GroupedArguments
+from weft.ops.moe.routing import Schedule
+from weft.ops.registration import FLOATS, HALVES, check_flag
+
+
+def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArguments:
+    """``given``. ValueError unless rows, weights, schedule and scales fit each other."""
+    x, weight, schedule, gather, scales = given[:5]
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"{op}: schedule={quoted(schedule)} is not a Schedule; weft.ops.moe_schedule makes one")
+    check_flag(op, "gather", gather)
+    if given.weight_scales is None:
+        _check_plain(op, given, gated)
+    else:
+        _check_fp8(op, given, gated)
+    check_like(op, "schedule.pairs", schedule.pairs, x.device, (torch.int32,))
+    if 0 in weight.shape:
+        raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}; it must have at least one row and column")
+    if gated and weight.shape[1] % 2:
+        raise ValueError(f"{op}: weight has {weight.shape[1]} rows, an odd number; pass gate's N rows, then up's N")
+    if x.shape[1] * x.element_size() % 16:
+        raise ValueError(
+            f"{op}: K={x.shape[1]} of {x.dtype} is {x.shape[1] * x.element_size()} bytes, no multiple of 16; pad x and weight"
+        )
+    tokens = schedule.pairs.shape[1]
+    wanted = tokens if gather else tokens * schedule.choices
+    if x.shape[0] != wanted:
+        raise ValueError(
+            f"{op}: x has {x.shape[0]} rows; with gather={gather} a schedule of {tokens} tokens with {schedule.choices} "
+            f"choices each takes {wanted}"
+        )
+    return given
+
+
+def _check_plain(op: str, given: GroupedArguments, gated: bool) -> None:
+    """``check_grouped`` of x, a weight of 16 or 32 bits, and the scales of fp8 rows."""
+    x, weight, schedule, gather, scales = given[:5]
+    if scales is not None:
+        check_like(op, "scales", scales, None, (torch.float32,))
+    check_like(op, "x", x, None, FLOATS if scales is None else (E4M3,))
+    check_like(op, "weight", weight, x.device, (x.dtype,) if scales is None else FLOATS)
+    check_shape(op, "x", x, ("T" if gather else "pairs", "K"))
+    check_shape(op, "weight", weight, (schedule.counts.shape[0], "2 N" if gated else "N", x.shape[1]))
+    if scales is not None:
+        if not gather:
+            raise ValueError(f"{op}: scales with gather=False; only rows of tokens are multiplied as they are loaded")
+        check_like(op, "scales", scales, x.device, (torch.float32,))
+        check_shape(op, "scales", scales, (x.shape[0], scales_of(x.shape[1])))
+
+
+def _check_fp8(op: str, given: GroupedArguments, gated: bool) -> None:
+    """``check_grouped`` of x and an fp8 weight, with their scales."""
+    x, weight, (experts, *_), scales = given.x, given.matrix, given.schedule.counts.shape, given.scales
+    check_like(op, "weight", weight.data, None, (E4M3,))
+    check_like(op, "weight.scales", weight.scales, weight.device, (torch.float32,))
+    check_shape(op, "weight", weight.data, (experts, "2 N" if gated else "N", "K"))
+    check_shape(op, "weight.scales", weight.scales, (experts, "n", "k"))
+    check_like(op, "x", x, weight.device, HALVES if scales is None else (E4M3,))
+    if 0 not in x.shape:
+        # All experts' matrices have one form.
+        one = Fp8(weight.data[0], weight.scales[0], weight.input_scale)
+        check_fp8(op, ScaledMatrix(x if scales is None else Fp8(x, scales)), one, gated)
+    if weight.shape[2] % 16:
+        raise ValueError(
+            f"{op}: K={weight.shape[2]} of {E4M3} is no multiple of 16; pad x and weight, or dequantize it"
+        )
+
+
+def check_written(op: str, given: GroupedArguments, fp8: RowFormat) -> None:
+    """ValueError unless the result can be written in fp8 of this form."""
+    if given.weight_scales is None or given.dtype != torch.bfloat16:
+        raise ValueError(f"{op}: fp8={quoted(fp8)} is for fp8 weights and rows of fp8 or bf16; leave it out")
+    if fp8.scales != "group":
+        raise ValueError(
+            f"{op}: fp8.scales={quoted(fp8.scales)} is not 'group'; several programs compute a row: quantize the result"
+        )

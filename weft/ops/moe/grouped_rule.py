@@ -1,0 +1,116 @@
+"""Rule of the tiles of grouped GEMMs, and the tiles that a search tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.ops.gemm.space import STAGES_BYTES
+from weft.ops.moe.grouped import GroupedCall, GroupedTiles
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+# Pairs from which on tiles of 16 pairs are enough for two programs an SM: 256 are faster so, 64 are not. Not measured between.
+MANY_PAIRS = 256
+# block_n, block_k, num_warps, per_sm for 16-bit floats: bound by reading weights up to 32 pairs a tile, then by tensor cores.
+FEW = (
+    (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 64, 4, 3), (128, 128, 4, 1),
+    (128, 128, 4, 2), (128, 128, 4, 3), (128, 64, 8, 2),
+)  # fmt: skip
+QUICK_FEW = ((64, 128, 4, 3), (128, 128, 4, 2), (128, 128, 4, 3))
+MANY = ((256, 64, 8, 1), (128, 64, 4, 2), (128, 64, 8, 1), (128, 128, 8, 1), (256, 32, 8, 1), (64, 64, 4, 3))
+QUICK_MANY = ((256, 64, 8, 1), (128, 64, 4, 2))
+# The same of fp8 operands, a step of 128 columns under one scale; gate's and up's rows need 256.
+FEW_FP8 = ((256, 128, 4, 1), (256, 128, 4, 2), (128, 128, 4, 2), (128, 128, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4))
+MANY_FP8 = ((256, 128, 8, 1), (128, 128, 8, 1), (128, 128, 4, 1), (128, 64, 8, 2), (64, 128, 4, 2))
+
+
+def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> GroupedTiles:
+    """The fastest designs of probes on one H200 (Qwen3-30B-A3B, Qwen3-235B-A22B, Mixtral), for bf16.
+
+    fp8 ones are ``_fp8_tiles``.
+
+    up to 32  pairs a tile: 4 stages of 32 KB in one program an SM, or of 16 KB in two, so that all programs have room at once.
+              From MANY_PAIRS on, of 16 pairs a tile, 3 stages of 32 KB in two. A layer of half of 128 experts takes at most 4 %
+              longer than with the best design, of all 128 6 % (benchmarks/lab/h200-grouped-designs.json)
+    gathered  128 x 256 in 4 stages; 3 stages take 7 % longer at 256 rows an expert, 128 x 128 27 %, its loads of rows being
+              half of all
+    in order  128 x 128 with 2 programs an SM; for N of 8192 and more 128 x 256
+    """
+    if call.fp8:
+        return _fp8_tiles(call, caps, gated)
+    if call.dtype == torch.float32:
+        return GroupedTiles(block_n=32, block_k=32, transposed=call.block < 64, num_warps=8, num_stages=2)
+    if caps.arch.startswith("gfx") or caps.arch == "sm_80":  # less shared memory, and no descriptors in hardware
+        return GroupedTiles(block_n=64, block_k=64, transposed=call.block < 64, num_warps=4, num_stages=2)
+    if call.block == 16 and call.pairs >= MANY_PAIRS:
+        return GroupedTiles(block_n=128, block_k=128, transposed=True, per_sm=2, num_warps=4, num_stages=3)
+    if call.block < 64:
+        if gated:
+            return GroupedTiles(block_n=128, block_k=128, transposed=True, num_warps=4, num_stages=4)
+        return GroupedTiles(block_n=64, block_k=128, transposed=True, per_sm=2, num_warps=4, num_stages=4)
+    if call.gather:
+        return GroupedTiles(num_stages=4)
+    if call.N * (2 if gated else 1) >= 8192:
+        return GroupedTiles()
+    return GroupedTiles(block_n=128, per_sm=2, num_warps=4)
+
+
+def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTiles:
+    """Tiles of fp8 operands, not measured yet: a step is 128 columns, under one scale.
+
+    A gated tile has 128 results, under one scale where they are written in fp8. 16 pairs fill six stages of 34 KB of an SM's
+    memory; with many pairs two programs share it. Sums of 128 x 256 and a step's, which are apart until they are scaled, would
+    not fit the registers: gate and up take turns.
+    """
+    if not caps.arch.startswith("sm_"):
+        return GroupedTiles(
+            block_n=256 if gated else 64, block_k=64, transposed=call.block < 64, num_warps=8, num_stages=2
+        )
+    few, many_tiles = call.block < 64, call.block == 16 and call.pairs >= MANY_PAIRS
+    if few and gated:
+        return GroupedTiles(
+            block_n=256,
+            block_k=128,
+            transposed=True,
+            per_sm=2 if many_tiles else 1,
+            num_warps=4,
+            num_stages=3 if many_tiles else 5,
+        )
+    if few:
+        block_n, per_sm = (128, 2) if many_tiles else (64, 3)
+        return GroupedTiles(block_n=block_n, block_k=128, transposed=True, per_sm=per_sm, num_warps=4, num_stages=5)
+    return GroupedTiles(block_n=256 if gated else 128, block_k=128, num_warps=8, num_stages=4)
+
+
+def tiles(
+    base: GroupedTiles, call: GroupedCall, caps: Capabilities, quick: bool, gated: bool
+) -> Iterator[GroupedTiles]:
+    """Tiles far apart, besides the default ``base``."""
+    if not caps.arch.startswith("sm_"):
+        return  # the default and its neighbours
+    if call.dtype == torch.float32:
+        yield from (replace(base, block_n=n, num_stages=stages) for n in (32, 64, 128) for stages in (2, 3))
+        return
+    few = call.block <= 32
+    if call.fp8:
+        sizes = [size for size in (FEW_FP8 if few else MANY_FP8) if gated == (size[0] == 256)]
+    else:
+        sizes = (QUICK_FEW if few else QUICK_MANY) if quick else FEW if few else MANY
+    for block_n, block_k, num_warps, per_sm in sizes:
+        nbytes = 1 if call.fp8 else call.dtype.itemsize
+        deepest = STAGES_BYTES // per_sm // ((call.block + block_n) * block_k * nbytes)
+        for stages in sorted({min(3, deepest), min(5, deepest)} - {0, 1}):
+            yield replace(
+                base,
+                block_n=block_n,
+                block_k=block_k,
+                transposed=few,
+                num_warps=num_warps,
+                per_sm=per_sm,
+                num_stages=stages,
+            )

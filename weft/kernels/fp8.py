@@ -248,17 +248,6 @@ def read_back(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
     return (rows.float() * scales.repeat_interleave(COLUMNS.value, 1)[:, : rows.shape[1]]).to(dtype)
 
 
-class RowFormat(NamedTuple):
-    """Form of rows in e4m3.
-
-    scales       "group": one for each 128 columns of a row; "token": one for each row; "static": ``input_scale`` for all
-    input_scale  [1, 1]
-    """
-
-    scales: str
-    input_scale: torch.Tensor | None = None
-
-
 class Fp8(NamedTuple):
     """A matrix [rows, K] of e4m3 with its scales: data * scales, each scale in fp32.
 
@@ -297,13 +286,6 @@ class Fp8(NamedTuple):
     def is_grouped(self) -> bool:
         """True for several scales along K; activations then have one for each group of 128 columns."""
         return self.scales.shape[-1] > 1
-
-    @property
-    def row_format(self) -> RowFormat:
-        """Form of the rows that a GEMM with this weight takes."""
-        if self.input_scale is not None:
-            return RowFormat("static", self.input_scale)
-        return RowFormat("group" if self.is_grouped else "token")
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix in ``dtype``: each byte times its scale, in fp32 at least, rounded once."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.documents import ROOT, blocks, follow
 from tests.limits import PROCESS
 
@@ -15,7 +17,7 @@ PAGE = Path("docs", "adding-an-op.md")
 
 
 def test_the_op_of_the_page_is_an_op(tmp_path):
-    """In processes of their own, which import the copy. One thread, as in all tests."""
+    """In another process, which imports the copy. One thread, as in all tests."""
     for folder in ("weft", "tests", "scripts"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "docs").mkdir()
@@ -28,7 +30,6 @@ def test_the_op_of_the_page_is_an_op(tmp_path):
     assert touched == sorted(re.findall(r"^\| `([\w/]+\.py)` \|", (ROOT / PAGE).read_text(), flags=re.MULTILINE))
     python(tmp_path, "-m", "ruff", "check", *touched)
     python(tmp_path, "-m", "ruff", "format", "--check", *touched)
-    python(tmp_path, "-m", *line_of_the_page(), "-p", "no:cacheprovider")
 
 
 def line_of_the_page() -> list[str]:
@@ -51,13 +52,16 @@ def python(folder: Path, *arguments: str) -> None:
     assert not failed, done.stdout + done.stderr
 
 
-def main() -> None:
-    """In the copy: write the page's files, edit the others, run its commands. ``explain`` says what the page does."""
+def main() -> int:
+    """In the copy: write the page's files, edit the others, run its commands, then the tests that it names."""
     follow(ROOT / PAGE, ROOT)
     from weft.ops import explain
 
     assert "the only design" in str(explain("ring_add", shape=(2048,), world_size=2))
+    program, *words = line_of_the_page()
+    assert program == "pytest"
+    return pytest.main([*words, "-p", "no:cacheprovider"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,6 +21,7 @@ _EXPORTS = {
     "Engine": "weft.engine",
     "LLM": "weft.engine",
     "SamplingParams": "weft.engine",
+    "SpeculativeConfig": "weft.engine",
     "StructuredOutputsParams": "weft.engine",
     "ops": "weft.ops",
     "tiles": "weft.tiles",

@@ -48,7 +48,7 @@ class Oracle:
                 self.sequences[target] = self.sequences.pop(source)
 
 
-def ask(directory, prompts, params, world_size=1, *, answers=None, speculative=None, late=0, **engine):
+def ask(directory, prompts, params, world_size=1, *, answers=None, speculative=None, late=0, wrong=5, **engine):
     """(completions, counts of speculation) of every rank; `answers`: token ids of prompts with answers, for an Oracle."""
 
     def main(team):
@@ -57,7 +57,7 @@ def ask(directory, prompts, params, world_size=1, *, answers=None, speculative=N
         made.batch._steps_late = late
         if answers is not None:
             verifying = made.batch.runner.verifying
-            verifying.drafter = Oracle(verifying.graph, answers)
+            verifying.drafter = Oracle(verifying.graph, answers, wrong)
         pieces = made.answer(prompts, params)
         completions = weft.engine.answers.join_pieces(pieces, len(prompts))
         scheduler = made.batch.scheduler
@@ -228,3 +228,121 @@ def test_bad_options_are_refused_in_one_line(given, message):
 def test_stages_and_drafts_are_refused_together():
     with pytest.raises(ValueError, match="speculative with pipeline_parallel=2"):
         EngineConfig(speculative=NGRAM, pipeline_parallel=2)
+
+
+SMALL = [
+    {"max_batch": 2},
+    {"chunk_tokens": 5},
+    {"pages": 1 + 4},
+    {"pages": 1 + 4, "max_batch": 3, "chunk_tokens": 7},
+    {"prefix_caching": False},
+]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("engine", SMALL, ids=str)
+def test_slots_chunks_and_preemption_beside_drafts(byte_model, engine, late):
+    prompts = [*PROMPTS, "abcabcabcabc"]
+    params = [SamplingParams(max_tokens=8 + 3 * index, temperature=1.0, seed=index) for index in range(5)]
+    [(plain, _, _)] = ask(byte_model, prompts, params)
+    answers = [whole for index, one in enumerate(plain) for whole in sequences_of([prompts[index]], [one])]
+    [(completions, counts, stats)] = ask(
+        byte_model, prompts, params, answers=answers, speculative=NGRAM, late=late, **engine
+    )
+    assert completions == plain
+    assert (stats.preemptions > 0) == ("pages" in engine)
+    assert counts.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_windows_beside_drafts(byte_model, tmp_path, late):
+    """A sequence gives back pages that its window has left, and the pages of rejected drafts."""
+    import json
+    import shutil
+
+    directory = shutil.copytree(byte_model, tmp_path / "windowed")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
+    (directory / "config.json").write_text(json.dumps(config))
+    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=index) for index in range(2)]
+    [(plain, _, _)] = ask(directory, PROMPTS[:2], params)
+    answers = [whole for prompt, one in zip(PROMPTS, plain, strict=False) for whole in sequences_of([prompt], [one])]
+    for pages in (None, 1 + 4):
+        [(completions, counts, _)] = ask(
+            directory, PROMPTS[:2], params, answers=answers, speculative=NGRAM, late=late, pages=pages
+        )
+        assert completions == plain
+        assert counts.accepted_tokens > 20
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_requests_that_come_leave_and_move_are_answered_as_alone(byte_model, late):
+    """With cancelled requests between, batches shrink, so that sequences move to lower slots while steps are in flight."""
+    params = [SamplingParams(max_tokens=length, temperature=1.0, seed=length) for length in (40, 5, 23, 9, 31, 14)]
+    prompts = [*PROMPTS, [5, 6, 7], [8, 9]]
+    [(plain, _, _)] = ask(byte_model, prompts, params)
+    answers = []
+    for prompt, one in zip(prompts, plain, strict=True):
+        answers += sequences_of([prompt], [one]) if isinstance(prompt, str) else [prompt + one.token_ids]
+
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch", page_size=16, speculative=NGRAM)
+        engine.batch._steps_late = late
+        verifying = engine.batch.runner.verifying
+        verifying.drafter = Oracle(verifying.graph, answers)
+        tokens, numbers, steps, moved = {}, [], 0, []
+        move = engine.batch.runner.move
+        engine.batch.runner.move = lambda moves: (moved.append(moves), move(moves))
+        while engine.has_work or len(numbers) < 6:
+            if len(numbers) < 6:
+                numbers.append(engine.submit(prompts[len(numbers)], params[len(numbers)]))
+            if steps == 7:
+                engine.cancel(numbers[3])
+            for piece in engine.step():
+                tokens.setdefault(piece.prompt, []).append(piece.token_id)
+            steps += 1
+        assert moved
+        scheduler = engine.batch.scheduler
+        assert scheduler.pool.free == scheduler.pool.capacity
+        return [tokens[number] for number in numbers]
+
+    [answered] = weft.simulate(main, 1)
+    for index, (given, one) in enumerate(zip(answered, plain, strict=True)):
+        assert given == one.token_ids[: len(given)] and (index == 3 or len(given) == len(one.token_ids))
+
+
+def test_a_prompt_finds_the_pages_of_an_answer_with_drafts(byte_model):
+    """Prefix caching: pages of accepted tokens hold the keys of these, not of rejected drafts."""
+    params = SamplingParams(max_tokens=50, temperature=1.0, seed=1, ignore_eos=True)
+    [([plain], _, _)] = ask(byte_model, PROMPTS[:1], [params])
+    whole = sequences_of(PROMPTS[:1], [plain])[0]
+    later = SamplingParams(max_tokens=20, temperature=1.0, seed=4)
+    [([expected], _, _)] = ask(byte_model, [whole], [later])
+
+    def main(team):
+        engine = Engine(byte_model, team, mode="torch", page_size=16, speculative=NGRAM)
+        verifying = engine.batch.runner.verifying
+        verifying.drafter = Oracle(verifying.graph, [whole, whole + expected.token_ids])
+        assert list(engine.answer([PROMPTS[0]], [params]))
+        tokens = [piece.token_id for piece in engine.answer([whole], [later])]
+        return tokens, engine.stats.hit_tokens
+
+    [(tokens, hits)] = weft.simulate(main, 1)
+    assert tokens == expected.token_ids and hits >= 48
+
+
+def test_grammars_allow_the_token_after_each_draft(byte_model):
+    """Masks of accepted drafts are those of their places, and other requests' rows stay as they are."""
+    pytest.importorskip("llguidance")
+    from tests.engine.test_guided import ASKED
+
+    prompts = [*PROMPTS, "y"]
+    asked = [ASKED[0], ASKED[1], SamplingParams(max_tokens=40, frequency_penalty=1.0), ASKED[3], ASKED[4]]
+    [(plain, _, _)] = ask(byte_model, prompts, asked)
+    answers = [whole for prompt, one in zip(prompts, plain, strict=True) for whole in sequences_of([prompt], [one])]
+    for world_size, late, wrong in ((1, 0, 5), (1, 1, 3), (2, 0, 99)):
+        for completions, counts, _ in ask(
+            byte_model, prompts, asked, world_size, answers=answers, speculative=NGRAM, late=late, wrong=wrong
+        ):
+            assert_alike(completions, plain)
+            assert counts.accepted_tokens > 60

@@ -12,7 +12,9 @@ from tests.documents import ROOT
 from tests.limits import ANSWER
 from tests.serve.conftest import until
 from weft.engine import Load
+from weft.engine.drafting import Speculation
 from weft.serve import fields
+from weft.serve.metrics import Metrics
 
 LONG = {"max_tokens": 50, "extra_body": {"ignore_eos": True}}
 
@@ -316,3 +318,22 @@ def test_keys_limits_and_the_end_of_a_server(served, monkeypatch):
     assert many.status_code == 503 and many.json()["error"]["code"] == "overloaded" and many.headers["Retry-After"]
     assert [one.json()["error"]["message"] for one in ended] == ["the server is shutting down"] * 4
     assert not service._begun and service._entering == 0
+
+
+def test_metrics_count_drafts():
+    """Under vLLM's names, since the start, by place in the draft."""
+    load = [Load()]
+    metrics = Metrics("adder", lambda: load[0])
+    for counts in (Speculation(2, 6, 3, (2, 1, 0), 3), Speculation(5, 12, 6, (4, 1, 1), 0)):
+        load[0] = Load(speculation=counts)
+        lines = metrics.text().decode().splitlines()
+    for line in (
+        "spec_decode_num_drafts_total{name} 5.0",
+        "spec_decode_num_draft_tokens_total{name} 12.0",
+        "spec_decode_num_accepted_tokens_total{name} 6.0",
+        "spec_decode_draft_length{name} 0.0",
+    ):
+        assert "weft:" + line.replace("{name}", '{model_name="adder"}') in lines
+    for place, count in enumerate((4, 1, 1)):
+        labels = f'{{model_name="adder",position="{place}"}}'
+        assert f"weft:spec_decode_num_accepted_tokens_per_pos_total{labels} {count}.0" in lines

@@ -100,6 +100,13 @@ class EngineFlags:
     grammar_seconds: Annotated[float, typer.Option(help="Longest time to compile a request's grammar")] = DEFAULTS[
         "grammar_seconds"
     ]
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help='Draft tokens and verify several in a step, as JSON: \'{"method": "ngram", "num_speculative_tokens": 4}\' '
+            "[default: a step gives a token]"
+        ),
+    ] = None
     heap_bytes: Annotated[
         int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 512 MiB on simulated ranks]")
     ] = None
@@ -124,11 +131,14 @@ class EngineFlags:
         """Options of the engine. ValueError for a value that no model can take."""
         import torch
 
-        from weft.engine import EngineConfig
+        from weft.engine import EngineConfig, SpeculativeConfig
 
         return EngineConfig(
             dtype=None if self.dtype == "auto" else getattr(torch, DTYPES[self.dtype]),
             expert_layout=layout_of(self.expert_layout),
+            speculative=SpeculativeConfig.of("--speculative-config", self.speculative_config)
+            if self.speculative_config is not None
+            else None,
             **{name: getattr(self, name) for name in PASSED_ON},
         )
 

@@ -349,6 +349,11 @@ def _print_speed(engine: Engine, team: Team) -> None:
     note = " (the simulator's times mean nothing)" if team.is_simulated else ""
     chunks = f", up to {runner.prompts.longest} at once" if runner.prompts.longest < stats.prompt_tokens else ""
     decode = f"decode: {engine.model.plan(runner.largest_decode)}" if runner.largest_decode else "no decode steps"
+    if (counts := stats.speculation) is not None:
+        decode += (
+            f"\nspeculation: {counts.accepted_tokens} of {counts.draft_tokens} drafted tokens accepted, "
+            f"{counts.tokens_per_draft:.2f} tokens a step with drafts"
+        )
     later = f"{stats.tokens_per_second:.1f} tokens/s after it" if stats.tokens_per_second else "none came after it"
     notices.info(
         f"first token after {stats.time_to_first_token:.3f} s, {later}{note}\n"

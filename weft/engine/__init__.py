@@ -18,6 +18,7 @@ _MODULES = {
     "Request": "async_llm",
     "Runner": "runner",
     "SamplingParams": "params",
+    "SpeculativeConfig": "speculative",
     "Stats": "answers",
     "StructuredOutputsParams": "params",
 }

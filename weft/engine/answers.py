@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from weft.arguments import quoted
 from weft.engine.config import EngineConfig
+from weft.engine.drafting import Speculation
 from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
 from weft.engine.kv_cache import Sequence
 from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, check_prompt
@@ -135,6 +136,7 @@ class Stats:
     tokens_per_second    tokens after the first ones (two of a prompt may arrive together), over the time since; 0: none
     preemptions          how often a sequence gave its KV pages to an older one, to be read again later
     hit_tokens           tokens of the prompts that were in the KV cache already (prefix caching)
+    speculation          counts of drafts and accepted tokens; None: without speculation
     """
 
     load_seconds: float
@@ -145,6 +147,7 @@ class Stats:
     new_tokens: int = 0
     preemptions: int = 0
     hit_tokens: int = 0
+    speculation: Speculation | None = None
 
 
 @exchangeable
@@ -153,13 +156,14 @@ class Load(NamedTuple):
 
     running, waiting  requests in the batch, and requests that wait for room in it
     cache_usage       share of the KV cache's pages that are taken
-    preemptions       as in Stats, of all requests so far
+    preemptions, speculation  as in Stats, of all requests so far
     """
 
     running: int = 0
     waiting: int = 0
     cache_usage: float = 0.0
     preemptions: int = 0
+    speculation: Speculation | None = None
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:

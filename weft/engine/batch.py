@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.drafting import DraftLength
+from weft.engine.drafting import DraftLength, Speculation
 from weft.engine.grammars import Guide
 from weft.engine.kv_cache import Decoding, PagePool, Sequence, SequenceRange
 from weft.engine.params import Kind
@@ -91,6 +91,11 @@ class Batch:
     def has_work(self) -> bool:
         return not self.scheduler.idle or bool(self._pending) or self._flying is not None
 
+    @property
+    def speculation(self) -> Speculation | None:
+        """Counts since the start; None: without speculation."""
+        return None if self.draft_length is None else self.draft_length.counts
+
     def advance(self) -> list[Arrival]:
         """Launch a chunk of the waiting prompts, then a decode step.
 
@@ -100,7 +105,7 @@ class Batch:
         """
         ranges = self.scheduler.next_chunk()
         first = self._read(ranges) if ranges else []
-        drafts = 0 if self.draft_length is None else self._choose_drafts(self.scheduler.decoding)
+        drafts = 0 if self.draft_length is None else self.draft_length.choose(self.scheduler.running)
         decoding = self.scheduler.next_decode(drafts)
         if decoding is None or not decoding.sequences:
             self.settle()
@@ -138,7 +143,9 @@ class Batch:
         def compute_masks() -> None:
             # Masks depend on all tokens before. The GPU runs the forward pass while the host waits and computes them.
             arrived.extend(self._collect(0))
-            if self.runner.pipeline.is_last:
+            if self.draft_length is not None:
+                self._allow_drafts(decoding, drafts)
+            elif self.runner.pipeline.is_last:
                 self.runner.adjustments.allow({slot: guide.mask() for slot, guide in _guides_of(decoding)})
 
         between = compute_masks if Kind.GUIDED in decoding.kind else None
@@ -193,9 +200,11 @@ class Batch:
         self.runner.slots.send(states, changes.new_pages)
         return decoding
 
-    def _choose_drafts(self, decoding: Decoding) -> int:
-        """Draft length of the next step; with grammars 0."""
-        return 0 if Kind.GUIDED in decoding.kind else self.draft_length.choose(len(decoding.sequences))
+    def _allow_drafts(self, decoding: Decoding, drafts: int) -> None:
+        """Compute the masks before and after each draft, which the host waits for."""
+        proposed = self.runner.verifying.drafts[: decoding.size, :drafts].tolist()
+        masks = {slot: guide.masks(proposed[slot]) for slot, guide in _guides_of(decoding)}
+        self.runner.verifying.allow(masks)
 
     def _tell_drafter(self, changed: Mapping[int, Sequence | None]) -> None:
         """Give the drafter the tokens of the sequences that begin to decode."""

@@ -53,6 +53,17 @@ class Speculation(NamedTuple):
     accepted_per_pos: tuple[int, ...] = ()
     draft_length: int = 0
 
+    def since(self, before: Speculation) -> Speculation:
+        """Counts after those `before`."""
+        places = zip(self.accepted_per_pos, before.accepted_per_pos, strict=True)
+        counts = (count - earlier for count, earlier in zip(self[:3], before[:3], strict=True))
+        return Speculation(*counts, tuple(count - earlier for count, earlier in places), self.draft_length)
+
+    @property
+    def tokens_per_draft(self) -> float:
+        """Tokens of a step for a sequence with drafts: the accepted ones and one more; 0: nothing was drafted."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 0.0
+
 
 # Weight of a new step in the measured acceptance.
 RECENT = 0.05

@@ -258,7 +258,8 @@ class Engine:
     def load(self) -> Load:
         scheduler = self.batch.scheduler
         used = 1 - scheduler.pool.free / scheduler.pool.capacity
-        return Load(len(scheduler.active), len(scheduler.waiting), used, scheduler.preemptions)
+        counts = self.batch.speculation
+        return Load(len(scheduler.active), len(scheduler.waiting), used, scheduler.preemptions, counts)
 
     @property
     def has_work(self) -> bool:
@@ -295,6 +296,7 @@ class Engine:
         """Submit requests and step until all have ended. They leave when the caller stops drawing, too."""
         runner, scheduler = self.batch.runner, self.batch.scheduler
         begin, captured, preempted = time.perf_counter(), runner.graphs.capture_seconds, scheduler.preemptions
+        drafted = self.batch.speculation
         held: list[Piece] = []
         for answer in answers:
             answer.pieces, answer.together = held, True
@@ -328,6 +330,7 @@ class Engine:
             new_tokens=new_tokens,
             preemptions=scheduler.preemptions - preempted,
             hit_tokens=sum(answer.hit_tokens or 0 for answer in answers),
+            speculation=None if drafted is None else self.batch.speculation.since(drafted),
         )
 
     def _seeded(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:

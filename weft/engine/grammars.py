@@ -293,6 +293,18 @@ class Guide:
         # A tokenizer may have fewer tokens than the model, which may not choose the rest.
         return torch.nn.functional.pad(bits, (0, len(self._ends) - len(bits)))
 
+    def masks(self, drafts: Sequence[int]) -> list[torch.Tensor]:
+        """Masks as of `mask`, before the first of these tokens and after each that the grammar allows there."""
+        masks, taken = [self.mask()], 0
+        for draft in drafts:
+            if draft < 0 or self._matcher.is_stopped() or not self._matcher.try_consume_tokens([draft]):
+                break
+            taken += 1
+            masks.append(self.mask())
+        if taken:
+            self._matcher.rollback(taken)
+        return masks
+
 
 class Guides:
     """Grammars over the tokens of one tokenizer, compiled in threads.

@@ -86,6 +86,11 @@ class Scheduler:
         """True if some prompt has not been read to its end."""
         return bool(self.waiting or self._unread)
 
+    @property
+    def running(self) -> int:
+        """Number of sequences that decode."""
+        return len(self._running)
+
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended or is cancelled, waiting or not; its pages are free at once."""
         sequence.done = True

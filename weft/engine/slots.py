@@ -296,11 +296,15 @@ class Adjustments:
         if last := entry.answer[1 - LONGEST_BAD_WORD :]:
             row.recent[-len(last) :] = self._upload(last, torch.int64)
 
-    def allow(self, masks: Mapping[int, torch.Tensor]) -> None:
-        """Set the tokens that the next choice for these slots may give: a mask of weft.engine.grammars each."""
-        size = self.state.allowed.shape[1]
+    def allow(self, masks: Mapping[int, torch.Tensor], state: torch.Tensor | None = None) -> None:
+        """Set the tokens that the next choice for these slots may give: a mask of weft.engine.grammars each.
+
+        state  like ``state.allowed``, and set in its place; None: that
+        """
+        state = self.state.allowed if state is None else state
+        size = state.shape[1]
         parts = torch.stack([mask[self._first_word : self._first_word + size] for mask in masks.values()])
-        rows = self.state.allowed[:, : parts.shape[1]]  # only padding follows the vocabulary
+        rows = state[:, : parts.shape[1]]  # only padding follows the vocabulary
         rows.index_copy_(0, self._upload(list(masks), torch.int64), upload(parts, rows.device))
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:

@@ -11,7 +11,7 @@ rejected drafts stay in the cache after the slot's position: they are written ag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class VerifyGraph:
     graph     the slots' tensors, and the cache
     results   [max_batch, most drafts + 3] int64: the tokens that a step has chosen for each slot, their number in the last
               column but one, the number of drafts in the last one
+    drafts    [max_batch, most drafts] int64, of the step that runs; -1: none
     logprobs  [max_batch, most drafts + 1, WIDTH] fp32: rows of weft.engine.sampling, of slots that ask for them
 
     Collective. It reads and writes tensors at fixed addresses only.
@@ -47,6 +48,8 @@ class VerifyGraph:
         self.graph, self.drafter, self.most = graph, drafter, most
         max_batch, device = len(graph.tokens), graph.tokens.device
         self.results = torch.zeros(max_batch, most + 3, dtype=torch.int64, device=device)
+        self.drafts = torch.full((max_batch, most), -1, dtype=torch.int64, device=device)
+        self._masks: Tensor | None = None  # of grammars after each draft, once a request has one
         self.logprobs = torch.zeros(max_batch, most + 1, WIDTH, dtype=torch.float32, device=device)
         self._kept: dict[Verify, tuple[Tensor, Tensor]] = {}
 
@@ -82,6 +85,7 @@ class VerifyGraph:
         at = torch.where(used, at, -1)
         tokens = torch.cat((graph.tokens[:batch, None], proposed), 1)
         tokens[:, 1:].masked_fill_(~used[:, 1:], 0)
+        self.drafts[:batch, :drafts].copy_(torch.where(used[:, 1:], proposed, -1))
         step = graph.pipeline.model.verify_step(at, slots.table[:batch], graph.page_size)
         logits = graph.pipeline.run([Pass(tokens.flatten(), step)], graph.cache)
         rows = torch.where(used, tokens, -1)
@@ -128,11 +132,30 @@ class VerifyGraph:
         for place in range(rows.shape[1]):
             if place > 0:
                 going_on = going_on & (chosen[-1] == rows[:, place]) & (rows[:, place] >= 0)
+                if Kind.GUIDED in kind:
+                    graph.adjustments.state.allowed[:batch].copy_(self._masks_after_drafts[place - 1, :batch])
             choice = self._choice(batch, torch.where(going_on, position[:, place], 0), 1)
             tokens, _ = graph.pipeline.choose(logits[:, place].contiguous(), choice, kind & ~Kind.LOGPROBS)
             graph.note(slice(batch), tokens, choice.position)
             chosen.append(tokens)
         return torch.stack(chosen, 1)
+
+    def allow(self, masks: Mapping[int, Sequence[Tensor]]) -> None:
+        """Set the tokens that a step may give slots with grammars: a mask for the next token, and after each draft."""
+        adjustments, after = self.graph.adjustments, self._masks_after_drafts
+        adjustments.allow({slot: first for slot, (first, *_) in masks.items()})
+        after.fill_(-1)
+        for place, state in enumerate(after, 1):
+            at_place = {slot: of_slot[place] for slot, of_slot in masks.items() if len(of_slot) > place}
+            if at_place:
+                adjustments.allow(at_place, state)
+
+    @property
+    def _masks_after_drafts(self) -> Tensor:
+        """Masks after each draft, [most drafts, max_batch + 1, words] as of Adjustments.state."""
+        if self._masks is None:
+            self._masks = torch.stack([self.graph.adjustments.state.allowed] * self.most)
+        return self._masks
 
     def _choice(self, batch: int, position: Tensor, rows: int) -> Choice:
         """Sampling parameters of `rows` rows of each slot, for tokens at `position`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from weft.engine.answers import Load
+from weft.engine.drafting import Speculation
 
 # Bounds in seconds of a wait for a token, and of a whole request; and in tokens.
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 10.0)
@@ -18,7 +19,7 @@ class Metrics:
     """Metrics of one server. `load` gives the engine's load when they are read."""
 
     def __init__(self, model_name: str, load: Callable[[], Load]) -> None:
-        self._load, self._preempted = load, 0
+        self._load, self._preempted, self._speculated = load, 0, Speculation()
         self.registry = CollectorRegistry()
 
         def made(kind: type, name: str, text: str, **options: object) -> object:
@@ -30,6 +31,17 @@ class Metrics:
             lambda: load().cache_usage
         )
         self._preemptions = made(Counter, "num_preemptions", "Requests that left the batch for older ones")
+        self._drafts = made(Counter, "spec_decode_num_drafts", "Times that tokens were drafted for a sequence")
+        self._draft_tokens = made(Counter, "spec_decode_num_draft_tokens", "Drafted tokens")
+        self._accepted = made(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        self._accepted_per_pos = Counter(
+            "weft:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by place in the draft",
+            ["model_name", "position"], registry=self.registry,
+        )  # fmt: skip
+        self._model_name = model_name
+        made(Gauge, "spec_decode_draft_length", "Tokens drafted for a sequence; 0: it does not pay").set_function(
+            lambda: (load().speculation or Speculation()).draft_length
+        )
         self.corrupted = made(
             Counter, "corrupted_requests", "Requests that ended since their logits were NaN or infinite"
         )
@@ -59,4 +71,15 @@ class Metrics:
         preempted = self._load().preemptions
         self._preemptions.inc(preempted - self._preempted)
         self._preempted = preempted
+        if (counts := self._load().speculation) is not None:
+            self._count_drafts(counts)
         return generate_latest(self.registry)
+
+    def _count_drafts(self, counts: Speculation) -> None:
+        before, self._speculated = self._speculated, counts
+        self._drafts.inc(counts.drafts - before.drafts)
+        self._draft_tokens.inc(counts.draft_tokens - before.draft_tokens)
+        self._accepted.inc(counts.accepted_tokens - before.accepted_tokens)
+        for place, count in enumerate(counts.accepted_per_pos):
+            earlier = before.accepted_per_pos[place] if before.accepted_per_pos else 0
+            self._accepted_per_pos.labels(self._model_name, str(place)).inc(count - earlier)

@@ -11,6 +11,7 @@ from weft.engine import Engine, EngineConfig, SamplingParams
 from weft.engine.drafting import TRIAL_STEPS, DraftLength
 from weft.engine.ngram import looked_up
 from weft.engine.speculative import SpeculativeConfig
+from weft.engine.verify import VerifyGraph
 
 PROMPTS = ["a prompt", "x", "abcabcabcabc", "another, longer prompt"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
@@ -346,3 +347,84 @@ def test_grammars_allow_the_token_after_each_draft(byte_model):
         ):
             assert_alike(completions, plain)
             assert counts.accepted_tokens > 60
+
+
+def step_by_step(directory, after_step, plant=lambda engine: None, world_size=1):
+    """Token ids of five requests of two slots, with `after_step` called after each step."""
+    prompts, params = [*PROMPTS, "abcabc"], SamplingParams(max_tokens=14, temperature=0.3, seed=3)
+
+    def main(team):
+        engine = Engine(directory, team, mode="torch", page_size=16, max_batch=2, speculative=NGRAM)
+        plant(engine)
+        tokens = {engine.submit(prompt, params): [] for prompt in prompts}
+        while engine.has_work:
+            for piece in engine.step():
+                tokens[piece.prompt].append(piece.token_id)
+            after_step(engine)
+        return list(tokens.values())
+
+    return weft.simulate(main, world_size)
+
+
+def assert_histories_are_the_sequences(engine):
+    """A slot's history is prompt and answer of the sequence in it, not of the one before."""
+    batch, history = engine.batch, engine.batch.runner.verifying.drafter.history
+    for sequence in batch.scheduler._running:
+        known = sequence.prompt + sequence.tokens
+        if batch._drafting.get(sequence.slot) is sequence:
+            assert history.tokens[sequence.slot, : len(known) - 1].tolist() == known[:-1]
+
+
+def test_a_slot_has_the_history_of_its_own_sequence(byte_model):
+    plain = step_by_step(byte_model, assert_histories_are_the_sequences)
+
+    def keep_the_last_history(engine):
+        engine.batch.runner.verifying.drafter.enter = lambda slot, tokens: None
+
+    with pytest.raises(AssertionError):
+        step_by_step(byte_model, assert_histories_are_the_sequences, keep_the_last_history)
+    # Drafts of another sequence do not change an answer.
+    assert step_by_step(byte_model, lambda engine: None, keep_the_last_history) == plain
+
+
+def test_a_rank_that_accepts_one_token_more_is_found(byte_model, monkeypatch):
+    """Planted: the counts of rank 1 are one more where a draft was rejected."""
+    params = [SamplingParams(max_tokens=14)] * 2
+    [(plain, _, _)] = ask(byte_model, PROMPTS[:2], params)
+    choose = VerifyGraph._choose
+
+    def choose_one_more(self, size, kind, logits, rows):
+        before = self.graph.slots.positions.clone()
+        choose(self, size, kind, logits, rows)
+        if self.graph.pipeline.team.rank == 1:
+            more = ((before >= 0) & (self.results[:, -2] <= self.results[:, -1])).long()
+            self.results[:, -2] += more
+            self.graph.slots.positions += more
+
+    monkeypatch.setattr(VerifyGraph, "_choose", choose_one_more)
+    try:
+        results = ask(byte_model, PROMPTS[:2], params, 2, answers=sequences_of(PROMPTS[:2], plain), speculative=NGRAM)
+    except weft.errors.WeftError:
+        return
+    assert [completions for completions, _, _ in results] != [plain, plain]
+
+
+def test_a_key_of_a_rejected_draft_that_is_read_later_is_found(byte_model, monkeypatch):
+    """Planted: the newest token's key is not written, so the rejected draft's stays in its place."""
+    from weft.models import Decoder
+
+    params = [SamplingParams(max_tokens=20, temperature=1.0, seed=2, ignore_eos=True)] * 2
+    [(plain, _, _)] = ask(byte_model, PROMPTS[:2], params)
+    answers, verify_step = sequences_of(PROMPTS[:2], plain), Decoder.verify_step
+
+    def without_first_key(self, positions, pages, page_size):
+        step = verify_step(self, positions, pages, page_size)
+        page, offset = step.cells
+        first = torch.arange(len(page)) % positions.shape[1] == 0
+        return dataclasses.replace(step, cells=(page.masked_fill(first, 0), offset))
+
+    [(good, counts, _)] = ask(byte_model, PROMPTS[:2], params, answers=answers, speculative=NGRAM, wrong=2)
+    assert good == plain and counts.accepted_tokens < counts.draft_tokens
+    monkeypatch.setattr(Decoder, "verify_step", without_first_key)
+    [(bad, _, _)] = ask(byte_model, PROMPTS[:2], params, answers=answers, speculative=NGRAM, wrong=2)
+    assert bad != plain

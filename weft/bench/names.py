@@ -39,7 +39,10 @@ OPS = {
     "moe-ar-rms-norm": "grouped_matmul_all_reduce_rms_norm",
 }
 # Ops with fields of their calls (``Op.variants``) that are measured as ops of their own.
-VARIED = ("moe-dispatch+fp8", "ag-moe+fp8")
+VARIED = (
+    "moe-dispatch+fp8", "ag-moe+fp8", "ag-gemm+block_fp8", "ag-gemm+channel_fp8", "gemm-rs+block_fp8", "gemm-rs+channel_fp8",
+    "gemm-ar+block_fp8", "gemm-ar+channel_fp8",
+)  # fmt: skip
 TRAIN = "train"
 # What `weft bench` measures.
 MEASURED = (*OPS, *VARIED, *LEVELS, TRAIN)

@@ -170,6 +170,10 @@ class Op:
         op, shape, world_size = self.table_key(call, machine)
         return table.why_none(op, shape, call.dtype, world_size, machine.caps, self.ranks_differ_in_k)
 
+    def offers(self, design: str, variants: Sequence[str]) -> bool:
+        """True if a call with these ``variants`` may ask for a design of this name."""
+        return True
+
     def check_design(self, design: object) -> None:
         """ValueError unless ``design`` is one of this op's."""
         if type(design) not in self.designs.values():

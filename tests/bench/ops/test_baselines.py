@@ -10,9 +10,10 @@ import torch
 import weft
 from tests.bench.ops.choosing import choose
 from weft.bench.harness.provider import Unavailable
-from weft.bench.ops import baselines, buffers
+from weft.bench.ops import baselines, buffers, fp8_baselines
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import OPS, op_of, parse_shapes
+from weft.bench.ops.workload import OpWorkload
 
 NORMED = "all-reduce-rms-norm"
 
@@ -56,7 +57,7 @@ def group_of(team, backend):
 
 @pytest.fixture
 def libraries(monkeypatch):
-    for module in (baselines, buffers):
+    for module in (baselines, buffers, fp8_baselines):
         monkeypatch.setattr(module, "dist", Library)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: object())
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: contextlib.nullcontext())
@@ -86,6 +87,26 @@ def test_every_library_gives_the_answer(op, libraries):
         return len(choose(op, names))
 
     assert weft.simulate(main, 3) == [len(names)] * 3
+
+
+@pytest.mark.parametrize("form", ["block_fp8", "channel_fp8"])
+@pytest.mark.parametrize("op", ["ag-gemm", "gemm-rs", "gemm-ar"])
+def test_cublas_in_fp8_gives_the_answer(op, form, libraries):
+    """And with other scales it does not."""
+    name = f"{op}+{form}"
+
+    def main(team):
+        team.group = group_of(team, None)
+        problem = OpWorkload(name=name, shapes=()).problem(parse_shapes(name, ["9,32,512"], team.size)[0], team)
+        for provider in choose(name, ["cublas", "cublas+nccl"]):
+            prepared = provider.make(problem)
+            for _ in range(2):
+                result = prepared.run(0)
+                assert problem.judge(result, prepared.local).wrong == "", provider.name
+            assert problem.judge(result * 1.1, prepared.local).wrong
+        return len(choose(name, ["cublas", "cublas+nccl"]))
+
+    assert weft.simulate(main, 3) == [2] * 3
 
 
 def test_a_library_and_a_norm_give_the_answer(libraries):

@@ -14,7 +14,7 @@ from weft.bench.harness.provider import Prepared, Result, Verdict
 from weft.bench.harness.workload import DTYPES, Problem, Shape, together
 from weft.bench.ops.shapes import computes, has_flops
 from weft.ops.case import Draw, Inputs, error_bound
-from weft.ops.gemm.gemm_op import product
+from weft.ops.gemm.gemm_op import named, product
 from weft.ops.moe.routing import MoeShape
 from weft.ops.op import Op
 from weft.plan.planned import AUTO
@@ -107,7 +107,9 @@ class OpProblem(Problem):
     def answer(self, local: bool = False) -> Result:
         """Expected result of this rank in fp32, or bit for bit. ``local``: of this rank's GEMM alone."""
         if local not in self._answers:
-            self._answers[local] = _narrowed(product(*self.sets[0]) if local else self._reference())
+            self._answers[local] = _narrowed(
+                product(*named(self.case, self.sets[0])[:2]) if local else self._reference()
+            )
         return self._answers[local]
 
     def _reference(self) -> Result:

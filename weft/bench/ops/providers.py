@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from weft.bench.harness.baselines import baselines_for
 from weft.bench.harness.provider import Prepared, Provider
 from weft.bench.ops.baselines import BASELINES
+from weft.bench.ops.fp8_baselines import FP8_BASELINES
 from weft.bench.ops.normed import copy_into
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import computes, op_of
@@ -17,11 +19,11 @@ from weft.plan.planned import AUTO, Planned, machine_of
 
 def providers_for(op: str, baselines: Path | None = None) -> tuple[Provider, ...]:
     """``baselines``: a folder of more baselines, by default a checkout's."""
-    of_torch = [one for one in BASELINES if op in one.ops]
-    return (*_of_weft(op_of(op)), *of_torch, *baselines_for(op, baselines))
+    of_torch = [one for one in (*BASELINES, *FP8_BASELINES) if op in one.ops]
+    return (*_of_weft(op_of(op), op.split("+")[1:]), *of_torch, *baselines_for(op, baselines))
 
 
-def _of_weft(op: Op) -> list[Provider]:
+def _of_weft(op: Op, variants: Sequence[str]) -> list[Provider]:
     """Providers of weft's plan ("weft.auto") and of each design.
 
     Designs of ops that compute run on request.
@@ -40,7 +42,7 @@ def _of_weft(op: Op) -> list[Provider]:
                 rare=design in op.rare,
             )
             for design in op.algorithms
-            if design != AUTO
+            if design != AUTO and op.offers(design, variants)
         ),
     ]
 

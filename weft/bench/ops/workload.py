@@ -12,6 +12,8 @@ from weft.bench.harness.workload import DTYPES, Shape, Workload
 from weft.bench.ops.problem import MOST_SETS, OpProblem
 from weft.bench.ops.providers import providers_for
 from weft.bench.ops.shapes import FORMS, computes, has_flops, op_of
+from weft.kernels.fp8 import E4M3
+from weft.ops.gemm.gemm_op import FP8
 from weft.ops.op import Op
 
 if TYPE_CHECKING:
@@ -82,8 +84,10 @@ class OpWorkload(Workload):
         wire = self.wire_bytes(world_size, size) / limits.link
         if not computes(self.op):
             return (wire + (limits.latency if world_size > 1 else 0.0)) * 1e6
-        op, kind = self.op, DTYPES[self.dtype]
-        gemm = max(self._flops(world_size, size) / limits.flops, op.memory_bytes(size, kind) / limits.memory)
+        op, kind, flops = self.op, DTYPES[self.dtype], limits.flops
+        if op.form == "gemm" and {*FP8} & {*self.fields}:
+            kind, flops = E4M3, 2 * flops  # tensor cores multiply bytes twice as fast
+        gemm = max(self._flops(world_size, size) / flops, op.memory_bytes(size, kind) / limits.memory)
         return max(gemm, wire) * 1e6
 
     def rate(self, world_size: int, size: Sequence[int], microseconds: float) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8 import E4M3, Fp8
 from weft.kernels.operands import ScaledMatrix, has_dense_rows
 from weft.kernels.tile_schedule import place_of
 from weft.ops.case import Case, Inputs
@@ -17,7 +17,7 @@ from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import OverNodes, swapped
 from weft.ops.gemm.fp8_operands import by_design
-from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, FP8, GemmCall, check_operands, named, product, rotated
+from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, FP8, GemmCall, check_operands, fp8_scheme, named, product, rotated
 from weft.ops.gemm.matmul import MATMUL, gradient_dtype, weight_gradient
 from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
@@ -169,6 +169,9 @@ class AllGatherMatmul(Overlapped):
     def traffic(self, sizes: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
         M, _, K = sizes
         return M // world_size * K * dtype.itemsize * (world_size - 1)
+
+    def traffic_of(self, case: Case) -> int:
+        return super().traffic_of(replace(case, dtype=E4M3) if fp8_scheme(case) else case)
 
     # --- running -----------------------------------------------------------------------------------------------------
 

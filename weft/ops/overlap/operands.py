@@ -29,7 +29,7 @@ def form_of(b: Operand) -> str:
     """Form of the scales that b asks of the rows, the same on all ranks; "none" of 16 bits."""
     if not isinstance(b, Fp8):
         return "none"
-    return "static" if b.input_scale is not None else "groups" if b.is_grouped else "rows"
+    return b.row_format.scales
 
 
 def quantized(a: Operand, b: Operand) -> Operand:

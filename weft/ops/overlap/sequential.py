@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
-from weft.ops.gemm.gemm_op import GemmCall, GemmOp
+from weft.ops.gemm.gemm_op import FP8, GemmCall, GemmOp, named
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.knobs import around
+from weft.ops.overlap.operands import quantized
 from weft.ops.registration import check_flag
 from weft.plan.planned import Machine, Planned
 from weft.plan.table import Found, Row
@@ -42,6 +46,9 @@ class Overlapped(GemmOp):
 
     spans_nodes = True
 
+    def offers(self, design: str, variants: Sequence[str]) -> bool:
+        return design != "fused" or not {*FP8} & {*variants}
+
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
         if call.fp8 and call.design == "fused":
             raise ValueError(
@@ -64,6 +71,11 @@ class Overlapped(GemmOp):
         if not (quick and isinstance(design, self.designs.get("fused", ()))):
             most = max(machine.world_size - 1, getattr(design, "span", 1))
             yield from (one for one in around(design) if getattr(one, "span", 1) <= most)
+
+    def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """Rows in fp8 for an fp8 weight, as norms write them."""
+        a, b, _ = named(case, tensors)
+        return (quantized(a, b), *tensors[1:])
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if call.M <= SEQUENTIAL_ROWS:

@@ -13,7 +13,7 @@ from tests.ops.moe.test_moe_ops import SCHEDULE, built_grouped
 from weft import ops
 from weft.errors import InvalidAccess
 from weft.kernels import fp8_tile
-from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch
+from weft.kernels.fp8 import E4M3, Fp8, RowFormat, agreed, by_torch
 from weft.ops.case import BF16, FP16
 from weft.ops.moe import grouped, grouped_kernel
 from weft.ops.moe.grouped import GroupedCall
@@ -101,10 +101,10 @@ def test_rows_written_in_fp8_are_the_quantized_ones(features, block, device):
         x, ids, weight = x.to(device), ids.to(device), Fp8(*(part.to(device) for part in weight[:2]))
         schedule = schedule_of(ids, 4, block)
         h = ops.grouped_matmul_silu_mul(x, weight, schedule)
-        written = ops.grouped_matmul_silu_mul(x, weight, schedule, fp8=GROUP)
-        data, scales = by_torch(h)
-        assert_identical(written.data.view(torch.uint8), data.view(torch.uint8))
-        assert_identical(written.scales.contiguous(), scales)
+        static = RowFormat("static", torch.tensor([[0.03]], device=device))
+        for format in (GROUP, static):
+            written = ops.grouped_matmul_silu_mul(x, weight, schedule, fp8=format)
+            assert_identical(agreed(h, written, format), h)
 
     everywhere(main, device)
 
@@ -229,11 +229,9 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
 
 
 WRITTEN_MUTANTS = {
-    "the scale of the tile's first pair": ("target * written.row", "(target - local[:, None]) * written.row"),
-    "scales transposed": (
-        "target * written.row + group * written.column", "target * written.column + group * written.row"),
-    "the first group's place": ("group = column // COLUMNS +", "group ="),
-    "rows that are not rounded to 16 bits": ("quantized(result.to(tl.bfloat16))", "quantized(result)"),
+    "the place of the tile's first pair": ("written, target, there", "written, target - local, there"),
+    "the first group's place": ("written, target, there, column, N", "written, target, there, 0, N"),
+    "rows that are not rounded to 16 bits": ("result = result.to(written.dtype)", "result = result"),
 }  # fmt: skip
 
 
@@ -278,7 +276,7 @@ HALF = torch.ones(3, 256).bfloat16()
         ("x.scales has shape (3, 1); this weight", Fp8(HALF.to(E4M3), torch.ones(3, 1)), weight_of((4, 1, 2)), {}),
         ("weight has 5 rows, an odd number", HALF, weight_of((4, 1, 2), N=5), {}),
         ("K=24 of torch.float8_e4m3fn is no multiple of 16", HALF[:, :24].contiguous(), weight_of((4, 6, 1), K=24), {}),
-        ("fp8.scales='token' is not 'group'; several programs compute a row", HALF, weight_of((4, 1, 2)),
+        ("fp8.scales='token', but several programs compute a row; quantize the result", HALF, weight_of((4, 1, 2)),
          {"fp8": RowFormat("token")}),
         ("is for fp8 weights and rows of fp8 or bf16; leave it out", HALF.half(), weight_of((4, 1, 2)), {"fp8": GROUP}),
         ("is for fp8 weights and rows of fp8 or bf16; leave it out", HALF, torch.zeros(4, 6, 256).bfloat16(), {"fp8": GROUP}),

@@ -17,12 +17,12 @@ from weft import ops
 from weft.errors import InvalidAccess
 from weft.kernels import expert_choices
 from weft.kernels.expert_choices import Scoring
-from weft.kernels.fp8 import E4M3
+from weft.kernels.fp8 import E4M3, Fp8Rows
 from weft.kernels.fp8_tile import Fp8Scales
 from weft.ops.moe import grouped, grouped_grad, grouped_kernel, moe_schedule, moe_sum, route
 from weft.ops.moe.exchange import PushRows, Sizes, copy_chosen_kernel
 from weft.ops.moe.grouped import GroupedCall, weight_descriptor
-from weft.ops.moe.grouped_kernel import Form, Fp8Rows, grouped_matmul_kernel
+from weft.ops.moe.grouped_kernel import Form, grouped_matmul_kernel
 from weft.ops.moe.grouped_rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.moe.rows import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
@@ -350,7 +350,7 @@ def built_grouped(
         of_scales = torch.zeros(64)
         of_both = Fp8Scales(of_scales, 1, 64, of_scales, K // 128, *forms, 96)
         if gated and columns:
-            out, written = rows, Fp8Rows(of_scales, 1, 64)
+            out, written = rows, Fp8Rows(of_scales, 1, 64, tl.constexpr(128), tl.constexpr(tl.bfloat16))
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
     apart = gated and (design.transposed or experts_fp8 is not None)
     form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False, apart)

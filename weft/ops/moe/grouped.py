@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.fp8 import COLUMNS, E4M3, Fp8, scales_of
+from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows
 from weft.kernels.fp8_tile import scales_of_gemm
 from weft.kernels.operands import can_describe
 from weft.ops.gemm.fp8_operands import columns_of, quantized_for
 from weft.ops.knobs import check_knobs, flipped, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
-from weft.ops.moe.grouped_kernel import Arriving, Form, Fp8Rows, grouped_matmul_kernel
+from weft.ops.moe.grouped_kernel import Arriving, Form, grouped_matmul_kernel
 from weft.ops.moe.routing import Schedule
 from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv
@@ -164,11 +164,13 @@ def run(
     turned: bool = False,
     each_pair: bool = False,
     coming: Coming = NOTHING_COMES,
-    out: torch.Tensor | Fp8 | None = None,
-) -> torch.Tensor | Fp8:
+    out: torch.Tensor | None = None,
+    written: Fp8Rows | None = None,
+) -> torch.Tensor:
     """Rows of checked arguments, in ``out`` or a new tensor; see ``grouped_matmul_kernel``.
 
     each_pair  x has a row for each pair, and rows of the result are in the order of the schedule
+    written    where ``out`` is in fp8
     """
     x, weight, schedule, by_token, scales = given[:5]
     gather = 1 if each_pair else schedule.choices if by_token else 0
@@ -194,11 +196,10 @@ def run(
             )
         scales = scales.contiguous()
     block_k, width = design.block_k, design.block_n // (2 if gated else 1)
-    if isinstance(out, Fp8) and width % COLUMNS.value:
+    if written is not None and width % COLUMNS.value:
         raise ValueError(
             f"block_n={design.block_n} has {width} results, no multiple of the {COLUMNS.value} under a scale of fp8 rows"
         )
-    target, *of_results = out if isinstance(out, Fp8) else (out,)
     described = not gather and can_describe(x)
     apart = gated and (design.transposed or fp8 is not None)
     form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, apart, coming.in_place)
@@ -209,8 +210,8 @@ def run(
         fp8,
         coming.rows,
         weight_descriptor(design, weight, form),
-        target,
-        Fp8Rows(of_results[0], *of_results[0].stride()) if of_results else None,
+        out,
+        written,
         schedule,
         N,
         K,
@@ -232,15 +233,6 @@ def fitted(design: GroupedTiles, weight: Fp8) -> GroupedTiles:
     """``design`` with steps under one scale of ``weight``."""
     most = columns_of(weight) if weight.is_grouped else COLUMNS.value
     return replace(design, block_k=most) if design.block_k > most else design
-
-
-def empty_rows(like: torch.Tensor, rows: int, width: int) -> Fp8:
-    """Rows in fp8 with a scale for each 128 columns, on the device of ``like``.
-
-    The scales of one group of columns lie side by side, as tiles read them.
-    """
-    scales = like.new_empty((scales_of(width), rows), dtype=torch.float32).t()
-    return Fp8(like.new_empty((rows, width), dtype=E4M3), scales)
 
 
 def weight_descriptor(design: GroupedTiles, weight: torch.Tensor, form: Form) -> TensorDescriptor:

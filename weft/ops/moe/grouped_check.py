@@ -81,7 +81,5 @@ def check_written(op: str, given: GroupedArguments, fp8: RowFormat) -> None:
     """ValueError unless the result can be written in fp8 of this form."""
     if given.weight_scales is None or given.dtype != torch.bfloat16:
         raise ValueError(f"{op}: fp8={quoted(fp8)} is for fp8 weights and rows of fp8 or bf16; leave it out")
-    if fp8.scales != "group":
-        raise ValueError(
-            f"{op}: fp8.scales={quoted(fp8.scales)} is not 'group'; several programs compute a row: quantize the result"
-        )
+    if fp8.scales == "token":
+        raise ValueError(f"{op}: fp8.scales='token', but several programs compute a row; quantize the result")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.fp8 import COLUMNS, quantized
+from weft.kernels.fp8 import COLUMNS, store_rows
 from weft.kernels.fp8_tile import fp8_dot, row_scales, scaled, weight_scales
 from weft.kernels.gemm_tile import halves
 
@@ -38,14 +38,6 @@ class Form(NamedTuple):
     turned: bool
     apart: bool
     in_place: bool = False
-
-
-class Fp8Rows(NamedTuple):
-    """Scales of rows that a kernel writes in fp8, and elements from row to row and from scale to scale."""
-
-    scales: torch.Tensor
-    row: int
-    column: int
 
 
 class Arriving(NamedTuple):
@@ -136,7 +128,7 @@ def grouped_matmul_kernel(
     weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows, or if FORM.turned of [experts, K, N]; if FORM.gated of
               [experts, 2, N, K] in blocks of BLOCK_N // 2 rows of both, or if FORM.apart of one
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
-    written   ``Fp8Rows`` where out is e4m3: results are rounded to bf16, then quantized; else None
+    written   ``Fp8Rows`` where out is in fp8; else None
     slab      tiles along N that go before the next ones are begun
 
     signals   none: a tile is one program's. Copy engines of the peers, after each chunk of their rows
@@ -243,15 +235,11 @@ def grouped_matmul_kernel(
             target = row + local
         else:
             target = pair
-        target = target.to(tl.int64)[:, None]
-        n = column + tl.arange(0, WIDTH)[None, :]
-        there = (local < count)[:, None]
+        n = column + tl.arange(0, WIDTH)
+        at, there = target.to(tl.int64)[:, None] * N + n[None, :], local < count
         if written is None:
-            tl.store(out + target * N + n, result.to(out.dtype.element_ty), mask=there & (n < N))
+            result = result.to(out.dtype.element_ty)
         else:
-            quantized_rows, of_result = quantized(result.to(tl.bfloat16))
-            tl.store(out + target * N + n, quantized_rows, mask=there & (n < N))
-            group = column // COLUMNS + tl.arange(0, WIDTH // COLUMNS)[None, :]
-            at = written.scales + target * written.row + group * written.column
-            tl.store(at, of_result, mask=there & (group * COLUMNS < N))
+            result = result.to(written.dtype)
+        store_rows(result, out, at, there[:, None] & (n < N)[None, :], written, target, there, column, N)
         wl.end_tile(began, place // width, column // WIDTH, team)

@@ -8,13 +8,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, by_torch, check_e4m3, quantized_weight, read_back
+from weft.kernels.fp8 import (
+    COLUMNS,
+    Fp8,
+    RowFormat,
+    agreed,
+    by_torch,
+    check_e4m3,
+    empty_rows,
+    fp8_of,
+    quantized_weight,
+    read_back,
+    rows_argument,
+)
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_sizes, machine_on
 from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles, empty_rows
+from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_check import check_grouped, check_written
 from weft.ops.moe.grouped_grad import weight_grad
 from weft.ops.moe.grouped_rule import grouped_tiles_for, tiles
@@ -90,14 +102,12 @@ class GroupedOp(MoeOp):
         if not quick:
             yield from around(design)
 
-    def run(
-        self, design: GroupedTiles, team: None, given: GroupedArguments, out: Fp8 | None = None
-    ) -> torch.Tensor | Fp8:
-        """The op of checked arguments, in ``out`` if it is given."""
+    def run(self, design: GroupedTiles, team: None, given: GroupedArguments, **written: Any) -> torch.Tensor:
+        """The op of checked arguments. written: ``out`` and ``written`` of ``grouped.run``."""
         self.check_design(design)
         if given.scales is not None or given.weight_scales is not None:
             check_e4m3(self.name, capabilities_of(given.x.device))
-        return grouped.run(design, given, gated=self.gated, out=out)
+        return grouped.run(design, given, gated=self.gated, **written)
 
     def forward(self, given: GroupedArguments) -> torch.Tensor:
         return self.run(self.plan(given.call(self.gated), machine_on(given.x.device)).design, None, given)
@@ -214,7 +224,12 @@ class GroupedOp(MoeOp):
     ) -> torch.Tensor:
         gather = case.field("gather") is not False
         if isinstance(case.design, str):
-            return self.public(x, weight, schedule, scales=scales, **({} if self.gated else {"gather": gather}))
+            options = {"scales": scales, **({} if self.gated else {"gather": gather})}
+            out = self.public(x, weight, schedule, **options)
+            if not case.field("written"):
+                return out
+            format = RowFormat("group")
+            return agreed(out, self.public(x, weight, schedule, **options, fp8=format), format)
         return self.run(case.design, None, GroupedArguments.of(x, weight, schedule, gather, scales))
 
     def defined(
@@ -272,6 +287,10 @@ class GroupedOp(MoeOp):
         yield case(BF16, 21, 2, 4, 136, 400, block=16, fp8=True, block_fp8=True, **kind)
         yield case(BF16, 9, 2, 4, 48, 272, fp8=True, channel_fp8=True, **kind)
         yield case(BF16, 0, 2, 8, 32, 64, block_fp8=True, **kind)
+        if self.gated:
+            # A row's last scale is of 64 columns, as where a rank's edge cuts a group.
+            for block in (16, 128):
+                yield case(BF16, block + 1, 1, 2, 192, 256, block=block, block_fp8=True, written=True)
 
     def large_cases(self) -> Iterator[Case]:
         layers = [(T, 8, 128, 768, 2048) for T in (1, 128, 1000)]
@@ -376,8 +395,8 @@ def grouped_matmul_silu_mul(
     schedule  of ``moe_schedule``, for T tokens
     scales    fp32 [T, ceil(K / 128)] of fp8 rows x, as ``moe_dispatch`` gives them: row times scale, rounded to the weight's
               dtype, is multiplied
-    fp8       of an fp8 weight with scales of blocks, bf16 or fp8 rows: RowFormat("group") gives ``Fp8`` rows, bit for bit the
-              quantized bf16 ones, for ``grouped_matmul``
+    fp8       with an fp8 weight and fp8 or bf16 rows: the result is put in fp8 so, after it is rounded to bf16; ``row_format``
+              of the next weight, not by tokens
 
     Rows from the number of pairs on are not written. Computed in fp32, rounded once; the same bits from run to run.
     Gradients of x and weight, without scales. ValueError for shapes, dtypes or devices that do not fit.
@@ -387,7 +406,7 @@ def grouped_matmul_silu_mul(
     if fp8 is None:
         return GROUPED_MATMUL_SILU_MUL.dispatch(given)
     check_written(op, given, fp8)
-    return Fp8(*_GROUPED_MATMUL_SILU_MUL_FP8.dispatch(given))
+    return fp8_of(*GROUPED_MATMUL_SILU_MUL_FP8.dispatch(given, *fp8), fp8)
 
 
 class GroupedMatmulSiluMul(GroupedOp):
@@ -402,22 +421,29 @@ register(GROUPED_MATMUL_SILU_MUL)
 
 
 class GroupedMatmulSiluMulFp8(Op):
-    """The gated op whose results are written in fp8: rows, and a scale for each 128 columns."""
+    """GroupedMatmulSiluMul with rows in fp8: a torch op by itself, since it has two results."""
 
     name = alias = "grouped_matmul_silu_mul_fp8"
     collective = False
 
-    def forward(self, given: GroupedArguments) -> tuple[torch.Tensor, torch.Tensor]:
-        h, op = self._empty(given), GROUPED_MATMUL_SILU_MUL
-        op.run(op.plan(given.call(True), machine_on(given.x.device)).design, None, given, out=h)
-        return h.data, h.scales
+    def forward(
+        self, given: GroupedArguments, form: str, static: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """form, static: of ``RowFormat``, whose fields have names of the arguments'."""
+        h, scales = self.fake(given, form, static)
+        written, op = (
+            rows_argument(scales, RowFormat(form, static), given.dtype, COLUMNS.value),
+            GROUPED_MATMUL_SILU_MUL,
+        )
+        op.run(op.plan(given.call(True), machine_on(h.device)).design, None, given, out=h, written=written)
+        return h, scales
 
-    def fake(self, given: GroupedArguments) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._empty(given)[:2]
+    def fake(
+        self, given: GroupedArguments, form: str, static: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        N = given.weight.shape[1] // 2
+        return empty_rows(given.x, given.schedule.all_pairs, N, RowFormat(form, static))
 
-    def _empty(self, given: GroupedArguments) -> Fp8:
-        return empty_rows(given.x, given.schedule.all_pairs, given.weight.shape[1] // 2)
 
-
-_GROUPED_MATMUL_SILU_MUL_FP8 = GroupedMatmulSiluMulFp8()
-define(_GROUPED_MATMUL_SILU_MUL_FP8)
+GROUPED_MATMUL_SILU_MUL_FP8 = GroupedMatmulSiluMulFp8()
+define(GROUPED_MATMUL_SILU_MUL_FP8)

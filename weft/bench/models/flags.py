@@ -63,22 +63,19 @@ class ModelFlags:
 
     def check_ops(self, ops: dict[str, tuple[str, ...]], eager: bool) -> None:
         """Raise ValueError for contradictory flags, and for flags that none of ``ops`` (with shapes) takes."""
-        from weft.models.quantization import MADE
-
         self._check_takers(ops, eager)
         if not any(map(is_model, ops)):
             return
         shapes = [given for op, given in ops.items() if is_model(op) and given]
         if shapes and (self.run_type or any(self.steps)):
             raise ValueError("--shapes says all that --run-type, --bsz and --ctx say; leave one of them out")
-        known_values = (
-            ("model", self.model, MODELS),
-            ("run-type", self.run_type, RUN_TYPES),
-            ("quantization", self.quantization, MADE),
-        )
-        for flag, value, known in known_values:
+        for flag, value, known in (("model", self.model, MODELS), ("run-type", self.run_type, RUN_TYPES)):
             if value is not None:
                 one_of(flag, value, known)
+        if self.quantization is not None:
+            from weft.models.quantization import MADE  # needs torch
+
+            one_of("quantization", self.quantization, MADE)
         if self.random_cache and self.check:
             raise ValueError("--check compares answers, which --random-cache makes meaningless; leave one of them out")
         for mode in self.modes:

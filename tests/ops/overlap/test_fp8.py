@@ -1,14 +1,21 @@
 """The overlapped ops with fp8 weights on virtual ranks, against plain torch, and what they refuse."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import weft
+import weft.check
 from tests.ops.checking import assert_close, assert_identical, check_replicated, run_cases
+from tests.ops.layer_cases import mutated
 from weft import ops
 from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
+from weft.ops.case import BF16, Case
 from weft.ops.gemm.gemm_op import fp8_scheme, rotated
 from weft.ops.op import find_op
+from weft.ops.overlap import all_gather_matmul, gathered
+from weft.ops.overlap.all_gather_matmul import Pipelined
 
 
 def random(name, *shape):
@@ -97,3 +104,56 @@ def test_wrong_arguments_are_refused():
                 call()
 
     weft.simulate(main, 2)
+
+
+# --- planted mistakes ---------------------------------------------------------------------------------------------------
+
+SENT = """            for target, source in before:
+                team.copy_engine.put(target, source, peer)
+            channel.send(team, *last, first_flags + place, number, peer)
+"""
+MUTANTS = {
+    "rows before their scales": (
+        SENT,
+        """            channel.send(team, *(before or [last])[0], first_flags + place, number, peer)
+            for target, source in [last] if before else []:
+                team.copy_engine.put(target, source, peer)
+""",
+    ),
+    "scales before their rows": (
+        SENT,
+        """            channel.send(team, *last, first_flags + place, number, peer)
+            for target, source in before:
+                team.copy_engine.put(target, source, peer)
+""",
+    ),
+    "scales of the call before": (
+        SENT,
+        "            channel.send(team, *(before or [last])[0], first_flags + place, number, peer)\n",
+    ),
+    "scales of another rank": (
+        "scales = self.scales[first * self.groups : last * self.groups]",
+        "scales = self.scales.roll(self.rows * self.groups)[first * self.groups : last * self.groups]",
+    ),
+    "scales by rows": ("shard.scales[piece].t().contiguous().view(-1)", "shard.scales[piece].contiguous().view(-1)"),
+    "the first piece's scales for every piece": (
+        "shard.scales[piece].t()",
+        "shard.scales[: piece.stop - piece.start].t()",
+    ),
+    "scales one row off": ("shard.scales[piece].t()", "shard.scales[piece].roll(1, 0).t()"),
+}
+
+
+@pytest.mark.parametrize("name", [None, *MUTANTS])
+def test_a_planted_mistake_is_caught(name, tmp_path, monkeypatch):
+    """By a wrong result, or as a race; without one neither shows."""
+    mutant = mutated(gathered, *MUTANTS.get(name, (SENT, SENT)), f"gathered_mutant_{len(name or '')}", tmp_path)
+    monkeypatch.setattr(all_gather_matmul, "begin_gather", mutant.begin_gather)
+    case = Case(
+        op="all_gather_matmul", world_size=2, dtype=BF16, sizes=(2 * 8, 24, 272),
+        design=Pipelined(chunks=2), fields=(("block_fp8", True),),
+    )  # fmt: skip
+    with pytest.raises((AssertionError, weft.errors.WeftError)) if name else nullcontext():
+        weft.simulate(run_cases, 2, seed=1, slow={1: 20.0}, args=([case], 3))
+        report = weft.check.check(lambda team: run_cases(team, [case], 2), 2, schedules=8)
+        assert report.ok, report

@@ -78,7 +78,8 @@ def explain(
 ) -> Explanation:
     """Plan of a call of ``op`` with its reason; ``print`` shows it.
 
-    op          name of an op in weft.ops, or its alias on the command line
+    op          name of an op in weft.ops, or its alias on the command line; with variants of its calls as ``weft tune`` names
+                them: matmul+partials, ag-gemm+block_fp8
     shape       of a collective's input at each rank; of all_reduce_rms_norm's x
     world_size  number of ranks, at least 1; None: the number of GPUs here
     caps        ``team.caps``; None: capabilities of this machine
@@ -95,12 +96,16 @@ def explain(
     An op without a plan takes no sizes. ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
     given: dict[str, Any] = {"shape": shape, "M": None, "N": None, "K": None, **sizes}
+    word, (op, *variants) = op, op.split("+") if isinstance(op, str) else [op]
     if why := why_no_plan(op):
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"explain: {op} has no plan that {name}={quoted(value)} could change; leave it out")
         return Explanation(op, op, Planned("kernel", NoPlan(), why))
     asked = find_op(op)
+    if unknown := [variant for variant in variants if variant not in asked.variants]:
+        known = ", ".join(asked.variants) or "none"
+        raise ValueError(f"explain: op {quoted(word)}: {asked.name} has the variants {known}, not {quoted(unknown[0])}")
     world_size = max(1, torch.cuda.device_count()) if world_size is None else world_size
     _check_team(world_size, caps)
     _check_dtype(asked, dtype)
@@ -108,7 +113,7 @@ def explain(
     _check_sizes(asked, given)
     nodes = world_size // (check_node_size(node_size, world_size) or world_size)
     here = machine(caps or _here(world_size), world_size, nodes=nodes)
-    fields = _fields(asked, own_first)
+    fields = _fields(asked, own_first) | dict.fromkeys(variants, True)
     call = asked.call_of([given[name] for name in asked.sizes], dtype, here, algorithm, **fields)
     if nodes > 1 and not asked.spans_nodes:
         raise ValueError(
@@ -117,7 +122,8 @@ def explain(
     given_as = " ".join(f"{name}={given[name]}" for name in asked.sizes) if shape is None else f"of {tuple(shape)}"
     split = f", {nodes} nodes" if nodes > 1 else ""
     where = f"{name_of(dtype)}, world_size={world_size}{split}, {here.caps.device_name}"
-    return Explanation(asked.name, f"{asked.name} {given_as} {where}", asked.plan(call, here))
+    name = "+".join([asked.name, *variants])
+    return Explanation(asked.name, f"{name} {given_as} {where}", asked.plan(call, here))
 
 
 def _check_team(world_size: int, caps: Capabilities | None) -> None:

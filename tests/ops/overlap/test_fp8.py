@@ -10,12 +10,14 @@ import weft.check
 from tests.ops.checking import assert_close, assert_identical, check_replicated, run_cases
 from tests.ops.layer_cases import mutated
 from weft import ops
-from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
+from weft.kernels.fp8 import E4M3, Fp8, by_torch, quantized_rows, quantized_weight
 from weft.ops.case import BF16, Case
 from weft.ops.gemm.gemm_op import fp8_scheme, rotated
 from weft.ops.op import find_op
 from weft.ops.overlap import all_gather_matmul, gathered
-from weft.ops.overlap.all_gather_matmul import Pipelined
+from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
+from weft.plan.planned import machine
+from weft.runtime import capabilities
 
 
 def random(name, *shape):
@@ -82,6 +84,70 @@ def test_gradients_are_refused_in_all_gather_matmul():
             ops.all_gather_matmul(x, weight, team)
         with torch.no_grad():
             assert ops.all_gather_matmul(x, weight, team).shape == (8, 32)
+
+    weft.simulate(main, 2)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_plans_of_fp8_weights(op):
+    """Rows of 16-bit GEMMs do not decide them, and no plan takes a kernel that multiplies 16 bits."""
+    for W in (2, 4, 8):
+        here = machine(capabilities.simulated(W), W)
+        for M in (W, 512, 1024, 4096, 16384):
+            for form in ("block_fp8", "channel_fp8"):
+                planned = op.plan(op.call_of((M, 5120, 2560), BF16, here, **{form: True}), here)
+                assert planned.name == (
+                    "pipelined" if (1024 if op.replicated and W == 2 else 512) < M else "sequential"
+                )
+                designs = list(op.space(op.call_of((M, 5120, 2560), BF16, here, **{form: True}), here))
+                assert designs and {op.name_of(design) for design in designs} <= {"pipelined", "sequential"}
+    explained = ops.explain(f"{op.alias}+block_fp8", M=4096, N=5120, K=2560, world_size=2)
+    assert explained.algorithm == "pipelined" and "+block_fp8 M=4096" in str(explained)
+    with pytest.raises(ValueError, match="has the variants .*block_fp8, channel_fp8, not 'fp8'"):
+        ops.explain(f"{op.alias}+fp8", M=4096, N=5120, K=2560, world_size=2)
+    if "fused" in op.designs:
+        with pytest.raises(ValueError, match="design='fused' multiplies rows of 16 bits"):
+            ops.explain(f"{op.alias}+block_fp8", M=4096, N=5120, K=2560, world_size=2, algorithm="fused")
+
+
+@pytest.mark.parametrize("op", [ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce])
+def test_ranks_with_other_scales_are_refused(op):
+    """They would send other bytes."""
+
+    def main(team):
+        weight = quantized_weight(torch.ones(16, 256), ("block", "channel")[team.rank])
+        op(torch.ones(2, 256).bfloat16(), weight, team)
+
+    with pytest.raises(ValueError, match=r"scales is \[\(1, .*on rank 0, \[\(16, .*on rank 1"):
+        weft.simulate(main, 2)
+
+
+def test_rows_that_come_in_fp8():
+    """Of all forms, with rows that norms write: results are those of the 16-bit rows."""
+
+    def main(team):
+        x = random(team.rank, 10, 144).bfloat16()
+        for scheme in ("block", "channel", "static"):
+            weight = quantized_weight(random(7, 32, 144), "tensor" if scheme == "static" else scheme)
+            if scheme == "static":
+                weight = weight._replace(input_scale=torch.tensor([[0.02]]))
+            rows = quantized_rows(x, weight.row_format, team.caps)
+            for call in (ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce):
+                assert_identical(call(rows, weight, team), call(x, weight, team), what=f"{call.__name__} {scheme}")
+            for design in (Pipelined(chunks=2), Pipelined(span=2)):
+                for local_first in (False, True):
+                    found = ALL_GATHER_MATMUL.run(design, team, rows, weight, local_first)
+                    wanted = ops.all_gather_matmul(x, weight, team, own_first=local_first)
+                    assert_identical(found, wanted, what=f"{design} {scheme} {local_first}")
+        one = Fp8(x.to(E4M3), torch.tensor([[1.0 + team.rank]]))  # a scale for all rows of this rank
+        weight = quantized_weight(random(7, 32, 144), "channel")
+        each = one._replace(scales=one.scales.expand(10, 1).contiguous())
+        for design in (Pipelined(), None):
+            if design is None:
+                found, wanted = (ops.all_gather_matmul(rows, weight, team) for rows in (one, each))
+            else:
+                found, wanted = (ALL_GATHER_MATMUL.run(design, team, rows, weight) for rows in (one, each))
+            assert_identical(found, wanted, what="a scale for all rows")
 
     weft.simulate(main, 2)
 

@@ -23,6 +23,7 @@ class OverlappedFp8(Op):
     """An overlapped op with fp8 weights. of: the op of 16-bit operands, whose plans these calls have."""
 
     of: ClassVar[Overlapped]
+    differs = {"a_scales": (0, 1)}  # one of all rows, or of each
 
     def call_with(
         self, a: Operand, weights: Sequence[Fp8], team: Team, own_first: bool, name: str = "a"

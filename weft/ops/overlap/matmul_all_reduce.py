@@ -184,7 +184,7 @@ class MatmulAllReduce(Overlapped):
         return Sequential(collective=reduce, gemm=gemm)
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (self.default(name, call, machine) for name in self.algorithms[1:])
+        yield from (self.default(name, call, machine) for name in self.offered(call))
         yield from pipelines(Pipelined(), machine)
         if call.fp8:
             return
@@ -260,6 +260,7 @@ register(MATMUL_ALL_REDUCE)
 class MatmulAllReduceFp8(OverlappedFp8):
     name = alias = "matmul_all_reduce_fp8"
     of = MATMUL_ALL_REDUCE
+    differs = {"a": (1,), "a_scales": (0, 1), "weights": (1,), "scales": (1,)}  # K
 
     def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
         return [self.of.planned(team, a, weights[0])]

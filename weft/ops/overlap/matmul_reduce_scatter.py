@@ -136,7 +136,7 @@ class MatmulReduceScatter(Overlapped):
         )
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        yield from (self.default(name, call, machine) for name in self.algorithms[1:])
+        yield from (self.default(name, call, machine) for name in self.offered(call))
         yield from pipelines(Pipelined(), machine)
         if machine.world_size == 2:
             yield from (
@@ -246,6 +246,7 @@ register(MATMUL_REDUCE_SCATTER)
 class MatmulReduceScatterFp8(OverlappedFp8):
     name = alias = "matmul_reduce_scatter_fp8"
     of = MATMUL_REDUCE_SCATTER
+    differs = {"a": (1,), "a_scales": (0, 1), "weights": (1,), "scales": (1,)}  # K
 
     def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
         return [self.of.planned(team, a, weights[0], own_first)]

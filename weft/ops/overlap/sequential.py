@@ -15,7 +15,7 @@ from weft.ops.gemm.matmul import MATMUL
 from weft.ops.knobs import around
 from weft.ops.overlap.operands import quantized
 from weft.ops.registration import check_flag
-from weft.plan.planned import Machine, Planned
+from weft.plan.planned import AUTO, Machine, Planned
 from weft.plan.table import Found, Row
 from weft.runtime.codec import exchangeable
 
@@ -49,10 +49,15 @@ class Overlapped(GemmOp):
     def offers(self, design: str, variants: Sequence[str]) -> bool:
         return design != "fused" or not {*FP8} & {*variants}
 
+    def offered(self, call: GemmCall) -> list[str]:
+        """Names of the designs that a call may ask for."""
+        variants = [name for name in self.variants if getattr(call, name)]
+        return [name for name in self.algorithms[1:] if self.offers(name, variants)]
+
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
-        if call.fp8 and call.design == "fused":
+        if call.design != AUTO and call.design not in self.offered(call):
             raise ValueError(
-                f"{self.name}: design='fused' multiplies rows of 16 bits; pass 'pipelined' for fp8 weights"
+                f"{self.name}: design={call.design!r} multiplies rows of 16 bits; pass 'pipelined' for fp8 weights"
             )
         if machine.nodes > 1 and call.fp8 and self.gathers:
             reason = f"{machine.nodes} nodes: fp8 rows are gathered over them, then multiplied"

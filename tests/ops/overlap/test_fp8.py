@@ -14,8 +14,9 @@ from weft.kernels.fp8 import E4M3, Fp8, by_torch, quantized_rows, quantized_weig
 from weft.ops.case import BF16, Case
 from weft.ops.gemm.gemm_op import fp8_scheme, rotated
 from weft.ops.op import find_op
-from weft.ops.overlap import all_gather_matmul, gathered
+from weft.ops.overlap import all_gather_matmul, gathered, matmul_all_reduce
 from weft.ops.overlap.all_gather_matmul import ALL_GATHER_MATMUL, Pipelined
+from weft.plan.memo import forget
 from weft.plan.planned import machine
 from weft.runtime import capabilities
 
@@ -150,6 +151,50 @@ def test_rows_that_come_in_fp8():
             assert_identical(found, wanted, what="a scale for all rows")
 
     weft.simulate(main, 2)
+
+
+@pytest.mark.parametrize(("nodes", "node_size"), [(2, 2), (3, 1)])
+def test_over_nodes(nodes, node_size, monkeypatch):
+    W = nodes * node_size
+    monkeypatch.setattr(matmul_all_reduce, "rows_overlap", lambda rows: True)
+    forget()
+
+    def main(team):
+        cases = [
+            Case(op=op.name, world_size=W, dtype=BF16, sizes=(M, 24, 144), fields=((form, True),))
+            for op in OPS
+            for form in ("block_fp8", "channel_fp8")
+            for M in ((W * 5, W * 3 - 1) if op.replicated else (W * 5,))
+        ]
+        found = run_cases(team, cases, 1)
+        weight = quantized_weight(random(5 + team.rank, 24, 144), "block")
+        x = random(team.rank, W, 144).bfloat16()
+        rows = quantized_rows(x, weight.row_format, team.caps)
+        for call in (ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce):
+            assert_identical(call(rows, weight, team), call(x, weight, team), what=call.__name__)
+        return found
+
+    check_replicated(weft.simulate(main, W, node_size=node_size))
+    forget()
+
+
+def test_compiles_without_a_graph_break():
+    def main(team):
+        x = random(team.rank, 6, 144).bfloat16()
+        up, down = (
+            quantized_weight(random(number, *size), "block") for number, size in enumerate(((32, 144), (16, 32)))
+        )
+
+        def both(x, up, down):
+            y = ops.all_gather_matmul(x, up, team, own_first=True)
+            return ops.matmul_reduce_scatter(y, down, team, own_first=True), ops.matmul_all_reduce(y, down, team)
+
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+        for found, wanted in zip(compiled(x, up, down), both(x, up, down), strict=True):
+            assert_identical(found, wanted)
+
+    weft.simulate(main, 1)
+    torch._dynamo.reset()
 
 
 def test_wrong_arguments_are_refused():

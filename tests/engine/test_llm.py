@@ -418,29 +418,74 @@ def as_processes(monkeypatch):
     return start
 
 
-def test_ranks_that_stay_answer_one_request_after_another(byte_model, as_processes):
+def tokens_of(pieces):
+    return [piece.token_id for piece in pieces]
+
+
+def test_a_rank_that_stays_answers_as_an_engine_until_it_dies(byte_model, as_processes, monkeypatch):
+    """What tests/engine/test_processes.py says of the protocol, with an engine."""
     params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=4, temperature=1.0, seed=2)]
     expected = engine_answers(byte_model, PROMPTS, params)
-    ranks, stats = as_processes(byte_model), []
+    [first], [second] = (engine_answers(byte_model, [prompt], params[:1]) for prompt in PROMPTS)
+    loaded, stats, engines, steps = [], [], [], []
 
-    def ask(prompts, params):
-        tokens = [[] for _ in prompts]
-        for piece in ranks.ask((prompts, params), stats.append):
-            tokens[piece.prompt].append(piece.token_id)
-        return tokens
+    def noted(*given, **named):
+        engines.append(weft.Engine(*given, **named))
+        return engines[-1]
 
-    assert ask(PROMPTS, params) == expected
-    with pytest.raises(ValueError, match=r"prompts\[0\]='' is empty"):
-        ask([""], params[:1])
-    with pytest.raises(ValueError, match="params={'temperature': 1.0} is not a SamplingParams"):
-        ask(["x"], [{"temperature": 1.0}])
-    undrawn = ranks.ask((PROMPTS, params), stats.append)
-    next(undrawn)
-    undrawn.close()
-    assert ask(PROMPTS, params) == expected
-    assert [one.new_tokens for one in stats] == [10, 10]
+    before = listening()
+    ranks = as_processes(byte_model, lambda done, total: loaded.append((done, total)), engine=noted)
+    assert listening() == before  # no stranger can connect to the pipes' ends
+    assert loaded == sorted(loaded) and loaded[-1][0] == loaded[-1][1] > 0
+
+    def ask(prompts=PROMPTS, params=params):
+        return ranks.ask((prompts, params), stats.append)
+
+    def answers():
+        pieces = list(ask())
+        return [[piece.token_id for piece in pieces if piece.prompt == prompt] for prompt in range(2)]
+
+    assert answers() == expected
+    for given, says in (
+        (([""], params[:1]), r"prompts\[0\]='' is empty"),
+        (([], []), "prompts is empty"),
+        ((["x"], [{"temperature": 1.0}]), "params={'temperature': 1.0} is not a SamplingParams"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            ask(*given)
+    one, other = (ask([prompt], params[:1]) for prompt in PROMPTS)  # the first is not drawn, but not lost
+    assert (tokens_of(other), tokens_of(one)) == (second, first)
+    assert [one.new_tokens for one in stats] == [10, 6, 6]
+
+    step = Batch.advance
+    monkeypatch.setattr(Batch, "advance", lambda self: steps.append(self) or step(self))
+    stream = ask(params=[SamplingParams(max_tokens=80, ignore_eos=True)] * 2)
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    with pytest.raises(ValueError, match="prompts is empty"):
+        ask([], [])
+    scheduler = engines[0].batch.scheduler
+    assert 1 <= len(steps) < 80 and scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
+    assert answers() == expected and len(stats) == 4
+
+    def fall(self):
+        raise RuntimeError("a GPU fell off")
+
+    monkeypatch.setattr(Batch, "advance", fall)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a GPU fell off"):
+            list(ask())
     ranks.close()
     assert not ranks.ranks._processes.is_alive() and not ranks.ranks._talker.is_alive()
+
+
+def test_a_call_of_a_rank_that_is_closed_meanwhile_is_refused(byte_model, as_processes):
+    ranks = as_processes(byte_model)
+    late = ranks.ask(([PROMPTS[0]], [SamplingParams(max_tokens=6)]), lambda stats: None)
+    ranks.close()
+    with pytest.raises(WeftError, match="this LLM is closed"):
+        list(late)
 
 
 @pytest.fixture
@@ -488,94 +533,9 @@ def test_ranks_that_stay_need_no_tokenizer_for_token_ids(byte_model, without_tok
     ranks.close()
 
 
-def test_a_rank_stops_with_the_step_that_runs_and_has_its_pages_back(byte_model, as_processes, monkeypatch):
-    steps, engines = [], []
-    step = Batch.advance
-    monkeypatch.setattr(Batch, "advance", lambda self: steps.append(self) or step(self))
-    params = [SamplingParams(max_tokens=80, ignore_eos=True)] * 2
-    ranks = as_processes(
-        byte_model, engine=lambda *given, **named: engines.append(weft.Engine(*given, **named)) or engines[-1]
-    )
-    stream = ranks.ask((PROMPTS, params), pytest.fail)
-    for _ in range(3):
-        next(stream)
-    stream.close()
-    with pytest.raises(ValueError, match="prompts is empty"):
-        ranks.ask(([], []), pytest.fail)
-    assert 1 <= len(steps) < 80
-    scheduler = engines[0].batch.scheduler
-    assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
-    ranks.close()
-
-
-def tokens_of(pieces):
-    return [piece.token_id for piece in pieces]
-
-
-def test_an_answer_never_gets_the_pieces_of_another(byte_model, as_processes, monkeypatch):
-    params = [SamplingParams(max_tokens=6)]
-    [first], [second] = (engine_answers(byte_model, [prompt], params) for prompt in PROMPTS)
-    assert first != second
-    ranks = as_processes(byte_model)
-
-    def ask(prompt):
-        return ranks.ask(([prompt], params), lambda stats: None)
-
-    one, other = ask(PROMPTS[0]), ask(PROMPTS[1])  # the first is not drawn, but not lost
-    assert (tokens_of(other), tokens_of(one)) == (second, first)
-
-    found = {}
-    threads = [
-        threading.Thread(target=lambda prompt=prompt: found.update({prompt: tokens_of(ask(prompt))}), daemon=True)
-        for prompt in PROMPTS
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=ANSWER)
-    assert found == {PROMPTS[0]: first, PROMPTS[1]: second}
-
-    late = ask(PROMPTS[0])
-    ranks.close()
-    with pytest.raises(WeftError, match="this LLM is closed"):
-        list(late)
-
-
-def test_progress_comes_while_a_rank_loads(byte_model, as_processes):
-    seen = []
-    as_processes(byte_model, lambda done, total: seen.append((done, total))).close()
-    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
-
-
-def test_ranks_are_reached_by_no_socket_that_listens(byte_model, as_processes):
-    """The kernel knows no address of the pipes' ends, so no stranger can connect to one."""
-    before = listening()
-    ranks = as_processes(byte_model)
-    assert listening() == before
-    ranks.close()
-
-
 def test_ranks_that_cannot_load_raise_one_error(as_processes):
     with pytest.raises(ValueError, match="no such directory"):
         as_processes("/nowhere")
-
-
-def test_a_rank_that_dies_in_an_answer_is_one_error_and_the_end(byte_model, as_processes, monkeypatch):
-    ranks = as_processes(byte_model)
-    steps = []
-
-    def step(self):
-        steps.append(self.team.rank)
-        if len(steps) > 4:
-            raise RuntimeError("a GPU fell off")
-        return step_of_a_batch(self)
-
-    step_of_a_batch = Batch.advance
-    monkeypatch.setattr(Batch, "advance", step)
-    with pytest.raises(RuntimeError, match="a GPU fell off"):
-        list(ranks.ask((PROMPTS, [SamplingParams(max_tokens=20)] * 2), lambda stats: None))
-    with pytest.raises(RuntimeError, match="a GPU fell off"):
-        ranks.ask((PROMPTS, [SamplingParams(max_tokens=20)] * 2), lambda stats: None)
 
 
 def test_a_closed_llm_says_so(byte_model):

@@ -1,4 +1,7 @@
-"""Baselines of overlapped GEMMs with fp8 weights, which take fp8 rows as weft does: cuBLAS alone and with NCCL, torch's ops."""
+"""Baselines of overlapped GEMMs with fp8 weights: cuBLAS alone and with NCCL, torch's fused ops.
+
+They take fp8 rows, as weft does.
+"""
 
 from __future__ import annotations
 

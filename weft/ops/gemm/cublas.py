@@ -77,10 +77,10 @@ def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute ``out`` (None: a new tensor) = a[M, K] @ b[N, K].T of fp8 operands, bf16 on GPUs; by torch.mm's choice.
+    """Compute ``out`` (None: a new tensor) = a[M, K] @ b[N, K].T of fp8 operands; by torch.mm's choice.
 
-    Scales are of groups of 128 columns and blocks of 128 x 128, or of rows and all of a matrix. On virtual ranks sums are
-    fp64.
+    The result is in bf16 on GPUs. Scales are of groups of 128 columns and blocks of 128 x 128, or of rows and all of a matrix.
+    On virtual ranks sums are fp64.
     """
     with gemm_span(*a.shape[:1], *b.shape, a.device):
         if a.device.type == "cpu":

@@ -116,7 +116,7 @@ def by_design(
     summed: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """GEMM of checked arguments by ``design``: ``out``, or a new tensor in x's dtype, bf16 where x is ``Fp8``.
+    """GEMM of checked arguments by ``design``: ``out``, or a new tensor in x's dtype, bf16 of an ``Fp8``.
 
     If not ``summed``, the small-M kernel's split-K partials fp32 [partials, M, N].
     """

@@ -196,7 +196,7 @@ class AllGatherMatmul(Overlapped):
         gathers: bool = False,
         into: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """Results for each b (in ``into`` if that is given), then the gathered rows, of 16 bits, if ``gathers``."""
+        """Results for each b (in ``into`` if that is given), then the gathered 16-bit rows if ``gathers``."""
         self.check_design(design)
         shard = a_shard if isinstance(a_shard, Fp8) else a_shard.contiguous()
         if isinstance(design, Sequential):

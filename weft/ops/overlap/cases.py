@@ -88,7 +88,7 @@ def local_first_cases(op: Overlapped) -> Iterator[Case]:
 
 
 def fp8_cases(op: Overlapped) -> Iterator[Case]:
-    """Cases of fp8 weights: pieces by the small-M kernel and by cuBLAS, rows not in fours, groups that are not whole."""
+    """Cases of fp8 weights: by the small-M kernel and by cuBLAS, rows not in fours, short groups."""
     made = Table(op)
     for w in (2, 3, 4):
         yield made.case(w, BF16, (w * 5, 48, 144), fields=BLOCK)

@@ -1,4 +1,4 @@
-"""Overlapped ops with fp8 weights (weft.kernels.fp8.Fp8) as torch ops of their own: checks and signature."""
+"""Torch ops of the overlapped GEMMs with fp8 weights (weft.kernels.fp8.Fp8): checks and signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of all ranks for all_gather_matmul: of 16 bits, or in fp8 with their scales, sent by copy engines or a collective."""
+"""Rows of all ranks for all_gather_matmul, of 16 bits or in fp8 with their scales."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def groups_of(shard: Fp8) -> int:
 
 
 def scales_from(nbytes: int) -> int:
-    """Where scales begin after ``nbytes`` of rows."""
+    """Offset in bytes of the scales after ``nbytes`` of rows."""
     return -(-nbytes // 16) * 16
 
 

@@ -173,7 +173,7 @@ class MatmulAllReduce(Overlapped):
             return Fused(tile=tile, split=splits_by_default(call.K, caps), piece=piece_for(call.K, tile.block_k))
         if name == "pipelined":
             # Ranks that differ in K must divide the rows alike, so only the number of streams depends on K.
-            return Pipelined(streams=1 if call.K >= 4096 else 2)
+            return Pipelined(streams=1 if call.K >= 4096 and not call.fp8 else 2)
         reduce = ALL_REDUCE.plan(CollectiveCall(call.M * call.N * call.dtype.itemsize, call.dtype), machine)
         if reduce.name == "one_shot":
             # The all-reduce adds split-K partials up as it reads them.

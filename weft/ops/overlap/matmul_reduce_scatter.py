@@ -122,10 +122,13 @@ class MatmulReduceScatter(Overlapped):
         if name == "pipelined":
             # As measured on two and four H200s; four stand for more. Short K hides little, so pieces are cut finer: four H200s,
             # 1024x5120x6400, 116 us by spans, 123 without (lab/h200-x4-segments.json@4c5a438; `weft tune gemm-rs`).
+            span = 2 if call.K >= 4096 and world > 2 else 1
+            if call.fp8:
+                # Tiles of a GEMM on the other stream take the SMs that the last round of one leaves idle: short fp8 GEMMs in
+                # sequence lose a third of the time. Two H200s, 4096x5120x12800: four in sequence 586 us, one alone 432.
+                return Pipelined(streams=2, span=span)
             if world == 2:
-                # cuBLAS adds to no previous result of fp8 GEMMs.
-                return Pipelined(chunks=2, accumulate=not call.fp8) if call.M >= 4096 else Pipelined()
-            span = 2 if call.K >= 4096 else 1
+                return Pipelined(chunks=2, accumulate=True) if call.M >= 4096 else Pipelined()
             if call.M >= 8192 or (call.M >= 4096 and call.K >= 4096):
                 return Pipelined(streams=2, span=span)
             return Pipelined(span=span, local_pieces=2 if call.K < 4096 else 1)
@@ -144,6 +147,7 @@ class MatmulReduceScatter(Overlapped):
                 for chunks, streams in ((2, 1), (2, 2), (4, 1))
             )
         if call.fp8:
+            yield from (Pipelined(chunks=chunks, streams=2, local_pieces=2) for chunks in (1, 2))
             return
         base = self.default("fused", call, machine)
         for design in fused_tiles(base, call.M // machine.world_size, call.dtype, machine, quick):

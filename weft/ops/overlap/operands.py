@@ -1,4 +1,4 @@
-"""Operands of the overlapped GEMMs, of 16 bits or in fp8 (weft.kernels.fp8.Fp8), as their designs take them."""
+"""Operands of the overlapped GEMMs, of 16 bits or in fp8 (weft.kernels.fp8.Fp8)."""
 
 from __future__ import annotations
 

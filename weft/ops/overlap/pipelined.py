@@ -147,7 +147,10 @@ def runs_of(first: int, world: int, span: int) -> Iterator[range]:
 
 
 def pieces_of(rows: int, count: int, grain: int = 1) -> Iterator[tuple[int, slice]]:
-    """Yield (number, rows) of at most ``count`` pieces, as even as multiples of ``grain`` are; none is empty."""
+    """Yield (number, rows) of at most ``count`` pieces, as even as possible; none is empty.
+
+    All but the last have a multiple of ``grain`` rows.
+    """
     step = max(1, cdiv(cdiv(rows, count), grain)) * grain
     for number, first in enumerate(range(0, rows, step)):
         yield number, slice(first, min(first + step, rows))

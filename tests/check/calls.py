@@ -15,7 +15,7 @@ from weft import ops
 from weft.ops.case import Case
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
-from weft.ops.moe.grouped import GroupedTiles
+from weft.ops.moe.grouped import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.overlapped import GatherArguments, ScatterArguments
@@ -251,7 +251,8 @@ def experts_scattered(team: Any, x: Callable[..., torch.Tensor]) -> torch.Tensor
     """Two slabs of the GEMM of slices of experts, and their sums at the tokens' ranks."""
     experts, routing = Experts.slices(2), chosen(x, 3 * team.size, 2)
     schedule, design = ops.moe_schedule(routing.ids, experts, start=3 * team.rank), MOE_RS.designs["slabs"]
-    given = ScatterArguments(x(6 * team.size, 16), x(2, 32, 16), schedule, routing, 2, 0, 2, 3, team.name, "auto")
+    gemm = GroupedArguments(x(6 * team.size, 16), x(2, 32, 16), schedule, False, None)
+    given = ScatterArguments(gemm, routing, 2, 0, 2, 3, team.name, "auto")
     return MOE_RS.run(design(tiles=EXPERT_TILES, slabs=2), team, given)
 
 

@@ -17,7 +17,7 @@ from weft.kernels.fp8 import E4M3, Fp8, RowFormat, agreed, by_torch
 from weft.ops.case import BF16, FP16
 from weft.ops.moe import grouped, grouped_kernel
 from weft.ops.moe.grouped import GroupedCall
-from weft.ops.moe.grouped_matmul import quantized_experts
+from weft.ops.moe.grouped_cases import quantized_experts
 from weft.ops.moe.grouped_rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts
 from weft.ops.op import find_op

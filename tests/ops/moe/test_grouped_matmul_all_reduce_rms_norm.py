@@ -18,6 +18,7 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.pair_sums import PairSum
 from weft.ops.collectives import norm_kernel
 from weft.ops.collectives.norm_kernel import Norm, all_reduce_rms_norm_kernel
+from weft.ops.moe.grouped import GroupedArguments
 from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import PairsArguments, SumInNorm
 from weft.ops.op import find_op
 from weft.plan.planned import machine
@@ -74,9 +75,8 @@ def test_the_bits_are_those_of_the_three_ops(world_size, shared, factored):
         op = find_op("grouped_matmul_all_reduce_rms_norm")
         x, weight, schedule, routing, experts, residual, norm, eps = given
         shared_and_gate = beside.get("shared"), beside.get("gate")
-        arguments = PairsArguments(
-            x, weight, schedule, routing, experts.first, *shared_and_gate, residual, norm, eps, factored, team.name, "in_norm"
-        )  # fmt: skip
+        gemm, of_norm = GroupedArguments.of(x, weight, schedule, False), (residual, norm, eps, factored)
+        arguments = PairsArguments(gemm, routing, experts.first, *shared_and_gate, *of_norm, team.name, "in_norm")
         found = op.run(SumInNorm(norm="two_shot"), team, arguments)
         wanted = flat(in_three(team, given, beside, factored, "two_shot"))
         for one, other in zip(found, wanted if not factored else (wanted[0], wanted[2], wanted[1]), strict=True):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.check
@@ -23,7 +22,9 @@ from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
 from weft.ops.moe import by_nodes, grouped, overlapped
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
-from weft.ops.moe.grouped import Arriving, Form, GroupedCall, GroupedTiles, grouped_matmul_kernel, grouped_tiles_for
+from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles, weight_descriptor
+from weft.ops.moe.grouped_kernel import Arriving, Form, grouped_matmul_kernel
+from weft.ops.moe.grouped_rule import grouped_tiles_for
 from weft.ops.moe.moe_combine import MOE_COMBINE
 from weft.ops.moe.overlapped import ScatterArguments
 from weft.ops.moe.routing import Experts, Routing, Schedule
@@ -114,7 +115,8 @@ def test_every_design_gives_the_same_bits(world_size, layout):
             push = Planned("push", MOE_COMBINE.designs["push"](), "")
             sequential = replace(sequential, combine=push)
         mine = experts.total, experts.first, experts.count
-        given = ScatterArguments(h, down, schedule, gathered.routing, *mine, len(x), team.name, "auto")
+        gemm = GroupedArguments(h, down, schedule, False, None)
+        given = ScatterArguments(gemm, gathered.routing, *mine, len(x), team.name, "auto")
         designs = sequential, moe_rs.Slabs(tiles=small, slabs=2), moe_rs.Slabs(tiles=small, slabs=1)
         return found, [moe_rs.MOE_RS.run(design, team, given) for design in designs]
 
@@ -337,17 +339,17 @@ def test_a_grouped_gemm_that_waits_compiles(arch, block, fp8, tmp_path):
         pytest.skip("sm_80 has no conversion from e4m3")
     (N, width, experts), caps = (768, 2048, 8), caps_of(arch)
     design = grouped_tiles_for(GroupedCall(block, 4096, N, width, torch.bfloat16, True), caps, gated=True)
-    sizes = [experts, 2, N, width], [2 * N * width, N * width, width, 1]
-    tile = [1, 2 - design.transposed, design.block_n // 2, design.block_k]
-    weight = TensorDescriptor(torch.zeros(experts * 2 * N, width, dtype=torch.bfloat16), *sizes, tile)
+    form = Form(True, 8, block, True, False, False, design.transposed, not (fp8 or arch.startswith("gfx")))
+    weight = weight_descriptor(design, torch.zeros(experts, 2 * N, width, dtype=torch.bfloat16), form)
     schedule = Schedule(INTS, INTS, INTS, INTS, 8, block)
     x, scales = (FLOATS.to(torch.float8_e4m3fn), torch.zeros(64 * 16)) if fp8 else (FLOATS, None)
-    arguments = x, scales, Arriving(x, 2048, 512), weight, FLOATS, schedule, N, width, 4, LANDED, a_view()
+    arriving, end = Arriving(x, 2048, 512), (N, width, 4, LANDED, a_view())
+    arguments = x, scales, None, arriving, weight, FLOATS, None, schedule, *end
     kernel = compiled(
         grouped_matmul_kernel,
         *arguments,
         arch=arch,
-        FORM=Form(True, 8, block, True, False, False, in_place=not (fp8 or arch.startswith("gfx"))),
+        FORM=form,
         BLOCK_N=design.block_n,
         BLOCK_K=design.block_k,
         TRANSPOSED=design.transposed,

@@ -9,16 +9,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
-from weft.kernels.fp8 import E4M3, by_torch, read_back
+from weft.kernels.fp8 import (
+    E4M3,
+    Fp8,
+    RowFormat,
+    agreed,
+    by_torch,
+    check_e4m3,
+    empty_rows,
+    fp8_of,
+    read_back,
+)  # fmt: skip
+from weft.kernels.operands import ScaledMatrix
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
+from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.knobs import around, check_knobs, counts, halved, knob
-from weft.ops.local import check_shape, check_sizes
+from weft.ops.local import check_like, check_shape, check_sizes
 from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
-from weft.ops.moe.grouped import Coming, GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped import Coming, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_cases import exact_operands, fp8_accuracy, fp8_forms, with_matrix, with_scales
+from weft.ops.moe.grouped_check import check_written
 from weft.ops.moe.grouped_kernel import Arriving
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
@@ -38,7 +52,7 @@ from weft.ops.moe.overlapped import (
 from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct, draw_ids
 from weft.ops.moe.words import GatherWords, Tokens, gather_words
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
+from weft.ops.registration import FLOATS, HALVES, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
@@ -86,6 +100,7 @@ class GatherGroupedCall(NamedTuple):
 
     tokens  most of a rank; held: experts of a rank, of ``experts``
     N, K    features of an expert here, elements of a row
+    fp8     rows are sent in fp8; block_fp8, channel_fp8: of ``GroupedCall``
     """
 
     tokens: int
@@ -97,6 +112,8 @@ class GatherGroupedCall(NamedTuple):
     dtype: torch.dtype
     design: str = AUTO
     fp8: bool = False
+    block_fp8: bool = False
+    channel_fp8: bool = False
 
     def dispatch(self, machine: Machine) -> DispatchCall:
         """Call of moe_dispatch of the same rows."""
@@ -107,31 +124,40 @@ class GatherGroupedCall(NamedTuple):
         """Call of the grouped GEMM of all ranks' tokens."""
         tokens = machine.world_size * self.tokens
         block = MOE_SCHEDULE.plan(ScheduleCall(tokens * self.choices, self.experts), machine).design.block
-        return GroupedCall(block, tokens * self.choices, self.N, self.K, self.dtype, True)
+        forms = self.block_fp8, self.channel_fp8
+        return GroupedCall(block, tokens * self.choices, self.N, self.K, self.dtype, True, AUTO, *forms)
+
+    @property
+    def rounds_later(self) -> bool:
+        """True for experts in fp8 whose rows are quantized where they have arrived."""
+        return (self.block_fp8 or self.channel_fp8) and not self.fp8
 
 
 def all_gather_grouped_matmul_silu_mul(
     x: torch.Tensor,
     routing: Routing,
-    gate_up: torch.Tensor,
+    gate_up: torch.Tensor | Fp8,
     experts: Experts,
     team: Team,
     *,
     max_tokens: int,
     dtype: torch.dtype | None = None,
+    fp8: RowFormat | None = None,
     algorithm: str = "auto",
-) -> tuple[torch.Tensor, Schedule, Dispatched]:
+) -> tuple[torch.Tensor | Fp8, Schedule, Dispatched]:
     """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [pairs, N], of all ranks' tokens. Collective.
 
     i is the i-th pair of a token t and an expert of this rank.
 
     x           [T, K], fp16, bf16 or fp32, this rank's tokens, a row a multiple of 16 bytes; T may differ by rank and be 0
     routing     ids int32 [T, k] and weights [T, k] of x's dtype, as of ``route``
-    gate_up     [experts.count, 2 N, K] of x's dtype: of each expert gate's N rows, then up's
+    gate_up     [experts.count, 2 N, K] of x's dtype: of each expert gate's N rows, then up's. Or ``Fp8``, as of
+                ``grouped_matmul_silu_mul``: with scales of blocks, in one node, rows are sent in fp8 with theirs
     experts     this rank's, whole ones or slices of all; of all ranks together each expert, or each slice, once
     max_tokens  of any rank; the same on all ranks, as K, k, dtypes, ``experts.total`` and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, in one node and
                 without gradients. h is that of the rounded rows, as of ``moe_dispatch`` and ``grouped_matmul_silu_mul``
+    fp8         of h, as of ``grouped_matmul_silu_mul``
     algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the other rows) or "sequential"
                 (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``). Over several nodes "auto" computes this
                 node's rows while other rows cross, and "fused" is refused
@@ -156,26 +182,31 @@ def all_gather_grouped_matmul_silu_mul(
         raise ValueError(
             f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
         )
-    check_tensor(op, "gate_up", gate_up, team, (x.dtype,), over_nodes=True)
-    check_shape(op, "gate_up", gate_up, (experts.count, "2 N", x.shape[1]))
-    if gate_up.shape[1] % 2 or 0 in gate_up.shape:
-        raise ValueError(
-            f"{op}: gate_up has shape {tuple(gate_up.shape)}; pass gate's N rows, then up's N, at least one"
-        )
+    _check_gate_up(op, gate_up, x, experts, team)
     if dtype not in (None, E4M3):
         raise ValueError(
             f"{op}: dtype={quoted(dtype)} is not None or {E4M3}; rows are sent in x's dtype or in that one"
         )
-    fp8, sent = dtype is not None, dtype or x.dtype
-    if fp8 and team.rail is not None:
+    if dtype is not None and team.rail is not None:
         raise ValueError(f"{op}: dtype={dtype} is sent within one node, and the team has {team.shape}; leave it out")
+    forms, of_weight = (False, False), (None, None)
+    if isinstance(gate_up, Fp8):
+        forms, (gate_up, *of_weight) = (gate_up.is_grouped, not gate_up.is_grouped), gate_up
+        if dtype is not None and forms[1]:
+            raise ValueError(
+                f"{op}: dtype={dtype} has scales of 128 columns, and gate_up asks for other ones; leave it out"
+            )
+        dtype = E4M3 if forms[0] and team.rail is None else None
+    if fp8 is not None:
+        check_written(op, x, of_weight[0], fp8)
+    sends_fp8, sent = dtype is not None, dtype or x.dtype
     if (nbytes := x.shape[1] * sent.itemsize) % 16:
         raise ValueError(f"{op}: K={x.shape[1]} of {sent} is {nbytes} bytes, no multiple of 16; pad x and gate_up")
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     check_choice(op, "algorithm", algorithm, AG_MOE.algorithms)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, routing.weights, gate_up)):
-        if fp8:
-            raise ValueError(f"{op}: dtype={dtype} has no gradients; leave it out, or call it under torch.no_grad()")
+        if sends_fp8 or any(forms):
+            raise ValueError(f"{op}: dtype={E4M3} has no gradients; leave it out, or call it under torch.no_grad()")
         return differentiable(x, routing, gate_up, experts, team, max_tokens)
     here = machine_of(team)
     call = GatherGroupedCall(
@@ -186,15 +217,37 @@ def all_gather_grouped_matmul_silu_mul(
         gate_up.shape[1] // 2,
         x.shape[1],
         x.dtype,
-        fp8=fp8,
+        AUTO,
+        sends_fp8,
+        *forms,
     )
     block = call.gemm(here).block
     held = experts.total, experts.first, experts.count
-    given = GatherArguments(x, routing, gate_up, *held, max_tokens, block, fp8, team.name, algorithm)
-    h, *lists, ids, weights = AG_MOE.dispatch(given)
+    of_call = max_tokens, block, sends_fp8, team.name, algorithm
+    given = GatherArguments(x, routing, gate_up, *held, *of_call, *of_weight, *(fp8 or ()))
+    h, h_scales, *lists, ids, weights = AG_MOE.dispatch(given)
+    if fp8 is not None:
+        h = fp8_of(h, h_scales, fp8)
     rows = x.new_empty((0, x.shape[1]))
     schedule = Schedule(*lists, choices=call.choices, block=block)
     return h, schedule, Dispatched(rows, Routing(ids, weights), experts)
+
+
+def _check_gate_up(op: str, gate_up: torch.Tensor | Fp8, x: torch.Tensor, experts: Experts, team: Team) -> None:
+    """ValueError unless the weight is of these experts and takes rows of x."""
+    data, dtypes = gate_up, (x.dtype,)
+    if isinstance(gate_up, Fp8):
+        data, dtypes = gate_up.data, (E4M3,)
+        check_tensor(op, "x", x, team, HALVES, over_nodes=True)
+        check_like(op, "gate_up.scales", gate_up.scales, x.device, (torch.float32,))
+        check_shape(op, "gate_up.scales", gate_up.scales, (experts.count, "n", "k"))
+    check_tensor(op, "gate_up", data, team, dtypes, over_nodes=True)
+    check_shape(op, "gate_up", data, (experts.count, "2 N", x.shape[1]))
+    if data.shape[1] % 2 or 0 in data.shape:
+        raise ValueError(f"{op}: gate_up has shape {tuple(data.shape)}; pass gate's N rows, then up's N, at least one")
+    if isinstance(gate_up, Fp8):
+        one = Fp8(data[0], gate_up.scales[0], gate_up.input_scale)
+        check_fp8(op, ScaledMatrix(x.new_empty((1, x.shape[1]))), one, gated=True)
 
 
 def differentiable(
@@ -212,9 +265,13 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     name, alias = "all_gather_grouped_matmul_silu_mul", "ag-moe"
     designs = {"fused": Fused, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "N", "K")
-    variants = ("fp8",)
+    variants = ("fp8", "block_fp8", "channel_fp8")
     # Tokens of the rank, its experts and its share of their features.
-    differs = {"x": (0,), "ids": (0,), "weights": (0,), "gate_up": (0, 1), "first": (), "count": (), "block": ()}
+    differs = {
+        **dict.fromkeys(("x", "ids", "weights"), (0,)),
+        **dict.fromkeys(("gate_up", "weight_scales"), (0, 1)),
+        **dict.fromkeys(("first", "count", "block"), ()),
+    }
     gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
 
     @staticmethod
@@ -234,8 +291,19 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     def call_of_case(self, case: Case, machine: Machine) -> GatherGroupedCall:
         most, k, experts, N, K = case.sizes
         held = case_experts(case, 0).count
-        fp8 = case.field("fp8") is True
-        return GatherGroupedCall(most, k, experts, held, N, K, case.dtype, case.design, fp8)
+        forms, sizes = fp8_forms(case), (most, k, experts, held, N, K)
+        fp8 = case.field("fp8") is True or "block_fp8" in forms
+        return GatherGroupedCall(*sizes, case.dtype, case.design, fp8, **forms)
+
+    def choose(self, call: GatherGroupedCall, machine: Machine) -> Planned:
+        if not call.rounds_later:
+            return super().choose(call, machine)
+        if call.design == "fused":
+            raise ValueError(
+                f"{self.name}: algorithm='fused' sends fp8 rows with scales of 128 columns, within one node; pass 'auto'"
+            )
+        reason = "rows travel in 16 bits, and are quantized as the experts' scales ask for"
+        return Planned("sequential", self.default("sequential", call, machine), reason)
 
     def rule(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, str]:
         """By bytes in all: up to 2 MiB, of two ranks up to 4, moe_dispatch sends all in one hop.
@@ -261,24 +329,27 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             return ByNodes(tiles=gemm.design, node=ALL_GATHER.plan(words, machine.node))
         return Sequential(dispatch=MOE_DISPATCH.plan(call.dispatch(machine), machine), gemm=gemm)
 
-    def table_key(self, call: GatherGroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
-        name, *key = super().table_key(call, machine)
-        return name + "+fp8" * call.fp8, *key
-
     def traffic_of(self, case: Case) -> int:
         """Rows, with their scales in fp8."""
         tokens, k, experts, _, K = case.sizes
-        row = row_bytes(DispatchCall(tokens, k, K, case.dtype, fp8=case.field("fp8") is True))
+        fp8 = case.field("fp8") is True or case.field("block_fp8") is True
+        row = row_bytes(DispatchCall(tokens, k, K, case.dtype, fp8=fp8))
         return int(rows_sent((tokens, k, experts, K), case.world_size) * row)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(self, design: Any, team: Team, given: GatherArguments) -> tuple[torch.Tensor, ...]:
-        """(h, pairs, counts, tiles, tile_count, ids, weights) of checked arguments."""
+        """(h, its scales, pairs, counts, tiles, tile_count, ids, weights) of checked arguments.
+
+        Without ``given.form`` h has no scales [0].
+        """
         self.check_design(design)
         if isinstance(design, ByNodes):
-            return gather_by_nodes(design, team, given)
-        (x, routing, gate_up), (most, block, fp8) = given[:3], (given.max_tokens, given.block, given.fp8)
+            h, *rest = gather_by_nodes(design, team, given)
+            return h, h.new_empty(0, dtype=torch.float32), *rest
+        (x, routing), (most, block, fp8) = given[:2], (given.max_tokens, given.block, given.fp8)
+        if given.weight_scales is not None:
+            check_e4m3(self.name, team.caps)
         if isinstance(design, Sequential):
             tp = team.size * given.count // given.total
             sent = DispatchArguments(
@@ -286,9 +357,8 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             )
             rows, ids, weights, scales = MOE_DISPATCH.run(design.dispatch.design, team, sent)
             schedule = schedule_of(team, ids, given.experts, most, block)
-            gemm = GroupedArguments(rows, gate_up, schedule, True, scales if fp8 else None)
-            h = GROUPED_MATMUL_SILU_MUL.run(design.gemm.design, None, gemm)
-            return h, *schedule[:4], ids, weights
+            gemm = given.gemm(rows, schedule, scales if fp8 else None)
+            return *grouped.run_gated(design.gemm.design, gemm, given.format), *schedule[:4], ids, weights
         if fp8 and design.in_place:
             raise ValueError(f"{self.name}: in_place=True is for rows of x's dtype; pass False for {E4M3}")
         x, chunk = x.contiguous(), cdiv(most, design.chunks)
@@ -299,17 +369,19 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             gathered[team.rank * most :][: len(x)].copy_(x)
         ordered = order_tiles(team, schedule, most, design.head) if design.head else schedule
         coming = Coming(Arriving(own, most, chunk), landed, team.view, design.in_place)
-        gemm = GroupedArguments(gathered, gate_up, ordered, True, scales)
-        h = grouped.run(design.tiles, gemm, gated=True, coming=coming)
+        h, h_scales = grouped.run_gated(design.tiles, given.gemm(gathered, ordered, scales), given.format, coming)
         team.copy_engine.join()
-        return h, *schedule[:4], ids, weights
+        return h, h_scales, *schedule[:4], ids, weights
 
     def forward(
         self, given: GatherArguments
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+    ]:
         team, (ids, _), N, K = find_team(given.team), given.routing, given.gate_up.shape[1] // 2, given.x.shape[1]
-        sizes = given.max_tokens, ids.shape[1], given.total, given.count, N, K
-        call = GatherGroupedCall(*sizes, given.x.dtype, given.algorithm, given.fp8)
+        sizes, of_weight = (given.max_tokens, ids.shape[1], given.total, given.count, N, K), given.weight_scales
+        forms = (False, False) if of_weight is None else (of_weight.shape[2] > 1, of_weight.shape[2] == 1)
+        call = GatherGroupedCall(*sizes, given.x.dtype, given.algorithm, given.fp8, *forms)
         return self.run(self.plan(call, machine_of(team)).design, team, given)
 
     def examine(self, given: Mapping[str, Any]) -> None:
@@ -320,7 +392,12 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         rows, k = find_team(given.team).size * given.max_tokens, ids.shape[1]
         of_all = ids.new_empty((rows, k))
         schedule = MOE_SCHEDULE.fake(of_all, given.first, given.count, given.block, 0, None)
-        return gate_up.new_empty((rows * k, gate_up.shape[1] // 2)), *schedule, of_all, weights.new_empty((rows, k))
+        pairs, N = rows * k, gate_up.shape[1] // 2
+        if given.format is not None:
+            h, scales = empty_rows(gate_up, pairs, N, given.format)
+        else:
+            h, scales = given.x.new_empty((pairs, N)), given.x.new_empty(0, dtype=torch.float32)
+        return h, scales, *schedule, of_all, weights.new_empty((rows, k))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -329,7 +406,8 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         _, k, experts, N, K = case.sizes
         T = case.field("tokens")[rank]
         gate_up = draw.own("gate_up", (case_experts(case, rank).count, 2 * N, K), K**-0.5)
-        return draw.own("x", (T, K)), draw_ids(draw, T, k, experts), draw.own("weights", (T, k)), gate_up
+        tensors = draw.own("x", (T, K)), draw_ids(draw, T, k, experts), draw.own("weights", (T, k)), gate_up
+        return with_scales(case, tensors, 3)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
         """(h, number of each expert's pairs): an expert's from this rank's tokens on, 0 after the last."""
@@ -337,43 +415,41 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         rows = torch.cat([padded(one[0], most, 0) for one in by_rank])
         if case.field("fp8"):
             rows = read_back(*by_torch(rows), case.dtype)
-        rows = rows.double()
+        rows, matrix = exact_operands(case, rows, with_matrix(case, by_rank[rank], 3)[3])
         ids = torch.cat([padded(one[1], most, -1) for one in by_rank])
         order = (torch.arange(len(ids), device=ids.device) + case_start(case, rank)) % len(ids)
         h, counts, place = rows.new_zeros((len(ids) * k, N)), [], 0
         for local in range(experts.count):
             chosen = order[(ids[order] == experts.first + local).any(-1)]
-            gate, up = (rows[chosen] @ by_rank[rank][3][local].double().T).chunk(2, dim=-1)
+            gate, up = (rows[chosen] @ matrix[local].T).chunk(2, dim=-1)
             h[place : place + len(chosen)] = torch.nn.functional.silu(gate) * up
             place += len(chosen)
             counts.append(len(chosen))
         return h, torch.tensor(counts, dtype=torch.float64, device=ids.device)
 
     def accuracy(self, case: Case) -> Accuracy:
-        return Accuracy(terms=gated_terms(case.sizes[4]))
+        return fp8_accuracy(case, gated_terms(case.sizes[4]))
 
-    def results(
-        self,
-        case: Case,
-        team: Team,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        gate_up: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def results(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """h, and the number of each expert's pairs."""
+        x, ids, weights, gate_up = with_matrix(case, tensors, 3)
         most, experts, fp8 = case.sizes[0], case_experts(case, team.rank), case.field("fp8") is True
         if isinstance(case.design, str):
             named = {"max_tokens": most, "dtype": E4M3 if fp8 else None, "algorithm": case.design}
             h, schedule, _ = all_gather_grouped_matmul_silu_mul(
                 x, Routing(ids, weights), gate_up, experts, team, **named
             )
+            if case.field("written"):
+                named |= {"fp8": RowFormat("group")}
+                rows, *_ = all_gather_grouped_matmul_silu_mul(x, Routing(ids, weights), gate_up, experts, team, **named)
+                h = agreed(h, rows, named["fp8"])
             return h, schedule.counts
         here = machine_of(team)
-        block = self.call_of_case(replace(case, design=AUTO), here).gemm(here).block
-        held = experts.total, experts.first, experts.count
-        given = GatherArguments(x, Routing(ids, weights), gate_up, *held, most, block, fp8, team.name, AUTO)
-        h, _, counts, *_ = self.run(case.design, team, given)
+        call, held = self.call_of_case(replace(case, design=AUTO), here), (experts.total, experts.first, experts.count)
+        gate_up, *of_weight = gate_up if isinstance(gate_up, Fp8) else (gate_up,)
+        of_call = most, call.gemm(here).block, call.fp8, team.name, AUTO
+        given = GatherArguments(x, Routing(ids, weights), gate_up, *held, *of_call, *of_weight)
+        h, _, _, counts, *_ = self.run(case.design, team, given)
         return h, counts
 
     def defined(
@@ -398,6 +474,12 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         ):  # fmt: skip
             yield self.case_with(w, dtype, (9, 2, 6, 272, 16), design, (9, 4, 0)[:w], fp8=True)
         yield self.case_with(2, BF16, (5, 2, 4, 144, 16), "fused", (0, 5), fp8=True, layout="slices")
+        for w, fields, design in (
+            (2, {"block_fp8": True, "written": True}, "fused"), (2, {"block_fp8": True, "layout": "slices"}, "fused"),
+            (3, {"block_fp8": True, "written": True}, "sequential"), (2, {"channel_fp8": True}, "sequential"),
+            (2, {"block_fp8": True}, Fused(tiles=small, chunks=2, head=4, in_place=False)),
+        ):  # fmt: skip
+            yield self.case_with(w, BF16, (9, 2, 6, 272, 144), design, (9, 4, 0)[:w], **fields)
 
 
 AG_MOE = AllGatherGroupedMatmulSiluMul()

@@ -198,15 +198,15 @@ def scatter_by_nodes(design: ByNodes, team: Team, given: ScatterArguments) -> to
     copies              | n+1 |          | n+2 |        | n |
     rail                      | to n+1, from n-1 | to n+2, from n-2 |
     """
-    h, down, routing = given.h, given.down, given.routing
-    nodes, (rows, _), H = team.shape.nodes, routing.ids.shape, down.shape[1]
-    groups = group_tiles(team, given.schedule, rows // team.size, arriving=False)
-    y = h.new_empty((routing.ids.numel(), H))
+    routing, dtype = given.routing, given.gemm.dtype
+    nodes, (rows, _), H = team.shape.nodes, routing.ids.shape, given.gemm.weight.shape[1]
+    groups = group_tiles(team, given.gemm.schedule, rows // team.size, arriving=False)
+    gemm, y = given.gemm.with_fp8_rows(), routing.weights.new_empty((routing.ids.numel(), H), dtype=dtype)
     parts = y.chunk(nodes), *(tensor.detach().chunk(nodes) for tensor in routing)
 
     def of(node: int) -> torch.Tensor:
         group = groups[(node - team.rail.index - 1) % nodes]
-        grouped.run(design.tiles, GroupedArguments(h, down, group, False, None), out=y)
+        grouped.run(design.tiles, gemm._replace(schedule=group), out=y)
         results, ids, weights = (part[node] for part in parts)
         beside = {
             name: x if x is None else x.detach().chunk(nodes)[node]
@@ -215,6 +215,6 @@ def scatter_by_nodes(design: ByNodes, team: Team, given: ScatterArguments) -> to
         summand = moe_sum(results, Routing(ids, weights), given.experts, **beside)
         return REDUCE_SCATTER.run(design.node.design, team.node, summand)
 
-    out = h.new_empty((rows // team.size, H))
+    out = y.new_empty((rows // team.size, H))
     added_over_nodes(team, of, out, design.node)
     return out[: given.tokens]

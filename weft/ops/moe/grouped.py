@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows
+from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, rows_argument, spread
 from weft.kernels.fp8_tile import scales_of_gemm
 from weft.kernels.operands import can_describe
 from weft.ops.gemm.fp8_operands import columns_of, quantized_for
@@ -140,6 +140,27 @@ class GroupedArguments(NamedTuple):
             return self.weight
         return Fp8(self.weight, self.weight_scales, self.input_scale)
 
+    def with_fp8_rows(self) -> GroupedArguments:
+        """The same, with rows quantized if the weight is in fp8."""
+        if self.weight_scales is None or self.scales is not None:
+            return self
+        x, scales, _ = quantized_for(self.matrix, self.x, capabilities_of(self.x.device))
+        return self._replace(x=x, scales=scales)
+
+    def of_columns(self, first: int, count: int) -> GroupedArguments:
+        """The GEMM of ``count`` columns of the result from ``first`` on, where a scale begins."""
+        scales, weight = self.weight_scales, self.weight[:, first : first + count]
+        if scales is not None and scales.shape[1] > 1:
+            rows = spread(scales.shape[1], self.weight.shape[1])
+            scales = scales[:, first // rows : cdiv(first + count, rows)]
+        return self._replace(weight=weight, weight_scales=scales)
+
+    @property
+    def scaled_rows(self) -> int:
+        """Rows of the weight that have a scale together at most, of blocks; else 1."""
+        count = 1 if self.weight_scales is None else self.weight_scales.shape[1]
+        return 1 if count == 1 else spread(count, self.weight.shape[1])
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the result."""
@@ -172,18 +193,16 @@ def run(
     each_pair  x has a row for each pair, and rows of the result are in the order of the schedule
     written    where ``out`` is in fp8
     """
-    x, weight, schedule, by_token, scales = given[:5]
-    gather = 1 if each_pair else schedule.choices if by_token else 0
-    experts, rows, columns = weight.shape
+    schedule, (rows, columns) = given.schedule, given.weight.shape[1:]
     N, K = (columns, rows) if turned else (rows // (2 if gated else 1), columns)
-    caps = capabilities_of(x.device)
-    out = x.new_empty((schedule.all_pairs, N), dtype=given.dtype) if out is None else out
+    caps = capabilities_of(given.x.device)
+    out = given.x.new_empty((schedule.all_pairs, N), dtype=given.dtype) if out is None else out
     if schedule.all_pairs == 0:
         return out
-    matrix, fp8 = given.matrix, None
+    x, weight, _, by_token, scales = given.with_fp8_rows()[:5]
+    gather, matrix, fp8 = 1 if each_pair else schedule.choices if by_token else 0, given.matrix, None
     if isinstance(matrix, Fp8):
         design = fitted(design, matrix)
-        x, scales, _ = quantized_for(matrix, x if scales is None else Fp8(x, scales), caps)
         fp8 = scales_of_gemm(scales, matrix, design.block_n // (2 if gated else 1), gated)
         scales = None
     x = x if x.is_contiguous() else x.contiguous()
@@ -227,6 +246,17 @@ def run(
         **launch_options(caps),
     )
     return out
+
+
+def run_gated(
+    design: GroupedTiles, given: GroupedArguments, format: RowFormat | None, coming: Coming = NOTHING_COMES
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h, its scales) of a gated GEMM, in fp8 of a form; None: in 16 or 32 bits, with scales [0]."""
+    if format is None:
+        return run(design, given, gated=True, coming=coming), given.x.new_empty(0, dtype=torch.float32)
+    h, scales = empty_rows(given.x, given.schedule.all_pairs, given.weight.shape[1] // 2, format)
+    written = rows_argument(scales, format, given.dtype, COLUMNS.value)
+    return run(design, given, gated=True, coming=coming, out=h, written=written), scales
 
 
 def fitted(design: GroupedTiles, weight: Fp8) -> GroupedTiles:

@@ -77,9 +77,9 @@ def _check_fp8(op: str, given: GroupedArguments, gated: bool) -> None:
         )
 
 
-def check_written(op: str, given: GroupedArguments, fp8: RowFormat) -> None:
-    """ValueError unless the result can be written in fp8 of this form."""
-    if given.weight_scales is None or given.dtype != torch.bfloat16:
+def check_written(op: str, x: torch.Tensor, weight_scales: torch.Tensor | None, fp8: RowFormat) -> None:
+    """ValueError unless the results of rows x can be written in fp8 of this form."""
+    if weight_scales is None or x.dtype not in (torch.bfloat16, E4M3):
         raise ValueError(f"{op}: fp8={quoted(fp8)} is for fp8 weights and rows of fp8 or bf16; leave it out")
     if fp8.scales == "token":
         raise ValueError(f"{op}: fp8.scales='token', but several programs compute a row; quantize the result")

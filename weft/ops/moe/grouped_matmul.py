@@ -8,25 +8,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from weft.kernels.fp8 import (
-    COLUMNS,
-    Fp8,
-    RowFormat,
-    agreed,
-    by_torch,
-    check_e4m3,
-    empty_rows,
-    fp8_of,
-    quantized_weight,
-    read_back,
-    rows_argument,
-)
+from weft.kernels.fp8 import Fp8, RowFormat, agreed, check_e4m3, empty_rows, fp8_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_sizes, machine_on
 from weft.ops.moe import grouped
 from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_cases import (
+    exact_operands,
+    fp8_accuracy,
+    fp8_forms,
+    quantized_rows_of,
+    with_matrix,
+    with_scales,
+)
 from weft.ops.moe.grouped_check import check_grouped, check_written
 from weft.ops.moe.grouped_grad import weight_grad
 from weft.ops.moe.grouped_rule import grouped_tiles_for, tiles
@@ -42,6 +38,8 @@ if TYPE_CHECKING:
 
 # Parts of a schedule that depend on the rank's experts, for ``Op.differs``.
 OWN_SCHEDULE = {"pairs": (0,), "counts": (0,), "tiles": (0,), "tile_count": (), "block": (), "first": ()}
+# Parts of rows and weights of second GEMMs that depend on the rank's share of the features.
+OWN_FEATURES = {"x": (1,), "weight": (0, 2), "scales": (1,), "weight_scales": (0, 1, 2)}
 
 
 class GroupedOp(MoeOp):
@@ -75,8 +73,8 @@ class GroupedOp(MoeOp):
         return GroupedCall(block_for(T * k, experts), T * k, N, K, dtype, gather, design, **forms)
 
     def call_of_case(self, case: Case, machine: Machine) -> GroupedCall:
-        gather, forms = case.field("gather") is not False, {f"{scheme_of(case)}_fp8": True} if scheme_of(case) else {}
-        return self.call_of(case.sizes, case.dtype, machine, case.design, gather=gather, **forms)
+        gather = case.field("gather") is not False
+        return self.call_of(case.sizes, case.dtype, machine, case.design, gather=gather, **fp8_forms(case))
 
     def rule(self, call: GroupedCall, machine: Machine) -> tuple[str, str]:
         rows = "gathered by token" if call.gather else "in order"
@@ -102,12 +100,12 @@ class GroupedOp(MoeOp):
         if not quick:
             yield from around(design)
 
-    def run(self, design: GroupedTiles, team: None, given: GroupedArguments, **written: Any) -> torch.Tensor:
-        """The op of checked arguments. written: ``out`` and ``written`` of ``grouped.run``."""
+    def run(self, design: GroupedTiles, team: None, given: GroupedArguments) -> torch.Tensor:
+        """The op of checked arguments."""
         self.check_design(design)
         if given.scales is not None or given.weight_scales is not None:
             check_e4m3(self.name, capabilities_of(given.x.device))
-        return grouped.run(design, given, gated=self.gated, **written)
+        return grouped.run(design, given, gated=self.gated)
 
     def forward(self, given: GroupedArguments) -> torch.Tensor:
         return self.run(self.plan(given.call(self.gated), machine_on(given.x.device)).design, None, given)
@@ -164,27 +162,16 @@ class GroupedOp(MoeOp):
         shape = experts_of(case, total, rank).count, 2 * N if self.gated else N, K
         ids, x = draw_ids(common(draw), T, k, total), draw.own("x", (rows, K))
         weight = draw.own("weight", shape, K**-0.5)
-        inputs = ids, x, weight
-        if scheme := scheme_of(case):
-            inputs = ids, x, *quantized_experts(weight, scheme)[:2]
-        if not case.field("fp8"):
-            return inputs
-        x, scales = by_torch(x, self.columns_of_scale(case))
-        return ids, x, *inputs[2:], scales
-
-    @staticmethod
-    def columns_of_scale(case: Case) -> int:
-        """Columns of a row under one scale."""
-        return case.sizes[4] if scheme_of(case) == "channel" else COLUMNS.value
+        tensors: Inputs = ids, x, weight
+        if case.field("fp8"):
+            rows, scales, _ = quantized_rows_of(case, x)
+            tensors = ids, rows, weight, scales
+        return with_scales(case, tensors, 2)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """The computed rows: in the order of the pairs where they are gathered; else all, 0 for other pairs."""
-        ids, x, weight, scales = named(case, by_rank[rank])
-        if isinstance(weight, Fp8):
-            rows = by_torch(x, self.columns_of_scale(case)) if scales is None else (x, scales)
-            x, weight = Fp8(*rows).dequantized(torch.float64), weight.dequantized(torch.float64)
-        elif scales is not None:
-            x = read_back(x, scales, weight.dtype)
+        ids, *operands = with_matrix(case, by_rank[rank], 2)
+        x, weight = exact_operands(case, *operands)
         T, k, total, N, _ = case.sizes
         experts = experts_of(case, total, rank)
         flat, gather = ids.flatten() - experts.first, case.field("gather") is not False
@@ -194,7 +181,7 @@ class GroupedOp(MoeOp):
         place = 0
         for e, pairs in enumerate(by_expert):
             order = torch.arange(place, place + len(pairs), device=x.device)
-            rows = x[pairs // k if gather else order].double() @ weight[e].double().T
+            rows = x[pairs // k if gather else order] @ weight[e].T
             if self.gated:
                 gate, up = rows.chunk(2, dim=-1)
                 rows = torch.nn.functional.silu(gate) * up
@@ -204,14 +191,13 @@ class GroupedOp(MoeOp):
 
     def accuracy(self, case: Case) -> Accuracy:
         terms = gated_terms(case.sizes[4]) if self.gated else case.sizes[4]
-        # The tensor cores add fp8 terms in an accumulator of some 14 bits.
-        return Accuracy(terms=terms, partials=1, levels=1) if scheme_of(case) else Accuracy(terms=terms)
+        return fp8_accuracy(case, terms)
 
     def arguments(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """x, the weights, the schedule, and scales of fp8 rows."""
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
-        ids, x, weight, scales = named(case, tensors)
-        return x, weight, moe_schedule(ids, experts, block=case.field("block")), scales
+        ids, x, weight, *scales = with_matrix(case, tensors, 2)
+        return x, weight, moe_schedule(ids, experts, block=case.field("block")), *scales
 
     def results(
         self,
@@ -319,25 +305,6 @@ class GroupedOp(MoeOp):
         return int((shape.active * N * K * (2 if self.gated else 1) + rows * K + shape.pairs * N) * dtype.itemsize)
 
 
-def scheme_of(case: Case) -> str:
-    """Scheme of the experts' scales in a case (``quantized_weight``); "": they are not in fp8."""
-    return "block" if case.field("block_fp8") else "channel" if case.field("channel_fp8") else ""
-
-
-def quantized_experts(weight: torch.Tensor, scheme: str) -> Fp8:
-    """``weight`` [experts, N, K] in e4m3, as ``quantized_weight`` of each."""
-    data, scales, _ = zip(*(quantized_weight(one, scheme) for one in weight), strict=True)
-    return Fp8(torch.stack(data), torch.stack(scales))
-
-
-def named(case: Case, tensors: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | Fp8, torch.Tensor | None]:
-    """(ids, the rows, the weight, scales of fp8 rows or None) of a case's tensors."""
-    ids, x, weight, *scales = tensors
-    if scheme_of(case):
-        weight, scales = Fp8(weight, scales[0]), scales[1:]
-    return ids, x, weight, scales[0] if scales else None
-
-
 def grouped_matmul(
     x: torch.Tensor | Fp8,
     weight: torch.Tensor | Fp8,
@@ -405,7 +372,7 @@ def grouped_matmul_silu_mul(
     given = check_grouped(op, GroupedArguments.of(x, weight, schedule, True, scales), gated=True)
     if fp8 is None:
         return GROUPED_MATMUL_SILU_MUL.dispatch(given)
-    check_written(op, given, fp8)
+    check_written(op, given.x, given.weight_scales, fp8)
     return fp8_of(*GROUPED_MATMUL_SILU_MUL_FP8.dispatch(given, *fp8), fp8)
 
 
@@ -430,13 +397,10 @@ class GroupedMatmulSiluMulFp8(Op):
         self, given: GroupedArguments, form: str, static: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """form, static: of ``RowFormat``, whose fields have names of the arguments'."""
-        h, scales = self.fake(given, form, static)
-        written, op = (
-            rows_argument(scales, RowFormat(form, static), given.dtype, COLUMNS.value),
-            GROUPED_MATMUL_SILU_MUL,
-        )
-        op.run(op.plan(given.call(True), machine_on(h.device)).design, None, given, out=h, written=written)
-        return h, scales
+        device, op = given.x.device, GROUPED_MATMUL_SILU_MUL
+        check_e4m3(op.name, capabilities_of(device))
+        design = op.plan(given.call(True), machine_on(device)).design
+        return grouped.run_gated(design, given, RowFormat(form, static))
 
     def fake(
         self, given: GroupedArguments, form: str, static: torch.Tensor | None

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from weft.arguments import quoted
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.fp8 import E4M3, Fp8
 from weft.kernels.pair_sums import PairSum
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.all_reduce_rms_norm import (
@@ -33,8 +34,9 @@ from weft.ops.collectives.all_reduce_rms_norm import (
 )
 from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.grouped import GroupedArguments
+from weft.ops.moe.grouped_cases import exact_operands, quantized_rows_of, with_matrix, with_scales
 from weft.ops.moe.grouped_check import check_grouped
-from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE
 from weft.ops.moe.moe_dispatch import check_routing
 from weft.ops.moe.moe_schedule import moe_schedule
 from weft.ops.moe.moe_sum import Shared, check_shared, moe_sum
@@ -72,12 +74,10 @@ class SumThenNorm:
 class PairsArguments(NamedTuple):
     """Arguments of grouped_matmul_all_reduce_rms_norm.
 
-    first  this rank's first expert; ``weight`` has as many as it holds
+    first  this rank's first expert; the weight has as many as it holds
     """
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    schedule: Schedule
+    gemm: GroupedArguments
     routing: Routing
     first: int
     shared: torch.Tensor | None
@@ -107,8 +107,8 @@ class PairsCall(NamedTuple):
 
 
 def grouped_matmul_all_reduce_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | Fp8,
+    weight: torch.Tensor | Fp8,
     schedule: Schedule,
     routing: Routing,
     experts: Experts,
@@ -127,7 +127,8 @@ def grouped_matmul_all_reduce_rms_norm(
     That sum is of all choices' results, weighted, of all ranks' shares.
 
     x          [T * k, K], row i of the i-th pair of the schedule, as ``grouped_matmul_silu_mul`` gives it; fp16, bf16 or fp32
-    weight     [experts.count, H, K] of x's dtype: of whole experts or of slices, K the features that this rank holds
+    weight     [experts.count, H, K] of x's dtype: of whole experts or of slices, K the features that this rank holds. Or
+               ``Fp8``, as of ``grouped_matmul``; the result's dtype then counts below in place of x's
     schedule   of ``moe_schedule(routing.ids, experts)``
     routing    of all T tokens, the same on all ranks: ids int32 [T, k], weights [T, k] of any of these dtypes
     experts    this rank's
@@ -142,28 +143,29 @@ def grouped_matmul_all_reduce_rms_norm(
     shapes, dtypes or devices that do not fit.
     """
     op = "grouped_matmul_all_reduce_rms_norm"
-    check_tensor(op, "x", x, team, FLOATS, over_nodes=True)
-    check_grouped(op, GroupedArguments(x, weight, schedule, False, None), gated=False)
+    gemm = GroupedArguments.of(x, weight, schedule, False)
+    check_tensor(op, "x", gemm.x, team, (*FLOATS, E4M3), over_nodes=True)
+    check_grouped(op, gemm, gated=False)
     check_routing(op, routing, team, over_nodes=True)
     check_tensor(op, "weights", routing.weights, team, FLOATS, over_nodes=True)
-    tokens, H = len(routing.ids), weight.shape[1]
-    if not isinstance(experts, Experts) or experts.count != len(weight):
-        raise ValueError(f"{op}: experts={quoted(experts)} is not an Experts of the {len(weight)} that weight has")
+    tokens, H = len(routing.ids), gemm.weight.shape[1]
+    if not isinstance(experts, Experts) or experts.count != len(gemm.weight):
+        raise ValueError(f"{op}: experts={quoted(experts)} is not an Experts of the {len(gemm.weight)} that weight has")
     if schedule.pairs.shape[1] != tokens or schedule.choices != routing.ids.shape[1]:
         raise ValueError(
             f"{op}: schedule has {schedule.pairs.shape[1]} tokens with {schedule.choices} choices and ids shape "
             f"{tuple(routing.ids.shape)}; pass the schedule of these ids"
         )
     for name, tensor, shape in (("residual", residual, (tokens, H)), ("norm", norm, (H,))):
-        check_tensor(op, name, tensor, team, (x.dtype,), over_nodes=True)
+        check_tensor(op, name, tensor, team, (gemm.dtype,), over_nodes=True)
         check_shape(op, name, tensor, shape)
-    check_shared(op, x, (tokens, H), shared, gate)
-    check_row(H, x.itemsize)
+    check_shared(op, residual, (tokens, H), shared, gate)
+    check_row(H, residual.itemsize)
     check_scalar(op, "eps", eps)
     check_factored(op, factored, team)
     check_choice(op, "algorithm", algorithm, GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.algorithms)
-    of_experts = x, weight, schedule, routing, experts.first, shared, gate
-    given = PairsArguments(*of_experts, residual, norm, eps, factored, team.name, algorithm)
+    of_experts = routing, experts.first, shared, gate
+    given = PairsArguments(gemm, *of_experts, residual, norm, eps, factored, team.name, algorithm)
     normed, hidden, squares = GROUPED_MATMUL_ALL_REDUCE_RMS_NORM.dispatch(given)
     return (DeferredNorm(normed, squares, eps) if factored else normed), hidden
 
@@ -180,7 +182,7 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     dtypes = FLOATS
     spans_nodes = True
     # The rank's experts, its share of their features, its summand.
-    differs = {**OWN_SCHEDULE, "x": (1,), "weight": (0, 2), "shared": (), "gate": ()}
+    differs = {**OWN_SCHEDULE, **OWN_FEATURES, "shared": (), "gate": ()}
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -227,14 +229,14 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
 
     def planned(self, given: PairsArguments, team: Team) -> Planned:
         """Plan of a call."""
-        sizes = len(given.routing.ids), given.schedule.choices, given.weight.shape[1]
-        return self.plan(PairsCall(*sizes, given.x.dtype, given.algorithm), machine_of(team))
+        sizes = len(given.routing.ids), given.gemm.schedule.choices, given.gemm.weight.shape[1]
+        return self.plan(PairsCall(*sizes, given.gemm.dtype, given.algorithm), machine_of(team))
 
     def run(self, design: SumInNorm | SumThenNorm, team: Team, given: PairsArguments) -> tuple[torch.Tensor, ...]:
         """(normed, hidden), or if ``given.deferred`` (scaled, hidden, squares), of checked arguments."""
         self.check_design(design)
-        y = GROUPED_MATMUL.forward(GroupedArguments(given.x, given.weight, given.schedule, False, None))
-        first, count, shared, gate = given.first, len(given.weight), given.shared, given.gate
+        y = GROUPED_MATMUL.forward(given.gemm)
+        first, count, shared, gate = given.first, len(given.gemm.weight), given.shared, given.gate
         summed: torch.Tensor | PairSum
         if isinstance(design, SumThenNorm):
             summed = moe_sum(y, given.routing, Experts(first + count, first, count), shared=shared, gate=gate)
@@ -248,20 +250,20 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
     def forward(self, given: PairsArguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         team = find_team(given.team)
         normed, hidden, *squares = self.run(self.planned(given, team).design, team, given)
-        return normed, hidden, squares[0] if given.deferred else given.x.new_empty(0, dtype=torch.float32)
+        return normed, hidden, squares[0] if given.deferred else given.residual.new_empty(0, dtype=torch.float32)
 
     def examine(self, given: Mapping[str, Any]) -> None:
         check_distinct(self.name, given["ids"])
 
     def fake(self, given: PairsArguments) -> tuple[torch.Tensor, ...]:
-        x, residual, team = given.x, given.residual, find_team(given.team)
+        residual, team = given.residual, find_team(given.team)
         normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
         design = self.planned(given, team).design
         if not given.deferred:
-            return normed, hidden, x.new_empty(0, dtype=torch.float32)
+            return normed, hidden, residual.new_empty(0, dtype=torch.float32)
         by = ALL_REDUCE_RMS_NORM.plan_of(residual, team, design.norm)
         parts = cdiv(residual.shape[-1] * residual.itemsize, by.push.row_bytes)
-        return normed, hidden, x.new_empty((len(residual), parts), dtype=torch.float32)
+        return normed, hidden, residual.new_empty((len(residual), parts), dtype=torch.float32)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -277,19 +279,21 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         if case.field("shared") == "gated":
             # A column of a wider matrix, as a router has it.
             inputs += (draw.shared("gate", (T, 3), 2.0)[:, 2],)
-        return inputs
+        return with_scales(case, inputs, 1)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """[2, T, H]: normed and hidden."""
         T, k, total, H, _ = case.sizes
         _, _, ids, weights, residual, norm, *_ = by_rank[rank]
         hidden, flat = residual.double(), ids.flatten()
-        for source, (x, weight, _, _, _, _, *shared) in enumerate(by_rank):
+        for source, tensors in enumerate(by_rank):
+            x, weight, _, _, _, _, *shared = with_matrix(case, tensors, 1)
+            x, weight = exact_operands(case, x, weight)
             experts, y = experts_of(case, total, source), torch.zeros((T * k, H), dtype=torch.float64, device=x.device)
             place = 0
             for e in range(experts.count):
                 pairs = (flat == experts.first + e).nonzero().flatten()
-                y[pairs] = x[place : place + len(pairs)].double() @ weight[e].double().T
+                y[pairs] = x[place : place + len(pairs)] @ weight[e].T
                 place += len(pairs)
             hidden = hidden + (y.view(T, k, H) * weights.double()[..., None]).sum(1)
             if shared:
@@ -304,9 +308,10 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         # By row, since a token's rounding errors grow with its weights.
         return Accuracy(terms=K + k + case.world_size + 2 + H, partials=1, by_row=True, replicated=True)
 
-    def arguments(self, case: Case, team: Team, x: torch.Tensor, weight: torch.Tensor, *tensors: Any) -> tuple:
+    def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple:
         """Positional arguments of the function up to norm, then shared and gate, if any."""
-        ids, weights, residual, norm, *shared = tensors
+        x, weight, ids, weights, residual, norm, *shared = with_matrix(case, tensors, 1)
+        x = quantized_rows_of(case, x) if case.field("fp8") else x
         experts = experts_of(case, case.sizes[2], team.rank)
         return x, weight, moe_schedule(ids, experts), Routing(ids, weights), experts, residual, norm, *shared
 
@@ -317,8 +322,11 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
             named = {"factored": deferred, "algorithm": case.design}
             given = *of_experts, residual, norm, CASES_EPS
             return grouped_matmul_all_reduce_rms_norm(*given, team, **beside, **named)
-        of_experts[-1], kept = of_experts[-1].first, (beside.get("shared"), beside.get("gate"))
-        given = PairsArguments(*of_experts, *kept, residual, norm, CASES_EPS, deferred, team.name, AUTO)
+        x, weight, schedule, routing, experts = of_experts
+        gemm, kept = GroupedArguments.of(x, weight, schedule, False), (beside.get("shared"), beside.get("gate"))
+        given = PairsArguments(
+            gemm, routing, experts.first, *kept, residual, norm, CASES_EPS, deferred, team.name, AUTO
+        )
         normed, hidden, *squares = self.run(case.design, team, given)
         return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
 
@@ -343,6 +351,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
             (3, SumInNorm(norm="two_shot"), True),
         ):
             yield case(w, BF16, 5, 2, w, 304, 16, design=design, held=1, deferred=deferred, shared="gated")
+        for fields in ({"block_fp8": True, "fp8": True, "held": 2}, {"channel_fp8": True}, {"block_fp8": True}):
+            yield case(2, BF16, 5, 3, 4, 136, 272, **fields)
         yield case(2, BF16, 0, 2, 4, 48, 16, held=2)
         yield case(8, BF16, 2, 8, 8, 40, 16, held=1)
 
@@ -350,7 +360,9 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         for w in (2, 4):
             for T in (1, 7, 128, 700):
                 for design in ("in_norm", "sequential"):
-                    yield self.case(w, BF16, T, 8, 128, 2048, 768, design=design, held=128 // w, deferred=T == 7)
+                    for fp8 in ({}, {"block_fp8": True, "fp8": True}):
+                        sizes = T, 8, 128, 2048, 768
+                        yield self.case(w, BF16, *sizes, design=design, held=128 // w, deferred=T == 7, **fp8)
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:
         return shape.tokens, shape.k, shape.experts, shape.hidden, shape.features

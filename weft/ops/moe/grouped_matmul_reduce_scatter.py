@@ -15,6 +15,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import check_int, quoted
+from weft.kernels.fp8 import E4M3, Fp8
 from weft.ops.case import BF16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
@@ -24,8 +25,9 @@ from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.exchange import CombineArguments, channel_of, padded
 from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped_cases import exact_operands, fp8_forms, quantized_rows_of, with_matrix, with_scales
 from weft.ops.moe.grouped_check import check_grouped
-from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_SCHEDULE, grouped_matmul
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE, grouped_matmul
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_schedule import block_for
@@ -64,9 +66,13 @@ class Slabs:
     slabs: int = knob(MOST_SLABS, counts(MAX_CHUNKS), halved())
     __post_init__ = check_knobs
 
-    def width(self, H: int) -> int:
-        """Columns of a slab of [T, H], but of the last one, which may have fewer."""
-        return min(cdiv(H, self.slabs * self.tiles.block_n) * self.tiles.block_n, H)
+    def width(self, H: int, scaled_rows: int = 1) -> int:
+        """Columns of a slab of [T, H], but of the last one, which may have fewer.
+
+        scaled_rows  of the weight, which have a scale together
+        """
+        grain = max(self.tiles.block_n, scaled_rows)
+        return min(cdiv(H, self.slabs * grain) * grain, H)
 
 
 @triton.jit(do_not_specialize=["T", "tokens"])
@@ -123,18 +129,16 @@ def run_slabs(design: Slabs, team: Team, given: ScatterArguments) -> torch.Tenso
     kernels  | begin | GEMM 0 | sum 0 | GEMM 1 | sum 1 | GEMM 2 | sum 2 |          | sum of ranks |
     copy                              | slab 0 |       | slab 1 |       | slab 2 |                       three slabs
     """
-    h, down, tokens, shared = given.h, given.down, given.tokens, Shared.of(given.shared, given.gate)
-    (rows, k), (held, H, _), world, me = given.routing.ids.shape, down.shape, team.size, team.rank
-    most, width = rows // world, design.width(H)
-    channel = channel_of(team, "grouped_matmul_reduce_scatter", h.dtype, rows * H)
+    tokens, shared, dtype = given.tokens, Shared.of(given.shared, given.gate), given.gemm.dtype
+    (rows, k), (held, H, _), world, me = given.routing.ids.shape, given.gemm.weight.shape, team.size, team.rank
+    most, width, gemm = rows // world, design.width(H, given.gemm.scaled_rows), given.gemm.with_fp8_rows()
+    channel = channel_of(team, "grouped_matmul_reduce_scatter", dtype, rows * H)
     received = channel.begin(team)[: rows * H].view(world, most * H)
-    out, own = h.new_empty((tokens, H)), h.new_empty(rows * H)
-    y = h.new_empty(rows * k * width)
+    out, own, y = (gemm.x.new_empty(shape, dtype=dtype) for shape in ((tokens, H), (rows * H,), (rows * k * width,)))
     for number, first in enumerate(range(0, H, width)):
         columns = min(width, H - first)
         of_slab = y[: rows * k * columns].view(rows * k, columns)
-        gemm = GroupedArguments(h, down[:, first : first + columns], given.schedule, False, None)
-        grouped.run(design.tiles, gemm, out=of_slab)
+        grouped.run(design.tiles, gemm.of_columns(first, columns), out=of_slab)
         sums = own[rows * first : rows * (first + columns)]
         beside = shared
         if shared.rows is not None:
@@ -179,6 +183,7 @@ class GroupedScatterCall(NamedTuple):
     block   pairs of a tile
     H, N    elements of a token's row, features of an expert here
     shared  True: there is a summand of all tokens beside their choices
+    block_fp8, channel_fp8  of ``GroupedCall``
     """
 
     tokens: int
@@ -191,11 +196,14 @@ class GroupedScatterCall(NamedTuple):
     dtype: torch.dtype
     design: str = AUTO
     shared: bool = False
+    block_fp8: bool = False
+    channel_fp8: bool = False
 
     def gemm(self, machine: Machine) -> GroupedCall:
         """Call of the grouped GEMM of all ranks' tokens."""
         pairs = machine.world_size * self.tokens * self.choices
-        return GroupedCall(self.block, pairs, self.H, self.N, self.dtype, False)
+        forms = self.block_fp8, self.channel_fp8
+        return GroupedCall(self.block, pairs, self.H, self.N, self.dtype, False, AUTO, *forms)
 
     def is_whole(self, machine: Machine) -> bool:
         """True if moe_combine can take the results: of whole experts, without a summand beside them."""
@@ -203,8 +211,8 @@ class GroupedScatterCall(NamedTuple):
 
 
 def grouped_matmul_reduce_scatter(
-    h: torch.Tensor,
-    down: torch.Tensor,
+    h: torch.Tensor | Fp8,
+    down: torch.Tensor | Fp8,
     schedule: Schedule,
     dispatched: Dispatched,
     tokens: int,
@@ -219,7 +227,8 @@ def grouped_matmul_reduce_scatter(
     i is the choice's row in h, e its expert.
 
     h           [W * max_tokens * k, N], fp16, bf16 or fp32, rows in the order of ``schedule``; a row a multiple of 16 bytes
-    down        [experts, H, N] of h's dtype, of this rank's experts
+    down        [experts, H, N] of h's dtype, of this rank's experts. Or ``Fp8``, as of ``grouped_matmul``: sums travel in the
+                result's dtype
     schedule, dispatched
                 as ``all_gather_grouped_matmul_silu_mul`` gives them, or ``moe_schedule`` and ``moe_dispatch``: of all ranks'
                 tokens and this rank's experts, whole ones or slices
@@ -240,40 +249,41 @@ def grouped_matmul_reduce_scatter(
     """
     op = "grouped_matmul_reduce_scatter"
     check_team(op, team, over_nodes=True)
-    check_tensor(op, "h", h, team, FLOATS, over_nodes=True)
-    check_tensor(op, "down", down, team, (h.dtype,), over_nodes=True)
-    check_grouped(op, GroupedArguments(h, down, schedule, False, None), gated=False)
+    gemm = GroupedArguments.of(h, down, schedule, False)
+    check_tensor(op, "h", gemm.x, team, (*FLOATS, E4M3), over_nodes=True)
+    if gemm.weight_scales is None:
+        check_tensor(op, "down", down, team, (h.dtype,), over_nodes=True)
+    check_grouped(op, gemm, gated=False)
     if not isinstance(dispatched, Dispatched):
         raise ValueError(f"{op}: dispatched={quoted(dispatched)} is not a Dispatched; weft.ops.moe_dispatch gives one")
     check_routing(op, dispatched.routing, team, over_nodes=True)
     (ids, weights), experts = dispatched.routing, dispatched.experts
     rows = schedule.pairs.shape[1]
     check_shape(op, "ids", ids, (rows, schedule.choices))
-    if rows % team.size or len(down) != experts.count:
+    if rows % team.size or len(gemm.weight) != experts.count:
         raise ValueError(
-            f"{op}: schedule of {rows} tokens and {len(down)} experts; it must be of W * max_tokens tokens and of "
+            f"{op}: schedule of {rows} tokens and {len(gemm.weight)} experts; it must be of W * max_tokens tokens and of "
             f"the {experts.count} experts of dispatched"
         )
     check_int(f"{op}: tokens", tokens, 0, rows // team.size)
-    check_shared(op, h, (rows, down.shape[1]), shared, gate)
+    check_shared(op, gemm.x.new_empty(0, dtype=gemm.dtype), (rows, gemm.weight.shape[1]), shared, gate)
     check_choice(op, "algorithm", algorithm, MOE_RS.algorithms)
     given = [tensor for tensor in (shared, gate) if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (h, down, weights, *given)):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (gemm.x, gemm.weight, weights, *given)):
         y = grouped_matmul(h, down, schedule)
         return reduce_scatter(moe_sum(y, dispatched.routing, experts, shared=shared, gate=gate), team)[:tokens]
     held = experts.total, experts.first, experts.count
     routing = dispatched.routing
-    return MOE_RS.dispatch(
-        ScatterArguments(h, down, schedule, routing, *held, tokens, team.name, algorithm, shared, gate)
-    )
+    return MOE_RS.dispatch(ScatterArguments(gemm, routing, *held, tokens, team.name, algorithm, shared, gate))
 
 
 class GroupedMatmulReduceScatter(OverlappedOp):
     name, alias = "grouped_matmul_reduce_scatter", "moe-rs"
     designs = {"slabs": Slabs, "sequential": Sequential, "over_nodes": ByNodes}
     sizes = ("max_tokens", "k", "experts", "H", "N")
+    variants = ("block_fp8", "channel_fp8")
     # The rank's experts, its share of their features, its tokens.
-    differs = {**OWN_SCHEDULE, "h": (1,), "down": (0, 2), "count": (), "tokens": (), "gate": ()}
+    differs = {**OWN_SCHEDULE, **OWN_FEATURES, "count": (), "tokens": (), "gate": ()}
     gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
 
     @staticmethod
@@ -296,7 +306,8 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         block = block_for(case.world_size * most * k, experts)
         held = case_experts(case, 0).count
         shared = case.field("shared") is not None
-        return GroupedScatterCall(most, k, experts, held, block, H, N, case.dtype, case.design, shared)
+        sizes = most, k, experts, held, block, H, N
+        return GroupedScatterCall(*sizes, case.dtype, case.design, shared, **fp8_forms(case))
 
     def rule(self, call: GroupedScatterCall, machine: Machine) -> tuple[str, str]:
         """moe_combine up to 2 MiB in all, in one hop, and for two ranks, whose pieces take less than slabs.
@@ -331,9 +342,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         if isinstance(design, ByNodes):
             return scatter_by_nodes(design, team, given)
         routing, experts, tokens = given.routing, given.experts, given.tokens
-        y = GROUPED_MATMUL.run(
-            design.gemm.design, None, GroupedArguments(given.h, given.down, given.schedule, False, None)
-        )
+        y = GROUPED_MATMUL.run(design.gemm.design, None, given.gemm)
         if design.combine is None:
             summand = moe_sum(y, routing, experts, shared=given.shared, gate=given.gate)
             return reduce_scatter(summand, team)[:tokens].contiguous()
@@ -342,14 +351,15 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         )
 
     def forward(self, given: ScatterArguments) -> torch.Tensor:
-        team, (_, H, N) = find_team(given.team), given.down.shape
-        sizes = len(given.routing.ids) // team.size, given.schedule.choices, given.total, given.count
-        of_gemm = given.schedule.block, H, N, given.h.dtype
-        call = GroupedScatterCall(*sizes, *of_gemm, given.algorithm, given.shared is not None)
+        team, gemm = find_team(given.team), given.gemm.call(False)
+        sizes = len(given.routing.ids) // team.size, given.gemm.schedule.choices, given.total, given.count
+        of_gemm = gemm.block, gemm.N, gemm.K, gemm.dtype
+        forms = given.shared is not None, gemm.block_fp8, gemm.channel_fp8
+        call = GroupedScatterCall(*sizes, *of_gemm, given.algorithm, *forms)
         return self.run(self.plan(call, machine_of(team)).design, team, given)
 
     def fake(self, given: ScatterArguments) -> torch.Tensor:
-        return given.h.new_empty((given.tokens, given.down.shape[1]))
+        return given.gemm.x.new_empty((given.tokens, given.gemm.weight.shape[1]), dtype=given.gemm.dtype)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -368,13 +378,15 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         if case.field("shared"):
             # A column of a wider matrix, as a router has it.
             inputs += draw.own("shared", (len(ids), H)), draw.own("gate", (len(ids), 3), 2.0)[:, 2]
-        return inputs
+        return with_scales(case, inputs, 1)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         most, _, _, H, _ = case.sizes
         _, _, ids, weights, *_ = by_rank[rank]
         total = torch.zeros((len(ids), H), dtype=torch.float64, device=ids.device)
-        for source, (h, down, _, _, *shared) in enumerate(by_rank):
+        for source, tensors in enumerate(by_rank):
+            h, down, _, _, *shared = with_matrix(case, tensors, 1)
+            h, down = exact_operands(case, h, down)
             if shared:
                 total += shared[0].double() * shared[1].double().sigmoid()[:, None]
             order, place = (torch.arange(len(ids), device=ids.device) + case_start(case, source)) % len(ids), 0
@@ -382,7 +394,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
             for local in range(experts.count):
                 chosen = ids[order] == experts.first + local
                 token = order[chosen.any(-1)]
-                rows = h[place : place + len(token)].double() @ down[local].double().T
+                rows = h[place : place + len(token)] @ down[local].T
                 total[token] += rows * weights[order][chosen].double()[:, None]
                 place += len(token)
         return total[rank * most :][: case.field("tokens")[rank]]
@@ -396,7 +408,8 @@ class GroupedMatmulReduceScatter(OverlappedOp):
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """h, down, and the schedule, routing and experts of this rank; then shared and its gate, if any."""
-        h, down, ids, weights, *shared = tensors
+        h, down, ids, weights, *shared = with_matrix(case, tensors, 1)
+        h = quantized_rows_of(case, h) if case.field("fp8") else h
         experts = case_experts(case, team.rank)
         block = self.call_of_case(case, machine_of(team)).block
         return h, down, schedule_of(team, ids, experts, case.sizes[0], block), Routing(ids, weights), experts, *shared
@@ -405,8 +418,8 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         self,
         case: Case,
         team: Team,
-        h: torch.Tensor,
-        down: torch.Tensor,
+        h: torch.Tensor | Fp8,
+        down: torch.Tensor | Fp8,
         schedule: Schedule,
         routing: Routing,
         experts: Experts,
@@ -415,9 +428,10 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         tokens = case.field("tokens")[team.rank]
         if not isinstance(case.design, str):
             held = experts.total, experts.first, experts.count
-            given = ScatterArguments(h, down, schedule, routing, *held, tokens, team.name, AUTO)
+            gemm = GroupedArguments.of(h, down, schedule, False)
+            given = ScatterArguments(gemm, routing, *held, tokens, team.name, AUTO)
             return self.run(case.design, team, given)
-        dispatched = Dispatched(h.new_empty((0, down.shape[1])), routing, experts)
+        dispatched = Dispatched(routing.weights.new_empty((0, down.shape[1])), routing, experts)
         beside = dict(zip(("shared", "gate"), shared, strict=False))
         return grouped_matmul_reduce_scatter(
             h, down, schedule, dispatched, tokens, team, **beside, algorithm=case.design
@@ -429,6 +443,12 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         yield self.case_with(3, BF16, (3, 2, 6, 40, 40), design, (3, 0, 2))
         yield self.case_with(2, FP32, (5, 2, 4, 72, 16), "slabs", (5, 3), shared="gated")
         yield self.case_with(2, BF16, (4, 2, 4, 24, 16), "sequential", (0, 4), shared="gated")
+        narrow = Slabs(tiles=small, slabs=3)
+        for w, fields, design in (
+            (2, {"block_fp8": True, "fp8": True}, narrow), (2, {"block_fp8": True}, "sequential"),
+            (3, {"channel_fp8": True}, "slabs"), (2, {"block_fp8": True, "fp8": True, "layout": "slices"}, "slabs"),
+        ):  # fmt: skip
+            yield self.case_with(w, BF16, (5, 2, 6, 328, 272), design, (5, 3, 0)[:w], **fields)
 
 
 MOE_RS = GroupedMatmulReduceScatter()

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.fp8 import E4M3, check_e4m3, quantize_rows, scales_of
+from weft.kernels.fp8 import E4M3, RowFormat, check_e4m3, quantize_rows, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case
 from weft.ops.knobs import around
 from weft.ops.moe.exchange import channel_of, rows_sent
-from weft.ops.moe.grouped import GroupedTiles
+from weft.ops.moe.grouped import GroupedArguments, GroupedTiles
 from weft.ops.moe.grouped_matmul import GroupedOp
 from weft.ops.moe.grouped_rule import tiles
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
@@ -40,6 +40,9 @@ class GatherArguments(NamedTuple):
     """Arguments of all_gather_grouped_matmul_silu_mul.
 
     total, first, count  this rank's experts; block: pairs of a tile of the schedule
+    fp8                  rows are sent in fp8
+    weight_scales, input_scale  of a gate_up in fp8
+    form, static         of ``RowFormat`` of h
     """
 
     x: torch.Tensor
@@ -53,6 +56,19 @@ class GatherArguments(NamedTuple):
     fp8: bool
     team: str
     algorithm: str
+    weight_scales: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    form: str = ""
+    static: torch.Tensor | None = None
+
+    @property
+    def format(self) -> RowFormat | None:
+        """Form in which h is written; None: in 16 or 32 bits."""
+        return RowFormat(self.form, self.static) if self.form else None
+
+    def gemm(self, rows: torch.Tensor, schedule: Schedule, scales: torch.Tensor | None) -> GroupedArguments:
+        """Arguments of the grouped GEMM of all ranks' rows."""
+        return GroupedArguments(rows, self.gate_up, schedule, True, scales, self.weight_scales, self.input_scale)
 
     @property
     def experts(self) -> Experts:
@@ -62,9 +78,7 @@ class GatherArguments(NamedTuple):
 class ScatterArguments(NamedTuple):
     """Arguments of grouped_matmul_reduce_scatter. total, first, count: this rank's experts."""
 
-    h: torch.Tensor
-    down: torch.Tensor
-    schedule: Schedule
+    gemm: GroupedArguments
     routing: Routing
     total: int
     first: int
@@ -128,7 +142,8 @@ class OverlappedOp(MoeOp):
 
     def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         gemm = call.gemm(machine)
-        return self.name, (gemm.pairs, gemm.block, call.held, gemm.N, gemm.K), machine.world_size
+        name = "+".join([self.name, *(one for one in self.variants if getattr(call, one))])
+        return name, (gemm.pairs, gemm.block, call.held, gemm.N, gemm.K), machine.world_size
 
     def tuned(self, call: Any, machine: Machine) -> Planned | None:
         planned = super().tuned(call, machine)

@@ -1,0 +1,64 @@
+"""Operands of cases of grouped GEMMs whose weights may be in fp8: scales that come last among a case's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight, read_back
+from weft.ops.case import Accuracy, Case, Inputs
+
+
+def scheme_of(case: Case) -> str:
+    """Scheme of the experts' scales in a case (``quantized_weight``); "": they are not in fp8."""
+    return "block" if case.field("block_fp8") else "channel" if case.field("channel_fp8") else ""
+
+
+def fp8_forms(case: Case) -> dict[str, bool]:
+    """Fields of a plan's call for the case's form of fp8."""
+    scheme = scheme_of(case)
+    return {f"{scheme}_fp8": True} if scheme else {}
+
+
+def quantized_experts(weight: torch.Tensor, scheme: str) -> Fp8:
+    """``weight`` [experts, N, K] in e4m3, as ``quantized_weight`` of each."""
+    data, scales, _ = zip(*(quantized_weight(one, scheme) for one in weight), strict=True)
+    return Fp8(torch.stack(data), torch.stack(scales))
+
+
+def with_scales(case: Case, tensors: Inputs, at: int) -> Inputs:
+    """``tensors`` of a case as it has them: where experts are in fp8, those at ``at``, with their scales last."""
+    if not scheme_of(case):
+        return tensors
+    data, scales, _ = quantized_experts(tensors[at], scheme_of(case))
+    return *tensors[:at], data, *tensors[at + 1 :], scales
+
+
+def with_matrix(case: Case, tensors: Inputs, at: int) -> tuple[Any, ...]:
+    """``tensors`` of a case, the experts at ``at`` as ``Fp8`` if they are in fp8."""
+    if not scheme_of(case):
+        return tensors
+    *most, scales = tensors
+    most[at] = Fp8(most[at], scales)
+    return tuple(most)
+
+
+def quantized_rows_of(case: Case, x: torch.Tensor) -> Fp8:
+    """``x`` as the experts' scales ask for it."""
+    return Fp8(*by_torch(x, x.shape[1] if scheme_of(case) == "channel" else COLUMNS.value))
+
+
+def exact_operands(
+    case: Case, x: torch.Tensor, weight: torch.Tensor | Fp8, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, weight) in fp64 that the case's product is of. scales: of fp8 rows."""
+    if isinstance(weight, Fp8):
+        rows = quantized_rows_of(case, x) if scales is None else Fp8(x, scales)
+        return rows.dequantized(torch.float64), weight.dequantized(torch.float64)
+    return (x if scales is None else read_back(x, scales, weight.dtype)).double(), weight.double()
+
+
+def fp8_accuracy(case: Case, terms: int) -> Accuracy:
+    """Accuracy of a grouped GEMM: tensor cores add fp8 terms in an accumulator of some 14 bits."""
+    return Accuracy(terms=terms, partials=1, levels=1) if scheme_of(case) else Accuracy(terms=terms)

@@ -331,7 +331,7 @@ def test_on_sm_90_without_spills_by_fp8_instructions(M, N, K, gated, tmp_path):
     kernel = compiled(
         small_m.small_m_kernel, *(descriptor_or_self(x, size, 128, True) for size in (design.block_m, design.block_n)),
         x, out, M, Sizes(N, K, K, K), design.partials, design.ahead, RowScales(scales, 1e-6), small_m.block_of(design), None,
-        Fp8Scales(scales, 1, 64, scales, K // 128, *forms), arch="sm_90", SQUARES=0, **small_m.constants(design, gated),
+        Fp8Scales(scales, 1, 64, scales, K // 128, *forms), None, arch="sm_90", SQUARES=0, **small_m.constants(design, gated),
         **launch_options(H200),
     )  # fmt: skip
     ptx = kernel.asm["ptx"]

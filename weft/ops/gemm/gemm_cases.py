@@ -46,6 +46,26 @@ def fp8_cases(op: str) -> Iterator[Case]:
         yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=fields)
 
 
+def four_bit_cases(op: str) -> Iterator[Case]:
+    """Cases of weights in 4 bits: by the plan, by designs of the small-M kernel, and converted before the GEMM."""
+    split = SmallM(block_m=16, block_n=32, block_k=128, partials=3, ahead=256, transposed=True)
+    wide = SmallM(block_m=64, block_n=16, block_k=128, num_warps=2)
+    norm = (("deferred_norm", True),)
+    for dtype, sizes, form, fields, design in (
+        (BF16, (5, 48, 272), "mxfp4", (), AUTO),
+        (BF16, (9, 136, 400), "mxfp4", (), split),
+        (FP16, (20, 200, 144), "mxfp4", (), wide),
+        (BF16, (150, 144, 200), "mxfp4", (), "cublas"),
+        (FP16, (3, 40, 280), "int4", (), AUTO),
+        (BF16, (7, 80, 520), "int4", (), split),
+        (BF16, (150, 64, 256), "int4", (), "cublas"),
+        (BF16, (9, 72, 272), "mxfp4", norm, split),
+        (BF16, (70, 80, 256), "int4", norm, "cublas"),
+    ):
+        fields = (("four_bit", form), *fields)
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=fields)
+
+
 def matmul_cases(op: str, persistent: Callable[..., object]) -> Iterator[Case]:
     """Cases of matmul. persistent: the design of the persistent kernel."""
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(20, 24, 40))
@@ -58,6 +78,7 @@ def matmul_cases(op: str, persistent: Callable[..., object]) -> Iterator[Case]:
     yield Case(op=op, world_size=1, dtype=FP16, sizes=(20, 40, 24), design="cublas")
     yield from small_m_cases(op)
     yield from fp8_cases(op)
+    yield from four_bit_cases(op)
 
 
 def silu_cases(op: str) -> Iterator[Case]:
@@ -67,3 +88,4 @@ def silu_cases(op: str) -> Iterator[Case]:
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(150, 40, 24), design="cublas")
     yield from small_m_cases(op)
     yield from fp8_cases(op)
+    yield from four_bit_cases(op)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from weft.kernels.four_bit import FourBit, int4, mxfp4
 from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.local import check_sizes
@@ -28,6 +30,7 @@ class GemmCall(NamedTuple):
     dense          operands have dense rows; cuBLAS also reads other layouts as they are, weft's kernels read a copy
     block_fp8, channel_fp8  the weight is fp8 (weft.kernels.fp8): with scales for blocks of it, or for whole rows or all of it.
                    ``aligned`` then means that cuBLAS takes the shapes of both
+    four_bit       format of a weight in 4 bits (weft.kernels.four_bit), "mxfp4" or "int4"; "": another weight
     """
 
     M: int
@@ -42,16 +45,24 @@ class GemmCall(NamedTuple):
     dense: bool = True
     block_fp8: bool = False
     channel_fp8: bool = False
+    four_bit: str = ""
 
     @property
     def fp8(self) -> bool:
         return self.block_fp8 or self.channel_fp8
+
+    @property
+    def quantized(self) -> bool:
+        """True unless the weight has the dtype of the rows."""
+        return self.fp8 or self.four_bit != ""
 
 
 # Projections whose weights ranks hold by rows (each has its share of N), and by columns (of K).
 COLUMN_PARALLEL, ROW_PARALLEL = ("qkv", "gate-up"), ("o", "down")
 # Fields of calls with fp8 weights.
 FP8 = ("block_fp8", "channel_fp8")
+# Weights of cases in 4 bits, by the field of the call.
+FOUR_BIT = {"mxfp4": mxfp4, "int4": functools.partial(int4, symmetric=False)}
 
 
 class GemmOp(Op):
@@ -87,11 +98,13 @@ class GemmOp(Op):
         return GemmCall(M, N, K, dtype, K % rows == 0, design=design, **fields)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """a, and b or the data and scales of an fp8 b."""
+        """a, and b or the tensors of a quantized b."""
         (M, N, K), (a, b), scheme = case.sizes, self.operands, fp8_scheme(case)
         rows = M // case.world_size if self.gathers else M
         # b is scaled so that results have the variance of a for any K.
         x, weight = draw.own(a, (rows, K)), draw.own(b, (2 * N if self.gated else N, K), K**-0.5)
+        if form := case.field("four_bit"):
+            return x, *(one for one in FOUR_BIT[form](weight) if isinstance(one, torch.Tensor))
         return (x, *quantized_weight(weight, scheme)[:2]) if scheme else (x, weight)
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -162,18 +175,24 @@ def fp8_scheme(case: Case) -> str:
     return "block" if case.field("block_fp8") else "channel" if case.field("channel_fp8") else ""
 
 
-def named(case: Case, tensors: Inputs) -> tuple[torch.Tensor, torch.Tensor | Fp8, Inputs]:
+def named(case: Case, tensors: Inputs) -> tuple[torch.Tensor, torch.Tensor | Fp8 | FourBit, Inputs]:
     """(a, b, the other tensors) of a case's tensors."""
     if fp8_scheme(case):
         return tensors[0], Fp8(*tensors[1:3]), tuple(tensors[3:])
+    if form := case.field("four_bit"):
+        (a, data, scales), rest = tensors[:3], tensors[3:]
+        zeros, rest = (rest[0], rest[1:]) if form == "int4" else (None, rest)
+        return a, FourBit(data, scales, a.shape[1], zeros), tuple(rest)
     return tensors[0], tensors[1], tuple(tensors[2:])
 
 
-def product(a: torch.Tensor, b: torch.Tensor | Fp8) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor | Fp8 | FourBit) -> torch.Tensor:
     """Compute a[M, K] @ b[N, K].T in fp64, the reference of every GEMM; rounds ``a`` as an fp8 b asks for."""
     if isinstance(b, Fp8):
         rows = Fp8(*by_torch(a, COLUMNS.value if b.is_grouped else a.shape[1]))
         a, b = rows.dequantized(torch.float64), b.dequantized(torch.float64)
+    if isinstance(b, FourBit):
+        b = b.dequantized(a.dtype)
     return a.double() @ b.double().T
 
 

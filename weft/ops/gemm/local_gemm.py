@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from weft.kernels.deferred_norm import normed
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import RowScales, ScaledMatrix, rows_contiguous
 from weft.ops.case import Case, Draw, Inputs
-from weft.ops.gemm import cublas, small_m, space
+from weft.ops.gemm import cublas, four_bit_operands, fp8_operands, small_m, space
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, named, product
 from weft.ops.gemm.small_m_rule import SmallM, default_small_m, small_m_rule, takes
 from weft.ops.knobs import around
@@ -31,7 +31,7 @@ EPS = 1e-6
 class LocalGemm(GemmOp):
     """A GEMM of one rank."""
 
-    variants = options = ("deferred_norm", "partials", "block_fp8", "channel_fp8")
+    variants = options = ("deferred_norm", "partials", "block_fp8", "channel_fp8", "four_bit")
     rare = ("small_m",)
     collective = False
 
@@ -41,7 +41,7 @@ class LocalGemm(GemmOp):
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
         planned = super().choose(call, machine)
-        if planned.row is not None or call.fp8 or not isinstance(planned.design, Cublas):
+        if planned.row is not None or call.quantized or not isinstance(planned.design, Cublas):
             return planned
         N = call.N * (2 if self.gated else 1)
         design, reason = cublas.chosen(call.M, N, call.K, call.dtype, machine.caps)
@@ -55,7 +55,7 @@ class LocalGemm(GemmOp):
         return None if best and best.row.design == "small_m" and not takes(call) else best
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
-        if call.fp8:
+        if call.quantized:
             yield Cublas()
         else:
             yield from space.algorithms(call, quick)
@@ -93,7 +93,9 @@ class LocalGemm(GemmOp):
         design = self.design_of(case, machine(capabilities_of(a.device), 1))
         operand, summed = ScaledMatrix(a, RowScales(squares[0], EPS) if squares else None), not case.field("partials")
         if isinstance(b, Fp8):
-            return by_design(design, operand, b, gated=self.gated, summed=summed)
+            return fp8_operands.by_design(design, operand, b, gated=self.gated, summed=summed)
+        if isinstance(b, FourBit):
+            return four_bit_operands.by_design(design, operand, b, gated=self.gated, summed=summed)
         a, b = rows_contiguous(a), rows_contiguous(b)
         if isinstance(design, SmallM):
             return small_m.run(operand._replace(data=a), b, design, gated=self.gated, summed=summed)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
 from weft.kernels.gemm_tile import Operand, Outgoing, SplitK, gemm_tile, join_partials, leave_partial, store_tile
 from weft.kernels.operands import ScaledMatrix, can_describe, has_dense_rows, rows_contiguous
@@ -31,7 +32,7 @@ from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check_operands, named
 from weft.ops.gemm.local_gemm import LocalGemm
-from weft.ops.gemm.matmul_fp8 import matmul_fp8
+from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.space import tiles
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
@@ -93,19 +94,20 @@ def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block, team=None):
         wl.end_tile(began, row // block.m, tile_column, team)
 
 
-def matmul(a: torch.Tensor | Fp8 | DeferredNorm, b: torch.Tensor | Fp8) -> torch.Tensor:
+def matmul(a: torch.Tensor | Fp8 | DeferredNorm, b: torch.Tensor | Fp8 | FourBit) -> torch.Tensor:
     """a[M, K] @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
     Rows may be strided. cuBLAS reads other layouts as they are, weft's kernels a copy. The same bits from run to run; a row's
     bits may change with the design, which depends on M (``weft.ops.explain``). ``a`` may have a deferred RMS scale: the small-M
     kernel applies it to the fp32 result, other designs to ``a`` before the GEMM; then there is no backward. Where
     ``b.grad_dtype`` is fp32, so is the gradient of b. With an ``Fp8`` weight b, ``a`` is fp16 or bf16, which is quantized as
-    b's scales ask for, or ``Fp8`` with such scales, for a bf16 result; no backward.
+    b's scales ask for, or ``Fp8`` with such scales, for a bf16 result; with a ``FourBit`` weight b, ``a`` is fp16 or bf16; both
+    without a backward.
     ValueError for shapes, dtypes or devices that do not fit.
     """
     x = operand_of(a)
-    if isinstance(b, Fp8):
-        return matmul_fp8("matmul", x, b)
+    if isinstance(b, QUANTIZED):
+        return matmul_quantized("matmul", x, b)
     check_operands("matmul", x.data, b, None)
     check_scales("matmul", x, b)
     return MATMUL.dispatch(x.data, b) if x.scales is None else matmul_deferred_norm.product(x, b)

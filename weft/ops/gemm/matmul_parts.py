@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import RowScales, ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm import small_m
 from weft.ops.gemm.gemm_op import GemmCall, check_operands, product
 from weft.ops.gemm.matmul import MATMUL
-from weft.ops.gemm.matmul_fp8 import matmul_fp8
+from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.ops.op import Op, register
@@ -28,19 +29,21 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-def matmul_parts(x: torch.Tensor | Fp8 | DeferredNorm, weight: torch.Tensor | Fp8) -> torch.Tensor | DeferredNorm:
+def matmul_parts(
+    x: torch.Tensor | Fp8 | DeferredNorm, weight: torch.Tensor | Fp8 | FourBit
+) -> torch.Tensor | DeferredNorm:
     """``matmul(x, weight)``, finished by the kernel that reads it.
 
     x       [M, K], fp16, bf16 or fp32, or rows with a deferred RMS scale
-    weight  [N, K] of x's dtype; or ``Fp8``, with x as of ``matmul``: then a deferred scale is always applied
+    weight  [N, K] of x's dtype; or ``Fp8`` or ``FourBit``, with x as of ``matmul``: then a deferred scale is always applied
 
     Returns split-K partials fp32 [partials, M, N] where K is split, which the reader adds up in this order and rounds; else the
     result [M, N] in x's dtype; or, of rows with a deferred scale that cuBLAS multiplies, a DeferredNorm of the result. Shapes,
     dtype and device alone decide among the three. No backward. ValueError as of ``matmul``.
     """
     operand = operand_of(x)
-    if isinstance(weight, Fp8):
-        return matmul_fp8("matmul_parts", operand, weight, parts=True)
+    if isinstance(weight, QUANTIZED):
+        return matmul_quantized("matmul_parts", operand, weight, parts=True)
     check_operands("matmul_parts", operand.data, weight, None)
     check_scales("matmul_parts", operand, weight)
     if operand.scales is None:

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.four_bit import FourBit
+from weft.kernels.four_bit_tile import HALF, four_bit_tile, grid_of
 from weft.kernels.fp8 import Fp8
 from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
@@ -96,6 +98,7 @@ def small_m_kernel(
     block,
     team,
     fp8,
+    grid,
     TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -110,6 +113,7 @@ def small_m_kernel(
     block           ``Block``: block.m rows of x and block.n of the weight; if TRANSPOSED the other way round
     team            in a trace (``traced_view``), else None
     fp8             ``Fp8Scales`` of operands in e4m3; else None
+    grid            ``Grid`` of a weight in 4 bits, whose bytes the weight's arguments are; else None
 
     signals, waits  none, except the wait for the previous kernel
     """
@@ -127,9 +131,13 @@ def small_m_kernel(
     first, last = part * depth // partials, (part + 1) * depth // partials
     # Columns of 128 bytes.
     GRAIN: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
+    if grid is not None:
+        OF_BYTE: tl.constexpr = 2
+    else:
+        OF_BYTE: tl.constexpr = 1
     if ahead > 0:
-        start = first * BLOCK_K
-        columns = min(ahead, min(last * BLOCK_K, sizes.K) - start) // GRAIN * GRAIN
+        start = first * BLOCK_K // OF_BYTE
+        columns = min(ahead, min(last * BLOCK_K, sizes.K) - first * BLOCK_K) // OF_BYTE // GRAIN * GRAIN
         for half in tl.static_range(halves):
             of_half = weight_rows + half * tl.cast(sizes.N, tl.int64) * sizes.b_stride
             prefetch_columns(of_half, sizes.b_stride, column, sizes.N, start, columns, BLOCK_N)
@@ -143,6 +151,8 @@ def small_m_kernel(
         of_rows = tl.load(asked, mask=(m < M)[:, None] & (of_row < SQUARES)[None, :], other=0.0)
     if fp8 is not None:
         acc, up = fp8_tile(x, weight, fp8, M, sizes.N, row, column, first, last, block, TRANSPOSED, GATED)
+    elif grid is not None:
+        acc, up = four_bit_tile(x, weight, grid, sizes.N, sizes.K, row, column, first, last, block, TRANSPOSED, GATED)
     elif GATED:
         acc, up = gated_tile(x, weight, sizes.N, row, column, first, last, block, TRANSPOSED)
     elif TRANSPOSED:
@@ -210,7 +220,7 @@ def sum_partials_kernel(source, out, size, partials, GATED: tl.constexpr, BLOCK:
 
 def run(
     operand: ScaledMatrix,
-    weight: torch.Tensor | Fp8,
+    weight: torch.Tensor | Fp8 | FourBit,
     design: SmallM,
     *,
     gated: bool = False,
@@ -220,12 +230,16 @@ def run(
 ) -> torch.Tensor:
     """GEMM of operands with dense rows, each on 16 bytes, and contiguous scales: out[M, N].
 
-    If not ``summed``, the split-K partials fp32 [partials, M, N]. With an ``Fp8`` weight x is ``Fp8`` too.
+    If not ``summed``, the split-K partials fp32 [partials, M, N]. With an ``Fp8`` weight x is ``Fp8`` too; with a ``FourBit``
+    weight block_k is 128.
     dtype: that of a new ``out``, x's by default.
     """
     x, scales = operand
-    fp8, dtype = None, dtype or x.dtype
-    if isinstance(weight, Fp8):
+    fp8, grid, dtype = None, None, dtype or x.dtype
+    width = design.block_k
+    if isinstance(weight, FourBit):
+        grid, weight, width = grid_of(weight), weight.data, HALF.value
+    elif isinstance(weight, Fp8):
         fp8, x, weight = scales_of_gemm(x.scales, weight, design.block_n, gated), x.data, weight.data
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     options: dict[str, Any] = launch_options(capabilities_of(x.device))
@@ -245,8 +259,8 @@ def run(
     )
     launch(
         tiles * partials,
-        descriptor_or_self(x, design.block_m, design.block_k, True),
-        descriptor_or_self(weight, design.block_n, design.block_k, True),
+        descriptor_or_self(x, design.block_m, width, True),
+        descriptor_or_self(weight, design.block_n, width, True),
         weight,
         sums,
         M,
@@ -257,6 +271,7 @@ def run(
         block_of(design),
         traced_view(),
         fp8,
+        grid,
     )
     if partials > 1:
         if not summed:

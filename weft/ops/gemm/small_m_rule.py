@@ -30,6 +30,9 @@ MAX_ROWS = 64
 # Rows up to which an fp8 GEMM of any weight, and of one of few rows, takes less time than cuBLAS's block scaling. One H200,
 # 25600x5120: 64 rows 41.3 us, cuBLAS 43.9; 128 rows 57.8 and 44.5. 5120x12800: 128 rows 31.9 and 38.9 (benchmarks/fp8_gemm.py).
 MAX_FP8_ROWS, MAX_FP8_ROWS_NARROW = 64, 128
+# Rows up to which a 4-bit weight is converted in the GEMM. Arithmetic, not measured: to write and read 25600x5120 in 16 bits
+# takes some 120 us on one H200, as long as the GEMM of 350 rows.
+MAX_FOUR_BIT_ROWS = 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
 # Columns that a program prefetches while the kernel before it leaves the memory idle, as an all-reduce does. Behind a kernel
@@ -79,7 +82,7 @@ def is_small(M: int) -> bool:
 
 def takes(call: GemmCall) -> bool:
     """True if the kernel can compute ``call``: it reads through tensor descriptors, in 16-bit floats."""
-    return call.dtype in HALVES and (call.aligned or call.fp8)
+    return call.dtype in HALVES and (call.aligned or call.quantized)
 
 
 def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bool, str]:
@@ -90,6 +93,14 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
     M, N, K = call.M, call.N, call.K
     if call.fp8:
         return _fp8_rule(call, caps)
+    if call.four_bit:
+        most = MAX_FOUR_BIT_ROWS
+        if most < M:
+            return (
+                False,
+                f"M={M} > {most}: a kernel converts the weight to 16 bits, which takes less time than the GEMM",
+            )
+        return True, f"M={M} <= {most}: the weight is read in 4 bits"
     if call.dtype not in HALVES:
         return False, f"{call.dtype}: the small-M GEMM is for fp16 and bf16"
     if not call.aligned:
@@ -116,8 +127,8 @@ def _fp8_rule(call: GemmCall, caps: Capabilities) -> tuple[bool, str]:
     return True, f"M={call.M} <= {most}: all programs at once, each reading its share of the weight"
 
 
-def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
-    """``default_small_m`` with an fp8 weight: more programs than SMs keep the memory busy."""
+def _default_quantized(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
+    """``default_small_m`` with a weight in 8 or 4 bits: more programs than SMs keep the memory busy."""
     block_m = max(16, min(128, next_power_of_2(call.M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         return SmallM(block_m=min(64, block_m), block_n=32, block_k=128, num_stages=2)
@@ -154,8 +165,8 @@ def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> Small
     The rows of H200 were found by search; this follows them: a ring of stages as deep as shared memory allows, tiles of 64
     columns, and wider ones where more than a round of programs would result; K is split until every SM has a program.
     """
-    if call.fp8:
-        return _default_fp8(call, caps, gated)
+    if call.quantized:
+        return _default_quantized(call, caps, gated)
     M, N, K = call.M, call.N, call.K
     block_m = max(16, min(128, next_power_of_2(M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):

@@ -1,0 +1,167 @@
+"""Weights in 4 bits: the numbers of both formats, how weights become so, bytes."""
+
+import pytest
+import torch
+
+import weft
+from tests.ops.checking import assert_identical
+from weft.kernels import four_bit
+from weft.kernels.four_bit import BLOCK, FourBit, int4, mxfp4, packed, pairs, unpacked
+from weft.kernels.four_bit_tile import dequantized
+from weft.ops.case import BF16, FP16, FP32
+
+inf, nan = torch.inf, torch.nan
+
+
+def e2m1(bits):
+    """A number of the specification: sign, two bits of exponent with bias 1, one of mantissa; no infinity."""
+    sign, exponent, mantissa = bits >> 3, bits >> 1 & 3, bits & 1
+    size = mantissa * 0.5 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
+    return -size if sign else size
+
+
+def e8m0(byte):
+    return nan if byte == 255 else 2.0 ** (byte - 127)
+
+
+def in_mxfp4(values):
+    """(scale's byte, numbers of 4 bits) of 32 values, by the specification: 6.3 of version 1.0, ties to even."""
+    largest = max(abs(value) for value in values)
+    exponent = -127
+    if largest > 0:
+        while 2.0 ** (exponent + 1) <= largest:
+            exponent += 1
+        exponent = max(exponent - 2, -127)  # e2m1's largest power of two is 4
+    numbers = []
+    for value in values:
+        scaled = abs(value) / 2.0**exponent
+        best = min(range(8), key=lambda bits: (abs(e2m1(bits) - scaled), bits % 2))
+        numbers.append(best | (8 if torch.tensor(value).signbit() else 0))
+    return exponent + 127, numbers
+
+
+def test_mxfp4_is_the_specification_s():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((12, 64), generator=generator).double() * 2.0 ** torch.randint(
+        -60, 60, (12, 1), generator=generator
+    )
+    halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 7.9, -0.25, -0.0, 4.0]).double()
+    rows[0], rows[1, :13], rows[2, 32:], rows[3] = 0.0, halves, halves.repeat(3)[:32] * 2.0**-120, rows[3] * 2.0**-100
+    rows[1, 13:] = 0.1
+    weight = mxfp4(rows.float())
+    numbers = unpacked(weight.data, 64)
+    for row, scales, written in zip(rows.float().tolist(), weight.scales, numbers, strict=True):
+        expected = [in_mxfp4(row[start : start + 32]) for start in (0, 32)]
+        assert scales.tolist() == [scale for scale, _ in expected]
+        assert written.tolist() == [*expected[0][1], *expected[1][1]]
+
+
+def test_mxfp4_keeps_no_infinity_and_names_the_group():
+    rows = torch.ones(3, 96)
+    rows[0, 40], rows[1, 0], rows[2, 95] = inf, nan, -inf
+    scales = mxfp4(rows).scales
+    assert (scales == 255).nonzero().tolist() == [[0, 1], [1, 0], [2, 2]]
+    assert mxfp4(rows).dequantized(FP32).isnan().sum(1).tolist() == [32, 32, 32]
+
+
+def test_every_number_and_scale_is_read():
+    """All 16 numbers under all 256 scales, by torch and by the kernel."""
+    numbers = torch.arange(16).repeat(256, 2)
+    weight = FourBit(packed(numbers), torch.arange(256, dtype=torch.uint8)[:, None], 32)
+    # Products of fp64 are exact, and rounded once.
+    expected = (
+        torch.tensor([[e2m1(bits) for bits in range(16)] * 2]).double()
+        * torch.tensor([e8m0(b) for b in range(256)])[:, None]
+    )
+    assert_identical(weight.dequantized(FP32)[:-1], expected.float()[:-1])
+    assert weight.dequantized(FP32)[-1].isnan().all()
+
+    def main(team):
+        for dtype in (BF16, FP16):
+            read = dequantized(weight, dtype, team.caps)
+            assert_identical(read[:-1], weight.dequantized(dtype)[:-1], what=str(dtype))
+            assert read[-1].isnan().all()
+
+    weft.simulate(main, 1)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [128, 32, None])
+def test_int4_is_the_nearest_number(group, symmetric):
+    weight = torch.randn((9, 300), generator=torch.Generator().manual_seed(1)) + 0.3
+    weight[4, :128] = 0.0
+    made = int4(weight, group, symmetric)
+    columns = group or 300
+    for row in range(9):
+        for number, start in enumerate(range(0, 300, columns)):
+            values = weight[row, start : start + columns].tolist()
+            low, high = min(0.0, *values), max(0.0, *values)
+            step = torch.tensor(max(high, -low) / 7.5 if symmetric else (high - low) / 15).bfloat16().item() or 1.0
+            zero = 8 if symmetric else min(15, max(0, round(-low / step)))
+            assert made.scales[row, number] == step
+            assert symmetric or made.zeros[row, number] == zero
+            numbers = [min(15, max(0, round(value / step) + zero)) for value in values]
+            assert unpacked(made.data, 300)[row, start : start + columns].tolist() == numbers
+            read = made.dequantized(torch.float64)[row, start : start + columns]
+            assert_identical(read, (torch.tensor(numbers).double() - zero) * step)
+
+
+def test_bytes_hold_columns_of_two_halves():
+    numbers = torch.randint(0, 16, (3, 200), generator=torch.Generator().manual_seed(2))
+    data = packed(numbers)
+    assert data.shape == (3, 128)
+    assert torch.equal(unpacked(data, 200), numbers.to(torch.uint8))
+    assert data[1, 5] == numbers[1, 5] + 16 * numbers[1, 5 + BLOCK // 2]
+    assert data[2, 64 + 7] == numbers[2, 128 + 7] + 16 * numbers[2, 192 + 7]
+    assert torch.equal(pairs(torch.tensor([[0x21, 0x43]], dtype=torch.uint8)), torch.tensor([[1, 2, 3, 4]]))
+
+
+FORMS = {
+    "mxfp4": mxfp4,
+    "a rank's part of its groups": lambda weight: cut(mxfp4(weight), 8),
+    "int4": int4,
+    "int4 with zeros": lambda weight: int4(weight, 128, False),
+    "int4 of rows": lambda weight: int4(weight, None, False),
+    "int4 of 16 columns": lambda weight: int4(weight, 16, False),
+}
+
+
+def cut(weight, columns):
+    """The same weight with scales of fewer columns, which repeat."""
+    scales = weight.scales.repeat_interleave(weight.group // columns, -1)[..., : -(-weight.columns // columns)]
+    return weight._replace(scales=scales.contiguous())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernel_reads_weights_as_torch_does(form):
+    """Ragged rows and columns, and experts."""
+
+    def main(team):
+        for shape in ((5, 200), (3, 70, 136), (2, 24), (66, 384)):
+            weight = FORMS[form](torch.randn(shape, generator=torch.Generator().manual_seed(3)))
+            for dtype in (BF16, FP16):
+                assert_identical(
+                    dequantized(weight, dtype, team.caps), weight.dequantized(dtype), what=f"{shape} {dtype}"
+                )
+
+    weft.simulate(main, 1)
+
+
+@pytest.mark.slow
+def test_the_formats_are_those_of_compressed_tensors():
+    """Where that package is: its numbers, scales and packing."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
+
+    weight = torch.randn((8, 128), generator=torch.Generator().manual_seed(4)).bfloat16()
+    made = mxfp4(weight)
+    numbers = weight.float().view(8, 4, 32) / made_scales(made)
+    assert_identical(made.dequantized(FP32), (cast_to_fp4(numbers) * made_scales(made)).flatten(1))
+    values = unpacked(int4(weight).data, 128)
+    words = pack_to_int32((values.to(torch.int8) - 8), 4)
+    assert_identical(pairs(words.view(torch.uint8)), values)
+
+
+def made_scales(weight):
+    return four_bit.scales_of_e8m0(weight.scales, FP32)[..., None]

@@ -1,0 +1,299 @@
+"""GEMMs with weights in 4 bits: both formats, planted mistakes, refused arguments, machine code."""
+
+import pytest
+import torch
+import triton.language as tl
+
+import weft
+from tests.compiling import SHARED, compiled, stack_bytes
+from tests.ops.checking import assert_close, assert_identical, check, inputs_of
+from tests.ops.layer_cases import DEVICES, everywhere, mutated
+from weft import ops
+from weft.kernels import four_bit_tile
+from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.four_bit import FourBit, int4, mxfp4
+from weft.kernels.four_bit_tile import Grid
+from weft.kernels.gemm_tile import Sizes
+from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self
+from weft.ops.case import BF16, FP16
+from weft.ops.gemm import small_m
+from weft.ops.gemm.four_bit_operands import by_design
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.matmul_silu_mul import MATMUL_SILU_MUL
+from weft.ops.gemm.small_m_rule import SmallM
+from weft.plan.planned import machine
+from weft.runtime.capabilities import Capabilities, launch_options
+
+H200 = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,))
+FORMS = {
+    "mxfp4": mxfp4,
+    "int4": int4,
+    "int4 with zeros": lambda weight: int4(weight, 128, False),
+    "int4 of rows": lambda weight: int4(weight, None),
+    "int4 of 16 columns": lambda weight: int4(weight, 16, False),
+}
+# Ragged in every dimension; K within one block of 128, and beyond one.
+SHAPES = ((5, 48, 272), (3, 200, 136), (33, 80, 400), (1, 24, 24))
+DESIGNS = (
+    SmallM(block_m=16, block_n=64, block_k=128, transposed=True, partials=2),
+    SmallM(block_m=32, block_n=16, block_k=32),
+    SmallM(block_m=16, block_n=256, block_k=64, transposed=True, ahead=256),
+)
+
+
+def operands(M, N, K, form, dtype=BF16, seed=0):
+    """Rows of very different sizes, and a weight whose rows are."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((M, K), generator=generator) * 2.0 ** torch.randint(-6, 6, (M, 1), generator=generator)
+    weight = torch.randn((N, K), generator=generator) * 2.0 ** torch.randint(-6, 6, (N, 1), generator=generator)
+    return (x / (64 if dtype == FP16 else 1)).to(dtype), FORMS[form](weight)
+
+
+def reference(x, weight):
+    """The product in fp64 with every number, less its zero, times its scale, rounded to the dtype of x."""
+    N, K = weight.shape
+    at = torch.arange(K)
+    numbers = weight.data[:, at // 128 * 64 + at % 64] >> (at % 128 // 64 * 4) & 15
+    group = at * 0 if weight.scales.shape[1] == 1 else at // weight.group
+    if weight.scales.dtype == torch.uint8:
+        exponent, mantissa = numbers >> 1 & 3, numbers & 1
+        size = torch.where(exponent == 0, mantissa / 2, 2.0 ** (exponent.double() - 1) * (1 + mantissa / 2))
+        values = torch.where(numbers > 7, -size, size)
+        scales = 2.0 ** (weight.scales.double() - 127)
+    else:
+        zeros = torch.full_like(weight.scales, 8) if weight.zeros is None else weight.zeros
+        values, scales = numbers.double() - zeros.double()[:, group], weight.scales.double()
+    return x.double() @ (values.double() * scales[:, group]).to(x.dtype).double().T
+
+
+def alone(main):
+    return weft.simulate(lambda team: main(), 1)[0]
+
+
+def close(out, expected, K, what):
+    assert_close(out, expected, K, by_row=True, what=what)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("design", [*DESIGNS, "cublas"], ids=range(len(DESIGNS) + 1))
+def test_every_format_by_every_design(design, form):
+    def main():
+        for seed, (M, N, K) in enumerate(SHAPES):
+            x, weight = operands(M, N, K, form, seed=seed)
+            close(by_design(design, ScaledMatrix(x), weight), reference(x, weight), K, f"{M}x{N}x{K}")
+
+    alone(main)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_ops_of_any_shape(form, dtype):
+    def main():
+        for M, N, K in (*SHAPES, (150, 64, 256), (4, 34, 141)):
+            x, weight = operands(M, N, K, form, dtype)
+            expected, what = reference(x, weight), f"{M}x{N}x{K}"
+            out = ops.matmul(x, weight)
+            assert out.dtype == dtype and out.is_contiguous()
+            close(out, expected, K, what)
+            parts = ops.matmul_parts(x, weight)
+            close(parts if parts.dim() == 2 else parts.sum(0).to(dtype), expected, K, f"{what} in parts")
+            squares = torch.rand(M, 3)
+            factor = (squares.double().sum(1, keepdim=True) + 1e-6).rsqrt()
+            after_norm = ops.matmul(DeferredNorm(x, squares, 1e-6), weight)
+            # Before cuBLAS the normed rows are rounded.
+            assert_close(
+                after_norm, expected * factor, K, partials=2, levels=6, by_row=True, what=f"{what} after a norm"
+            )
+            gate, up = expected.chunk(2, 1)
+            gated = torch.nn.functional.silu(gate) * up
+            assert_close(ops.matmul_silu_mul(x, weight), gated, 16 * K, partials=2, by_row=True, what=f"{what} gated")
+
+    alone(main)
+
+
+def test_both_designs_multiply_the_same_weight():
+    """One row that has a single 1: its result is a column of the weight, bit for bit."""
+
+    def main():
+        for form in FORMS:
+            _, weight = operands(1, 48, 272, form)
+            for column in (0, 63, 64, 127, 128, 200, 271):
+                x = torch.zeros(1, 272).to(BF16)
+                x[0, column] = 1.0
+                wanted = weight.dequantized(BF16)[None, :, column] + 0.0  # a sum has no -0
+                for design in (*DESIGNS, "cublas"):
+                    assert_identical(by_design(design, ScaledMatrix(x), weight), wanted, what=f"{form} {column}")
+
+    alone(main)
+
+
+def test_a_row_is_the_same_alone_and_among_others():
+    def main():
+        x, weight = operands(20, 48, 272, "mxfp4")
+        for design in DESIGNS:
+            out = by_design(design, ScaledMatrix(x), weight)
+            for rows in (slice(0, 1), slice(7, 19)):
+                assert_identical(by_design(design, ScaledMatrix(x[rows]), weight), out[rows], what=f"{design} {rows}")
+
+    alone(main)
+
+
+def test_compiles_without_a_graph_break():
+    def main():
+        x, up = operands(6, 48, 256, "mxfp4")
+        _, down = operands(6, 32, 24, "int4 with zeros")
+        mlp = torch.compile(
+            lambda x, up, down: ops.matmul(ops.matmul_silu_mul(x, up), down), fullgraph=True, backend="aot_eager"
+        )
+        assert_identical(mlp(x, up, down), ops.matmul(ops.matmul_silu_mul(x, up), down))
+        for gated, parts in ((False, False), (True, False), (False, True)):
+            arguments = (x, *up, None, 0.0, gated, parts)
+            torch.library.opcheck(torch.ops.weft.matmul_four_bit.default, arguments)
+
+    alone(main)
+    torch._dynamo.reset()
+
+
+# --- planted mistakes ---------------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "halves of bytes swapped": ("first = weight_of(bytes & 15,", "first = weight_of(bytes >> 4,"),
+    "the scale of the group before": ("k // grid.columns + tl.arange", "tl.maximum(k // grid.columns - 1, 0) + tl.arange"),
+    "the scale of the first half for the second": (
+        "second = weight_of(bytes >> 4, grid, rows, limit, k + HALF,", "second = weight_of(bytes >> 4, grid, rows, limit, k,"),
+    "scales one row off": ("source + rows.to", "source + tl.minimum(rows + 1, limit - 1).to"),
+    "groups of a row all the first": ("(ROWS, GROUPS, grid.columns)).reshape(ROWS, HALF)",
+                                      "(ROWS, GROUPS, grid.columns)).permute(0, 2, 1).reshape(ROWS, HALF)"),
+    "gate's scales for up": ("grid, N + n, 2 * N, k, K", "grid, n, 2 * N, k, K"),
+    "the sign is dropped": ("(numbers & 8).to(tl.uint32) << 28 |", "(numbers & 8).to(tl.uint32) << 0 |"),
+}  # fmt: skip
+OF_INT4 = {
+    "no zero": ("zero = 8388608.0 + of_columns(grid.zeros, grid, rows, limit, k, K).to(tl.float32)", "zero = 8388616.0"),
+    "the zero of the group before": (
+        "of_columns(grid.zeros, grid, rows, limit, k, K)",
+        "of_columns(grid.zeros, grid, rows, limit, tl.maximum(k - 128, 0), K)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, *OF_INT4])
+def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
+    form = "int4" if name in OF_INT4 else "mxfp4"
+    mutant = mutated(four_bit_tile, *{**MUTANTS, **OF_INT4}[name], f"four_bit_mutant_{len(name)}", tmp_path)
+    caught = []
+
+    def main():
+        for op in (MATMUL, MATMUL_SILU_MUL):
+            for case in op.cases():
+                if case.field("four_bit") == form and case.design != "cublas":
+                    inputs = inputs_of(case, 0)
+                    try:
+                        check(case, 0, [inputs], op.call(case, None, *inputs))
+                    except (AssertionError, weft.errors.InvalidAccess):
+                        caught.append(str(case))
+
+    monkeypatch.setattr(small_m, "four_bit_tile", mutant.four_bit_tile)
+    alone(main)
+    assert caught
+
+
+# --- refused arguments --------------------------------------------------------------------------------------------------
+
+
+def weight_of(N, K, scales, dtype=torch.uint8, **fields):
+    data = torch.zeros(N, -(-K // 128) * 64, dtype=torch.uint8)
+    return FourBit(data, torch.ones(scales, dtype=dtype), K, **fields)
+
+
+X = torch.ones(2, 256).half()
+ZEROS = torch.zeros(4, 2, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.matmul(X.float(), weight_of(4, 256, (4, 8))), r"x.dtype=torch.float32 is not one of float16"),
+        (lambda: ops.matmul(X[:, :128], weight_of(4, 256, (4, 8))), r"x has K=128 columns and weight has 256"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (2, 8))), r"weight.scales has shape \(2, 8\) for a weight of 4 x 256"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 9))), r"weight.scales has shape \(4, 9\)"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 256))), r"a power of two from 2 to 128"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 2), FP16)), "scales.dtype=torch.float16 is not one of uint8, float32"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 8))._replace(columns=512)), r"x has K=256 columns and weight has 512"),
+        (
+            lambda: ops.matmul(X, FourBit(ZEROS.repeat(1, 32), torch.ones(4, 8, dtype=torch.uint8), 256)),
+            r"weight.data has shape \(4, 64\) for 256 columns",
+        ),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 2), zeros=ZEROS)), "zeros has shape .* for int4 alone"),
+        (lambda: ops.matmul(X, weight_of(4, 256, (4, 1), torch.float32, zeros=ZEROS)), r"pass that of the scales, \(4, 1\)"),
+        (lambda: ops.matmul_silu_mul(X, weight_of(5, 256, (5, 8))), r"5 rows, an odd number"),
+        (lambda: ops.matmul_parts(X[0], weight_of(4, 256, (4, 8))), r"x has shape \(256,\)"),
+        (
+            lambda: ops.matmul(DeferredNorm(X, torch.ones(3, 1), 0.0), weight_of(4, 256, (4, 8))),
+            r"squares is torch.float32 \(3, 1\)",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_there_is_no_backward():
+    def main():
+        x, weight = operands(2, 16, 256, "mxfp4")
+        with pytest.raises(RuntimeError, match="no backward"):
+            ops.matmul(x.requires_grad_(), weight).sum().backward()
+
+    alone(main)
+
+
+# --- plans and machine code ---------------------------------------------------------------------------------------------
+
+
+def test_which_design_a_4_bit_weight_gets():
+    for op, M, name in (
+        (MATMUL, 1, "small_m"),
+        (MATMUL, 128, "small_m"),
+        (MATMUL, 129, "cublas"),
+        (MATMUL_SILU_MUL, 4096, "cublas"),
+    ):
+        planned = op.plan(GemmCall(M, 25600, 5120, BF16, four_bit="mxfp4"), machine(H200, 1))
+        assert planned.name == name, (M, planned.reason)
+        assert ("in 4 bits" if name == "small_m" else "to 16 bits") in planned.reason
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+@pytest.mark.parametrize(("M", "N", "K", "gated"), [
+    (1, 25600, 5120, False), (16, 12800, 5120, True), (64, 25600, 5120, False), (128, 5120, 12800, False),
+])  # fmt: skip
+def test_on_sm_90_without_spills_with_the_weight_in_registers(M, N, K, gated, form, tmp_path):
+    call = GemmCall(M, N, K, BF16, four_bit=form, design="small_m")
+    design = (MATMUL_SILU_MUL if gated else MATMUL).plan(call, machine(H200, 1)).design
+    x, data, squares = torch.zeros((64, 64), dtype=BF16), torch.zeros((64, 64), dtype=torch.uint8), torch.zeros(64)
+    out = torch.zeros(8) if design.partials > 1 else torch.zeros(8, dtype=BF16)
+    scales, columns = (data, 32) if form == "mxfp4" else (squares, 128)
+    kernel = compiled(
+        small_m.small_m_kernel, descriptor_or_self(x, design.block_m, 64, True),
+        descriptor_or_self(data, design.block_n, 64, True), data, out, M, Sizes(N, K, K, K // 2), design.partials,
+        design.ahead, RowScales(squares, 1e-6), small_m.block_of(design), None, None,
+        Grid(scales, data, K // columns, tl.constexpr(columns), tl.constexpr(form == "int4")), arch="sm_90", SQUARES=0,
+        **small_m.constants(design, gated), **launch_options(H200),
+    )  # fmt: skip
+    ptx = kernel.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64" in ptx and ".f32.bf16.bf16" in ptx and "cp.async.bulk.tensor" in ptx
+    assert kernel.metadata.shared <= SHARED["sm_90"]
+    assert stack_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_bits_run_to_run(device):
+    def main(device):
+        for form in FORMS:
+            for M in (1, 20, 150):
+                x, weight = operands(M, 256, 512, form)
+                on_device = FourBit(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in weight))
+                out = ops.matmul(x.to(device), on_device)
+                close(out.cpu(), reference(x, weight), 512, f"{form} M={M}")
+                assert_identical(ops.matmul(x.to(device), on_device), out, what=f"{form} M={M}")
+
+    everywhere(main, device)

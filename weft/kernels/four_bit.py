@@ -1,0 +1,163 @@
+"""Weights in 4 bits a number, for rows of 16 bits: ``FourBit``, and how weights of 16 bits become so.
+
+    MXFP4  e2m1 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign, and an e8m0 scale for 32 columns of a row, as OCP's Microscaling
+           Formats 1.0 has them
+    int4   0 .. 15 less a zero point, and a scale for a group of columns of a row, or for the whole row
+
+    weight = number * scale in fp32, rounded once to the dtype of the rows
+
+So a weight is the same in every design of a GEMM. The halves of a block of 128 columns share bytes: a tile of bytes is two tiles
+of the weight, each beside 64 neighbouring columns of x, and kernels interleave nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from weft.kernels.fp8 import spread
+
+# Columns whose halves share bytes.
+BLOCK = 128
+# Columns of a scale: as MXFP4 has them, and as int4 made at load.
+MX_GROUP, INT_GROUP = 32, 128
+# e2m1 by its bits without the sign, and the middles of neighbours.
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Exponents of e8m0: its bias, and what stands for NaN.
+BIAS, NAN = 127, 255
+# Zero of int4 numbers that are symmetric.
+MIDDLE = 8
+
+
+class FourBit(NamedTuple):
+    """A weight [rows, K] in MXFP4 or int4.
+
+    data     uint8 [rows, 64 * ceil(K / 128)], or of experts [E, rows, …]: byte j of 64 has column j of 128 in its low half and
+             column 64 + j in its high half; halves of columns from K on are 0
+    scales   [rows, ceil(K / g)] for groups of g columns, a power of two from 2 to 128; [rows, 1] for whole rows.
+             uint8: of MXFP4, 2 ** (scale - 127), 255 is NaN; float32: of int4
+    columns  K
+    zeros    uint8 of the shape of ``scales``: zero points of int4, 0 .. 15; None: 8
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    columns: int
+    zeros: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.data.shape[:-1], self.columns))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scales.dtype == torch.uint8
+
+    @property
+    def format(self) -> str:
+        return "mxfp4" if self.is_mxfp4 else "int4"
+
+    @property
+    def group(self) -> int:
+        """Columns of a scale; K for one of a whole row, 0 if no power of two gives the shape."""
+        return spread(self.scales.shape[-1], self.columns)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in ``dtype``."""
+        wide = torch.promote_types(dtype, torch.float32)
+        numbers = unpacked(self.data, self.columns)
+        scales = self.scales
+        if self.is_mxfp4:
+            numbers, scales = numbers_of_e2m1(numbers, wide), scales_of_e8m0(scales, wide)
+        elif self.zeros is None:
+            numbers = numbers.to(wide) - MIDDLE
+        else:
+            numbers = numbers.to(wide) - self.zeros.to(wide).repeat_interleave(self.group, -1)[..., : self.columns]
+        return (numbers * scales.to(wide).repeat_interleave(self.group, -1)[..., : self.columns]).to(dtype)
+
+
+def packed(numbers: torch.Tensor) -> torch.Tensor:
+    """``data`` of a ``FourBit`` from its numbers [..., K], each 0 .. 15."""
+    blocks = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[-1] % BLOCK)).unflatten(
+        -1, (-1, 2, BLOCK // 2)
+    )
+    low, high = blocks.unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def unpacked(data: torch.Tensor, columns: int) -> torch.Tensor:
+    """Numbers uint8 [..., columns] of ``data``."""
+    blocks = data.unflatten(-1, (-1, BLOCK // 2))
+    return torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3)[..., :columns]
+
+
+def pairs(data: torch.Tensor) -> torch.Tensor:
+    """Numbers [..., 2 n] of bytes [..., n], the low half of each first, as checkpoints have them."""
+    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+
+
+def numbers_of_e2m1(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """e2m1 of 4 bits in ``dtype``."""
+    values = torch.tensor([*NUMBERS, *(-value for value in NUMBERS)], dtype=dtype, device=numbers.device)
+    return values[numbers.int()]
+
+
+def scales_of_e8m0(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """e8m0 of 8 bits in ``dtype``, of 32 bits or more."""
+    bits = scales.to(torch.int32) << 23
+    # The smallest is subnormal.
+    return torch.where(scales == 0, 1 << 22, bits).view(torch.float32).masked_fill(scales == NAN, torch.nan).to(dtype)
+
+
+def mxfp4(weight: torch.Tensor) -> FourBit:
+    """``weight`` [..., K] in MXFP4, bit for bit as the specification converts it.
+
+    The scale's exponent is that of the largest of its group less 2, numbers beyond 6 become 6, halves go to the even number. A
+    group with NaN or an infinity has the scale NaN.
+    """
+    groups = _groups(weight, MX_GROUP)
+    largest = groups.abs().amax(-1)
+    exponents = (torch.frexp(largest).exponent - 3).clamp(-BIAS, BIAS)
+    exponents = torch.where(largest == 0, -BIAS, exponents)
+    scales = torch.where(largest.isfinite(), exponents + BIAS, NAN).to(torch.uint8)
+    # By a power of two: in fp64 nothing is lost.
+    sizes = (groups.abs().double() / scales_of_e8m0(scales, torch.float64)[..., None]).nan_to_num(0.0, 0.0)
+    numbers = _nearest_e2m1(sizes) | (groups.signbit().to(torch.uint8) << 3)
+    return FourBit(packed(numbers.flatten(-2)[..., : weight.shape[-1]]), scales, weight.shape[-1])
+
+
+def _nearest_e2m1(sizes: torch.Tensor) -> torch.Tensor:
+    """e2m1 nearest to sizes of no sign, in 3 bits."""
+    values = torch.tensor(NUMBERS, dtype=sizes.dtype, device=sizes.device)
+    middles = (values[1:] + values[:-1]) / 2
+    # A middle goes to the even number: up where the one below is odd.
+    below, above = torch.bucketize(sizes, middles), torch.bucketize(sizes, middles, right=True)
+    return torch.where(below % 2 == 0, below, above).to(torch.uint8)
+
+
+def int4(weight: torch.Tensor, group: int | None = INT_GROUP, symmetric: bool = True) -> FourBit:
+    """``weight`` [..., K] in int4 with scales of ``group`` columns, None: of whole rows; rounded to the nearest.
+
+    Scales are rounded to bf16, as checkpoints have them. Symmetric: the largest magnitude / 7.5; else the range of the group
+    and 0, divided by 15, with a zero point.
+    """
+    groups = _groups(weight, group or weight.shape[-1])
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    # A tensor below: on GPUs torch multiplies by the inverse of a number, which rounds otherwise.
+    size = torch.maximum(high, -low) if symmetric else high - low
+    scales = (size / torch.full_like(size, 7.5 if symmetric else 15.0)).bfloat16().float()
+    scales = torch.where(scales == 0, 1.0, scales)
+    zeros = torch.full_like(scales, MIDDLE) if symmetric else (-low / scales).round().clamp(0, 15)
+    numbers = ((groups / scales[..., None]).round() + zeros[..., None]).nan_to_num(0.0).clamp(0, 15)
+    data = packed(numbers.flatten(-2)[..., : weight.shape[-1]])
+    return FourBit(data, scales, weight.shape[-1], None if symmetric else zeros.to(torch.uint8))
+
+
+def _groups(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """fp32 [..., groups, columns] of ``weight``, zeros after a row's end."""
+    return torch.nn.functional.pad(weight.float(), (0, -weight.shape[-1] % columns)).unflatten(-1, (-1, columns))

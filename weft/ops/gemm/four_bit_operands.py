@@ -1,0 +1,85 @@
+"""Operands of GEMMs with a weight in 4 bits (weft.kernels.four_bit.FourBit): checks, the GEMM by a design.
+
+Few rows go to the small-M kernel, which reads the weight in 4 bits. For many rows a kernel writes the weight in 16 bits, then
+comes the op of 16-bit weights: the GEMM takes longer than that, and the tensor cores need not wait for conversions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from weft.kernels.four_bit import BLOCK, FourBit
+from weft.kernels.four_bit_tile import dequantized
+from weft.kernels.operands import ScaledMatrix
+from weft.ops.gemm import small_m
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.fp8_operands import described
+from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.local import capabilities_of
+from weft.ops.registration import HALVES, check_is_tensor
+from weft.runtime.arithmetic import cdiv
+
+
+def by_design(
+    design: Cublas | SmallM, x: ScaledMatrix, weight: FourBit, *, gated: bool = False, summed: bool = True
+) -> torch.Tensor:
+    """GEMM of checked arguments by ``design``, in x's dtype.
+
+    If not ``summed``, the small-M kernel's split-K partials fp32 [partials, M, N].
+    """
+    rows, scales = x
+    if isinstance(design, SmallM):
+        design = replace(design, block_k=BLOCK)
+        return small_m.run(ScaledMatrix(described(rows), scales), weight, design, gated=gated, summed=summed)
+    wide = dequantized(weight, rows.dtype, capabilities_of(rows.device))
+    if scales is not None:
+        return torch.ops.weft.matmul_deferred_norm.default(rows, *scales, wide, gated)
+    return (torch.ops.weft.matmul_silu_mul if gated else torch.ops.weft.matmul).default(rows, wide)
+
+
+def check_four_bit(op: str, x: torch.Tensor, weight: FourBit, gated: bool) -> None:
+    """ValueError unless x and the weight are matrices on one device, with scales that fit."""
+    (data, scales, K, zeros), N = weight, len(weight.data)
+    for name, of, dtypes in (
+        ("x", x, HALVES),
+        ("weight.data", data, (torch.uint8,)),
+        ("weight.scales", scales, (torch.uint8, torch.float32)),
+        ("weight.zeros", zeros, (torch.uint8,)),
+    ):
+        if of is None:
+            continue
+        check_is_tensor(op, name, of)
+        if of.dtype not in dtypes:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(
+                f"{op}: {name}.dtype={of.dtype} is not one of {allowed}, as a 4-bit GEMM takes it; convert it"
+            )
+        if of.dim() != 2 or 0 in of.shape:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(of.shape)}; pass a matrix with at least one row and column"
+            )
+        if of.device != data.device:
+            raise ValueError(f"{op}: {name} is on {of.device}, not on {data.device}; move it")
+        if name != "x" and not of.is_contiguous():
+            raise ValueError(f"{op}: {name} has strides {of.stride()}; pass name.contiguous()")
+    if x.shape[1] != K:
+        raise ValueError(
+            f"{op}: x has K={x.shape[1]} columns and weight has {K}; weight is [N, K], a row for each output column"
+        )
+    if data.shape[1] != cdiv(K, BLOCK) * BLOCK // 2:
+        raise ValueError(
+            f"{op}: weight.data has shape {tuple(data.shape)} for {K} columns; pass 64 bytes for each 128 columns of a row"
+        )
+    if gated and N % 2 != 0:
+        raise ValueError(f"{op}: weight has {N} rows, an odd number; pass gate's N rows, then up's N")
+    if len(scales) != N or weight.group < 2:
+        raise ValueError(
+            f"{op}: weight.scales has shape {tuple(scales.shape)} for a weight of {N} x {K}; pass [{N}, ceil(K / g)] for "
+            f"groups of g columns, a power of two from 2 to 128, or [{N}, 1]"
+        )
+    if zeros is not None and (weight.is_mxfp4 or zeros.shape != scales.shape):
+        raise ValueError(
+            f"{op}: weight.zeros has shape {tuple(zeros.shape)}; pass that of the scales, {tuple(scales.shape)}, for int4 alone"
+        )

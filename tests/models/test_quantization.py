@@ -49,7 +49,10 @@ BLOCK = CONFIGS["block"]
     ("content", "message"),
     [
         ("fp8", "quant_method='fp8' is not supported"),
-        ({"quant_method": "awq", "bits": 4}, "quant_method='awq' is not supported; weft runs weights in fp8 of 'fp8'"),
+        (
+            {"quant_method": "awq", "bits": 4},
+            "quant_method='awq' is not supported; weft runs weights in fp8 and 4 bits of 'fp8'",
+        ),
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
         ({"quant_method": "mxfp4"}, "quant_method='mxfp4'"),
         (BLOCK | {"weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\] is not supported; weft runs"),
@@ -60,7 +63,11 @@ BLOCK = CONFIGS["block"]
         (BLOCK | {"expert_dtype": "fp4"}, "expert_dtype='fp4'"),
         (BLOCK | {"modules_to_convert": ["embed"]}, "modules_to_convert="),
         (BLOCK | {"modules_to_not_convert": "lm_head"}, "is not a list of names"),
-        (compressed(*CHANNEL, format="pack-quantized"), "format='pack-quantized'"),
+        (
+            compressed(*CHANNEL, format="int-quantized"),
+            "format='int-quantized' is not supported; weft runs format='float-quantized'",
+        ),
+        (compressed(*CHANNEL, format="pack-quantized"), "group_0.input_activations="),
         (compressed(*CHANNEL, format="mixed-precision"), "format='mixed-precision'"),
         (compressed(*CHANNEL, sparsity_config={"format": "sparse-24"}), "sparsity_config="),
         (compressed(*CHANNEL, transform_config={"a": 1}), "transform_config="),
@@ -242,8 +249,12 @@ def test_a_checkpoint_in_fp8_is_not_made_fp8_otherwise():
     assert config.quantized("fp8") is config
     with pytest.raises(ValueError, match="quantization='fp8_per_block', but the weights are in fp8 by quant_method="):
         config.quantized("fp8_per_block")
-    with pytest.raises(ValueError, match="quantization='int4' is not one of 'fp8', 'fp8_per_block', 'fp8_per_channel'"):
+    with pytest.raises(ValueError, match="quantization='int4', but the weights are in fp8 by quant_method="):
         config.quantized("int4")
+    with pytest.raises(
+        ValueError, match="'int8' is not one of 'fp8', 'fp8_per_block', 'fp8_per_channel', 'mxfp4', 'int4'"
+    ):
+        config.quantized("int8")
 
 
 def _content(quantization):

@@ -74,7 +74,9 @@ class EngineFlags:
     ]
     quantization: Annotated[
         str | None,
-        typer.Option(help="Put weights of 16 bits in fp8 as they are read: fp8, fp8_per_block or fp8_per_channel"),
+        typer.Option(
+            help="Quantize weights of 16 bits as they are read: fp8, fp8_per_block, fp8_per_channel, mxfp4, int4"
+        ),
     ] = DEFAULTS["quantization"]
     prefix_caching: Annotated[
         bool,

@@ -62,8 +62,8 @@ class EngineConfig:
                      but no more than a full batch can use
     kv_cache_dtype   "auto": the KV cache has the dtype of the weights; "fp8": e4m3, for weights of 16 bits, with the
                      checkpoint's scales, or scales of 1 where it has none
-    quantization     "fp8" or "fp8_per_block", "fp8_per_channel": weights of 16 or 32 bits are put in fp8 as they are read
-                     (docs/fp8.md); None: they are as the checkpoint has them
+    quantization     "fp8" or "fp8_per_block", "fp8_per_channel", "mxfp4", "int4": weights of 16 or 32 bits are quantized as
+                     they are read (docs/quantization.md); None: they are as the checkpoint has them
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
     mixed_chunk_tokens  the same, fewer, of a prompt that arrives while sequences decode: bounds the time between two tokens

@@ -6,8 +6,8 @@
 
     weight = number * scale in fp32, rounded once to the dtype of the rows
 
-So a weight is the same in every design of a GEMM. The halves of a block of 128 columns share bytes: a tile of bytes is two tiles
-of the weight, each beside 64 neighbouring columns of x, and kernels interleave nothing.
+So a weight is the same in every design of a GEMM. The halves of a block of 128 columns share bytes: a tile of bytes is two
+tiles of the weight, each beside 64 neighbouring columns of x, and kernels interleave nothing.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ def _nearest_e2m1(sizes: torch.Tensor) -> torch.Tensor:
 
 
 def int4(weight: torch.Tensor, group: int | None = INT_GROUP, symmetric: bool = True) -> FourBit:
-    """``weight`` [..., K] in int4 with scales of ``group`` columns, None: of whole rows; rounded to the nearest.
+    """``weight`` [..., K] in int4 with scales of ``group`` columns; None: of whole rows.
 
-    Scales are rounded to bf16, as checkpoints have them. Symmetric: the largest magnitude / 7.5; else the range of the group
-    and 0, divided by 15, with a zero point.
+    Numbers go to the nearest. Scales are rounded to bf16, as checkpoints have them. Symmetric: the largest magnitude / 7.5;
+    else the range of the group and 0, divided by 15, with a zero point.
     """
     groups = _groups(weight, group or weight.shape[-1])
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)

@@ -28,7 +28,7 @@ class TPAttention(nn.Module):
     qk_norm  False: no norms of q and k
     bias     False: no bias
     window   tokens that a token attends to, itself included; None: all before it
-    formats  of the weights; None: they are in `dtype`. In fp8 they have no gradients: RuntimeError
+    formats  of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
     x, y: [T, hidden] on every rank, the tokens of a Step; in mode "sequence_parallel" this rank's 1/W of these rows, padded to
@@ -117,7 +117,7 @@ class TPAttention(nn.Module):
 
         With a plan whose norms add up over the ranks, y is this rank's summand, or fp32 split-K partials of it.
         """
-        check_rows("TPAttention", x, self.qkv_proj.weight)
+        check_rows("TPAttention", x, self.qkv_proj.matrix)
         recipe, weights = step.plan.recipe, self.weights
         if isinstance(step, Sequences):
             self._check_sequences(x, step)

@@ -23,10 +23,11 @@ def asked_for(layer: nn.Module, x: torch.Tensor) -> bool:
 
 
 def with_gradients(layer: nn.Module, x: torch.Tensor, plan: StepPlan) -> bool:
-    """``asked_for``; RuntimeError if weights are in fp8, or the plan's collectives have no backward."""
+    """``asked_for``; RuntimeError if weights are quantized, or the plan's collectives have no backward."""
     asked = asked_for(layer, x)
-    if asked and any(one.dtype == E4M3 for one in layer.parameters()):
-        raise RuntimeError("weights in fp8 have no gradients; take weights of 16 bits, or torch.no_grad()")
+    for dtype, bits in ((E4M3, "fp8"), (torch.uint8, "4 bits")):
+        if asked and any(one.dtype == dtype for one in layer.parameters()):
+            raise RuntimeError(f"weights in {bits} have no gradients; take weights of 16 bits, or torch.no_grad()")
     if asked and plan.mode == "reference":
         raise RuntimeError(
             "mode='reference' has no gradients; use mode='replicated' or 'sequence_parallel', or torch.no_grad()"

@@ -25,7 +25,7 @@ class TPMLP(nn.Module):
 
     x, y: [M, hidden] or [batch, length, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of the rows, as many
     as every other rank's. ValueError where W does not divide `intermediate_size`.
-    formats: of the weights; None: they are in `dtype`. In fp8 they have no gradients: RuntimeError.
+    formats: of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError.
 
     Its weights carry no gradients before ``mlp.requires_grad_()``. Then gradients are of the sum of all ranks' losses: where
     all ranks have all tokens and the same loss, each divides it by W, and what every rank holds (x, norms) has the sum over the
@@ -77,7 +77,7 @@ class TPMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
         """If the plan's norms add up over the ranks, y is this rank's summand, or split-K partials of it."""
-        check_rows("TPMLP", x, self.gate_up_proj.weight)
+        check_rows("TPMLP", x, self.gate_up_proj.matrix)
         rows = x.flatten(0, -2)
         if plan is None:
             plan = plan_for(self, x, len(rows) * (self.team.size if self.mode == "sequence_parallel" else 1))

@@ -67,7 +67,7 @@ class MoE(nn.Module):
             features of a gated MLP of all tokens, split over the ranks in every layout; None: there is none. With
             ``shared_gate`` its result is times sigmoid(x @ shared_expert_gate.T)
 
-    formats      of the experts' and the shared one's weights; None: they are in `dtype`. In fp8 they have no gradients:
+    formats      of the experts' and the shared one's weights; None: they are in `dtype`. Quantized ones have no gradients:
                  RuntimeError. The router is in `dtype`
     projections  a checkpoint's names of gate, up and down of the experts that tokens choose
 
@@ -137,10 +137,11 @@ class MoE(nn.Module):
         first, second = (None, None) if formats is None else (formats(names[0] + names[1]), formats(names[2]))
         options = {"team": team, "dtype": dtype}
         self.gate_up = matrix_parameter(self.experts.count, 2 * features, hidden_size, format=first, **options)
-        self.gate_up_scales = scales_beside(self.gate_up, first, row_edges=[features])
+        self.gate_up_scales = scales_beside(self.gate_up, hidden_size, first, row_edges=[features])
         self.down = matrix_parameter(self.experts.count, hidden_size, features, format=second, **options)
         cut = [features] if features < intermediate_size else []
-        self.down_scales = scales_beside(self.down, second, column_edges=cut)
+        self.down_scales = scales_beside(self.down, features, second, column_edges=cut)
+        self.local_features = features
         self.register_buffer("tickets", torch.zeros(1, dtype=torch.int32, device=team.device), persistent=False)
         self.shared_expert = None
         if shared_intermediate_size is not None:
@@ -201,7 +202,7 @@ class MoE(nn.Module):
             shards |= under("shared_expert", self.shared_expert.shards())
         if len(gate):
             shards["shared_expert_gate.weight"] = whole(gate)
-        hidden, features = self.down.shape[1:]
+        hidden, features = self.down.shape[1], self.local_features
         first = self.slice * features
         for local in range(self.experts.count):
             gate, up = self.gate_up.data[local].chunk(2)

@@ -17,9 +17,14 @@ from weft.parallel.sharding import Shard
 
 # safetensors' names and torch's.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-E4M3_NAME = "F8_E4M3"
+# Of quantized tensors.
+STORED = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int32: "I32"}
 # Ends of names of tensors that hold scales.
 SCALES = ("_scale", "_scale_inv")
+# Of tensors that older checkpoints keep, and of the shapes of packed matrices.
+SAID = ("rotary_emb.inv_freq", ".weight_shape")
+# Of int4 weights whose columns are in another order.
+COLUMN_ORDER = ".weight_g_idx"
 COMPARED_ROWS = 8192
 
 Progress = Callable[[int, int], None]
@@ -99,8 +104,8 @@ class Checkpoint:
         return self._files()[name].get_tensor(name)
 
     def unused(self, names: Collection[str]) -> list[str]:
-        """Names of tensors in the checkpoint beside `names`, without a table that older checkpoints keep."""
-        return [name for name in self._files() if name not in names and not name.endswith("rotary_emb.inv_freq")]
+        """Names of tensors in the checkpoint beside `names`, without what configurations say as well."""
+        return [name for name in self._files() if name not in names and not name.endswith(SAID)]
 
     def load(self, shards: Mapping[str, Shard], progress: Progress | None = None) -> list[str]:
         """Fill every shard from the tensor of its name, and return names of tensors with NaN or infinities.
@@ -108,6 +113,11 @@ class Checkpoint:
         Only parts on this rank count. Tensors without a shard are ignored.
         """
         files = self._files()
+        if ordered := next((name for name in files if name.endswith(COLUMN_ORDER)), None):
+            raise CheckpointError(
+                f"{self.directory}: tensor {ordered} gives columns in another order (actorder), which weft does not run; "
+                f"take a checkpoint without it"
+            )
         total = sum(shard.target.nbytes for shard in shards.values())
         done = 0
         sums: list[torch.Tensor] = []
@@ -136,12 +146,12 @@ class Checkpoint:
         if shard.stored is None and dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.directory}: tensor {name} is of {dtype}, so it has been quantized; weft reads {', '.join(DTYPES)}, and "
-                f"{E4M3_NAME} where quantization_config says so"
+                f"{', '.join(STORED.values())} where quantization_config says so"
             )
-        if shard.stored is not None and dtype != E4M3_NAME:
+        if shard.stored is not None and dtype != STORED[shard.stored]:
             raise CheckpointError(
                 f"{self.directory}: tensor {name} is of {dtype}, but quantization_config of config.json says that it is of "
-                f"{E4M3_NAME}; name its module there among the ones that are not quantized"
+                f"{STORED[shard.stored]}; name its module there among the ones that are not quantized"
             )
 
     def _files(self) -> dict[str, Any]:
@@ -191,7 +201,9 @@ class Checkpoint:
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
-    """fp32 sum of all elements; of e4m3, which has no infinity, NaN or 0."""
+    """fp32 sum of all elements; of e4m3, which has no infinity, NaN or 0; of 4 bits 0."""
+    if x.dtype == torch.uint8:
+        return x.new_zeros((), dtype=torch.float32)
     if x.dtype != torch.float8_e4m3fn:
         return x.sum(dtype=torch.float32)
     is_nan = ((x.view(torch.uint8) & 0x7F) == 0x7F).any()

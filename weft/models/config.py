@@ -113,7 +113,7 @@ SIMULATED_REFERENCE_PARAMETERS = 2_000_000_000
 class DecoderConfig:
     """Sizes and options of a decoder, under the names of config.json.
 
-    quantization  of matrices in fp8; None: all are in `dtype`
+    quantization  of matrices in 8 or 4 bits; None: all are in `dtype`
     max_position_embeddings  with YaRN, its positions: factor * original_max_position_embeddings
     """
 
@@ -139,13 +139,13 @@ class DecoderConfig:
         return FAMILIES[self.model_type]
 
     def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
-        """Bytes of the matrices of consecutive layers, in `dtype` where they are not in fp8."""
+        """Bytes of the matrices of consecutive layers, in `dtype` where they are not quantized."""
         whole = self.parameters_of(layers)
         if self.quantization is None:
             return whole * dtype.itemsize
-        # All matrices of the layers count as fp8: the routers are small.
+        # All matrices of the layers count as quantized: the routers are small.
         embeddings = self._embeddings(layers)
-        return embeddings * dtype.itemsize + whole - embeddings
+        return embeddings * dtype.itemsize + int((whole - embeddings) * self.quantization.format.bits / 8)
 
     @property
     def parameters(self) -> int:
@@ -172,7 +172,7 @@ class DecoderConfig:
         return self.hidden_size * self.vocab_size * (1 if self.tie_word_embeddings and first else first + last)
 
     def quantized(self, name: str | None) -> DecoderConfig:
-        """The same with weights put in fp8 as they are read; None: as they are.
+        """The same with weights quantized as they are read; None: as they are.
 
         name  of MADE in weft.models.quantization
 
@@ -183,9 +183,10 @@ class DecoderConfig:
         made = Quantization.made(name)
         if self.quantization is None:
             return replace(self, quantization=made)
-        if name != "fp8" and self.quantization != made:
+        form, method = self.quantization.format.name, self.quantization.method
+        if name != form and self.quantization != made:
             raise ValueError(
-                f"quantization={name!r}, but the weights are in fp8 by quant_method={self.quantization.method!r}; leave it out"
+                f"quantization={name!r}, but the weights are in {form} by quant_method={method!r}; leave it out"
             )
         return self
 

@@ -22,6 +22,7 @@ from weft.models.checkpoint import SCALES, Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
 from weft.ops.attention.qk_norm_rope import check_head_dim
+from weft.parallel.four_bit import CutShard
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import QuantizedShard
 from weft.parallel.recipe import StepPlan
@@ -111,8 +112,8 @@ class Decoder(nn.Module):
            checkpoint's scales, or scales of 1 where it has none
     context_parallel  the KV cache is spread over the ranks by pages, and not by heads (weft.parallel.context); not in mode
            "reference". Page tables of such a model have an entry for a page of each rank
-    quantization  "fp8" or "fp8_per_block", "fp8_per_channel": matrices of the layers are put in fp8 as they are read from a
-           checkpoint of 16 or 32 bits (docs/fp8.md); None: they are as the checkpoint has them
+    quantization  "fp8" or "fp8_per_block", "fp8_per_channel", "mxfp4", "int4": matrices of the layers are quantized as they
+           are read from a checkpoint of 16 or 32 bits (docs/quantization.md); None: they are as the checkpoint has them
     layers  of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
            the last one a norm and a head
 
@@ -143,7 +144,8 @@ class Decoder(nn.Module):
             raise ValueError(f"dtype={dtype} is not supported; pass one of {', '.join(map(str, DTYPES.values()))}")
         if config.quantization is not None and dtype.itemsize != 2 and team.device.type == "cuda":
             raise ValueError(
-                f"dtype={dtype} with weights in fp8: they run in bfloat16 and float16; pass one, or leave it out"
+                f"dtype={dtype} with weights in {config.quantization.format.name}: they run in bfloat16 and float16; pass "
+                f"one, or leave it out"
             )
         self.config, self.team, self.mode, self.dtype, self.fused = config, team, mode_named(mode), dtype, fused
         self.context_parallel = context_parallel and team.size > 1
@@ -236,7 +238,9 @@ class Decoder(nn.Module):
             generator = torch.Generator(self.team.device)
             start = seed * 7919 + index
             generator.manual_seed(start if shard.replicated else start * 1024 + self.team.rank + 1)
-            if shard.target.dtype == E4M3:
+            if isinstance(shard, CutShard):
+                shard.fill_dummy(generator)
+            elif shard.target.dtype == E4M3:
                 # N(0, 0.02) up to rounding: the largest of a block is near e4m3's.
                 drawn = torch.empty(shard.target.shape, device=self.team.device)
                 shard.target.copy_(drawn.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448))

@@ -1,7 +1,7 @@
-"""Weights in fp8, as the quantization_config of a config.json describes them.
+"""Weights in fp8 and in 4 bits, as the quantization_config of a config.json describes them.
 
 Block scales as Qwen3-FP8 and DeepSeek-V3 have them, scales of channels or tensors as compressed-tensors, ModelOpt and older
-vLLM write them. Everything else is refused by name.
+vLLM write them; MXFP4 and int4 of compressed-tensors. Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ from typing import Any
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
+from weft.kernels.four_bit import MX_GROUP
 from weft.models.cache_scales import check_cache_scheme
 from weft.models.checkpoint import Checkpoint
-from weft.parallel.quantized import BLOCK, Formats, Fp8Format
+from weft.parallel import four_bit
+from weft.parallel.four_bit import FourBitFormat
+from weft.parallel.quantized import BLOCK, Format, Formats, Fp8Format
 
 # What --quantization may be: made from weights of 16 or 32 bits as they are read.
-MADE = {"fp8": "block", "fp8_per_block": "block", "fp8_per_channel": "channel"}
+MADE = {
+    "fp8": Fp8Format(scheme="block"),
+    "fp8_per_block": Fp8Format(scheme="block"),
+    "fp8_per_channel": Fp8Format(scheme="channel"),
+    **four_bit.MADE,
+}
 
 # Keys of quantization_config without effect on what is computed.
 WITHOUT_EFFECT = {
@@ -40,7 +48,7 @@ PATTERN = re.compile(r"(?:[\w\-^$|]|\\[.dw\-](?:[+*])?|\.(?:[+*])?|\[[\w\-]+\][+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Matrices of the layers that are in fp8.
+    """Matrices of the layers that are quantized.
 
     method   in messages: quant_method, or the name of what is made at load
     format   of all these matrices
@@ -48,7 +56,7 @@ class Quantization:
     """
 
     method: str
-    format: Fp8Format
+    format: Format
     ignored: tuple[str, ...] = ()
 
     @classmethod
@@ -56,7 +64,7 @@ class Quantization:
         """Made at load. ValueError for a name that is not in MADE."""
         if name not in MADE:
             raise ValueError(f"quantization={quoted(name)} is not one of {', '.join(map(repr, MADE))}")
-        return cls(method=name, format=Fp8Format(scheme=MADE[name]))
+        return cls(method=name, format=MADE[name])
 
     @classmethod
     def of(cls, content: object) -> Quantization | None:
@@ -71,15 +79,10 @@ class Quantization:
         if reader is None:
             raise CheckpointError(
                 f"config.json: quantization_config with quant_method={quoted(method)} is not supported; weft runs weights in "
-                f"fp8 of {', '.join(map(repr, READERS))}, and weights of 16 or 32 bits: take such a checkpoint"
+                f"fp8 and 4 bits of {', '.join(map(repr, READERS))}, and weights of 16 or 32 bits: take such a checkpoint"
             )
         check_cache_scheme(content)
         return reader(content)
-
-    @property
-    def is_made(self) -> bool:
-        """True if the checkpoint's weights are not quantized."""
-        return self.format.scale is None
 
     def ignores(self, name: str) -> bool:
         """True for a module of 16 bits."""
@@ -88,10 +91,10 @@ class Quantization:
     def formats(self, prefix: str) -> Formats:
         """Formats of a module's matrices.
 
-        CheckpointError where of the matrices of one GEMM some are in fp8 and some are not.
+        CheckpointError where of the matrices of one GEMM some are quantized and some are not.
         """
 
-        def of(names: Sequence[str]) -> Fp8Format | None:
+        def of(names: Sequence[str]) -> Format | None:
             of_16_bits = [name for name in names if self.ignores(f"{prefix}.{name}")]
             if of_16_bits and len(of_16_bits) < len(names):
                 other = next(name for name in names if name not in of_16_bits)
@@ -116,7 +119,7 @@ def _names(entry: str, module: str) -> bool:
 def _refused(method: str, what: str, supported: str) -> CheckpointError:
     return CheckpointError(
         f"config.json: quantization_config of quant_method={method!r} with {what} is not supported; weft runs {supported}: "
-        f"take another checkpoint in fp8, or one of 16 bits"
+        f"take another checkpoint, or one of 16 bits"
     )
 
 
@@ -193,40 +196,49 @@ STRATEGIES = {
 
 
 def _compressed_tensors(content: Mapping[str, Any]) -> Quantization | None:
-    """Reads llm-compressor's: one group of float-quantized layers; None for an fp8 cache alone."""
+    """Reads llm-compressor's: one group of layers, all in one format; None for an fp8 cache alone."""
     method, groups = "compressed-tensors", content.get("config_groups")
     rest = {name: value for name, value in content.items() if name not in ("config_groups", "ignore")}
     if not groups:
         _check(method, {name: value for name, value in rest.items() if name != "format"}, {})
         return None
     # The format goes first: its name says most.
-    _check(method, rest, {"format": ("float-quantized",)})
+    _check(method, rest, {"format": tuple(PACKINGS)})
     if not isinstance(groups, Mapping) or len(groups) != 1 or not isinstance(next(iter(groups.values())), Mapping):
         raise _refused(method, f"config_groups={quoted(groups)}", "one group")
     [(name, group)] = groups.items()
     sides = {side: group.get(side) for side in ("weights", "input_activations")}
     rest_of_group = {key: value for key, value in group.items() if key not in sides}
-    _check(method, rest_of_group, {"targets": (["Linear"],), "format": ("float-quantized", None)}, f"{name}.")
-    for side, value in sides.items():
-        if not isinstance(value, Mapping):
-            raise _refused(method, f"{name}.{side}={quoted(value)}", "weights and input_activations in fp8")
-    weights, inputs = sides["weights"], sides["input_activations"]
-    number = {"num_bits": (8,), "type": ("float",), "symmetric": (True, None)}
-    unread = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder"}
+    packing = content["format"]
+    _check(method, rest_of_group, {"targets": (["Linear"],), "format": (packing, None)}, f"{name}.")
+    if not isinstance(sides["weights"], Mapping):
+        raise _refused(method, f"{name}.weights={quoted(sides['weights'])}", "weights in fp8 or 4 bits")
+    form = PACKINGS[packing](method, name, **sides)
+    return Quantization(method=method, format=form, ignored=_ignored(method, content, "ignore"))
 
-    def check(side: str, content: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
-        read = {key: value for key, value in content.items() if key not in unread}
-        missing = {key: None for key in number if key not in read}
-        _check(method, missing | read, number | values, f"{side}.")
 
-    strategy = weights.get("strategy")
+def _check_side(method: str, side: str, content: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
+    """CheckpointError unless weights or inputs of compressed-tensors have these values."""
+    number = {"num_bits": (8,), "type": ("float",), "symmetric": (True, None)} | values
+    unread = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"} - values.keys()
+    read = {key: value for key, value in content.items() if key not in unread}
+    _check(method, {key: None for key in number if key not in read} | read, number, f"{side}.")
+
+
+def _float_quantized(method: str, name: str, weights: Mapping[str, Any], input_activations: object) -> Fp8Format:
+    """Weights and inputs in fp8."""
+    if not isinstance(inputs := input_activations, Mapping):
+        raise _refused(method, f"{name}.input_activations={quoted(inputs)}", "weights and input_activations in fp8")
+    strategy, unread = weights.get("strategy"), {"actorder": (weights.get("actorder"),)}
     scheme, of_inputs = STRATEGIES.get(strategy, (None, ())) if isinstance(strategy, str) else (None, ())
     if scheme is None:
         raise _refused(method, f"weights.strategy={quoted(strategy)}", ", ".join(map(repr, STRATEGIES)))
-    check(
+    _check_side(
+        method,
         "weights",
         weights,
-        {
+        unread
+        | {
             "strategy": tuple(STRATEGIES),
             "dynamic": (False, None),
             "block_structure": ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}") if scheme == "block" else (None, ""),
@@ -238,17 +250,64 @@ def _compressed_tensors(content: Mapping[str, Any]) -> Quantization | None:
         of_inputs = ("tensor",) if scheme != "block" else ("group",)
     elif scheme == "tensor":
         of_inputs = ("token",)
-    check(
+    _check_side(
+        method,
         "input_activations",
         inputs,
         {
             "strategy": of_inputs,
             "dynamic": (True, False, None) if scheme != "block" else (True,),
             "group_size": (None, -1) if scheme != "block" else (BLOCK,),
+            "actorder": (inputs.get("actorder"),),
         },
     )
-    form = Fp8Format(scheme=scheme, scale="weight_scale", static_inputs=static)
-    return Quantization(method=method, format=form, ignored=_ignored(method, content, "ignore"))
+    return Fp8Format(scheme=scheme, scale="weight_scale", static_inputs=static)
+
+
+def _pack_quantized(method: str, name: str, weights: Mapping[str, Any], input_activations: object) -> FourBitFormat:
+    """Weights in int4 with inputs of 16 bits."""
+    _check_no_inputs(method, name, input_activations)
+    grouped = weights.get("strategy") == "group"
+    _check_side(
+        method,
+        "weights",
+        weights,
+        {
+            "num_bits": (4,),
+            "type": ("int",),
+            "strategy": ("group", "channel"),
+            "symmetric": (True, False, None),
+            "group_size": INT_GROUPS if grouped else (None, -1),
+            "dynamic": (False, None),
+            # "group" stores columns in another order; the others tell of how numbers were found.
+            "actorder": (None, "weight", "static"),
+        },
+    )
+    group, symmetric = weights["group_size"] if grouped else 0, weights.get("symmetric") is not False
+    return FourBitFormat(kind="int4", group=group, symmetric=symmetric, stored=True)
+
+
+def _mxfp4_packed(method: str, name: str, weights: Mapping[str, Any], input_activations: object) -> FourBitFormat:
+    """Weights in MXFP4 with inputs of 16 bits."""
+    _check_no_inputs(method, name, input_activations)
+    values = {"num_bits": (4,), "strategy": ("group",), "group_size": (MX_GROUP,), "dynamic": (False, None)}
+    _check_side(method, "weights", weights, values | {"actorder": (None,)})
+    return FourBitFormat(kind="mxfp4", stored=True)
+
+
+def _check_no_inputs(method: str, name: str, inputs: object) -> None:
+    if inputs is not None:
+        raise _refused(method, f"{name}.input_activations={quoted(inputs)}", "weights in 4 bits with inputs of 16 bits")
+
+
+# Columns of a scale of int4.
+INT_GROUPS = (128, 64, 32)
+PACKINGS = {
+    "float-quantized": _float_quantized,
+    "pack-quantized": _pack_quantized,
+    "mxfp4-pack-quantized": _mxfp4_packed,
+}
+"""format of compressed-tensors → reader of a group's weights and inputs."""
 
 
 def _modelopt(content: Mapping[str, Any]) -> Quantization | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import Fp8
 from weft.ops.attention.parts import attention_after
 from weft.parallel.plain import as_cached, attend_to_chunk, attend_to_prompts, attend_to_sequences
 from weft.parallel.plain import silu_mul as plain_silu_mul
@@ -22,6 +21,7 @@ from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     AttentionWeights,
     ExpertRows,
+    Matrix,
     MLPWeights,
     MoEWeights,
     NormWeights,
@@ -50,7 +50,7 @@ def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Ten
     return ops.add_rms_norm(x, residual, norm.weight, norm.eps)
 
 
-def matmul_split(x: Tensor | DeferredNorm, weight: Tensor | Fp8) -> Tensor | SplitK | DeferredNorm:
+def matmul_split(x: Tensor | DeferredNorm, weight: Matrix) -> Tensor | SplitK | DeferredNorm:
     """x @ weight.T, or what the next kernel makes it from, where that is sooner."""
     product = ops.matmul_parts(*gemm_operands(x, weight))
     return SplitK(product) if isinstance(product, Tensor) and product.dim() == 3 else product

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from weft.arguments import check_instance, positive, quoted
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import E4M3, Fp8
+from weft.parallel.four_bit import Cut, FourBitFormat, FourBitScales
 from weft.parallel.modes import Mode, check_mode
-from weft.parallel.quantized import Formats, Fp8Format, Fp8Grid, Fp8Scales
+from weft.parallel.quantized import Format, Formats, Fp8Grid, Fp8Scales
 from weft.parallel.sharding import Shard
 
 if TYPE_CHECKING:
@@ -35,13 +37,13 @@ def check_team(team: Team) -> None:
         raise ValueError(f"team={quoted(team)} is not a Team; weft.init() makes one, and main(team) gets one")
 
 
-def check_rows(layer: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """ValueError unless x is [M, K] or [batch, length, K], and `weight` [N, K] in its dtype or fp8."""
+def check_rows(layer: str, x: torch.Tensor, weight: torch.Tensor | Fp8 | FourBit) -> None:
+    """ValueError unless x is [M, K] or [batch, length, K], and `weight` [N, K] in its dtype or quantized."""
     check_instance("x", x, torch.Tensor, "a tensor [M, hidden] or [batch, length, hidden]")
     if x.dim() not in (2, 3) or x.shape[-1] != weight.shape[1]:
         K = weight.shape[1]
         raise ValueError(f"{layer}: x has shape {tuple(x.shape)}; pass [M, {K}] or [batch, length, {K}]")
-    if x.dtype != weight.dtype and weight.dtype != E4M3:
+    if isinstance(weight, torch.Tensor) and x.dtype != weight.dtype:
         raise ValueError(f"{layer}: x.dtype={x.dtype} and the weights are {weight.dtype}; convert one")
 
 
@@ -90,17 +92,17 @@ class ColumnParallelLinear(nn.Module):
         formats: Formats | None = None,
     ) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.in_features = parts, in_features
         sizes = [rows.size for rows in parts.values()]
         seams = [*accumulate(sizes[:-1]), *(rows.size for rows in parts.values() if rows.size < rows.total)]
         format = None if formats is None else formats(tuple(parts))
         self.weight = matrix_parameter(sum(sizes), in_features, team=team, dtype=dtype, format=format)
-        self.scales = scales_beside(self.weight, format, row_edges=seams)
+        self.scales = scales_beside(self.weight, in_features, format, row_edges=seams)
         self.bias = empty_parameter(sum(sizes), team=team, dtype=dtype) if bias else None
 
     @property
-    def matrix(self) -> torch.Tensor | Fp8:
-        """The weight, with its scales if it is in fp8."""
+    def matrix(self) -> torch.Tensor | Fp8 | FourBit:
+        """The weight, with its scales if it is quantized."""
         return self.weight if self.scales is None else self.scales.matrix(self.weight)
 
     def shards(self) -> dict[str, Shard]:
@@ -111,7 +113,8 @@ class ColumnParallelLinear(nn.Module):
                 if parameter is None:
                     continue
                 target = parameter.data[first : first + rows.size]
-                shard = Shard(target=target, shape=(rows.total, *target.shape[1:]), start=rows.start)
+                shape = (rows.total, self.in_features)[: target.dim()]
+                shard = Shard(target=target, shape=shape, start=rows.start)
                 scaled = kind == "weight" and self.scales is not None
                 shards |= self.scales.shards(name, shard, first) if scaled else {f"{name}.{kind}": shard}
             first += rows.size
@@ -133,33 +136,41 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.team, self.name, self.in_features = team, name, in_features
-        local = split_evenly(f"in_features of {name}", in_features, team)
+        self.local = local = split_evenly(f"in_features of {name}", in_features, team)
         format = None if formats is None else formats((name,))
         self.weight = matrix_parameter(out_features, local, team=team, dtype=dtype, format=format)
-        self.scales = scales_beside(self.weight, format, column_edges=[local] if team.size > 1 else [])
+        self.scales = scales_beside(self.weight, local, format, column_edges=[local] if team.size > 1 else [])
 
     @property
-    def matrix(self) -> torch.Tensor | Fp8:
-        """The weight, with its scales if it is in fp8."""
+    def matrix(self) -> torch.Tensor | Fp8 | FourBit:
+        """The weight, with its scales if it is quantized."""
         return self.weight if self.scales is None else self.scales.matrix(self.weight)
 
     def shards(self) -> dict[str, Shard]:
-        out_features, local = self.weight.shape
-        shape = (out_features, self.in_features)
-        shard = Shard(target=self.weight.data, shape=shape, dim=1, start=self.team.rank * local)
+        shape = (len(self.weight), self.in_features)
+        shard = Shard(target=self.weight.data, shape=shape, dim=1, start=self.team.rank * self.local)
         return {f"{self.name}.weight": shard} if self.scales is None else self.scales.shards(self.name, shard)
 
 
-def matrix_parameter(*shape: int, team: Team, dtype: torch.dtype, format: Fp8Format | None) -> nn.Parameter:
-    """Uninitialised matrix in ``dtype``, or in fp8 if it has a format."""
+def matrix_parameter(*shape: int, team: Team, dtype: torch.dtype, format: Format | None) -> nn.Parameter:
+    """Uninitialised matrix in ``dtype``, or in its format."""
+    if isinstance(format, FourBitFormat):
+        return empty_parameter(*format.data_shape(*shape), team=team, dtype=torch.uint8)
     return empty_parameter(*shape, team=team, dtype=dtype if format is None else E4M3)
 
 
 def scales_beside(
-    weight: nn.Parameter, format: Fp8Format | None, *, row_edges: Sequence[int] = (), column_edges: Sequence[int] = ()
-) -> Fp8Scales | None:
-    """Scales of a matrix in fp8, whose blocks these edges may cut; None for one without a format."""
+    weight: nn.Parameter,
+    columns: int,
+    format: Format | None,
+    *,
+    row_edges: Sequence[int] = (),
+    column_edges: Sequence[int] = (),
+) -> Fp8Scales | FourBitScales | None:
+    """Scales of a matrix of ``columns`` in a format, whose blocks these edges may cut; None without one."""
     if format is None:
         return None
-    grid = Fp8Grid.of(format, weight.shape[-1], row_edges, column_edges)
+    if isinstance(format, FourBitFormat):
+        return FourBitScales(Cut.of(format, columns, column_edges), *weight.shape[:-1], device=weight.device)
+    grid = Fp8Grid.of(format, columns, row_edges, column_edges)
     return Fp8Scales(grid, *weight.shape, device=weight.device)

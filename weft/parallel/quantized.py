@@ -1,4 +1,4 @@
-"""Matrices of a layer in fp8: how their scales are cut with them, filled, and applied.
+"""Matrices of a layer in fp8: how their scales are cut with them, and filled; operands of any format.
 
 A checkpoint's block of 128 x 128 weights under one scale may be cut by a rank's edge, or by the seam of two weights that one
 GEMM takes. This rank's matrix then has a finer grid of scales, some repeated, so that byte * scale is the same on all numbers
@@ -17,10 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.four_bit import FourBit
+from weft.kernels.four_bit_tile import dequantized
 from weft.kernels.fp8 import COLUMNS, Fp8, by_static_scale, by_torch, quantized_weight
 from weft.ops.gemm.fp8_operands import LEAST_COLUMNS, columns_of
+from weft.ops.local import capabilities_of
 from weft.ops.registration import HALVES
+from weft.parallel.four_bit import FourBitFormat
 from weft.parallel.sharding import Shard
+from weft.parallel.tensors import Matrix
 from weft.runtime.arithmetic import cdiv
 
 BLOCK = COLUMNS.value
@@ -40,9 +45,12 @@ class Fp8Format:
     scheme: Scheme
     scale: str | None = None
     static_inputs: bool = False
+    # As of FourBitFormat.
+    name, bits = "fp8", 8
 
 
-Formats = Callable[[Sequence[str]], Fp8Format | None]
+Format = Fp8Format | FourBitFormat
+Formats = Callable[[Sequence[str]], Format | None]
 """Names of matrices that one GEMM takes, below their layer's → their format; None: they are of 16 bits."""
 
 
@@ -208,8 +216,10 @@ def rounded(x: Tensor, w: Fp8) -> Tensor:
     return quantized.dequantized(x.dtype).view(x.shape)
 
 
-def operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor]:
-    """(x, w) for an op that takes no fp8: ``x`` rounded as the format says, ``w`` in its dtype."""
+def operands(x: Any, w: Matrix) -> tuple[Any, Tensor]:
+    """(x, w) for an op that takes no such weight: ``x`` rounded as the format says, ``w`` in its dtype."""
+    if isinstance(w, FourBit):
+        return x, widened(w, x.scaled.dtype if isinstance(x, DeferredNorm) else x.dtype)
     if not isinstance(w, Fp8):
         return x, w
     if isinstance(x, DeferredNorm):
@@ -218,18 +228,33 @@ def operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor]:
     return rounded(x, w), w.dequantized(x.dtype)
 
 
-def gemm_operands(x: Any, w: Tensor | Fp8) -> tuple[Any, Tensor | Fp8]:
-    """(x, w) for a GEMM op, which takes fp8 weights with rows of 16 bits; as ``operands`` for other rows."""
+def widened(w: FourBit, dtype: torch.dtype) -> Tensor:
+    """``w`` in ``dtype``: of 16 bits by a kernel."""
+    if dtype not in HALVES or w.device.type == "cpu":
+        return w.dequantized(dtype)
+    return dequantized(w, dtype, capabilities_of(w.device))
+
+
+def overlapped_operands(x: Any, w: Matrix) -> tuple[Any, Tensor | Fp8]:
+    """(x, w) for a GEMM op with a collective, which takes no weight in 4 bits: many rows."""
+    return operands(x, w) if isinstance(w, FourBit) else gemm_operands(x, w)
+
+
+def gemm_operands(x: Any, w: Matrix) -> tuple[Any, Matrix]:
+    """(x, w) for a GEMM op, which takes any weight with rows of 16 bits; as ``operands`` for other rows."""
     dtype = x.scaled.dtype if isinstance(x, DeferredNorm) else x.dtype
     takes = dtype in HALVES and not (isinstance(w, Fp8) and w.is_grouped and columns_of(w) < LEAST_COLUMNS)
     return (x, w) if takes else operands(x, w)
 
 
-def linear(x: Tensor, w: Tensor | Fp8) -> Tensor:
+def linear(x: Tensor, w: Matrix) -> Tensor:
     """x @ w.T by torch."""
     return F.linear(*operands(x, w))
 
 
-def expert_of(w: Tensor | Fp8, expert: int) -> Tensor | Fp8:
+def expert_of(w: Matrix, expert: int) -> Matrix:
     """The matrix of one expert."""
+    if isinstance(w, FourBit):
+        zeros = None if w.zeros is None else w.zeros[expert]
+        return FourBit(w.data[expert], w.scales[expert], w.columns, zeros)
     return Fp8(w.data[expert], w.scales[expert], w.input_scale) if isinstance(w, Fp8) else w[expert]

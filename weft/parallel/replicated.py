@@ -16,7 +16,7 @@ from torch import Tensor
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel import fused
-from weft.parallel.quantized import gemm_operands, operands
+from weft.parallel.quantized import operands, overlapped_operands
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -161,11 +161,11 @@ class Replicated(Recipe):
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         qkv = self.local.project(x, w, step)
         attended = self.local.attend(qkv, w, step, cache)
-        return ops.matmul_all_reduce(*gemm_operands(attended, w.o), self.team)
+        return ops.matmul_all_reduce(*overlapped_operands(attended, w.o), self.team)
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = self.local.gated(x, w)
-        return ops.matmul_all_reduce(*gemm_operands(gated, w.down), self.team)
+        return ops.matmul_all_reduce(*overlapped_operands(gated, w.down), self.team)
 
     def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
         summand = self.local.experts(x, w)

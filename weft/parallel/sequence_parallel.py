@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
-from weft.kernels.fp8 import Fp8
-from weft.parallel.quantized import gemm_operands, operands
+from weft.parallel.quantized import gemm_operands, operands, overlapped_operands
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -54,18 +53,20 @@ class SequenceParallel(Recipe):
         return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: Cache) -> SequenceShard:
-        qkv = ops.all_gather_matmul(*gemm_operands(x.rows, w.qkv), self.team)
+        qkv = ops.all_gather_matmul(*overlapped_operands(x.rows, w.qkv), self.team)
         padding = len(qkv) - step.tokens
         attended = self.local.attend(qkv[: step.tokens], w, step, cache)
         attended = F.pad(attended, (0, 0, 0, padding)) if padding else attended
-        return SequenceShard(ops.matmul_reduce_scatter(*gemm_operands(attended, w.o), self.team))
+        return SequenceShard(ops.matmul_reduce_scatter(*overlapped_operands(attended, w.o), self.team))
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.
         own_first = self.team.rail is None
-        gate_up = ops.all_gather_matmul(*gemm_operands(x.rows, w.gate_up), self.team, own_first=own_first)
+        gate_up = ops.all_gather_matmul(*overlapped_operands(x.rows, w.gate_up), self.team, own_first=own_first)
         gated = self.local.silu_mul(gate_up)
-        return SequenceShard(ops.matmul_reduce_scatter(*gemm_operands(gated, w.down), self.team, own_first=own_first))
+        return SequenceShard(
+            ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team, own_first=own_first)
+        )
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
         return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
@@ -78,8 +79,8 @@ class SequenceParallel(Recipe):
         gemms  | shared gate_up, router | shared down | experts' gate_up | experts' down by slabs |
         copy    | rows of other ranks |                                        | sums to their ranks |
         """
-        if isinstance(shared.gate_up, Fp8):
-            # The router takes rows that are not rounded to fp8.
+        if not isinstance(shared.gate_up, Tensor):
+            # The router takes rows that are not rounded to fp8, and its weight is of 16 bits.
             (logits,), rows = ops.all_gather_matmul(x.rows, [w.router], self.team, return_gathered=True)
             gate_up = ops.matmul(*gemm_operands(rows, shared.gate_up))
         else:
@@ -164,7 +165,7 @@ class GatheredMLP(SequenceParallel):
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)
         gated = self.local.gated(whole, w)
-        return SequenceShard(ops.matmul_reduce_scatter(*gemm_operands(gated, w.down), self.team))
+        return SequenceShard(ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team))
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)

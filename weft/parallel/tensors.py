@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
 from weft.ops.moe.routing import Experts, Gating, Routing, Schedule
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
+
+Matrix = Tensor | Fp8 | FourBit
+"""A weight of 16 or 32 bits, or quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class ExpertRows:
     """
 
     h: Tensor
-    down: Tensor | Fp8
+    down: Matrix
     schedule: Schedule
     routing: Routing
     experts: Experts
@@ -96,8 +100,8 @@ class AttentionWeights(NamedTuple):
     window          a token attends to this many tokens, itself the last one; None: to all before it
     """
 
-    qkv: Tensor | Fp8
-    o: Tensor | Fp8
+    qkv: Matrix
+    o: Matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
@@ -111,8 +115,8 @@ class AttentionWeights(NamedTuple):
 class MLPWeights(NamedTuple):
     """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N]."""
 
-    gate_up: Tensor | Fp8
-    down: Tensor | Fp8
+    gate_up: Matrix
+    down: Matrix
 
 
 class MoEWeights(NamedTuple):
@@ -129,8 +133,8 @@ class MoEWeights(NamedTuple):
 
     router: Tensor
     bias: Tensor | None
-    gate_up: Tensor | Fp8
-    down: Tensor | Fp8
+    gate_up: Matrix
+    down: Matrix
     experts: Experts
     gating: Gating
     shared: MLPWeights | None = None

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.fp8 import Fp8
 from weft.ops.collectives.all_reduce_rms_norm import takes_rows
 from weft.ops.collectives.collective import of_world
 from weft.ops.gemm.small_m_rule import is_small
 from weft.ops.overlap.sequential import rows_overlap
 
 if TYPE_CHECKING:
+    from weft.parallel.tensors import Matrix
     from weft.runtime.team.team import Team
 
 # Tokens from which "auto" splits them over the ranks: the GEMMs are long enough to hide the communication. Two H200s,
@@ -70,11 +70,13 @@ def cudnn_attends(rows: int) -> bool:
     return rows >= CUDNN_ROWS
 
 
-def cudnn_attends_after(rows: int, cached: int, weight: torch.Tensor | Fp8, head_dim: int) -> bool:
+def cudnn_attends_after(rows: int, cached: int, weight: Matrix, head_dim: int) -> bool:
     """True if cuDNN beats ``ops.paged_prefill_attention`` for new tokens after ``cached`` ones.
 
     rows    query heads times new tokens of the sequence
-    weight  of the projection: cuDNN takes 16 bits, on NVIDIA GPUs, as the activations of weights in fp8 are there
+    weight  of the projection: cuDNN takes 16 bits, on NVIDIA GPUs, as the activations of quantized weights are there
     """
-    takes = (isinstance(weight, Fp8) or weight.itemsize == 2) and head_dim <= 128 and torch.version.hip is None
+    takes = (
+        (not isinstance(weight, torch.Tensor) or weight.itemsize == 2) and head_dim <= 128 and torch.version.hip is None
+    )
     return takes and cached >= CUDNN_CACHED and cudnn_attends(rows)

@@ -1,0 +1,223 @@
+"""Checkpoints in 4 bits are what a plain-torch model of their format computes, on all numbers of ranks, in every recipe."""
+
+import pytest
+import torch
+
+import weft
+from tests.against_transformers import FAMILIES, greedy, prompt, reference_greedy, reference_logits, relative_rms
+from tests.four_bit_checkpoints import CONFIGS, reference, write
+from tests.models.test_fp8_models import MODES, SIZES, whole_heads
+from tests.sampled import sampled
+from tests.teacher_forced import all_logits
+from weft.kernels.four_bit import FourBit
+from weft.models import Decoder
+
+# In fp32 numbers times scales are exact, and nothing else is rounded.
+TOLERANCE = 1e-5
+MOE = FAMILIES["qwen3-moe"] | {"moe_intermediate_size": 192}
+SHARED = FAMILIES["qwen2-moe"] | {"moe_intermediate_size": 192, "initializer_range": 0.06, "num_hidden_layers": 2}
+MIXTURES = {
+    "qwen3-moe": MOE,
+    "qwen2-moe": SHARED | {"shared_expert_intermediate_size": 192},
+    "mixtral": FAMILIES["mixtral"],
+}
+
+
+@pytest.fixture(scope="session")
+def in_four_bits(make_checkpoint, tmp_path_factory):
+    """in_four_bits(format, family, world_size, ...) -> (directory, source, transformers' model of 16 bits, matrices)"""
+    made = {}
+
+    def make(name, family="Qwen3", world_size=1, **changes):
+        key = name, family, world_size == 3, str(sorted(changes.items()))
+        if key not in made:
+            heads = {"num_attention_heads": 6, "kv_heads": 3} if world_size == 3 else {"kv_heads": 2}
+            source, model = make_checkpoint(family, **SIZES | heads | changes)
+            directory = tmp_path_factory.mktemp(name)
+            made[key] = directory, source, model, write(directory, source, name)
+        return made[key]
+
+    return make
+
+
+def answers(team, directory, mode, tokens, steps, fused, options):
+    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, **options)
+    return all_logits(model, tokens), greedy(model, tokens.tolist(), steps)
+
+
+def check(directory, model, matrices, mode, world_size, *, batch=2, steps=8, fused=False, **options):
+    expected = reference(model, matrices)
+    tokens = prompt(batch, 9)
+    logits, ids = reference_logits(expected, tokens), reference_greedy(expected, tokens, steps)
+    assert (
+        relative_rms(reference_logits(model, tokens), logits) > 1000 * TOLERANCE
+    )  # what rounding to 4 bits itself does
+    arguments = (directory, mode, tokens, steps, fused, options)
+    for answered, generated in weft.simulate(answers, world_size, args=arguments):
+        assert relative_rms(answered, logits) <= TOLERANCE
+        assert torch.equal(generated.T, ids)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_format_is_its_plain_model(in_four_bits, name):
+    directory, _, model, matrices = in_four_bits(name)
+    check(directory, model, matrices, "reference", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "mode"),
+    sampled(
+        ((name, world_size, mode) for name in CONFIGS for world_size in (1, 2, 3, 4, 8) for mode in MODES),
+        lambda name, world_size, mode: (name, world_size, mode) in {
+            ("mxfp4", 2, "replicated"), ("mxfp4", 3, "sequence_parallel"), ("mxfp4", 8, "reference"),
+            ("int4", 4, "replicated"), ("int4-zeros", 3, "reference"), ("int4-channel-zeros", 2, "sequence_parallel"),
+        },
+    ),
+)  # fmt: skip
+def test_the_recipes_are_the_plain_model(in_four_bits, plain_ops, name, world_size, mode):
+    directory, _, model, matrices = in_four_bits(name, world_size=world_size)
+    check(directory, model, matrices, mode, world_size)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "world_size", "mode", "layout"),
+    sampled(
+        (
+            (family, name, world_size, mode, layout)
+            for family in MIXTURES
+            for name in ("mxfp4", "int4-zeros", "int4-channel")
+            for world_size in (1, 2, 4, 8)
+            for mode in MODES
+            for layout in ("whole", "slices")
+        ),
+        lambda *case: case in {
+            ("qwen3-moe", "mxfp4", 1, "reference", "whole"), ("qwen3-moe", "mxfp4", 4, "replicated", "slices"),
+            ("qwen2-moe", "mxfp4", 2, "sequence_parallel", "whole"), ("qwen2-moe", "int4-zeros", 2, "replicated", "slices"),
+            ("mixtral", "mxfp4", 2, "reference", "slices"),
+        },
+    ),
+)  # fmt: skip
+def test_mixtures_are_the_plain_model(in_four_bits, plain_ops, family, name, world_size, mode, layout):
+    sizes = MIXTURES[family]
+    directory, _, model, matrices = in_four_bits(name, **sizes)
+    check(directory, model, matrices, mode, world_size, steps=4, expert_layout=layout)
+
+
+def matrices_of(team, directory, options):
+    """Dequantized matrices of this rank's layers by name: qkv, o, gate_up, down."""
+    model = Decoder.from_pretrained(directory, team, mode="reference", fused=False, **options)
+    read = {}
+    for index, layer in enumerate(model.layers):
+        weights = layer.weights
+        for name, matrix in {**weights.attention._asdict(), **weights.mlp._asdict()}.items():
+            if name in ("qkv", "o", "gate_up", "down"):
+                assert isinstance(matrix, FourBit) and matrix.data.dtype == torch.uint8
+                read[index, name] = matrix.dequantized(torch.float32)
+    return read
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["mxfp4", "int4", "int4-channel-zeros", "made mxfp4", "made int4"])
+def test_dequantized_weights_are_bit_for_bit_those_of_one_rank(in_four_bits, name, world_size):
+    """Groups are cut by edges of ranks; made at load from 16 bits, too."""
+    made = name.startswith("made")
+    directory, source, *_ = in_four_bits(name.removeprefix("made "), world_size=world_size)
+    arguments = (source, {"quantization": name.removeprefix("made ")}) if made else (directory, {})
+    [alone] = weft.simulate(matrices_of, 1, args=arguments)
+    ranks = weft.simulate(matrices_of, world_size, args=arguments)
+    heads, kv_heads = (6, 3) if world_size == 3 else (8, 2)
+    dim = SIZES["head_dim"]
+    for key, whole in alone.items():
+        parts = [rank[key] for rank in ranks]
+        if key[1] in ("o", "down"):
+            assert torch.equal(torch.cat(parts, 1), whole)
+        elif key[1] == "gate_up":
+            halves = [torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True)]
+            assert torch.equal(torch.cat(halves), whole)
+        else:
+            local = max(kv_heads // world_size, 1) * dim
+            q, k, v = whole_heads(parts, [heads // world_size * dim, local, local])
+            shared = max(world_size // kv_heads, 1)
+            k, v = (x.view(-1, shared, dim, x.shape[1])[:, 0].flatten(0, 1) if shared > 1 else x for x in (k, v))
+            assert torch.equal(torch.cat((q, k, v)), whole)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4"])
+def test_weights_made_at_load_are_those_of_the_checkpoint(in_four_bits, name):
+    """The same rounding as by the test's own functions."""
+    directory, source, *_ = in_four_bits(name)
+    [stored] = weft.simulate(matrices_of, 1, args=(directory, {}))
+    [made] = weft.simulate(matrices_of, 1, args=(source, {"quantization": name}))
+    for key, matrix in stored.items():
+        assert torch.equal(made[key], matrix), key
+
+
+@pytest.mark.parametrize(("name", "mode"), [("mxfp4", "replicated"), ("int4-zeros", "sequence_parallel")])
+def test_rows_of_16_bits_go_to_kernels_that_read_4_bits(in_four_bits, name, mode):
+    """In bf16 weft's kernels are as near to the plain model as torch's operations."""
+    directory, _, model, matrices = in_four_bits(name)
+    tokens = prompt(2, 9)
+    expected = reference_logits(reference(model, matrices), tokens)
+
+    def logits(team, mode, fused):
+        model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, dtype=torch.bfloat16)
+        return all_logits(model, tokens)
+
+    by_torch = weft.simulate(logits, 2, args=("reference", False))[0]
+    for answered in weft.simulate(logits, 2, args=(mode, True)):
+        assert relative_rms(answered, expected) <= 1.3 * relative_rms(by_torch, expected)
+
+
+def test_gradients_are_refused(in_four_bits):
+    directory, *_ = in_four_bits("mxfp4")
+
+    def main(team):
+        mlp = Decoder.from_pretrained(directory, team, mode="replicated", fused=False).layers[0].mlp
+        x = torch.zeros(2, SIZES["hidden_size"], requires_grad=True)
+        with pytest.raises(RuntimeError, match="weights in 4 bits have no gradients"):
+            mlp(x)
+        with torch.no_grad():
+            return mlp(x).shape
+
+    assert weft.simulate(main, 1) == [(2, SIZES["hidden_size"])]
+
+
+def swap_halves(layer):
+    data = layer.mlp.gate_up_proj.weight.data
+    data.copy_(data << 4 | data >> 4)
+
+
+def another_row(layer):
+    scales = layer.mlp.gate_up_proj.scales.scales.data
+    scales.copy_(scales.roll(1, 0))
+
+
+def another_group(layer):
+    scales = layer.self_attn.o_proj.scales.scales.data
+    scales.copy_(scales.roll(1, 1))
+
+
+def another_zero(layer):
+    layer.mlp.down_proj.scales.zeros.data.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutate"),
+    [
+        ("mxfp4", swap_halves), ("mxfp4", another_row), ("mxfp4", another_group), ("int4", swap_halves),
+        ("int4", another_row), ("int4-zeros", another_zero),
+    ],
+)  # fmt: skip
+def test_of_the_test_a_wrong_number_is_beyond_the_tolerance(in_four_bits, name, mutate):
+    directory, _, model, matrices = in_four_bits(name)
+    tokens = prompt(2, 9)
+    expected = reference_logits(reference(model, matrices), tokens)
+
+    def main(team):
+        model = Decoder.from_pretrained(directory, team, mode="reference")
+        for layer in model.layers:
+            mutate(layer)
+        return all_logits(model, tokens)
+
+    [answered] = weft.simulate(main, 1)
+    assert relative_rms(answered, expected) > 100 * TOLERANCE

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -15,8 +16,8 @@ from tests.compiling import compiled
 from tests.documents import record_launches
 
 FOLDER = Path(__file__).parent.parent / "examples"
-# The README's, tests/test_readme.py, and what the others share.
-APART = ("hello", "running")
+# The README's, tests/test_readme.py, what the others share, and one that has no kernel.
+APART = ("hello", "running", "quantized_model")
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in APART)
 
 
@@ -28,6 +29,14 @@ def main(request, monkeypatch):
 
 def test_there_are_examples_of_four_things():
     assert NAMES == ["gather_grouped_matmul", "gather_softmax", "gemm_all_to_all", "ring_halos"]
+
+
+@pytest.mark.parametrize("main", ["quantized_model"], indirect=True)
+def test_a_quantized_model_adds_in_fewer_bytes(main):
+    lines = weft.simulate(main, 2)[0]
+    assert all("3 of 3 sums" in line for line in lines)
+    nbytes = [int(re.search(r"([\d,]+) bytes", line)[1].replace(",", "")) for line in lines]
+    assert nbytes[0] > nbytes[1] > max(nbytes[2:])
 
 
 @pytest.mark.parametrize("main", NAMES, indirect=True)

@@ -42,5 +42,7 @@ def test_built_in_models_made_fp8_add(name, quantization, world_size, mode, kv_c
 
 
 def test_other_names_are_refused():
-    with pytest.raises(ValueError, match="quantization='int8' is not one of fp8, fp8_per_block, fp8_per_channel"):
+    with pytest.raises(
+        ValueError, match="quantization='int8' is not one of fp8, fp8_per_block, fp8_per_channel, mxfp4, int4"
+    ):
         EngineConfig(quantization="int8")

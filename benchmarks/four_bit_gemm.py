@@ -1,0 +1,159 @@
+"""Times of GEMMs with weights in 4 bits on one GPU: cuBLAS in bf16, weft by its plan and other designs, the conversion.
+
+    python -m benchmarks.four_bit_gemm OUT.json [--seconds 25]
+
+Weights are cold (more copies than the L2 holds), in CUDA graphs; each result is compared with the dequantized product before it
+is timed. The built-in model then adds in both formats, in graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import triton
+
+import weft
+from benchmarks.fp8_gemm import timed
+from weft import ops
+from weft.kernels.four_bit import FourBit, int4, mxfp4
+from weft.kernels.four_bit_tile import dequantized
+from weft.kernels.operands import ScaledMatrix
+from weft.ops.gemm.four_bit_operands import by_design
+from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.small_m_rule import SmallM
+from weft.ops.local import capabilities_of
+from weft.plan.planned import machine
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.capabilities import COLD_BYTES
+
+SHAPES, ROWS = ((25600, 5120), (5120, 12800)), (1, 16, 64, 128, 256)
+# Sizes at which further designs are timed.
+SWEPT = [(1, 25600, 5120), (64, 25600, 5120)]
+FORMS = {"mxfp4": mxfp4, "int4": int4, "int4 with zeros": lambda weight: int4(weight, 128, False)}
+SUMS = {"12+34=": "46", "250+399=": "649", "99+1=": "100"}
+
+
+def designs(M: int, N: int, K: int) -> Iterator[SmallM]:
+    """The plan's small-M design, and designs with one or two of its fields moved."""
+    caps = capabilities_of(torch.device("cuda", 0))
+    call = GemmCall(M, N, K, torch.bfloat16, four_bit="mxfp4", design="small_m")
+    base = MATMUL.plan(call, machine(caps, 1)).design
+    yield base
+    for block_n, warps, stages in ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (128, 8, 3), (64, 8, 4)):
+        tiles = cdiv(N, block_n) * cdiv(M, base.block_m)
+        for programs in (2, 4):
+            partials = max(1, min(programs * caps.sms // tiles, cdiv(K, 128) // 8, 16))
+            yield replace(base, block_n=block_n, num_warps=warps, num_stages=stages, partials=partials)
+
+
+def compile_one(job: tuple[SmallM, int]) -> str:
+    """Compile a design into Triton's cache by running it once; the error, if any."""
+    design, M = job
+    try:
+        x, weight = torch.randn(M, 2048, device="cuda").bfloat16(), mxfp4(torch.randn(512, 2048, device="cuda"))
+        by_design(design, ScaledMatrix(x), weight)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def rows_of(M: int, weights: dict[str, list[FourBit]], deadline: float) -> Iterator[dict[str, Any]]:
+    first = weights["mxfp4"][0]
+    N, K = first.shape
+    x = torch.randn(M, K, device="cuda", generator=torch.Generator("cuda").manual_seed(M)).bfloat16()
+    wide = [weight.dequantized(torch.bfloat16) for weight in weights["mxfp4"][:2]]
+    yield {"provider": "cublas bf16", **timed(lambda w: x @ w.t(), wide, None)}
+    del wide
+    caps = capabilities_of(x.device)
+    for form, several in weights.items():
+        reference = x.double() @ several[0].dequantized(torch.bfloat16).double().t()
+        yield {"provider": f"auto {form}", **timed(lambda w: ops.matmul(x, w), several, reference)}
+        if M >= 128:
+            for name in ("small_m", "cublas"):
+                call = GemmCall(M, N, K, torch.bfloat16, four_bit=form[:5].strip(), design=name)
+                design = MATMUL.plan(call, machine(caps, 1)).design
+                run = timed(lambda w, d=design: by_design(d, ScaledMatrix(x), w), several, reference)
+                yield {"provider": f"{name} {form}", **run}
+    reference = x.double() @ first.dequantized(torch.bfloat16).double().t()
+    seen: set[SmallM] = set()
+    for design in designs(M, N, K) if (M, N, K) in SWEPT else ():
+        if design in seen or time.monotonic() > deadline:
+            continue
+        seen.add(design)
+        run = timed(lambda w, d=design: by_design(d, ScaledMatrix(x), w), weights["mxfp4"], reference)
+        yield {"provider": "small_m mxfp4, swept", **run, "design": asdict(design)}
+
+
+def sums() -> dict[str, str]:
+    """Answers of the built-in model in each format, by an engine with graphs."""
+    said = {}
+    for quantization in ("mxfp4", "int4"):
+        engine = weft.Engine("adder", weft.init(), quantization=quantization, max_seq_len=64, warn=False)
+        for _ in range(2):
+            answers = engine.generate(list(SUMS), max_tokens=8, temperature=0)
+            right = sum(answer.text.strip() == wanted for answer, wanted in zip(answers, SUMS.values(), strict=True))
+        said[quantization] = f"{right} of {len(SUMS)}"
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--seconds", type=float, default=25.0, help="skip what is left after this time")
+    options = parser.parse_args()
+    start = time.monotonic()
+    jobs = {
+        (replace(design, partials=min(design.partials, 2)), M): None
+        for N, K in SHAPES for M in ROWS
+        for at, design in enumerate(designs(M, N, K)) if at == 0 or (M, N, K) in SWEPT
+    }  # fmt: skip
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        errors = [error for error in pool.map(compile_one, jobs) if error]
+    document: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "compiled": len(jobs), "compile_seconds": round(time.monotonic() - start, 1), "errors": errors[:8], "rows": [],
+    }  # fmt: skip
+    caps = capabilities_of(torch.device("cuda", 0))
+
+    def write() -> None:
+        document["seconds"] = round(time.monotonic() - start, 1)
+        with open(options.out, "w") as file:
+            json.dump(document, file, indent=1)
+
+    for N, K in SHAPES:
+        copies = max(2, cdiv(int(COLD_BYTES), N * K // 2))
+        source = [torch.randn(N, K, device="cuda") * K**-0.5 for _ in range(2)]
+        weights = {form: [make(source[at % 2]) for at in range(copies)] for form, make in FORMS.items()}
+        del source
+        for form, several in weights.items():
+            same = [
+                bool(torch.equal(dequantized(several[0], dtype, caps), several[0].dequantized(dtype)))
+                for dtype in (torch.bfloat16, torch.float16)
+            ]
+            run = timed(lambda w: dequantized(w, torch.bfloat16, caps), several, None)
+            document["rows"].append({"N": N, "K": K, "provider": f"dequantize {form}", "same": same, **run})
+        for M in ROWS:
+            if time.monotonic() - start > options.seconds:
+                document["rows"].append({"N": N, "K": K, "M": M, "skipped": "out of time"})
+                continue
+            document["rows"] += [
+                {"N": N, "K": K, "M": M, **row} for row in rows_of(M, weights, start + options.seconds)
+            ]
+            write()
+        del weights
+    document["sums"] = sums()
+    write()
+
+
+if __name__ == "__main__":
+    main()

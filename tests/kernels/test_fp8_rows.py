@@ -10,15 +10,19 @@ from tests.ops.test_compile_layer_kernels import caps_of
 from weft import ops
 from weft.kernels import fp8
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import Fp8, RowFormat, by_torch, quantized_rows
+from weft.kernels.fp8 import Fp8, RowFormat, by_torch, quantized_rows, quantized_weight
+from weft.kernels.operands import RowScales, ScaledMatrix
 from weft.ops.case import BF16, FP16, FP32
 from weft.ops.elementwise import add_rms_norm, silu_mul
-from weft.ops.gemm import cublas
+from weft.ops.gemm import cublas, small_m
+from weft.ops.gemm.cublas import Cublas
+from weft.ops.gemm.fp8_operands import by_design
+from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
 from weft.ops.op import find_op
 
 GROUP, TOKEN = RowFormat("group"), RowFormat("token")
-WRITERS = {"add_rms_norm": add_rms_norm, "silu_mul": silu_mul}
+WRITERS = {"add_rms_norm": add_rms_norm, "silu_mul": silu_mul, "matmul_silu_mul": small_m}
 
 
 def formats(device):
@@ -28,8 +32,8 @@ def formats(device):
 def assert_rows(rows, plain, format, what):
     """``rows`` are those that a kernel of its own makes of ``plain``, laid out for cuBLAS."""
     wanted = quantized_rows(plain, format, capabilities_of(plain.device))
-    assert_identical(rows.data, wanted.data, what=f"{what} {format.scales}, bytes")
-    assert_identical(rows.scales, wanted.scales, what=f"{what} {format.scales}, scales")
+    assert_identical(rows.data, wanted.data, what=f"{what} {format.kind}, bytes")
+    assert_identical(rows.scales, wanted.scales, what=f"{what} {format.kind}, scales")
     assert rows.data.is_contiguous() and rows.scales.stride() == wanted.scales.stride()
 
 
@@ -51,6 +55,39 @@ def test_norms_and_activations_write_the_bits_of_two_kernels(device, dtype):
     everywhere(main, device)
 
 
+DESIGNS = (
+    SmallM(block_m=16, block_n=128, block_k=128, transposed=True),
+    SmallM(block_m=32, block_n=256, block_k=64, num_warps=8),
+    SmallM(block_m=16, block_n=64, block_k=128, transposed=True, partials=2),
+    SmallM(block_m=16, block_n=64, block_k=64),
+    Cublas(),
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("design", DESIGNS, ids=range(len(DESIGNS)))
+def test_gated_gemms_write_the_bits_of_two_kernels(device, design):
+    def main(device):
+        for M, N, K in ((5, 200, 256), (20, 144, 384)):
+            x, scheme = random((M, K), BF16, device), "channel" if N == 200 else "block"
+            weight = quantized_weight(random((2 * N, K), BF16, device, 1), scheme)
+            operand = ScaledMatrix(x, RowScales(random((M, 3), FP32, device, 2).square(), 1e-6) if M == 5 else None)
+            plain = by_design(design, operand, weight, gated=True)
+            for format in formats(device):
+                assert_rows(
+                    by_design(design, operand, weight, gated=True, format=format), plain, format, f"{M}x{N}x{K}"
+                )
+
+    everywhere(main, device)
+
+
+def test_which_designs_write_fp8():
+    """Tiles of whole groups; split-K partials, which a kernel adds up anyway; all with a static scale."""
+    static = RowFormat("static", torch.ones(1, 1))
+    for format, wanted in ((GROUP, (1, 1, 1, 0)), (TOKEN, (0, 0, 1, 0)), (static, (1, 1, 1, 1))):
+        assert tuple(map(int, (small_m.writes(design, 256, format) for design in DESIGNS[:4]))) == wanted
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_kernel_of_its_own_is_bit_for_bit_by_torch(device):
     def main(device):
@@ -58,14 +95,14 @@ def test_a_kernel_of_its_own_is_bit_for_bit_by_torch(device):
             x = random((T, H), BF16, device) * 2.0 ** torch.randint(-9, 9, (T, 1)).to(device)
             for format in formats(device):
                 rows = quantized_rows(x, format, capabilities_of(x.device))
-                static = format.input_scale is not None
+                static = format.static_scale is not None
                 by = (
-                    fp8.by_static_scale(x, format.input_scale)
+                    fp8.by_static_scale(x, format.static_scale)
                     if static
                     else Fp8(*by_torch(x, 128 if format == GROUP else H))
                 )
-                assert_identical(rows.data, by.data, what=f"bytes {T}x{H} {format.scales}")
-                assert_identical(rows.scales, by.scales, what=f"scales {T}x{H} {format.scales}")
+                assert_identical(rows.data, by.data, what=f"bytes {T}x{H} {format.kind}")
+                assert_identical(rows.scales, by.scales, what=f"scales {T}x{H} {format.kind}")
 
     everywhere(main, device)
 
@@ -92,7 +129,15 @@ def test_compiles_without_a_graph_break():
             rows, hidden = ops.add_rms_norm(x, x, weight, 1e-6, fp8=format)
             return *rows[:2], *ops.silu_mul(hidden, fp8=format)[:2]
 
-        for eager, compiled in zip(two(x), torch.compile(two, fullgraph=True, backend="aot_eager")(x), strict=True):
+        def three(x):
+            rows = ops.matmul_silu_mul(x, up, fp8=format)
+            return *two(x), *rows[:2], ops.matmul(rows, down)
+
+        up, down = (
+            quantized_weight(random((96, 512), BF16, "cpu"), "block"),
+            quantized_weight(torch.ones(16, 48), "block"),
+        )
+        for eager, compiled in zip(three(x), torch.compile(three, fullgraph=True, backend="aot_eager")(x), strict=True):
             assert_identical(compiled, eager)
             assert compiled.stride() == eager.stride()
 
@@ -124,7 +169,7 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
         for op in WRITERS:
             caught[op] = False
             for case in find_op(op).cases():
-                if case.field("fp8") in ("group", "token") and not caught[op]:
+                if case.field("fp8") in ("group", "token") or case.field("fp8_rows"):
                     inputs = inputs_of(case, 0)
                     try:
                         check(case, 0, [inputs], find_op(op).call(case, team, *inputs))
@@ -142,9 +187,9 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     ("message", "x", "format"),
     [
         ("fp8='group' is no RowFormat", torch.ones(2, 8).half(), "group"),
-        ("scales='static' and input_scale=None", torch.ones(2, 8).half(), RowFormat("static")),
-        ("scales='group' and input_scale=", torch.ones(2, 8).half(), RowFormat("group", torch.ones(1, 1))),
-        ("fp8.input_scale has shape (1,)", torch.ones(2, 8).half(), RowFormat("static", torch.ones(1))),
+        ("kind='static' and static_scale=None", torch.ones(2, 8).half(), RowFormat("static")),
+        ("kind='group' and static_scale=", torch.ones(2, 8).half(), RowFormat("group", torch.ones(1, 1))),
+        ("fp8.static_scale has shape (1,)", torch.ones(2, 8).half(), RowFormat("static", torch.ones(1))),
         ("gate_up.dtype=torch.float32 with fp8", torch.ones(2, 8), GROUP),
         ("N=40000 > 32768 with a scale for each token", torch.ones(1, 80000).half(), TOKEN),
     ],

@@ -42,16 +42,16 @@ ROWS_OF_CUBLAS = 4
 class RowFormat(NamedTuple):
     """How rows are put in fp8: ``Fp8.row_format`` of the weight that they meet.
 
-    scales       "group": a scale for 128 columns of a token; "token": for a token; "static": one is given
-    input_scale  [1, 1] fp32, the given one
+    kind          "group": a scale for 128 columns of a token; "token": for a token; "static": one is given
+    static_scale  [1, 1] fp32, the given one
     """
 
-    scales: str
-    input_scale: torch.Tensor | None = None
+    kind: str
+    static_scale: torch.Tensor | None = None
 
     def count(self, width: int) -> int:
         """Number of scales of a row, as they are written."""
-        return {"group": scales_of(width), "token": 1, "static": 0}[self.scales]
+        return {"group": scales_of(width), "token": 1, "static": 0}[self.kind]
 
 
 def scales_of(width: int) -> int:
@@ -106,21 +106,23 @@ def empty_rows(like: torch.Tensor, tokens: int, width: int, format: RowFormat) -
     """
     room = cdiv(tokens, ROWS_OF_CUBLAS) * ROWS_OF_CUBLAS
     rows = like.new_empty((room, width), dtype=E4M3)
+    if format.kind == "static":
+        return rows[:tokens], like.new_empty((tokens, 0), dtype=torch.float32)
     scales = like.new_empty((format.count(width), room), dtype=torch.float32).t()
     return rows[:tokens], scales[:tokens]
 
 
 def fp8_of(rows: torch.Tensor, scales: torch.Tensor, format: RowFormat) -> Fp8:
     """The matrix of what a kernel wrote in ``format``."""
-    return Fp8(rows, scales if format.input_scale is None else format.input_scale)
+    return Fp8(rows, scales if format.static_scale is None else format.static_scale)
 
 
 def rows_argument(scales: torch.Tensor, format: RowFormat, dtype: torch.dtype, block: int) -> Fp8Rows:
     """Kernel argument ``fp8``. block: columns of a tile, all of a row with a scale for each token."""
-    group = {"group": min(COLUMNS.value, block), "token": block, "static": 0}[format.scales]
+    group = {"group": min(COLUMNS.value, block), "token": block, "static": 0}[format.kind]
     of_dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
     return Fp8Rows(
-        scales if format.input_scale is None else format.input_scale,
+        scales if format.static_scale is None else format.static_scale,
         *(scales.stride() if scales.numel() > 0 else (0, 0)),
         tl.constexpr(group),
         tl.constexpr(of_dtype),
@@ -205,7 +207,7 @@ def quantized_rows(x: torch.Tensor, format: RowFormat, caps: Capabilities) -> Fp
 
 def _quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, format: RowFormat, caps: Capabilities) -> None:
     (T, H), tokens = x.shape, rows.shape[0]
-    block = next_power_of_2(H) if format.scales == "token" else COLUMNS.value
+    block = next_power_of_2(H) if format.kind == "token" else COLUMNS.value
     pieces = max(1, GROUPS * COLUMNS.value // block)
     constants = {"WIDTH": H, "PIECES": pieces, "BLOCK": block, **launch_options(caps)}
     if block > 4096:
@@ -235,9 +237,9 @@ def by_torch(x: torch.Tensor, columns: int = COLUMNS.value) -> tuple[torch.Tenso
 def agreed(plain: torch.Tensor, rows: Fp8, format: RowFormat) -> torch.Tensor:
     """``plain`` [M, K], with NaN where a row differs in any bit from that of ``rows``; for cases of ops."""
     wanted = (
-        by_static_scale(plain, format.input_scale)
-        if format.input_scale is not None
-        else Fp8(*by_torch(plain, COLUMNS.value if format.scales == "group" else plain.shape[1]))
+        by_static_scale(plain, format.static_scale)
+        if format.static_scale is not None
+        else Fp8(*by_torch(plain, COLUMNS.value if format.kind == "group" else plain.shape[1]))
     )
     same = (rows.data.view(torch.uint8) == wanted.data.view(torch.uint8)).all(1)
     return plain.masked_fill(~(same & (rows.scales == wanted.scales).all(1))[:, None], torch.nan)

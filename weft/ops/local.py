@@ -51,20 +51,25 @@ def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None,
     raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
 
 
-def check_row_format(op: str, format: RowFormat | None, name: str, x: torch.Tensor) -> None:
-    """ValueError unless rows like those of ``x`` can be written in fp8 as ``format`` says, if it does."""
+def check_row_format(op: str, format: RowFormat | None, device: torch.device) -> None:
+    """ValueError unless ``format`` is None, or one of fp8 rows on ``device``."""
     if format is None:
         return
-    if not isinstance(format, RowFormat) or format.scales not in ("group", "token", "static"):
+    if not isinstance(format, RowFormat) or format.kind not in ("group", "token", "static"):
         raise ValueError(f"{op}: fp8={quoted(format)} is no RowFormat; pass the row_format of the weight that follows")
-    scale = format.input_scale
-    if (format.scales == "static") != (scale is not None):
-        raise ValueError(
-            f"{op}: fp8 has scales={format.scales!r} and input_scale={quoted(scale)}; a static one is given"
-        )
+    scale = format.static_scale
+    if (format.kind == "static") != (scale is not None):
+        raise ValueError(f"{op}: fp8 has kind={format.kind!r} and static_scale={quoted(scale)}; a static one is given")
     if scale is not None:
-        check_like(op, "fp8.input_scale", scale, x.device, (torch.float32,))
-        check_shape(op, "fp8.input_scale", scale, (1, 1))
+        check_like(op, "fp8.static_scale", scale, device, (torch.float32,))
+        check_shape(op, "fp8.static_scale", scale, (1, 1))
+
+
+def check_rounds(op: str, format: RowFormat | None, name: str, x: torch.Tensor) -> None:
+    """``check_row_format``, and ValueError with a format unless ``x`` is a matrix of 16 bits."""
+    check_row_format(op, format, x.device)
+    if format is None:
+        return
     if x.dtype not in HALVES:
         raise ValueError(f"{op}: {name}.dtype={x.dtype} with fp8; rows in fp8 are made of float16 or bfloat16")
     if x.dim() != 2:

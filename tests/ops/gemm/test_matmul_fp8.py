@@ -13,7 +13,7 @@ from tests.ops.layer_cases import DEVICES, everywhere, mutated
 from weft import ops
 from weft.kernels import fp8_tile
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.kernels.fp8 import E4M3, Fp8, by_torch, quantized_weight
+from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch, quantized_weight, rows_argument
 from weft.kernels.fp8_tile import Fp8Scales
 from weft.kernels.gemm_tile import Sizes
 from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self
@@ -318,21 +318,25 @@ def test_which_design_an_fp8_weight_gets():
     assert planned.name == "small_m" and "bfloat16" in planned.reason
 
 
-@pytest.mark.parametrize(("M", "N", "K", "gated"), [
-    (1, 25600, 5120, False), (16, 12800, 5120, True), (64, 25600, 5120, False), (128, 5120, 12800, False),
-    (4096, 5120, 4096, False),
+@pytest.mark.parametrize(("M", "N", "K", "gated", "rows"), [
+    (1, 25600, 5120, False, False), (16, 12800, 5120, True, False), (64, 25600, 5120, False, False),
+    (128, 5120, 12800, False, False), (4096, 5120, 4096, False, False), (1, 12800, 5120, True, True),
+    (32, 12800, 5120, True, True), (64, 12800, 5120, True, True),
 ])  # fmt: skip
-def test_on_sm_90_without_spills_by_fp8_instructions(M, N, K, gated, tmp_path):
-    call = GemmCall(M, N, K, BF16, block_fp8=True, design="small_m")
+def test_on_sm_90_without_spills_by_fp8_instructions(M, N, K, gated, rows, tmp_path):
+    call = GemmCall(M, N, K, BF16, block_fp8=True, fp8_rows=rows, design="small_m")
     design = (MATMUL_SILU_MUL if gated else MATMUL).plan(call, machine(H200, 1)).design
     x, scales = torch.zeros((64, 64)).to(E4M3), torch.zeros(64)
     out = torch.zeros(8) if design.partials > 1 else torch.zeros(8, dtype=BF16)
-    forms = map(tl.constexpr, (128, 128, N % 128 == 0))
+    forms, written = map(tl.constexpr, (128, 128, N % 128 == 0)), None
+    if rows:
+        assert small_m.writes(design, K, RowFormat("group")) and design.partials == 1
+        out, written = x, rows_argument(torch.zeros(100, 64).t(), RowFormat("group"), BF16, 128)
     kernel = compiled(
         small_m.small_m_kernel, *(descriptor_or_self(x, size, 128, True) for size in (design.block_m, design.block_n)),
         x, out, M, Sizes(N, K, K, K), design.partials, design.ahead, RowScales(scales, 1e-6), small_m.block_of(design), None,
-        Fp8Scales(scales, 1, 64, scales, K // 128, *forms), None, arch="sm_90", SQUARES=0, **small_m.constants(design, gated),
-        **launch_options(H200),
+        Fp8Scales(scales, 1, 64, scales, K // 128, *forms), None, written, arch="sm_90", SQUARES=0,
+        **small_m.constants(design, gated), **launch_options(H200),
     )  # fmt: skip
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64" in ptx and ".f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx

@@ -263,7 +263,7 @@ def test_sums_of_partials_compile():
         for gated in (False, True):
             partials = torch.zeros(8)
             compiled(
-                small_m.sum_partials_kernel, partials, partials.bfloat16(), 1 << 20, 3, GATED=gated,
+                small_m.sum_partials_kernel, partials, partials.bfloat16(), 1 << 20, 1 << 20, 3, None, GATED=gated,
                 BLOCK=small_m.SUM_BLOCK, arch=arch, **launch_options(capabilities_of(arch)),
             )  # fmt: skip
 

@@ -13,7 +13,7 @@ import weft.language as wl
 from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, agreed, check_e4m3, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.rms_norm import norm, squares_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, format_of
-from weft.ops.local import capabilities_of, check_like, check_row_format, check_shape
+from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS, check_has_rows, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -76,7 +76,7 @@ def add_rms_norm(
             f"add_rms_norm: rows of {x.shape[-1]} elements have {x.shape[-1] * x.itemsize} bytes, not 1 to "
             f"{MAX_ROW_BYTES}; use torch's rms_norm"
         )
-    check_row_format("add_rms_norm", fp8, "x", x)
+    check_rounds("add_rms_norm", fp8, "x", x)
     if fp8 is None:
         return ADD_RMS_NORM.dispatch(x, residual, weight, eps)
     rows, scales, hidden = _FP8.dispatch(x, residual, weight, eps, fp8)

@@ -14,7 +14,7 @@ from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, agreed, check_e4m3, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, format_of
-from weft.ops.local import capabilities_of, check_like, check_row_format
+from weft.ops.local import capabilities_of, check_like, check_rounds
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -73,8 +73,8 @@ def silu_mul(gate_up: torch.Tensor | DeferredNorm, *, fp8: RowFormat | None = No
         raise ValueError(
             f"silu_mul: gate_up has shape {tuple(gate_up.shape)}; it must be [M, 2 N], the gate's N columns before up's"
         )
-    check_row_format("silu_mul", fp8, "gate_up", gate_up)
-    if fp8 is not None and fp8.scales == "token" and gate_up.shape[1] > 2 * MAX_TOKEN:
+    check_rounds("silu_mul", fp8, "gate_up", gate_up)
+    if fp8 is not None and fp8.kind == "token" and gate_up.shape[1] > 2 * MAX_TOKEN:
         raise ValueError(
             f"silu_mul: N={gate_up.shape[1] // 2} > {MAX_TOKEN} with a scale for each token; leave fp8 out"
         )
@@ -151,7 +151,7 @@ class SiluMulFp8(Op):
         check_e4m3("silu_mul", capabilities_of(gate_up.device))
         out, scales = self.fake(gate_up, squares, eps, format)
         rows = min(MAX_ROWS, next_power_of_2(len(gate_up)))
-        tile = (1, next_power_of_2(out.shape[1])) if format.scales == "token" else (rows, TILE // rows)
+        tile = (1, next_power_of_2(out.shape[1])) if format.kind == "token" else (rows, TILE // rows)
         _launch(gate_up, squares, eps, out, rows_argument(scales, format, gate_up.dtype, tile[1]), tile)
         return out, scales
 

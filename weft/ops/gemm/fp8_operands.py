@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.fp8 import COLUMNS, E4M3, Fp8, quantized_rows, scales_of, spread
+from weft.kernels.fp8 import COLUMNS, E4M3, Fp8, RowFormat, fp8_of, quantized_rows, scales_of, spread
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
+from weft.ops.elementwise.silu_mul import MAX_TOKEN
 from weft.ops.gemm import cublas, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.small_m_rule import SmallM
@@ -115,10 +116,12 @@ def by_design(
     gated: bool = False,
     summed: bool = True,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    format: RowFormat | None = None,
+) -> torch.Tensor | Fp8:
     """GEMM of checked arguments by ``design``: ``out``, or a new tensor in x's dtype, bf16 of an ``Fp8``.
 
-    If not ``summed``, the small-M kernel's split-K partials fp32 [partials, M, N].
+    If not ``summed``, the small-M kernel's split-K partials fp32 [partials, M, N]. format: of a ``gated`` result in fp8, which
+    takes a kernel for that alone where the design does not write it (``small_m.writes``).
     """
     rows, scales = x
     dtype = rows.dtype if out is None else out.dtype
@@ -128,12 +131,23 @@ def by_design(
             design = replace(design, block_k=columns_of(weight))  # a step is under one scale
         weight = weight._replace(data=described(weight.data), scales=weight.scales.contiguous())
         rows = rows._replace(data=described(rows.data))
-        return small_m.run(ScaledMatrix(rows, scales), weight, design, gated=gated, summed=summed, dtype=dtype, out=out)
+        options = {"gated": gated, "summed": summed, "dtype": dtype, "out": out}
+        given = ScaledMatrix(rows, scales), weight, design
+        if format is None or small_m.writes(design, weight.shape[1], format):
+            return small_m.run(*given, **options, format=format)
+        return quantized_rows(small_m.run(*given, **options), format, capabilities_of(weight.device))
     if scales is not None:
         factor = torch.rsqrt(scales.squares.sum(1, keepdim=True) + scales.eps)
         rows = rows._replace(scales=rows.scales * factor)
     product = cublas.scaled(rows, weight, dtype, None if gated else out)
-    return torch.ops.weft.silu_mul.default(product, None, 0.0) if gated else product
+    if not gated:
+        return product
+    if format is None:
+        return torch.ops.weft.silu_mul.default(product, None, 0.0)
+    if format.kind == "token" and weight.shape[0] > 2 * MAX_TOKEN:
+        product = torch.ops.weft.silu_mul.default(product, None, 0.0)
+        return quantized_rows(product, format, capabilities_of(weight.device))
+    return fp8_of(*torch.ops.weft.silu_mul_fp8.default(product, None, 0.0, *format), format)
 
 
 def described(matrix: torch.Tensor) -> torch.Tensor:

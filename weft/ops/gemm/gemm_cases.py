@@ -66,6 +66,21 @@ def four_bit_cases(op: str) -> Iterator[Case]:
         yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=fields)
 
 
+def fp8_rows_cases(op: str) -> Iterator[Case]:
+    """Cases of gated results in fp8: from a tile, from split-K partials, by a kernel for that alone, and by silu_mul."""
+    whole = SmallM(block_m=16, block_n=128, block_k=128, transposed=True, num_warps=8)
+    for sizes, design in (
+        ((5, 200, 272), AUTO),
+        ((20, 300, 144), whole),
+        ((5, 136, 144), replace(whole, transposed=False, block_m=32, block_k=64)),
+        ((9, 136, 400), replace(whole, block_n=32, partials=3)),
+        ((9, 72, 272), replace(whole, block_n=32)),
+        ((150, 144, 512), "cublas"),
+    ):
+        fields = ("block_fp8", True), ("fp8_rows", True)
+        yield Case(op=op, world_size=1, dtype=BF16, sizes=sizes, design=design, fields=fields)
+
+
 def matmul_cases(op: str, persistent: Callable[..., object]) -> Iterator[Case]:
     """Cases of matmul. persistent: the design of the persistent kernel."""
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(20, 24, 40))

@@ -31,6 +31,7 @@ class GemmCall(NamedTuple):
     block_fp8, channel_fp8  the weight is fp8 (weft.kernels.fp8): with scales for blocks of it, or for whole rows or all of it.
                    ``aligned`` then means that cuBLAS takes the shapes of both
     four_bit       format of a weight in 4 bits (weft.kernels.four_bit), "mxfp4" or "int4"; "": another weight
+    fp8_rows       the result is put in fp8, with a scale for 128 columns of a row
     """
 
     M: int
@@ -46,6 +47,7 @@ class GemmCall(NamedTuple):
     block_fp8: bool = False
     channel_fp8: bool = False
     four_bit: str = ""
+    fp8_rows: bool = False
 
     @property
     def fp8(self) -> bool:

@@ -11,9 +11,9 @@ import torch
 
 from weft.kernels.deferred_norm import normed
 from weft.kernels.four_bit import FourBit
-from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8 import Fp8, agreed
 from weft.kernels.operands import RowScales, ScaledMatrix, rows_contiguous
-from weft.ops.case import Case, Draw, Inputs
+from weft.ops.case import Case, Draw, Inputs, format_of
 from weft.ops.gemm import cublas, four_bit_operands, fp8_operands, small_m, space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, named, product
@@ -93,7 +93,10 @@ class LocalGemm(GemmOp):
         design = self.design_of(case, machine(capabilities_of(a.device), 1))
         operand, summed = ScaledMatrix(a, RowScales(squares[0], EPS) if squares else None), not case.field("partials")
         if isinstance(b, Fp8):
-            return fp8_operands.by_design(design, operand, b, gated=self.gated, summed=summed)
+            out = fp8_operands.by_design(design, operand, b, gated=self.gated, summed=summed)
+            if not (format := format_of(case, a)):
+                return out
+            return agreed(out, fp8_operands.by_design(design, operand, b, gated=True, format=format), format)
         if isinstance(b, FourBit):
             return four_bit_operands.by_design(design, operand, b, gated=self.gated, summed=summed)
         a, b = rows_contiguous(a), rows_contiguous(b)

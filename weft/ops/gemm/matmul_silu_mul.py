@@ -9,16 +9,17 @@ import torch
 
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
 from weft.kernels.four_bit import FourBit
-from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8 import Fp8, RowFormat
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.case import Accuracy, Case, gated_terms
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, named
 from weft.ops.gemm.local_gemm import LocalGemm
-from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
+from weft.ops.gemm.matmul_four_bit import matmul_four_bit
+from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.small_m_rule import SmallM
-from weft.ops.local import capabilities_of, check_like
+from weft.ops.local import capabilities_of, check_like, check_row_format
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_is_tensor
 from weft.plan.planned import AUTO, machine
@@ -27,19 +28,28 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-def matmul_silu_mul(x: torch.Tensor | Fp8 | DeferredNorm, weight: torch.Tensor | Fp8 | FourBit) -> torch.Tensor:
+def matmul_silu_mul(
+    x: torch.Tensor | Fp8 | DeferredNorm, weight: torch.Tensor | Fp8 | FourBit, *, fp8: RowFormat | None = None
+) -> torch.Tensor | Fp8:
     """Compute silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
 
     x       [M, K], fp16, bf16 or fp32; or rows with a deferred RMS scale, which is applied to the result (``matmul``)
     weight  [2 N, K] of x's dtype: gate's N rows, then up's; or ``Fp8`` or ``FourBit``, with x as of ``matmul``
+    fp8     with an ``Fp8`` weight: the result is put in fp8 so, after it is rounded to 16 bits; ``row_format`` of the weight
+            that follows
 
     Rows may be strided; other layouts are copied first. The small-M kernel computes in fp32 and rounds once; with cuBLAS the
     two GEMMs are rounded before silu is computed in fp32. The same bits from run to run; a row's bits may change with the
     design, which depends on M (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     operand = operand_of(x)
-    if isinstance(weight, QUANTIZED):
-        return matmul_quantized("matmul_silu_mul", operand, weight, gated=True)
+    if isinstance(weight, Fp8):
+        check_row_format("matmul_silu_mul", fp8, weight.device)
+        return matmul_fp8("matmul_silu_mul", operand, weight, gated=True, format=fp8)
+    if fp8 is not None:
+        raise ValueError("matmul_silu_mul: fp8 with a weight that is no Fp8; leave fp8 out")
+    if isinstance(weight, FourBit):
+        return matmul_four_bit("matmul_silu_mul", operand, weight, gated=True)
     rows = operand.data
     check_is_tensor("matmul_silu_mul", "x", rows)
     for name, matrix, dtypes in (("x", rows, FLOATS), ("weight", weight, (rows.dtype,))):
@@ -68,7 +78,7 @@ class MatmulSiluMul(LocalGemm):
     gated = True
     operands = ("x", "weight")
     projections = COLUMN_PARALLEL[1:]
-    variants = ("deferred_norm", "block_fp8", "channel_fp8", "four_bit")
+    variants = ("deferred_norm", "block_fp8", "channel_fp8", "fp8_rows", "four_bit")
 
     def accuracy(self, case: Case) -> Accuracy:
         # cuBLAS rounds both results before silu.
@@ -81,7 +91,8 @@ class MatmulSiluMul(LocalGemm):
         return matmul_silu_mul(a, b)
 
     def cases(self) -> Iterator[Case]:
-        return gemm_cases.silu_cases(self.name)
+        yield from gemm_cases.silu_cases(self.name)
+        yield from gemm_cases.fp8_rows_cases(self.name)
 
     def run(self, design: Any, team: None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``matmul_silu_mul`` with checked arguments, of dense rows, by ``design``."""

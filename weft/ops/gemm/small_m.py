@@ -29,13 +29,13 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.four_bit import FourBit
 from weft.kernels.four_bit_tile import HALF, four_bit_tile, grid_of
-from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
 from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self, row_stride
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
-from weft.runtime.arithmetic import cdiv
+from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
 from weft.runtime.recording import traced_view
@@ -84,6 +84,16 @@ def silu_of(gate, up):
     return gate * tl.sigmoid(gate) * up
 
 
+@triton.jit
+def store_rounded(x, out, at, mask, written, token, exists, first, width):
+    """``store_rows`` of fp32 ``x``, which is rounded first: to the dtype of ``out``, or that of ``written``."""
+    if written is None:
+        tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
+    else:
+        x = tl.where(mask, x, 0.0).to(written.dtype)
+        store_rows(x, out, at, mask, written, token, exists, first, width)
+
+
 @triton.jit(do_not_specialize=["M", "partials", "ahead"])
 def small_m_kernel(
     x,
@@ -99,6 +109,7 @@ def small_m_kernel(
     team,
     fp8,
     grid,
+    written,
     TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -114,6 +125,7 @@ def small_m_kernel(
     team            in a trace (``traced_view``), else None
     fp8             ``Fp8Scales`` of operands in e4m3; else None
     grid            ``Grid`` of a weight in 4 bits, whose bytes the weight's arguments are; else None
+    written         ``Fp8Rows`` of ``out`` in e4m3, if GATED and partials is 1, in tiles of whole groups; else None
 
     signals, waits  none, except the wait for the previous kernel
     """
@@ -183,7 +195,11 @@ def small_m_kernel(
     out += part * halves * size
     if GATED:
         if partials == 1:
-            tl.store(out + at, silu_of(acc, up).to(out.dtype.element_ty), mask=mask)
+            result = silu_of(acc, up)
+            if written is not None and TRANSPOSED:
+                store_rounded(result.T, out, at.T, mask.T, written, m, m < M, column, sizes.N)
+            else:
+                store_rounded(result, out, at, mask, written, m, m < M, column, sizes.N)
         else:
             tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
             tl.store(out + size + at, up.to(out.dtype.element_ty), mask=mask)
@@ -193,17 +209,20 @@ def small_m_kernel(
 
 
 @triton.jit(do_not_specialize=["partials"])
-def sum_partials_kernel(source, out, size, partials, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = sum over p of source[p, i], gated as above        grid: (cdiv(size, BLOCK),)
+def sum_partials_kernel(source, out, size, width, partials, written, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = sum over p of source[p, i], gated as above        grid: (size / width * cdiv(width, BLOCK),)
 
-    source  fp32 [partials, 1 or 2 if GATED, size], added up in the order of p; out [size]
+    source   fp32 [partials, 1 or 2 if GATED, size], added up in the order of p; out [size / width, width]
+    written  ``Fp8Rows`` of ``out`` in e4m3, in whole groups; else None
     """
     if GATED:
         halves: tl.constexpr = 2
     else:
         halves: tl.constexpr = 1
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
+    across = tl.cdiv(width, BLOCK)
+    row, first = tl.program_id(0) // across, tl.program_id(0) % across * BLOCK
+    mask = first + tl.arange(0, BLOCK) < width
+    at = row.to(tl.int64) * width + first + tl.arange(0, BLOCK)
     wl.follow_previous_kernel()
     step = tl.cast(size, tl.int64) * halves
     total = tl.load(source + at, mask=mask, other=0.0)
@@ -215,7 +234,8 @@ def sum_partials_kernel(source, out, size, partials, GATED: tl.constexpr, BLOCK:
             up += tl.load(source + partial * step + size + at, mask=mask, other=0.0)
     if GATED:
         total = silu_of(total, up)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+    token = row + tl.arange(0, 1)
+    store_rounded(total[None, :], out, at[None, :], mask[None, :], written, token, token >= 0, first, width)
 
 
 def run(
@@ -227,12 +247,13 @@ def run(
     summed: bool = True,
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    format: RowFormat | None = None,
+) -> torch.Tensor | Fp8:
     """GEMM of operands with dense rows, each on 16 bytes, and contiguous scales: out[M, N].
 
     If not ``summed``, the split-K partials fp32 [partials, M, N]. With an ``Fp8`` weight x is ``Fp8`` too; with a ``FourBit``
     weight block_k is 128.
-    dtype: that of a new ``out``, x's by default.
+    dtype: that of a new ``out``, x's by default. format: ``gated`` results are put in fp8 so, where the design ``writes`` that.
     """
     x, scales = operand
     fp8, grid, dtype = None, None, dtype or x.dtype
@@ -243,12 +264,16 @@ def run(
         fp8, x, weight = scales_of_gemm(x.scales, weight, design.block_n, gated), x.data, weight.data
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     options: dict[str, Any] = launch_options(capabilities_of(x.device))
-    partials = design.partials_of(K)
-    if out is None and (partials == 1 or summed):
+    partials, scales_out = design.partials_of(K), None
+    if format is not None:
+        out, scales_out = empty_rows(x, M, N, format)
+    elif out is None and (partials == 1 or summed):
         out = torch.empty((M, N), dtype=dtype, device=x.device)
     sums = out
     if partials > 1:
         sums = torch.empty((partials, weight.shape[0] // N, M, N), dtype=torch.float32, device=x.device)
+    block = next_power_of_2(N) if format is not None and format.kind == "token" else SUM_BLOCK
+    written = None if format is None else rows_argument(scales_out, format, dtype, block)
     tiles = cdiv(M, design.block_m) * cdiv(N, design.block_n)
     squares = 0 if scales is None else scales.squares.shape[1]
     launch = launch_on(
@@ -272,18 +297,30 @@ def run(
         traced_view(),
         fp8,
         grid,
+        written if partials == 1 else None,
     )
+    if not summed:
+        return sums.squeeze(1) if partials > 1 else out
     if partials > 1:
-        if not summed:
-            return sums.squeeze(1)
         launch = launch_on(
             x.device,
             sum_partials_kernel,
-            gated,
-            lambda: {"GATED": gated, "BLOCK": SUM_BLOCK, "num_warps": 4, **options},
+            (gated, block),
+            lambda: {"GATED": gated, "BLOCK": block, "num_warps": min(16, max(4, block // 512)), **options},
         )
-        launch(cdiv(M * N, SUM_BLOCK), sums, out, M * N, partials)
-    return out
+        width = M * N if format is None else N
+        launch(M * N // width * cdiv(width, block), sums, out, M * N, width, partials, written)
+    return out if format is None else fp8_of(out, scales_out, format)
+
+
+def writes(design: SmallM, K: int, format: RowFormat) -> bool:
+    """True if a gated GEMM by ``design`` can put its results in fp8 so.
+
+    Tiles of one program need whole groups. A scale for a token needs whole rows, which only a sum of partials sees.
+    """
+    if design.partials_of(K) > 1 or format.kind == "static":
+        return True
+    return format.kind == "group" and design.block_n % COLUMNS.value == 0
 
 
 @functools.lru_cache

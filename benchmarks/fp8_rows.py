@@ -25,6 +25,7 @@ from weft.ops.gemm import small_m
 from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
+from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import COLD_BYTES, Capabilities
 
 GROUP, TOKEN = RowFormat("group"), RowFormat("token")
@@ -35,7 +36,7 @@ EPS = 1e-6
 
 
 def copies(make: Callable[[], Any], nbytes: int) -> list[Any]:
-    return [make() for _ in range(min(64, max(2, COLD_BYTES // nbytes + 1)))]
+    return [make() for _ in range(min(64, max(2, cdiv(int(COLD_BYTES), nbytes))))]
 
 
 def same(rows: Fp8, wanted: Fp8) -> bool:
@@ -74,7 +75,7 @@ def designs(M: int, N: int, sms: int) -> Iterator[SmallM]:
         if block_m == 64 and block_n == 128 and warps == 4:
             continue
         for partials in (1, 2, 3):
-            if -(-N // block_n) * partials <= 4 * sms:
+            if cdiv(N, block_n) * partials <= 4 * sms:
                 yield SmallM(
                     block_m=block_m, block_n=block_n, block_k=128, num_warps=warps, num_stages=stages, transposed=True,
                     partials=partials,

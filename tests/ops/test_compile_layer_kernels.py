@@ -37,7 +37,7 @@ WITH_OPTIONS = (
     "qk_norm_rope_biased", "decode_attention_biased_window", "paged_attention_window", "paged_prefill_attention_window",
 )  # fmt: skip
 # With results in fp8.
-IN_FP8 = ("silu_mul_fp8", "add_rms_norm_fp8")
+IN_FP8 = ("silu_mul_fp8", "add_rms_norm_fp8", "decode_attention_of_parts_fp8", "paged_prefill_attention_fp8")
 INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
 
 
@@ -58,7 +58,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
         return compiled(add_rms_norm_kernel, x, x, x, out, x, 1e-6, fp8, arch=arch, **constexprs, **options)
-    in_parts, biased, window = name.endswith("of_parts"), "biased" in name, 100 if name.endswith("window") else None
+    in_parts, biased, window = "of_parts" in name, "biased" in name, 100 if name.endswith("window") else None
     bias = x if biased else None
     qkv = ProjectedSizes(3, 0) if in_parts else ProjectedSizes(1, 20)
     sizes, cache, norms = (
@@ -77,16 +77,16 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         config = key_blocks_for(PrefillCall(2 * len(spans.tiles), 2, 128, D, dtype), caps)
         constexprs = {"SIZES": sizes, "TILE": PrefillTile(group, spans.block_m, config.block_n, window)}
         constexprs |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        arguments = x, cache, INTS, x, INTS, INTS, 40, 0.1
+        arguments = x, cache, INTS, out, INTS, INTS, 40, 0.1, fp8
         return compiled(paged_prefill_attention_kernel, *arguments, arch=arch, **constexprs, **options)
     config = split_kv_for(DecodingCall(pairs, 1 << 20, D, dtype), caps)
     tile = tile_of(config, group=group, D=D, window=window)._replace(split=name != "paged_attention_whole")
     constexprs = {"SIZES": sizes, "TILE": tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
-    arguments = cache, Sequences(INTS, INTS), x, Partials(FP32, FP32, INTS), 40, 0.1
+    arguments = cache, Sequences(INTS, INTS), out, Partials(FP32, FP32, INTS), 40, 0.1
     if name.startswith("paged_attention"):
         return compiled(paged_attention_kernel, x, *arguments, arch=arch, **constexprs, **options)
     projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, bias)
-    arguments = projected, norms, FP32, *arguments
+    arguments = projected, norms, FP32, *arguments, fp8
     return compiled(decode_attention_kernel, *arguments, arch=arch, QKV=qkv, **constexprs, **options)
 
 

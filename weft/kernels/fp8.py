@@ -157,6 +157,22 @@ def store_rows(x, out, at, mask, fp8, token, exists, first, width):
         tl.store(to, scales, mask=exists[:, None] & (group * fp8.group < width)[None, :])
 
 
+@triton.jit
+def store_groups(x, out, fp8, token, column, exists, width):
+    """Store groups x [GROUPS, 128], rounded to 16 bits, of rows of ``width`` columns as ``fp8`` says (``Fp8Rows``).
+
+    Group i is out[token[i], column[i] : column[i] + 128]; token (int64), column, exists [GROUPS].
+    """
+    at = (token * width + column)[:, None] + tl.arange(0, 128)[None, :]
+    if fp8.group == 0:
+        tl.store(out + at, by_given_scale(x, tl.load(fp8.scales)), mask=exists[:, None])
+    else:
+        rows, scales = quantized(x, 128)
+        to = fp8.scales + token * fp8.row + column // 128 * fp8.column
+        tl.store(out + at, rows, mask=exists[:, None])
+        tl.store(to[:, None], scales, mask=exists[:, None])
+
+
 @triton.jit(do_not_specialize=["T", "tokens"])
 def quantize_rows_kernel(x, rows, fp8, T, tokens, WIDTH: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     """rows [tokens, WIDTH] of x [T, WIDTH] in e4m3 as ``fp8`` says (``Fp8Rows``), zeros from row T on
@@ -200,9 +216,14 @@ def quantize_rows(
 
 def quantized_rows(x: torch.Tensor, format: RowFormat, caps: Capabilities) -> Fp8:
     """``x`` [T, H] in e4m3, by a kernel for that alone: where the kernel that made x did not write it so."""
+    return fp8_of(*quantized_parts(x, format, caps), format)
+
+
+def quantized_parts(x: torch.Tensor, format: RowFormat, caps: Capabilities) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, scales as written) of ``quantized_rows``, for results of a torch op."""
     rows, scales = empty_rows(x, *x.shape, format)
     _quantize(x, rows, scales, format, caps)
-    return fp8_of(rows, scales, format)
+    return rows, scales
 
 
 def _quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, format: RowFormat, caps: Capabilities) -> None:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import store_groups
 
 
 class Partials(NamedTuple):
@@ -46,19 +47,18 @@ def first_block(length, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_or_join(mean, log_sum, count, out, partials, TILE: tl.constexpr):
+def store_or_join(mean, log_sum, count, out, partials, fp8, HEADS: tl.constexpr, TILE: tl.constexpr):
     """Finish partial program_id(1) of the ``count`` of pair program_id(0), as ``attend`` computed it.
 
     mean   [kept, D], log_sum [rows]
     out    [pairs, group, D]: a pair's only partial, or all partials, joined by the program that arrives last
+    fp8    ``Fp8Rows`` of ``out`` as rows of a sequence's HEADS pairs; else None
     order  that of ``store_partial``
     TILE   ``DecodeTile``; where it is not split, ``partials`` is not touched
     """
     D: tl.constexpr = mean.shape[1]
     GROUP: tl.constexpr = TILE.group
     pair, splits = tl.program_id(0), tl.num_programs(1)
-    kept, column = tl.arange(0, mean.shape[0])[:, None], tl.arange(0, D)[None, :]
-    out += pair.to(tl.int64) * (GROUP * D)
     alone = True
     if TILE.split:
         alone = count == 1
@@ -66,9 +66,33 @@ def store_or_join(mean, log_sum, count, out, partials, TILE: tl.constexpr):
             if store_partial(mean, log_sum, count, partials, TILE):
                 tl.store(partials.arrivals + pair, 0)
                 first = pair.to(tl.int64) * splits * GROUP
-                join(partials.means + first * D, partials.log_sums + first, out, count, GROUP, D, TILE.joined)
+                whole = join(partials.means + first * D, partials.log_sums + first, count, GROUP, D, TILE.joined)
+                store_heads(whole, out, fp8, HEADS, GROUP)
     if alone:
-        tl.store(out + kept * D + column, mean.to(out.dtype.element_ty), mask=kept < GROUP)
+        store_heads(mean, out, fp8, HEADS, GROUP)
+
+
+@triton.jit
+def store_heads(mean, out, fp8, HEADS: tl.constexpr, GROUP: tl.constexpr):
+    """Store the first GROUP rows of mean [ROWS, D], rounded, as the heads of pair program_id(0).
+
+    out, fp8, HEADS  as of ``store_or_join``
+    """
+    ROWS: tl.constexpr = mean.shape[0]
+    D: tl.constexpr = mean.shape[1]
+    pair, row = tl.program_id(0), tl.arange(0, ROWS)[:, None]
+    if fp8 is None:
+        at = pair.to(tl.int64) * (GROUP * D) + row * D + tl.arange(0, D)[None, :]
+        tl.store(out + at, mean.to(out.dtype.element_ty), mask=row < GROUP)
+    else:
+        GROUPS: tl.constexpr = ROWS * D // 128
+        group = tl.arange(0, GROUPS)
+        x = tl.zeros((GROUPS, 128), fp8.dtype)
+        # Once, in a loop: else Triton computes all that leads to x again in each layout that is asked for, and spills.
+        for _ in range(0, tl.num_programs(2)):
+            x = mean.to(fp8.dtype).reshape(GROUPS, 128)
+        token, column = (pair // HEADS).to(tl.int64) + group * 0, pair % HEADS * (GROUP * D) + group * 128
+        store_groups(x, out, fp8, token, column, group * 128 < GROUP * D, HEADS * GROUP * D)
 
 
 @triton.jit
@@ -91,17 +115,10 @@ def store_partial(mean, log_sum, count, partials, TILE: tl.constexpr):
 
 
 @triton.jit
-def join(means, log_sums, out, count, GROUP: tl.constexpr, D: tl.constexpr, JOINED: tl.constexpr):
-    """out[GROUP, D] = the ``count`` partials of one sequence and KV head together, in order.
-
-    Arguments as of ``joined``.
-    """
+def join(means, log_sums, count, GROUP: tl.constexpr, D: tl.constexpr, JOINED: tl.constexpr):
+    """Mean [ROWS, D] of the ``count`` partials of one sequence and KV head, in order. Arguments as of ``joined``."""
     _, total, acc = joined(means, log_sums, count, GROUP, D, JOINED)
-    row = tl.arange(0, acc.shape[0])
-    at = row[:, None] * D + tl.arange(0, D)[None, :]
-    exists = row < GROUP
-    mean = acc / tl.where(exists, total, 1.0)[:, None]
-    tl.store(out + at, mean.to(out.dtype.element_ty), mask=exists[:, None])
+    return acc / tl.where(tl.arange(0, acc.shape[0]) < GROUP, total, 1.0)[:, None]
 
 
 @triton.jit

@@ -70,9 +70,12 @@ def design_name(design: object) -> str:
 
 
 def format_of(case: Case, like: torch.Tensor) -> RowFormat | None:
-    """Format of fp8 rows that a case's field ``fp8`` names, on the device of ``like``, or None."""
-    scales = case.field("fp8")
-    return scales and RowFormat(scales, like.new_full((1, 1), 0.0131, dtype=FP32) if scales == "static" else None)
+    """Format that a case's field ``fp8_rows`` names, on the device of ``like``, or None. True: "group"."""
+    kind = case.field("fp8_rows")
+    if not kind:
+        return None
+    scale = like.new_full((1, 1), 0.0131, dtype=FP32) if kind == "static" else None
+    return RowFormat("group" if kind is True else kind, scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

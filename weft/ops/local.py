@@ -70,10 +70,15 @@ def check_rounds(op: str, format: RowFormat | None, name: str, x: torch.Tensor) 
     check_row_format(op, format, x.device)
     if format is None:
         return
-    if x.dtype not in HALVES:
-        raise ValueError(f"{op}: {name}.dtype={x.dtype} with fp8; rows in fp8 are made of float16 or bfloat16")
+    check_dtype(op, x.dtype)
     if x.dim() != 2:
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)} with fp8; pass rows, [tokens, columns]")
+
+
+def check_dtype(op: str, dtype: torch.dtype) -> None:
+    """ValueError unless results of ``dtype`` can be put in fp8."""
+    if dtype not in HALVES:
+        raise ValueError(f"{op}: a result of {dtype} with fp8; rows in fp8 are made of float16 or bfloat16")
 
 
 def check_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int | str]) -> None:

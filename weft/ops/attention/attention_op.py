@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from weft.arguments import check_int
+from weft.kernels.fp8 import COLUMNS, RowFormat
 from weft.ops.case import Case
 from weft.ops.op import Op
 from weft.ops.registration import FLOATS
@@ -22,6 +23,14 @@ GROUP, PAGE = 8, 64
 LOG2_E = math.log2(math.e)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_GROUP = 64
+
+
+def writes_heads(group: int, head_dim: int, format: RowFormat) -> bool:
+    """True if a kernel that attends for ``group`` query heads of a KV head can write rows of all heads in fp8.
+
+    Scales for tokens, and for groups that lie in heads of two KV heads, would be of several programs.
+    """
+    return format.kind != "token" and group * head_dim % COLUMNS.value == 0
 
 
 class AttentionOp(Op):

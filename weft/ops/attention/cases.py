@@ -27,6 +27,15 @@ HEADS = (
     ((6, 2, 16, 32), BF16),
     ((3, 1, 256, 128), FP16),
 )
+# Heads whose results are put in fp8, and the kind of scales: a head a group, several, half of one; heads of two KV heads.
+IN_FP8 = (
+    (QWEN, "group"),
+    (((12, 3, 64, 16), BF16), "group"),
+    (((6, 2, 256, 16), FP16), "group"),
+    (((4, 4, 64, 16), FP16), "group"),
+    (QWEN, "static"),
+    (QWEN, "token"),
+)
 
 
 def case_of(op: str, heads: tuple[tuple[int, ...], torch.dtype], design: Any = "auto", **fields: Any) -> Case:

@@ -17,6 +17,17 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
+from weft.kernels.fp8 import (
+    COLUMNS,
+    Fp8,
+    RowFormat,
+    agreed,
+    check_e4m3,
+    empty_rows,
+    fp8_of,
+    quantized_parts,
+    rows_argument,
+)
 from weft.kernels.online_softmax import attend, ways
 from weft.kernels.paged_cache import (
     PagedCache,
@@ -32,13 +43,13 @@ from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms, load_bias, load_heads, load_rotation, norm_and_rotate_heads
 from weft.kernels.split_kv import first_block, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
+from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding, writes_heads
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
-from weft.ops.case import Case, Draw, Inputs
-from weft.ops.local import check_like, check_shape
-from weft.ops.op import register
+from weft.ops.case import Case, Draw, Inputs, format_of
+from weft.ops.local import capabilities_of, check_dtype, check_like, check_row_format, check_shape
+from weft.ops.op import Op, define, register
 from weft.ops.registration import check_scalar
 from weft.runtime.team.team import Team
 
@@ -64,6 +75,7 @@ def decode_attention_kernel(
     partials,
     max_pages,
     scale,
+    fp8,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
     QKV: tl.constexpr,
@@ -75,10 +87,15 @@ def decode_attention_kernel(
     projected, QKV  ``Projected`` and its ``ProjectedSizes``; norms: ``HeadNorms``; the rest as for ``paged_attention_kernel``
     position        lengths[b] - 1: row of ``angles``, and the cell of the cache that the program of this token's partial writes
                     before it attends. lengths[b] = 0: nothing is written
+    fp8             ``Fp8Rows`` of ``out`` as rows [B, heads * group * D]; else None
     signals, waits  none: each cell is written and read by one program; partials as in ``paged_attention_kernel``
     """
     D: tl.constexpr = SIZES.dim
     PAGE: tl.constexpr = SIZES.page
+    if fp8 is None:
+        dtype: tl.constexpr = out.dtype.element_ty
+    else:
+        dtype: tl.constexpr = fp8.dtype
     pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     sequence, head = pair // SIZES.heads, pair % SIZES.heads
     row, column = tl.arange(0, TILE.rows), tl.arange(0, D)[None, :]
@@ -116,16 +133,16 @@ def decode_attention_kernel(
         page_of_last = tl.load(table + last // PAGE, mask=length > 0, other=0)
         rotation = load_rotation(angles, last, D)
         by = factor[:, None]
-        x = norm_and_rotate_heads(queries, by, projected, norms, rotation, D).to(out.dtype.element_ty)
+        x = norm_and_rotate_heads(queries, by, projected, norms, rotation, D).to(dtype)
         if ((last - begin) // TILE.block_n % count == split) & (length > 0):
             key = norm_and_rotate_heads(new_key, by, projected, norms, rotation, D)
             new_cell, new_value = cell_of(page_of_last, head, last % PAGE, SIZES), value * by
             if projected.bias is not None:
                 new_value += load_bias(projected, k_at + SIZES.heads * D + column, column >= 0)
-            write_token(cache, new_cell, key, new_value, D, out.dtype.element_ty)
+            write_token(cache, new_cell, key, new_value, D, dtype)
         scale = scale_of_scores(scale, cache)
         mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
-        store_or_join(as_values(mean, cache), log_sum, count, out, partials, TILE)
+        store_or_join(as_values(mean, cache), log_sum, count, out, partials, fp8, SIZES.heads, TILE)
 
 
 def decode_attention(
@@ -144,7 +161,9 @@ def decode_attention(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    *,
+    fp8: RowFormat | None = None,
+) -> torch.Tensor | Fp8:
     """Attention [B, Hq, D] of each sequence's new token to all its tokens, itself included.
 
     Its key and value are written into the paged cache first.
@@ -161,6 +180,9 @@ def decode_attention(
     bias                [(Hq + 2 Hkv) * D], as for ``qk_norm_rope``
     window              as for ``paged_attention``
     k_scale, v_scale    of a cache in e4m3, and the result's dtype with it: as for ``qk_norm_rope``
+    fp8                 rows [B, Hq * D] of the result are put in fp8 so, after they are rounded to 16 bits; ``row_format`` of
+                        the weight that follows. By a kernel more with a scale for each token, and where groups of 128 columns
+                        do not end with the heads of a KV head (``writes_heads``)
 
     Equals ``qk_norm_rope`` then ``paged_attention``, except for fp32 roundings. D and S are powers of two from 16 to 256.
     No two sequences of a call share the page of their new tokens. Results are the same bits from run to run. The host reads no
@@ -184,7 +206,12 @@ def decode_attention(
         check_scales(op, qkv.operand, rows)
     places = angles, keys, values, Sequences(pages, lengths)
     options = D**-0.5 if scale is None else scale, tickets, bias, window, k_scale, v_scale
-    return DECODE_ATTENTION.dispatch(DecodeArguments(rows, squares, norm_eps, norms, *places, *options))
+    check_row_format(op, fp8, rows.device)
+    given = DecodeArguments(rows, squares, norm_eps, norms, *places, *options)
+    if fp8 is None:
+        return DECODE_ATTENTION.dispatch(given)
+    check_dtype(op, DECODE_ATTENTION.dtype_of(given))
+    return fp8_of(*_FP8.dispatch(given, fp8), fp8)
 
 
 class DecodeArguments(NamedTuple):
@@ -261,7 +288,11 @@ class DecodeAttention(DecodingOp):
             return decode_attention(given.qkv, *given.norms, *places, **options), keys, values
         places = given.angles, keys, values, Sequences(pages, lengths), keys.shape[3] ** -0.5, None
         arguments = DecodeArguments(*parts_of(given.qkv), HeadNorms(*given.norms), *places, **options)
-        return self.run(case.design, None, arguments), keys, values
+        out = self.run(case.design, None, arguments)
+        if format := format_of(case, out):
+            out = agreed(out.flatten(1), fp8_of(*self.run(case.design, None, arguments, format), format), format)
+            out = out.view(len(lengths), -1, keys.shape[3])
+        return out, keys, values
 
     def cases(self) -> Iterator[Case]:
         for case in cases.decoding_cases(self.name, SplitKV):
@@ -282,6 +313,8 @@ class DecodeAttention(DecodingOp):
             (cases.QWEN, {"norms": False, "partials": 3, "window": 64}),
         ):
             yield cases.case_of(self.name, heads, design, lengths=(33, 0, 70), positions=71, **kind)
+        for heads, kind in cases.IN_FP8:
+            yield cases.case_of(self.name, heads, design, lengths=(33, 0, 5), positions=71, fp8_rows=kind)
 
     def large_cases(self) -> Iterator[Case]:
         design = SplitKV(block_n=16, least=16, splits=8, num_warps=1)
@@ -296,32 +329,72 @@ class DecodeAttention(DecodingOp):
             lengths = (length,) * (batch - 1) + (length - 1,)
             yield cases.case_of(self.name, cases.QWEN, lengths=lengths, positions=length, **options)
 
-    def run(self, design: SplitKV, team: None, given: DecodeArguments) -> torch.Tensor:
-        """``decode_attention`` of checked arguments."""
+    def run(
+        self, design: SplitKV, team: None, given: DecodeArguments, format: RowFormat | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``decode_attention`` of checked arguments; in a ``format`` of fp8 its rows and scales."""
         self.check_design(design)
+        shape = B, q_heads, D = self.shape_of(given)
+        if format is not None and not writes_heads(q_heads // given.keys.shape[1], D, format):
+            rows = self.run(design, team, given).flatten(1)
+            return quantized_parts(rows, format, capabilities_of(rows.device))
+        dtype, fp8 = self.dtype_of(given), None
+        if format is None:
+            out = given.keys.new_empty(shape, dtype=dtype)
+        else:
+            rows, scales = empty_rows(given.qkv, B, q_heads * D, format)
+            out, fp8 = rows.view(shape), rows_argument(scales, format, dtype, COLUMNS.value)
         norm = given.qkv if given.squares is None else DeferredNorm(given.qkv, given.squares, given.norm_eps)
         projected, qkv_sizes = Projected.of(norm, given.bias)
-        out, sequences, tickets = self.fake(given), given.sequences, given.tickets
+        sequences, tickets = given.sequences, given.tickets
         if len(out) > 0:
             cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
             launch, grid, arguments = launch_of(
                 decode_attention_kernel, design, out, cache, sequences, tickets, given.window, QKV=qkv_sizes
             )
-            launch(
-                grid, projected, given.norms.contiguous(), given.angles.contiguous(), *arguments, given.scale * LOG2_E
-            )
-        return out
+            norms, angles = given.norms.contiguous(), given.angles.contiguous()
+            launch(grid, projected, norms, angles, *arguments, given.scale * LOG2_E, fp8)
+        return out if format is None else (rows, scales)
 
     def forward(self, given: DecodeArguments) -> torch.Tensor:
+        return self.planned(given)
+
+    def planned(
+        self, given: DecodeArguments, format: RowFormat | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         keys, pages = given.keys, given.sequences.pages
         given = given._replace(window=hiding(given.window, keys, pages))
-        return self.run(self.plan_of(keys, pages, given.window), None, given)
+        return self.run(self.plan_of(keys, pages, given.window), None, given, format)
+
+    def shape_of(self, given: DecodeArguments) -> tuple[int, int, int]:
+        """Shape of the result, [B, Hq, D]."""
+        _, heads, _, D = given.keys.shape
+        return given.qkv.shape[-2], given.qkv.shape[-1] // D - 2 * heads, D
+
+    def dtype_of(self, given: DecodeArguments) -> torch.dtype:
+        """Dtype of the result, before it is put in fp8."""
+        return heads_dtype(given.qkv, given.keys, given.norms.q_weight, given.bias)
 
     def fake(self, given: DecodeArguments) -> torch.Tensor:
-        _, heads, _, D = given.keys.shape
-        shape = given.qkv.shape[-2], given.qkv.shape[-1] // D - 2 * heads, D
-        return given.keys.new_empty(shape, dtype=heads_dtype(given.qkv, given.keys, given.norms.q_weight, given.bias))
+        return given.keys.new_empty(self.shape_of(given), dtype=self.dtype_of(given))
+
+
+class DecodeAttentionFp8(Op):
+    """DecodeAttention with rows in fp8: a torch op by itself, since it has two results."""
+
+    name = alias = "decode_attention_fp8"
+    mutates = DecodeAttention.mutates
+
+    def forward(self, given: DecodeArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        check_e4m3("decode_attention", capabilities_of(given.qkv.device))
+        return DECODE_ATTENTION.planned(given, format)
+
+    def fake(self, given, format):
+        B, q_heads, D = DECODE_ATTENTION.shape_of(given)
+        return empty_rows(given.qkv, B, q_heads * D, format)
 
 
 DECODE_ATTENTION = DecodeAttention()
 register(DECODE_ATTENTION)
+_FP8 = DecodeAttentionFp8()
+define(_FP8)

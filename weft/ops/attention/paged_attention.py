@@ -67,7 +67,7 @@ def paged_attention_kernel(
     scale = scale_of_scores(scale, cache)
     if split < count:
         mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
-        store_or_join(as_values(mean, cache), log_sum, count, out, partials, TILE)
+        store_or_join(as_values(mean, cache), log_sum, count, out, partials, None, SIZES.heads, TILE)
 
 
 def paged_attention(

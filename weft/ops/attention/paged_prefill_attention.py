@@ -18,17 +18,37 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import (
+    COLUMNS,
+    Fp8,
+    RowFormat,
+    agreed,
+    check_e4m3,
+    empty_rows,
+    fp8_of,
+    quantized_parts,
+    rows_argument,
+    store_groups,
+)
 from weft.kernels.online_softmax import PrefillTile, over_keys
 from weft.kernels.paged_cache import CacheSizes, as_values, scale_of_scores
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import GROUP, LOG2_E, AttentionOp, check_heads, check_window, hiding
+from weft.ops.attention.attention_op import GROUP, LOG2_E, AttentionOp, check_heads, check_window, hiding, writes_heads
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
-from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs, format_of
 from weft.ops.knobs import around, check_knobs, halved, knob, powers, stepped
-from weft.ops.local import capabilities_of, check_like, check_shape, check_sizes, machine_on
-from weft.ops.op import register
+from weft.ops.local import (
+    capabilities_of,
+    check_dtype,
+    check_like,
+    check_row_format,
+    check_shape,
+    check_sizes,
+    machine_on,
+)
+from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS, check_scalar
 from weft.plan.planned import AUTO, Machine
 from weft.runtime.arithmetic import cdiv
@@ -80,6 +100,7 @@ def paged_prefill_attention_kernel(
     tiles,
     max_pages,
     scale,
+    fp8,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -94,6 +115,7 @@ def paged_prefill_attention_kernel(
     ranges  [B + 2, 3]: (first_token, length, before) of each sequence; the keys of one with before = -length are none, and its
             rows of out 0
     tiles   [N, 2]: (sequence, tile) of program i * heads + KV head
+    fp8     ``Fp8Rows`` of ``out`` as rows [T, heads * group * D]; else None
     pages   [B, max_pages]: key i of sequence b lies in page pages[b, i // page]; keys beyond before + length - 1 are not used
     """
     D: tl.constexpr = SIZES.dim
@@ -143,7 +165,18 @@ def paged_prefill_attention_kernel(
     state = over_keys(x, position, cache, table, head, whole, end, scale, state, True, SIZES, TILE)
     _, total, acc = state
     total = tl.where(total > 0, total, 1.0)  # 0 where there is no key
-    tl.store(out + at, as_values(acc / total[:, None], cache).to(out.dtype.element_ty), mask=exists)
+    result = as_values(acc / total[:, None], cache)
+    if fp8 is None:
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=exists)
+    else:
+        # A group of 128 columns lies in one row, or in rows of one token.
+        GROUPS: tl.constexpr = BLOCK_M * D // 128
+        place = tl.arange(0, GROUPS) * 128
+        row = tile * BLOCK_M + place // D
+        column = (head * GROUP + row % GROUP) * D + place % D
+        of_group = first_token.to(tl.int64) + row // GROUP
+        x = result.to(fp8.dtype).reshape(GROUPS, 128)
+        store_groups(x, out, fp8, of_group, column, row < length * GROUP, SIZES.heads * GROUP * D)
 
 
 def paged_prefill_attention(
@@ -156,7 +189,9 @@ def paged_prefill_attention(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    *,
+    fp8: RowFormat | None = None,
+) -> torch.Tensor | Fp8:
     """softmax(q @ keys.T * scale) @ values -> [T, Hq, D], for T new tokens in a causal order.
 
     q             [T, Hq, D], fp16, bf16 or fp32: the new tokens of all sequences, whose keys and values are in the cache
@@ -168,6 +203,7 @@ def paged_prefill_attention(
     window        a token attends to this many tokens, itself the last, 1 or more; None: to all up to itself. Blocks of
                   keys before the window are not loaded
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``
+    fp8           rows [T, Hq * D] of the result are put in fp8 so, as for ``decode_attention``
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
     run; sizes decide how sums are split. ``pages`` and the cache beyond a sequence, and the cache before the window of its
@@ -207,7 +243,11 @@ def paged_prefill_attention(
     scale = D**-0.5 if scale is None else scale
     ranges = spans.spans, spans.tiles, spans.block_m
     given = PrefillArguments(q, keys, values, pages, *ranges, scale, window, k_scale, v_scale)
-    return PAGED_PREFILL_ATTENTION.dispatch(given)
+    check_row_format(op, fp8, q.device)
+    if fp8 is None:
+        return PAGED_PREFILL_ATTENTION.dispatch(given)
+    check_dtype(op, q.dtype)
+    return fp8_of(*_FP8.dispatch(given, fp8), fp8)
 
 
 class PrefillArguments(NamedTuple):
@@ -330,7 +370,11 @@ class PagedPrefillAttention(AttentionOp):
             named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
             return paged_prefill_attention(q, keys, values, pages, here, window=window, **named)
         sizes = here.spans, here.tiles, here.block_m, q.shape[2] ** -0.5, window
-        return self.run(case.design, None, PrefillArguments(q, keys, values, pages, *sizes, *scales))
+        given = PrefillArguments(q, keys, values, pages, *sizes, *scales)
+        out = self.run(case.design, None, given)
+        if format := format_of(case, q):
+            out = agreed(out.flatten(1), fp8_of(*self.run(case.design, None, given, format), format), format)
+        return out.view(q.shape)
 
     def cases(self) -> Iterator[Case]:
         few = {"design": KeyBlocks(block_n=16, num_warps=1), "block_m": 16}
@@ -357,6 +401,8 @@ class PagedPrefillAttention(AttentionOp):
         ):
             yield cases.case_of(self.name, cases.SMALL, chunks=chunks, **fields)
         yield cases.case_of(self.name, ((2, 1, 64, 16), BF16), chunks=((1, 5, 20), (1, 3, 0)), fp8=True, **few)
+        for heads, kind in cases.IN_FP8:
+            yield cases.case_of(self.name, heads, chunks=((1, 20, 4), (1, 3, 0)), fp8_rows=kind, **few)
         for heads in cases.HEADS:
             yield cases.case_of(self.name, heads, chunks=((2, 21, 0), (1, 50, 77)), **few)
             yield cases.case_of(self.name, heads, chunks=((1, 90, 130), (1, 7, 0)), spare=2)
@@ -390,11 +436,21 @@ class PagedPrefillAttention(AttentionOp):
             for chunks in (((1, 1500, 3500),), ((1, 300, 19700), (2, 77, 5000))):
                 yield cases.case_of(self.name, heads, chunks=chunks, window=4096)
 
-    def run(self, design: KeyBlocks, team: None, given: PrefillArguments) -> torch.Tensor:
-        """``paged_prefill_attention`` of checked arguments."""
+    def run(
+        self, design: KeyBlocks, team: None, given: PrefillArguments, format: RowFormat | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``paged_prefill_attention`` of checked arguments; in a ``format`` of fp8 its rows and scales."""
         self.check_design(design)
         q, pages, spans, tiles = given.q, given.pages, given.spans, given.tiles
-        sizes, out = CacheSizes.of(given.keys), self.fake(given)
+        (T, q_heads, D), sizes, fp8 = q.shape, CacheSizes.of(given.keys), None
+        if format is None:
+            out = self.fake(given)
+        elif writes_heads(q_heads // sizes.heads, D, format):
+            out, scales = empty_rows(q, T, q_heads * D, format)
+            fp8 = rows_argument(scales, format, q.dtype, COLUMNS.value)
+        else:
+            rows = self.run(design, team, given).flatten(1)
+            return quantized_parts(rows, format, capabilities_of(q.device))
         programs, caps = tiles.shape[0] * sizes.heads, capabilities_of(q.device)
         tile = PrefillTile(q.shape[1] // sizes.heads, given.block_m, design.block_n, given.window)
 
@@ -406,21 +462,42 @@ class PagedPrefillAttention(AttentionOp):
         if programs:
             launch = launch_on(q.device, paged_prefill_attention_kernel, (design, sizes, tile), constants)
             arguments = q.contiguous(), cache, pages.contiguous(), out, spans, tiles, pages.shape[1]
-            launch(programs, *arguments, given.scale * LOG2_E)
-        return out
+            launch(programs, *arguments, given.scale * LOG2_E, fp8)
+        return out if format is None else (out, scales)
 
     def forward(self, given: PrefillArguments) -> torch.Tensor:
+        return self.planned(given)
+
+    def planned(
+        self, given: PrefillArguments, format: RowFormat | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         (_, heads, _, D), sequences, q = given.keys.shape, max(1, given.spans.shape[0] - 2), given.q
         call = PrefillCall(given.tiles.shape[0] * heads, sequences * heads, cdiv(len(q), sequences), D, q.dtype)
         design = self.plan(call, machine_on(q.device)).design
-        return self.run(design, None, given._replace(window=hiding(given.window, given.keys, given.pages)))
+        return self.run(design, None, given._replace(window=hiding(given.window, given.keys, given.pages)), format)
 
     def fake(self, given: PrefillArguments) -> torch.Tensor:
         return torch.empty_like(given.q, memory_format=torch.contiguous_format)
 
 
+class PagedPrefillAttentionFp8(Op):
+    """PagedPrefillAttention with rows in fp8: a torch op by itself, since it has two results."""
+
+    name = alias = "paged_prefill_attention_fp8"
+
+    def forward(self, given: PrefillArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        check_e4m3("paged_prefill_attention", capabilities_of(given.q.device))
+        return PAGED_PREFILL_ATTENTION.planned(given, format)
+
+    def fake(self, given, format):
+        T, q_heads, D = given.q.shape
+        return empty_rows(given.q, T, q_heads * D, format)
+
+
 PAGED_PREFILL_ATTENTION = PagedPrefillAttention()
 register(PAGED_PREFILL_ATTENTION)
+_FP8 = PagedPrefillAttentionFp8()
+define(_FP8)
 
 
 def _spans_of(case: Case) -> list[tuple[int, int]]:

@@ -112,8 +112,8 @@ class AddRMSNorm(Op):
             for sizes in ((1,), (7, 1), (1, 96), (3, 5, 640), (130, 33), (2, 5120), (0, 16)):
                 yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes)
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 5, 640), layout="transposed")
-        for scales, sizes in (("group", (5, 1200)), ("token", (3, 640)), ("static", (6, 96)), ("group", (0, 16))):
-            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8", scales),))
+        for kind, sizes in (("group", (5, 1200)), ("token", (3, 640)), ("static", (6, 96)), ("group", (0, 16))):
+            yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8_rows", kind),))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -122,11 +122,11 @@ class SiluMul(Op):
                 for layout in ("contiguous", "strided"):
                     yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(M, 2 * N), layout=layout, fields=fields)
         for M, N, fields in (
-            (7, 520, (("fp8", "group"),)),
-            (1, 1300, (("fp8", "group"),)),
-            (5, 40, (("fp8", "token"), ("squares", 3))),
-            (2, 1300, (("fp8", "token"),)),
-            (3, 520, (("fp8", "static"),)),
+            (7, 520, (("fp8_rows", "group"),)),
+            (1, 1300, (("fp8_rows", "group"),)),
+            (5, 40, (("fp8_rows", "token"), ("squares", 3))),
+            (2, 1300, (("fp8_rows", "token"),)),
+            (3, 520, (("fp8_rows", "static"),)),
         ):
             yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(M, 2 * N), fields=fields)
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.fp8_gemm import timed
 from weft import ops
-from weft.kernels.fp8 import Fp8, RowFormat, quantized_rows, quantized_weight
+from weft.kernels.fp8 import Fp8, RowFormat, by_torch, quantized_rows, quantized_weight
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm import small_m
 from weft.ops.gemm.fp8_operands import by_design
@@ -54,17 +54,20 @@ def of_elements(T: int, H: int, caps: Capabilities) -> Iterator[tuple[str, dict[
     given = copies(lambda: (rows(), rows()), 4 * T * H)
     wide = copies(lambda: torch.randn(T, 2 * H, device="cuda").bfloat16(), 4 * T * H)
     for format in (GROUP, TOKEN):
-        ok = same(
-            ops.add_rms_norm(*given[0], weight, EPS, fp8=format)[0],
-            quantized_rows(ops.add_rms_norm(*given[0], weight, EPS)[0], format, caps),
-        ) and same(ops.silu_mul(wide[0], fp8=format), quantized_rows(ops.silu_mul(wide[0]), format, caps))
+        x, normed, gated = given[0][0], ops.add_rms_norm(*given[0], weight, EPS)[0], ops.silu_mul(wide[0])
+        by = Fp8(*by_torch(x, H if format == TOKEN else 128))
+        right = {
+            "quantize": same(quantized_rows(x, format, caps), by),
+            "norm": same(ops.add_rms_norm(*given[0], weight, EPS, fp8=format)[0], quantized_rows(normed, format, caps)),
+            "silu": same(ops.silu_mul(wide[0], fp8=format), quantized_rows(gated, format, caps)),
+        }
         calls = {
             "quantize": (lambda x, f=format: quantized_rows(x[0], f, caps).data, given),
             "norm": (lambda x, f=format: ops.add_rms_norm(*x, weight, EPS, fp8=f)[1], given),
             "silu": (lambda x, f=format: ops.silu_mul(x, fp8=f).data, wide),
         }
         for name, (call, inputs) in calls.items():
-            yield f"{name} {format.kind}", {**timed(call, inputs, None), "same": ok}
+            yield f"{name} {format.kind}", {**timed(call, inputs, None), "same": right[name]}
     yield "norm of 16 bits", timed(lambda x: ops.add_rms_norm(*x, weight, EPS)[0], given, None)
     yield "silu of 16 bits", timed(ops.silu_mul, wide, None)
 

@@ -87,10 +87,7 @@ def store_heads(mean, out, fp8, HEADS: tl.constexpr, GROUP: tl.constexpr):
     else:
         GROUPS: tl.constexpr = ROWS * D // 128
         group = tl.arange(0, GROUPS)
-        x = tl.zeros((GROUPS, 128), fp8.dtype)
-        # Once, in a loop: else Triton computes all that leads to x again in each layout that is asked for, and spills.
-        for _ in range(0, tl.num_programs(2)):
-            x = mean.to(fp8.dtype).reshape(GROUPS, 128)
+        x = mean.to(fp8.dtype).reshape(GROUPS, 128)
         token, column = (pair // HEADS).to(tl.int64) + group * 0, pair % HEADS * (GROUP * D) + group * 128
         store_groups(x, out, fp8, token, column, group * 128 < GROUP * D, HEADS * GROUP * D)
 

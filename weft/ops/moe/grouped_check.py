@@ -81,5 +81,5 @@ def check_written(op: str, x: torch.Tensor, weight_scales: torch.Tensor | None, 
     """ValueError unless the results of rows x can be written in fp8 of this form."""
     if weight_scales is None or x.dtype not in (torch.bfloat16, E4M3):
         raise ValueError(f"{op}: fp8={quoted(fp8)} is for fp8 weights and rows of fp8 or bf16; leave it out")
-    if fp8.scales == "token":
+    if fp8.kind == "token":
         raise ValueError(f"{op}: fp8.scales='token', but several programs compute a row; quantize the result")

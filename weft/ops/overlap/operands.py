@@ -29,7 +29,7 @@ def form_of(b: Operand) -> str:
     """Form of the scales that b asks of the rows, the same on all ranks; "none" of 16 bits."""
     if not isinstance(b, Fp8):
         return "none"
-    return b.row_format.scales
+    return b.row_format.kind
 
 
 def quantized(a: Operand, b: Operand) -> Operand:

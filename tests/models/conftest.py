@@ -78,11 +78,11 @@ def plain_ops(monkeypatch):
         in_order = a.roll(team.rank * a.shape[0] // team.size, 0) if own_first else a
         return team.library.reduce_scatter(in_order @ b.T)
 
-    def all_gather_grouped_matmul_silu_mul(x, routing, gate_up, experts, team, max_tokens):
+    def all_gather_grouped_matmul_silu_mul(x, routing, gate_up, experts, team, max_tokens, fp8):
         rows, ids, weights = (team.library.all_gather(tensor) for tensor in (x, *routing))
         return grouped_matmul_silu_mul(rows, gate_up, experts), experts, (ids, weights)
 
-    def grouped_matmul_silu_mul(rows, gate_up, experts):
+    def grouped_matmul_silu_mul(rows, gate_up, experts, fp8=None):
         gate, up = torch.einsum("tk,enk->etn", rows, gate_up).chunk(2, dim=-1)  # of all rows, chosen or not
         return torch.nn.functional.silu(gate) * up
 

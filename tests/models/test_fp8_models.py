@@ -156,6 +156,49 @@ def test_rows_of_16_bits_go_to_kernels_that_take_fp8_weights(in_fp8, monkeypatch
         assert row_errors(answered, expected).mean() <= 1.2 * row_errors(by_torch, expected).mean()
 
 
+def logits_of_experts(team, directory, mode, fused, layout, tokens):
+    options = {"mode": mode, "dtype": torch.bfloat16, "fused": fused, "expert_layout": layout}
+    return all_logits(Decoder.from_pretrained(directory, team, **options), tokens).float()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "world_size", "mode", "layout"),
+    sampled(
+        (
+            (family, name, world_size, mode, layout)
+            for family in MIXTURES
+            for name in ("block", "channel", "modelopt")
+            for world_size, layout in ((1, "whole"), (2, "whole"), (2, "slices"), (4, "slices"), (4, (2, 2)))
+            for mode in MODES[1:]
+        ),
+        lambda *one: one in {
+            ("qwen3-moe", "block", 1, "replicated", "whole"), ("qwen3-moe", "block", 2, "sequence_parallel", "whole"),
+            ("qwen3-moe", "block", 2, "replicated", "slices"), ("qwen3-moe", "channel", 2, "sequence_parallel", "whole"),
+            ("qwen2-moe", "block", 2, "sequence_parallel", "slices"), ("qwen3-moe", "modelopt", 2, "replicated", "whole"),
+        },
+    ),
+)  # fmt: skip
+def test_experts_of_16_bit_rows_go_to_kernels_that_take_fp8_weights(
+    in_fp8, monkeypatch, family, name, world_size, mode, layout
+):
+    """In the median of the rows: of a token whose choices are close, rounding to 16 bits may choose another expert."""
+    changes = {key: value for key, value in MIXTURES[family].items() if key not in ("family", "kv_heads")}
+    changes |= {"moe_intermediate_size": 256, "num_hidden_layers": 1}
+    directory, model, tensors = in_fp8(name, MIXTURES[family]["family"], world_size, **changes)
+    tokens = prompt(2, 5)
+    over = {"whole": 1, "slices": world_size}.get(layout) or layout[1]
+    expected = reference_logits(reference(model, tensors, name, world_size, over), tokens)
+    arguments = (directory, "reference", False, layout, tokens)
+    by_torch = weft.simulate(logits_of_experts, world_size, args=arguments)[0]
+
+    def refuse(x, w):
+        raise AssertionError("experts are dequantized before the op")
+
+    monkeypatch.setattr(quantized, "operands", refuse)
+    for answered in weft.simulate(logits_of_experts, world_size, args=(directory, mode, True, layout, tokens)):
+        assert row_errors(answered, expected).median() <= 1.25 * row_errors(by_torch, expected).median()
+
+
 def matrices(team, directory, layout=None):
     """Dequantized matrices of this rank's layers by name: qkv, o, gate_up, down."""
     model = Decoder.from_pretrained(directory, team, mode="reference", fused=False, expert_layout=layout)

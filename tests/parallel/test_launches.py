@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import weft
+from weft.layers import MoE
 from weft.models import Qwen3Config
 from weft.ops.gemm import cublas
+from weft.parallel.quantized import Fp8Format
 from weft.runtime.virtual_rank import rank_of_this_thread
 
 TINY = dataclasses.replace(
@@ -58,3 +60,42 @@ def test_launches_of_a_layer(mode, dtype, expected, monkeypatch):
     )
     assert prompt == {**expected, **PROMPTED}
     assert both - prompt == {**expected, "decode_attention": 1}
+
+
+def experts_launches(scheme, mode, tokens, world_size=2):
+    """Launches of rank 0 for a mixture of experts: by kernel."""
+    found = Counter()
+
+    def main(team):
+        format = None if scheme is None else Fp8Format(scheme=scheme)
+        sizes = {"hidden_size": 256, "intermediate_size": 384, "num_experts": 4, "num_experts_per_tok": 2}
+        options = {"mode": mode, "dtype": torch.bfloat16, "layout": "slices", "formats": lambda names: format}
+        moe = MoE(**sizes, team=team, **options)
+        for name, parameter in moe.named_parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+        moe(torch.ones(tokens, 256).bfloat16())
+
+    def note(event):
+        _, task, kind, detail = event
+        if kind == "launch" and task.startswith("rank 0"):
+            found[detail.split()[0].removesuffix("_kernel").replace("gather_fp8", "gather")] += 1
+
+    weft.simulate(main, world_size, on_event=note)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mode", "more"),
+    [
+        # The rows of the first GEMM; those of the second one are written in fp8.
+        ("block", "replicated", {"quantize_rows": 1}),
+        ("channel", "replicated", {"quantize_rows": 2}),
+        # They are quantized by the kernel that sends them.
+        ("block", "sequence_parallel", {}),
+        ("channel", "sequence_parallel", {"quantize_rows": 2}),
+    ],
+)
+def test_launches_of_experts_in_fp8_beside_those_of_16_bits(scheme, mode, more):
+    plain = experts_launches(None, mode, 6)
+    assert plain["grouped_matmul"] == 2
+    assert experts_launches(scheme, mode, 6) == plain + Counter(more)

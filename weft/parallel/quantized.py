@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.four_bit import FourBit
 from weft.kernels.four_bit_tile import dequantized
-from weft.kernels.fp8 import COLUMNS, Fp8, by_static_scale, by_torch, quantized_weight
+from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, by_static_scale, by_torch, quantized_weight
 from weft.ops.gemm.fp8_operands import LEAST_COLUMNS, columns_of
 from weft.ops.local import capabilities_of
 from weft.ops.registration import HALVES
@@ -245,6 +245,26 @@ def gemm_operands(x: Any, w: Matrix) -> tuple[Any, Matrix]:
     dtype = x.scaled.dtype if isinstance(x, DeferredNorm) else x.dtype
     takes = dtype in HALVES and not (isinstance(w, Fp8) and w.is_grouped and columns_of(w) < LEAST_COLUMNS)
     return (x, w) if takes else operands(x, w)
+
+
+def expert_operands(x: Any, w: Matrix) -> tuple[Any, Tensor | Fp8]:
+    """``overlapped_operands`` for a grouped GEMM, which reads rows of fp8 on 16 bytes."""
+    return operands(x, w) if isinstance(w, Fp8) and w.shape[-1] % 16 else overlapped_operands(x, w)
+
+
+def rows_between(gate_up: Matrix, down: Matrix, dtype: torch.dtype) -> RowFormat | None:
+    """Form in which experts' first GEMM writes rows for the second; None: in 16 bits.
+
+    Several programs compute a row, which has a scale for each of its groups then.
+    """
+    if dtype != torch.bfloat16 or not (isinstance(gate_up, Fp8) and isinstance(down, Fp8)) or down.shape[-1] % 16:
+        return None
+    if down.is_grouped and columns_of(down) < LEAST_COLUMNS:
+        return None
+    # A row of one group has one scale.
+    alone = down.input_scale is None and down.shape[-1] <= BLOCK
+    format = RowFormat("group") if alone else down.row_format
+    return None if format.scales == "token" else format
 
 
 def linear(x: Tensor, w: Matrix) -> Tensor:

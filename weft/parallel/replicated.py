@@ -16,7 +16,7 @@ from torch import Tensor
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.parallel import fused
-from weft.parallel.quantized import operands, overlapped_operands
+from weft.parallel.quantized import expert_operands, overlapped_operands
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -119,7 +119,7 @@ class FusedNorm(Recipe):
             # grouped_matmul, all_reduce_rms_norm, and moe_sum between them by that op's plan
             rows, beside = x.summand, {"shared": x.summand.shared, "gate": x.summand.gate}
             given = (
-                *operands(rows.h, rows.down),
+                *expert_operands(rows.h, rows.down),
                 rows.schedule,
                 rows.routing,
                 rows.experts,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
-from weft.parallel.quantized import gemm_operands, operands, overlapped_operands
+from weft.parallel.quantized import expert_operands, gemm_operands, overlapped_operands, rows_between
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -90,23 +90,24 @@ class SequenceParallel(Recipe):
         routing, gate = self.local.choose(logits, w)
         # In the order of the tokens: all rows are here.
         schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
-        h = ops.grouped_matmul_silu_mul(*operands(rows, w.gate_up), schedule)
+        format = rows_between(w.gate_up, w.down, rows.dtype)
+        h = ops.grouped_matmul_silu_mul(*expert_operands(rows, w.gate_up), schedule, fp8=format)
         dispatched, count = ops.Dispatched(rows, routing, w.experts), len(x.rows)
         return SequenceShard(
             ops.grouped_matmul_reduce_scatter(
-                *operands(h, w.down), schedule, dispatched, count, self.team, shared=beside, gate=gate
+                *expert_operands(h, w.down), schedule, dispatched, count, self.team, shared=beside, gate=gate
             )
         )
 
     def chosen(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
         """A mixture without a shared expert: rows travel under the experts' first GEMM."""
         routing, count = self.local.route(x.rows, w), len(x.rows)
-        rows, gate_up = operands(x.rows, w.gate_up)
+        (rows, gate_up), format = expert_operands(x.rows, w.gate_up), rows_between(w.gate_up, w.down, x.rows.dtype)
         h, schedule, dispatched = ops.all_gather_grouped_matmul_silu_mul(
-            rows, routing, gate_up, w.experts, self.team, max_tokens=count
+            rows, routing, gate_up, w.experts, self.team, max_tokens=count, fp8=format
         )
         return SequenceShard(
-            ops.grouped_matmul_reduce_scatter(*operands(h, w.down), schedule, dispatched, count, self.team)
+            ops.grouped_matmul_reduce_scatter(*expert_operands(h, w.down), schedule, dispatched, count, self.team)
         )
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:

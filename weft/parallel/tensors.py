@@ -36,7 +36,7 @@ class ExpertRows:
     shared, gate  of ``weft.ops.moe_sum``
     """
 
-    h: Tensor
+    h: Tensor | Fp8
     down: Matrix
     schedule: Schedule
     routing: Routing

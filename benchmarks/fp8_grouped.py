@@ -57,13 +57,18 @@ def candidates(block: int, gated: bool) -> Iterator[GroupedTiles]:
             sizes = [(64, 4, per_sm, 5) for per_sm in (2, 3, 4)] + [(64, 4, 2, 6), (64, 4, 2, 8)]
             sizes += [(128, 4, per_sm, 5) for per_sm in (1, 2)] + [(128, 4, 2, 3), (128, 4, 3, 3), (128, 8, 2, 5)]
     elif gated:
-        sizes = [(256, 8, 1, 3), (256, 8, 1, 4), (256, 4, 1, 4)]
+        sizes = [(256, 8, 1, 3), (256, 8, 1, 4)]
+        sizes += [(128, 4, 2, 2), (128, 4, 2, 3), (128, 8, 2, 3), (128, 8, 1, 5)]
+        if block == 64:
+            sizes += [(256, 4, 2, 2), (128, 4, 3, 2), (128, 4, 2, 4)]
     else:
-        sizes = [(128, 8, 1, stages) for stages in (3, 4, 5, 6)] + [(128, 4, 1, 4), (64, 4, 2, 4), (128, 8, 2, 3)]
+        sizes = [(128, 8, 1, 3), (128, 8, 2, 3), (64, 4, 2, 3), (64, 4, 2, 4), (64, 4, 3, 3), (64, 8, 2, 4)]
+        if block == 64:
+            sizes += [(128, 4, 2, 3), (128, 4, 2, 4), (128, 4, 3, 3), (64, 4, 4, 3)]
     for block_n, warps, per_sm, stages in sizes:
         if stages * per_sm * (block + block_n) * 128 > 222 << 10:
             continue
-        for columns in (1024,) if block < 64 else (512, 1024, 4096):
+        for columns in (1024,) if block < 64 else (1024, 4096):
             yield GroupedTiles(
                 block_n=block_n, block_k=128, transposed=block < 64, per_sm=per_sm, columns=columns, num_warps=warps,
                 num_stages=stages,
@@ -156,7 +161,11 @@ def rows_of(p: Problem, wide: tuple[torch.Tensor, torch.Tensor], sweep: bool) ->
         h = ops.grouped_matmul_silu_mul(p.rows, p.gate_up, schedule, fp8=GROUP)
         return ops.grouped_matmul(h, p.down, schedule)
 
+    def layer_between(schedule: Schedule) -> torch.Tensor:
+        return ops.grouped_matmul(ops.grouped_matmul_silu_mul(p.rows, p.gate_up, schedule), p.down, schedule)
+
     yield {"gemm": "layer", "provider": "bf16", **timed(layer, schedules)}
+    yield {"gemm": "layer", "provider": "fp8, quantized between", **timed(layer_between, schedules)}
     yield {"gemm": "layer", "provider": "fp8", **timed(layer_fp8, schedules)}
     for block in (p.block, 64) if p.block == 128 else (16, 32) if p.block == 32 else (p.block,):
         of_block = schedules if block == p.block else p.scheduled(block)

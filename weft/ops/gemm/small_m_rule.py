@@ -127,8 +127,8 @@ def _fp8_rule(call: GemmCall, caps: Capabilities) -> tuple[bool, str]:
     return True, f"M={call.M} <= {most}: all programs at once, each reading its share of the weight"
 
 
-def _default_quantized(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
-    """``default_small_m`` with a weight in 8 or 4 bits: more programs than SMs keep the memory busy."""
+def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
+    """``default_small_m`` with an fp8 weight: more programs than SMs keep the memory busy."""
     block_m = max(16, min(128, next_power_of_2(call.M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         return SmallM(block_m=min(64, block_m), block_n=32, block_k=128, num_stages=2)
@@ -164,14 +164,38 @@ def _default_quantized(call: GemmCall, caps: Capabilities, gated: bool) -> Small
     )
 
 
+def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
+    """``default_small_m`` with a 4-bit weight, as of fp8 ones; not measured.
+
+    Transposed: tensor instructions take their first operand from registers, where its numbers are made.
+    """
+    block_m = max(16, min(128, next_power_of_2(call.M)))
+    if caps.arch not in ("sm_90", "sm_100", "sm_103"):
+        return SmallM(block_m=min(64, block_m), block_n=32, block_k=128, num_stages=2)
+    block_n = 128 if block_m <= 64 and not (gated or call.partials) else 64
+    most = MAX_PARTIALS_LEFT if call.partials or block_m == 128 else MAX_PARTIALS
+    programs = (16 if block_n == 128 else 25) * caps.sms // 10
+    tiles, steps = cdiv(call.M, block_m) * cdiv(call.N, block_n), cdiv(call.K, 128)
+    return SmallM(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=128,
+        transposed=True,
+        num_stages=4,
+        partials=max(1, min(programs // tiles, steps // LEAST_STEPS, most)),
+    )
+
+
 def default_small_m(call: GemmCall, caps: Capabilities, *, gated: bool) -> SmallM:
     """The design where no row decides, for ``out`` [M, N] of any sizes on any target.
 
     The rows of H200 were found by search; this follows them: a ring of stages as deep as shared memory allows, tiles of 64
     columns, and wider ones where more than a round of programs would result; K is split until every SM has a program.
     """
-    if call.quantized:
-        return _default_quantized(call, caps, gated)
+    if call.fp8:
+        return _default_fp8(call, caps, gated)
+    if call.four_bit:
+        return _default_four_bit(call, caps, gated)
     M, N, K = call.M, call.N, call.K
     block_m = max(16, min(128, next_power_of_2(M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):

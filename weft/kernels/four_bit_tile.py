@@ -53,13 +53,13 @@ def grid_of(weight: FourBit) -> Grid:
 def of_columns(source, grid, rows, limit, k, K):
     """Values [rows, HALF] or [rows, 1] of ``source`` for columns k .. k + HALF - 1; 0 from row ``limit`` and column K on."""
     ROWS: tl.constexpr = rows.shape[0]
-    at = source + rows.to(tl.int64)[:, None] * grid.row
-    inside = (rows < limit)[:, None]
+    of_rows = source + rows.to(tl.int64) * grid.row
     if grid.columns == 0:
-        return tl.load(at, mask=inside, other=0)
+        return tl.load(of_rows, mask=rows < limit, other=0)[:, None]
     elif grid.columns >= HALF:
-        return tl.load(at + k // grid.columns, mask=inside & (k < K), other=0)
+        return tl.load(of_rows + k // grid.columns, mask=(rows < limit) & (k < K), other=0)[:, None]
     else:
+        at, inside = of_rows[:, None], (rows < limit)[:, None]
         GROUPS: tl.constexpr = HALF // grid.columns
         group = k // grid.columns + tl.arange(0, GROUPS)[None, :]
         values = tl.load(at + group, mask=inside & (group * grid.columns < K), other=0)

@@ -262,27 +262,29 @@ def test_which_design_a_4_bit_weight_gets():
         assert ("in 4 bits" if name == "small_m" else "to 16 bits") in planned.reason
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "int4"])
+@pytest.mark.parametrize(("form", "columns"), [("mxfp4", 32), ("int4", 128), ("int4", 0)])
 @pytest.mark.parametrize(("M", "N", "K", "gated"), [
     (1, 25600, 5120, False), (16, 12800, 5120, True), (64, 25600, 5120, False), (128, 5120, 12800, False),
 ])  # fmt: skip
-def test_on_sm_90_without_spills_with_the_weight_in_registers(M, N, K, gated, form, tmp_path):
+def test_on_sm_90_without_spills_with_the_weight_in_registers(M, N, K, gated, form, columns, tmp_path):
     call = GemmCall(M, N, K, BF16, four_bit=form, design="small_m")
     design = (MATMUL_SILU_MUL if gated else MATMUL).plan(call, machine(H200, 1)).design
     x, data, squares = torch.zeros((64, 64), dtype=BF16), torch.zeros((64, 64), dtype=torch.uint8), torch.zeros(64)
     out = torch.zeros(8) if design.partials > 1 else torch.zeros(8, dtype=BF16)
-    scales, columns = (data, 32) if form == "mxfp4" else (squares, 128)
+    of_row, forms = K // (columns or K), (tl.constexpr(columns), tl.constexpr(form == "int4"))
+    grid = Grid(data if form == "mxfp4" else squares, data, of_row, *forms)
     kernel = compiled(
         small_m.small_m_kernel, descriptor_or_self(x, design.block_m, 64, True),
         descriptor_or_self(data, design.block_n, 64, True), data, out, M, Sizes(N, K, K, K // 2), design.partials,
-        design.ahead, RowScales(squares, 1e-6), small_m.block_of(design), None, None,
-        Grid(scales, data, K // columns, tl.constexpr(columns), tl.constexpr(form == "int4")), arch="sm_90", SQUARES=0,
+        design.ahead, RowScales(squares, 1e-6), small_m.block_of(design), None, None, grid, arch="sm_90", SQUARES=0,
         **small_m.constants(design, gated), **launch_options(H200),
     )  # fmt: skip
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64" in ptx and ".f32.bf16.bf16" in ptx and "cp.async.bulk.tensor" in ptx
     assert kernel.metadata.shared <= SHARED["sm_90"]
     assert stack_bytes(kernel, tmp_path) == 0
+    # Through shared memory each thread would store 128 numbers of the weight.
+    assert ptx.count("st.shared") <= 24
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,6 +1,7 @@
 """What all tests share: the `gpu` marker, the choice of tests for another Triton, one CPU thread a worker."""
 
 import functools
+import gc
 import signal
 import zlib
 
@@ -39,6 +40,15 @@ def _share_gpus(request, monkeypatch):
         monkeypatch.setattr(weft, "launch", functools.partial(weft.launch, share_gpus=True))
 
 
+@pytest.fixture
+def as_found(monkeypatch):
+    """Findings keep the schedule that showed them. A search for a simpler one runs up to 16, which tests/check and tests/zoo
+    look at."""
+    from weft.check.shrinking import Shrinking
+
+    monkeypatch.setattr(Shrinking, "shrunk", lambda self, entry: entry.replay)
+
+
 def pytest_ignore_collect(collection_path, config):
     """With --triton-sensitive, a file that cannot hold such a test is not even imported."""
     if config.getoption("--triton-sensitive") and collection_path.name.startswith("test_"):
@@ -61,6 +71,12 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if not is_triton_sensitive(item)])
         items[:] = kept
     leave_to_the_sweep(items, config.getoption("--triton-sensitive"))
+
+
+def pytest_collection_finish(session):
+    """Freeze what the collection made: passes of the garbage collector over it are a tenth of the CPU time of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave_to_the_sweep(items, on_another_triton):

@@ -7,6 +7,8 @@ import triton.language as tl
 import weft.check
 import weft.language as wl
 
+pytestmark = pytest.mark.usefixtures("as_found")
+
 
 @triton.jit
 def add_ones(counter, rank, times, team, NOTIFY: tl.constexpr):

@@ -18,6 +18,8 @@ from weft.check.detector.happens_before import HappensBefore
 from weft.models import Qwen3Config, Qwen3ForCausalLM
 from weft.simulator.machine.machine import Machine
 
+pytestmark = pytest.mark.usefixtures("as_found")
+
 N = 32
 CONFIG = Qwen3Config.from_dict({
     "model_type": "qwen3", "vocab_size": 257, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -8,6 +8,8 @@ import triton.language as tl
 import weft.check
 import weft.language as wl
 
+pytestmark = pytest.mark.usefixtures("as_found")
+
 N = 8
 
 

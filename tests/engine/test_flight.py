@@ -12,6 +12,8 @@ from weft.engine.params import Kind
 from weft.errors import Deadlock
 from weft.runtime.team.rail import Rail
 
+pytestmark = pytest.mark.usefixtures("as_found")
+
 STAGED = {"mode": "replicated", "page_size": 16, "microbatch_tokens": 1}
 
 

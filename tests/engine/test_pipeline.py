@@ -11,6 +11,8 @@ from weft.engine.pipeline import Pipeline, layers_of, ranges_between
 from weft.errors import Deadlock
 from weft.runtime.team.rail import Rail
 
+pytestmark = pytest.mark.usefixtures("as_found")
+
 STAGED = {"mode": "replicated", "page_size": 16, "pipeline_parallel": 2, "microbatch_tokens": 1}
 
 

@@ -8,9 +8,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 
@@ -79,14 +81,33 @@ def imports(tree: ast.AST, file: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{module}.{alias.name}"
 
 
-def upward(source: str, file: Path) -> list[str]:
+class Source(NamedTuple):
+    """What these tests ask of a file, of one walk: a parse of all of weft takes seconds.
+
+    imports, internals, calls  (line, text), of `imports`, `internals_of_triton` and `runs_what_it_reads`
+    names                      attributes and names, each with the first line
+    """
+
+    imports: list[tuple[int, str]]
+    internals: list[tuple[int, str]]
+    calls: list[tuple[int, str]]
+    names: dict[str, int]
+
+
+@cache
+def source_of(file: Path) -> Source:
+    tree = ast.parse(file.read_text())
+    names = {name: line for line, name in sorted(attributes_and_names(tree), reverse=True)}
+    return Source(list(imports(tree, file)), list(internals_of_triton(tree)), list(runs_what_it_reads(tree)), names)
+
+
+def upward(imported: list[tuple[int, str]], file: Path) -> list[str]:
     """Imports of `file` that its layer may not make."""
     here = layer_of(file)
-    tree = ast.parse(source)
     if here in ("__init__", "__main__"):  # the package's front doors name everything
         return []
     wrong = []
-    for line, module in imports(tree, file):
+    for line, module in imported:
         parts = module.split(".")
         if parts[0] != "weft" or len(parts) < 2 or parts[1] == here:
             continue
@@ -111,15 +132,15 @@ def test_every_part_of_weft_has_a_place():
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_imports_point_downward(file):
-    assert upward(file.read_text(), file) == []
+    assert upward(source_of(file).imports, file) == []
 
 
-def imported_files(files: Sequence[Path]) -> dict[str, set[str]]:
+def imported_files() -> dict[str, set[str]]:
     """Modules of weft that each imports, late imports and those for types alone included."""
-    modules = {name_of(file).removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
+    modules = {name_of(file).removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in FILES}
     found = {}
     for module, file in modules.items():
-        named = {name for _, name in imports(ast.parse(file.read_text()), file)}
+        named = {name for _, name in source_of(file).imports}
         found[module] = {name if name in modules else name.rpartition(".")[0] for name in named} & modules.keys() - {
             module
         }
@@ -139,7 +160,7 @@ def circle(imported: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_imports_in_circles():
-    assert circle(imported_files(FILES)) == []
+    assert circle(imported_files()) == []
 
 
 def test_a_circle_would_be_seen():
@@ -148,13 +169,15 @@ def test_a_circle_would_be_seen():
 
 
 def test_an_upward_import_would_be_seen():
-    file = ROOT / "weft/ops/example.py"
-    assert upward("from weft.layers import TPMLP", file)
-    assert upward("from weft import engine", file)
-    assert upward("def f():\n    import weft.cli", file)
-    assert upward("from ..models import qwen3", file)
-    assert upward("from weft.tune import search", ROOT / "weft/bench/example.py")
-    assert not upward("from weft.language import wait\nfrom . import tiles\nfrom weft.errors import WeftError", file)
+    def seen(source, file="weft/ops/example.py"):
+        return upward(list(imports(ast.parse(source), ROOT / file)), ROOT / file)
+
+    assert seen("from weft.layers import TPMLP")
+    assert seen("from weft import engine")
+    assert seen("def f():\n    import weft.cli")
+    assert seen("from ..models import qwen3")
+    assert seen("from weft.tune import search", "weft/bench/example.py")
+    assert not seen("from weft.language import wait\nfrom . import tiles\nfrom weft.errors import WeftError")
 
 
 def attributes_and_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -178,11 +201,10 @@ def attributes_and_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 )
 def test_has_its_home(words, homes):
     strays = [
-        f"{name_of(file)}:{line} {word}"
+        f"{name_of(file)}:{source_of(file).names[word]} {word}"
         for file in FILES
         if name_of(file) not in homes
-        for line, word in attributes_and_names(ast.parse(file.read_text()))
-        if word in words
+        for word in words & source_of(file).names.keys()
     ]
     assert strays == []
 
@@ -236,7 +258,7 @@ tl.math.exp, tl.load, triton.jit, tl.extra.cuda.libdevice.exp
         f"{name_of(file)}:{line} {use}"
         for file in FILES
         if name_of(file) != TRITON_API
-        for line, use in internals_of_triton(ast.parse(file.read_text()))
+        for line, use in source_of(file).internals
     ]
     assert strays == []
 
@@ -246,7 +268,7 @@ def test_only_the_simulator_needs_its_packages():
         f"{name_of(file)}:{line} imports {module}"
         for file in FILES
         if layer_of(file) != "simulator"
-        for line, module in imports(ast.parse(file.read_text()), file)
+        for line, module in source_of(file).imports
         if module.split(".")[0] in SIMULATOR_ONLY
     ]
     assert strays == []
@@ -273,7 +295,7 @@ def test_only_what_a_parent_and_its_own_ranks_send_by_pipe_is_unpickled():
     assert sorted(runs_what_it_reads(ast.parse("torch.load(x)\ndist.all_gather_object(x, y)\nimport yaml"))) == [
         (1, "torch.load"), (2, "dist.all_gather_object"), (3, "yaml"),
     ]  # fmt: skip
-    found = [f"{name_of(file)} {call}" for file in FILES for _, call in runs_what_it_reads(ast.parse(file.read_text()))]
+    found = [f"{name_of(file)} {call}" for file in FILES for _, call in source_of(file).calls]
     assert sorted(set(found)) == ["weft/runtime/launch.py pickle.loads"]
 
 

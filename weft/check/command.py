@@ -6,6 +6,7 @@ weft.cli registers it.
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,11 @@ _MODULE = "weft_checked_script"
 class CheckFlags:
     """Flags of `weft check`."""
 
-    script: Annotated[Path, typer.Argument(help="A Python file that defines main(team)")]
+    script: Annotated[Path, typer.Argument(help="A Python file that defines main(team), or a program (--torch)")]
+    torch: Annotated[
+        bool,
+        typer.Option("--torch", help="Run a program on torch.distributed and its symmetric memory, as torchrun would"),
+    ] = False
     world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 2,4")] = "2"
     schedules: Annotated[int, typer.Option(help="Runs for each world size")] = _SCHEDULES
     strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix"
@@ -45,7 +50,10 @@ class CheckFlags:
     like: Annotated[str, typer.Option(help="GPU that ops plan for: h200, h100, b200 or a100")] = "h200"
     node_size: Annotated[int | None, typer.Option(help="Ranks of each node; by default all are of one")] = None
     link: Annotated[str, typer.Option(help="Links within a node: nvlink, or pcie, which carries no atomics")] = "nvlink"
-    function: Annotated[str, typer.Option(help="Function to run instead of main")] = "main"
+    function: Annotated[
+        str | None, typer.Option(help="Function to run instead of main; with --torch f(rank, world_size), not the file")
+    ] = None
+    args: Annotated[str, typer.Option(help="With --torch: the program's arguments")] = ""
     json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None
     any_results: Annotated[bool, typer.Option("--any-results", help="Allow results to differ between schedules")] = (
         False
@@ -62,12 +70,16 @@ def check(flags: CheckFlags) -> None:
     Exit status 0: clean, 1: findings, 2: wrong usage.
     """
     # Needed by a replay besides the schedule.
-    named = f"{flags.script}" + (f" --function {flags.function}" if flags.function != "main" else "")
+    named = " ".join([
+        f"{flags.script}", *(["--torch"] if flags.torch else []),
+        *([f"--function {flags.function}"] if flags.function not in (None, "main") else []),
+        *([f"--args {shlex.quote(flags.args)}"] if flags.args else []),
+    ])  # fmt: skip
     same = ("schedules", "strategy", "seed", "depth", "sms", "like", "node_size", "link")
     with one_line_errors(flags.traceback):
         check_output("--json", flags.json)
         report = _checked(
-            load(flags.script, flags.function), world_size=_sizes(flags.world_size), script=named,
+            _main(flags), world_size=_sizes(flags.world_size), script=named,
             deterministic=not flags.any_results, compile=not flags.no_compile,
             **{name: getattr(flags, name) for name in same},
         )  # fmt: skip
@@ -78,6 +90,18 @@ def check(flags: CheckFlags) -> None:
 
 
 command = from_flags(CheckFlags, check)
+
+
+def _main(flags: CheckFlags) -> Callable[..., Any]:
+    if not flags.torch:
+        if flags.args:
+            raise ValueError(f"--args {shortened(flags.args)} is for programs; add --torch")
+        return load(flags.script, flags.function or "main")
+    if not flags.script.is_file():
+        raise ValueError(f"{flags.script}: no such file; pass a Python program")
+    from weft.check.torch_programs.program import TorchProgram
+
+    return TorchProgram(flags.script, flags.function, tuple(shlex.split(flags.args)))
 
 
 def load(script: Path, function: str) -> Callable[..., Any]:

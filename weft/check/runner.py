@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 
-from weft.check.detector.findings import Arrivals, Finding, Place, Side, allowed_by
+from weft.check.detector.findings import Arrivals, Finding, Place, Side, allowed_by, in_words_of_torch
 from weft.check.detector.host_lines import host_line_of
 from weft.check.digests import Digest, digest_of
 from weft.check.folding import Seen, causes_of
 from weft.check.report import Schedule
 from weft.check.strategies import make
+from weft.check.torch_programs.program import TorchProgram
 from weft.errors import ArgumentMismatch, CallMismatch, Deadlock, InvalidAccess, Misaligned, WeftError, WrongMain
 from weft.runtime.simulate import simulate
 from weft.simulator.machine.strategy import Strategy
@@ -108,6 +109,8 @@ class Runner:
 
         machine.observer = detector = Detector(machine)
         machine.front_end = FrontEnd(self._compiled) if self._compile else None
+        if isinstance(self._main, TorchProgram):
+            self._main.prepare(machine)
         scheduler = machine.scheduler
         scheduler.strategy = strategy(machine) if strategy is not None else make(schedule)
         if schedule.strategy in ("delay", "exhaustive"):
@@ -133,7 +136,8 @@ def _findings(machine: Machine, detector: Detector, error: BaseException | None)
         findings.append((_of_error(error, machine, detector), 1))
     if machine.front_end is not None:
         findings += [(_of_refusal(refusal), 1) for refusal in machine.front_end.refusals()]
-    return [(detector.arguments.named(finding), count) for finding, count in findings]
+    named = [(detector.arguments.named(finding), count) for finding, count in findings]
+    return [(in_words_of_torch(finding), count) for finding, count in named] if machine.has_tables else named
 
 
 def _of_refusal(refusal: Refusal) -> Finding:

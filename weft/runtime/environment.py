@@ -6,6 +6,8 @@ The only file of weft that reads or sets environment variables.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 # Without it torch's symmetric memory refuses several ranks on one GPU.
@@ -68,3 +70,18 @@ def keep_sockets_local() -> None:
     os.environ.update(_LOOPBACK)
     for name in _ELSEWHERE:
         os.environ.pop(name, None)
+
+
+@contextmanager
+def replaced(variables: dict[str, str]) -> Iterator[None]:
+    """Scope with these environment variables, to which it adds what the environment has at its end."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        variables.clear()
+        variables.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+        for name in [name for name in os.environ if name not in before]:
+            del os.environ[name]
+        os.environ.update(before)

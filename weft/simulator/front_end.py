@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ class Source:
     key  of a kernel by identity, since its hash walks all that it refers to, and of types, constants and options as text
     """
 
-    key: tuple[int, str]
+    key: tuple[Hashable, str]
     kernel: JITFunction = field(compare=False)
     signature: dict[str, Any] = field(compare=False)
     constants: dict[tuple, Any] = field(compare=False)
@@ -89,7 +89,7 @@ class FrontEnd:
         # The simulator takes AMD's options too.
         options = {name: value for name, value in options.items() if name in self._options}
         source = Source(
-            key=(id(kernel), f"{kinds} {constants} {options}"), kernel=kernel,
+            key=(_identity(kernel), f"{kinds} {constants} {options}"), kernel=kernel,
             signature=dict(zip(bound, kinds, strict=True)), constants=constants, options=options,
         )  # fmt: skip
         self._launched[source] = None
@@ -116,6 +116,16 @@ class FrontEnd:
         except Exception as error:  # whatever Python and Triton raise on the way
             return _refusal_of(source.kernel, error)
         return None
+
+
+def _identity(kernel: JITFunction) -> Hashable:
+    """Identity of a kernel in this process.
+
+    Files of torch programs are loaded once for each rank and run, so that one kernel is several functions.
+    """
+    function = kernel.fn
+    at = function.__code__.co_filename, function.__code__.co_firstlineno, kernel.src
+    return id(kernel) if function.__closure__ else at
 
 
 @contextmanager

@@ -236,6 +236,12 @@ class Observer:
     def learned(self, known: object) -> None:
         """Order of the calling task after what was ``published``, at the end of a wait for it."""
 
+    def issued(self) -> None:
+        """Operation of the calling rank's main stream that its host code is about to issue."""
+
+    def host_waited(self, rank: int) -> None:
+        """End of the wait of a rank's host code for its main stream."""
+
     def synchronized(self, rank: int) -> None:
         """End of the wait of a rank's host code for all its streams."""
 

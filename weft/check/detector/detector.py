@@ -258,6 +258,8 @@ class Detector(HappensBefore):
                 access.resets = access.resets or self.signals.sets_back(signal, new)
                 landed.append(partial(self.signals.stored, signal, access, new))
                 landed.append(self.signals.unordered(thread, signal, None, keeps=False))
+        if how == "plain" and self.machine.has_tables and self.memory.heap_of(places.low) is not None:
+            access.words = thread.relaxed()
         lamport = how == "lamport"
         self.races.write(thread, access, addresses, itemsize, lamport=lamport)
         if how == "plain":
@@ -406,7 +408,7 @@ class Detector(HappensBefore):
 
     def _check_translated(self, thread: ThreadClock, access: Access, addresses: np.ndarray) -> None:
         """Report a program's access to a peer's heap of which it has no delta."""
-        if not isinstance(thread, ProgramClock):
+        if not isinstance(thread, ProgramClock) or self.machine.has_tables:
             return
         heap = self.memory.heap_of(int(addresses[0]))
         if heap is not None and heap not in thread.reached and self.memory.heap_rank(heap) != thread.rank:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os.path
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Kinds of findings, and the remedy of each.
 REMEDIES = {
@@ -35,13 +35,33 @@ REMEDIES = {
     "equality-wait": "wait for >= (wl.wait): a signal may go past the value between two polls",
     "overshoot": "notify once for each count waited for",
     "residency": "launch at most team.max_programs(num_warps) programs, cooperatively, and loop over the work in them",
-    "deadlock": "notify the awaited signal, on its rank, with the awaited value, from a task that can reach the notify",
+    "deadlock": "notify the awaited signal, on its rank, with the awaited value, from a task that can reach the notify; "
+    "weft.init(debug=True) gives each wait a time limit",
     "launch-mismatch": "launch the same kernels in the same order on all ranks, or check which rank waits for which",
     "compile-error": "write that line in the part of Python that Triton compiles; the simulator runs more of it",
     "call-mismatch": "make the same collective calls on all ranks, in one order, with equal arguments where the op needs them",
     "divergence": "fix the order in which values are combined, or pass deterministic=False if the op does not promise one",
     "error": "correct the line that raises it; the replay raises it again",
 }  # fmt: skip
+# Remedies in the words of a program on torch's symmetric memory, where they differ.
+OF_TORCH = {
+    "race": "order the two: after the first a release that the second side acquires (sem=, scope='sys'); between streams an "
+    "event or wait_stream, between ranks a barrier of the handle",
+    "missing-barrier": "put tl.debug_barrier() between the stores and the release, and between an acquire by single threads "
+    "and the loads",
+    "undrained-tma": "tensor-descriptor stores land later: put cp.async.bulk.wait_group 0 and a CTA barrier before the "
+    "release, or store with tl.store",
+    "proxy-fence": "descriptor loads need fence.proxy.async after the acquire, in every thread; or load with tl.load",
+    "relaxed-order": "release with sem='release' and acquire with sem='acquire' on the same signal, with scope='sys' across "
+    "GPUs",
+    "early-access": "call tl.extra.cuda.gdc_wait() first: launch_pdl=True lets a kernel start before the previous one ends",
+    "unfollowed": "call tl.extra.cuda.gdc_wait() in every program of a kernel launched with launch_pdl=True",
+    "use-after-free": "keep the tensor until its last use on every rank",
+    "signal-reset": "do not reset signals: let them grow, or reset one only after all that wait for it have answered",
+    "equality-wait": "wait for >=, or answer before the next write: a signal may go past the value between two polls",
+    "residency": "launch at most as many programs as are resident, cooperatively, and loop over the work in them",
+    "deadlock": "signal the awaited word with the awaited value, from a task that can reach it; give the wait a time limit",
+}
 # Kinds that name the cause of a race. They are still races: `allow(race)` covers them.
 RACES = frozenset(
     {
@@ -148,6 +168,14 @@ class Finding:
         """Identity of the finding: kind, tensor and source lines, regardless of ranks, programs and elements."""
         places = sorted(str(side.place or side.verb) for side in self.sides)
         return (self.kind, self.tensor, *places) if places else (self.kind, self.message)
+
+
+def in_words_of_torch(finding: Finding) -> Finding:
+    """The finding with a remedy that names no primitive of weft."""
+    advice = finding.advice
+    if not advice or "wl." in advice or "team." in advice:
+        advice = OF_TORCH.get(finding.kind, "")
+    return replace(finding, advice=advice)
 
 
 def allowed_by(kind: str, sides: tuple[Side, ...]) -> str | None:

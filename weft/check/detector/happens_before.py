@@ -266,6 +266,12 @@ class HappensBefore(Observer):
         if thread is self._main[thread.rank]:
             self._since[thread.rank] = joined(self._since[thread.rank], known)
 
+    def issued(self) -> None:
+        rank = self.machine.rank
+        self._main[rank].code, self._main[rank].launch = host_line(), self._launches[rank]
+        self.host_works(rank)
+        self._main[rank].learn(self._cpu[rank])
+
     def host_waited(self, rank: int) -> None:
         """Note that the host has waited for its main stream, as ``tensor.item()`` does."""
         self._cpu[rank] = joined(self._cpu[rank], self._main[rank].publish())

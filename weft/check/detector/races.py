@@ -146,6 +146,10 @@ class Races:
                         thread.clock = receive(thread.clock, writer.message)
                     elif access.kind is AWAITED and writer.kind is FLAGGED and writer.thread is thread:
                         landed[number] = self._landed(writer).number
+                    elif access.kind is AWAITED and writer.words is not None and not self._knows(access, writer, False):
+                        # Words that are their own signal. From here on the reader counts as their writer.
+                        thread.saw(writer.words)
+                        landed[number] = access.number
                     else:
                         kind = self._conflict(writer, access, lamport, thread.proxy if tma else None)
                         if kind is not None:
@@ -189,7 +193,7 @@ class Races:
                 left = []
                 for member in self._sets[number]:
                     reader = self._accesses[member]
-                    if not self._knows(access, reader, lamport):
+                    if not self._knows(access, reader, lamport) and not _was_performed(access.thread, reader):
                         left.append(member)
                         self._judge(reader, access, shadow, cells, readers == number, lamport)
                 kept[number] = self._sets.number(tuple(left) if access.scope else ())
@@ -232,6 +236,8 @@ class Races:
             return "undrained-tma" if access.kind is not ASYNC else None
         if _is_before_previous_kernel(thread, earlier):
             return "early-access"
+        if earlier.kind is AWAITED and access.words is not None:
+            return None  # words that are polled until they change
         if earlier.scope and access.scope:
             return None if _include_each_other(earlier, access) else "scope"
         if self._is_beyond_release(thread, earlier):
@@ -408,6 +414,12 @@ class Races:
     def describe(self, access: Access) -> str:
         place = self.place(access.code)
         return f"{access.thread.label} ({place})" if place else f"{access.thread.label} ({access.verb})"
+
+
+def _was_performed(thread: ThreadClock, reader: Access) -> bool:
+    """True if ``thread`` has seen, acquired or not, a write that came after the load had its value."""
+    seen = thread.seen if isinstance(thread, ProgramClock) else None
+    return seen is not None and at(seen, reader.slot) >= reader.time
 
 
 def _is_before_previous_kernel(thread: ThreadClock, earlier: Access) -> bool:

@@ -64,6 +64,9 @@ class Access:
     scope: str | None
     sync: Sync
     message: np.ndarray | None = None
+    words: np.ndarray | None = (
+        None  # of a plain store of words that volatile loads may poll: what a fence had published
+    )
     resets: bool = False  # it decreased a signal
     launches: int | None = None  # of a copy: kernels that its rank had launched when it was enqueued
     issued: int | None = None  # of a copy or host code: number in the order in which its rank has issued them

@@ -53,7 +53,7 @@ class Port(Protocol):
         """Old raw bits of an atomic computed in ``dtype``.
 
         op      add, fadd, xchg, min, max, umin, umax, and, or, xor
-        access  "tma" for a descriptor's reduction, "threads" by separate threads, which give nobody else what they acquire
+        access  "tma" for a descriptor's reduction, "threads" by separate threads, which keep what they acquire
         """
 
     def cas(

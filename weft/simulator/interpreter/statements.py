@@ -52,7 +52,7 @@ def _truth(condition: object) -> bool:
 
 
 def _enter(semantic: Semantic, condition: object) -> bool | Divergence:
-    """Truth of an ``if``. A condition that differs between threads is entered for the threads that take it."""
+    """Truth of an ``if``, which the threads enter whose condition holds, where it differs."""
     if not isinstance(condition, tl.tensor) or condition.handle.data.size == 1 or condition.type is not condition.dtype:
         return _truth(condition)
     taken = condition.handle.data.astype(np.bool_)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +44,19 @@ class Stream:
         return self.running is None and not self.queue
 
 
+class Hosts:
+    """Scopes of the ranks' host code. A check of torch programs replaces it."""
+
+    def __enter__(self) -> object:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def turn(self, rank: int) -> AbstractContextManager[object]:
+        """Scope of a rank's host code between two pauses."""
+        return nullcontext()
+
+
 class Machine(Launches):
     """Virtual machine with one GPU per rank.
 
@@ -63,6 +77,8 @@ class Machine(Launches):
         self.world_size, self.seed = world_size, seed
         self.is_sized = False  # host code has asked how many programs can be resident at once
         self.uninitialised: set[int] = set()  # bases of symmetric tensors allocated without a value
+        self.hosts = Hosts()
+        self.has_tables = False  # kernels take peers' addresses from tables of their own
         self._streams: dict[tuple[int, str], Stream] = {}
         self._rendezvous: dict[str, dict[int, object]] = {}
 
@@ -76,10 +92,13 @@ class Machine(Launches):
             self.settle()
             return result
 
-        hosts = [ThreadTask(rank, f"rank {rank} host code", partial(host, main)) for rank, main in enumerate(mains)]
+        turn = self.hosts.turn
+        hosts = [
+            ThreadTask(rank, f"rank {rank} host code", partial(host, main), turn) for rank, main in enumerate(mains)
+        ]
         for host in hosts:
             self.scheduler.spawn(host)
-        with self.scheduler.interrupts, self.interpreter:
+        with self.scheduler.interrupts, self.interpreter, self.hosts:
             subscription = intrinsics.subscribe(
                 lambda fn, intrinsic: self.interpreter.replace(fn, self._bind(intrinsic))
             )

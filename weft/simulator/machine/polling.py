@@ -149,7 +149,7 @@ def loop_for_one_value(file: str, line: int) -> OneValueLoop | None:
 
 @cache
 def is_polled(file: str, line: int) -> bool:
-    """True if the condition of a ``while`` loop depends on the read in its ``line``, or inline assembly loops there."""
+    """True if the condition of a ``while`` loop, or assembly that loops, depends on the read in ``line``."""
     if any(_branches(node) for node in _calls_of_assembly(file, line)):
         return True
     loop = _innermost(_loops(file), line)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from greenlet import GreenletExit, greenlet
@@ -106,7 +107,22 @@ class ThreadTask(Task):
     _thread: threading.Thread | None = None
     _leaving = False
 
+    def __init__(
+        self,
+        rank: int,
+        label: str,
+        body: Callable[[], object],
+        turn: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+    ) -> None:
+        """``turn(rank)``: scope in which the code runs between two pauses."""
+        super().__init__(rank, label, body)
+        self._turn_of = turn
+
     def resume(self) -> None:
+        with self._turn_of(self.rank):
+            self._resume()
+
+    def _resume(self) -> None:
         if self._thread is None:
             self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
             self._thread = threading.Thread(target=self._main, name=f"weft {self.label}", daemon=True)

@@ -148,18 +148,22 @@ class Accesses:
             old[threads] = seen
         return old
 
+    def _members(self, addresses: np.ndarray, active: np.ndarray) -> list[np.ndarray]:
+        """Addresses at each member of a multicast; threads that are not active may have any."""
+        return self._memory.multicast(np.where(active, addresses, addresses[active.argmax()]))
+
     def multicast_store(
         self, modifiers: tuple[str, ...], addresses: np.ndarray, values: list[Bits], active: np.ndarray
     ) -> bool:
         """Execute ``multimem.st``, at one member after the other."""
         strong = modifiers if {"relaxed", "release"} & set(modifiers) else ("relaxed", "sys", *modifiers)
-        return all(self.store(strong, at, values, active) for at in self._memory.multicast(addresses))
+        return all(self.store(strong, at, values, active) for at in self._members(addresses, active))
 
     def multicast_atomic(
         self, modifiers: tuple[str, ...], addresses: np.ndarray, operands: list[Bits], active: np.ndarray
     ) -> bool:
         """Execute ``multimem.red``."""
-        everywhere = self._memory.multicast(addresses)
+        everywhere = self._members(addresses, active)
         return all(self.atomic(modifiers, at, operands, active) is not None for at in everywhere)
 
     def multicast_load(
@@ -169,7 +173,7 @@ class Accesses:
         kind, total = modifiers[-1], None
         if "add" not in modifiers or kind not in TYPES:
             return None
-        for at in self._memory.multicast(addresses):
+        for at in self._members(addresses, active):
             parts = self.load(modifiers, at, active)
             if parts is None:
                 return None

@@ -1,0 +1,32 @@
+"""Driver of FlashInfer's comm/quantized_allreduce.py."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from stubs import folder, package, plain
+
+package("flashinfer", folder() / "flashinfer/flashinfer")
+package("flashinfer.comm", folder() / "flashinfer/flashinfer/comm")
+package("flashinfer.api_logging", flashinfer_api=plain)
+package("flashinfer.utils", register_custom_op=lambda *_, **__: plain)
+from flashinfer.comm.quantized_allreduce import quantized_all_reduce  # noqa: E402
+
+
+def main(rank, size):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    torch.manual_seed(rank)
+    x = torch.randn(512, dtype=torch.bfloat16, device=f"cuda:{rank}")
+    expected = x.float()
+    dist.all_reduce(expected)
+    for p2p in (False, True, True, False):  # one after the other, without a rendezvous
+        out = quantized_all_reduce(
+            x, dist.group.WORLD, block_size=64, scale_group=32, num_warps=1, max_num_blocks=2, p2p_phase3=p2p
+        )
+        torch.testing.assert_close(out.float(), expected, rtol=0.2, atol=0.5)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

@@ -1,0 +1,280 @@
+"""Programs on torch's symmetric memory on virtual ranks: devices, streams, groups, handles, processes."""
+
+import random
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import weft
+from tests.check import torch_examples
+from tests.check.test_command import app
+from weft.check.torch_programs.program import TorchProgram
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Function that checks a program's text, of ranks that call ``main(rank, size)``."""
+
+    def run(text, size=2, schedules=4, function="main"):
+        file = tmp_path / "program.py"
+        head = """
+            import os, random
+            import torch
+            import torch.distributed as dist
+            import torch.distributed._symmetric_memory as symm_mem
+            import triton
+            import triton.language as tl
+        """
+        file.write_text(textwrap.dedent(head) + textwrap.dedent(text))
+        return weft.check(TorchProgram(file, function), size, schedules=schedules)
+
+    return run
+
+
+def kinds(report):
+    return sorted({found.finding.kind for found in report.wrong})
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [(None, []), ("no_release", ["relaxed-order"]), ("no_acquire", ["relaxed-order"])]
+)
+def test_a_program_runs_as_it_stands(function, expected):
+    flags = ["--function", function] if function else []
+    result = CliRunner().invoke(
+        app, [torch_examples.__file__, "--torch", "--world-size", "2,4", "--schedules", "3", *flags]
+    )
+    assert result.exit_code == bool(expected), result.output
+    assert f"{len(expected)} finding(s)" in result.output and all(f"1. {kind}" in result.output for kind in expected)
+    if expected:
+        assert "remedy: release with sem='release'" in result.output and "--torch --function" in result.output
+
+
+def test_arguments_are_for_programs():
+    result = CliRunner().invoke(app, [torch_examples.__file__, "--args", "5"])
+    assert result.exit_code == 2 and "add --torch" in result.output
+
+
+def test_torch_is_as_before_afterwards():
+    state, python = torch.get_rng_state(), random.getstate()
+    weft.check(TorchProgram(Path(torch_examples.__file__), "run"), 2, schedules=1)
+    assert not torch.cuda.is_available() and not torch.distributed.is_initialized()
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
+    assert torch.zeros(1).device.type == "cpu"
+
+
+def test_each_rank_is_a_process(report):
+    text = """
+        KEPT = {}
+
+        def main(rank, size):
+            assert os.environ["RANK"] == str(rank) and os.environ["LOCAL_WORLD_SIZE"] == str(size)
+            KEPT[0] = rank
+            torch.manual_seed(rank)
+            first = torch.rand(1).item()
+            dist.init_process_group("nccl")
+            os.environ["MINE"] = str(rank)
+            other = [None] * size
+            dist.all_gather_object(other, first)
+            assert KEPT == {0: rank} and os.environ["MINE"] == str(rank)
+            assert len(set(other)) == size
+            torch.manual_seed(rank)
+            assert torch.rand(1).item() == first
+            return torch.rand(4), random.random()
+    """
+    found = report(text, 3)
+    assert found.ok, str(found)
+
+
+def test_tensors_are_of_the_gpu(report):
+    text = """
+        def main(rank, size):
+            x = torch.zeros(4, device="cuda")
+            assert x.device == torch.device("cuda", rank) and x.is_cuda and not x.is_cpu and x.get_device() == rank
+            y = torch.ones(4).cuda(non_blocking=True).to(x.device, torch.float16) + torch.empty_like(x).fill_(1).half()
+            assert y.cpu().tolist() == [2.0] * 4 and torch.cuda.device_count() == size
+            assert torch.cuda.get_device_capability(x.device) == (9, 0)
+            assert torch.cuda.get_device_properties(0).multi_processor_count > 0
+            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
+    """
+    found = report(text)
+    assert found.ok, str(found)
+
+
+def test_collectives_are_in_the_order_of_ranks(report):
+    text = """
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            x = torch.arange(size, dtype=torch.float32) + rank
+            dist.all_reduce(x)
+            assert x[0] == sum(range(size))
+            parts = [torch.empty(2) for _ in range(size)]
+            dist.all_gather(parts, torch.full((2,), float(rank)))
+            assert [p[0].item() for p in parts] == list(range(size))
+            whole = torch.empty(2 * size)
+            dist.all_gather_into_tensor(whole, torch.full((2,), float(rank)))
+            assert whole[-1] == size - 1
+            piece = torch.empty(1)
+            dist.reduce_scatter_tensor(piece, torch.ones(size))
+            assert piece == size
+            y = torch.full((1,), float(rank))
+            dist.broadcast(y, 1)
+            assert y == 1
+            pair = dist.new_group([0, 1])
+            if rank < 2:
+                dist.all_reduce(y, group=pair)
+                assert y == 2 and dist.get_rank(pair) == rank and dist.get_world_size(pair) == 2
+            assert type(dist.group.WORLD) is dist.ProcessGroup and isinstance(dist.group.WORLD, dist.ProcessGroup)
+            dist.barrier()
+    """
+    found = report(text, 3)
+    assert found.ok, str(found)
+
+
+COPY = """
+    @triton.jit
+    def double(x, out, N: tl.constexpr):
+        at = tl.arange(0, N)
+        tl.store(out + at, 2 * tl.load(x + at))
+
+    def main(rank, size):
+        dist.init_process_group("nccl", rank=rank, world_size=size)
+        shard = symm_mem.empty(16, device="cuda").fill_(rank + 1.0)
+        handle = symm_mem.rendezvous(shard, dist.group.WORLD)
+        here, out = torch.zeros(16, device="cuda"), torch.empty(16, device="cuda")
+        main_stream, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        handle.barrier()
+        {fork}
+        with torch.cuda.stream(side):
+            here.copy_(handle.get_buffer((rank + 1) % size, (16,), torch.float32))
+            done = side.record_event()
+        {join}
+        double[(1,)](here, out, 16)
+        handle.barrier()
+        torch.cuda.synchronize()
+        return out
+"""
+
+
+@pytest.mark.parametrize(
+    ("fork", "join", "expected"),
+    [
+        ("side.wait_stream(main_stream)", "main_stream.wait_stream(side)", []),
+        ("side.wait_event(main_stream.record_event())", "main_stream.wait_event(done)", []),
+        ("side.wait_stream(main_stream)", "done.synchronize()", []),
+        ("pass", "main_stream.wait_stream(side)", ["race"]),
+        ("side.wait_stream(main_stream)", "pass", ["race"]),
+    ],
+)
+def test_streams_and_events_order_copies(report, fork, join, expected):
+    found = report(COPY.format(fork=fork, join=join))
+    assert kinds(found) == expected, str(found)
+
+
+def test_signals_of_the_host_order_streams(report):
+    text = """
+        def main(rank, size, signalled=True):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            handle = symm_mem.rendezvous(symm_mem.empty(8, device="cuda"), dist.group.WORLD)
+            handle.barrier()
+            if rank == 0:
+                handle.get_buffer(1, (8,), torch.float32).fill_(5)
+                if signalled:
+                    handle.put_signal(1)
+            elif rank == 1:
+                if signalled:
+                    handle.wait_signal(0)
+                assert not signalled or (handle.get_buffer(1, (8,), torch.float32) == 5).all()
+            dist.barrier()
+
+        def unsignalled(rank, size):
+            main(rank, size, False)
+            handle = symm_mem.get_symm_mem_workspace(dist.group.WORLD.group_name, 64)
+            if rank == 1:
+                handle.wait_signal(0)
+    """
+    found = report(text)
+    assert found.ok, str(found)
+    found = report(text, function="unsignalled")
+    assert kinds(found) == ["deadlock"] and "waits in wait_signal from rank 0" in str(found)
+    assert "give the wait a time limit" in str(found)
+
+
+def test_spawned_functions_are_the_ranks(report):
+    text = """
+        def rank_of(rank, size, extra):
+            assert extra == "x" and dist.is_initialized() is False
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            dist.barrier()
+
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(rank_of, args=(2, "x"), nprocs=2)
+    """
+    found = report(text, function=None)
+    assert found.ok, str(found)
+    assert "pass --world-size 2" in str(report(text, 3, function=None))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("torch.cuda.CUDAGraph()", "a CUDA graph is not simulated"),
+        (
+            "torch.ops.symm_mem.one_shot_all_reduce(x, 'sum', '0')",
+            "torch.ops.symm_mem.one_shot_all_reduce is not simulated",
+        ),
+        ("symm_mem.rendezvous(torch.zeros(4), dist.group.WORLD)", "not of symm_mem.empty()"),
+    ],
+)
+def test_what_is_not_simulated_is_named_with_its_line(report, line, says):
+    text = f"""
+        def main(rank, size):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            x = symm_mem.empty(4)
+            {line}
+    """
+    found = str(report(text))
+    assert says in found and line in found
+
+
+def test_words_that_are_their_own_signal(report):
+    text = """
+        @triton.jit
+        def publish(x, peers, N: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr):
+            at = tl.arange(0, N)
+            for peer in tl.static_range(WORLD):
+                to = tl.load(peers.to(tl.pointer_type(tl.uint64)) + peer).to(tl.pointer_type(tl.int32))
+                tl.store(to + RANK * N + at, tl.load(x + at))
+
+        @triton.jit
+        def gather(peers, out, N: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr, CLEAR: tl.constexpr):
+            at = tl.arange(0, N * WORLD)
+            own = tl.load(peers.to(tl.pointer_type(tl.uint64)) + RANK).to(tl.pointer_type(tl.int32))
+            x = tl.load(own + at, volatile=True)
+            while tl.min(x) < 0:
+                x = tl.load(own + at, volatile=True)
+            tl.store(out + at, x)
+            if CLEAR:
+                tl.store(own + at, -1)
+
+        def main(rank, size, calls=1):
+            dist.init_process_group("nccl", rank=rank, world_size=size)
+            box = symm_mem.empty(4 * size, dtype=torch.int32).fill_(-1)
+            handle = symm_mem.rendezvous(box, dist.group.WORLD)
+            handle.barrier()
+            out = torch.empty(4 * size, dtype=torch.int32)
+            for call in range(calls):
+                publish[(1,)](torch.full((4,), rank, dtype=torch.int32), handle.buffer_ptrs_dev, 4, size, rank)
+                gather[(1,)](handle.buffer_ptrs_dev, out, 4, size, rank, True)
+                assert out[::4].tolist() == list(range(size))
+            dist.barrier()
+
+        def reused(rank, size):  # the next call's words may come before the clear
+            main(rank, size, 2)
+    """
+    found = report(text)
+    assert found.ok, str(found)
+    assert "race" in kinds(report(text, function="reused"))

@@ -1,0 +1,80 @@
+"""Process state of each virtual rank, which is a thread: modules, random numbers, environment."""
+
+from __future__ import annotations
+
+import random
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from weft.runtime.environment import replaced
+
+_INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
+class Process:
+    """State that a rank has to itself while it runs."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        # As torchrun sets it.
+        self.environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "0",
+        }  # fmt: skip
+        self.arguments: list[str] = []
+        self.folders: list[str] = []  # where it finds modules first
+        self._modules: dict[str, ModuleType] = {}
+        self._torch = torch.Generator().get_state()
+        self._python: Any = random.Random(rank).getstate()
+
+    @contextmanager
+    def turn(self, shared: set[str]) -> Iterator[None]:
+        """Scope in which this rank's host code runs.
+
+        ``shared``: modules of all ranks, to which installed ones are added.
+        """
+        before, python, main = torch.get_rng_state(), random.getstate(), sys.modules["__main__"]
+        arguments, path = sys.argv, sys.path
+        sys.argv, sys.path = self.arguments or arguments, [*self.folders, *path]
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        sys.modules.update(self._modules)
+        try:
+            with replaced(self.environment):
+                yield
+        finally:
+            self._torch, self._python = torch.get_rng_state(), random.getstate()
+            sys.argv, sys.path = arguments, path
+            torch.set_rng_state(before)
+            random.setstate(python)
+            self._modules = self._taken_out(shared)
+            if sys.modules["__main__"] is not main:
+                self._modules["__main__"], sys.modules["__main__"] = sys.modules["__main__"], main
+
+    def _taken_out(self, shared: set[str]) -> dict[str, ModuleType]:
+        """Modules that this rank has imported, taken out of ``sys.modules``."""
+        own = {}
+        for name in [name for name in sys.modules if name not in shared]:
+            if _is_installed(sys.modules[name]):
+                shared.add(name)
+            else:
+                own[name] = sys.modules.pop(name)
+        return own
+
+
+def _is_installed(module: ModuleType) -> bool:
+    """True for a module that all ranks share: of Python, of an installed package, or an extension."""
+    file = getattr(module, "__file__", None)
+    if file is None:  # a package without a file, or a module that a program has made
+        places = getattr(module, "__path__", None)
+        spec = getattr(module, "__spec__", None)
+        if not places:
+            return spec is not None and spec.origin in ("built-in", "frozen")
+        file = next(iter(places), "")
+    return file.startswith(_INSTALLED) or not file.endswith(".py") and "." in file.rpartition("/")[2]

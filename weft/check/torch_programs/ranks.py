@@ -1,0 +1,98 @@
+"""State of one virtual rank of a torch program, and of the program on all ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weft.check.torch_programs.processes import Process
+from weft.errors import NotInterpretable
+from weft.simulator.machine.tasks import Waiting
+
+if TYPE_CHECKING:
+    from weft.simulator.machine.machine import Machine
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """State of a rank.
+
+    stream   current side stream; None: the main stream
+    streams  number of side streams made so far
+    world    its group of all ranks; None before ``init_process_group``
+    numbers  counts of calls, by what is called, for names that agree on all ranks
+    """
+
+    rank: int
+    process: Process
+    stream: Any = None
+    streams: list[Any] = field(default_factory=list)
+    world: Any = None
+    numbers: dict[str, int] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def number(self, what: str) -> int:
+        self.numbers[what] = self.numbers.get(what, 0) + 1
+        return self.numbers[what]
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """Arrivals of streams at one meeting: what each knows and brings, by rank."""
+
+    known: dict[int, Any] = field(default_factory=dict)
+    items: dict[int, Any] = field(default_factory=dict)
+
+
+class Ranks:
+    """Ranks of a torch program on a machine: ``Machine.hosts`` while it runs."""
+
+    def __init__(self, machine: Machine, patches: Callable[[Ranks], AbstractContextManager[None]]) -> None:
+        """``patches``: scope in which torch's functions act on these ranks."""
+        self.machine, self._patches = machine, patches
+        size = machine.world_size
+        self.ranks = [Rank(rank, Process(rank, size)) for rank in range(size)]
+        self.meetings: dict[str, Meeting] = {}
+        self._shared: set[str] = set()
+        self._stack = ExitStack()
+
+    @property
+    def here(self) -> Rank:
+        """The rank whose task runs."""
+        return self.ranks[self.machine.rank]
+
+    def __enter__(self) -> Ranks:
+        self._shared = set(sys.modules)
+        self._stack.enter_context(self._patches(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def turn(self, rank: int) -> AbstractContextManager[None]:
+        return self.ranks[rank].process.turn(self._shared)
+
+    def refuse(self, what: str, instead: str = "") -> NotInterpretable:
+        return NotInterpretable(f"{what} is not simulated{f'; {instead}' if instead else ''}")
+
+    # --- order between streams ---------------------------------------------------------------------------------------
+
+    def meet(self, name: str, members: list[int], item: object = None) -> list[Any]:
+        """Meeting of the streams that run this on all ``members``; the items in their order. In any task."""
+        machine = self.machine
+        rank = machine.rank
+        meeting = self.meetings.setdefault(name, Meeting())
+        meeting.known[rank], meeting.items[rank] = machine.observer.published(), item
+        machine.scheduler.recheck()
+
+        def absent() -> str:
+            return f"waits in {name} for rank {', '.join(str(m) for m in members if m not in meeting.known)}"
+
+        machine.scheduler.block(Waiting(lambda: len(meeting.known) == len(members), absent))
+        for member in members:
+            if member != rank:
+                machine.observer.learned(meeting.known[member])
+        return [meeting.items[member] for member in members]

@@ -1,0 +1,133 @@
+"""Replacement of the parts of torch that need GPUs, while a torch program runs on virtual ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.multiprocessing
+
+from weft.check.torch_programs import devices, streams
+from weft.check.torch_programs.groups import Group, Groups
+from weft.check.torch_programs.symmetric import SymmetricMemory
+from weft.simulator.interpreter.patching import Patches
+
+if TYPE_CHECKING:
+    from weft.check.torch_programs.ranks import Ranks
+
+
+@contextmanager
+def patches(ranks: Ranks) -> Iterator[None]:
+    """Scope in which torch's functions for GPUs act on the virtual rank whose host code calls them."""
+    made = Patches()
+    groups = Groups(ranks)
+    memory = SymmetricMemory(ranks, groups)
+    event = type("Event", (streams.Event,), {"ranks": ranks})
+    ranks.stream_type = type("Stream", (streams.Stream,), {"ranks": ranks, "event_type": event})
+    try:
+        for owner, members in (
+            (torch.cuda, _cuda(ranks, event)),
+            (torch.accelerator, _accelerator(ranks)),
+            (dist, groups.functions() | {"ProcessGroup": Group, "group": groups, "GroupMember": groups}),
+            (dist.distributed_c10d, groups.functions()),
+            (symm_mem, _symmetric(memory)),
+            (torch.ops, {"symm_mem": _Ops(ranks, memory)}),
+            (torch.multiprocessing, {"spawn": partial(_spawn, ranks)}),
+        ):
+            for name, value in members.items():
+                made.set(owner, name, value)
+        yield
+    finally:
+        made.restore()
+
+
+def _cuda(ranks: Ranks, event: type) -> dict[str, Any]:
+    machine = ranks.machine
+
+    def synchronize(*_: object) -> None:
+        machine.drain(*(stream.name for stream in ranks.here.streams))
+        machine.observer.synchronized(machine.rank)
+
+    idle = (
+        "set_device", "empty_cache", "_sleep", "init", "_lazy_init", "manual_seed", "manual_seed_all", "ipc_collect",
+        "reset_peak_memory_stats",
+    )  # fmt: skip
+
+    def graphs(*_: object, **__: object) -> None:
+        raise ranks.refuse("a CUDA graph", "call the function itself")
+
+    return {
+        "Stream": ranks.stream_type, "Event": event, "stream": partial(streams.on_stream, ranks),
+        "StreamContext": partial(streams.on_stream, ranks),
+        "current_stream": partial(streams.current_stream, ranks),
+        "default_stream": lambda *_: streams.main_stream(ranks),
+        "set_stream": lambda stream: setattr(ranks.here, "stream", stream if stream.name else None),
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: machine.world_size,
+        "current_device": lambda: ranks.here.rank, "device": lambda *_: contextlib.nullcontext(),
+        "get_device_properties": lambda *_: devices.properties(machine.sms, ranks.here.rank),
+        "get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: "virtual H200",
+        "can_device_access_peer": lambda *_: True, "is_current_stream_capturing": lambda: False,
+        "synchronize": synchronize,
+        "mem_get_info": lambda *_: (100 << 30, 141 << 30), "memory_allocated": lambda *_: 0,
+        "CUDAGraph": graphs, "graph": partial(graphs),
+        # A function for each name: torch.compile keeps a table of them.
+        **{name: partial(_nothing) for name in idle},
+    }  # fmt: skip
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _accelerator(ranks: Ranks) -> dict[str, Any]:
+    return {
+        "is_available": lambda: True, "current_device_index": lambda: ranks.here.rank,
+        "device_count": lambda: ranks.machine.world_size, "set_device_index": lambda *_: None,
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "synchronize": lambda *_: torch.cuda.synchronize(),
+        "current_stream": lambda *_: streams.current_stream(ranks),
+    }  # fmt: skip
+
+
+def _symmetric(memory: SymmetricMemory) -> dict[str, Any]:
+    direct = SimpleNamespace(
+        empty_strided_p2p=memory.empty_strided, rendezvous=memory.rendezvous, set_backend=memory.set_backend,
+        get_backend=memory.backend, has_multicast_support=lambda *_: True, stream_write_value32=memory.write_value,
+    )  # fmt: skip
+    return {
+        "empty": memory.empty, "rendezvous": memory.rendezvous, "get_symm_mem_workspace": memory.workspace,
+        "is_symm_mem_tensor": memory.is_symmetric, "_get_backend_stream": memory.backend_stream,
+        "get_signal_pad_size": memory.pad_size, "set_signal_pad_size": memory.set_pad_size,
+        "get_backend": memory.backend, "set_backend": memory.set_backend, "is_nvshmem_available": lambda: True,
+        "enable_symm_mem_for_group": lambda *_: None, "is_symm_mem_enabled_for_group": lambda *_: True,
+        "_SymmetricMemory": direct,
+    }  # fmt: skip
+
+
+class _Ops:
+    """Stand-in for ``torch.ops.symm_mem``."""
+
+    def __init__(self, ranks: Ranks, memory: SymmetricMemory) -> None:
+        self._ranks, self.stream_write_value32_ = ranks, memory.write_value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._ranks.refuse(f"torch.ops.symm_mem.{name}", "write it out, with a kernel or with copies")
+
+
+def _spawn(ranks: Ranks, fn: Any, args: tuple = (), nprocs: int = 1, *_: object, **__: object) -> None:
+    """``torch.multiprocessing.spawn`` on a rank, which is one of the processes already."""
+    size = ranks.machine.world_size
+    if nprocs != size:
+        raise ValueError(
+            f"the program spawns {nprocs} processes, and --world-size is {size}; pass --world-size {nprocs}"
+        )
+    fn(ranks.here.rank, *args)

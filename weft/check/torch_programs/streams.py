@@ -1,0 +1,157 @@
+"""Streams and events of a torch program.
+
+Kernels run on the main stream; side streams run copies, signals and barriers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from weft.runtime.platforms.virtual import copy_in_pieces
+from weft.simulator.machine.tasks import Waiting
+
+if TYPE_CHECKING:
+    from weft.check.torch_programs.ranks import Ranks
+
+
+class Stream:
+    """Stand-in for ``torch.cuda.Stream``. ``name``: "" for the main stream."""
+
+    ranks: ClassVar[Ranks]
+
+    def __init__(self, device: object = None, priority: int = 0, name: str | None = None, **_: object) -> None:
+        here = self.ranks.here
+        self.priority, self.device = priority, torch.device("cuda", here.rank)
+        if name is None:
+            here.streams.append(self)
+            name = f"stream {len(here.streams)}"
+        self.name = name
+        self.cuda_stream = self.stream_id = 0 if not name else len(here.streams)
+
+    def issue(self, label: str, operation: Callable[[], object], tensors: list[torch.Tensor]) -> None:
+        """Run ``operation`` in the order of this stream: now on the main stream, later on a side stream."""
+        machine = self.ranks.machine
+        if not self.name:
+            machine.settle()
+            machine.observer.issued()
+            operation()
+            return
+        begin = machine.observer.enqueued(self.name, label, tensors)
+
+        def run() -> None:
+            begin()
+            operation()
+
+        machine.enqueue(self.name, label, run)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or type(self).event_type()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        if self.name:
+            self.ranks.machine.join(self.name)
+        self.ranks.machine.settle()
+        self.ranks.machine.observer.host_waited(self.ranks.machine.rank)
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    event_type: ClassVar[type[Event]]
+
+
+class Event:
+    """Stand-in for ``torch.cuda.Event``."""
+
+    ranks: ClassVar[Ranks]
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._mark: dict[str, Any] | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        machine, mark = self.ranks.machine, {}
+
+        def reach() -> None:
+            mark["known"] = machine.observer.published()
+            machine.scheduler.recheck()
+
+        self._mark = mark
+        (stream or current_stream(self.ranks)).issue("event", reach, [])
+
+    def wait(self, stream: Stream | None = None) -> None:
+        mark = self._mark
+        if mark is not None:
+            (stream or current_stream(self.ranks)).issue("wait for an event", lambda: self._await(mark), [])
+
+    def synchronize(self) -> None:
+        if self._mark is not None:
+            self._await(self._mark)
+            self.ranks.machine.observer.host_waited(self.ranks.machine.rank)
+
+    def query(self) -> bool:
+        return self._mark is None or "known" in self._mark
+
+    def elapsed_time(self, _: Event) -> float:
+        return 1.0  # simulated time means nothing
+
+    def _await(self, mark: dict[str, Any]) -> None:
+        machine = self.ranks.machine
+        machine.scheduler.block(Waiting(lambda: "known" in mark, lambda: "waits for an event of another stream"))
+        machine.observer.learned(mark["known"])
+
+
+def current_stream(ranks: Ranks, *_: object) -> Stream:
+    here = ranks.here
+    return here.stream or main_stream(ranks)
+
+
+def main_stream(ranks: Ranks) -> Stream:
+    here = ranks.here
+    if "main" not in here.kept:
+        here.kept["main"] = ranks.stream_type(name="")
+    return here.kept["main"]
+
+
+@contextmanager
+def on_stream(ranks: Ranks, stream: Stream | None) -> Iterator[None]:
+    """Scope of ``torch.cuda.stream``."""
+    here = ranks.here
+    before = here.stream
+    if stream is not None:
+        here.stream = stream if stream.name else None
+    try:
+        yield
+    finally:
+        here.stream = before
+
+
+def copy(ranks: Ranks, label: str, dst: torch.Tensor, src: torch.Tensor, signal: bool = False) -> None:
+    """Copy on the current stream. ``signal``: after all its earlier work, as ``cuStreamWriteValue32``."""
+    machine = ranks.machine
+
+    def move() -> None:
+        for target, source in _contiguous(dst, src):
+            copy_in_pieces(machine, label, target, source, signal)
+
+    current_stream(ranks).issue(label, move, [dst, src])
+
+
+def _contiguous(dst: torch.Tensor, src: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Contiguous parts of two tensors of one shape."""
+    if dst.is_contiguous() and src.is_contiguous():
+        yield dst, src
+        return
+    for target, source in zip(dst, src, strict=True):
+        yield from _contiguous(target, source)

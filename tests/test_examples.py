@@ -14,10 +14,11 @@ import weft
 import weft.check
 from tests.compiling import compiled
 from tests.documents import record_launches
+from weft.check.torch_programs.program import TorchProgram
 
 FOLDER = Path(__file__).parent.parent / "examples"
-# The README's, tests/test_readme.py, what the others share, and one that has no kernel.
-APART = ("hello", "running", "quantized_model")
+# The README's, tests/test_readme.py; what several share; one without a kernel; a program of torch's.
+APART = ("hello", "running", "quantized_model", "torch_all_reduce")
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in APART)
 
 
@@ -49,6 +50,11 @@ def test_an_example_is_right_and_clean_and_compiles(main, monkeypatch):
     assert names & {"gather_kernel", "exchange_kernel", "stencil"}
     for kernel, arguments, constants in launches.values():
         compiled(kernel, *arguments, arch="sm_90", **constants)
+
+
+def test_the_program_of_torch_is_clean():
+    report = weft.check.check(TorchProgram(FOLDER / "torch_all_reduce.py", None), [2, 3], schedules=4)
+    assert report.ok, str(report)
 
 
 @pytest.mark.sweep

@@ -15,7 +15,7 @@ DEFAULT_LINK, DEFAULT_GPU = "nvlink", "h200"
 _UNEXPLORED = {
     "exhausted": ", except for what the model leaves out: atomics take effect at once and loads are never early, so that store "
     "buffering between atomics and load buffering do not occur; host code is not permuted",
-    "bounded": " by --schedules: other orders are left",
+    "bounded": " by --schedules: other orders are left, store buffering between atomics among them",
 }
 
 

@@ -7,7 +7,12 @@ import torch.distributed as dist
 from stubs import folder, package, plain
 
 package("flashinfer", folder() / "flashinfer/flashinfer")
-package("flashinfer.comm", folder() / "flashinfer/flashinfer/comm")
+# With p2p_phase3 the next call may write a buffer that a peer still reads.
+BARRIER = (
+    r"(            block_start \+= tl.num_programs\(0\) \* stride_per_program\n)(    else:\n        block_start = pid)",
+    r"\1        symm_mem_sync(signal_pad_ptrs, None, rank, world_size, hasPreviousMemAccess=True)\n\2",
+)
+package("flashinfer.comm", folder() / "flashinfer/flashinfer/comm", mend={"quantized_allreduce.py": [BARRIER]})
 package("flashinfer.api_logging", flashinfer_api=plain)
 package("flashinfer.utils", register_custom_op=lambda *_, **__: plain)
 from flashinfer.comm.quantized_allreduce import quantized_all_reduce  # noqa: E402

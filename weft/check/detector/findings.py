@@ -175,6 +175,7 @@ def in_words_of_torch(finding: Finding) -> Finding:
     advice = finding.advice
     if not advice or "wl." in advice or "team." in advice:
         advice = OF_TORCH.get(finding.kind, "")
+    advice = advice.replace("notify after", "release after").replace("wait before", "acquire before")
     return replace(finding, advice=advice)
 
 

@@ -28,12 +28,12 @@ class DeferredNorm:
     ``matmul``, ``matmul_parts`` and ``matmul_silu_mul`` take it in place of normalised rows; ``silu_mul``, ``qk_norm_rope`` and
     ``decode_attention`` in place of a GEMM of such rows.
 
-    scaled   [..., H]: hidden * the norm's weight, rounded to their dtype; or a GEMM of that
+    scaled   [..., H]: hidden * the norm's weight, rounded to their dtype, or then put in fp8; or a GEMM of that
     squares  fp32 [..., parts], at least one part: their sum is the mean of each row's hidden^2
     eps      of the norm
     """
 
-    scaled: torch.Tensor
+    scaled: torch.Tensor | Fp8
     squares: torch.Tensor
     eps: float
 

@@ -151,12 +151,12 @@ def in_one_layout(x):
 
 
 @triton.jit
-def store_rows(x, out, at, mask, fp8, token, exists, first, width):
+def store_rows(x, out, at, mask, fp8, token, exists, first, end):
     """Store x [ROWS, BLOCK] at out + at; with ``fp8`` (``Fp8Rows``) as e4m3, with its scales.
 
     x       rounded to 16 bits; with fp8 0 beyond the ends of rows
     token   [ROWS], of its rows, which ``exist`` [ROWS]; first: column of x[:, 0], where a group begins
-    width   columns of a whole row
+    end     of the row's columns, or of the columns that x holds
     """
     if fp8 is None:
         tl.store(out + at, x, mask=mask)
@@ -167,7 +167,7 @@ def store_rows(x, out, at, mask, fp8, token, exists, first, width):
         group = first // fp8.group + tl.arange(0, x.shape[1] // fp8.group)
         to = fp8.scales + token.to(tl.int64)[:, None] * fp8.row + group[None, :] * fp8.column
         tl.store(out + at, rows, mask=mask)
-        tl.store(to, scales, mask=exists[:, None] & (group * fp8.group < width)[None, :])
+        tl.store(to, scales, mask=exists[:, None] & (group * fp8.group < end)[None, :])
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tests.compiling import TARGETS, a_view, compiled, compiled_exchange
 from tests.sampled import sampled
+from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
 from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from weft.ops.collectives.barrier import barrier_kernel
@@ -43,6 +44,10 @@ KERNELS = {
     )
     for two_shot in (False, True) for factored in (False, True) for parts in (1, MAX_PARTIALS_LEFT)
 }  # fmt: skip
+# With normed rows in fp8.
+KERNELS |= {
+    f"{name}_fp8": row for name, row in KERNELS.items() if name.startswith("norm") and name.endswith("of_parts")
+}
 
 
 def plans(name, world_size):
@@ -75,10 +80,12 @@ def compiled_for(arch, name, world_size=4, dtype=torch.bfloat16, n=1 << 20, plan
         dtype = torch.int32
     plan = plan or plans(name, world_size)[0]
     x, words = torch.zeros(16, dtype=dtype), torch.zeros(4, dtype=torch.int32)
-    first, more = torch.zeros(16) if name.endswith("of_parts") else x, ()
+    first, more = torch.zeros(16) if "of_parts" in name else x, ()
     if name.startswith("norm"):
-        summands = tl.constexpr(MAX_PARTIALS_LEFT if name.endswith("of_parts") else 1)
-        first, more = Summands(first, n, summands), (Norm(x, x, x, 1e-6, torch.zeros(4), words),)
+        summands, normed, fp8 = tl.constexpr(MAX_PARTIALS_LEFT if "of_parts" in name else 1), x, None
+        if name.endswith("fp8"):
+            normed, fp8 = x.to(E4M3), rows_argument(torch.zeros(48, 16).t(), RowFormat("group"), dtype, 128)
+        first, more = Summands(first, n, summands), (Norm(normed, x, x, 1e-6, torch.zeros(4), words, fp8),)
     options = {"maxnreg": registers_of(plan, world_size), "launch_pdl": arch in ("sm_90", "sm_100")}
     make = compiled_exchange if isinstance(kernel, Body) else compiled
     return make(
@@ -96,7 +103,7 @@ NORMS_EVERYWHERE = ("norm_one_shot", "norm_two_shot_factored_of_parts")
 @pytest.mark.parametrize(
     ("arch", "name"),
     sampled(
-        ((arch, name) for arch in TARGETS for name in KERNELS),
+        ((arch, name) for arch in TARGETS for name in KERNELS if arch != "sm_80" or not name.endswith("fp8")),
         lambda arch, name: arch == "sm_90" or not name.startswith("norm") or name in NORMS_EVERYWHERE,
     ),
 )
@@ -157,7 +164,9 @@ def test_plans_need_no_more_registers_than_they_are_given(world_size):
                 file.flush()
                 command = [str(cuobjdump), "--dump-resource-usage", file.name]
                 usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16, f"{name} {plan}: {usage}"
+            # Of four rows of 256 columns a few registers do not fit beside their bytes in fp8.
+            most = 64 if name.startswith("norm_two_shot") and name.endswith("fp8") else 16
+            assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most, f"{name} {plan}: {usage}"
 
 
 @pytest.mark.triton_internals

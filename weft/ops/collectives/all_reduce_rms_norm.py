@@ -15,22 +15,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.fp8 import (
+    COLUMNS,
+    Fp8,
+    RowFormat,
+    agreed,
+    check_e4m3,
+    empty_rows,
+    fp8_of,
+    quantized_parts,
+    rows_argument,
+)
 from weft.kernels.pair_sums import PairSum
-from weft.ops.case import Accuracy, Case, Draw, Inputs, sum_of
+from weft.ops.case import Accuracy, Case, Draw, Inputs, format_of, sum_of
 from weft.ops.collectives import all_reduce, cases
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot, checked_shape, shots_rule
 from weft.ops.collectives.copy_engine import add_up
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel, sums_of
 from weft.ops.collectives.space import ROW_PARTS, pushes_around
-from weft.ops.elementwise.add_rms_norm import ADD_RMS_NORM
+from weft.ops.elementwise.add_rms_norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8
+from weft.ops.local import check_rounds
 from weft.ops.op import Op, define, register
 from weft.ops.registration import (
     FLOATS,
@@ -175,8 +187,14 @@ class AllReduceRMSNorm(Op):
         self, case: Case, team: Team, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
         deferred = bool(case.field("deferred"))
+        arguments = x, residual, weight, CASES_EPS, team, case.design
+        if format := format_of(case, residual):
+            normed, _ = all_reduce_rms_norm(*arguments, factored=deferred)
+            rows, hidden = all_reduce_rms_norm(*arguments, factored=deferred, fp8=format)
+            if deferred:
+                return replace(rows, scaled=agreed(normed.scaled, rows.scaled, format)), hidden
+            return agreed(normed, rows, format), hidden
         if isinstance(case.design, str):
-            arguments = (x, residual, weight, CASES_EPS, team, case.design)
             return all_reduce_rms_norm(*arguments, factored=deferred)
         normed, hidden, *squares = self.run(case.design, team, x, residual, weight, CASES_EPS, deferred)
         return (DeferredNorm(normed, squares[0], CASES_EPS) if deferred else normed), hidden
@@ -197,18 +215,30 @@ class AllReduceRMSNorm(Op):
         weight: torch.Tensor,
         eps: float,
         deferred: bool = False,
+        format: RowFormat | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """(normed, hidden), or if ``deferred`` (scaled, hidden, squares): new contiguous tensors.
 
-        Arguments are checked, of any strides.
+        In a ``format`` of fp8 rows and their scales, in place of normed or scaled. Arguments are checked, of any strides.
         """
         self.check_design(design)
         if isinstance(design, ReduceThenNorm):
             total = ALL_REDUCE.run(design.reduce.design, team, _joined(x, residual, team))
+            if format is not None:
+                return ADD_RMS_NORM_FP8.forward(total, residual, weight, eps, format)
             return ADD_RMS_NORM.forward(total, residual, weight, eps)
-        plan, two_shot = design.push, isinstance(design, TwoShot)
-        normed, hidden = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-        width, itemsize = residual.shape[-1], residual.itemsize
+        if format is not None and format.kind == "token":
+            # The parts of a row would have to wait for each other once more.
+            normed, *more = self.run(design, team, x, residual, weight, eps, deferred)
+            return *quantized_parts(normed, format, team.caps), *more
+        width, itemsize, fp8 = residual.shape[-1], residual.itemsize, None
+        plan, two_shot = push_of(design, itemsize, format), isinstance(design, TwoShot)
+        hidden = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        if format is None:
+            made = (normed := torch.empty_like(hidden),)
+        else:
+            made = normed, scales = empty_rows(residual, *residual.shape, format)
+            fp8 = rows_argument(scales, format, residual.dtype, COLUMNS.value)
         rows = residual.numel() // max(1, width)
         parts = cdiv(width * itemsize, plan.row_bytes)
         squares = residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32) if deferred else None
@@ -231,18 +261,18 @@ class AllReduceRMSNorm(Op):
             launch(
                 all_reduce_rms_norm_kernel,
                 x,
-                normed,
+                hidden,
                 rows,
                 min(tiles * parts, programs),
                 team,
                 plan,
-                Norm(hidden, residual.contiguous(), weight.contiguous(), eps, *sums),
+                Norm(normed, residual.contiguous(), weight.contiguous(), eps, *sums, fp8),
                 WIDTH=width,
                 PART=plan.row_bytes // itemsize,
                 TWO_SHOT=two_shot,
                 DEFERRED=deferred,
             )
-        return (normed, hidden) if squares is None else (normed, hidden, squares)
+        return (*made, hidden) if squares is None else (*made, hidden, squares)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, team: str, algorithm: str
@@ -274,10 +304,53 @@ class AllReduceDeferredNorm(Op):
         return scaled, hidden, residual.new_empty((*residual.shape[:-1], parts), dtype=torch.float32)
 
 
+class AllReduceRMSNormFp8(Op):
+    """AllReduceRMSNorm and AllReduceDeferredNorm with rows in fp8: (rows, scales, hidden, and if deferred squares)."""
+
+    name = alias = "all_reduce_rms_norm_fp8"
+    differs = AllReduceRMSNorm.differs
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        team: str,
+        algorithm: str,
+        deferred: bool,
+        format: RowFormat,
+    ) -> list[torch.Tensor]:
+        members = find_team(team)
+        check_e4m3("all_reduce_rms_norm", members.caps)
+        design = ALL_REDUCE_RMS_NORM.plan_of(residual, members, algorithm)
+        return list(ALL_REDUCE_RMS_NORM.run(design, members, x, residual, weight, eps, deferred, format))
+
+    def fake(self, x, residual, weight, eps, team, algorithm, deferred, format):
+        hidden = torch.empty_like(residual, memory_format=torch.contiguous_format)
+        results = [*empty_rows(residual, *residual.shape, format), hidden]
+        if deferred:
+            design = ALL_REDUCE_RMS_NORM.plan_of(residual, find_team(team), algorithm)
+            row_bytes = push_of(design, residual.itemsize, format).row_bytes
+            parts = cdiv(residual.shape[-1] * residual.itemsize, row_bytes)
+            results.append(residual.new_empty((residual.shape[0], parts), dtype=torch.float32))
+        return results
+
+
 ALL_REDUCE_RMS_NORM = AllReduceRMSNorm()
 register(ALL_REDUCE_RMS_NORM)
+_FP8 = AllReduceRMSNormFp8()
+define(_FP8)
 _DEFERRED = AllReduceDeferredNorm()
 define(_DEFERRED)
+
+
+def push_of(design: OneShot | TwoShot, itemsize: int, format: RowFormat | None) -> PushPlan:
+    """Plan of the pushes of a design: where parts of rows are put in fp8, parts have whole groups of columns."""
+    if format is None or format.kind != "group":
+        return design.push
+    grain = COLUMNS.value * itemsize
+    return replace(design.push, row_bytes=cdiv(design.push.row_bytes, grain) * grain)
 
 
 def _joined(x: torch.Tensor, residual: torch.Tensor, team: Team) -> torch.Tensor:
@@ -324,7 +397,8 @@ def all_reduce_rms_norm(
     algorithm: str = "auto",
     *,
     factored: bool = False,
-) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
+    fp8: RowFormat | None = None,
+) -> tuple[torch.Tensor | Fp8 | DeferredNorm, torch.Tensor]:
     """(RMSNorm(hidden) * ``weight``, hidden), where hidden = sum of all ranks' ``x`` + ``residual``.
 
     x          [..., H], any strides, fp16, bf16 or fp32, on ``team.device``, H a multiple of 16 bytes and at most 64 KiB; or
@@ -335,6 +409,8 @@ def all_reduce_rms_norm(
     algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
     factored   return a DeferredNorm in place of the normed rows, for the GEMMs that follow: faster, since no part of a row
                waits for another. fp16 may overflow, since hidden * weight is not yet divided. For a team of one node
+    fp8        the normed rows, or those of the DeferredNorm, are rounded to 16 bits, then put in fp8 so; ``row_format`` of the
+               weight that follows. residual is then [T, H]. With a scale for each token by a kernel more
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for
     streams, graphs and -0.0 as ``all_reduce``. Over several nodes it is that op and ``add_rms_norm``. ValueError for wrong
@@ -363,6 +439,12 @@ def all_reduce_rms_norm(
                 f"must be {tuple(shape)}"
             )
     check_row(residual.shape[-1], residual.itemsize)
+    check_rounds("all_reduce_rms_norm", fp8, "residual", residual)
+    if fp8 is not None:
+        arguments = x, residual, weight, 0.0 if factored else eps, team.name, algorithm, factored, fp8
+        rows, scales, hidden, *squares = _FP8.dispatch(*arguments)
+        written = fp8_of(rows, scales, fp8)
+        return (DeferredNorm(written, *squares, eps) if factored else written), hidden
     if factored:
         scaled, hidden, squares = _DEFERRED.dispatch(x, residual, weight, team.name, algorithm)
         return DeferredNorm(scaled, squares, eps), hidden

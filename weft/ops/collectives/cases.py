@@ -128,6 +128,12 @@ def rms_norm_cases(op: Collective) -> Iterator[Case]:
                 for dtype, shape in ((BF16, (5, 48)), (FP16, (3, 640))):
                     fields = (*deferred, ("partials", 3))
                     yield Case(op=op.name, world_size=w, dtype=dtype, sizes=shape, design=shot, fields=fields)
+        for w, kind, shot, shape in (
+            (1, "group", "one_shot", (5, 512)), (2, "group", "one_shot", (5, 760)), (2, "static", "two_shot", (3, 72)),
+            (3, "group", "two_shot", (7, 760)), (3, "token", "one_shot", (3, 296)), (4, "group", "two_shot", (9, 256)),
+        ):  # fmt: skip
+            fields = (*deferred, ("fp8_rows", kind))
+            yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=fields)
         for w in (1, 3, 8):
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 72), fields=deferred)
             yield Case(op=op.name, world_size=w, dtype=FP16, sizes=(5, 72), design="two_shot", fields=deferred)
@@ -188,5 +194,8 @@ def large_copies(op: Collective, shape: Callable[[int], tuple[int, ...]]) -> Ite
 def large_rms_norm_cases(op: Collective) -> Iterator[Case]:
     for w in GPU_WORLD_SIZES:
         for fields in ((), (("deferred", True),), (("partials", 3),), (("deferred", True), ("partials", 3))):
+            yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=fields)
+            yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(50, 1024), design="two_shot", fields=fields)
+            fields = (*fields, ("fp8_rows", "group"))
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(7, 5120), design="one_shot", fields=fields)
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(50, 1024), design="two_shot", fields=fields)

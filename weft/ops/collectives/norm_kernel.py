@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.fp8 import Fp8Rows, store_rows
 from weft.kernels.pair_sums import sum_of_pairs
 from weft.kernels.partial_sums import rounded_sum
 from weft.kernels.rms_norm import norm as rms_norm
@@ -51,20 +52,22 @@ class Summands(NamedTuple):
 class Norm(NamedTuple):
     """Tensors of the norm, passed to the kernel as the argument ``norm``.
 
-    hidden    [n, WIDTH]  output: the sum with the residual
+    normed    [n, WIDTH]  output
     residual  [n, WIDTH]
     weight    [WIDTH]
     eps       added to the mean square
     squares   sums of squares: receive buffers of sum_over_parts; DEFERRED: [n, parts], output
     counts    [programs]: calls of each; DEFERRED: unused
+    fp8       ``Fp8Rows`` of ``normed`` in e4m3, in parts of whole groups; None: it has hidden's dtype
     """
 
-    hidden: torch.Tensor
+    normed: torch.Tensor
     residual: torch.Tensor
     weight: torch.Tensor
     eps: float
     squares: torch.Tensor
     counts: torch.Tensor
+    fp8: Fp8Rows | None = None
 
 
 @triton.jit
@@ -106,7 +109,7 @@ def summed(x, place, row, column, there, exists, WIDTH: tl.constexpr, dtype: tl.
 @triton.jit
 def all_reduce_rms_norm_kernel(
     x,  # Summands or PairSum
-    normed,  # [n, WIDTH]
+    hidden,  # [n, WIDTH], output: the sum with the residual
     n,
     buffer,  # Slots, in hidden's dtype
     epochs,
@@ -134,12 +137,13 @@ def all_reduce_rms_norm_kernel(
     DEFERRED     | load | push | receive, sum, residual | (push sum, receive) | store all |
     """
     world: tl.constexpr = wl.num_ranks(team)
-    dtype: tl.constexpr = norm.hidden.dtype.element_ty
+    dtype: tl.constexpr = hidden.dtype.element_ty
     parts: tl.constexpr = (WIDTH + PART - 1) // PART
     program = tl.program_id(0)
     group, groups = program // parts, tl.num_programs(0) // parts
     slot = my_slot(buffer, PART, TRANSPORT, team)
-    columns = program % parts * PART + tl.arange(0, BLOCK)
+    begin = program % parts * PART
+    end, columns = min(begin + PART, WIDTH), begin + tl.arange(0, BLOCK)
     inside = (tl.arange(0, BLOCK) < PART) & (columns < WIDTH)
     wl.follow_previous_kernel()
     scale = tl.load(norm.weight + columns, mask=inside, other=0)
@@ -177,8 +181,10 @@ def all_reduce_rms_norm_kernel(
             else:
                 squares = sum_over_parts(squares_of(whole), norm.squares, count, parts, team, ROWS)
                 result = rms_norm(whole, squares, scale, norm.eps, WIDTH)
-            tl.store(norm.hidden + place, whole, mask=here & inside[None, :])
-            tl.store(normed + place, result.to(dtype), mask=here & inside[None, :])
+            tl.store(hidden + place, whole, mask=here & inside[None, :])
+            exists, token = tl.arange(0, ROWS) < min(rest, world), first + tl.arange(0, ROWS)
+            stored = here & inside[None, :]
+            store_rows(result.to(dtype), norm.normed, place, stored, norm.fp8, token, exists, begin, end)
             epoch += 2
             count += 1
     else:
@@ -198,8 +204,9 @@ def all_reduce_rms_norm_kernel(
                 squares = sum_over_parts(squares_of(total), norm.squares, count, parts, team, 1)
                 result = rms_norm(total, squares, scale, norm.eps, WIDTH)
             here = place[None, :]
-            tl.store(norm.hidden + here, total, mask=inside[None, :])
-            tl.store(normed + here, result.to(dtype), mask=inside[None, :])
+            tl.store(hidden + here, total, mask=inside[None, :])
+            token, exists = row + tl.arange(0, 1), row + tl.arange(0, 1) < n
+            store_rows(result.to(dtype), norm.normed, here, inside[None, :], norm.fp8, token, exists, begin, end)
             epoch += 1
             count += 1
     keep_epoch(epochs, epoch - 1)

@@ -79,7 +79,7 @@ def add_rms_norm(
     check_rounds("add_rms_norm", fp8, "x", x)
     if fp8 is None:
         return ADD_RMS_NORM.dispatch(x, residual, weight, eps)
-    rows, scales, hidden = _FP8.dispatch(x, residual, weight, eps, fp8)
+    rows, scales, hidden = ADD_RMS_NORM_FP8.dispatch(x, residual, weight, eps, fp8)
     return fp8_of(rows, scales, fp8), hidden
 
 
@@ -169,5 +169,5 @@ def _launch(
 
 ADD_RMS_NORM = AddRMSNorm()
 register(ADD_RMS_NORM)
-_FP8 = AddRMSNormFp8()
-define(_FP8)
+ADD_RMS_NORM_FP8 = AddRMSNormFp8()
+define(ADD_RMS_NORM_FP8)

@@ -16,6 +16,7 @@ from weft.ops.case import Case
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.moe.all_gather_grouped_matmul_silu_mul import AG_MOE
 from weft.ops.moe.grouped import GroupedArguments, GroupedTiles
+from weft.ops.moe.grouped_cases import quantized_experts
 from weft.ops.moe.grouped_matmul_reduce_scatter import MOE_RS
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineArguments
 from weft.ops.moe.overlapped import GatherArguments, ScatterArguments
@@ -233,17 +234,23 @@ def chosen(x: Callable[..., torch.Tensor], tokens: int, experts: int) -> Routing
     return Routing(x(tokens, experts).topk(2).indices.int(), x(tokens, 2))
 
 
-def experts_gathered(team: Any, x: Callable[..., torch.Tensor], width: int = 32, fp8: bool = False) -> torch.Tensor:
+def experts_gathered(
+    team: Any, x: Callable[..., torch.Tensor], width: int = 32, fp8: bool = False, in_fp8: bool = False
+) -> torch.Tensor:
     """Whole experts' GEMM of tokens that arrive, sometimes none, while a peer may be in its next call.
 
-    fp8  rows are sent in fp8, with their scales
+    fp8  rows are sent in fp8, with their scales; in_fp8: experts are in fp8 too
     """
     tokens, total = 5 * ((team.rank + int(x(1).abs().item() * 8)) % 5 > 0), 2 * team.size
     experts, design = Experts.whole(total, team.rank, team.size), AG_MOE.designs["fused"]
     rows, routing, gate_up = x(tokens, width), chosen(x, tokens, total), x(2, 16, width)
     sizes = total, experts.first, experts.count, 5, 16
-    given = GatherArguments(rows, routing, gate_up, *sizes, fp8, team.name, "auto")
-    h, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2, in_place=not fp8), team, given)
+    of_experts = ()
+    if in_fp8:
+        rows, routing = rows.bfloat16(), routing._replace(weights=routing.weights.bfloat16())
+        gate_up, *of_experts = quantized_experts(gate_up, "block")
+    given = GatherArguments(rows, routing, gate_up, *sizes, fp8, team.name, "auto", *of_experts)
+    h, _, _, counts, *_ = AG_MOE.run(design(tiles=EXPERT_TILES, chunks=3, head=2, in_place=not fp8), team, given)
     return h[: int(counts.sum())].clone()
 
 
@@ -314,6 +321,12 @@ OPS = [
     Call("grouped_matmul_all_reduce_rms_norm", normed_pairs, 2),
     Call("all_gather_grouped_matmul_silu_mul", experts_gathered, 2, 4),
     Call("all_gather_grouped_matmul_silu_mul fp8", functools.partial(experts_gathered, width=144, fp8=True), 2, 4),
+    Call(
+        "all_gather_grouped_matmul_silu_mul of experts in fp8",
+        functools.partial(experts_gathered, width=144, fp8=True, in_fp8=True),
+        2,
+        4,
+    ),
     Call("grouped_matmul_reduce_scatter", experts_scattered, 2, 4),
     Call("barrier", lambda team, x: ops.barrier(team)),
     Call("matmul", lambda team, x: ops.matmul(x(40, 48), x(56, 48))),

@@ -326,6 +326,23 @@ def test_the_plan_names_tiles_of_fp8():
         assert grouped_tiles_for(call, H200, gated=True).block_n == 256
 
 
+def test_the_plan_of_rows_that_are_gathered():
+    """With scales of blocks they travel in fp8 within a node, else in 16 bits."""
+    op, sizes = find_op("all_gather_grouped_matmul_silu_mul"), (4096, 8, 128, 768, 2048)
+    here, nodes = machine(H200, 2), machine(H200, 4, nodes=2)
+    planned = op.plan(op.call_of(sizes, BF16, here, block_fp8=True), here)
+    assert planned.name == "fused" and planned.design.tiles.block_k == 128 and not planned.design.in_place
+    for call, where in (({"channel_fp8": True}, here), ({"block_fp8": True}, nodes)):
+        planned = op.plan(op.call_of(sizes, BF16, where, **call), where)
+        assert planned.name == "sequential" and "rows travel in 16 bits" in planned.reason
+    with pytest.raises(ValueError, match="algorithm='fused' sends fp8 rows with scales of 128 columns"):
+        op.plan(op.call_of(sizes, BF16, here, "fused", channel_fp8=True), here)
+    text = str(
+        ops.explain("moe-rs+block_fp8", max_tokens=2048, k=8, experts=128, H=2048, N=768, world_size=4, caps=H200)
+    )
+    assert "scales of fp8 for each step" in text or "block_k=128" in text
+
+
 @pytest.mark.parametrize("columns", [128, 0])
 @pytest.mark.parametrize(("block", "pairs"), [(16, 64), (16, 4096), (32, 4096), (64, 8192), (128, 32768)])
 def test_on_sm_90_by_fp8_instructions_from_shared_memory(block, pairs, columns, tmp_path):

@@ -19,7 +19,7 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.kernels import fp8
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
-from weft.ops.moe import by_nodes, grouped, overlapped
+from weft.ops.moe import by_nodes, grouped, grouped_kernel, overlapped
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
 from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles, weight_descriptor
@@ -207,12 +207,18 @@ SCALES = """            if scales is not None and len(source) > 0:
 # Source that changes, what to, the function that a mutant replaces in which module, the finding.
 BUGS = {
     "the last rank of a tile not awaited": (
-        grouped, "tl.maximum(begin, 1), end + 1)", "tl.maximum(begin, 1), end)", "grouped_matmul_kernel", grouped, "race"),
+        grouped_kernel, "tl.maximum(begin, 1), end + 1)", "tl.maximum(begin, 1), end)", "grouped_matmul_kernel", grouped,
+        "race"),
     "the chunk before awaited": (
-        grouped, "row // arriving.chunk, team)", "0, team)", "grouped_matmul_kernel", grouped, "race"),
+        grouped_kernel, "row // arriving.chunk, team)", "0, team)", "grouped_matmul_kernel", grouped, "race"),
     "a rank without rows sends no flags": (
         overlapped, SEND, SEND.replace("channel", "len(source) and channel"), "send_rows", overlapped, "deadlock"),
     "scales behind the flag of their rows": (overlapped, SCALES + SEND, SEND + SCALES, "send_rows", overlapped, "race"),
+    "scales behind the flag of their rows, of experts in fp8": (
+        overlapped, SCALES + SEND, SEND + SCALES, "send_rows", overlapped, "race"),
+    "rows of experts in fp8 not awaited": (
+        grouped_kernel, "tl.maximum(begin, 1), end + 1)", "tl.maximum(begin, 1), end)", "grouped_matmul_kernel", grouped,
+        "race"),
     "a slab sent before its sums": (
         moe_rs, FORK, FORK.replace("team.copy_engine.fork()", "number or team.copy_engine.fork()"), "run_slabs", moe_rs,
         "race"),
@@ -228,8 +234,8 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
     source, old, new, changed, module, kind = BUGS[name]
     mutant = mutated(source, old, new, f"overlap_mutant_{len(name)}", tmp_path)
     monkeypatch.setattr(module, changed, getattr(mutant, changed))
-    in_fp8 = functools.partial(experts_gathered, width=144, fp8=True)
-    run = experts_scattered if source is moe_rs else in_fp8 if "scales" in name else experts_gathered
+    in_fp8 = functools.partial(experts_gathered, width=144, fp8=True, in_fp8="experts" in name)
+    run = experts_scattered if source is moe_rs else in_fp8 if "scales" in name or "fp8" in name else experts_gathered
     report = weft.check.check(calls_of(run), 3 if kind == "deadlock" else 2, schedules=6)
     kinds = {found.finding.kind for found in report.wrong}
     assert kinds and all(kind in found for found in kinds), report
@@ -238,6 +244,8 @@ def test_the_check_finds_a_planted_bug(name, tmp_path, monkeypatch):
 # --- refused arguments --------------------------------------------------------------------------------------------------
 
 X, IDS = torch.zeros(3, 8), torch.zeros(3, 2).int()
+EXPERTS_FP8 = fp8.Fp8(torch.zeros(4, 6, 16).to(fp8.E4M3), torch.ones(4, 6, 1))
+HALF = {"x": torch.zeros(3, 16).bfloat16(), "weights": torch.zeros(3, 2).bfloat16()}
 SCHEDULE = Schedule(*(torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8), (4,), (9, 4), (1,))), 2, 16)
 
 
@@ -254,6 +262,23 @@ SCHEDULE = Schedule(*(torch.zeros(shape, dtype=torch.int32) for shape in ((4, 8)
         ("dtype=torch.float16 is not None or torch.float8_e4m3fn", {"dtype": torch.float16}),
         ("K=8 of torch.float8_e4m3fn is 8 bytes, no multiple of 16", {"dtype": torch.float8_e4m3fn}),
         ("algorithm='slabs' is not one of 'auto', 'fused', 'sequential'", {"algorithm": "slabs"}),
+        ("x.dtype=torch.float32 is not one of float16, bfloat16", {"gate_up": EXPERTS_FP8}),
+        (
+            "gate_up.scales has shape (4, 6); it must be (4, n, k)",
+            {"gate_up": EXPERTS_FP8._replace(scales=torch.ones(4, 6)), **HALF},
+        ),
+        (
+            "dtype=torch.float8_e4m3fn has scales of 128 columns, and gate_up asks for other ones",
+            {"gate_up": EXPERTS_FP8, "dtype": torch.float8_e4m3fn, **HALF},
+        ),
+        (
+            "algorithm='fused' sends fp8 rows with scales of 128 columns",
+            {"gate_up": EXPERTS_FP8, "algorithm": "fused", **HALF},
+        ),
+        (
+            "fp8=RowFormat(scales='group', input_scale=None) is for fp8 weights and rows",
+            {"fp8": fp8.RowFormat("group")},
+        ),
     ],
 )
 def test_wrong_arguments_of_ag_moe_are_refused(message, fields):

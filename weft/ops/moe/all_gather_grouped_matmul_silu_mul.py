@@ -20,19 +20,17 @@ from weft.kernels.fp8 import (
     fp8_of,
     read_back,
 )  # fmt: skip
-from weft.kernels.operands import ScaledMatrix
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
-from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.knobs import around, check_knobs, counts, halved, knob
-from weft.ops.local import check_like, check_shape, check_sizes
+from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
 from weft.ops.moe.grouped import Coming, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_cases import exact_operands, fp8_accuracy, fp8_forms, with_matrix, with_scales
-from weft.ops.moe.grouped_check import check_written
+from weft.ops.moe.grouped_check import check_gate_up, check_written
 from weft.ops.moe.grouped_kernel import Arriving
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
@@ -52,7 +50,7 @@ from weft.ops.moe.overlapped import (
 from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct, draw_ids
 from weft.ops.moe.words import GatherWords, Tokens, gather_words
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, HALVES, check_choice, check_team, check_tensor
+from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
@@ -182,7 +180,7 @@ def all_gather_grouped_matmul_silu_mul(
         raise ValueError(
             f"{op}: experts={quoted(experts)} is not an Experts; pass weft.ops.Experts(total, first, count)"
         )
-    _check_gate_up(op, gate_up, x, experts, team)
+    check_gate_up(op, gate_up, x, experts, team)
     if dtype not in (None, E4M3):
         raise ValueError(
             f"{op}: dtype={quoted(dtype)} is not None or {E4M3}; rows are sent in x's dtype or in that one"
@@ -233,23 +231,6 @@ def all_gather_grouped_matmul_silu_mul(
     return h, schedule, Dispatched(rows, Routing(ids, weights), experts)
 
 
-def _check_gate_up(op: str, gate_up: torch.Tensor | Fp8, x: torch.Tensor, experts: Experts, team: Team) -> None:
-    """ValueError unless the weight is of these experts and takes rows of x."""
-    data, dtypes = gate_up, (x.dtype,)
-    if isinstance(gate_up, Fp8):
-        data, dtypes = gate_up.data, (E4M3,)
-        check_tensor(op, "x", x, team, HALVES, over_nodes=True)
-        check_like(op, "gate_up.scales", gate_up.scales, x.device, (torch.float32,))
-        check_shape(op, "gate_up.scales", gate_up.scales, (experts.count, "n", "k"))
-    check_tensor(op, "gate_up", data, team, dtypes, over_nodes=True)
-    check_shape(op, "gate_up", data, (experts.count, "2 N", x.shape[1]))
-    if data.shape[1] % 2 or 0 in data.shape:
-        raise ValueError(f"{op}: gate_up has shape {tuple(data.shape)}; pass gate's N rows, then up's N, at least one")
-    if isinstance(gate_up, Fp8):
-        one = Fp8(data[0], gate_up.scales[0], gate_up.input_scale)
-        check_fp8(op, ScaledMatrix(x.new_empty((1, x.shape[1]))), one, gated=True)
-
-
 def differentiable(
     x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, experts: Experts, team: Team, most: int
 ) -> tuple[torch.Tensor, Schedule, Dispatched]:
@@ -281,18 +262,19 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def call_of(
-        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **forms: bool
     ) -> GatherGroupedCall:
-        """Call for whole experts."""
+        """Call for whole experts. forms: fp8, block_fp8, channel_fp8."""
         tokens, k, experts, N, K = check_sizes(self.name, self.sizes, sizes)
         held = Experts.whole(experts, 0, machine.world_size).count
-        return GatherGroupedCall(tokens, k, experts, held, N, K, dtype, design)
+        forms["fp8"] = forms.get("fp8", False) or (forms.get("block_fp8", False) and machine.nodes == 1)
+        return GatherGroupedCall(tokens, k, experts, held, N, K, dtype, design, **forms)
 
     def call_of_case(self, case: Case, machine: Machine) -> GatherGroupedCall:
         most, k, experts, N, K = case.sizes
         held = case_experts(case, 0).count
         forms, sizes = fp8_forms(case), (most, k, experts, held, N, K)
-        fp8 = case.field("fp8") is True or "block_fp8" in forms
+        fp8 = case.field("fp8") is True or ("block_fp8" in forms and machine.nodes == 1)
         return GatherGroupedCall(*sizes, case.dtype, case.design, fp8, **forms)
 
     def choose(self, call: GatherGroupedCall, machine: Machine) -> Planned:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from weft.arguments import quoted
@@ -10,8 +12,11 @@ from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.local import check_like, check_shape
 from weft.ops.moe.grouped import GroupedArguments
-from weft.ops.moe.routing import Schedule
-from weft.ops.registration import FLOATS, HALVES, check_flag
+from weft.ops.moe.routing import Experts, Schedule
+from weft.ops.registration import FLOATS, HALVES, check_flag, check_tensor
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
 
 
 def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArguments:
@@ -83,3 +88,20 @@ def check_written(op: str, x: torch.Tensor, weight_scales: torch.Tensor | None, 
         raise ValueError(f"{op}: fp8={quoted(fp8)} is for fp8 weights and rows of fp8 or bf16; leave it out")
     if fp8.kind == "token":
         raise ValueError(f"{op}: fp8.scales='token', but several programs compute a row; quantize the result")
+
+
+def check_gate_up(op: str, gate_up: torch.Tensor | Fp8, x: torch.Tensor, experts: Experts, team: Team) -> None:
+    """ValueError unless the weight is of these experts and takes rows of x."""
+    data, dtypes = gate_up, (x.dtype,)
+    if isinstance(gate_up, Fp8):
+        data, dtypes = gate_up.data, (E4M3,)
+        check_tensor(op, "x", x, team, HALVES, over_nodes=True)
+        check_like(op, "gate_up.scales", gate_up.scales, x.device, (torch.float32,))
+        check_shape(op, "gate_up.scales", gate_up.scales, (experts.count, "n", "k"))
+    check_tensor(op, "gate_up", data, team, dtypes, over_nodes=True)
+    check_shape(op, "gate_up", data, (experts.count, "2 N", x.shape[1]))
+    if data.shape[1] % 2 or 0 in data.shape:
+        raise ValueError(f"{op}: gate_up has shape {tuple(data.shape)}; pass gate's N rows, then up's N, at least one")
+    if isinstance(gate_up, Fp8):
+        one = Fp8(data[0], gate_up.scales[0], gate_up.input_scale)
+        check_fp8(op, ScaledMatrix(x.new_empty((1, x.shape[1]))), one, gated=True)

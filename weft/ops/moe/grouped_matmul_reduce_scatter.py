@@ -293,13 +293,13 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def call_of(
-        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **forms: bool
     ) -> GroupedScatterCall:
-        """Call for whole experts."""
+        """Call for whole experts. forms: block_fp8 or channel_fp8."""
         tokens, k, experts, H, N = check_sizes(self.name, self.sizes, sizes)
         held = Experts.whole(experts, 0, machine.world_size).count
         block = block_for(machine.world_size * tokens * k, experts)
-        return GroupedScatterCall(tokens, k, experts, held, block, H, N, dtype, design)
+        return GroupedScatterCall(tokens, k, experts, held, block, H, N, dtype, design, **forms)
 
     def call_of_case(self, case: Case, machine: Machine) -> GroupedScatterCall:
         most, k, experts, H, N = case.sizes

@@ -201,9 +201,10 @@ def run(
         return out
     x, weight, _, by_token, scales = given.with_fp8_rows()[:5]
     gather, matrix, fp8 = 1 if each_pair else schedule.choices if by_token else 0, given.matrix, None
+    apart = comes_apart(design, gated, isinstance(matrix, Fp8))
     if isinstance(matrix, Fp8):
         design = fitted(design, matrix)
-        fp8 = scales_of_gemm(scales, matrix, design.block_n // (2 if gated else 1), gated)
+        fp8 = scales_of_gemm(scales, matrix, design.block_n // (2 if apart else 1), gated)
         scales = None
     x = x if x.is_contiguous() else x.contiguous()
     if not can_describe_experts(weight):
@@ -220,7 +221,6 @@ def run(
             f"block_n={design.block_n} has {width} results, no multiple of the {COLUMNS.value} under a scale of fp8 rows"
         )
     described = not gather and can_describe(x)
-    apart = gated and (design.transposed or fp8 is not None)
     form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, apart, coming.in_place)
     across = cdiv(N, width)
     grouped_matmul_kernel[(min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),)](
@@ -259,6 +259,11 @@ def run_gated(
     return run(design, given, gated=True, coming=coming, out=h, written=written), scales
 
 
+def comes_apart(design: GroupedTiles, gated: bool, fp8: bool) -> bool:
+    """``Form.apart`` of a design; fp8: of both operands."""
+    return (gated and (design.transposed or fp8)) or (fp8 and design.block_n > 128)
+
+
 def fitted(design: GroupedTiles, weight: Fp8) -> GroupedTiles:
     """``design`` with steps under one scale of ``weight``."""
     most = columns_of(weight) if weight.is_grouped else COLUMNS.value
@@ -274,7 +279,7 @@ def weight_descriptor(design: GroupedTiles, weight: torch.Tensor, form: Form) ->
         return TensorDescriptor(
             weight, [experts, 2, N, columns], [apart, N * columns, columns, 1], [1, both, block_n // 2, block_k]
         )
-    block = [1, block_k, block_n] if form.turned else [1, block_n, block_k]
+    block = [1, block_k, block_n] if form.turned else [1, block_n // (2 if form.apart else 1), block_k]
     return TensorDescriptor(weight, [experts, rows, columns], [apart, columns, 1], block)
 
 

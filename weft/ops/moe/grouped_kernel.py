@@ -26,7 +26,8 @@ class Form(NamedTuple):
     even     block_k divides K
     described  x is a descriptor, for rows in the order of the schedule that begin on 16 bytes
     turned   the weight is [experts, K, N], for gradients: dy @ weight[e]
-    apart    gate and up are two products: in tiles of few pairs, and of fp8 operands
+    apart    a tile is two products: of gate and of up in tiles of few pairs and of fp8 operands; else of fp8 operands, of half
+             the columns each, since the registers hold the sums of a step of 128 x 128 beside all sums
     in_place this rank's rows are not in x but in ``Arriving.own``
     """
 
@@ -73,7 +74,8 @@ def await_rows(first, last, arriving, landed, team):
 def weight_tile(weight, expert, HALF: tl.constexpr, column, k, FORM: tl.constexpr, ROWS: tl.constexpr):
     """[ROWS, columns of a step] of an expert's weight from row ``column`` and column ``k`` on.
 
-    HALF  if FORM.apart 0: gate's rows, 1: up's. Else of a gated weight both, gate's first
+    HALF  if FORM.apart 0: gate's rows, 1: up's, or of a tile's rows the first and the second half. Else of a gated weight
+          both, gate's first
     """
     if FORM.turned:
         tile = weight.load([expert, k, column])
@@ -82,18 +84,32 @@ def weight_tile(weight, expert, HALF: tl.constexpr, column, k, FORM: tl.constexp
         tile = weight.load([expert, HALF, column, k])
         return tile.reshape(ROWS, tile.shape[3])
     else:
-        tile = weight.load([expert, column, k])
+        tile = weight.load([expert, column + HALF * ROWS, k])
         return tile.reshape(ROWS, tile.shape[2])
 
 
 @triton.jit
-def scales_at(fp8, rows, expert, column, N, k, FORM: tl.constexpr, WIDTH: tl.constexpr):
-    """Scales at column k: of x's rows, of a weight's rows from ``column`` on, and of up's if gated."""
-    of_weight = weight_scales(fp8, column, N, k, WIDTH, expert)
+def scales_at(fp8, rows, expert, column, N, k, FORM: tl.constexpr, ROWS: tl.constexpr):
+    """Scales at column k: of x's rows, of the first product's rows, and of the second's if FORM.apart."""
+    of_weight = weight_scales(fp8, column, N, k, ROWS, expert)
     of_up = of_weight
     if FORM.gated:
-        of_up = weight_scales(fp8, N + column, 2 * N, k, WIDTH, expert)
+        of_up = weight_scales(fp8, N + column, 2 * N, k, ROWS, expert)
+    elif FORM.apart:
+        # Rows from N on are not stored.
+        of_up = weight_scales(fp8, tl.minimum(column + ROWS, N - 1), N, k, ROWS, expert)
     return row_scales(fp8, rows, ALL_ROWS, k), of_weight, of_up
+
+
+@triton.jit
+def store_results(result, out, target, there, column, N, written):
+    """Store results in the rows ``target`` that are ``there``, from ``column`` on, maybe in fp8."""
+    n = column + tl.arange(0, result.shape[1])
+    at, mask = target.to(tl.int64)[:, None] * N + n[None, :], there[:, None] & (n < N)[None, :]
+    if written is None:
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+    else:
+        store_rows(result.to(written.dtype), out, at, mask, written, target, there, column, N)
 
 
 @triton.jit(do_not_specialize=["slab"])
@@ -126,7 +142,7 @@ def grouped_matmul_kernel(
               me, me + 1, … (mod W); or None, where landed is None too
     team      of arriving rows, or in a trace (``traced_view``); else None
     weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows, or if FORM.turned of [experts, K, N]; if FORM.gated of
-              [experts, 2, N, K] in blocks of BLOCK_N // 2 rows of both, or if FORM.apart of one
+              [experts, 2, N, K] in blocks of BLOCK_N // 2 rows of both. If FORM.apart its blocks have half as many rows
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
     written   ``Fp8Rows`` where out is in fp8; else None
     slab      tiles along N that go before the next ones are begun
@@ -139,7 +155,7 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr = FORM.block
     WIDTH: tl.constexpr = BLOCK_N // 2 if FORM.gated else BLOCK_N
     # Rows of the weight in a product.
-    ROWS: tl.constexpr = WIDTH if FORM.apart else BLOCK_N
+    ROWS: tl.constexpr = BLOCK_N // 2 if FORM.apart else BLOCK_N
     # Each step along K has scales.
     BY_STEP: tl.constexpr = False if fp8 is None else fp8.columns > 0
     wl.follow_previous_kernel()
@@ -186,7 +202,7 @@ def grouped_matmul_kernel(
         up = acc
         if BY_STEP:
             # Loaded a step ahead, so that the tensor cores do not wait for them.
-            of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, 0, FORM, WIDTH)
+            of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, 0, FORM, ROWS)
         for k in tl.range(0, K, BLOCK_K):
             if FORM.described:
                 a = x.load([row, k])
@@ -199,16 +215,16 @@ def grouped_matmul_kernel(
             b = weight_tile(weight, expert, 0, column, k, FORM, ROWS)
             if BY_STEP:
                 next_rows, next_weight, next_up = scales_at(
-                    fp8, source, expert, column, N, tl.minimum(k + BLOCK_K, K - 1), FORM, WIDTH
+                    fp8, source, expert, column, N, tl.minimum(k + BLOCK_K, K - 1), FORM, ROWS
                 )
                 acc += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_weight, fp8, TRANSPOSED)
-                if FORM.gated:
+                if FORM.apart:
                     b = weight_tile(weight, expert, 1, column, k, FORM, ROWS)
                     up += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
                 of_rows, of_weight, of_up = next_rows, next_weight, next_up
             elif fp8 is not None:
                 acc += fp8_dot(a, b, TRANSPOSED)
-                if FORM.gated:
+                if FORM.apart:
                     up += fp8_dot(a, weight_tile(weight, expert, 1, column, k, FORM, ROWS), TRANSPOSED)
             elif TRANSPOSED:
                 acc = tl.dot(b, a.T, acc, input_precision="ieee")
@@ -217,9 +233,9 @@ def grouped_matmul_kernel(
             else:
                 acc = tl.dot(a, b.T, acc, input_precision="ieee")
         if fp8 is not None and not BY_STEP:
-            of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, 0, FORM, WIDTH)
+            of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, 0, FORM, ROWS)
             acc = scaled(acc, of_rows, of_weight, fp8, TRANSPOSED)
-            if FORM.gated:
+            if FORM.apart:
                 up = scaled(up, of_rows, of_up, fp8, TRANSPOSED)
         if FORM.gated:
             if FORM.apart:
@@ -235,11 +251,10 @@ def grouped_matmul_kernel(
             target = row + local
         else:
             target = pair
-        n = column + tl.arange(0, WIDTH)
-        at, there = target.to(tl.int64)[:, None] * N + n[None, :], local < count
-        if written is None:
-            result = result.to(out.dtype.element_ty)
-        else:
-            result = result.to(written.dtype)
-        store_rows(result, out, at, there[:, None] & (n < N)[None, :], written, target, there, column, N)
+        there = local < count
+        store_results(result, out, target, there, column, N, written)
+        if FORM.apart and not FORM.gated:
+            if TRANSPOSED:
+                up = up.T
+            store_results(up, out, target, there, column + ROWS, N, written)
         wl.end_tile(began, place // width, column // WIDTH, team)

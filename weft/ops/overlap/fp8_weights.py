@@ -29,13 +29,13 @@ class OverlappedFp8(Op):
         self, a: Operand, weights: Sequence[Fp8], team: Team, own_first: bool, name: str = "a"
     ) -> list[torch.Tensor]:
         """Results for each weight, of unchecked operands. name: of ``a`` in messages."""
-        op, (first, *others) = self.of.name, weights
+        op, first = self.of.name, weights[0]
         if torch.is_grad_enabled() and getattr(a, "requires_grad", False):
             raise RuntimeError(f"{op}: fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()")
         check_e4m3(op, team.caps)
         for weight in weights:
             check_fp8(op, ScaledMatrix(a), weight, gated=False)
-        if any(form_of(one) != form_of(first) or one.input_scale is not first.input_scale for one in others):
+        if any(form_of(one) != form_of(first) or one.input_scale is not first.input_scale for one in weights):
             raise ValueError(f"{op}: the weights' scales ask for rows of different scales; call the op once for each")
         data, scales = (a.data, a.scales) if isinstance(a, Fp8) else (a, None)
         matrices, their_scales = [one.data for one in weights], [one.scales for one in weights]

@@ -25,7 +25,7 @@ class Gathered(NamedTuple):
     """Rows of all ranks in a half of A_full, in the order of the result; this rank's are not written.
 
     data    [W * rows, K]
-    scales  of fp8 rows, fp32 [W * rows * groups]: those of a piece's rows first .. last are [groups, last - first] from
+    scales  of fp8 rows, fp32 [W * rows * groups]: a piece, rows first .. last, has [groups, last - first] scales from
             first * groups on, so that cuBLAS reads them where they arrive; or one scale of all rows. None: rows of 16 bits
     rows    of a rank
     groups  scales of a row that travel with it
@@ -87,7 +87,7 @@ def scales_from(nbytes: int) -> int:
 
 
 def with_scales(rows: Operand, b: Operand) -> Operand:
-    """Quantized rows, each with scales of its own unless b's scale of all ranks' rows is known."""
+    """Quantized rows with scales of each row, unless b has one scale of all ranks' rows."""
     if not isinstance(rows, Fp8) or b.input_scale is not None:
         return rows
     return rows._replace(data=rows.data.contiguous(), scales=rows.scales.expand(len(rows.data), -1))

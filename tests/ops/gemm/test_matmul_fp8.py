@@ -314,6 +314,10 @@ def test_which_design_an_fp8_weight_gets():
     ):
         planned = op.plan(GemmCall(M, N, K, BF16, block_fp8=True, **fields), machine(H200, 1))
         assert planned.name == name, (M, N, K, planned.reason)
+    for K, taken in ((6400, True), (6464, False)):  # 50 groups, and a short one
+        weight = Fp8(torch.zeros(256, K).to(E4M3), torch.ones(2, -(-K // 128)))
+        assert fp8_operands.suits_cublas(weight) == taken
+        assert MATMUL.call_of((4096, 256, K), BF16, machine(H200, 1), block_fp8=True).aligned == taken
     planned = MATMUL.plan(GemmCall(4096, 5120, 4096, FP16, channel_fp8=True), machine(H200, 1))
     assert planned.name == "small_m" and "bfloat16" in planned.reason
 

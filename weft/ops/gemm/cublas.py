@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from weft.kernels.fp8 import ROWS_OF_CUBLAS, Fp8
@@ -73,7 +74,7 @@ def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
     if strides[1] in (1, room) and end * matrix.itemsize <= matrix.untyped_storage().nbytes():
         return matrix.as_strided((room, K), strides)
     bits = matrix.view(torch.uint8) if matrix.itemsize == 1 else matrix
-    return torch.nn.functional.pad(bits, (0, 0, 0, room - M)).view(matrix.dtype)
+    return F.pad(bits, (0, 0, 0, room - M)).view(matrix.dtype)
 
 
 def scaled(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,11 +100,14 @@ def _scaled_by_blocks(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | No
     M = len(a.data)
     rows, of_rows = _in_fours(a.data), _in_fours(a.scales)
     of_rows = of_rows.t().contiguous().t()  # one after the other along M
+    of_weight = b.scales
+    if missing := -of_weight.shape[1] % 4:  # cuBLAS reads rows of them in fours
+        of_weight = F.pad(of_weight, (0, missing))
     into = out if len(rows) == M else None
     forms = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
     # torch.nn.functional.scaled_mm calls the same function, without ``out``.
     result = torch._scaled_mm_v2(
-        rows, b.data.t(), [of_rows], [forms[0]], [], [b.scales.t()], [forms[1]], [], None, dtype, out=into
+        rows, b.data.t(), [of_rows], [forms[0]], [], [of_weight.t()], [forms[1]], [], None, dtype, out=into
     )[:M]
     return result if out is None or into is not None else out.copy_(result)
 

@@ -40,8 +40,7 @@ def suits_cublas(weight: Fp8) -> bool:
     (N, K), whole = weight.shape, COLUMNS.value
     if K % 16 != 0 or N % 16 != 0 or not weight.is_grouped:
         return K % 16 == 0 and N % 16 == 0
-    # It reads rows of scales in fours.
-    return K % (4 * whole) == 0 and columns_of(weight) == whole and cdiv(N, whole) == weight.scales.shape[0]
+    return K % whole == 0 and columns_of(weight) == whole and cdiv(N, whole) == weight.scales.shape[0]
 
 
 def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:

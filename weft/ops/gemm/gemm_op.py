@@ -96,7 +96,7 @@ class GemmOp(Op):
         M, N, K = check_sizes(self.name, self.sizes, sizes)
         if self.rows_sharded:
             check_divides(self.name, "M", M, machine.world_size)
-        rows = 512 if fields.get("block_fp8") else 16 // (1 if fields.get("channel_fp8") else dtype.itemsize)
+        rows = 128 if fields.get("block_fp8") else 16 // (1 if fields.get("channel_fp8") else dtype.itemsize)
         return GemmCall(M, N, K, dtype, K % rows == 0, design=design, **fields)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

@@ -141,14 +141,14 @@ class MatmulReduceScatter(Overlapped):
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.offered(call))
         yield from pipelines(Pipelined(), machine)
+        if call.fp8:  # cuBLAS adds to no previous result
+            yield from (Pipelined(chunks=chunks, streams=2, local_pieces=2) for chunks in (1, 2))
+            return
         if machine.world_size == 2:
             yield from (
                 Pipelined(chunks=chunks, streams=streams, accumulate=True)
                 for chunks, streams in ((2, 1), (2, 2), (4, 1))
             )
-        if call.fp8:
-            yield from (Pipelined(chunks=chunks, streams=2, local_pieces=2) for chunks in (1, 2))
-            return
         base = self.default("fused", call, machine)
         for design in fused_tiles(base, call.M // machine.world_size, call.dtype, machine, quick):
             yield from (design, replace(design, split=not design.split))

@@ -156,11 +156,12 @@ def test_a_command_runs(command, tmp_path, monkeypatch):
 
 
 def made_short(command):
-    """The command with few schedules and ranks, where the reader's are many."""
+    """The command with few schedules, ranks and modes, where the reader's are many."""
     if command.startswith("weft check"):
         command = f"{re.sub(r'--schedules [0-9]+', '', command)} --schedules 4"
-    is_wide = command.startswith("weft generate") and "--world-size" not in command
-    return f"{command} --world-size 2" if is_wide else command
+    if command.startswith("weft generate") and "--world-size" not in command:
+        return f"{command} --world-size 2"
+    return f"{command} --mode replicated" if command.startswith("weft bench model") else command
 
 
 def write_files_of_the_reader(command, folder):

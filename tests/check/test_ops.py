@@ -16,8 +16,8 @@ from tests.sampled import sampled
 from weft import ops
 
 
-# Schedule i follows strategy i modulo 4: two ranks run the first two, three or four ranks one of the last. Of four calls two
-# are made on two ranks, one on three, one on four; `make sweep` makes all so, and 16 schedules of each at each size.
+# Schedule i follows strategy i modulo 4: two ranks run the first two, three or four ranks one of the last. Of two calls one is
+# made on two ranks, one on three; `make sweep` makes all so, also on four, and 16 schedules of each at each size.
 @pytest.mark.parametrize(
     ("call", "world_size", "schedules", "seed"),
     [
@@ -25,7 +25,8 @@ from weft import ops
         for index, call in enumerate(OPS)
         for ranks, marks in (
             ((2, 2, 0), () if index % 2 else pytest.mark.sweep),
-            ((3 + index // 2 % 2, 1, 2 + index // 4 % 2), pytest.mark.sweep if index % 2 else ()),
+            ((3, 1, 2 + index // 4 % 2), pytest.mark.sweep if index % 2 else ()),
+            ((4, 1, 2 + index // 2 % 2), pytest.mark.sweep),
         )
     ],
 )

@@ -36,7 +36,8 @@ def test_every_case_on_a_gpu(op):
             check(case, 0, everyone_of(case, call, "cuda"), result, what=f"call {call}")
 
 
-def test_no_races():
+@pytest.mark.parametrize("schedules", [4, pytest.param(20, marks=pytest.mark.sweep)])
+def test_no_races(schedules):
     def layer(team):
         new, attended = layer_arguments()
         for _ in range(2):
@@ -49,7 +50,7 @@ def test_no_races():
             ops.silu_mul(normed)
         return q, hidden
 
-    report = weft.check.check(layer, 1, schedules=20)
+    report = weft.check.check(layer, 1, schedules=schedules)
     assert report.ok, str(report)
 
 

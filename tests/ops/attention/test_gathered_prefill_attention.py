@@ -117,7 +117,7 @@ def test_a_planted_bug_between_copies_is_found(name, tmp_path, monkeypatch):
     mutant = mutated(pipelined_prefill, old, new, f"pipelined_mutant_{list(MUTANTS).index(name)}", tmp_path)
     monkeypatch.setattr(module, "attend_between_copies", mutant.attend_between_copies)
     call = Call("pipelined", functools.partial(prefilled, algorithm="pipelined"), 2)
-    report = weft.check.check(call, 3, schedules=8)
+    report = weft.check.check(call, 3, schedules=4)
     found = {finding.kind for one in report.wrong for finding in (one.finding, *one.also)}
 
     if kind != "wrong":

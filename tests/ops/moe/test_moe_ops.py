@@ -440,11 +440,11 @@ LOCAL = {
 
 
 @pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("name", LOCAL)
-def test_kernels_of_one_rank_compile(name, tmp_path):
+def test_kernels_of_one_rank_compile(name, arch, tmp_path):
     kernel, arguments, constants = LOCAL[name]
-    for arch in ("sm_90", "gfx942"):
-        made = compiled(kernel, *arguments, arch=arch, **constants, **launch_options(caps_of(arch)))
-        check_compiles(made, arch)
-        assert made.metadata.shared <= SHARED[arch]
-        assert arch != "sm_90" or stack_bytes(made, tmp_path) == 0
+    made = compiled(kernel, *arguments, arch=arch, **constants, **launch_options(caps_of(arch)))
+    check_compiles(made, arch)
+    assert made.metadata.shared <= SHARED[arch]
+    assert arch != "sm_90" or stack_bytes(made, tmp_path) == 0

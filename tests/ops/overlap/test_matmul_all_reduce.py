@@ -7,6 +7,7 @@ import torch
 
 import weft
 from tests.ops.checking import assert_identical, check_replicated, run_cases
+from tests.sampled import sampled
 from weft.ops.case import BF16, FP32, Case
 from weft.ops.gemm.tile import Tile
 from weft.ops.overlap import matmul_all_reduce as module
@@ -79,7 +80,7 @@ def test_sums_that_32_bits_cannot_count_are_pipelined(monkeypatch):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sampled(zip(range(4), strict=True), lambda seed: seed < 2))
 def test_replayed_calls_fill_the_same_half_each_time(seed, chunks):
     place = torch.arange(60.0)[:, None].expand(60, 24)
 

@@ -6,6 +6,7 @@ from tests.zoo import (  # noqa: F401  (importing fills it)
     channels,
     combining,
     copying,
+    dated,
     disagreeing,
     experts,
     gathering,

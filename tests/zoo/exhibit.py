@@ -22,6 +22,7 @@ class Exhibit:
     kernels    kernels whose source has marked lines
     what       the bug in a few words
     published  True if published libraries have shipped this bug
+    source     report of such a bug and its date
     also       kinds of independent further findings
     schedules  runs that suffice for a finding that every schedule shows; None: the default
     mark       comment at the end of the lines that the finding must name
@@ -35,6 +36,7 @@ class Exhibit:
     kernels: tuple[Any, ...] = ()
     also: tuple[str, ...] = ()
     published: bool = False
+    source: str = ""
     world_size: int = 2
     sms: int | None = None
     schedules: int | None = None

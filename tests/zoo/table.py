@@ -22,7 +22,7 @@ def zoo() -> str:
     rows = ["| bug | finding | example |", "|---|---|---|"]
     for case in sorted(EXHIBITS, key=lambda case: case.main.__module__):  # not the order of imports
         module = case.main.__module__.rpartition(".")[2]
-        star = " *" if case.published else ""
+        star = f" ({case.source})" if case.source else " *" if case.published else ""
         rows.append(f"| {case.what}{star} | `{case.kind}` | `{module}.{case.name}` |")
     return "\n".join(rows)
 

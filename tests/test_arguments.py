@@ -262,7 +262,9 @@ def operands(team):
     yield ops.adjust_logits, {"logits": x, **slots}, {"logits": TENSOR, **wrong, "guided": FLAG}
     yield ops.note_tokens, {"tokens": ids, **slots}, {"tokens": TENSOR, **wrong}
     places = {"positions": torch.zeros(2, dtype=torch.int64), "pages": pages, "page_size": 16, "tickets": 4}
-    yield ops.decode_metadata, places, {"positions": TENSOR, "pages": TENSOR, "page_size": COUNT, "tickets": (*INT, -1)}
+    yield ops.decode_metadata, places, {
+        "positions": TENSOR, "pages": TENSOR, "page_size": COUNT, "tickets": (*INT, -1), "queries": (*COUNT, 3),
+    }  # fmt: skip
     above = {"logits": x, "best": f(4), "temperature": f(4), "low": torch.zeros(4, dtype=torch.int32), "shift": 24}
     yield (
         ops.top_p_mass,
@@ -272,7 +274,8 @@ def operands(team):
     shared = {"keys": cache, "values": cache, "pages": pages, "lengths": torch.ones(2, dtype=torch.int32)}
     number = ("x", [1])
     options = {"scale": number, "window": OPTIONAL_COUNT}
-    yield ops.paged_attention, {"q": f(2, 1, 16), **shared}, {**dict.fromkeys(("q", *shared), TENSOR), **options}
+    few = {**dict.fromkeys(("q", *shared), TENSOR), **options, "queries": (*COUNT, 3)}
+    yield ops.paged_attention, {"q": f(2, 1, 16), **shared}, few
     attended = {**dict.fromkeys(("q", *shared), TENSOR), **options, **team_and}
     yield ops.sharded_decode_attention, {"q": f(2, 1, 16), **shared, "team": team}, attended
     yield ops.merge_attention, {"outs": f(2, 2, 1, 16), "lses": f(2, 2, 1)}, {"outs": TENSOR, "lses": TENSOR}

@@ -29,13 +29,16 @@ from weft.runtime.capabilities import Capabilities, launch_options
 
 KERNELS = (
     "silu_mul", "add_rms_norm", "qk_norm_rope", "qk_norm_rope_of_parts", "paged_attention", "paged_attention_whole",
-    "decode_attention", "decode_attention_of_parts",
+    "paged_attention_few", "decode_attention", "decode_attention_of_parts",
     "paged_prefill_attention",
 )  # fmt: skip
 # Heads that are only rotated, with a bias; a window of 100 tokens.
 WITH_OPTIONS = (
     "qk_norm_rope_biased", "decode_attention_biased_window", "paged_attention_window", "paged_prefill_attention_window",
+    "paged_attention_few_window",
 )  # fmt: skip
+# New tokens of a sequence in paged_attention_few.
+FEW = 4
 # With results in fp8.
 IN_FP8 = ("silu_mul_fp8", "add_rms_norm_fp8", "decode_attention_of_parts_fp8", "paged_prefill_attention_fp8")
 INTS, LONGS, FP32 = (torch.zeros(16, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32))
@@ -80,11 +83,13 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         arguments = x, cache, INTS, out, INTS, INTS, 40, 0.1, fp8
         return compiled(paged_prefill_attention_kernel, *arguments, arch=arch, **constexprs, **options)
     config = split_kv_for(DecodingCall(pairs, 1 << 20, D, dtype), caps)
-    tile = tile_of(config, group=group, D=D, window=window)._replace(split=name != "paged_attention_whole")
+    queries = FEW if "_few" in name else 1
+    tile = tile_of(config, group=group, D=D, window=window, queries=queries, q_heads=2 * group)
+    tile = tile._replace(split=name != "paged_attention_whole")
     constexprs = {"SIZES": sizes, "TILE": tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
     arguments = cache, Sequences(INTS, INTS), out, Partials(FP32, FP32, INTS), 40, 0.1
     if name.startswith("paged_attention"):
-        return compiled(paged_attention_kernel, x, *arguments, arch=arch, **constexprs, **options)
+        return compiled(paged_attention_kernel, x, *arguments, arch=arch, QUERIES=queries, **constexprs, **options)
     projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, bias)
     arguments = projected, norms, FP32, *arguments, fp8
     return compiled(decode_attention_kernel, *arguments, arch=arch, QKV=qkv, **constexprs, **options)
@@ -156,7 +161,7 @@ def test_machine_code_on_sm_90(name, tmp_path):
     else:
         assert not re.search(r"(st|ld)\.global(\.\w+)*\.b16", ptx), "an element moves alone"
     if name.startswith(("paged", "decode")):
-        instruction = "wgmma.mma_async" if "prefill" in name else "mma.sync"
+        instruction = "wgmma.mma_async" if "prefill" in name or "few" in name else "mma.sync"
         assert "cp.async.cg.shared.global" in ptx and instruction in ptx
 
 

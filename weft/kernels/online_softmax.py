@@ -10,11 +10,14 @@ import triton.language as tl
 
 from weft.kernels.paged_cache import cells_at, pages_at
 
+# Rows of the smallest tile that tensor cores multiply.
+MIN_ROWS = tl.constexpr(16)
+
 
 class DecodeTile(NamedTuple):
     """One program's part of a decoding attention, a compile-time constant.
 
-    group    query heads of a KV head
+    group    query heads of a KV head, of all the program's new tokens
     rows     rows of the tile that tensor cores multiply, at least ``group``; the rest only fills it up
     kept     ``rows``, or half of it where that holds the group: rows of the result
     block_n  tokens of a step
@@ -23,6 +26,8 @@ class DecodeTile(NamedTuple):
     split    True if a sequence may have more than one partial
     joined   partials that are in flight at a time when they are joined
     window   tokens that a token attends to, itself the last one; None: all
+    queries  new tokens of a program at most; row r of the tile is of token r // (group // queries)
+    stride   with more than one: elements of the result between two tokens
     """
 
     group: int
@@ -34,6 +39,8 @@ class DecodeTile(NamedTuple):
     split: bool
     joined: int
     window: int | None = None
+    queries: int = 1
+    stride: int = 0
 
 
 class PrefillTile(NamedTuple):
@@ -87,7 +94,19 @@ def ways(BLOCK_N: tl.constexpr, WAYS: tl.constexpr):
 
 @triton.jit
 def attend(
-    x, cache, table, page, head, first, length, stride, scale, SIZES: tl.constexpr, TILE: tl.constexpr, begin=None
+    x,
+    cache,
+    table,
+    page,
+    head,
+    first,
+    length,
+    stride,
+    scale,
+    SIZES: tl.constexpr,
+    TILE: tl.constexpr,
+    begin=None,
+    lengths=None,
 ):
     """(weighted mean of values [kept, D], log2 of the sum of weights [rows]) of rows ``x`` [rows, D].
 
@@ -97,6 +116,8 @@ def attend(
     table  the sequence's pages; page: of the first block, already loaded
     SIZES  ``CacheSizes``; TILE: ``DecodeTile``
     begin  with TILE.window: first token of the window, where it is not TILE.window tokens before ``length``
+    lengths  [rows] with TILE.queries > 1: a row attends to tokens before its own length, in a window before that; none of them
+             is before ``begin`` or at ``length`` or after it
 
     Each warp takes a share of the tokens and keeps a maximum and sums of it, which are joined at the end: no step
     waits for more than its loads. Shared out by rows or columns, as a plain dot is, a step has 4 CTA barriers.
@@ -127,7 +148,14 @@ def attend(
         if cache.k_scale is not None:
             k, v = k.to(x.dtype), v.to(x.dtype)
         score = tl.dot(x, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
-        score = tl.where(there[:, None, :], score, float("-inf"))
+        if lengths is None:
+            seen = there[:, None, :]
+        else:
+            end = (lengths - start)[None, :, None]
+            seen = local[:, None, :] < end
+            if TILE.window is not None:
+                seen &= local[:, None, :] >= end - TILE.window
+        score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, axis=2))
         p = tl.exp2(score - new[:, :, None])
         total, acc = accumulate(p, v, new, largest, total, acc)
@@ -141,6 +169,36 @@ def attend(
         halves = tl.reshape(acc, (WAYS, 2, KEPT, D))
         acc, _ = tl.split(tl.permute(halves, (0, 2, 3, 1)))
     return sum_ways(acc), top + tl.log2(whole)
+
+
+@triton.jit
+def attend_many(x, cache, table, head, split, count, shortest, lengths, scale, SIZES: tl.constexpr, TILE: tl.constexpr):
+    """``attend`` of rows that warps share out: partial ``split`` of ``count``, each a run of neighbouring blocks.
+
+    lengths   [rows] tokens that each row attends to, 0: none; shortest: the least above 0
+    """
+    BLOCK_N: tl.constexpr = TILE.block_n
+    ROWS: tl.constexpr = x.shape[0]
+    D: tl.constexpr = SIZES.dim
+    length = tl.max(lengths, axis=0)
+    begin = 0
+    if TILE.window is not None:
+        begin = tl.maximum(shortest - TILE.window, 0)
+    first = begin // BLOCK_N
+    blocks = tl.cdiv(tl.cdiv(length, BLOCK_N) - first, count)
+    start = (first + split * blocks) * BLOCK_N
+    end = tl.minimum((first + (split + 1) * blocks) * BLOCK_N, length)
+    zeros = tl.zeros((ROWS,), tl.float32)
+    state = tl.full((ROWS,), -1e30, tl.float32), zeros, tl.zeros((ROWS, D), tl.float32)
+    masked = tl.maximum(start, begin)
+    if TILE.window is None:
+        # All rows see the blocks before the first new token.
+        masked = tl.maximum(start, tl.minimum(end, shortest // BLOCK_N * BLOCK_N))
+        state = over_keys(x, lengths - 1, cache, table, head, start, masked, scale, state, False, SIZES, TILE)
+    largest, total, acc = over_keys(x, lengths - 1, cache, table, head, masked, end, scale, state, True, SIZES, TILE)
+    total = tl.where(lengths > 0, total, 0.0)
+    mean = tl.where((total > 0)[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
+    return mean, tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
 
 
 @triton.jit

@@ -47,12 +47,13 @@ def first_block(length, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_or_join(mean, log_sum, count, out, partials, fp8, HEADS: tl.constexpr, TILE: tl.constexpr):
+def store_or_join(mean, log_sum, count, out, partials, fp8, HEADS: tl.constexpr, TILE: tl.constexpr, left=None):
     """Finish partial program_id(1) of the ``count`` of pair program_id(0), as ``attend`` computed it.
 
     mean   [kept, D], log_sum [rows]
     out    [pairs, group, D]: a pair's only partial, or all partials, joined by the program that arrives last
     fp8    ``Fp8Rows`` of ``out`` as rows of a sequence's HEADS pairs; else None
+    left   as of ``rows_at``; unless None, ``out`` is where the pair's rows begin
     order  that of ``store_partial``
     TILE   ``DecodeTile``; where it is not split, ``partials`` is not touched
     """
@@ -66,30 +67,49 @@ def store_or_join(mean, log_sum, count, out, partials, fp8, HEADS: tl.constexpr,
             if store_partial(mean, log_sum, count, partials, TILE):
                 tl.store(partials.arrivals + pair, 0)
                 first = pair.to(tl.int64) * splits * GROUP
-                whole = join(partials.means + first * D, partials.log_sums + first, count, GROUP, D, TILE.joined)
-                store_heads(whole, out, fp8, HEADS, GROUP)
+                whole = join(partials.means + first * D, partials.log_sums + first, count, D, TILE)
+                store_heads(whole, out, fp8, HEADS, TILE, left)
     if alone:
-        store_heads(mean, out, fp8, HEADS, GROUP)
+        store_heads(mean, out, fp8, HEADS, TILE, left)
 
 
 @triton.jit
-def store_heads(mean, out, fp8, HEADS: tl.constexpr, GROUP: tl.constexpr):
-    """Store the first GROUP rows of mean [ROWS, D], rounded, as the heads of pair program_id(0).
+def store_heads(mean, out, fp8, HEADS: tl.constexpr, TILE: tl.constexpr, left=None):
+    """Store the first TILE.group rows of mean [ROWS, D], rounded, as the heads of pair program_id(0).
 
-    out, fp8, HEADS  as of ``store_or_join``
+    out, fp8, HEADS, left  as of ``store_or_join``
     """
     ROWS: tl.constexpr = mean.shape[0]
     D: tl.constexpr = mean.shape[1]
+    GROUP: tl.constexpr = TILE.group
     pair, row = tl.program_id(0), tl.arange(0, ROWS)[:, None]
     if fp8 is None:
-        at = pair.to(tl.int64) * (GROUP * D) + row * D + tl.arange(0, D)[None, :]
-        tl.store(out + at, mean.to(out.dtype.element_ty), mask=row < GROUP)
+        if left is None:
+            out += pair.to(tl.int64) * (GROUP * D)
+        at, exists = rows_at(row, left, D, TILE)
+        tl.store(out + at + tl.arange(0, D)[None, :], mean.to(out.dtype.element_ty), mask=exists)
     else:
         GROUPS: tl.constexpr = ROWS * D // 128
         group = tl.arange(0, GROUPS)
         x = mean.to(fp8.dtype).reshape(GROUPS, 128)
         token, column = (pair // HEADS).to(tl.int64) + group * 0, pair % HEADS * (GROUP * D) + group * 128
         store_groups(x, out, fp8, token, column, group * 128 < GROUP * D, HEADS * GROUP * D)
+
+
+@triton.jit
+def rows_at(row, left, D: tl.constexpr, TILE: tl.constexpr):
+    """(offsets of a pair's rows in the result, True where they exist)
+
+    left  None: the result is [pairs, group, D]; else [tokens, heads, D], and of the pair's sequence this number of new tokens
+          is left for the pair
+    """
+    GROUP: tl.constexpr = TILE.group
+    if left is None:
+        return row * D, row < GROUP
+    else:
+        HEADS: tl.constexpr = GROUP // TILE.queries
+        token = row // HEADS
+        return token * TILE.stride + row % HEADS * D, (row < GROUP) & (token < left)
 
 
 @triton.jit
@@ -112,10 +132,13 @@ def store_partial(mean, log_sum, count, partials, TILE: tl.constexpr):
 
 
 @triton.jit
-def join(means, log_sums, count, GROUP: tl.constexpr, D: tl.constexpr, JOINED: tl.constexpr):
-    """Mean [ROWS, D] of the ``count`` partials of one sequence and KV head, in order. Arguments as of ``joined``."""
-    _, total, acc = joined(means, log_sums, count, GROUP, D, JOINED)
-    return acc / tl.where(tl.arange(0, acc.shape[0]) < GROUP, total, 1.0)[:, None]
+def join(means, log_sums, count, D: tl.constexpr, TILE: tl.constexpr):
+    """Mean [ROWS, D] of the ``count`` partials of one sequence and KV head, in order. Arguments as of ``joined``.
+
+    Zeros for a row that attends to no token.
+    """
+    _, total, acc = joined(means, log_sums, count, TILE.group, D, TILE.joined)
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit

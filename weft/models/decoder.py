@@ -319,8 +319,8 @@ class Decoder(nn.Module):
         A token attends to those before it in its row, too. pages and captures as of `decode_step`.
         """
         kv_heads, (_, queries) = self.layers[0].self_attn.num_kv_heads, positions.shape
-        plan, table = self.plan(positions.numel()), pages.repeat_interleave(queries, 0)
-        places = positions.flatten(), table, page_size, self.angles, plan, kv_heads, self._spread_over
+        plan = self.plan(positions.numel())
+        places = positions.flatten(), pages, page_size, self.angles, plan, kv_heads, self._spread_over
         return Step.decode(*places, queries=queries)
 
     def prefill_step(

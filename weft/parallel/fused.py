@@ -100,7 +100,7 @@ def _decode(
     if step.queries > 1:  # a row attends to keys that neighbouring rows write
         del options["bias"]
         q = _queries(projected, w, step, cache, scales)
-        return ops.paged_attention(q, *places, tickets=step.tickets, **options)
+        return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **options)
     return ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options)
 
 

@@ -95,7 +95,8 @@ class Step:
     angles     [max_positions, head_dim] fp32 (rotary_angles)
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
     tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of attention, shared by all layers
-    queries    decode: neighbouring rows that are new tokens of one sequence; each has a row of pages and a length
+    queries    decode: neighbouring rows that are new tokens of one sequence, for each of which there is a row of pages; in a
+               fused pass over a cache that is not spread, one row for all of them
     chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
     spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
     spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads
@@ -150,15 +151,18 @@ class Step:
         """One new token of each of B sequences at positions[B] int64; -1: padding. `kv_heads`: of this rank.
 
         team     the one over whose ranks the cache is spread, or None
-        queries  new tokens of each sequence, in neighbouring rows of equal ``pages``
+        queries  new tokens of each sequence, whose positions are neighbours; ``pages`` has a row for each sequence
 
         The host reads no values of the device, so a decode step can be captured in a CUDA graph.
         """
         spread = None if team is None else SpreadPages(team=team)
         place = (0, 1) if team is None else (team.rank, team.size)
+        if queries > 1 and not (plan.fused and team is None):
+            pages = pages.repeat_interleave(queries, 0)
         if plan.fused:
+            sharing = queries if team is None else 1
             at, slots, lengths, tickets = ops.decode_metadata(
-                positions, pages, page_size, len(positions) * kv_heads, *place
+                positions, pages, page_size, len(positions) * kv_heads, *place, sharing
             )
             cells = None
         else:

@@ -1,6 +1,8 @@
 """paged_attention: graphs, refused arguments, and the order of its partials; its cases run with all others."""
 
 import importlib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from tests.sampled import sampled
 from weft import ops
 from weft.kernels import split_kv
 from weft.kernels.paged_cache import PagedCache, Sequences
-from weft.ops.case import FP32, Draw
+from weft.ops.attention import cases
+from weft.ops.case import BF16, FP32, Draw
 
 attention = importlib.import_module("weft.ops.attention.paged_attention")
 OP = attention.PAGED_ATTENTION
@@ -160,3 +163,61 @@ def test_what_orders_the_partials_is_needed(mutation, schedules, tmp_path):
     report = weft.check.check(main, 1, schedules=schedules)
     found = {finding.kind for found in report.findings for finding in (found.finding, *found.also)}
     assert (finding in found) if finding else report.ok, str(report)
+
+
+PLANTED = {
+    "tokens see those after them": ("seen = local[:, None, :] < end", "seen = there[:, None, :]"),
+    "a part begins at a token of the part before": ("+ sequence % PARTS * TILE.queries\n", "+ sequence % PARTS\n"),
+    "keys before a window are seen": ("seen &= local[:, None, :] >= end - TILE.window", "pass"),
+    "a new token's block is seen whole": (
+        "shortest // BLOCK_N * BLOCK_N))",
+        "shortest // BLOCK_N * BLOCK_N + BLOCK_N))",
+    ),
+}
+
+
+def planted(name, directory):
+    """The op of a copy of the kernels with a mistake of PLANTED, "" for none."""
+    from weft.kernels import online_softmax
+
+    old, new = PLANTED.get(name, ("", ""))
+    stem, modules = f"few_{list(PLANTED).index(name) if name else 'sound'}", {}
+    for module in (online_softmax, split_kv):
+        given = (old, new) if old in Path(module.__file__).read_text() else ("", "")
+        modules[module.__name__] = mutated(module, *given, f"{stem}_{module.__name__.split('.')[-1]}", directory)
+    source = Path(attention.__file__).read_text()
+    for original, copy in modules.items():
+        source = source.replace(f"from {original}", f"from {copy.__name__}")
+    assert not old or old in source or any(old not in Path(copy.__file__).read_text() for copy in modules.values())
+    (directory / f"{stem}_source.py").write_text(source)
+    return mutated(
+        SimpleNamespace(__file__=directory / f"{stem}_source.py"),
+        *((old, new) if old and old in source else ("", "")),
+        stem,
+        directory,
+    ).PAGED_ATTENTION
+
+
+@pytest.mark.parametrize("name", ["", *PLANTED])
+def test_mistakes_with_several_new_tokens_are_found(name, tmp_path):
+    """By a few cases: tokens of a sequence in one program of 16 rows, of 64 rows, and in two programs; windows."""
+    op, split = planted(name, tmp_path), attention.SplitKV(block_n=16, least=16, splits=8, num_warps=1)
+    wide, narrow = ((48, 2, 16, 16), BF16), cases.SMALL
+
+    def main(team):
+        for heads, fields in (
+            (narrow, {"lengths": (40, 41, 42, 9, 10, 0), "queries": 3}),
+            (narrow, {"lengths": (60, 61, 62), "queries": 3, "window": 20}),
+            (wide, {"lengths": (33, 34, 35, 20, 0, 0), "queries": 3}),
+            (((16, 2, 32, 16), BF16), {"lengths": (70, 71, 72, 73, 74, 0), "queries": 3}),
+        ):
+            case = cases.case_of("paged_attention", heads, split, **fields)
+            inputs = OP.inputs(case, 0, Draw(case, 0, 0, "cpu"))
+            actual = op.call(case, team, *inputs)
+            assert_close(actual, OP.reference(case, 0, [inputs]), 200, partials=1, by_row=True, what=str(case))
+
+    if name:
+        with pytest.raises((AssertionError, weft.errors.WeftError)):
+            weft.simulate(main, 1)
+    else:
+        weft.simulate(main, 1)

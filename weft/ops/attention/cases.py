@@ -249,6 +249,23 @@ def decoding_cases(op: str, split_kv: type) -> Iterator[Case]:
     yield case_of(op, SMALL, lengths=(20, 16), window=32)
 
 
+def verifying_cases(op: str, split_kv: type) -> Iterator[Case]:
+    """Cases of several new tokens of each sequence; lengths of a sequence's tokens follow each other, 0: no token."""
+    split = split_kv(block_n=16, least=16, splits=8, num_warps=1)
+    for lengths, queries in (((1, 2), 2), ((15, 16, 17, 32, 33, 0, 0, 0, 0), 3), ((300, 301, 302, 0), 4)):
+        yield case_of(op, SMALL, split, lengths=lengths, queries=queries)
+    # Tokens of a sequence in one program and in several, the last with fewer; groups of 1, 3, 4 and 8 query heads.
+    for heads in (QWEN, HEADS[1], HEADS[4], HEADS[6]):
+        yield case_of(op, heads, split, lengths=(*range(70, 75), 17, 18, 0, 0, 0), queries=5)
+    yield case_of(op, QWEN, lengths=(*range(500, 509), *range(1, 10)), queries=9, spare=1)
+    # Windows that begin within a block and before it for tokens of one program.
+    for window, lengths in ((1, (16, 17, 18)), (16, (15, 16, 17, 300, 301, 0)), (40, (39, 40, 41, 80, 81, 82))):
+        yield case_of(op, SMALL, split, lengths=lengths, window=window, queries=3)
+    yield case_of(op, QWEN, lengths=(200, 201, 3, 0), window=150, queries=2)
+    yield case_of(op, QWEN, split, lengths=(300, 301, 302, 76, 77, 78, 20, 0, 0), window=77, queries=3)
+    yield case_of(op, QWEN, lengths=(130, 131, 1, 2), window=90, queries=2, fp8=True)
+
+
 def large_decoding_cases(op: str) -> Iterator[Case]:
     """Batches of a model's steps."""
     for heads in (QWEN, ((32, 4, 128, 64), BF16)):

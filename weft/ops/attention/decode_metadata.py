@@ -41,6 +41,7 @@ def decode_metadata_kernel(
     rank,
     PAGE: tl.constexpr,
     RANKS: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write at, slots and lengths by the module's formula, and set all arrival counters to 0.
@@ -55,7 +56,7 @@ def decode_metadata_kernel(
     held, index = exists, here // PAGE
     if RANKS > 1:
         held, index = exists & (index % RANKS == rank), index // RANKS
-    page = tl.load(pages + row.to(tl.int64) * width + index, mask=held, other=0).to(tl.int64)
+    page = tl.load(pages + (row // QUERIES).to(tl.int64) * width + index, mask=held, other=0).to(tl.int64)
     slot = tl.where((position >= 0) & held, page * PAGE + here % PAGE, -1)
     tl.store(at + row, here, mask=exists)
     tl.store(slots + row, slot, mask=exists)
@@ -64,7 +65,13 @@ def decode_metadata_kernel(
 
 
 def decode_metadata(
-    positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int, rank: int = 0, ranks: int = 1
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    tickets: int,
+    rank: int = 0,
+    ranks: int = 1,
+    queries: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(at, slots, lengths, arrival counters)`` of one new token a sequence.
 
@@ -73,6 +80,7 @@ def decode_metadata(
     tickets    number of arrival counters that decode_attention needs: B * kv_heads int32 zeros
     rank       of ``ranks`` that a cache is spread over, block-cyclic: ``pages`` has this rank's pages, tokens at
                other ranks get slot -1, and lengths count the whole sequences
+    queries    new tokens of each sequence: positions are then [B * queries], those of a sequence one after the other
 
     lengths [B] int32 are for decode_attention; at and slots [B] int64 for qk_norm_rope before paged_attention. Padding has
     at 0, slot -1 and length 0.
@@ -81,12 +89,17 @@ def decode_metadata(
     check_like("decode_metadata", "positions", positions, None, (torch.int64,))
     check_shape("decode_metadata", "positions", positions, ("B",))
     check_like("decode_metadata", "pages", pages, positions.device, (torch.int32,))
-    check_shape("decode_metadata", "pages", pages, (len(positions), "max_pages"))
+    check_int("decode_metadata: queries", queries, 1)
+    if len(positions) % queries:
+        raise ValueError(
+            f"decode_metadata: {len(positions)} positions, which queries={queries} does not divide; pass all of a sequence"
+        )
+    check_shape("decode_metadata", "pages", pages, (len(positions) // queries, "max_pages"))
     check_count("decode_metadata", "page_size", page_size, low=1)
     check_count("decode_metadata", "tickets", tickets)
     check_int("decode_metadata: ranks", ranks, 1)
     check_int("decode_metadata: rank", rank, 0, ranks - 1)
-    return DECODE_METADATA.dispatch(positions, pages, page_size, tickets, rank, ranks)
+    return DECODE_METADATA.dispatch(positions, pages, page_size, tickets, rank, ranks, queries)
 
 
 class DecodeMetadata(Op):
@@ -98,12 +111,14 @@ class DecodeMetadata(Op):
         batch, _, page_size = case.sizes
         generator = torch.Generator().manual_seed(batch)
         pages = torch.randperm(batch * 4, generator=generator).view(batch, 4).to(torch.int32)
+        batch *= case.field("queries") or 1
         positions = torch.randint(-1, 4 * page_size, (batch,), generator=generator)
         return positions.to(draw.device), pages.to(draw.device)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         positions, pages = by_rank[rank]
         (_, kv_heads, page_size), at = case.sizes, positions.clamp(min=0)
+        pages = pages.repeat_interleave(case.field("queries") or 1, 0)
         slots = local_slots(positions, pages, page_size, *(case.field("of_ranks") or (0, 1)))
         arrivals = torch.zeros(len(positions) * kv_heads, dtype=torch.int32, device=at.device)
         return at, slots, (positions + 1).int(), arrivals
@@ -112,30 +127,39 @@ class DecodeMetadata(Op):
         return Accuracy(exact=True)
 
     def call(self, case: Case, team: Team, positions: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        batch, kv_heads, page_size = case.sizes
-        return decode_metadata(positions, pages, page_size, batch * kv_heads, *(case.field("of_ranks") or ()))
+        _, kv_heads, page_size = case.sizes
+        place, queries = case.field("of_ranks") or (0, 1), case.field("queries") or 1
+        return decode_metadata(positions, pages, page_size, len(positions) * kv_heads, *place, queries)
 
     def cases(self) -> Iterator[Case]:
         for page_size in (16, 64):
             for sizes in ((1, 1), (5, 2), (200, 1), (3, 100)):
                 yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(*sizes, page_size))
+        yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(50, 2, 16), fields=(("queries", 4),))
         for rank in range(3):
             fields = (("of_ranks", (rank, 3)),)
             yield Case(op=self.name, world_size=1, dtype=torch.int64, sizes=(40, 1, 16), fields=fields)
 
     def forward(
-        self, positions: torch.Tensor, pages: torch.Tensor, page_size: int, tickets: int, rank: int = 0, ranks: int = 1
+        self,
+        positions: torch.Tensor,
+        pages: torch.Tensor,
+        page_size: int,
+        tickets: int,
+        rank: int = 0,
+        ranks: int = 1,
+        queries: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        outputs = self.fake(positions, pages, page_size, tickets, rank, ranks)
+        outputs = self.fake(positions, pages, page_size, tickets, rank, ranks, queries)
         grid = cdiv(max(len(positions), tickets), BLOCK)
         if grid > 0:
             sizes = len(positions), pages.shape[1], tickets, rank
             options = launch_options(capabilities_of(positions.device))
-            constants = {"PAGE": page_size, "RANKS": ranks, "BLOCK": BLOCK, **options}
+            constants = {"PAGE": page_size, "RANKS": ranks, "QUERIES": queries, "BLOCK": BLOCK, **options}
             decode_metadata_kernel[(grid,)](positions.contiguous(), pages.contiguous(), *outputs, *sizes, **constants)
         return outputs
 
-    def fake(self, positions, pages, page_size, tickets, rank=0, ranks=1):
+    def fake(self, positions, pages, page_size, tickets, rank=0, ranks=1, queries=1):
         batch = positions.shape[0]
         at, slots = (positions.new_empty((batch,)) for _ in range(2))
         lengths = positions.new_empty((batch,), dtype=torch.int32)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weft.kernels.online_softmax import DecodeTile
+from weft.kernels.online_softmax import MIN_ROWS, DecodeTile
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.split_kv import Partials
 from weft.ops.attention.attention_op import GROUP, AttentionOp
@@ -16,7 +16,7 @@ from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Accuracy, Case
 from weft.ops.knobs import around, check_knobs, counts, halved, knob, stepped
 from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
-from weft.plan.planned import AUTO, Machine
+from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from weft.triton_api import JITFunction
 
 MAX_SPLITS = 32
-# Rows of the smallest tile that tensor cores multiply.
-MIN_ROWS = 16
+# Rows of the largest tile of several new tokens of a sequence: those that the tensor cores of sm_90 multiply at once.
+MOST_ROWS = 64
 
 
 @exchangeable
@@ -62,6 +62,7 @@ class DecodingCall(NamedTuple):
 
     pairs   of a sequence and a KV head
     tokens  that a sequence attends to at most: what a row of the page table has room for, or the window
+    many    programs have rows of several new tokens, more than one tile of MIN_ROWS
     """
 
     pairs: int
@@ -69,6 +70,13 @@ class DecodingCall(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     design: str = AUTO
+    many: bool = False
+
+    @classmethod
+    def of(cls, sequences: int, heads: int, group: int, queries: int, *rest: Any) -> DecodingCall:
+        """Call of ``queries`` new tokens of each sequence; `rest`: ``tokens`` to ``design``."""
+        many = queries > 1 and rows_of(group, queries) > MIN_ROWS.value
+        return cls(sequences * parts_of(group, queries) * heads, *rest, many=many)
 
 
 def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
@@ -90,7 +98,7 @@ def split_kv_for(call: DecodingCall, caps: Capabilities) -> SplitKV:
         stages = 2 if caps.arch.startswith("gfx") or call.dtype == torch.float32 else 3
     else:
         per_sm = programs_per_sm(pairs, caps)
-        if 2 * pairs > 3 * caps.sms:
+        if 2 * pairs > 3 * caps.sms and not call.many:
             block_n = max(16, block_n // (2 if pairs <= 4 * caps.sms else 4))
     return SplitKV(
         block_n=block_n,
@@ -137,6 +145,10 @@ class DecodingOp(AttentionOp):
         reason = f"{call.pairs} pairs of a sequence and a KV head on {machine.caps.sms} SMs"
         return "split_kv", f"{reason}; partials of at least {least_of(call.pairs, machine.caps)} tokens"
 
+    def tuned(self, call: DecodingCall, machine: Machine) -> Planned | None:
+        # Rows are of one new token a sequence, with programs that may be too small for many rows.
+        return None if call.many else super().tuned(call, machine)
+
     def default(self, name: str, call: DecodingCall, machine: Machine) -> SplitKV:
         return split_kv_for(call, machine.caps)
 
@@ -159,20 +171,23 @@ class DecodingOp(AttentionOp):
 
     def call_of_case(self, case: Case, machine: Machine) -> DecodingCall:
         _, heads, head_dim, page = case.sizes
-        lengths = case.field("lengths")
+        lengths, queries = case.field("lengths"), case.field("queries") or 1
         room = cdiv(max(lengths), page) * page
         tokens = min(room, case.field("window") or room)
-        return DecodingCall(len(lengths) * heads, tokens, head_dim, case.dtype, case.design)
+        new = len(lengths) // queries, heads, case.sizes[0] // heads, queries
+        return DecodingCall.of(*new, tokens, head_dim, case.dtype, case.design)
 
     def flops(self, sizes: Sequence[int]) -> int:
         pairs, tokens, head_dim = sizes
         return 4 * GROUP * pairs * tokens * head_dim
 
-    def plan_of(self, keys: torch.Tensor, pages: torch.Tensor, window: int | None = None) -> SplitKV:
-        """The design for sequences of ``pages`` [B, max_pages] in a cache."""
+    def plan_of(
+        self, keys: torch.Tensor, pages: torch.Tensor, window: int | None = None, group: int = 1, queries: int = 1
+    ) -> SplitKV:
+        """The design for sequences of ``pages`` [B, max_pages] in a cache, with ``queries`` new tokens each."""
         _, heads, page, D = keys.shape
         tokens = pages.shape[1] * page
-        call = DecodingCall(pages.shape[0] * heads, min(tokens, window or tokens), D, keys.dtype)
+        call = DecodingCall.of(pages.shape[0], heads, group, queries, min(tokens, window or tokens), D, keys.dtype)
         return self.plan(call, machine_on(keys.device)).design
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -188,47 +203,75 @@ def launch_of(
     sequences: Sequences,
     tickets: torch.Tensor | None,
     window: int | None,
+    queries: int = 1,
     **own: Any,
 ) -> tuple[Launch, tuple[int, int], tuple[Any, ...]]:
     """(launch, grid, arguments ``cache`` to ``max_pages``) of a kernel.
 
-    It has ``out`` [B, Hq, D] and its ``own`` constants.
+    It has ``out`` [B * queries, Hq, D] and its ``own`` constants.
     """
     (B, q_heads, D), sizes = out.shape, CacheSizes.of(cache.key_pages)
-    caps, pairs, group, splits = capabilities_of(out.device), B * sizes.heads, q_heads // sizes.heads, design.splits
+    caps, group, splits = capabilities_of(out.device), q_heads // sizes.heads, design.splits
+    parts = parts_of(group, queries)
+    pairs = B // queries * parts * sizes.heads
 
     def constants() -> dict[str, Any]:
         compiled = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
-        return {"SIZES": sizes, "TILE": tile_of(design, group=group, D=D, window=window), **own, **compiled}
+        tile = tile_of(design, group=group, D=D, window=window, queries=queries, q_heads=q_heads)
+        return {"SIZES": sizes, "TILE": tile, **own, **compiled}
 
     # Without the number of splits, which the batch decides.
     tile = design.block_n, design.least, splits > 1, design.num_warps, design.num_stages, window
-    launch = launch_on(out.device, kernel, (tile, sizes, group, *own.values()), constants)
+    launch = launch_on(out.device, kernel, (tile, sizes, group, queries, *own.values()), constants)
     sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
-    arguments = cache, sequences, out, scratch_of(out, pairs, splits, tickets), sequences.pages.shape[1]
-    return launch, (pairs, splits), arguments
+    scratch = scratch_of(out, pairs, splits, tickets, rows_of(group, queries))
+    return launch, (pairs, splits), (cache, sequences, out, scratch, sequences.pages.shape[1])
 
 
-def scratch_of(out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor | None) -> Partials:
-    """Scratch memory of one call that writes ``out`` [B, Hq, D]; any tensors where nothing is split."""
+def parts_of(group: int, queries: int) -> int:
+    """Programs that share out the ``queries`` new tokens of a sequence: as few as MOST_ROWS rows allow."""
+    return cdiv(queries, max(1, MOST_ROWS // group))
+
+
+def rows_of(group: int, queries: int) -> int:
+    """Rows of such a program: query heads of its new tokens."""
+    return group * cdiv(queries, parts_of(group, queries))
+
+
+def scratch_of(
+    out: torch.Tensor, pairs: int, splits: int, tickets: torch.Tensor | None, group: int | None = None
+) -> Partials:
+    """Scratch memory of one call that writes ``out`` [B, Hq, D]; any tensors where nothing is split.
+
+    group  rows of a pair; None: the query heads of a KV head
+    """
     if splits == 1:
         return Partials(out, out, out)
     B, q_heads, D = out.shape
-    group = q_heads * B // pairs
+    group = q_heads * B // pairs if group is None else group
     means = torch.empty((pairs, splits, group, D), dtype=torch.float32, device=out.device)
     log_sums = torch.empty((pairs, splits, group), dtype=torch.float32, device=out.device)
     arrivals = torch.zeros(pairs, dtype=torch.int32, device=out.device) if tickets is None else tickets
     return Partials(means, log_sums, arrivals)
 
 
-def tile_of(design: SplitKV, *, group: int, D: int, window: int | None = None) -> DecodeTile:
-    """Compile-time sizes of a program with ``group`` query heads of ``D`` elements."""
+def tile_of(
+    design: SplitKV, *, group: int, D: int, window: int | None = None, queries: int = 1, q_heads: int = 0
+) -> DecodeTile:
+    """Compile-time sizes of a program with ``group`` query heads of ``D`` elements.
+
+    queries, q_heads  new tokens of a sequence, which several programs may share out, and a rank's query heads
+    """
+    at_once = cdiv(queries, parts_of(group, queries))
+    group *= at_once
     few = next_power_of_2(group)
-    rows = max(MIN_ROWS, few)
+    rows = max(MIN_ROWS.value, few)
+    if at_once > 1 and rows > MIN_ROWS.value:
+        rows = max(MOST_ROWS, rows)
     return DecodeTile(
         group=group,
         rows=rows,
-        kept=rows // 2 if group * 2 <= rows else rows,
+        kept=rows // 2 if group * 2 <= rows == MIN_ROWS.value else rows,
         block_n=design.block_n,
         ways=design.num_warps,
         least=design.least,
@@ -236,6 +279,8 @@ def tile_of(design: SplitKV, *, group: int, D: int, window: int | None = None) -
         # At most 16 KiB of partials at a time, in 32 registers of 4 warps.
         joined=max(1, min(4, 4096 // (few * D))),
         window=window,
+        queries=at_once,
+        stride=q_heads * D,
     )
 
 

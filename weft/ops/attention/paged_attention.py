@@ -1,9 +1,12 @@
-"""paged_attention: attention of one new token of each sequence to all of its tokens in a paged cache.
+"""paged_attention: attention of one or a few new tokens of each sequence to its tokens in a paged cache.
 
 Split-KV decoding in one kernel. A program computes the query heads of one KV head (rows of one tile, so that each key is loaded
 once for all heads) over one split-KV partial of one sequence. The last program of a sequence and KV head joins its partials.
 The largest number of partials follows from shapes alone, so that a CUDA graph holds any lengths; the programs derive the number
 of a sequence's partials from its length.
+
+New tokens of one sequence are further rows of a program, up to MOST_ROWS, so that each key is loaded once for all of them. More
+than 16 rows are not divided over ways, since a warp would hold the sums of all: a partial is then a run of neighbouring blocks.
 
 Device code: weft.kernels.online_softmax and weft.kernels.split_kv.
 """
@@ -18,15 +21,16 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.online_softmax import attend, ways
+from weft.arguments import check_int
+from weft.kernels.online_softmax import MIN_ROWS, attend, attend_many, ways
 from weft.kernels.paged_cache import PagedCache, Sequences, as_values, pages_at, scale_of_scores
-from weft.kernels.split_kv import first_block, split_count, store_or_join
+from weft.kernels.split_kv import first_block, rows_at, split_count, store_or_join
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache
-from weft.ops.case import Case, Draw, Inputs
+from weft.ops.case import BF16, Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_scalar
@@ -35,7 +39,16 @@ from weft.runtime.team.team import Team
 
 @triton.jit(do_not_specialize=["max_pages"])
 def paged_attention_kernel(
-    q, cache, sequences, out, partials, max_pages, scale, SIZES: tl.constexpr, TILE: tl.constexpr
+    q,
+    cache,
+    sequences,
+    out,
+    partials,
+    max_pages,
+    scale,
+    SIZES: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b    grid: (B * heads, splits)
 
@@ -45,6 +58,9 @@ def paged_attention_kernel(
     With TILE.window it does: keys before the window are not loaded but for the block that the window begins in, and they and
     their values may be NaN. lengths[b] = 0: zeros.
 
+    QUERIES > 1: rows b * QUERIES + t of q, lengths and out are new tokens t of sequence b, and the grid is (B * parts * heads,
+    splits): a program computes TILE.queries tokens or fewer, each up to its own length. Splits follow from the longest.
+
     signals, waits  none: of the partials of a sequence and KV head, the program that arrives last joins all
     cache, SIZES    ``PagedCache`` and its ``CacheSizes``
     sequences       ``Sequences``: token t of b lies in page pages[b, t // page]
@@ -53,21 +69,46 @@ def paged_attention_kernel(
     pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     sequence, head = pair // SIZES.heads, pair % SIZES.heads
     row, column = tl.arange(0, TILE.rows), tl.arange(0, SIZES.dim)[None, :]
-    queries = q + pair.to(tl.int64) * (TILE.group * SIZES.dim)
+    first, room = split * TILE.block_n, max_pages * SIZES.page
+    left, lengths, begin = None, None, None
+    if QUERIES == 1:
+        begins = pair.to(tl.int64) * (TILE.group * SIZES.dim)
+    else:
+        PARTS: tl.constexpr = (QUERIES + TILE.queries - 1) // TILE.queries
+        HEADS: tl.constexpr = TILE.group // TILE.queries
+        token = sequence // PARTS * QUERIES + sequence % PARTS * TILE.queries
+        left = QUERIES - sequence % PARTS * TILE.queries
+        sequence = sequence // PARTS
+        begins = token.to(tl.int64) * TILE.stride + head * (HEADS * SIZES.dim)
+    at, exists = rows_at(row[:, None], left, SIZES.dim, TILE)
     table = sequences.pages + sequence.to(tl.int64) * max_pages
-    first = split * TILE.block_n
     wl.follow_previous_kernel()
     # All three loads at once; pages beyond the length are loaded and not used. With a window the length decides the first page.
-    length = tl.load(sequences.lengths + sequence)
-    first += first_block(tl.minimum(length, max_pages * SIZES.page), TILE)
-    page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
-    x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
-    length = tl.minimum(length, max_pages * SIZES.page)
+    if QUERIES == 1:
+        length = tl.load(sequences.lengths + sequence)
+        first += first_block(tl.minimum(length, room), TILE)
+    else:
+        there = (row < TILE.group) & (row // HEADS < left)
+        lengths = tl.minimum(tl.load(sequences.lengths + token + row // HEADS, mask=there, other=0), room)
+        length = tl.max(lengths, axis=0)
+        shortest = tl.min(tl.where(lengths > 0, lengths, length), axis=0)
+        if TILE.window is not None:
+            first += first_block(shortest, TILE)
+            begin = tl.maximum(shortest - TILE.window, 0)
+    page = pages_at(table, first, room, ways(TILE.block_n, TILE.ways), SIZES.page)
+    x = tl.load(q + begins + at + column, mask=exists, other=0.0)
+    length = tl.minimum(length, room)
     count = split_count(length, splits, TILE)
     scale = scale_of_scores(scale, cache)
     if split < count:
-        mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
-        store_or_join(as_values(mean, cache), log_sum, count, out, partials, None, SIZES.heads, TILE)
+        step = count * TILE.block_n
+        if TILE.rows == MIN_ROWS or QUERIES == 1:
+            mean, log_sum = attend(x, cache, table, page, head, first, length, step, scale, SIZES, TILE, begin, lengths)
+        else:
+            mean, log_sum = attend_many(x, cache, table, head, split, count, shortest, lengths, scale, SIZES, TILE)
+        if QUERIES > 1:
+            out += begins
+        store_or_join(as_values(mean, cache), log_sum, count, out, partials, None, SIZES.heads, TILE, left)
 
 
 def paged_attention(
@@ -81,6 +122,7 @@ def paged_attention(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    queries: int = 1,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for the newest token of each sequence.
 
@@ -95,6 +137,8 @@ def paged_attention(
                   the window are not loaded
     k_scale, v_scale  of a cache in e4m3, for q in 16 bits: fp32, 1 element each, on the device, positive; a key is its byte
                   times k_scale, a value its byte times v_scale
+    queries       new tokens of each sequence: q is then [B * queries, Hq, D] and lengths [B * queries], the tokens of a
+                  sequence one after the other. Each attends to its own length of tokens, by one row of pages
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
     run; B, max_pages, the window and the lengths decide how sums are split. ``pages`` and the cache beyond a length, and the
@@ -109,8 +153,13 @@ def paged_attention(
     heads, D = keys.shape[1], keys.shape[3]
     check_shape(op, "q", q, ("B", "Hq", D))
     B = q.shape[0]
+    check_int(f"{op}: queries", queries, 1)
+    if B % queries:
+        raise ValueError(
+            f"{op}: q has {B} rows, which queries={queries} does not divide; pass all new tokens of a sequence"
+        )
     check_heads(op, q.shape[1], keys)
-    for name, x, shape in (("pages", pages, (B, "max_pages")), ("lengths", lengths, (B,))):
+    for name, x, shape in (("pages", pages, (B // queries, "max_pages")), ("lengths", lengths, (B,))):
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
     check_tickets(op, tickets, B * heads, q.device)
@@ -120,7 +169,7 @@ def paged_attention(
     scale = D**-0.5 if scale is None else scale
     sequences = Sequences(pages, lengths)
     return PAGED_ATTENTION.dispatch(
-        PagedArguments(q, keys, values, sequences, scale, tickets, window, k_scale, v_scale)
+        PagedArguments(q, keys, values, sequences, scale, tickets, window, k_scale, v_scale, queries)
     )
 
 
@@ -136,6 +185,7 @@ class PagedArguments(NamedTuple):
     window: int | None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    queries: int = 1
 
 
 class PagedAttention(DecodingOp):
@@ -144,15 +194,29 @@ class PagedAttention(DecodingOp):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """q, the cache, pages and lengths; with the field fp8 the scales."""
-        lengths = case.field("lengths")
+        lengths, queries = case.field("lengths"), case.field("queries") or 1
         q = draw.own("q", (len(lengths), case.sizes[0], case.sizes[2]))
+        if queries > 1:
+            return q, *self._few_inputs(draw, lengths, queries)
         seen = [(cases.first_seen(case, length), length) for length in lengths]
         cache = cases.draw_cache(draw, lengths, seen, spare=case.field("spare") or 0)
         held = torch.tensor(lengths, dtype=torch.int32, device=q.device)
         return (q, *quantized_cache(*cache, held)) if case.field("fp8") else (q, *cache, held)
 
+    def _few_inputs(self, draw: Draw, lengths: Sequence[int], queries: int) -> Inputs:
+        """The cache, pages and lengths of sequences with ``queries`` new tokens each, of which 0 is none."""
+        case, seen = draw.case, []
+        for first in range(0, len(lengths), queries):
+            of_tokens = [length for length in lengths[first : first + queries] if length > 0]
+            seen.append((cases.first_seen(case, min(of_tokens, default=0)), max(of_tokens, default=0)))
+        ends = [end for _, end in seen]
+        cache = cases.draw_cache(draw, ends, seen, spare=case.field("spare") or 0)
+        held = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
+        return quantized_cache(*cache, held) if case.field("fp8") else (*cache, held)
+
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         q, keys, values, pages, _, *scales = by_rank[rank]
+        pages = pages.repeat_interleave(case.field("queries") or 1, 0)
         keys, values = read_back(keys, values, *scales)
         out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
         for b, length in enumerate(case.field("lengths")):
@@ -162,20 +226,25 @@ class PagedAttention(DecodingOp):
         return out
 
     def call(self, case: Case, team: Team, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
-        window = case.field("window")
+        window, queries = case.field("window"), case.field("queries") or 1
         if isinstance(case.design, str):
             keys, values, pages, lengths, *scales = cache
-            named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+            named = dict(zip(("k_scale", "v_scale"), scales, strict=False)) | {"queries": queries}
             return paged_attention(q, keys, values, pages, lengths, window=window, **named)
         keys, values, pages, lengths, *scales = cache
         places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
-        return self.run(case.design, None, q, *places, q.shape[2] ** -0.5, None, window)
+        return self.run(case.design, None, q, *places, q.shape[2] ** -0.5, None, window, queries)
 
     def cases(self) -> Iterator[Case]:
-        return cases.decoding_cases(self.name, SplitKV)
+        yield from cases.decoding_cases(self.name, SplitKV)
+        yield from cases.verifying_cases(self.name, SplitKV)
 
     def large_cases(self) -> Iterator[Case]:
-        return cases.large_decoding_cases(self.name)
+        yield from cases.large_decoding_cases(self.name)
+        for heads in (cases.QWEN, ((32, 4, 128, 64), BF16)):
+            for queries, batch, length in ((2, 1, 40000), (4, 32, 1024), (9, 8, 300)):
+                lengths = tuple(length + place % queries for place in range(batch * queries))
+                yield cases.case_of(self.name, heads, lengths=lengths, queries=queries)
 
     def run(
         self,
@@ -187,12 +256,15 @@ class PagedAttention(DecodingOp):
         scale: float,
         tickets: torch.Tensor | None,
         window: int | None = None,
+        queries: int = 1,
     ) -> torch.Tensor:
         """``paged_attention`` of checked arguments."""
         self.check_design(design)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if out.numel() > 0:
-            launch, grid, arguments = launch_of(paged_attention_kernel, design, out, cache, sequences, tickets, window)
+            launch, grid, arguments = launch_of(
+                paged_attention_kernel, design, out, cache, sequences, tickets, window, queries, QUERIES=queries
+            )
             launch(grid, q.contiguous(), *arguments, scale * LOG2_E)
         return out
 
@@ -200,8 +272,8 @@ class PagedAttention(DecodingOp):
         keys, sequences = given.keys, given.sequences
         window = hiding(given.window, keys, sequences.pages)
         cache = cache_of(self.name, keys, given.values, given.k_scale, given.v_scale)
-        design = self.plan_of(keys, sequences.pages, window)
-        return self.run(design, None, given.q, cache, sequences, given.scale, given.tickets, window)
+        design = self.plan_of(keys, sequences.pages, window, given.q.shape[1] // keys.shape[1], given.queries)
+        return self.run(design, None, given.q, cache, sequences, given.scale, given.tickets, window, given.queries)
 
     def fake(self, given: PagedArguments) -> torch.Tensor:
         return torch.empty_like(given.q, memory_format=torch.contiguous_format)

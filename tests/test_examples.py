@@ -17,8 +17,8 @@ from tests.documents import record_launches
 from weft.check.torch_programs.program import TorchProgram
 
 FOLDER = Path(__file__).parent.parent / "examples"
-# The README's, tests/test_readme.py; what several share; one without a kernel; a program of torch's.
-APART = ("hello", "running", "quantized_model", "torch_all_reduce")
+# The README's, tests/test_readme.py; what several share; two without a kernel; a program of torch's.
+APART = ("hello", "running", "quantized_model", "speculative_answers", "torch_all_reduce")
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in APART)
 
 
@@ -38,6 +38,12 @@ def test_a_quantized_model_adds_in_fewer_bytes(main):
     assert all("3 of 3 sums" in line for line in lines)
     nbytes = [int(re.search(r"([\d,]+) bytes", line)[1].replace(",", "")) for line in lines]
     assert nbytes[0] > nbytes[1] > max(nbytes[2:])
+
+
+@pytest.mark.parametrize("main", ["speculative_answers"], indirect=True)
+def test_drafts_are_accepted_and_change_no_answer(main):
+    accepted, drafted = map(int, re.match(r"equal answers; (\d+) of (\d+) ", weft.simulate(main, 2)[0]).groups())
+    assert accepted > drafted / 2 > 20
 
 
 @pytest.mark.parametrize("main", NAMES, indirect=True)

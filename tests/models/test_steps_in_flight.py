@@ -50,12 +50,12 @@ def restarted(team, directory, fails):
     engine = Engine(directory, team, pipeline_parallel=2, **STAGED)
     assign, calls, found = engine.batch._assign_slots, [], {}
 
-    def fail(decoding):
+    def fail(decoding, arrived):
         calls.append(engine.batch.runner.in_flight)
         if len(calls) == 5 and fails:
             assert calls[-1]
             raise MemoryError
-        return assign(decoding)
+        return assign(decoding, arrived)
 
     engine.batch._assign_slots = fail
     for one in ASKED[:4]:

@@ -20,7 +20,10 @@ class Drafter(Protocol):
     """
 
     def propose(self, batch: int, drafts: int) -> Tensor:
-        """Tokens [batch, drafts] int64 that may follow the newest tokens of slots 0 .. batch - 1; -1: none from there on."""
+        """Tokens [batch, drafts] int64 that may follow the newest ones of slots 0 .. batch - 1.
+
+        -1: none from there on.
+        """
         ...
 
     def accept(self, batch: int, tokens: Tensor, counts: Tensor) -> None:
@@ -101,7 +104,7 @@ class DraftLength:
         return 1 + sum(self._kept[:length])
 
     def note(self, length: int, drafted: Sequence[int], counts: Sequence[int]) -> None:
-        """Note the result of a step: of each sequence the tokens drafted, and the tokens that it got."""
+        """Note the result of a step: numbers of tokens drafted for each sequence, and given to it."""
         steps = [(sent, count - 1) for sent, count in zip(drafted, counts, strict=True) if count > 0]
         for place in range(length if steps else 0):
             accepted = sum(kept > place for _, kept in steps)

@@ -73,7 +73,10 @@ class VerifyGraph:
         self._choose(size, kind, *self._kept[size])
 
     def _forward(self, size: Verify) -> tuple[Tensor, Tensor]:
-        """This rank's logits [batch * (drafts + 1), V'/W], and drafts [batch, drafts]: -1 where a row is not used."""
+        """This rank's logits [batch * (drafts + 1), V'/W], and the rows' tokens [batch, drafts + 1].
+
+        The tokens are -1 where a row is not used.
+        """
         batch, drafts = size
         graph, slots = self.graph, self.graph.slots
         proposed = self.drafter.propose(batch, drafts)
@@ -141,7 +144,7 @@ class VerifyGraph:
         return torch.stack(chosen, 1)
 
     def allow(self, masks: Mapping[int, Sequence[Tensor]]) -> None:
-        """Set the tokens that a step may give slots with grammars: a mask for the next token, and after each draft."""
+        """Set what a step may give slots with grammars: a mask for the next token, and one after each draft."""
         adjustments, after = self.graph.adjustments, self._masks_after_drafts
         adjustments.allow({slot: first for slot, (first, *_) in masks.items()})
         after.fill_(-1)

@@ -173,8 +173,9 @@ def attend(
 
 @triton.jit
 def attend_many(x, cache, table, head, split, count, shortest, lengths, scale, SIZES: tl.constexpr, TILE: tl.constexpr):
-    """``attend`` of rows that warps share out: partial ``split`` of ``count``, each a run of neighbouring blocks.
+    """``attend`` of rows that warps share out: partial ``split`` of ``count``.
 
+    A partial is a run of neighbouring blocks.
     lengths   [rows] tokens that each row attends to, 0: none; shortest: the least above 0
     """
     BLOCK_N: tl.constexpr = TILE.block_n

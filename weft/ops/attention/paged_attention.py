@@ -1,4 +1,4 @@
-"""paged_attention: attention of one or a few new tokens of each sequence to its tokens in a paged cache.
+"""paged_attention: attention of the newest tokens of each sequence to its tokens in a paged cache.
 
 Split-KV decoding in one kernel. A program computes the query heads of one KV head (rows of one tile, so that each key is loaded
 once for all heads) over one split-KV partial of one sequence. The last program of a sequence and KV head joins its partials.

@@ -229,9 +229,9 @@ def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
 
 
 WRITTEN_MUTANTS = {
-    "the place of the tile's first pair": ("written, target, there", "written, target - local, there"),
+    "the place of the pair before": ("mask, written, target, there", "mask, written, tl.maximum(target - 1, 0), there"),
     "the first group's place": ("written, target, there, column, N", "written, target, there, 0, N"),
-    "rows that are not rounded to 16 bits": ("result = result.to(written.dtype)", "result = result"),
+    "rows that are not rounded to 16 bits": ("result.to(written.dtype)", "result"),
 }  # fmt: skip
 
 

@@ -239,23 +239,20 @@ class AllGatherMatmul(Overlapped):
                 whole.chunk(nodes)[node].copy_(results[-1])
         return [*outs, *gathered]
 
-    def agree(self, team: Team, shard: Operand, b: Operand, local_first: bool) -> None:
-        """ValueError on all ranks if their sizes differ. Collective at the first call with these sizes."""
-        if team.size > 1:
-            names = ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first", "b has dense rows")
+    def planned(
+        self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool, gathers: bool = False
+    ) -> list[torch.Tensor]:
+        rows, names = a.shape[0], ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first")
+        for b in bs if team.size > 1 else ():
             dense = isinstance(b, Fp8) or has_dense_rows(b)
-            sizes = shard.shape[0], *b.shape, b.dtype, local_first, dense, form_of(b)
-            agree(self.name, team, (*names, "b's scales are of"), sizes)
-
-    def plan_of(self, team: Team, shard: Operand, b: Operand, local_first: bool) -> Any:
-        """Design for these operands."""
-        return self.plan(call_of(team.size * shard.shape[0], shard, b, local_first), machine_of(team)).design
+            sizes = rows, *b.shape, b.dtype, own_first, dense, form_of(b)
+            agree(self.name, team, (*names, "b has dense rows", "b's scales are of"), sizes)
+        # The design of the widest b serves all.
+        call = call_of(team.size * rows, a, max(bs, key=lambda b: b.shape[0]), own_first)
+        return self.run_several(self.plan(call, machine_of(team)).design, team, a, bs, own_first, gathers)
 
     def forward(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-        members, shard = find_team(team), a_shard.contiguous()
-        self.agree(members, shard, b, own_first)
-        design = self.plan_of(members, shard, b, own_first)
-        return self.run_several(design, members, shard, (b,), own_first)[0]
+        return self.planned(find_team(team), a_shard.contiguous(), (b,), own_first)[0]
 
     def fake(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         return a_shard.new_empty((a_shard.shape[0] * find_team(team).size, b.shape[0]))
@@ -285,13 +282,7 @@ class AllGatherMatmulSeveral(Op):
     def forward(
         self, a_shard: torch.Tensor, bs: Sequence[torch.Tensor], team: str, own_first: bool
     ) -> list[torch.Tensor]:
-        members, shard = find_team(team), a_shard.contiguous()
-        # The design of the widest b serves all.
-        widest = max(bs, key=len)
-        for b in bs:
-            ALL_GATHER_MATMUL.agree(members, shard, b, own_first)
-        design = ALL_GATHER_MATMUL.plan_of(members, shard, widest, own_first)
-        return ALL_GATHER_MATMUL.run_several(design, members, shard, bs, own_first, gathers=True)
+        return ALL_GATHER_MATMUL.planned(find_team(team), a_shard.contiguous(), bs, own_first, gathers=True)
 
     def fake(self, a_shard, bs, team, own_first):
         rows = a_shard.shape[0] * find_team(team).size
@@ -317,24 +308,7 @@ ALL_GATHER_MATMUL = AllGatherMatmul()
 register(ALL_GATHER_MATMUL)
 _SEVERAL = AllGatherMatmulSeveral()
 define(_SEVERAL)
-
-
-class AllGatherMatmulFp8(OverlappedFp8):
-    name = alias = "all_gather_matmul_fp8"
-    of = ALL_GATHER_MATMUL
-
-    def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
-        for weight in weights:
-            self.of.agree(team, a, weight, own_first)
-        design = self.of.plan_of(team, a, max(weights, key=lambda weight: weight.shape[0]), own_first)
-        return self.of.run_several(design, team, a, weights, own_first)
-
-    def rows_of_result(self, rows: int, world: int) -> int:
-        return rows * world
-
-
-_FP8 = AllGatherMatmulFp8()
-define(_FP8)
+_FP8 = OverlappedFp8(ALL_GATHER_MATMUL)
 
 
 def _run_sequential(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.kernels.fp8 import E4M3, Fp8, check_e4m3
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm.fp8_operands import check_fp8
-from weft.ops.op import Op
+from weft.ops.op import Op, define
 from weft.ops.overlap.operands import Operand, form_of
 from weft.runtime.team.team import find_team
 
@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 class OverlappedFp8(Op):
     """An overlapped op with fp8 weights. of: the op of 16-bit operands, whose plans these calls have."""
 
-    of: ClassVar[Overlapped]
-    differs = {"a_scales": (0, 1)}  # one of all rows, or of each
+    def __init__(self, of: Overlapped) -> None:
+        super().__init__()
+        self.of, self.name = of, f"{of.name}_fp8"  # type: ignore[misc]
+        self.alias = self.name  # type: ignore[misc]
+        of_k = {"a": (1,), "weights": (1,), "scales": (1,)} if of.ranks_differ_in_k else {}
+        self.differs = {"a_scales": (0, 1), **of_k}  # type: ignore[misc]  # a scale of all rows, or of each
+        define(self)
 
     def call_with(
         self, a: Operand, weights: Sequence[Fp8], team: Team, own_first: bool, name: str = "a"
@@ -52,17 +57,10 @@ class OverlappedFp8(Op):
         own_first: bool,
     ) -> list[torch.Tensor]:
         bs = [Fp8(data, of, input_scale) for data, of in zip(weights, scales, strict=True)]
-        return self.forward_of(find_team(team), a if a_scales is None else Fp8(a, a_scales), bs, own_first)
-
-    def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
-        """Results of checked operands by the plan."""
-        raise NotImplementedError
-
-    def rows_of_result(self, rows: int, world: int) -> int:
-        """Rows of a result for ``rows`` of a."""
-        return rows
+        return self.of.planned(find_team(team), a if a_scales is None else Fp8(a, a_scales), bs, own_first)
 
     def fake(self, a, a_scales, weights, scales, input_scale, team, own_first):
-        rows = self.rows_of_result(a.shape[0], find_team(team).size)
+        rows, world = a.shape[0], find_team(team).size
+        rows = rows * world if self.of.gathers else rows // world if self.of.rows_sharded else rows
         dtype = torch.bfloat16 if a.dtype == E4M3 else a.dtype
         return [a.new_empty((rows, weight.shape[0]), dtype=dtype) for weight in weights]

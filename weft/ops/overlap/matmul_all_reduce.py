@@ -24,7 +24,7 @@ from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.knobs import counts, halved, knob
 from weft.ops.layout import Given
-from weft.ops.op import define, register
+from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
@@ -233,17 +233,16 @@ class MatmulAllReduce(Overlapped):
         run(design, team, quantized(a, b), b, out)
         return out
 
-    def planned(self, team: Team, a: Operand, b: Operand) -> torch.Tensor:
-        """``run`` by the plan of these operands, on which the ranks agree."""
-        M, N = a.shape[0], b.shape[0]
+    def planned(self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool = False) -> list[torch.Tensor]:
+        (b,), M = bs, a.shape[0]
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of")
-            agree(self.name, team, names, (M, N, a.dtype, form_of(b)))
+            agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b)))
         call = call_of(M, a, b)._replace(dense=True)
-        return self.run(self.plan(call, machine_of(team)).design, team, a, b)
+        return [self.run(self.plan(call, machine_of(team)).design, team, a, b)]
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
-        return self.planned(find_team(team), a, b)
+        return self.planned(find_team(team), a, (b,))[0]
 
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
@@ -255,19 +254,7 @@ class MatmulAllReduce(Overlapped):
 
 MATMUL_ALL_REDUCE = MatmulAllReduce()
 register(MATMUL_ALL_REDUCE)
-
-
-class MatmulAllReduceFp8(OverlappedFp8):
-    name = alias = "matmul_all_reduce_fp8"
-    of = MATMUL_ALL_REDUCE
-    differs = {"a": (1,), "a_scales": (0, 1), "weights": (1,), "scales": (1,)}  # K
-
-    def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
-        return [self.of.planned(team, a, weights[0])]
-
-
-_FP8 = MatmulAllReduceFp8()
-define(_FP8)
+_FP8 = OverlappedFp8(MATMUL_ALL_REDUCE)
 
 
 def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> tuple[int, int]:

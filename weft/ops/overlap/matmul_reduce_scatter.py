@@ -22,7 +22,7 @@ from weft.ops.gemm.matmul import MATMUL, weight_gradient
 from weft.ops.gemm.tile import default_tile, splits_by_default
 from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
-from weft.ops.op import define, register
+from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.all_gather_matmul import gathered_rows
 from weft.ops.overlap.fp8_weights import OverlappedFp8
@@ -217,17 +217,17 @@ class MatmulReduceScatter(Overlapped):
         run(design, team, quantized(a, b), b, out, local_first)
         return out
 
-    def planned(self, team: Team, a: Operand, b: Operand, own_first: bool) -> torch.Tensor:
-        """``run`` by the plan of these operands, on which the ranks agree."""
+    def planned(self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool) -> list[torch.Tensor]:
+        (b,) = bs
         dense = isinstance(b, Fp8) or has_dense_rows(b)
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows", "b's scales are of")
             agree(self.name, team, names, (a.shape[0], b.shape[0], a.dtype, own_first, dense, form_of(b)))
         design = self.plan(call_of(a.shape[0], a, b, own_first), machine_of(team)).design
-        return self.run(design, team, a, b, own_first)
+        return [self.run(design, team, a, b, own_first)]
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-        return self.planned(find_team(team), a, b, own_first)
+        return self.planned(find_team(team), a, (b,), own_first)[0]
 
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         return a.new_empty((a.shape[0] // find_team(team).size, b.shape[0]))
@@ -245,22 +245,7 @@ class MatmulReduceScatter(Overlapped):
 
 MATMUL_REDUCE_SCATTER = MatmulReduceScatter()
 register(MATMUL_REDUCE_SCATTER)
-
-
-class MatmulReduceScatterFp8(OverlappedFp8):
-    name = alias = "matmul_reduce_scatter_fp8"
-    of = MATMUL_REDUCE_SCATTER
-    differs = {"a": (1,), "a_scales": (0, 1), "weights": (1,), "scales": (1,)}  # K
-
-    def forward_of(self, team: Team, a: Operand, weights: Sequence[Fp8], own_first: bool) -> list[torch.Tensor]:
-        return [self.of.planned(team, a, weights[0], own_first)]
-
-    def rows_of_result(self, rows: int, world: int) -> int:
-        return rows // world
-
-
-_FP8 = MatmulReduceScatterFp8()
-define(_FP8)
+_FP8 = OverlappedFp8(MATMUL_REDUCE_SCATTER)
 
 
 def _run_fused(

@@ -13,7 +13,7 @@ from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.gemm.gemm_op import FP8, GemmCall, GemmOp, named
 from weft.ops.gemm.matmul import MATMUL
 from weft.ops.knobs import around
-from weft.ops.overlap.operands import quantized
+from weft.ops.overlap.operands import Operand, quantized
 from weft.ops.registration import check_flag
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.plan.table import Found, Row
@@ -76,6 +76,10 @@ class Overlapped(GemmOp):
         if not (quick and isinstance(design, self.designs.get("fused", ()))):
             most = max(machine.world_size - 1, getattr(design, "span", 1))
             yield from (one for one in around(design) if getattr(one, "span", 1) <= most)
+
+    def planned(self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool) -> list[torch.Tensor]:
+        """Results for each b, of checked operands, by their plan, on which the ranks agree."""
+        raise NotImplementedError
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Rows in fp8 for an fp8 weight, as norms write them."""

@@ -1,7 +1,8 @@
 """Checkpoints in fp8 as they are published, and plain-torch models of their formats.
 
 A model's reference is transformers' with its linear layers replaced: bytes times scales in fp64, inputs rounded to e4m3 by the
-format's scales. Where a rank has columns of a matrix, groups of inputs end at its edge.
+format's scales, in fp32 and by a multiplication as the format says it. Where a rank has columns of a matrix, groups of inputs
+end at its edge.
 """
 
 import copy
@@ -84,28 +85,29 @@ def quantized(weight, scheme):
     rows, columns = -(-N // block[0]), -(-K // block[1])
     scales = torch.stack([
         torch.stack([
-            weight[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]].abs().max() / LARGEST
+            weight[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]].float().abs().max() / LARGEST
             for j in range(columns)
         ])
         for i in range(rows)
     ]).float()  # fmt: skip
-    return (weight / spread(scales, weight.shape, block)).clamp(-LARGEST, LARGEST).to(E4M3), scales
+    return (weight.float() * spread(1 / scales, weight.shape, block)).clamp(-LARGEST, LARGEST).to(E4M3), scales
 
 
-def dequantized(data, scales, scheme):
+def dequantized(data, scales, scheme, wide=torch.float64):
     block = {"block": (BLOCK, BLOCK), "channel": (1, data.shape[1]), "tensor": data.shape}[scheme]
-    return data.double() * spread(scales.double(), data.shape, block)
+    return data.to(wide) * spread(scales.to(wide), data.shape, block)
 
 
-def rounded(x, group, static):
-    """Inputs [..., K] after e4m3: by the static scale, or by a scale for each ``group`` columns."""
+def rounded(x, group, static, wide=torch.float64):
+    """Inputs [..., K] after e4m3 in ``wide``: by the static scale, or by a scale for each ``group`` columns."""
     if static is not None:
-        return ((x.double() / static).clamp(-LARGEST, LARGEST).float().to(E4M3).double()) * static
+        scale = torch.tensor(static, dtype=torch.float32)
+        return (x.float() * (1 / scale)).clamp(-LARGEST, LARGEST).to(E4M3).to(wide) * scale.to(wide)
     parts = []
-    for part in x.double().split(group, -1):
+    for part in x.float().split(group, -1):
         scale = part.abs().amax(-1, keepdim=True) / LARGEST
         scale = torch.where(scale > 0, scale, 1.0)
-        parts.append((part / scale).float().to(E4M3).double() * scale)
+        parts.append((part * (1 / scale)).clamp(-LARGEST, LARGEST).to(E4M3).to(wide) * scale.to(wide))
     return torch.cat(parts, -1)
 
 
@@ -120,7 +122,7 @@ class Fp8Linear(nn.Module):
         parts = []
         for part in x.chunk(self.ranks, -1):
             group = BLOCK if self.scheme == "block" else part.shape[-1]
-            parts.append(rounded(part, group, self.static))
+            parts.append(rounded(part, group, self.static, self.weight.dtype))
         y = F.linear(torch.cat(parts, -1), self.weight).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
@@ -182,8 +184,8 @@ def write(directory, source, name, quantization=None, scale_dtype=torch.float32)
     return tensors
 
 
-def reference(model, tensors, name, ranks=1, expert_ranks=1):
-    """transformers' model computed as the format says."""
+def reference(model, tensors, name, ranks=1, expert_ranks=1, wide=torch.float64):
+    """transformers' model computed as the format says, sums in ``wide``."""
     model, scheme = copy.deepcopy(model), scheme_of(name)
     scale, input_scale = names_of(name)
 
@@ -193,7 +195,7 @@ def reference(model, tensors, name, ranks=1, expert_ranks=1):
         # One scale for the inputs of all matrices that they are inputs of: the largest.
         parts = statics or (prefix,)
         static = max(tensors[f"{part}.{input_scale}"].item() for part in parts) if input_scale else None
-        return Fp8Linear(dequantized(data, scales, scheme), scheme, static, bias, over)
+        return Fp8Linear(dequantized(data, scales, scheme, wide), scheme, static, bias, over)
 
     def merged(module, prefix, columns, rows, over):
         for part in columns:

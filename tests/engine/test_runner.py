@@ -404,7 +404,7 @@ def test_empty_slots_of_a_bucket_change_nothing(one_layer, fused):
                 }
             )
             tokens = []
-            for _ in range(4):
+            for _ in range(2):
                 runner.replay(bucket, Kind.NUCLEUS)
                 tokens.append(runner.tokens[:3].clone())
             found.append((torch.stack(tokens), runner.slots.positions.clone(), runner.cache.data[:, :, 1:]))
@@ -413,7 +413,7 @@ def test_empty_slots_of_a_bucket_change_nothing(one_layer, fused):
     exact, *padded = on_one_rank(main, one_layer, fused)
     for tokens, positions, cache in padded:
         assert torch.equal(tokens, exact[0])
-        assert positions.tolist() == [9, 20, 13] + [-1] * 5
+        assert positions.tolist() == [7, 18, 11] + [-1] * 5
         torch.testing.assert_close(cache, exact[2], rtol=1e-4, atol=1e-4)
 
 

@@ -10,6 +10,9 @@ from tests.ops.moe.trained import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of
 from tests.sampled import sampled
 from weft import ops
+from weft.kernels.fp8 import Fp8
+from weft.kernels.fp8 import by_torch as by_torch_in_fp8
+from weft.ops.moe.grouped_cases import quantized_experts
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.parallel import mixture
 from weft.plan.planned import machine
@@ -59,6 +62,43 @@ def test_it_is_the_whole_layer_in_every_layout(world_size, layout, alone, monkey
 
     for rank, found in enumerate(weft.simulate(main, world_size)):
         torch.testing.assert_close(found.double(), by_torch(tokens_of(rank), *weights, 2), rtol=1e-5, atol=1e-5)
+
+
+def in_fp8(rows, columns=128):
+    """``rows`` in bf16 after e4m3, in fp64."""
+    return Fp8(*by_torch_in_fp8(rows.bfloat16(), columns)).dequantized(torch.float64)
+
+
+@pytest.mark.parametrize("scheme", ["block", "channel"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_experts_in_fp8_take_rows_in_fp8(alone, scheme, monkeypatch):
+    """Of blocks they stay in fp8 from where they are sent through both GEMMs."""
+    monkeypatch.setattr(mixture, "sends_needed_alone", lambda *call: alone)
+    generator, (E, H, N) = torch.Generator().manual_seed(1), (4, 256, 192)
+    router, gate_up, down = (
+        torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for shape in ((E, H), (E, 2 * N, H), (E, H, N))
+    )
+    first, second = (quantized_experts(weight, scheme) for weight in (gate_up, down))
+    tokens = [torch.randn((count, H), generator=generator).bfloat16() for count in (5, 3)]
+
+    def main(team):
+        mine = slice(2 * team.rank, 2 * team.rank + 2)
+        held = [Fp8(weight.data[mine].contiguous(), weight.scales[mine].contiguous()) for weight in (first, second)]
+        return mixture.moe(tokens[team.rank], router.bfloat16(), *held, team, k=2, max_tokens=5)
+
+    wide = [weight.dequantized(torch.float64) for weight in (first, second)]
+    for x, found in zip(tokens, weft.simulate(main, 2), strict=True):
+        weights, ids = (x.double() @ router.bfloat16().double().T).softmax(-1).topk(2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        rows, expected = in_fp8(x, 128 if scheme == "block" else H), torch.zeros(x.shape, dtype=torch.float64)
+        for token, expert, weight in zip(
+            torch.arange(len(x)).repeat_interleave(2), ids.flatten(), weights.flatten(), strict=True
+        ):
+            gate, up = (wide[0][expert] @ rows[token]).chunk(2)
+            h = in_fp8((torch.nn.functional.silu(gate) * up)[None], 128 if scheme == "block" else N)[0]
+            expected[token] += weight * (wide[1][expert] @ h)
+        error = (found.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert error < 0.01, error
 
 
 @pytest.mark.sweep

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from weft import ops
 from weft.arguments import check_int, quoted
+from weft.kernels.fp8 import E4M3, Fp8
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall
+from weft.parallel.quantized import rows_between
 from weft.plan.planned import Machine, machine_of
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 def moe(
     x: Tensor,
     router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Fp8,
+    down: Tensor | Fp8,
     team: Team,
     *,
     k: int,
@@ -34,7 +36,9 @@ def moe(
     x           [T, H], fp16, bf16 or fp32, this rank's tokens; T may differ by rank and be 0
     router      [E, H], the same on all ranks
     gate_up, down
-                [held, 2 N, H] and [held, H, N]: this rank's experts, N of their features; of gate_up gate's N rows first
+                [held, 2 N, H] and [held, H, N]: this rank's experts, N of their features; of gate_up gate's N rows first.
+                Or both ``Fp8``, as of ``weft.ops.grouped_matmul``, with x of 16 bits: rows that are sent in fp8 stay so through
+                both GEMMs, where scales are of blocks; no gradients
     max_tokens  of any rank; the same on all ranks
     experts     layout: "whole", E / W on each rank; "slices", 1/W of the features of all; (ep, tp), E / ep in each of ep groups
                 of tp neighbouring ranks, of which a rank has slice rank % tp of the features
@@ -53,20 +57,22 @@ def moe(
         )
     ep, tp = groups
     held = ops.Experts.grouped(len(router), team.rank, ep, tp)
-    if len(gate_up) != held.count:
+    if gate_up.shape[0] != held.count:
         raise ValueError(
-            f"moe: gate_up has {len(gate_up)} experts; {experts} gives each of {team.size} ranks {held.count}"
+            f"moe: gate_up has {gate_up.shape[0]} experts; {experts} gives each of {team.size} ranks {held.count}"
         )
     check_int("moe: max_tokens", max_tokens, max(1, len(x)))
     routing = ops.route(x @ router.T, k, **gating)  # a GEMM by torch, which takes no rows too; route
+    format = rows_between(gate_up, down, x.dtype)
     if not sends_needed_alone(DispatchCall(max_tokens, k, x.shape[1], x.dtype, tp=tp), machine_of(team)):
         h, schedule, dispatched = ops.all_gather_grouped_matmul_silu_mul(
-            x, routing, gate_up, held, team, max_tokens=max_tokens
+            x, routing, gate_up, held, team, max_tokens=max_tokens, fp8=format
         )
         return ops.grouped_matmul_reduce_scatter(h, down, schedule, dispatched, len(x), team)
-    dispatched = ops.moe_dispatch(x, routing, team, experts=held, max_tokens=max_tokens)
+    blocks = isinstance(gate_up, Fp8) and gate_up.is_grouped and team.rail is None
+    dispatched = ops.moe_dispatch(x, routing, team, experts=held, max_tokens=max_tokens, dtype=E4M3 if blocks else None)
     schedule = ops.moe_schedule(dispatched.routing.ids, held, start=team.rank * max_tokens)
-    h = ops.grouped_matmul_silu_mul(dispatched.rows, gate_up, schedule)
+    h = ops.grouped_matmul_silu_mul(dispatched.rows, gate_up, schedule, scales=dispatched.scales, fp8=format)
     y = ops.grouped_matmul(h, down, schedule)
     return ops.moe_combine(y, dispatched, len(x), team)
 

@@ -264,7 +264,7 @@ def rows_between(gate_up: Matrix, down: Matrix, dtype: torch.dtype) -> RowFormat
     # A row of one group has one scale.
     alone = down.input_scale is None and down.shape[-1] <= BLOCK
     format = RowFormat("group") if alone else down.row_format
-    return None if format.scales == "token" else format
+    return None if format.kind == "token" else format
 
 
 def linear(x: Tensor, w: Matrix) -> Tensor:

@@ -276,7 +276,7 @@ HALF = torch.ones(3, 256).bfloat16()
         ("x.scales has shape (3, 1); this weight", Fp8(HALF.to(E4M3), torch.ones(3, 1)), weight_of((4, 1, 2)), {}),
         ("weight has 5 rows, an odd number", HALF, weight_of((4, 1, 2), N=5), {}),
         ("K=24 of torch.float8_e4m3fn is no multiple of 16", HALF[:, :24].contiguous(), weight_of((4, 6, 1), K=24), {}),
-        ("fp8.scales='token', but several programs compute a row; quantize the result", HALF, weight_of((4, 1, 2)),
+        ("fp8.kind='token', but several programs compute a row; quantize the result", HALF, weight_of((4, 1, 2)),
          {"fp8": RowFormat("token")}),
         ("is for fp8 weights and rows of fp8 or bf16; leave it out", HALF.half(), weight_of((4, 1, 2)), {"fp8": GROUP}),
         ("is for fp8 weights and rows of fp8 or bf16; leave it out", HALF, torch.zeros(4, 6, 256).bfloat16(), {"fp8": GROUP}),

@@ -323,7 +323,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     def run(self, design: Any, team: Team, given: GatherArguments) -> tuple[torch.Tensor, ...]:
         """(h, its scales, pairs, counts, tiles, tile_count, ids, weights) of checked arguments.
 
-        Without ``given.form`` h has no scales [0].
+        Without ``given.kind`` h has no scales [0].
         """
         self.check_design(design)
         if isinstance(design, ByNodes):

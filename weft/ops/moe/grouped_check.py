@@ -87,7 +87,7 @@ def check_written(op: str, x: torch.Tensor, weight_scales: torch.Tensor | None, 
     if weight_scales is None or x.dtype not in (torch.bfloat16, E4M3):
         raise ValueError(f"{op}: fp8={quoted(fp8)} is for fp8 weights and rows of fp8 or bf16; leave it out")
     if fp8.kind == "token":
-        raise ValueError(f"{op}: fp8.scales='token', but several programs compute a row; quantize the result")
+        raise ValueError(f"{op}: fp8.kind='token', but several programs compute a row; quantize the result")
 
 
 def check_gate_up(op: str, gate_up: torch.Tensor | Fp8, x: torch.Tensor, experts: Experts, team: Team) -> None:

@@ -378,7 +378,7 @@ def grouped_matmul_silu_mul(
     if fp8 is None:
         return GROUPED_MATMUL_SILU_MUL.dispatch(given)
     check_written(op, given.x, given.weight_scales, fp8)
-    return fp8_of(*GROUPED_MATMUL_SILU_MUL_FP8.dispatch(given, *fp8), fp8)
+    return fp8_of(*GROUPED_MATMUL_SILU_MUL_FP8.dispatch(given, fp8), fp8)
 
 
 class GroupedMatmulSiluMul(GroupedOp):
@@ -398,20 +398,13 @@ class GroupedMatmulSiluMulFp8(Op):
     name = alias = "grouped_matmul_silu_mul_fp8"
     collective = False
 
-    def forward(
-        self, given: GroupedArguments, form: str, static: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """form, static: of ``RowFormat``, whose fields have names of the arguments'."""
+    def forward(self, given: GroupedArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
         device, op = given.x.device, GROUPED_MATMUL_SILU_MUL
         check_e4m3(op.name, capabilities_of(device))
-        design = op.plan(given.call(True), machine_on(device)).design
-        return grouped.run_gated(design, given, RowFormat(form, static))
+        return grouped.run_gated(op.plan(given.call(True), machine_on(device)).design, given, format)
 
-    def fake(
-        self, given: GroupedArguments, form: str, static: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        N = given.weight.shape[1] // 2
-        return empty_rows(given.x, given.schedule.all_pairs, N, RowFormat(form, static))
+    def fake(self, given: GroupedArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        return empty_rows(given.x, given.schedule.all_pairs, given.weight.shape[1] // 2, format)
 
 
 GROUPED_MATMUL_SILU_MUL_FP8 = GroupedMatmulSiluMulFp8()

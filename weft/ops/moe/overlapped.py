@@ -42,7 +42,7 @@ class GatherArguments(NamedTuple):
     total, first, count  this rank's experts; block: pairs of a tile of the schedule
     fp8                  rows are sent in fp8
     weight_scales, input_scale  of a gate_up in fp8
-    form, static         of ``RowFormat`` of h
+    kind, static_scale   of ``RowFormat`` of h; "": h is of 16 or 32 bits
     """
 
     x: torch.Tensor
@@ -58,13 +58,13 @@ class GatherArguments(NamedTuple):
     algorithm: str
     weight_scales: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
-    form: str = ""
-    static: torch.Tensor | None = None
+    kind: str = ""
+    static_scale: torch.Tensor | None = None
 
     @property
     def format(self) -> RowFormat | None:
         """Form in which h is written; None: in 16 or 32 bits."""
-        return RowFormat(self.form, self.static) if self.form else None
+        return RowFormat(self.kind, self.static_scale) if self.kind else None
 
     def gemm(self, rows: torch.Tensor, schedule: Schedule, scales: torch.Tensor | None) -> GroupedArguments:
         """Arguments of the grouped GEMM of all ranks' rows."""

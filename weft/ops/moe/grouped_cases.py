@@ -1,4 +1,4 @@
-"""Operands of cases of grouped GEMMs whose weights may be in fp8: scales that come last among a case's tensors."""
+"""Cases of grouped GEMMs in fp8: operands, references, and scales that come last among tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quantized_experts(weight: torch.Tensor, scheme: str) -> Fp8:
 
 
 def with_scales(case: Case, tensors: Inputs, at: int) -> Inputs:
-    """``tensors`` of a case as it has them: where experts are in fp8, those at ``at``, with their scales last."""
+    """``tensors`` with the weight at ``at`` in fp8 if the case says so; its scales then come last."""
     if not scheme_of(case):
         return tensors
     data, scales, _ = quantized_experts(tensors[at], scheme_of(case))

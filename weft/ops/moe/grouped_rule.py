@@ -63,7 +63,7 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
 
 
 def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTiles:
-    """The fastest of a sweep on one H200 (all of Qwen3-30B-A3B's experts), of tiles with a step of 128 columns.
+    """The fastest of a sweep on one H200 (Qwen3-30B-A3B, all experts), in steps of 128 columns.
 
     A step's sums stay apart until they are scaled, so a tile of 256 rows of the weight is two products. A gated tile has 128
     results, which are under one scale where they are written in fp8.

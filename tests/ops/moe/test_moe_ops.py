@@ -76,7 +76,7 @@ GROUPED_MUTANTS = {
     "swapped gate and up": ("gate, up = halves(acc)", "up, gate = halves(acc)"),
     "the neighbour's expert": ("expert, first = tl.load(entry)", "expert, first = tl.maximum(tl.load(entry) - 1, 0)"),
     "rows by pair, not by token": ("source = pair // FORM.choices", "source = pair // (FORM.choices + 1)"),
-    "the whole tile stored": ("there = (local < count)[:, None]", "there = (local < 99)[:, None]"),
+    "the whole tile stored": ("exists = local < count", "exists = local < 99"),
     "no tail of K": ("mask=(deep < K - k)[None, :]", "mask=(deep < K)[None, :]"),
 }  # fmt: skip
 

@@ -251,10 +251,10 @@ def grouped_matmul_kernel(
             target = row + local
         else:
             target = pair
-        there = local < count
-        store_results(result, out, target, there, column, N, written)
+        exists = local < count
+        store_results(result, out, target, exists, column, N, written)
         if FORM.apart and not FORM.gated:
             if TRANSPOSED:
                 up = up.T
-            store_results(up, out, target, there, column + ROWS, N, written)
+            store_results(up, out, target, exists, column + ROWS, N, written)
         wl.end_tile(began, place // width, column // WIDTH, team)

@@ -11,6 +11,7 @@ from tests.sampled import sampled
 from tests.teacher_forced import all_logits
 from weft.kernels.four_bit import FourBit
 from weft.models import Decoder
+from weft.parallel import quantized
 
 # In fp32 numbers times scales are exact, and nothing else is rounded.
 TOLERANCE = 1e-5
@@ -166,6 +167,27 @@ def test_rows_of_16_bits_go_to_kernels_that_read_4_bits(in_four_bits, name, mode
     by_torch = weft.simulate(logits, 2, args=("reference", False))[0]
     for answered in weft.simulate(logits, 2, args=(mode, True)):
         assert relative_rms(answered, expected) <= 1.3 * relative_rms(by_torch, expected)
+
+
+def test_experts_of_few_tokens_are_read_in_4_bits(in_four_bits, monkeypatch):
+    """A decode step converts no weight before its GEMMs."""
+    directory, _, model, matrices = in_four_bits("mxfp4", **MOE)
+    tokens = prompt(2, 4)
+    expected = reference_logits(reference(model, matrices), tokens)
+
+    def logits(team, mode, fused):
+        model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, dtype=torch.bfloat16)
+        return all_logits(model, tokens)
+
+    by_torch = weft.simulate(logits, 2, args=("reference", False))[0]
+
+    def refuse(weight, dtype):
+        raise AssertionError("the weight is converted before the op")
+
+    monkeypatch.setattr(quantized, "widened", refuse)
+    for answered in weft.simulate(logits, 2, args=("replicated", True)):
+        # Rounding may choose another expert.
+        assert relative_rms(answered, expected) <= 2 * relative_rms(by_torch, expected)
 
 
 def test_gradients_are_refused(in_four_bits):

@@ -16,7 +16,7 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.ops.attention.parts import attention_after
 from weft.parallel.plain import as_cached, attend_to_chunk, attend_to_prompts, attend_to_sequences
 from weft.parallel.plain import silu_mul as plain_silu_mul
-from weft.parallel.quantized import expert_operands, gemm_operands, rows_between
+from weft.parallel.quantized import gemm_operands, grouped_operands, rows_between
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -233,7 +233,7 @@ def expert_rows(x: Tensor, w: MoEWeights) -> ExpertRows:
     gating = {"bias": w.bias, **w.gating._asdict()}
     routing, schedule, gate = ops.matmul_route_schedule(x, w.router, w.experts, tickets=w.tickets, **gating)
     h = ops.grouped_matmul_silu_mul(
-        *expert_operands(x, w.gate_up), schedule, fp8=rows_between(w.gate_up, w.down, x.dtype)
+        *grouped_operands(x, w.gate_up), schedule, fp8=rows_between(w.gate_up, w.down, x.dtype)
     )
     shared = None if w.shared is None else ops.matmul(*gemm_operands(_shared_gated(x, w.shared), w.shared.down))
     return ExpertRows(h, w.down, schedule, routing, w.experts, shared, gate)
@@ -241,7 +241,7 @@ def expert_rows(x: Tensor, w: MoEWeights) -> ExpertRows:
 
 def summand_of(x: ExpertRows) -> Tensor:
     """This rank's summand of experts' rows: two launches."""
-    y = ops.grouped_matmul(*expert_operands(x.h, x.down), x.schedule)
+    y = ops.grouped_matmul(*grouped_operands(x.h, x.down), x.schedule)
     return ops.moe_sum(y, x.routing, x.experts, shared=x.shared, gate=x.gate)
 
 

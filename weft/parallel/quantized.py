@@ -252,6 +252,11 @@ def expert_operands(x: Any, w: Matrix) -> tuple[Any, Tensor | Fp8]:
     return operands(x, w) if isinstance(w, Fp8) and w.shape[-1] % 16 else overlapped_operands(x, w)
 
 
+def grouped_operands(x: Any, w: Matrix) -> tuple[Any, Matrix]:
+    """``expert_operands`` for a grouped GEMM without a collective, which takes weights in 4 bits too."""
+    return gemm_operands(x, w) if isinstance(w, FourBit) else expert_operands(x, w)
+
+
 def rows_between(gate_up: Matrix, down: Matrix, dtype: torch.dtype) -> RowFormat | None:
     """Form in which experts' first GEMM writes rows for the second; None: in 16 bits.
 

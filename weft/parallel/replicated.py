@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.four_bit import FourBit
 from weft.parallel import fused
 from weft.parallel.quantized import expert_operands, overlapped_operands
 from weft.parallel.recipe import Recipe
@@ -115,6 +116,9 @@ class FusedNorm(Recipe):
         self, x: PartialSum, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """(normed, hidden): hidden = the sum of x over the ranks + residual."""
+        if isinstance(x.summand, ExpertRows) and isinstance(x.summand.down, FourBit):
+            # grouped_matmul, moe_sum, then all_reduce_rms_norm
+            x = PartialSum(self.local.summand_of(x.summand))
         if isinstance(x.summand, ExpertRows):
             # grouped_matmul, all_reduce_rms_norm, and moe_sum between them by that op's plan
             rows, beside = x.summand, {"shared": x.summand.shared, "gate": x.summand.gate}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
-from weft.parallel.quantized import expert_operands, gemm_operands, overlapped_operands, rows_between
+from weft.parallel.quantized import expert_operands, gemm_operands, grouped_operands, overlapped_operands, rows_between
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -91,7 +91,7 @@ class SequenceParallel(Recipe):
         # In the order of the tokens: all rows are here.
         schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
         format = rows_between(w.gate_up, w.down, rows.dtype)
-        h = ops.grouped_matmul_silu_mul(*expert_operands(rows, w.gate_up), schedule, fp8=format)
+        h = ops.grouped_matmul_silu_mul(*grouped_operands(rows, w.gate_up), schedule, fp8=format)
         dispatched, count = ops.Dispatched(rows, routing, w.experts), len(x.rows)
         return SequenceShard(
             ops.grouped_matmul_reduce_scatter(

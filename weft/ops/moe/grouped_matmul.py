@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8, RowFormat, agreed, check_e4m3, empty_rows, fp8_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
 from weft.ops.knobs import around
@@ -24,6 +25,7 @@ from weft.ops.moe.grouped_cases import (
     with_scales,
 )
 from weft.ops.moe.grouped_check import check_grouped, check_written
+from weft.ops.moe.grouped_four_bit import grouped_four_bit
 from weft.ops.moe.grouped_grad import weight_grad
 from weft.ops.moe.grouped_rule import grouped_tiles_for, tiles
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
@@ -312,7 +314,7 @@ class GroupedOp(MoeOp):
 
 def grouped_matmul(
     x: torch.Tensor | Fp8,
-    weight: torch.Tensor | Fp8,
+    weight: torch.Tensor | Fp8 | FourBit,
     schedule: Schedule,
     *,
     gather: bool = False,
@@ -323,7 +325,8 @@ def grouped_matmul(
     x         [T * k, K]: row i is of the i-th pair of the schedule, as ``grouped_matmul_silu_mul`` gives them; with ``gather``
               [T, K]: a row for each token. fp16, bf16 or fp32; a row of K elements has a multiple of 16 bytes
     weight    [experts, N, K] of x's dtype; with ``scales`` fp16, bf16 or fp32. Or ``Fp8``, with scales [experts, n, k] as of
-              ``matmul``: x is of 16 bits, and quantized as they ask for, or ``Fp8`` with such scales; K a multiple of 16
+              ``matmul``: x is of 16 bits, and quantized as they ask for, or ``Fp8`` with such scales; K a multiple of 16.
+              Or ``FourBit``, with scales [experts, N, groups], x of 16 bits
     schedule  of ``moe_schedule``, for T tokens
     gather    False: row t * k + j of the result is that of token t's choice j. True: row i is that of the i-th pair
     scales    fp32 [T, ceil(K / 128)] of fp8 rows x, as ``moe_dispatch`` gives them, with ``gather``: row times scale,
@@ -333,6 +336,11 @@ def grouped_matmul(
     Of fp8 rows and weights bf16; fp32 sums of 128 terms are multiplied by their scales, and added. Gradients of x and weight,
     without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
+    if isinstance(weight, FourBit):
+        result = grouped_four_bit("grouped_matmul", x, weight, schedule, gather, False)
+        if isinstance(result, torch.Tensor):
+            return result
+        x, weight = result
     given = GroupedArguments.of(x, weight, schedule, gather, scales)
     return GROUPED_MATMUL.dispatch(check_grouped("grouped_matmul", given, gated=False))
 
@@ -353,7 +361,7 @@ register(GROUPED_MATMUL)
 
 def grouped_matmul_silu_mul(
     x: torch.Tensor | Fp8,
-    weight: torch.Tensor | Fp8,
+    weight: torch.Tensor | Fp8 | FourBit,
     schedule: Schedule,
     *,
     scales: torch.Tensor | None = None,
@@ -374,6 +382,11 @@ def grouped_matmul_silu_mul(
     Gradients of x and weight, without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "grouped_matmul_silu_mul"
+    if isinstance(weight, FourBit):
+        result = grouped_four_bit(op, x, weight, schedule, True, True)
+        if isinstance(result, torch.Tensor):
+            return result
+        x, weight = result
     given = check_grouped(op, GroupedArguments.of(x, weight, schedule, True, scales), gated=True)
     if fp8 is None:
         return GROUPED_MATMUL_SILU_MUL.dispatch(given)

@@ -94,6 +94,25 @@ def rows_of(M: int, weights: dict[str, list[FourBit]], deadline: float) -> Itera
         yield {"provider": "small_m mxfp4, swept", **run, "design": asdict(design)}
 
 
+def experts() -> Iterator[dict[str, Any]]:
+    """Times of the gated GEMM of half of Qwen3-30B-A3B's experts with weights in bf16 and in MXFP4."""
+    E, k, N, K = 64, 8, 768, 2048
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = [mxfp4(torch.randn(E, 2 * N, K, device="cuda", generator=generator) * K**-0.5) for _ in range(2)]
+    wide = [weight.dequantized(torch.bfloat16) for weight in weights]
+    for T in (1, 8, 32, 128):
+        x = torch.randn(T, K, device="cuda", generator=generator).bfloat16()
+        ids = torch.stack([torch.randperm(2 * E)[:k] for _ in range(T)]).int().cuda()
+        schedule = ops.moe_schedule(ids, ops.Experts(first=0, count=E, total=2 * E))
+        pairs = int(schedule.counts.sum())
+        reference = ops.grouped_matmul_silu_mul(x, wide[0], schedule)[:pairs].double()
+        for name, several in (("bf16", wide), ("mxfp4", weights)):
+            call = timed(
+                lambda w, x=x, s=schedule, n=pairs: ops.grouped_matmul_silu_mul(x, w, s)[:n], several, reference
+            )
+            yield {"T": T, "pairs": pairs, "provider": f"experts {name}", **call}
+
+
 def sums() -> dict[str, str]:
     """Answers of the built-in model in each format, by an engine with graphs."""
     said = {}
@@ -151,6 +170,8 @@ def main() -> None:
             ]
             write()
         del weights
+    document["experts"] = list(experts())
+    write()
     document["sums"] = sums()
     write()
 

@@ -16,6 +16,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Several workers share few cores, and simulated tiles are small: more threads only get in each other's way.
 torch.set_num_threads(1)
 
+# Until all tests are collected: nearly all that collecting makes stays.
+gc.disable()
+
 TRITON_SENSITIVE = ("tests/simulator/", "tests/language/")
 # `make test` compiles each kernel of the ops for sm_90, and every other one for one of these; on another Triton the others, for
 # one of all four. `make sweep` compiles the rest.
@@ -75,6 +78,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Freeze what the collection made: passes of the garbage collector over it are a tenth of the CPU time of tests."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

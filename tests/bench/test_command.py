@@ -31,10 +31,13 @@ SMALL = {"gemm-ar": ["--shapes", "5,24,16"], "gemm": ["--shapes", "5,24,16"]}
     ),
 )
 def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
+    """Timed are those in fp32 and those that are drawn: the harness times all ops alike."""
     file, picture = tmp_path / "out" / "x.json", tmp_path / "x.svg"
     plotted = op in ("all-reduce", "gemm-ar")
     plot = ["--plot", str(picture)] if plotted and pytest.importorskip("matplotlib") else []
-    result = CliRunner().invoke(app, [op, "--dtype", dtype, "--json", str(file), *plot, *SMALL.get(op, [])])
+    timed = plotted or dtype == "fp32"
+    only = [] if timed else ["--check-only"]
+    result = CliRunner().invoke(app, [op, "--dtype", dtype, "--json", str(file), *plot, *only, *SMALL.get(op, [])])
     assert result.exit_code == 0, result.output
     assert "times mean nothing" in result.stdout
     (found,) = read(file)
@@ -43,9 +46,9 @@ def test_every_op_runs_checks_and_reports(op, dtype, tmp_path):
     for row in found.rows:
         ports = "sorted-blocks", "triton-distributed"
         if row.role == "weft" or row.provider in ("weft.gemm_alone", *ports) or row.provider.startswith("tiles."):
-            assert row.median_us > 0
             assert row.max_abs_error is not None
-            assert row.mode == "host"
+            assert (row.median_us or 0) > 0 if timed else row.median_us is None
+            assert row.mode == ("host" if timed else None)
             assert row.reason is None
         else:
             absent = (

@@ -16,15 +16,16 @@ from tests.sampled import sampled
 from weft import ops
 
 
-# Schedule i follows strategy i modulo 4: two ranks run the first two, three or four ranks one of the last. Of two calls one is
-# made on two ranks, one on three; `make sweep` makes all so, also on four, and 16 schedules of each at each size.
+# Schedule i follows strategy i modulo 4: two ranks run one of the first two, three or four ranks one of the last. Of two calls
+# one is made on two ranks, one on three; `make sweep` makes all so, also on four, and 16 schedules of each at each size.
 @pytest.mark.parametrize(
     ("call", "world_size", "schedules", "seed"),
     [
-        pytest.param(call, *ranks, id=f"{call.name.replace(' ', '-')}-{ranks[0]}", marks=marks)
+        pytest.param(call, *ranks, id=f"{call.name.replace(' ', '-')}-{ranks[0]}-{ranks[1]}", marks=marks)
         for index, call in enumerate(OPS)
         for ranks, marks in (
-            ((2, 2, 0), () if index % 2 else pytest.mark.sweep),
+            ((2, 1, index // 2 % 2), () if index % 2 else pytest.mark.sweep),
+            ((2, 2, 0), pytest.mark.sweep),
             ((3, 1, 2 + index // 4 % 2), pytest.mark.sweep if index % 2 else ()),
             ((4, 1, 2 + index // 2 % 2), pytest.mark.sweep),
         )

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from weft.arguments import shortened
+from weft.check.explanations import explain
 from weft.console import WORLD_SIZE, check_output, draws, from_flags, one_line_errors
 from weft.errors import SimulatorMissing
 from weft.runtime.files import put
@@ -34,7 +35,9 @@ _MODULE = "weft_checked_script"
 class CheckFlags:
     """Flags of `weft check`."""
 
-    script: Annotated[Path, typer.Argument(help="A Python file that defines main(team), or a program (--torch)")]
+    script: Annotated[
+        Path | None, typer.Argument(help="A Python file that defines main(team), or a program (--torch)")
+    ] = None
     torch: Annotated[
         bool,
         typer.Option("--torch", help="Run a program on torch.distributed and its symmetric memory, as torchrun would"),
@@ -55,6 +58,11 @@ class CheckFlags:
     ] = None
     args: Annotated[str, typer.Option(help="With --torch: the program's arguments")] = ""
     json: Annotated[Path | None, typer.Option(help="Write the report to this file")] = None
+    html: Annotated[Path | None, typer.Option(help="Write the report to this file as a page with drawings")] = None
+    sarif: Annotated[Path | None, typer.Option(help="Write the report to this file as SARIF, for code scanning")] = None
+    explain: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Say what a kind of finding is, with an example, and end")
+    ] = None
     any_results: Annotated[bool, typer.Option("--any-results", help="Allow results to differ between schedules")] = (
         False
     )
@@ -77,22 +85,41 @@ def check(flags: CheckFlags) -> None:
     ])  # fmt: skip
     same = ("schedules", "strategy", "seed", "depth", "sms", "like", "node_size", "link")
     with one_line_errors(flags.traceback):
-        check_output("--json", flags.json)
+        if flags.explain is not None:
+            typer.echo(explain(flags.explain))
+            raise typer.Exit(0)
+        for name in ("json", "html", "sarif"):
+            check_output(f"--{name}", getattr(flags, name))
         report = _checked(
             _main(flags), world_size=_sizes(flags.world_size), script=named,
             deterministic=not flags.any_results, compile=not flags.no_compile,
             **{name: getattr(flags, name) for name in same},
         )  # fmt: skip
         _show(report)
-        if flags.json is not None:
-            put(flags.json, report.to_json() + "\n")
+        _write(flags, report)
     raise typer.Exit(0 if report.ok else 1)
 
 
 command = from_flags(CheckFlags, check)
 
 
+def _write(flags: CheckFlags, report: Report) -> None:
+    """Write the report to the files that the flags name."""
+    from weft.check.page import page
+    from weft.check.sarif import sarif
+
+    for path, text in (
+        (flags.json, report.to_json),
+        (flags.html, lambda: page(report)),
+        (flags.sarif, lambda: sarif(report)),
+    ):
+        if path is not None:
+            put(path, text().rstrip("\n") + "\n")
+
+
 def _main(flags: CheckFlags) -> Callable[..., Any]:
+    if flags.script is None:
+        raise ValueError("name a Python file that defines main(team), or a kind of finding with --explain")
     if not flags.torch:
         if flags.args:
             raise ValueError(f"--args {shortened(flags.args)} is for programs; add --torch")
@@ -150,7 +177,7 @@ def _checked(main: Callable[..., Any], **options: Any) -> Report:
 
 def _show(report: Report) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for line in str(report).splitlines():
+    for line in report.text(pictures=True).splitlines():
         # A finding's first line begins with its number; the rest is indented.
         is_head = line[:1].isdigit() and ". " in line[:5]
         style = "bold red" if is_head else "green" if report.ok else ""

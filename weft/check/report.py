@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.check.detector.findings import Finding, Side
+from weft.check.picture import picture
 
 DEFAULT_SMS = 8  # resident programs of a rank by default
 # weft.runtime.capabilities.NVLINK and DEFAULT_GPU, whose module needs torch, which the command's help does without.
@@ -94,7 +95,14 @@ class Report:
         return not self.wrong
 
     def __str__(self) -> str:
-        parts = [paragraph(number, entry, self.script) for number, entry in enumerate(self.wrong, 1)]
+        return self.text()
+
+    def text(self, *, pictures: bool = False) -> str:
+        """Report for a kernel's author. ``pictures``: with the timelines of each race."""
+        parts = []
+        for number, entry in enumerate(self.wrong, 1):
+            drawn = picture(entry.finding) if pictures else []
+            parts.append("\n".join([paragraph(number, entry, self.script), *(f"     {row}" for row in drawn)]))
         return "\n\n".join([*parts, self.summary])
 
     @property

@@ -1,0 +1,53 @@
+"""Report as SARIF 2.1.0, the format in which code scanning takes findings of tools."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from weft.check.detector.findings import REMEDIES, Side
+from weft.check.explanations import EXPLANATIONS
+from weft.check.report import Found, Report
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def sarif(report: Report) -> str:
+    """SARIF text of a report. Findings that a marker allows are suppressed results."""
+    kinds = list(dict.fromkeys(found.finding.kind for found in report.findings))
+    rules = [
+        {
+            "id": kind, "shortDescription": {"text": EXPLANATIONS[kind].what}, "help": {"text": REMEDIES[kind]},
+            "defaultConfiguration": {"level": "error"},
+        }
+        for kind in kinds
+    ]  # fmt: skip
+    driver = {"name": "weft check", "version": version("weft"), "rules": rules}
+    run = {"tool": {"driver": driver}, "results": [_result(found, report.script) for found in report.findings]}
+    return json.dumps({"version": "2.1.0", "$schema": _SCHEMA, "runs": [run]}, indent=2)
+
+
+def _result(found: Found, script: str) -> dict[str, Any]:
+    finding = found.finding
+    at = f" {finding.tensor}[{finding.first}..{finding.last}] of rank {finding.rank}" if finding.tensor else ""
+    text = f"{finding.kind}{at}: {finding.message}. Remedy: {finding.remedy}. Replay: {found.replay.command(script)}"
+    placed = [side for side in finding.sides if side.place is not None]
+    result: dict[str, Any] = {
+        "ruleId": finding.kind, "level": "error", "message": {"text": text},
+        "locations": [_location(side) for side in placed[-1:]],
+        "relatedLocations": [_location(side) | {"message": {"text": f"{side.verb} by {side.task}"}} for side in placed[:-1]],
+        "partialFingerprints": {"cause/v1": " ".join(map(str, finding.cause))},
+    }  # fmt: skip
+    if finding.allowed is not None:
+        result["suppressions"] = [{"kind": "inSource", "justification": finding.allowed}]
+    return result
+
+
+def _location(side: Side) -> dict[str, Any]:
+    assert side.place is not None
+    path = os.path.relpath(side.place.file)
+    uri = Path(side.place.file).resolve().as_uri() if path.startswith("..") else Path(path).as_posix()
+    return {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": {"startLine": side.place.line}}}

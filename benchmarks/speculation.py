@@ -38,6 +38,14 @@ class OneToken:
     def __init__(self, max_batch: int, device: torch.device) -> None:
         self._drafts = torch.ones(max_batch, DRAFTS, dtype=torch.int64, device=device)
 
+    page_bytes = 0
+
+    def allocate(self, pages: int) -> None:
+        pass
+
+    def read(self, chunks: Sequence[Any]) -> None:
+        pass
+
     def propose(self, batch: int, drafts: int) -> torch.Tensor:
         return self._drafts[:batch, :drafts]
 

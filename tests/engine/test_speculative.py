@@ -24,6 +24,9 @@ class Oracle:
         self.graph, self.answers, self.wrong, self.short = graph, answers, wrong, short
         self.sequences = {}
 
+    def read(self, chunks):
+        pass
+
     def propose(self, batch, drafts):
         proposed = torch.full((batch, drafts), -1)
         for slot in range(batch):
@@ -428,3 +431,63 @@ def test_a_key_of_a_rejected_draft_that_is_read_later_is_found(byte_model, monke
     monkeypatch.setattr(Decoder, "verify_step", without_first_key)
     [(bad, _, _)] = ask(byte_model, PROMPTS[:2], params, answers=answers, speculative=NGRAM, wrong=2)
     assert bad != plain
+
+
+DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "engine"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"context_parallel": True, "mode": "replicated", "fused": False}),
+        (1, {"pages": 1 + 5, "max_batch": 3, "chunk_tokens": 7}),
+    ],
+    ids=str,
+)
+def test_a_model_as_its_own_draft_has_all_drafts_accepted(byte_model, world_size, engine):
+    """Keys of the draft are those of accepted tokens, also after preemption, chunks and full acceptance."""
+    params = [SamplingParams(max_tokens=21 + index, temperature=0.6, seed=index) for index in range(4)]
+    [(plain, _, _)] = ask(byte_model, PROMPTS, params)
+    speculative = DRAFT_MODEL | {"model": str(byte_model)}
+    for late in (0, 1):
+        for completions, counts, stats in ask(
+            byte_model, PROMPTS, params, world_size, speculative=speculative, late=late, **engine
+        ):
+            assert completions == plain
+            assert counts.draft_tokens > 40 and counts.accepted_tokens == counts.draft_tokens
+            assert (stats.preemptions > 0) == ("pages" in engine)
+
+
+def test_a_smaller_model_drafts(byte_model, one_layer):
+    params = [SamplingParams(max_tokens=20, temperature=0.5, seed=3)] * 4
+    [(plain, _, _)] = ask(byte_model, PROMPTS, params)
+    for world_size in (1, 2):
+        speculative = DRAFT_MODEL | {"model": str(one_layer), "adaptive": True}
+        for completions, counts, _ in ask(byte_model, PROMPTS, params, world_size, speculative=speculative):
+            assert completions == plain
+            assert counts.draft_tokens > 0
+
+
+def test_drafts_that_do_not_fit_the_model_are_refused(byte_model, tmp_path):
+    import shutil
+
+    from weft.models.builtin import PATH
+
+    other = shutil.copytree(byte_model, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(
+        text.replace('"!":', '"swap":').replace('"#":', '"!":').replace('"swap":', '"#":')
+    )
+    for model, message in ((other, "is token id .* pass one of the same tokenizer"), (PATH, "positions|tokenizer")):
+        with pytest.raises(ValueError, match=message) as error:
+            ask(byte_model, PROMPTS[:1], [SamplingParams()], speculative=DRAFT_MODEL | {"model": str(model)})
+        assert "\n" not in str(error.value)
+    for options, message in (
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs model"),
+        (NGRAM | {"model": "x"}, "model='x' is for method=\"draft_model\""),
+        (DRAFT_MODEL | {"model": "x", "prompt_lookup_min": 2}, 'prompt_lookup_min=2 is for method="ngram"'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineConfig(speculative=options)

@@ -10,6 +10,7 @@ from weft.runtime.codec import exchangeable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from weft.engine.prefill import PrefillChunk
     from weft.engine.speculative import SpeculativeConfig
 
 
@@ -17,7 +18,19 @@ class Drafter(Protocol):
     """Source of drafts for batch slots. Collective: all ranks make the same calls and get the same drafts.
 
     `propose` and `accept` launch kernels on tensors at fixed addresses only: a decode step in a CUDA graph calls them.
+
+    page_bytes  memory that it takes for each page of the model's cache
     """
+
+    page_bytes: int
+
+    def allocate(self, pages: int) -> None:
+        """Make the cache that it needs beside the model's of this number of pages."""
+        ...
+
+    def read(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Read the chunks of prompts that the model has read."""
+        ...
 
     def propose(self, batch: int, drafts: int) -> Tensor:
         """Tokens [batch, drafts] int64 that may follow the newest ones of slots 0 .. batch - 1.

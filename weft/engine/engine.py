@@ -26,6 +26,7 @@ from weft.arguments import (
 from weft.engine.answers import Answer, Completion, Load, Piece, Requests, Stats, join_pieces
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig, plan_cache
+from weft.engine.draft_model import load_draft
 from weft.engine.params import (
     Prompt,
     SamplingParams,
@@ -135,7 +136,11 @@ class Engine:
             logger.info("KV cache %s", self.cache_plan)
             for line in warnings:
                 logger.warning(line)
-        self.batch = Batch(Runner(self.model, config, pipeline), config)
+        draft = None
+        if config.speculative is not None and (given := config.speculative.model) is not None:
+            source = given if isinstance(given, DecoderConfig) else _open(given, team)
+            draft = load_draft(source, self.model, self.tokenizer, config)
+        self.batch = Batch(Runner(self.model, config, pipeline, draft), config)
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)

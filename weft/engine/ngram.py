@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
+    from weft.engine.prefill import PrefillChunk
     from weft.engine.slots import Slots
 
 
@@ -62,7 +63,12 @@ class NgramDrafter:
     def __init__(self, slots: Slots, newest: Tensor, length: int, least: int, most: int) -> None:
         """Arguments as of History; `least`, `most`: tokens of an n-gram."""
         self.history, self._least, self._most = History(slots, newest, length), least, most
+        self.page_bytes = 0
         self.accept, self.enter, self.move = self.history.accept, self.history.enter, self.history.move
+
+    def allocate(self, pages: int) -> None: ...
+
+    def read(self, chunks: Sequence[PrefillChunk]) -> None: ...
 
     def propose(self, batch: int, drafts: int) -> Tensor:
         self.history.note_newest(batch)

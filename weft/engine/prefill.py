@@ -68,8 +68,7 @@ def prefill_eagerly(
     adjustments  of the slots of chunks with `choose`; None: no logits change
     """
     device = pipeline.team.device
-    width = max(len(chunk.pages) for chunk in chunks)
-    table = upload(_padded([chunk.pages for chunk in chunks], width).to(torch.int32), device)
+    table = padded_pages(chunks, device)
     tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
     last, scored = _rows_of(chunks)
     sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
@@ -114,8 +113,11 @@ def _score(pipeline: Pipeline, chunks: Sequence[PrefillChunk], logits: torch.Ten
     return {chunk.slot: part for chunk, part in zip(chunks, parts, strict=True)}
 
 
-def _padded(rows: list[list[int]], width: int) -> torch.Tensor:
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+def padded_pages(chunks: Sequence[PrefillChunk], device: torch.device) -> torch.Tensor:
+    """Page table [chunks, most pages] int32."""
+    width = max(len(chunk.pages) for chunk in chunks)
+    rows = [chunk.pages + [0] * (width - len(chunk.pages)) for chunk in chunks]
+    return upload(torch.tensor(rows, dtype=torch.int32), device)
 
 
 def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from weft.arguments import check_instance
 from weft.engine.config import EngineConfig
+from weft.engine.draft_model import ModelDrafter
 from weft.engine.graphs import FORWARD, WARM_KINDS, DecodeGraph, Flight, Graphs, Turn, decode_buckets, without_autograd
 from weft.engine.ngram import NgramDrafter
 from weft.engine.params import Kind
@@ -49,8 +50,14 @@ class Runner:
     largest_decode  most slots of one decode step so far, padding included
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, pipeline: Pipeline | None = None) -> None:
-        """`pipeline`: of which the model is a stage; None: it is whole."""
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        pipeline: Pipeline | None = None,
+        draft: Decoder | None = None,
+    ) -> None:
+        """`pipeline`: of which the model is a stage; None: it is whole. `draft`: model of config.speculative."""
         check_instance("model", model, Decoder, "a decoder of weft.models")
         check_instance("config", config, EngineConfig, "an EngineConfig")
         self.model, self.max_batch = model, config.max_batch
@@ -63,15 +70,18 @@ class Runner:
         self.buckets, self.largest_decode = decode_buckets(self.max_batch), 0
         self.graphs = Graphs(self.team)
         self.prompts = Prompts(self.decoding, self.graphs, config, max_seq_len)
-        self.decoding.cache = model.new_cache(self._pages(config), config.page_size)
-        self._flight = Flight(self.decoding, self.graphs)
         self.verifying: VerifyGraph | None = None
         self._draft_lengths: list[int] = []
         if (speculative := config.speculative) is not None:
-            lookup = speculative.prompt_lookup_min, speculative.prompt_lookup_max
-            drafter = NgramDrafter(slots, self.tokens, max_seq_len, *lookup)
+            places = slots, self.tokens, max_seq_len
+            if draft is None:
+                drafter = NgramDrafter(*places, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+            else:
+                drafter = ModelDrafter(draft, *places, config.page_size)
             self.verifying = VerifyGraph(self.decoding, drafter, speculative.num_speculative_tokens)
             self._draft_lengths = speculative.lengths
+        self._allocate(self._pages(config))
+        self._flight = Flight(self.decoding, self.graphs)
 
     @property
     def team(self) -> Team:
@@ -157,6 +167,8 @@ class Runner:
         self._enter([chunk for chunk in chunks if chunk.choose])
         with without_autograd(self.team.device):
             self.prompts.read(chunks, cuda_graph=self.cuda_graph)
+            if self.verifying is not None:
+                self.verifying.drafter.read(chunks)
 
     def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
         """Fill the adjustments of the slots for which tokens are chosen, on the ranks that choose."""
@@ -285,12 +297,18 @@ class Runner:
         )
         return config.pages
 
+    def _allocate(self, pages: int) -> None:
+        """Make the caches of the model and of the drafter."""
+        self.decoding.cache = self.model.new_cache(pages, self.decoding.page_size)
+        if self.verifying is not None:
+            self.verifying.drafter.allocate(pages)
+
     def _graph_bytes(self) -> int:
         """GPU memory that `warm_up` will take, by its first two graphs, captured here on a cache of two pages.
 
         The first one's includes what all share: activations of the largest chunk, and workspaces.
         """
-        self.decoding.cache = self.model.new_cache(2, self.decoding.page_size)
+        self._allocate(2)
         sizes, free = self._warm_sizes(), [free_bytes(self.team.device)]
         for size, kind in sizes[:2]:
             self._warm(size, kind)
@@ -304,7 +322,7 @@ class Runner:
     def _affordable_pages(self, fraction: float, reserved: int = 0) -> int:
         """Number of KV pages that fit on the rank with the least free memory; equal on every rank."""
         data = self.model.new_cache(1, self.decoding.page_size).data
-        page_bytes = data.numel() * data.element_size()
+        page_bytes = data.nbytes + (0 if self.verifying is None else self.verifying.drafter.page_bytes)
         if self.team.device.type == "cuda":
             budget = int((free_bytes(self.team.device) - reserved) * fraction)
         else:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from weft.arguments import check_bool, check_choice, check_int, check_optional, did_you_mean, positive, quoted
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 # Drafts of a step at most: a pass of nine tokens a sequence.
 MOST_DRAFTS = 8
 # Tokens of an n-gram that is looked up, at most, and by default.
@@ -24,7 +25,9 @@ MOST_LOOKED_UP, LOOKED_UP = 16, 5
 class SpeculativeConfig:
     """Options of speculative decoding, by vLLM's names. ValueError for impossible values.
 
-    method                  "ngram": what followed the last tokens where they stood before in the prompt or answer
+    method                  "ngram": what followed the last tokens where they stood before in the prompt or answer;
+                            "draft_model": by a smaller model of the same tokenizer
+    model                   for "draft_model": a checkpoint directory or name, or a configuration of weft.models, as for Engine
     num_speculative_tokens  tokens drafted for a sequence in a step at most, 1 .. 8
     prompt_lookup_max, prompt_lookup_min  for "ngram": lengths of the n-grams that are looked up, the longest first; where one
                             is not given it is the other one, or 5
@@ -34,6 +37,7 @@ class SpeculativeConfig:
 
     method: str = "ngram"
     num_speculative_tokens: int
+    model: Any = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     adaptive: bool = True
@@ -42,9 +46,18 @@ class SpeculativeConfig:
         check_choice("method", self.method, METHODS)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
         check_bool("adaptive", self.adaptive)
-        given = [
-            check_optional(positive, name, getattr(self, name)) for name in ("prompt_lookup_max", "prompt_lookup_min")
-        ]
+        lookup = {name: getattr(self, name) for name in ("prompt_lookup_max", "prompt_lookup_min")}
+        if self.method == "draft_model":
+            if self.model is None:
+                raise ValueError('method="draft_model" needs model, the smaller one; pass it')
+            if (one := next((name for name, value in lookup.items() if value is not None), None)) is not None:
+                raise ValueError(f'{one}={quoted(lookup[one])} is for method="ngram"; leave it out')
+            return
+        if self.model is not None:
+            raise ValueError(
+                f'model={quoted(self.model)} is for method="draft_model"; leave it out, or pass that method'
+            )
+        given = [check_optional(positive, name, value) for name, value in lookup.items()]
         most, least = (one or given[1 - index] or LOOKED_UP for index, one in enumerate(given))
         if most > MOST_LOOKED_UP:
             raise ValueError(f"prompt_lookup_max={most} is more than {MOST_LOOKED_UP}; lower it")

@@ -1,0 +1,135 @@
+"""Drafts by a smaller model of the same tokenizer, on the same ranks, with pages of its own cache beside the model's.
+
+    pass 1          the token before the newest one, and the newest one   at positions p - 1, p      → draft 1
+    pass i = 2 … k  draft i - 1                                           at position p + i - 1      → draft i
+
+The first pass reads two tokens: where all drafts were accepted, the last one has not been read. Both models have pages of equal
+numbers for the same tokens, so prefix caching, windows and preemption hold for both. A draft is drawn with the noise of its
+place, so that similar models choose alike at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from weft.engine.ngram import History
+from weft.engine.params import Kind
+from weft.engine.pipeline import Pass, Pipeline
+from weft.engine.prefill import PrefillChunk, padded_pages
+from weft.engine.sampling import Choice
+from weft.engine.tokenizer import has_tokenizer, load_tokenizer
+from weft.models import Decoder, DecoderConfig
+from weft.models.checkpoint import Checkpoint
+from weft.runtime.copying import upload
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from weft.engine.config import EngineConfig
+    from weft.engine.slots import Slots
+
+
+class ModelDrafter:
+    """Drafter by a model (weft.engine.drafting.Drafter)."""
+
+    def __init__(self, model: Decoder, slots: Slots, newest: Tensor, length: int, page_size: int) -> None:
+        """`slots`, `newest` and `length` as of History."""
+        self.pipeline, self.slots, self.page_size = Pipeline.whole(model), slots, page_size
+        self.history = History(slots, newest, length)
+        self.accept, self.enter, self.move = self.history.accept, self.history.enter, self.history.move
+        self.page_bytes = model.new_cache(1, page_size).data.nbytes
+
+    def allocate(self, pages: int) -> None:
+        self._cache = self.pipeline.model.new_cache(pages, self.page_size)
+
+    def read(self, chunks: Sequence[PrefillChunk]) -> None:
+        device = self.pipeline.team.device
+        tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
+        sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
+        self.pipeline.prefill(tokens, sequences, padded_pages(chunks, device), self._cache, [])
+
+    def propose(self, batch: int, drafts: int) -> Tensor:
+        self.history.note_newest(batch)
+        first = self.slots.positions[:batch]
+        last = self.slots.last[:batch]
+        before = (first - 1).clamp(min=0)
+        tokens = torch.stack(
+            (self.history.tokens[:batch].gather(1, before[:, None])[:, 0].long(), self._newest(batch)), 1
+        )
+        at = torch.stack((first - 1, first), 1)
+        at = torch.where((first > 0)[:, None] & (first <= last)[:, None], at, -1)
+        at[:, 1] = torch.where(first <= last, first, -1)
+        step = self.pipeline.model.verify_step(at, self.slots.table[:batch], self.page_size)
+        if drafts == 0:  # only its cache goes on
+            self.pipeline.run([Pass(tokens.flatten(), step, chooses=False)], self._cache)
+            return tokens[:, :0]
+        rows = torch.arange(1, 2 * batch, 2, device=tokens.device)
+        logits = self.pipeline.run([Pass(tokens.flatten(), step, rows)], self._cache)
+        proposed = [self._choose(batch, logits, first + 1)]
+        for place in range(1, drafts):
+            position = first + place
+            at = torch.where((first >= 0) & (position <= last), position, -1)
+            step = self.pipeline.model.decode_step(at, self.slots.table[:batch], self.page_size)
+            logits = self.pipeline.run([Pass(proposed[-1].clamp(min=0), step)], self._cache)
+            proposed.append(self._choose(batch, logits, position + 1))
+        return torch.stack(proposed, 1)
+
+    def _newest(self, batch: int) -> Tensor:
+        return self.history.newest[:batch]
+
+    def _choose(self, batch: int, logits: Tensor, position: Tensor) -> Tensor:
+        """Tokens for `position`; at temperature 0 the likeliest ones. top_k, top_p and min_p are left to the verification."""
+        slots = self.slots
+        choice = Choice(
+            temperature=slots.temperature[:batch],
+            top_p=slots.top_p[:batch],
+            top_k=slots.top_k[:batch],
+            min_p=slots.min_p[:batch],
+            seed=slots.seed[:batch],
+            position=position,
+        )
+        return self.pipeline.choose(logits, choice, Kind.SAMPLED)[0]
+
+
+def load_draft(
+    source: Checkpoint | DecoderConfig, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig
+) -> Decoder:
+    """Draft model beside `model`, whose tokenizer is `tokenizer`. Collective. ValueError for one that does not fit it.
+
+    source  a configuration: random weights
+    """
+    sizes = source if isinstance(source, DecoderConfig) else DecoderConfig.of(source)
+    name = "speculative: model" if isinstance(source, DecoderConfig) else f"speculative: model={source.directory}"
+    if sizes.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"{name} has {sizes.vocab_size} token ids and the model {model.config.vocab_size}; pass one of the same tokenizer"
+        )
+    if isinstance(source, Checkpoint) and tokenizer is not None and has_tokenizer(source.directory):
+        theirs, ours = load_tokenizer(source.directory).get_vocab(), tokenizer.get_vocab()
+        if (odd := next((token for token in theirs if theirs[token] != ours.get(token)), None)) is not None:
+            raise ValueError(
+                f"{name}: {odd!r} is token id {theirs[odd]} there and {ours.get(odd)} of the model; "
+                f"pass one of the same tokenizer"
+            )
+    if sizes.max_position_embeddings < config.max_seq_len:
+        raise ValueError(
+            f"{name} has {sizes.max_position_embeddings} positions, and max_seq_len={config.max_seq_len}; lower that"
+        )
+    draft = Decoder(
+        replace(sizes, max_position_embeddings=config.max_seq_len),
+        model.team,
+        mode=model.mode,
+        dtype=model.dtype,
+        fused=config.fused,
+        kv_cache_dtype=config.kv_cache_dtype,
+        context_parallel=model.context_parallel,
+    )
+    if isinstance(source, DecoderConfig):
+        return draft.fill_dummy()
+    draft.load(source, None, model.team)
+    return draft

@@ -27,13 +27,29 @@ LAUNCHES = [
     ("sequence_parallel", torch.bfloat16, {**GATHERED, "cublas": 4, "silu_mul": 1}),
 ]
 
+# Heads of 128, and groups of 128 columns that no rank's edge cuts.
+WIDE = dataclasses.replace(TINY, hidden_size=256, intermediate_size=512, head_dim=128)
+SMALL_M = {**NORMS, "small_m": 4}
+# A layer with weights in fp8, by ranks, --quantization and mode. Blocks: seven launches of a decode step, as in bf16, since the
+# kernels before GEMMs write rows in fp8. Exceptions: a scale for each token takes a kernel before each GEMM, since several
+# programs compute a row; rows that are gathered before an MLP have 16 bits.
+FP8 = [
+    (1, "fp8", "replicated", SMALL_M),
+    (2, "fp8", "replicated", SMALL_M),
+    (2, "fp8_per_channel", "replicated", {**SMALL_M, "quantize_rows": 4}),
+    pytest.param(
+        2, "fp8", "sequence_parallel", {**GATHERED, "all_gather": 3, "small_m": 4, "quantize_rows": 1},
+        marks=pytest.mark.sweep,
+    ),
+]  # fmt: skip
 
-def launches(monkeypatch, layers, tokens, **options):
-    """Launches of rank 0 of two, by kernel; "cublas" for the library's GEMMs."""
+
+def launches(monkeypatch, layers, tokens, sizes=TINY, world_size=2, **options):
+    """Launches of rank 0, by kernel; "cublas" for the library's GEMMs."""
     found, run = Counter(), cublas._run
 
     def main(team):
-        config = dataclasses.replace(TINY, num_hidden_layers=layers)
+        config = dataclasses.replace(sizes, num_hidden_layers=layers)
         engine = weft.Engine(config, team, page_size=16, max_seq_len=32, **options)
         engine.generate([PROMPT], max_tokens=tokens, ignore_eos=True)
 
@@ -48,7 +64,7 @@ def launches(monkeypatch, layers, tokens, **options):
 
     with monkeypatch.context() as patch:
         patch.setattr(cublas, "_run", counted)
-        weft.simulate(main, 2, on_event=note)
+        weft.simulate(main, world_size, on_event=note)
     return found
 
 
@@ -99,3 +115,17 @@ def test_launches_of_experts_in_fp8_beside_those_of_16_bits(scheme, mode, more):
     plain = experts_launches(None, mode, 6)
     assert plain["grouped_matmul"] == 2
     assert experts_launches(scheme, mode, 6) == plain + Counter(more)
+
+
+@pytest.mark.parametrize(("world_size", "quantization", "mode", "expected"), FP8)
+def test_launches_of_a_layer_in_fp8(world_size, quantization, mode, expected, monkeypatch):
+    options = {"mode": mode, "dtype": torch.bfloat16, "quantization": quantization}
+    prompt, both = (
+        launches(monkeypatch, 2, tokens, WIDE, world_size, **options)
+        - launches(monkeypatch, 1, tokens, WIDE, world_size, **options)
+        for tokens in (1, 2)
+    )
+    assert prompt == {**expected, **PROMPTED}
+    decode = both - prompt
+    assert decode == {**expected, "decode_attention": 1}
+    assert (decode.total() == 7) == (expected == SMALL_M)

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
+from weft.kernels.fp8 import Fp8
 from weft.ops.attention.parts import attention_after
+from weft.ops.attention.qk_norm_rope import heads_dtype
+from weft.ops.elementwise.silu_mul import MAX_TOKEN
 from weft.parallel.plain import as_cached, attend_to_chunk, attend_to_prompts, attend_to_sequences
 from weft.parallel.plain import silu_mul as plain_silu_mul
-from weft.parallel.quantized import gemm_operands, grouped_operands, rows_between
+from weft.parallel.quantized import gemm_operands, grouped_operands, rows_between, rows_for
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -44,10 +47,15 @@ def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
     return ops.vocab_embedding(tokens, table.weight, table.start)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
-    """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros."""
+def add_norm(
+    x: Tensor, residual: Tensor | None, norm: NormWeights, weight: Matrix | None = None
+) -> tuple[Tensor | Fp8, Tensor]:
+    """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros.
+
+    weight  of the GEMM that takes the normed rows, in the form that it asks for; None: of 16 bits
+    """
     residual = torch.zeros_like(x) if residual is None else residual
-    return ops.add_rms_norm(x, residual, norm.weight, norm.eps)
+    return ops.add_rms_norm(x, residual, norm.weight, norm.eps, fp8=rows_for(weight, x.dtype))
 
 
 def matmul_split(x: Tensor | DeferredNorm, weight: Matrix) -> Tensor | SplitK | DeferredNorm:
@@ -56,7 +64,7 @@ def matmul_split(x: Tensor | DeferredNorm, weight: Matrix) -> Tensor | SplitK | 
     return SplitK(product) if isinstance(product, Tensor) and product.dim() == 3 else product
 
 
-def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor | SplitK | DeferredNorm:
+def project(x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor | SplitK | DeferredNorm:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
     # cuDNN, and a prefill over a spread cache, take the values as they are.
     whole = step.by_cudnn(w) or (step.spread is not None and step.is_prefill)
@@ -65,11 +73,12 @@ def project(x: Tensor | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor
 
 def attend(
     qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None
-) -> Tensor:
-    """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim].
+) -> Tensor | Fp8:
+    """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim], as ``w.o`` takes it.
 
     A prefill is two launches, more where cuDNN attends in parts. Where the cache is spread over the ranks, a prefill after
-    cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads.
+    cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads. By cuDNN, and
+    where the cache is spread, rows have 16 bits, also for an fp8 ``w.o``.
 
     cache  as for weft.parallel.plain
     """
@@ -83,7 +92,8 @@ def attend(
     else:
         way = _decode if step.spread is None else _decode_spread
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
-    return way(projected, w, step, cache[:2], scales).reshape(step.tokens, w.heads * w.head_dim)
+    attended = way(projected, w, step, cache[:2], scales)
+    return attended if isinstance(attended, Fp8) else attended.reshape(step.tokens, w.heads * w.head_dim)
 
 
 Scales = dict[str, Tensor]
@@ -95,13 +105,15 @@ def _head(w: AttentionWeights, step: Step) -> tuple[Tensor | None, Tensor | None
 
 def _decode(
     projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
-) -> Tensor:
+) -> Tensor | Fp8:
     places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window, **scales}
     if step.queries > 1:  # a row attends to keys that neighbouring rows write
         del options["bias"]
         q = _queries(projected, w, step, cache, scales)
         return ops.paged_attention(q, *places, tickets=step.tickets, queries=step.queries, **options)
-    return ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options)
+    rows = projected.scaled if isinstance(projected, DeferredNorm) else projected
+    format = rows_for(w.o, heads_dtype(rows, cache[0], w.q_norm, w.bias))
+    return ops.decode_attention(projected, *_head(w, step), *places, tickets=step.tickets, **options, fp8=format)
 
 
 def _decode_spread(
@@ -114,9 +126,10 @@ def _decode_spread(
 
 def _attend_to_pages(
     projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
-) -> Tensor:
+) -> Tensor | Fp8:
     q = _queries(projected, w, step, cache, scales)
-    return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
+    options = {"window": w.window, "fp8": rows_for(w.o, q.dtype), **scales}
+    return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, **options)
 
 
 def _queries(
@@ -199,14 +212,18 @@ def pages_of(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | N
     return rows.flatten(1, 2).transpose(0, 1)
 
 
-def gated(x: Tensor | DeferredNorm, w: MLPWeights) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T). With many rows cuBLAS and silu_mul."""
-    return ops.matmul_silu_mul(*gemm_operands(x, w.gate_up))
+def gated(x: Tensor | Fp8 | DeferredNorm, w: MLPWeights) -> Tensor | Fp8:
+    """silu(x @ gate.T) * (x @ up.T), as ``w.down`` takes it. With many rows cuBLAS and silu_mul."""
+    rows, gate_up = gemm_operands(x, w.gate_up)
+    dtype = (rows.scaled if isinstance(rows, DeferredNorm) else rows).dtype
+    return ops.matmul_silu_mul(rows, gate_up, fp8=rows_for(w.down, dtype) if isinstance(gate_up, Fp8) else None)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up"""
-    return ops.silu_mul(gate_up)
+def silu_mul(gate_up: Tensor, down: Matrix | None = None) -> Tensor | Fp8:
+    """silu(gate) * up, as the weight ``down`` takes it."""
+    format = rows_for(down, gate_up.dtype)
+    wide = format is not None and format.kind == "token" and gate_up.shape[1] > 2 * MAX_TOKEN
+    return ops.silu_mul(gate_up, fp8=None if wide else format)
 
 
 def route(x: Tensor, w: MoEWeights) -> ops.Routing:

@@ -16,7 +16,7 @@ from weft.ops.moe.routing import Routing
 from weft.parallel.quantized import expert_of, linear
 from weft.parallel.rotary import apply_rotary
 from weft.parallel.sequences import Sequences
-from weft.parallel.tensors import AttentionWeights, Gating, MLPWeights, MoEWeights, NormWeights, VocabWeights
+from weft.parallel.tensors import AttentionWeights, Gating, Matrix, MLPWeights, MoEWeights, NormWeights, VocabWeights
 
 if TYPE_CHECKING:
     from weft.parallel.step import Chunk, Step
@@ -31,8 +31,10 @@ def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
     return F.embedding(local.clamp(0, rows - 1), table.weight).masked_fill(~held[:, None], 0)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
-    """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden)."""
+def add_norm(
+    x: Tensor, residual: Tensor | None, norm: NormWeights, weight: Matrix | None = None
+) -> tuple[Tensor, Tensor]:
+    """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden), in 16 bits for any ``weight``."""
     hidden = x if residual is None else x + residual
     return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps), hidden
 
@@ -118,8 +120,8 @@ def gated(x: Tensor, w: MLPWeights) -> Tensor:
     return silu_mul(linear(x, w.gate_up))
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up"""
+def silu_mul(gate_up: Tensor, down: Matrix | None = None) -> Tensor:
+    """silu(gate) * up, in 16 bits for any ``down``."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

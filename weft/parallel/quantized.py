@@ -272,6 +272,26 @@ def rows_between(gate_up: Matrix, down: Matrix, dtype: torch.dtype) -> RowFormat
     return None if format.kind == "token" else format
 
 
+def rows_for(w: Matrix | None, dtype: torch.dtype) -> RowFormat | None:
+    """Format in which the kernel before a GEMM of ``w`` writes its rows; None: in ``dtype``.
+
+    Of fp16 rows too, since the GEMM of fp8 rows returns bf16, and for weights that ``gemm_operands`` widens.
+    """
+    if not isinstance(w, Fp8) or dtype != torch.bfloat16 or (w.is_grouped and columns_of(w) < LEAST_COLUMNS):
+        return None
+    return w.row_format
+
+
+def padded(rows: Tensor | Fp8, padding: int) -> Tensor | Fp8:
+    """``rows`` and ``padding`` rows of zeros."""
+    if not isinstance(rows, Fp8):
+        return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+    if padding == 0:
+        return rows
+    scales = rows.scales if rows.scales.numel() == 1 else F.pad(rows.scales, (0, 0, 0, padding), value=1.0)
+    return Fp8(F.pad(rows.data.view(torch.uint8), (0, 0, 0, padding)).view(rows.data.dtype), scales)
+
+
 def linear(x: Tensor, w: Matrix) -> Tensor:
     """x @ w.T by torch."""
     return F.linear(*operands(x, w))

@@ -16,13 +16,15 @@ from torch import Tensor
 from weft import ops
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.four_bit import FourBit
+from weft.kernels.fp8 import Fp8
 from weft.parallel import fused
-from weft.parallel.quantized import expert_operands, overlapped_operands
+from weft.parallel.quantized import expert_operands, overlapped_operands, rows_for
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
     ExpertRows,
     LayerWeights,
+    Matrix,
     MLPWeights,
     MoEWeights,
     NormWeights,
@@ -56,11 +58,11 @@ class FusedNorm(Recipe):
     def decoder_layer(
         self, x: PartialSum, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[PartialSum, Tensor]:
-        normed, residual = self.all_reduce_norm(x, residual, w.input_norm)
+        normed, residual = self.all_reduce_norm(x, residual, w.input_norm, w.attention.qkv)
         x = self.attention(normed, w.attention, step, cache)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
         before_mlp = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
-        normed, residual = before_mlp.all_reduce_norm(x, residual, w.post_norm)
+        normed, residual = before_mlp.all_reduce_norm(x, residual, w.post_norm, w.first_matrix)
         if isinstance(w.mlp, MoEWeights):
             # matmul_route_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
             return PartialSum(fused.expert_rows(normed, w.mlp)), residual
@@ -113,9 +115,12 @@ class FusedNorm(Recipe):
         return self if gemm_divides(rows) else self.without_deferred_scale()
 
     def all_reduce_norm(
-        self, x: PartialSum, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """(normed, hidden): hidden = the sum of x over the ranks + residual."""
+        self, x: PartialSum, residual: Tensor | None, norm: NormWeights, weight: Matrix | None = None
+    ) -> tuple[Tensor | Fp8 | DeferredNorm, Tensor]:
+        """(normed, hidden): hidden = the sum of x over the ranks + residual.
+
+        weight  of the GEMM that takes the normed rows, in the form that it asks for; None, and after experts: of 16 bits
+        """
         if isinstance(x.summand, ExpertRows) and isinstance(x.summand.down, FourBit):
             # grouped_matmul, moe_sum, then all_reduce_rms_norm
             x = PartialSum(self.local.summand_of(x.summand))
@@ -134,9 +139,8 @@ class FusedNorm(Recipe):
             return ops.grouped_matmul_all_reduce_rms_norm(*given, self.team, **beside, factored=self.deferred_scale)
         summand = tensor_of(x)
         residual = torch.zeros_like(summand) if residual is None else residual
-        return ops.all_reduce_rms_norm(
-            summand, residual, norm.weight, norm.eps, self.team, factored=self.deferred_scale
-        )
+        options = {"factored": self.deferred_scale, "fp8": rows_for(weight, residual.dtype)}
+        return ops.all_reduce_rms_norm(summand, residual, norm.weight, norm.eps, self.team, **options)
 
     def __str__(self) -> str:
         scale = ", deferred RMS scale" if self.deferred_scale else ""
@@ -157,9 +161,9 @@ class Replicated(Recipe):
     def decoder_layer(
         self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.local.add_norm(x, residual, w.input_norm)
+        normed, residual = self.local.add_norm(x, residual, w.input_norm, w.attention.qkv)
         x = self.attention(normed, w.attention, step, cache)
-        normed, residual = self.local.add_norm(x, residual, w.post_norm)
+        normed, residual = self.local.add_norm(x, residual, w.post_norm, w.first_matrix)
         return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:

@@ -14,11 +14,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
-from weft.parallel.quantized import expert_operands, gemm_operands, grouped_operands, overlapped_operands, rows_between
+from weft.parallel.quantized import (
+    expert_operands,
+    gemm_operands,
+    grouped_operands,
+    overlapped_operands,
+    padded,
+    rows_between,
+)
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
     AttentionWeights,
     LayerWeights,
+    Matrix,
     MLPWeights,
     MoEWeights,
     NormWeights,
@@ -47,23 +55,27 @@ class SequenceParallel(Recipe):
     def decoder_layer(
         self, x: SequenceShard, residual: SequenceShard | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[SequenceShard, SequenceShard]:
-        normed, residual = self.add_norm(x, residual, w.input_norm)
+        normed, residual = self.add_norm(x, residual, w.input_norm, w.attention.qkv)
         x = self.attention(normed, w.attention, step, cache)
-        normed, residual = self.add_norm(x, residual, w.post_norm)
+        normed, residual = self.add_norm(x, residual, w.post_norm, self.before_mlp(w))
         return self.feed_forward(normed, w.mlp), residual
 
     def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: Cache) -> SequenceShard:
         qkv = ops.all_gather_matmul(*overlapped_operands(x.rows, w.qkv), self.team)
         padding = len(qkv) - step.tokens
         attended = self.local.attend(qkv[: step.tokens], w, step, cache)
-        attended = F.pad(attended, (0, 0, 0, padding)) if padding else attended
+        attended = padded(attended, padding)
         return SequenceShard(ops.matmul_reduce_scatter(*overlapped_operands(attended, w.o), self.team))
+
+    def before_mlp(self, w: LayerWeights) -> Matrix | None:
+        """Weight that decides the form of the rows before the MLP, as of ``add_norm``."""
+        return w.first_matrix
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.
         own_first = self.team.rail is None
         gate_up = ops.all_gather_matmul(*overlapped_operands(x.rows, w.gate_up), self.team, own_first=own_first)
-        gated = self.local.silu_mul(gate_up)
+        gated = self.local.silu_mul(gate_up, w.down)
         return SequenceShard(
             ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team, own_first=own_first)
         )
@@ -86,7 +98,7 @@ class SequenceParallel(Recipe):
         else:
             both = [shared.gate_up, w.router]
             (gate_up, logits), rows = ops.all_gather_matmul(x.rows, both, self.team, return_gathered=True)
-        beside = ops.matmul(*gemm_operands(self.local.silu_mul(gate_up), shared.down))
+        beside = ops.matmul(*gemm_operands(self.local.silu_mul(gate_up, shared.down), shared.down))
         routing, gate = self.local.choose(logits, w)
         # In the order of the tokens: all rows are here.
         schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
@@ -150,9 +162,9 @@ class SequenceParallel(Recipe):
         return (x.rows[at] + residual.rows[at]).masked_fill(((local < 0) | (local >= count))[:, None], 0)
 
     def add_norm(
-        self, x: SequenceShard, residual: SequenceShard | None, norm: NormWeights
+        self, x: SequenceShard, residual: SequenceShard | None, norm: NormWeights, weight: Matrix | None = None
     ) -> tuple[SequenceShard, SequenceShard]:
-        normed, hidden = self.local.add_norm(x.rows, None if residual is None else residual.rows, norm)
+        normed, hidden = self.local.add_norm(x.rows, None if residual is None else residual.rows, norm, weight)
         return SequenceShard(normed), SequenceShard(hidden)
 
     def __str__(self) -> str:
@@ -162,6 +174,10 @@ class SequenceParallel(Recipe):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredMLP(SequenceParallel):
     """For tokens too few to overlap: MLPs gather them first, so that silu needs no further launch."""
+
+    def before_mlp(self, w: LayerWeights) -> None:
+        # Gathered in 16 bits: a further collective, of scales, would take as long as a kernel that puts the rows in fp8.
+        return None
 
     def mlp(self, x: SequenceShard, w: MLPWeights) -> SequenceShard:
         whole = ops.all_gather(x.rows, self.team)

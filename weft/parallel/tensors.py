@@ -154,6 +154,11 @@ class LayerWeights(NamedTuple):
     post_norm: NormWeights
     mlp: MLPWeights | MoEWeights
 
+    @property
+    def first_matrix(self) -> Matrix | None:
+        """Weight of the only GEMM that takes the rows after ``post_norm``; None: a router takes them too."""
+        return self.mlp.gate_up if isinstance(self.mlp, MLPWeights) else None
+
 
 class VocabWeights(NamedTuple):
     """One rank's rows of an embedding or a head: ids from ``start`` on, padding from row ``real`` on."""

@@ -46,18 +46,18 @@ CONFIGS = {
 
 def in_mxfp4(weight):
     """(numbers of 4 bits, bytes of scales, the matrix that they are) of a weight [N, K]."""
-    numbers, scales, read = [], [], []
-    for part in weight.double().split(32, 1):
-        exponent = torch.floor(torch.log2(part.abs().amax(1, keepdim=True))) - 2
-        exponent = exponent.clamp(-127, 127)
-        sizes = part.abs() / 2.0**exponent
-        distance = (sizes[..., None] - E2M1.double()).abs()
+    K = weight.shape[1]
+    groups = F.pad(weight.double(), (0, -K % 32)).unflatten(1, (-1, 32))
+    exponent = (torch.floor(torch.log2(groups.abs().amax(2, keepdim=True))) - 2).clamp(-127, 127)
+    sizes, best = groups.abs() / 2.0**exponent, torch.zeros(groups.shape, dtype=torch.uint8)
+    for number in range(7):
+        middle = (E2M1[number] + E2M1[number + 1]) / 2
         # The even one of two that are as near.
-        best = (distance + torch.tensor([0, 1e-12] * 4)).argmin(-1)
-        numbers.append(best + 8 * part.signbit())
-        scales.append(exponent + 127)
-        read.append(torch.where(part.signbit(), -1, 1) * E2M1.double()[best] * 2.0**exponent)
-    return torch.cat(numbers, 1), torch.cat(scales, 1).to(torch.uint8), torch.cat(read, 1)
+        best += sizes >= middle if number % 2 else sizes > middle
+    sign = groups.signbit()
+    read = torch.where(sign, -1.0, 1.0) * E2M1.double()[best.int()] * 2.0**exponent
+    numbers = best + 8 * sign
+    return numbers.flatten(1)[:, :K], (exponent + 127).to(torch.uint8).flatten(1), read.flatten(1)[:, :K]
 
 
 def in_int4(weight, group, symmetric):

@@ -60,7 +60,7 @@ def four_bit_cases(op: str) -> Iterator[Case]:
         (BF16, (7, 80, 520), "int4", (), split),
         (BF16, (150, 64, 256), "int4", (), "cublas"),
         (BF16, (9, 72, 272), "mxfp4", norm, split),
-        (BF16, (70, 80, 256), "int4", norm, "cublas"),
+        (BF16, (70, 80, 256), "int4", norm, replace(split, block_m=32, partials=2)),
     ):
         fields = (("four_bit", form), *fields)
         yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, design=design, fields=fields)

@@ -275,7 +275,7 @@ class Bench:
         )  # fmt: skip
 
     def rounds(self, timed: Sequence[Meter]) -> int:
-        """Number of rounds, by the time of one. On simulated ranks times mean nothing, and one round is enough."""
+        """Number of rounds, by the time of one; one on simulated ranks, whose times mean nothing."""
         if self.team.is_simulated:
             return 1
         begin = time.perf_counter()

@@ -52,6 +52,16 @@ def test_a_program_runs_as_it_stands(function, expected):
         assert "remedy: release with sem='release'" in result.output and "--torch --function" in result.output
 
 
+def test_what_single_threads_acquire_needs_a_cta_barrier(tmp_path):
+    text = Path(torch_examples.__file__).read_text()
+    head, last, tail = text.partition("    tl.debug_barrier()\n\n\n@triton.jit\ndef all_reduce")
+    assert last
+    file = tmp_path / "program.py"
+    file.write_text(head + last.partition("\n")[2] + tail)
+    report = weft.check(TorchProgram(file, "run"), 2, schedules=4)
+    assert kinds(report) == ["missing-barrier"] and "single threads acquire signal pad #1" in str(report), str(report)
+
+
 def test_arguments_are_for_programs():
     result = CliRunner().invoke(app, [torch_examples.__file__, "--args", "5"])
     assert result.exit_code == 2 and "add --torch" in result.output

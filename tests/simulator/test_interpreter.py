@@ -83,6 +83,9 @@ class SequentialPort:
     def active_threads(self):
         return None
 
+    def diverge(self, taken):
+        return False
+
     def atomic(self, op, addresses, bits, mask, dtype, sem, scope, access="plain"):
         assert addresses.shape == mask.shape == bits.shape and bits.dtype.kind == "u"
         self.calls.append(("atomic", op, sem, scope))

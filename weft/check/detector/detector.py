@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -27,9 +28,11 @@ from weft.check.detector.thread_clocks import (
     SCALAR,
     Access,
     Block,
+    Note,
     ProgramClock,
     Sync,
     ThreadClock,
+    add_notes,
 )
 from weft.check.detector.tiles import Tiles
 from weft.simulator.interpreter import CodeLine
@@ -197,8 +200,11 @@ class Detector(HappensBefore):
     # --- accesses of kernels -----------------------------------------------------------------------------------------
 
     def load(self, places: Places, how: str, bits: np.ndarray) -> None:
-        if places.is_empty:
-            return
+        if not places.is_empty:
+            with self._by_threads(self.thread()):
+                self._load(places, how, bits)
+
+    def _load(self, places: Places, how: str, bits: np.ndarray) -> None:
         thread, itemsize, first = self.thread(), places.itemsize, places.first
         addresses, bits = places.active.ravel(), bits.ravel() if places.is_whole else bits[places.mask]
         self._note_deltas(thread, first, bits)
@@ -241,6 +247,10 @@ class Detector(HappensBefore):
     def store(self, places: Places, how: str, bits: np.ndarray) -> Landed:
         if places.is_empty:
             return None
+        with self._by_threads(self.thread()):
+            return self._store(places, how, bits)
+
+    def _store(self, places: Places, how: str, bits: np.ndarray) -> Landed:
         thread, landed = self.thread(), []
         addresses, bits = places.active.ravel(), bits.ravel() if places.is_whole else bits[places.mask]
         verb = {"plain": "store", "relaxed": "relaxed store", "tma": "descriptor store", "lamport": "lamport store"}[
@@ -293,9 +303,25 @@ class Detector(HappensBefore):
         scope: str,
         alone: bool = False,
     ) -> None:
-        thread, itemsize = self.thread(), old.dtype.itemsize
+        thread = self.thread()
         if addresses.size == 0:
             return
+        with self._by_threads(thread) if alone else nullcontext():
+            self._atomic(thread, op, addresses, old, new, sem, scope)
+        if sem in ("acquire", "acq_rel"):
+            self._spread(thread, int(addresses[0])) if alone else thread.barrier()
+
+    def _atomic(
+        self,
+        thread: ThreadClock,
+        op: str,
+        addresses: np.ndarray,
+        old: np.ndarray,
+        new: np.ndarray,
+        sem: str,
+        scope: str,
+    ) -> None:
+        itemsize = old.dtype.itemsize
         changes = op == "xchg" or bool((old != new).any())
         access = self.races.access(thread, kind_of(addresses), f"atomic {op} ({sem}, {scope})", scope)
         self._check_translated(thread, access, addresses)
@@ -303,13 +329,25 @@ class Detector(HappensBefore):
             for i, address in enumerate(addresses.tolist()):
                 signal = self.signals.at(address, itemsize)
                 self._on_signal(op, access, signal, int(old[i]), int(new[i]), sem, changes)
-            if sem in ("acquire", "acq_rel") and not alone:
-                thread.barrier()  # Triton broadcasts the value to all threads through one
         if changes:
             self.arrivals.note(op, access, old)
             self.races.write(thread, access, addresses, itemsize)
         else:
             self.races.read(thread, access, addresses, itemsize, None)
+
+    def _by_threads(self, thread: ThreadClock) -> AbstractContextManager[None]:
+        """Scope of accesses of the present branch or assembly: of single threads, if only some run it."""
+        if isinstance(thread, ProgramClock) and self.machine.active_threads() is not None:
+            return thread.alone()
+        return nullcontext()
+
+    def _spread(self, thread: ThreadClock, address: int) -> None:
+        """Note what single threads have acquired: the program's other threads know it after a CTA barrier alone."""
+        code, known = self.races.code(), thread.acquired_alone if isinstance(thread, ProgramClock) else None
+        if known is not None:
+            name = self.memory.describe(address)
+            text = f"single threads acquire {name} in {self.races.place(code)}, and no CTA barrier spreads it to all threads"
+            add_notes(thread.notes, {("missing-barrier", code): Note("missing-barrier", text, known)})
 
     def reduced(self, op: str, addresses: np.ndarray, new: np.ndarray, scope: str) -> None:
         """Note relaxed atomics of the asynchronous proxy."""

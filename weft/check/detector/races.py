@@ -321,6 +321,9 @@ class Races:
         first, second = self.line_of(earlier), self.line_of(access)
         if earlier.thread is access.thread and kind in _OF_ONE_PROGRAM:
             return _OF_ONE_PROGRAM[kind].format(first=first, second=second)
+        note = access.thread.note_for(earlier)
+        if note is not None and note.kind == kind == "missing-barrier":
+            return note.sentence
         if kind in _NOT_COVERED:
             release = next((r for r in earlier.thread.releases if r.count >= earlier.seq), None)
             where_ = f"the release in {self.place(release.code)}" if release else "the release"
@@ -331,7 +334,6 @@ class Races:
         if kind == "scope" and earlier.scope and access.scope:
             one, other = f"{first} (scope {earlier.scope})", f"{second} (scope {access.scope})"
             return f"{one} and {other} are atomics whose scopes do not include each other"
-        note = access.thread.note_for(earlier)
         if note is not None and note.kind == kind:
             return note.sentence
         return self._sentence_of_race(kind, earlier, access)

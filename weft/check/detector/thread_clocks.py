@@ -25,6 +25,8 @@ A Lamport word publishes to its reader what was awaited, and all other accesses 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -215,6 +217,7 @@ class ProgramClock(ThreadClock):
         self.releases: list[Release] = []
         self.fenced: np.ndarray | None = None
         self.seen: np.ndarray | None = None
+        self.acquired_alone: np.ndarray | None = None  # knowledge of single threads, until the next CTA barrier
         # The same of fences within the GPU, and of what its own programs have released.
         self.fenced_in_gpu: np.ndarray | None = None
         self.seen_in_gpu: np.ndarray | None = None
@@ -253,11 +256,27 @@ class ProgramClock(ThreadClock):
     def barrier(self) -> None:
         """CTA barrier: later releases cover what all threads did so far."""
         self.stores.clear()
+        if self.acquired_alone is not None:
+            self.learn(self.acquired_alone)
+            self.acquired_alone = None
         for kind, stamps in self._stamps.items():
             if kind is ASYNC:
                 stamps.published = stamps.drained
             elif stamps.dirty and kind not in _LATE:
                 stamps.published = self._next(stamps)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Scope of accesses by single threads, which keep what they acquire until the next CTA barrier."""
+        before = self.clock
+        self.clock = before.copy() if self.acquired_alone is None else joined(before.copy(), self.acquired_alone)
+        try:
+            yield
+        finally:
+            known, own = self.clock, [self.slot, *(stamps.slot for stamps in self._stamps.values())]
+            self.clock = fit(before, max(own))
+            self.clock[:, own] = known[:, own]
+            self.acquired_alone = known
 
     def drain(self) -> None:
         """Note that descriptor stores so far have landed, each known to its thread."""
@@ -374,6 +393,7 @@ class ProgramClock(ThreadClock):
     def finish(self) -> np.ndarray:
         """Clock at the program's end: all accesses have landed, and relaxed reads count as fenced."""
         known = self.clock if self.seen is None else joined(self.clock, self.seen)
+        known = known if self.acquired_alone is None else joined(known, self.acquired_alone)
         for stamps in self._stamps.values():
             known[:, stamps.slot] = self.slots.time[stamps.slot]
         return known

@@ -101,7 +101,12 @@ class Assembly:
         for part in passes:
             operands = [None] * len(kinds) + [_bits(x, shape, part, count) for x in args]
             mask = active if by_thread else elements_of(active, size)
-            parts.append(running.Run(code, operands, position, port).run(mask)[: len(kinds)])
+            by_thread = by_thread and port.diverge(active)
+            try:
+                parts.append(running.Run(code, operands, position, port).run(mask)[: len(kinds)])
+            finally:
+                if by_thread:
+                    port.converge()
         return [self._result([part[i] for part in parts], kind, shape, active) for i, kind in enumerate(kinds)]
 
     @staticmethod

@@ -12,7 +12,7 @@ from weft.trace.virtual_time import VirtualTime
 # Public methods of each observer in weft that are no events.
 OTHERS = {
     Detector: {"removed"},
-    HappensBefore: {"hold", "host_access", "host_touches", "host_waited", "host_works", "stream", "thread"},
+    HappensBefore: {"hold", "host_access", "host_touches", "host_works", "stream", "thread"},
     VirtualTime: {"events", "library_gemm", "time_of"},
 }
 

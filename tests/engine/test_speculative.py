@@ -219,6 +219,11 @@ def test_draft_length_follows_acceptance_and_the_batch():
             "is more than prompt_lookup_max=3",
         ),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": 17}, "prompt_lookup_max=17 is more than 16"),
+        (NGRAM | {"rejection_sample_method": "synthetic"}, "go together"),
+        (
+            NGRAM | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 5},
+            r"synthetic_acceptance_length=5 is not in 1 \.\. num_speculative_tokens \+ 1 = 4",
+        ),
         ({"num_speculative_tokens": 2, "adaptive": 1}, "adaptive=1 is not True or False"),
     ],
     ids=str,
@@ -491,3 +496,15 @@ def test_drafts_that_do_not_fit_the_model_are_refused(byte_model, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             EngineConfig(speculative=options)
+
+
+@pytest.mark.parametrize("length", [1.0, 2.5, 4.0])
+def test_a_synthetic_acceptance_gives_the_stated_tokens_a_step(byte_model, length):
+    """Also where nothing was drafted, and equally on both ranks."""
+    speculative = NGRAM | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+    params = [SamplingParams(max_tokens=61, ignore_eos=True)] * 2
+    results = ask(byte_model, PROMPTS[:2], params, 2, speculative=speculative)
+    assert results[0][0] == results[1][0]
+    counts = results[0][1]
+    assert all(len(one.token_ids) == 61 for one in results[0][0])
+    assert counts.tokens_per_draft == pytest.approx(length, abs=0.15)

@@ -78,7 +78,8 @@ class Runner:
                 drafter = NgramDrafter(*places, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
             else:
                 drafter = ModelDrafter(draft, *places, config.page_size)
-            self.verifying = VerifyGraph(self.decoding, drafter, speculative.num_speculative_tokens)
+            most, synthetic = speculative.num_speculative_tokens, speculative.synthetic_acceptance_length
+            self.verifying = VerifyGraph(self.decoding, drafter, most, synthetic)
             self._draft_lengths = speculative.lengths
         self._allocate(self._pages(config))
         self._flight = Flight(self.decoding, self.graphs)

@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from weft.arguments import check_bool, check_choice, check_int, check_optional, did_you_mean, positive, quoted
+from weft.arguments import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_optional,
+    did_you_mean,
+    positive,
+    quoted,
+)
 
 METHODS = ("ngram", "draft_model")
 # Drafts of a step at most: a pass of nine tokens a sequence.
@@ -33,6 +42,9 @@ class SpeculativeConfig:
                             is not given it is the other one, or 5
     adaptive                True: a step drafts up to num_speculative_tokens, as measured acceptance and the batch make it pay,
                             and none where it does not; False: always num_speculative_tokens
+    rejection_sample_method  "strict": a draft is accepted where it equals the token that is drawn; "synthetic", for benchmarks:
+                            as many as synthetic_acceptance_length says, so answers mean nothing
+    synthetic_acceptance_length  tokens of a step on average, 1 .. num_speculative_tokens + 1
     """
 
     method: str = "ngram"
@@ -41,11 +53,21 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     adaptive: bool = True
+    rejection_sample_method: str = "strict"
+    synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_DRAFTS)
         check_bool("adaptive", self.adaptive)
+        check_choice("rejection_sample_method", self.rejection_sample_method, ("strict", "synthetic"))
+        length, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
+        if (length is None) == (self.rejection_sample_method == "synthetic"):
+            raise ValueError(
+                'rejection_sample_method="synthetic" and synthetic_acceptance_length go together; pass both, or none'
+            )
+        if length is not None:
+            check_number("synthetic_acceptance_length", length, 1, most, f"in 1 .. num_speculative_tokens + 1 = {most}")
         lookup = {name: getattr(self, name) for name in ("prompt_lookup_max", "prompt_lookup_min")}
         if self.method == "draft_model":
             if self.model is None:

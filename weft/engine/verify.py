@@ -43,8 +43,9 @@ class VerifyGraph:
     Collective. It reads and writes tensors at fixed addresses only.
     """
 
-    def __init__(self, graph: DecodeGraph, drafter: Drafter, most: int) -> None:
-        """`most`: drafts of a slot."""
+    def __init__(self, graph: DecodeGraph, drafter: Drafter, most: int, synthetic: float | None = None) -> None:
+        """`most`: drafts of a slot; `synthetic`: synthetic_acceptance_length."""
+        self._synthetic = synthetic
         self.graph, self.drafter, self.most = graph, drafter, most
         max_batch, device = len(graph.tokens), graph.tokens.device
         self.results = torch.zeros(max_batch, most + 3, dtype=torch.int64, device=device)
@@ -80,6 +81,8 @@ class VerifyGraph:
         batch, drafts = size
         graph, slots = self.graph, self.graph.slots
         proposed = self.drafter.propose(batch, drafts)
+        if self._synthetic is not None:
+            proposed = proposed.clamp(min=0)
         place = torch.arange(drafts + 1, device=proposed.device)
         first = slots.positions[:batch, None]
         at = first + place
@@ -112,6 +115,11 @@ class VerifyGraph:
             choice = self._choice(batch, position.flatten(), drafts + 1)
             chosen = graph.pipeline.choose(logits, choice, kind & ~Kind.LOGPROBS)[0].view(batch, drafts + 1)
         accepted = (chosen[:, :-1] == rows[:, 1:]) & used[:, 1:]
+        if self._synthetic is not None:
+            # As a rule of the position, equal on all ranks: the golden ratio's multiples fill 0 .. 1 evenly.
+            share = slots.positions[:batch].double() * 0.6180339887498949 % 1
+            wanted = (self._synthetic - 1 + share).floor()[:, None]
+            accepted = used[:, 1:] & (torch.arange(drafts, device=rows.device) < wanted)
         counts = torch.where(used[:, 0], 1 + accepted.long().cumprod(1).sum(1), 0)
         if Kind.LOGPROBS in kind:
             self.logprobs[:batch, : drafts + 1].copy_(

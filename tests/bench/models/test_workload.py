@@ -20,7 +20,7 @@ from weft.bench.harness.limits import Limits
 from weft.bench.models import baseline, generate
 from weft.bench.models.baseline import Baseline, Functions
 from weft.bench.models.breakdown import KINDS, Kernel, _started, breakdown, kind_of
-from weft.bench.models.flags import ModelFlags
+from weft.bench.models.flags import ModelFlags, speculation_of
 from weft.bench.models.problem import StepProblem, cold_layers
 from weft.bench.models.roofline import roofline, weights
 from weft.bench.models.sessions import TorchSession, WeftSession, build, in_mode, of_all_ranks
@@ -367,7 +367,7 @@ def test_published_models_with_tiny_sizes_run_and_are_checked(name, spoil, compl
 def test_a_reports_subject_names_its_workload(layers, quantization, layout):
     made = ModelWorkload(
         name="mlp", shapes=(), dtype="fp16", model="qwen3-30b-a3b", layers=layers, expert_layout=layout,
-        quantization=quantization,
+        quantization=quantization, speculate="3:2.5" if layers else None,
     )  # fmt: skip
     assert ModelWorkload.of_subject("mlp", made.subject, "fp16") == made
     with pytest.raises(ValueError, match="heads"):
@@ -881,3 +881,17 @@ def test_a_profiler_that_does_not_start_is_named(monkeypatch, caplog):
     monkeypatch.setattr(torch.profiler, "profile", no_profiler)
     assert _started() is None
     assert caplog.messages == ["no breakdown: torch's profiler does not start: CUPTI is in use"]
+
+
+def test_speculation_is_timed_at_a_stated_acceptance():
+    made = replace(workload("generate", "1x6+9", modes=("gemm_ar",)), speculate="3:2.5")
+    report = run(made, check_only=True)
+    assert [(row.provider, row.reason) for row in report.rows] == [("weft.replicated", None)]
+    assert report.subject == "tiny, speculating 3:2.5"
+    for words, message in (
+        ("3", "is not DRAFTS:TOKENS"),
+        ("3:5", "is not in 1 .. num_speculative_tokens"),
+        ("0:1", "1 .. 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            speculation_of(words)

@@ -10,6 +10,7 @@ import typer
 from weft.arguments import did_you_mean
 from weft.bench.models.names import DEFAULT_MODEL, LEVELS, MODELS, RUN_TYPES, TINY, WEFT_MODES, is_model
 from weft.console import check_simulable, layout_of, numbers, one_of, words
+from weft.engine.speculative import SpeculativeConfig
 from weft.parallel.modes import OLD_MODES
 
 if TYPE_CHECKING:
@@ -47,6 +48,14 @@ class ModelFlags:
         str | None, typer.Option(help="fp8, fp8_per_channel: matrices of the layers, put in fp8 as they are filled")
     ] = None
 
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            help="DRAFTS:TOKENS such as 3:2.5: verify drafts by look-up, and take this number of tokens a step on average, "
+            "a stated acceptance; answers mean nothing and are only counted [generate]"
+        ),
+    ] = None
+
     def given(self) -> list[str]:
         """Command-line names of the given flags."""
         named = {f"--{one.name.replace('_', '-')}": getattr(self, one.name) for one in fields(self)}
@@ -72,6 +81,8 @@ class ModelFlags:
         for flag, value, known in (("model", self.model, MODELS), ("run-type", self.run_type, RUN_TYPES)):
             if value is not None:
                 one_of(flag, value, known)
+        if self.speculate is not None:
+            speculation_of(self.speculate)
         if self.quantization is not None:
             from weft.models.quantization import MADE  # needs torch
 
@@ -134,9 +145,27 @@ class ModelFlags:
             random_cache=self.random_cache,
             expert_layout=layout,
             quantization=self.quantization,
+            speculate=self.speculate,
         )
 
 
 def levels_of(flag: str) -> list[str]:
     """Model benchmarks that accept the flag."""
+    if flag == "--speculate":
+        return ["generate"]
     return [level for level in LEVELS if level != "generate" or flag not in OF_STEPS]
+
+
+def speculation_of(words: str) -> SpeculativeConfig:
+    """Options of speculation by --speculate DRAFTS:TOKENS. ValueError for other words."""
+    drafts, _, tokens = words.partition(":")
+    try:
+        count, length = int(drafts), float(tokens)
+    except ValueError:
+        raise ValueError(f"--speculate {words} is not DRAFTS:TOKENS, such as 3:2.5") from None
+    return SpeculativeConfig(
+        num_speculative_tokens=count,
+        adaptive=False,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=length,
+    )

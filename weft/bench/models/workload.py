@@ -12,6 +12,7 @@ from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Problem, Shape, Workload
 from weft.bench.models import generate
 from weft.bench.models.breakdown import profile
+from weft.bench.models.flags import speculation_of
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.providers import providers_for
 from weft.bench.models.roofline import roofline
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 # Parts of a report's subject after the name of the model.
-LAYERS, EXPERTS, QUANTIZED = " layers", "experts ", "weights in "
+LAYERS, EXPERTS, QUANTIZED, SPECULATES = " layers", "experts ", "weights in ", "speculating "
 CHECK = (
     "a layer's output, a model's logits, against eager torch's on the same weights: root mean square of every row's error "
     "over that of the row, of logits at most 0.05 in bf16 or twice what eager torch itself is from fp32; and that the chosen "
@@ -54,6 +55,7 @@ class ModelWorkload(Workload):
     random_cache    what comes before a decoding step is random
     expert_layout   of a mixture of experts, as ``weft.models.Decoder`` takes it
     quantization    of the layers' matrices, as ``weft.models.Decoder`` takes it
+    speculate       DRAFTS:TOKENS: drafts of a step, and its tokens on average, a stated acceptance
     """
 
     model: str
@@ -64,6 +66,7 @@ class ModelWorkload(Workload):
     random_cache: bool = False
     expert_layout: str | tuple[int, int] | None = None
     quantization: str | None = None
+    speculate: str | None = None
 
     @property
     def config(self) -> DecoderConfig:
@@ -81,6 +84,8 @@ class ModelWorkload(Workload):
             parts.append(EXPERTS + (layout if isinstance(layout, str) else "x".join(map(str, layout))))
         if self.quantization is not None:
             parts.append(QUANTIZED + self.quantization)
+        if self.speculate is not None:
+            parts.append(SPECULATES + self.speculate)
         return ", ".join(parts)
 
     @classmethod
@@ -93,6 +98,8 @@ class ModelWorkload(Workload):
                 made = replace(made, expert_layout=layout_of(part.removeprefix(EXPERTS)))
             elif part.startswith(QUANTIZED):
                 made = replace(made, quantization=part.removeprefix(QUANTIZED))
+            elif part.startswith(SPECULATES):
+                made = replace(made, speculate=part.removeprefix(SPECULATES))
             else:
                 made = replace(made, layers=int(part.removesuffix(LAYERS)))
         return made
@@ -108,12 +115,14 @@ class ModelWorkload(Workload):
 
     def available(self) -> tuple[Provider, ...]:
         providers = providers_for(self.name, self.modes, self.words, self.baselines)
-        # Eager torch converts all weights in each call: right, and no baseline.
-        return providers if self.quantization is None else tuple(one for one in providers if one.role == "weft")
+        # Eager torch converts all weights in each call: right, and no baseline. A stated acceptance leaves nothing to compare.
+        compared = self.quantization is None and self.speculate is None
+        return providers if compared else tuple(one for one in providers if one.role == "weft")
 
     def problem(self, shape: Shape, team: Team) -> Problem:
         if self.generates:
-            return generate.AnswersProblem(shape, self.config, self.dtype, team, self.expert_layout)
+            speculative = None if self.speculate is None else speculation_of(self.speculate)
+            return generate.AnswersProblem(shape, self.config, self.dtype, team, self.expert_layout, speculative)
         return StepProblem(
             self.name,
             shape,
@@ -142,7 +151,7 @@ class ModelWorkload(Workload):
     @property
     def check_rule(self) -> str:
         if self.generates:
-            return generate.CHECK
+            return generate.CHECK if self.speculate is None else generate.COUNTED
         if self.random_cache:
             return "finite logits, and that the chosen tokens are the likeliest"
         if not self.teacher_forced:

@@ -1,4 +1,4 @@
-"""Drafts by a smaller model of the same tokenizer, on the same ranks, with pages of its own cache beside the model's.
+"""Drafts by a smaller model of the same tokenizer, on the same ranks, with a second cache of pages.
 
     pass 1          the token before the newest one, and the newest one   at positions p - 1, p      → draft 1
     pass i = 2 … k  draft i - 1                                           at position p + i - 1      → draft i

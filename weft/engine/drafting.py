@@ -70,7 +70,7 @@ class Speculation(NamedTuple):
     draft_length: int = 0
 
     def since(self, before: Speculation) -> Speculation:
-        """Counts after those `before`."""
+        """Counts since the counts `before`."""
         places = zip(self.accepted_per_pos, before.accepted_per_pos, strict=True)
         counts = (count - earlier for count, earlier in zip(self[:3], before[:3], strict=True))
         return Speculation(*counts, tuple(count - earlier for count, earlier in places), self.draft_length)

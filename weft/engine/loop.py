@@ -128,9 +128,14 @@ class RequestLoop:
             pieces = self._engine.step() if self._engine.has_work else []
         if pieces:
             self._tell("pieces", pieces)
-        if self._call is None and (load := self._engine.load) != self._load:
-            self._load = load
+        if self._call is None and _without_counts(load := self._engine.load) != self._load:
+            self._load = _without_counts(load)
             self._tell("load", load)
+
+
+def _without_counts(load: Load) -> Load:
+    """The load without counts of drafts: they change with every step, and are told with the rest."""
+    return load._replace(speculation=None)
 
 
 def llm_closed() -> WeftError:

@@ -1,6 +1,6 @@
 """Options of speculative decoding.
 
-A drafter proposes tokens that may follow, and one pass of the model verifies all of them. A token is still drawn by the noise
+A drafter proposes tokens that may follow, and one pass of the model verifies them all. A token is still drawn by the noise
 of (seed, position, token id), and a draft is accepted where it equals that token: so a request has the same answer with and
 without speculation, whatever is drafted.
 """

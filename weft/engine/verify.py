@@ -134,7 +134,7 @@ class VerifyGraph:
         slots.positions[:batch].add_(counts)
 
     def _choose_in_turn(self, logits: Tensor, kind: Kind, rows: Tensor, position: Tensor) -> Tensor:
-        """Tokens [batch, drafts + 1], each chosen after those before it are noted among the changes of logits.
+        """Tokens [batch, drafts + 1], each chosen after the tokens before it are noted among the changes of logits.
 
         No token is noted that is not chosen, so nothing is taken back.
         """

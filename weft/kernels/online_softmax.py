@@ -116,8 +116,8 @@ def attend(
     table  the sequence's pages; page: of the first block, already loaded
     SIZES  ``CacheSizes``; TILE: ``DecodeTile``
     begin  with TILE.window: first token of the window, where it is not TILE.window tokens before ``length``
-    lengths  [rows] with TILE.queries > 1: a row attends to tokens before its own length, in a window before that; none of them
-             is before ``begin`` or at ``length`` or after it
+    lengths  [rows] with TILE.queries > 1: a row attends to tokens before its length, in a window before that, from ``begin`` on
+             and before ``length``
 
     Each warp takes a share of the tokens and keeps a maximum and sums of it, which are joined at the end: no step
     waits for more than its loads. Shared out by rows or columns, as a plain dot is, a step has 4 CTA barriers.

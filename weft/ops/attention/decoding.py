@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weft.triton_api import JITFunction
 
 MAX_SPLITS = 32
-# Rows of the largest tile of several new tokens of a sequence: those that the tensor cores of sm_90 multiply at once.
+# Rows of the largest tile of several new tokens of a sequence: what the tensor cores of sm_90 multiply at once.
 MOST_ROWS = 64
 
 

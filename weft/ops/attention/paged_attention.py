@@ -5,7 +5,7 @@ once for all heads) over one split-KV partial of one sequence. The last program 
 The largest number of partials follows from shapes alone, so that a CUDA graph holds any lengths; the programs derive the number
 of a sequence's partials from its length.
 
-New tokens of one sequence are further rows of a program, up to MOST_ROWS, so that each key is loaded once for all of them. More
+New tokens of one sequence are further rows of a program, up to MOST_ROWS, so that each key is loaded once for them all. More
 than 16 rows are not divided over ways, since a warp would hold the sums of all: a partial is then a run of neighbouring blocks.
 
 Device code: weft.kernels.online_softmax and weft.kernels.split_kv.
@@ -59,7 +59,7 @@ def paged_attention_kernel(
     their values may be NaN. lengths[b] = 0: zeros.
 
     QUERIES > 1: rows b * QUERIES + t of q, lengths and out are new tokens t of sequence b, and the grid is (B * parts * heads,
-    splits): a program computes TILE.queries tokens or fewer, each up to its own length. Splits follow from the longest.
+    splits): a program computes TILE.queries tokens or fewer, each up to its length. Splits follow from the longest.
 
     signals, waits  none: of the partials of a sequence and KV head, the program that arrives last joins all
     cache, SIZES    ``PagedCache`` and its ``CacheSizes``
@@ -138,7 +138,7 @@ def paged_attention(
     k_scale, v_scale  of a cache in e4m3, for q in 16 bits: fp32, 1 element each, on the device, positive; a key is its byte
                   times k_scale, a value its byte times v_scale
     queries       new tokens of each sequence: q is then [B * queries, Hq, D] and lengths [B * queries], the tokens of a
-                  sequence one after the other. Each attends to its own length of tokens, by one row of pages
+                  sequence one after the other. A token attends to its length of tokens, by one row of pages
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
     run; B, max_pages, the window and the lengths decide how sums are split. ``pages`` and the cache beyond a length, and the

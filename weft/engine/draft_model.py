@@ -83,7 +83,10 @@ class ModelDrafter:
         return self.history.newest[:batch]
 
     def _choose(self, batch: int, logits: Tensor, position: Tensor) -> Tensor:
-        """Tokens for `position`; at temperature 0 the likeliest ones. top_k, top_p and min_p are left to the verification."""
+        """Tokens for `position`; at temperature 0 the likeliest ones.
+
+        top_k, top_p and min_p are left to the verification.
+        """
         slots = self.slots
         choice = Choice(
             temperature=slots.temperature[:batch],
@@ -99,7 +102,9 @@ class ModelDrafter:
 def load_draft(
     source: Checkpoint | DecoderConfig, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig
 ) -> Decoder:
-    """Draft model beside `model`, whose tokenizer is `tokenizer`. Collective. ValueError for one that does not fit it.
+    """Draft model beside `model`, whose tokenizer is `tokenizer`. Collective.
+
+    ValueError for a draft model that does not fit.
 
     source  a configuration: random weights
     """

@@ -134,9 +134,10 @@ class VerifyGraph:
         slots.positions[:batch].add_(counts)
 
     def _choose_in_turn(self, logits: Tensor, kind: Kind, rows: Tensor, position: Tensor) -> Tensor:
-        """Tokens [batch, drafts + 1], each chosen after the tokens before it are noted among the changes of logits.
+        """Tokens [batch, drafts + 1], chosen one after the other.
 
-        No token is noted that is not chosen, so nothing is taken back.
+        Each is noted among the changes of logits before the next one is chosen, if all before it were accepted: nothing is
+        taken back.
         """
         graph, batch, chosen = self.graph, len(rows), []
         going_on = rows[:, 0] >= 0

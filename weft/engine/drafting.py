@@ -95,7 +95,10 @@ TRIAL_STEPS = 64
 
 
 class DraftLength:
-    """Choice of the draft length of each step, and counts. A function of the tokens alone: all ranks choose alike."""
+    """Choice of the draft length of each step, and counts.
+
+    A function of the tokens alone, so all ranks choose alike.
+    """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         most = config.num_speculative_tokens

@@ -136,6 +136,7 @@ ENGINE = {
     "cuda_graph": FLAG,
     "warm_up": FLAG,
     "grammar_seconds": (*NUMBER, 0, -1.0, 3601),
+    "speculative": (5, "x", [1]),
     "progress": CALLABLE,
 }
 

@@ -77,8 +77,8 @@ def attend(
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim], as ``w.o`` takes it.
 
     A prefill is two launches, more where cuDNN attends in parts. Where the cache is spread over the ranks, a prefill after
-    cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads. By cuDNN, and
-    where the cache is spread, rows have 16 bits, also for an fp8 ``w.o``.
+    cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads. By cuDNN, of
+    several new tokens of a sequence, and where the cache is spread, rows have 16 bits, also for an fp8 ``w.o``.
 
     cache  as for weft.parallel.plain
     """

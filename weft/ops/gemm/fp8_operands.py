@@ -1,8 +1,9 @@
 """Operands of fp8 GEMMs (weft.kernels.fp8.Fp8): checks, quantized rows, the GEMM by a design.
 
 Rows of 16 bits are quantized as the weight's scales ask for, in a kernel before the GEMM. In the small-M kernel it took longer
-at any M (H200, 5120x12800, 16 rows: 24.1 us, both kernels 23.6; 64 rows: 84 and 30). A deferred RMS scale multiplies the
-small-M kernel's sums; before cuBLAS the rows' scales.
+at any M (H200, 5120x12800, 16 rows: 24.1 us, both kernels 23.6; 64 rows: 84 and 30). Most kernels before a
+GEMM write such rows themselves. A deferred RMS scale multiplies the small-M kernel's sums; a result of cuBLAS is multiplied by
+the kernel that reads it, or in ``matmul`` the rows' scales.
 """
 
 from __future__ import annotations
@@ -135,18 +136,19 @@ def by_design(
         if format is None or small_m.writes(design, weight.shape[1], format):
             return small_m.run(*given, **options, format=format)
         return quantized_rows(small_m.run(*given, **options), format, capabilities_of(weight.device))
-    if scales is not None:
+    if scales is not None and not gated:
         factor = torch.rsqrt(scales.squares.sum(1, keepdim=True) + scales.eps)
         rows = rows._replace(scales=rows.scales * factor)
     product = cublas.scaled(rows, weight, dtype, None if gated else out)
     if not gated:
         return product
+    norm = (None, 0.0) if scales is None else scales
     if format is None:
-        return torch.ops.weft.silu_mul.default(product, None, 0.0)
+        return torch.ops.weft.silu_mul.default(product, *norm)
     if format.kind == "token" and weight.shape[0] > 2 * MAX_TOKEN:
-        product = torch.ops.weft.silu_mul.default(product, None, 0.0)
+        product = torch.ops.weft.silu_mul.default(product, *norm)
         return quantized_rows(product, format, capabilities_of(weight.device))
-    return fp8_of(*torch.ops.weft.silu_mul_fp8.default(product, None, 0.0, *format), format)
+    return fp8_of(*torch.ops.weft.silu_mul_fp8.default(product, *norm, *format), format)
 
 
 def described(matrix: torch.Tensor) -> torch.Tensor:

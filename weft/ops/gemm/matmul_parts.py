@@ -17,8 +17,10 @@ from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import RowScales, ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.gemm import small_m
+from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.gemm.gemm_op import GemmCall, check_operands, product
 from weft.ops.gemm.matmul import MATMUL
+from weft.ops.gemm.matmul_fp8 import matmul_fp8, plan_of
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
@@ -35,13 +37,15 @@ def matmul_parts(
     """``matmul(x, weight)``, finished by the kernel that reads it.
 
     x       [M, K], fp16, bf16 or fp32, or rows with a deferred RMS scale
-    weight  [N, K] of x's dtype; or ``Fp8`` or ``FourBit``, with x as of ``matmul``: then a deferred scale is always applied
+    weight  [N, K] of x's dtype; or ``Fp8`` or ``FourBit``, with x as of ``matmul``; 4 bits always apply a deferred scale
 
     Returns split-K partials fp32 [partials, M, N] where K is split, which the reader adds up in this order and rounds; else the
     result [M, N] in x's dtype; or, of rows with a deferred scale that cuBLAS multiplies, a DeferredNorm of the result. Shapes,
     dtype and device alone decide among the three. No backward. ValueError as of ``matmul``.
     """
     operand = operand_of(x)
+    if isinstance(weight, Fp8) and operand.scales is not None:
+        return _deferred_fp8(operand, weight)
     if isinstance(weight, QUANTIZED):
         return matmul_quantized("matmul_parts", operand, weight, parts=True)
     check_operands("matmul_parts", operand.data, weight, None)
@@ -51,6 +55,16 @@ def matmul_parts(
     if _plan(operand.data, weight, deferred_norm=True) is None:
         return DeferredNorm(torch.ops.weft.matmul.default(operand.data, weight), *operand.scales)
     return _MATMUL_PARTS.dispatch(operand.data, weight, *operand.scales)
+
+
+def _deferred_fp8(x: ScaledMatrix, weight: Fp8) -> torch.Tensor | DeferredNorm:
+    """``matmul_parts`` of rows with a deferred scale: a result of cuBLAS is left to the kernel that reads it."""
+    check_fp8("matmul_parts", x, weight, gated=False)
+    check_scales("matmul_parts", x, weight.data)
+    data = x.data.data if isinstance(x.data, Fp8) else x.data
+    if isinstance(plan_of(data, weight, True, False, True), SmallM):
+        return matmul_fp8("matmul_parts", x, weight, parts=True)
+    return DeferredNorm(matmul_fp8("matmul_parts", ScaledMatrix(x.data), weight), *x.scales)
 
 
 def _plan(x: torch.Tensor, weight: torch.Tensor, deferred_norm: bool) -> SmallM | None:

@@ -96,11 +96,11 @@ def of_gemm(M: int, weights: list[Fp8], caps: Capabilities) -> Iterator[tuple[st
             by_design(design, ScaledMatrix(x), weights[0], gated=True, format=groups),
             quantized_rows(plain, groups, caps),
         )
-        found = timed(
+        times = timed(
             lambda w, d=design: by_design(d, ScaledMatrix(x), w, gated=True, format=groups).data, weights, None
         )
         alone = small_m.writes(design, K, groups) and design.partials_of(K) == 1
-        yield "fp8", {**found, "same": ok, "launches": 1 if alone else 2, "design": asdict(design)}
+        yield "fp8", {**times, "same": ok, "launches": 1 if alone else 2, "design": asdict(design)}
 
 
 def main() -> None:

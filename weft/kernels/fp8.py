@@ -172,9 +172,9 @@ def store_rows(x, out, at, mask, fp8, token, exists, first, end):
 
 @triton.jit
 def store_groups(x, out, fp8, token, column, exists, width):
-    """Store groups x [GROUPS, 128], rounded to 16 bits, of rows of ``width`` columns as ``fp8`` says (``Fp8Rows``).
+    """Store groups x [GROUPS, 128], rounded to 16 bits, as ``fp8`` says (``Fp8Rows``).
 
-    Group i is out[token[i], column[i] : column[i] + 128]; token (int64), column, exists [GROUPS].
+    Group i is out[token[i], column[i] : column[i] + 128] of rows of ``width``; token (int64), column, exists [GROUPS].
     """
     at = (token * width + column)[:, None] + tl.arange(0, 128)[None, :]
     if fp8.group == 0:

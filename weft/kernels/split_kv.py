@@ -133,7 +133,7 @@ def store_partial(mean, log_sum, count, partials, TILE: tl.constexpr):
 
 @triton.jit
 def join(means, log_sums, count, D: tl.constexpr, TILE: tl.constexpr):
-    """Mean [ROWS, D] of the ``count`` partials of one sequence and KV head, in order. Arguments as of ``joined``.
+    """Mean [ROWS, D] of the ``count`` partials of one sequence and KV head, in order.
 
     Zeros for a row that attends to no token.
     """

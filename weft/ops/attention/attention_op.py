@@ -26,7 +26,7 @@ MAX_GROUP = 64
 
 
 def writes_heads(group: int, head_dim: int, format: RowFormat) -> bool:
-    """True if a kernel that attends for ``group`` query heads of a KV head can write rows of all heads in fp8.
+    """True if programs that attend for ``group`` query heads of a KV head can write rows in fp8.
 
     Scales for tokens, and for groups that lie in heads of two KV heads, would be of several programs.
     """

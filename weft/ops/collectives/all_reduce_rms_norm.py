@@ -305,7 +305,10 @@ class AllReduceDeferredNorm(Op):
 
 
 class AllReduceRMSNormFp8(Op):
-    """AllReduceRMSNorm and AllReduceDeferredNorm with rows in fp8: (rows, scales, hidden, and if deferred squares)."""
+    """AllReduceRMSNorm and AllReduceDeferredNorm with rows in fp8.
+
+    Results are rows, scales, hidden, and if deferred squares.
+    """
 
     name = alias = "all_reduce_rms_norm_fp8"
     differs = AllReduceRMSNorm.differs
@@ -346,7 +349,7 @@ define(_DEFERRED)
 
 
 def push_of(design: OneShot | TwoShot, itemsize: int, format: RowFormat | None) -> PushPlan:
-    """Plan of the pushes of a design: where parts of rows are put in fp8, parts have whole groups of columns."""
+    """Plan of a design's pushes, whose parts have whole groups of columns where rows are put in fp8."""
     if format is None or format.kind != "group":
         return design.push
     grain = COLUMNS.value * itemsize

@@ -67,7 +67,7 @@ def four_bit_cases(op: str) -> Iterator[Case]:
 
 
 def fp8_rows_cases(op: str) -> Iterator[Case]:
-    """Cases of gated results in fp8: from a tile, from split-K partials, by a kernel for that alone, and by silu_mul."""
+    """Cases of gated results in fp8: from a tile, from split-K partials, in 16 bits, by silu_mul."""
     whole = SmallM(block_m=16, block_n=128, block_k=128, transposed=True, num_warps=8)
     for sizes, design in (
         ((5, 200, 272), AUTO),

@@ -58,7 +58,7 @@ def matmul_parts(
 
 
 def _deferred_fp8(x: ScaledMatrix, weight: Fp8) -> torch.Tensor | DeferredNorm:
-    """``matmul_parts`` of rows with a deferred scale: a result of cuBLAS is left to the kernel that reads it."""
+    """``matmul_parts`` of rows with a deferred scale, which the reader of cuBLAS's result applies."""
     check_fp8("matmul_parts", x, weight, gated=False)
     check_scales("matmul_parts", x, weight.data)
     data = x.data.data if isinstance(x.data, Fp8) else x.data

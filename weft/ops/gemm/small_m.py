@@ -86,7 +86,7 @@ def silu_of(gate, up):
 
 @triton.jit
 def store_rounded(x, out, at, mask, written, token, exists, first, width):
-    """``store_rows`` of fp32 ``x``, which is rounded first: to the dtype of ``out``, or that of ``written``."""
+    """``store_rows`` of fp32 ``x``, rounded to the dtype of ``out``, or first to that of ``written``."""
     if written is None:
         tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
     else:
@@ -210,7 +210,9 @@ def small_m_kernel(
 
 @triton.jit(do_not_specialize=["partials"])
 def sum_partials_kernel(source, out, size, width, partials, written, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """out[i] = sum over p of source[p, i], gated as above        grid: (size / width * cdiv(width, BLOCK),)
+    """out[i] = sum over p of source[p, i], gated as above
+
+    grid: (size / width * cdiv(width, BLOCK),)
 
     source   fp32 [partials, 1 or 2 if GATED, size], added up in the order of p; out [size / width, width]
     written  ``Fp8Rows`` of ``out`` in e4m3, in whole groups; else None

@@ -8,11 +8,13 @@ from tests.ops.checking import assert_identical, check, inputs_of
 from tests.ops.layer_cases import DEVICES, check_refused, everywhere, mutated, random
 from tests.ops.test_compile_layer_kernels import caps_of
 from weft import ops
-from weft.kernels import fp8
+from weft.kernels import fp8, split_kv
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.fp8 import Fp8, RowFormat, by_torch, quantized_rows, quantized_weight
 from weft.kernels.operands import RowScales, ScaledMatrix
+from weft.ops.attention import paged_prefill_attention
 from weft.ops.case import BF16, FP16, FP32
+from weft.ops.collectives import norm_kernel
 from weft.ops.elementwise import add_rms_norm, silu_mul
 from weft.ops.gemm import cublas, small_m
 from weft.ops.gemm.cublas import Cublas
@@ -22,7 +24,13 @@ from weft.ops.local import capabilities_of
 from weft.ops.op import find_op
 
 GROUP, TOKEN = RowFormat("group"), RowFormat("token")
-WRITERS = {"add_rms_norm": add_rms_norm, "silu_mul": silu_mul, "matmul_silu_mul": small_m}
+WRITERS = {
+    "add_rms_norm": add_rms_norm,
+    "silu_mul": silu_mul,
+    "matmul_silu_mul": small_m,
+    "all_reduce_rms_norm": norm_kernel,
+}
+HEAD_WRITERS = {"decode_attention": split_kv, "paged_prefill_attention": paged_prefill_attention}
 
 
 def formats(device):
@@ -159,17 +167,30 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# Of kernels that store heads, by groups.
+OF_HEADS = {
+    "groups swapped": ("column // 128 * fp8.column", "(column // 128 ^ 1) * fp8.column"),
+    "scales of heads transposed": (
+        "token * fp8.row + column // 128 * fp8.column", "token * fp8.column + column // 128 * fp8.row"),
+    "scales of heads one token off": ("to = fp8.scales + token * fp8.row", "to = fp8.scales + (token ^ 1) * fp8.row"),
+    "stale scales of heads": (
+        "scales, mask=exists[:, None])\n\n\n@triton", "scales, mask=(exists & (token < 0))[:, None])\n\n\n@triton"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, *OF_HEADS])
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
-    mutant, caught = mutated(fp8, *MUTANTS[name], f"fp8_rows_mutant_{len(name)}", tmp_path), {}
-    for module in WRITERS.values():
-        monkeypatch.setattr(module, "store_rows", mutant.store_rows)
+    writers, function = (WRITERS, "store_rows") if name in MUTANTS else (HEAD_WRITERS, "store_groups")
+    mutant, caught = mutated(fp8, *{**MUTANTS, **OF_HEADS}[name], f"fp8_rows_mutant_{len(name)}", tmp_path), {}
+    for module in writers.values():
+        monkeypatch.setattr(module, function, getattr(mutant, function))
 
     def main(team):
-        for op in WRITERS:
+        for op in writers:
             caught[op] = False
             for case in find_op(op).cases():
-                if case.field("fp8_rows") in (True, "group", "token") and not caught[op]:
+                formed = case.world_size == 1 and case.field("fp8_rows") in (True, "group", "token")
+                if formed and not caught[op]:
                     inputs = inputs_of(case, 0)
                     try:
                         check(case, 0, [inputs], find_op(op).call(case, team, *inputs))
@@ -206,7 +227,7 @@ def test_rows_of_more_dimensions_are_refused():
 
 
 def test_gpus_without_e4m3_are_refused(monkeypatch):
-    for module in WRITERS.values():
+    for module in (add_rms_norm, silu_mul):
         monkeypatch.setattr(module, "capabilities_of", lambda device: caps_of("sm_80"))
     x = torch.ones(2, 8).half()
     for call in (lambda: ops.silu_mul(x, fp8=GROUP), lambda: ops.add_rms_norm(x, x, x[0], 1e-6, fp8=GROUP)):

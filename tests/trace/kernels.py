@@ -82,7 +82,7 @@ def of_small_m(view):
     x, weight = (descriptor_or_self(HALVES, block, 64, True) for block in (16, 64))
     return compiled(
         small_m.small_m_kernel, x, weight, HALVES, HALVES, 16, Sizes(64, 64, 64, 64), 1, 0, small_m.RowScales(FLOATS, 0.0),
-        small_m.block_of(design), traced(view), None, None, arch="sm_90", SQUARES=0, **small_m.constants(design, False),
+        small_m.block_of(design), traced(view), None, None, None, arch="sm_90", SQUARES=0, **small_m.constants(design, False),
     )  # fmt: skip
 
 

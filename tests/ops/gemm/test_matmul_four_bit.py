@@ -276,8 +276,8 @@ def test_on_sm_90_without_spills_with_the_weight_in_registers(M, N, K, gated, fo
     kernel = compiled(
         small_m.small_m_kernel, descriptor_or_self(x, design.block_m, 64, True),
         descriptor_or_self(data, design.block_n, 64, True), data, out, M, Sizes(N, K, K, K // 2), design.partials,
-        design.ahead, RowScales(squares, 1e-6), small_m.block_of(design), None, None, grid, arch="sm_90", SQUARES=0,
-        **small_m.constants(design, gated), **launch_options(H200),
+        design.ahead, RowScales(squares, 1e-6), small_m.block_of(design), None, None, grid, None, arch="sm_90",
+        SQUARES=0, **small_m.constants(design, gated), **launch_options(H200),
     )  # fmt: skip
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64" in ptx and ".f32.bf16.bf16" in ptx and "cp.async.bulk.tensor" in ptx

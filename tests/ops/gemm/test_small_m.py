@@ -181,7 +181,7 @@ def built(arch, M, N, K, gated, dtype=BF16, squares=0, partials=False):
     out = torch.zeros(8) if design.partials > 1 else x
     kernel = compiled(
         small_m.small_m_kernel, rows, weight, x, out, M, Sizes(N, K, K, K), design.partials, design.ahead,
-        RowScales(torch.zeros(8), 1e-6), small_m.block_of(design), None, None, None, arch=arch, SQUARES=squares,
+        RowScales(torch.zeros(8), 1e-6), small_m.block_of(design), None, None, None, None, arch=arch, SQUARES=squares,
         **small_m.constants(design, gated), **launch_options(caps),
     )  # fmt: skip
     return kernel, design

@@ -232,6 +232,8 @@ def test_spawned_functions_are_the_ranks(report):
     ("line", "says"),
     [
         ("torch.cuda.CUDAGraph()", "a CUDA graph is not simulated"),
+        ("double[(1,)](x, x, 4)", "kernel double on a side stream is not simulated; launch it on the main stream"),
+        ("x.mul_(2)", "Tensor.mul_ on a side stream, of memory that kernels or peers use is not simulated"),
         (
             "torch.ops.symm_mem.one_shot_all_reduce(x, 'sum', '0')",
             "torch.ops.symm_mem.one_shot_all_reduce is not simulated",
@@ -240,11 +242,17 @@ def test_spawned_functions_are_the_ranks(report):
     ],
 )
 def test_what_is_not_simulated_is_named_with_its_line(report, line, says):
+    stream = "torch.cuda.Stream()" if line.startswith(("double", "x.")) else "None"
     text = f"""
+        @triton.jit
+        def double(x, out, N: tl.constexpr):
+            tl.store(out + tl.arange(0, N), 2 * tl.load(x + tl.arange(0, N)))
+
         def main(rank, size):
             dist.init_process_group("nccl", rank=rank, world_size=size)
-            x = symm_mem.empty(4)
-            {line}
+            x = symm_mem.empty(4).fill_(0)
+            with torch.cuda.stream({stream}):
+                {line}
     """
     found = str(report(text))
     assert says in found and line in found

@@ -75,6 +75,10 @@ class Ranks:
     def turn(self, rank: int) -> AbstractContextManager[None]:
         return self.ranks[rank].process.turn(self._shared)
 
+    def launching(self, kernel: str) -> None:
+        if self.here.stream is not None:
+            raise self.refuse(f"kernel {kernel} on a side stream", "launch it on the main stream")
+
     def refuse(self, what: str, instead: str = "") -> NotInterpretable:
         return NotInterpretable(f"{what} is not simulated{f'; {instead}' if instead else ''}")
 

@@ -18,11 +18,13 @@ import numpy as np
 
 from weft.errors import Deadlock
 from weft.simulator import intrinsics
+from weft.simulator.interpreter import GridSizes
 from weft.simulator.machine.accesses import Event
 from weft.simulator.machine.launches import Launches
 from weft.simulator.machine.memory import is_met, signed
 from weft.simulator.machine.tasks import GreenletTask, Task, ThreadTask, Waiting
 from weft.simulator.places import Scattered
+from weft.triton_api import JITFunction
 
 _HOISTED = (
     "a compiler may take a plain load out of a loop, which then never ends on a GPU even if the value comes: poll with "
@@ -55,6 +57,9 @@ class Hosts:
     def turn(self, rank: int) -> AbstractContextManager[object]:
         """Scope of a rank's host code between two pauses."""
         return nullcontext()
+
+    def launching(self, kernel: str) -> None:
+        """Launch of a kernel that the calling rank's host code is about to make."""
 
 
 class Machine(Launches):
@@ -107,6 +112,10 @@ class Machine(Launches):
             finally:
                 intrinsics.unsubscribe(subscription)
         return [host.result for host in hosts]
+
+    def launch(self, jit_fn: JITFunction, grid: GridSizes, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.hosts.launching(jit_fn.__name__)
+        super().launch(jit_fn, grid, args, kwargs)
 
     def _bind(self, intrinsic: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: intrinsic(self, *args, **kwargs)

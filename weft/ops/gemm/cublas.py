@@ -77,6 +77,11 @@ def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
     return F.pad(bits, (0, 0, 0, room - M)).view(matrix.dtype)
 
 
+def _on_16_bytes(scales: torch.Tensor) -> torch.Tensor:
+    """``scales`` from an address that cuBLAS takes: itself, or where they begin amid a larger tensor's a copy."""
+    return scales if scales.data_ptr() % 16 == 0 else scales.clone()
+
+
 def scaled(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``out`` (None: a new tensor) = a[M, K] @ b[N, K].T of fp8 operands; by torch.mm's choice.
 
@@ -92,14 +97,14 @@ def scaled(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) 
         of_rows, of_columns = a.scales, b.scales.t()
         if of_rows.numel() > 1 or of_columns.numel() > 1:
             of_rows, of_columns = of_rows.expand(a.shape[0], 1), of_columns.expand(1, b.shape[0])
-        scales = {"scale_a": of_rows.contiguous(), "scale_b": of_columns.contiguous()}
+        scales = {"scale_a": _on_16_bytes(of_rows.contiguous()), "scale_b": of_columns.contiguous()}
         return torch._scaled_mm(a.data, b.data.t(), **scales, out_dtype=dtype, out=out)
 
 
 def _scaled_by_blocks(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
     M = len(a.data)
     rows, of_rows = _in_fours(a.data), _in_fours(a.scales)
-    of_rows = of_rows.t().contiguous().t()  # one after the other along M
+    of_rows = _on_16_bytes(of_rows.t().contiguous()).t()  # one after the other along M
     of_weight = b.scales
     if missing := -of_weight.shape[1] % 4:  # cuBLAS reads rows of them in fours
         of_weight = F.pad(of_weight, (0, missing))

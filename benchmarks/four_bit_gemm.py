@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from weft.ops.local import capabilities_of
 from weft.plan.planned import machine
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import COLD_BYTES
+from weft.runtime.files import put
 
 SHAPES, ROWS = ((25600, 5120), (5120, 12800)), (1, 16, 64, 128, 256)
 # Sizes at which further designs are timed.
@@ -113,11 +115,11 @@ def experts() -> Iterator[dict[str, Any]]:
             yield {"T": T, "pairs": pairs, "provider": f"experts {name}", **call}
 
 
-def sums() -> dict[str, str]:
+def sums(team: weft.Team) -> dict[str, str]:
     """Answers of the built-in model in each format, by an engine with graphs."""
     said = {}
     for quantization in ("mxfp4", "int4"):
-        engine = weft.Engine("adder", weft.init(), quantization=quantization, max_seq_len=64, warn=False)
+        engine = weft.Engine("adder", team, quantization=quantization, max_seq_len=64, warn=False)
         for _ in range(2):
             answers = engine.generate(list(SUMS), max_tokens=8, temperature=0)
             right = sum(answer.text.strip() == wanted for answer, wanted in zip(answers, SUMS.values(), strict=True))
@@ -146,8 +148,7 @@ def main() -> None:
 
     def write() -> None:
         document["seconds"] = round(time.monotonic() - start, 1)
-        with open(options.out, "w") as file:
-            json.dump(document, file, indent=1)
+        put(Path(options.out), json.dumps(document, indent=1))
 
     for N, K in SHAPES:
         copies = max(2, cdiv(int(COLD_BYTES), N * K // 2))
@@ -172,7 +173,7 @@ def main() -> None:
         del weights
     document["experts"] = list(experts())
     write()
-    document["sums"] = sums()
+    document["sums"] = weft.launch(sums, 1)[0]
     write()
 
 

@@ -29,6 +29,7 @@ from tests import four_bit_checkpoints, fp8_checkpoints
 from tests.teacher_forced import all_logits
 from weft.bench.harness.machine import revision
 from weft.models import Decoder
+from weft.runtime.files import put
 
 ROOT = Path(__file__).parent
 TEXT, RESULTS = ROOT / "texts" / "loom.txt", ROOT / "lab" / "perplexity.json"
@@ -114,11 +115,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.docs:
         before, rest = DOCS.read_text().split(BEGIN)
-        DOCS.write_text(before + BEGIN + table(json.loads(RESULTS.read_text())) + END + rest.split(END, 1)[1])
+        put(DOCS, before + BEGIN + table(json.loads(RESULTS.read_text())) + END + rest.split(END, 1)[1])
         return
     results = {"revision": revision(Path(weft.__file__).parent), **measure()}
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        put(options.json, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

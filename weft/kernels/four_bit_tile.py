@@ -1,4 +1,4 @@
-"""Weights in 4 bits (weft.kernels.four_bit) in kernels: bytes to numbers of 16 bits, and the GEMM of one output tile."""
+"""Weights in 4 bits (weft.kernels.four_bit) in kernels: numbers of 16 bits, the GEMM of an output tile."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def grid_of(weight: FourBit) -> Grid:
 
 @triton.jit
 def of_columns(source, grid, rows, limit, k, K):
-    """Values [rows, HALF] or [rows, 1] of ``source`` for columns k .. k + HALF - 1; 0 from row ``limit`` and column K on."""
+    """Values of ``source`` for columns k .. k + HALF - 1, [rows, HALF], or [rows, 1] if they are equal.
+
+    0 from row ``limit`` and column K on.
+    """
     ROWS: tl.constexpr = rows.shape[0]
     of_rows = source + rows.to(tl.int64) * grid.row
     if grid.columns == 0:
@@ -110,9 +113,9 @@ def four_bit_dot(low, high, bytes, grid, rows, limit, k, K, acc, TRANSPOSED: tl.
 def four_bit_tile(
     x, weight, grid, N, K, row, column, first, last, block, TRANSPOSED: tl.constexpr, GATED: tl.constexpr
 ):
-    """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1 of STEP columns; the same twice unless GATED.
+    """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1; the same twice unless GATED.
 
-    Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel.
+    A step is STEP columns. Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel.
     x       descriptor over [M, K] in blocks of HALF columns; weight: over bytes of [N, K], or of [2 N, K] if GATED
     grid    ``Grid``
     """

@@ -209,7 +209,7 @@ def _compressed_tensors(content: Mapping[str, Any]) -> Quantization | None:
     [(name, group)] = groups.items()
     sides = {side: group.get(side) for side in ("weights", "input_activations")}
     rest_of_group = {key: value for key, value in group.items() if key not in sides}
-    packing = content["format"]
+    packing = content.get("format", "float-quantized")
     _check(method, rest_of_group, {"targets": (["Linear"],), "format": (packing, None)}, f"{name}.")
     if not isinstance(sides["weights"], Mapping):
         raise _refused(method, f"{name}.weights={quoted(sides['weights'])}", "weights in fp8 or 4 bits")
@@ -279,7 +279,7 @@ def _pack_quantized(method: str, name: str, weights: Mapping[str, Any], input_ac
             "symmetric": (True, False, None),
             "group_size": INT_GROUPS if grouped else (None, -1),
             "dynamic": (False, None),
-            # "group" stores columns in another order; the others tell of how numbers were found.
+            # "group" stores columns in another order; "weight" and "static" say how numbers were chosen.
             "actorder": (None, "weight", "static"),
         },
     )

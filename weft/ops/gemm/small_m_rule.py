@@ -30,9 +30,9 @@ MAX_ROWS = 64
 # Rows up to which an fp8 GEMM of any weight, and of one of few rows, takes less time than cuBLAS's block scaling. One H200,
 # 25600x5120: 64 rows 41.3 us, cuBLAS 43.9; 128 rows 57.8 and 44.5. 5120x12800: 128 rows 31.9 and 38.9 (benchmarks/fp8_gemm.py).
 MAX_FP8_ROWS, MAX_FP8_ROWS_NARROW = 64, 128
-# Rows up to which a 4-bit weight is converted in the GEMM. Arithmetic, not measured: to write and read 25600x5120 in 16 bits
-# takes some 120 us on one H200, as long as the GEMM of 350 rows.
-MAX_FOUR_BIT_ROWS = 128
+# Rows up to which a 4-bit weight is converted in the GEMM, which waits for the conversions. One H200, 25600x5120, in brackets
+# with the weight converted before: MXFP4 64 rows 133 us (120 + 79), 128 rows 212 (187); int4 128 rows 172 (185).
+MAX_MXFP4_ROWS, MAX_INT4_ROWS = 64, 128
 # Elements of a weight that takes longer to read than a kernel takes to start: 2 us. The smallest measured has 10 million.
 LEAST_WEIGHT = 4 << 20
 # Columns that a program prefetches while the kernel before it leaves the memory idle, as an all-reduce does. Behind a kernel
@@ -94,7 +94,7 @@ def small_m_rule(call: GemmCall, caps: Capabilities, *, gated: bool) -> tuple[bo
     if call.fp8:
         return _fp8_rule(call, caps)
     if call.four_bit:
-        most = MAX_FOUR_BIT_ROWS
+        most = MAX_MXFP4_ROWS if call.four_bit == "mxfp4" else MAX_INT4_ROWS
         if most < M:
             return (
                 False,
@@ -165,7 +165,7 @@ def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
 
 
 def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
-    """``default_small_m`` with a 4-bit weight, as of fp8 ones; not measured.
+    """``default_small_m`` with a 4-bit weight, as of fp8 ones. Tiles of other sizes took as long on one H200.
 
     Transposed: tensor instructions take their first operand from registers, where its numbers are made.
     """

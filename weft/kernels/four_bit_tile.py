@@ -1,4 +1,4 @@
-"""Weights in 4 bits (weft.kernels.four_bit) in kernels: numbers of 16 bits, the GEMM of an output tile."""
+"""Weights in 4 bits (weft.kernels.four_bit) in kernels: numbers of 16 bits, the GEMM of one tile."""
 
 from __future__ import annotations
 

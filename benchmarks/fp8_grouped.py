@@ -30,6 +30,7 @@ from weft.ops.moe import grouped
 from weft.ops.moe.grouped import GroupedArguments, GroupedTiles
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.routing import Experts, Schedule
+from weft.runtime.files import put
 
 HIDDEN, FEATURES, EXPERTS, CHOICES = 2048, 768, 128, 8
 GROUP = RowFormat("group")
@@ -63,8 +64,6 @@ def candidates(block: int, gated: bool) -> Iterator[GroupedTiles]:
             sizes += [(256, 4, 2, 2), (128, 4, 3, 2), (128, 4, 2, 4)]
     else:
         sizes = [
-            (256, 8, 1, 3),
-            (256, 8, 1, 4),
             (128, 8, 1, 3),
             (128, 8, 2, 3),
             (64, 4, 2, 3),
@@ -254,9 +253,9 @@ def main() -> None:
                 best[key] = row
         for row in best.values():
             print(count, {name: value for name, value in row.items() if value is not None}, flush=True)
-        asked.out.write_text(json.dumps(document, indent=1) + "\n")
+        put(asked.out, json.dumps(document, indent=1) + "\n")
     document["seconds"] = round(time.monotonic() - start, 1)
-    asked.out.write_text(json.dumps(document, indent=1) + "\n")
+    put(asked.out, json.dumps(document, indent=1) + "\n")
     print(f"{document['seconds']} s", flush=True)
 
 

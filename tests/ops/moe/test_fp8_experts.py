@@ -305,9 +305,8 @@ def as_fields(caps):
 def test_there_are_no_gradients():
     def main():
         x, weight, ids = drawn(3, 2, 4, 32, 256, dtype=FP16)
-        out = ops.grouped_matmul(x.requires_grad_(), weight, schedule_of(ids, 4), gather=True)
-        with pytest.raises(RuntimeError, match="grouped_matmul has no backward for fp8 rows or weights"):
-            out.sum().backward()
+        with pytest.raises(RuntimeError, match="grouped_matmul: fp8 weights have no backward"):
+            ops.grouped_matmul(x.requires_grad_(), weight, schedule_of(ids, 4), gather=True)
 
     alone(main)
 

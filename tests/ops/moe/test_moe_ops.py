@@ -21,7 +21,7 @@ from weft.kernels.fp8 import E4M3, Fp8Rows
 from weft.kernels.fp8_tile import Fp8Scales
 from weft.ops.moe import grouped, grouped_grad, grouped_kernel, moe_schedule, moe_sum, route
 from weft.ops.moe.exchange import PushRows, Sizes, copy_chosen_kernel
-from weft.ops.moe.grouped import GroupedCall, comes_apart, weight_descriptor
+from weft.ops.moe.grouped import GroupedCall, weight_descriptor
 from weft.ops.moe.grouped_kernel import Form, grouped_matmul_kernel
 from weft.ops.moe.grouped_rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts, Routing, Schedule
@@ -352,7 +352,7 @@ def built_grouped(
         if gated and columns:
             out, written = rows, Fp8Rows(of_scales, 1, 64, tl.constexpr(128), tl.constexpr(tl.bfloat16))
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
-    apart = comes_apart(design, gated, experts_fp8 is not None)
+    apart = gated and (design.transposed or experts_fp8 is not None)
     form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False, apart)
     constants = {"FORM": form, "BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}

@@ -201,10 +201,10 @@ def run(
         return out
     x, weight, _, by_token, scales = given.with_fp8_rows()[:5]
     gather, matrix, fp8 = 1 if each_pair else schedule.choices if by_token else 0, given.matrix, None
-    apart = comes_apart(design, gated, isinstance(matrix, Fp8))
+    apart = gated and (design.transposed or isinstance(matrix, Fp8))
     if isinstance(matrix, Fp8):
         design = fitted(design, matrix)
-        fp8 = scales_of_gemm(scales, matrix, design.block_n // (2 if apart else 1), gated)
+        fp8 = scales_of_gemm(scales, matrix, design.block_n // (2 if gated else 1), gated)
         scales = None
     x = x if x.is_contiguous() else x.contiguous()
     if not can_describe_experts(weight):
@@ -259,11 +259,6 @@ def run_gated(
     return run(design, given, gated=True, coming=coming, out=h, written=written), scales
 
 
-def comes_apart(design: GroupedTiles, gated: bool, fp8: bool) -> bool:
-    """``Form.apart`` of a design; fp8: of both operands."""
-    return (gated and (design.transposed or fp8)) or (fp8 and design.block_n > 128)
-
-
 def fitted(design: GroupedTiles, weight: Fp8) -> GroupedTiles:
     """``design`` with steps under one scale of ``weight``."""
     most = columns_of(weight) if weight.is_grouped else COLUMNS.value
@@ -279,7 +274,7 @@ def weight_descriptor(design: GroupedTiles, weight: torch.Tensor, form: Form) ->
         return TensorDescriptor(
             weight, [experts, 2, N, columns], [apart, N * columns, columns, 1], [1, both, block_n // 2, block_k]
         )
-    block = [1, block_k, block_n] if form.turned else [1, block_n // (2 if form.apart else 1), block_k]
+    block = [1, block_k, block_n] if form.turned else [1, block_n, block_k]
     return TensorDescriptor(weight, [experts, rows, columns], [apart, columns, 1], block)
 
 

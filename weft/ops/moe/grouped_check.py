@@ -66,6 +66,8 @@ def _check_plain(op: str, given: GroupedArguments, gated: bool) -> None:
 
 def _check_fp8(op: str, given: GroupedArguments, gated: bool) -> None:
     """``check_grouped`` of x and an fp8 weight, with their scales."""
+    if torch.is_grad_enabled() and given.x.requires_grad:
+        raise RuntimeError(f"{op}: fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()")
     x, weight, (experts, *_), scales = given.x, given.matrix, given.schedule.counts.shape, given.scales
     check_like(op, "weight", weight.data, None, (E4M3,))
     check_like(op, "weight.scales", weight.scales, weight.device, (torch.float32,))

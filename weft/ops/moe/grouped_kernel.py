@@ -26,8 +26,7 @@ class Form(NamedTuple):
     even     block_k divides K
     described  x is a descriptor, for rows in the order of the schedule that begin on 16 bytes
     turned   the weight is [experts, K, N], for gradients: dy @ weight[e]
-    apart    a tile is two products: of gate and of up in tiles of few pairs and of fp8 operands; else of fp8 operands, of half
-             the columns each, since the registers hold the sums of a step of 128 x 128 beside all sums
+    apart    gate and up are two products: in tiles of few pairs, and of fp8 operands
     in_place this rank's rows are not in x but in ``Arriving.own``
     """
 
@@ -74,8 +73,7 @@ def await_rows(first, last, arriving, landed, team):
 def weight_tile(weight, expert, HALF: tl.constexpr, column, k, FORM: tl.constexpr, ROWS: tl.constexpr):
     """[ROWS, columns of a step] of an expert's weight from row ``column`` and column ``k`` on.
 
-    HALF  if FORM.apart 0: gate's rows, 1: up's, or of a tile's rows the first and the second half. Else of a gated weight
-          both, gate's first
+    HALF  if FORM.apart 0: gate's rows, 1: up's. Else of a gated weight both, gate's first
     """
     if FORM.turned:
         tile = weight.load([expert, k, column])
@@ -84,20 +82,17 @@ def weight_tile(weight, expert, HALF: tl.constexpr, column, k, FORM: tl.constexp
         tile = weight.load([expert, HALF, column, k])
         return tile.reshape(ROWS, tile.shape[3])
     else:
-        tile = weight.load([expert, column + HALF * ROWS, k])
+        tile = weight.load([expert, column, k])
         return tile.reshape(ROWS, tile.shape[2])
 
 
 @triton.jit
 def scales_at(fp8, rows, expert, column, N, k, FORM: tl.constexpr, ROWS: tl.constexpr):
-    """Scales at column k: of x's rows, of the first product's rows, and of the second's if FORM.apart."""
+    """Scales at column k: of x's rows, of a weight's rows from ``column`` on, and of up's if gated."""
     of_weight = weight_scales(fp8, column, N, k, ROWS, expert)
     of_up = of_weight
     if FORM.gated:
         of_up = weight_scales(fp8, N + column, 2 * N, k, ROWS, expert)
-    elif FORM.apart:
-        # Rows from N on are not stored.
-        of_up = weight_scales(fp8, tl.minimum(column + ROWS, N - 1), N, k, ROWS, expert)
     return row_scales(fp8, rows, ALL_ROWS, k), of_weight, of_up
 
 
@@ -218,13 +213,13 @@ def grouped_matmul_kernel(
                     fp8, source, expert, column, N, tl.minimum(k + BLOCK_K, K - 1), FORM, ROWS
                 )
                 acc += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_weight, fp8, TRANSPOSED)
-                if FORM.apart:
+                if FORM.gated:
                     b = weight_tile(weight, expert, 1, column, k, FORM, ROWS)
                     up += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
                 of_rows, of_weight, of_up = next_rows, next_weight, next_up
             elif fp8 is not None:
                 acc += fp8_dot(a, b, TRANSPOSED)
-                if FORM.apart:
+                if FORM.gated:
                     up += fp8_dot(a, weight_tile(weight, expert, 1, column, k, FORM, ROWS), TRANSPOSED)
             elif TRANSPOSED:
                 acc = tl.dot(b, a.T, acc, input_precision="ieee")
@@ -235,7 +230,7 @@ def grouped_matmul_kernel(
         if fp8 is not None and not BY_STEP:
             of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, 0, FORM, ROWS)
             acc = scaled(acc, of_rows, of_weight, fp8, TRANSPOSED)
-            if FORM.apart:
+            if FORM.gated:
                 up = scaled(up, of_rows, of_up, fp8, TRANSPOSED)
         if FORM.gated:
             if FORM.apart:
@@ -253,8 +248,4 @@ def grouped_matmul_kernel(
             target = pair
         exists = local < count
         store_results(result, out, target, exists, column, N, written)
-        if FORM.apart and not FORM.gated:
-            if TRANSPOSED:
-                up = up.T
-            store_results(up, out, target, exists, column + ROWS, N, written)
         wl.end_tile(began, place // width, column // WIDTH, team)

@@ -182,6 +182,6 @@ if __name__ == "__main__":
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--only", default="attention,host,steps")
     options = parser.parse_args()
-    report = weft.launch(main, options.world_size, args=(options.model, options.only.split(",")))[0]
+    report = weft.launch(main, options.world_size, "cuda", args=(options.model, options.only.split(",")))[0]
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))

@@ -43,7 +43,7 @@ NOT_RUN = {
     r"weft generate --model Qwen/.*": "a checkpoint of the hub",
     r"weft generate --expert-layout 2x4": "a flag of models of experts, on eight ranks",
     r"python benchmarks/fp8_gemm\.py.*": "GPUs",
-    r"python -m benchmarks\.(fp8_grouped|four_bit_gemm).*": "GPUs",
+    r"python -m benchmarks\.(fp8_grouped|four_bit_gemm|speculation).*": "GPUs",
     r"python -m benchmarks\.quantized_perplexity.*": "a model of a package that is not installed for tests",
     r"python benchmarks/check_cost\.py.*": "writes what it measures into the checkout",
     r"python -m tests\.check\.sweep.*": "hours; a part of `make sweep`",

@@ -23,8 +23,8 @@ from weft import ops
 from weft.engine import Engine, SamplingParams
 from weft.engine.slots import SlotState
 from weft.engine.verify import Verify
-from weft.models import Qwen3Config
-from weft.models.families import published
+from weft.models import DecoderConfig, Qwen3Config
+from weft.runtime.files import put
 
 DRAFTS, BATCHES, CONTEXT = 3, (1, 8, 32), 1024
 # Sequences and tokens of attention.
@@ -85,7 +85,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 def steps(team: weft.Team, model: str) -> list[dict[str, Any]]:
     """Times of steps by batch, on the slowest rank."""
     engine = Engine(
-        published(model), team, max_batch=max(BATCHES), max_seq_len=2048, speculative=SPECULATIVE, warn=False
+        DecoderConfig.named(model), team, max_batch=max(BATCHES), max_seq_len=2048, speculative=SPECULATIVE, warn=False
     )
     runner, rows = engine.batch.runner, []
     lookup = runner.verifying.drafter
@@ -164,14 +164,23 @@ def host(team: weft.Team) -> dict[str, float]:
     return times | {"added": times["with"] - times["without"]}
 
 
-def main(team: weft.Team, model: str, only: Sequence[str]) -> dict[str, Any]:
+def write(report: dict[str, Any], team: weft.Team, out: str) -> None:
+    if team.rank == 0:
+        put(Path(out), json.dumps(report, indent=1) + "\n")
+
+
+def main(team: weft.Team, model: str, only: Sequence[str], out: str) -> dict[str, Any]:
+    """Report of the parts in `only`; rank 0 writes it to `out` after each, so a part that fails costs no figures."""
     report: dict[str, Any] = {"device": team.caps.device_name, "world_size": team.size, "model": model}
     if "attention" in only:
         report["attention"] = [attention(*sizes, team.device) for sizes in SIZES]
+        write(report, team, out)
     if "host" in only:
         report["host"] = host(team)
+        write(report, team, out)
     if "steps" in only:
         report["steps"] = steps(team, model)
+        write(report, team, out)
     return report
 
 
@@ -182,6 +191,7 @@ if __name__ == "__main__":
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--only", default="attention,host,steps")
     options = parser.parse_args()
-    report = weft.launch(main, options.world_size, "cuda", args=(options.model, options.only.split(",")))[0]
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = weft.launch(
+        main, options.world_size, "cuda", args=(options.model, options.only.split(","), str(options.out.resolve()))
+    )[0]
     print(json.dumps(report, indent=1))

@@ -150,7 +150,7 @@ def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
         assert not len(runner.graphs) and runner.cache.pages == 2
         device = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages])
         of = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
-        on_gpu = SimpleNamespace(model=of, decoding=SimpleNamespace(page_size=16), team=device)
+        on_gpu = SimpleNamespace(model=of, decoding=SimpleNamespace(page_size=16), team=device, verifying=None)
         return sizes, reserved, Runner._affordable_pages(on_gpu, 0.5, reserved)
 
     sizes, reserved, pages = on_one_rank(main, byte_model, fused=True)

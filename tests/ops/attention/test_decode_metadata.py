@@ -19,7 +19,10 @@ def test_wrong_arguments_are_refused():
 
 
 def built(arch):
-    arguments, constants = (LONGS, INTS, LONGS, LONGS, INTS, INTS, 2, 40, 4, 0), {"PAGE": 64, "RANKS": 1, "BLOCK": 128}
+    arguments, constants = (
+        (LONGS, INTS, LONGS, LONGS, INTS, INTS, 2, 40, 4, 0),
+        {"PAGE": 64, "RANKS": 1, "QUERIES": 1, "BLOCK": 128},
+    )
     return compiled(decode_metadata_kernel, *arguments, arch=arch, **constants, **launch_options(caps_of(arch)))
 
 

@@ -51,7 +51,7 @@ MUTATIONS = {
     "decode: window a token shorter": (
         decoding(window=40), online_softmax, "length - TILE.window - start", "length - TILE.window + 1 - start",
     ),
-    "decode: window ignored": (decoding(window=40), plans, "window=window,\n    )", "window=None,\n    )"),
+    "decode: window ignored": (decoding(window=40), plans, "window=window,\n        queries", "window=None,\n        queries"),
     "decode: first block skipped": (
         decoding(window=40), split_kv, "TILE.block_n * TILE.block_n", "TILE.block_n * TILE.block_n + TILE.block_n",
     ),

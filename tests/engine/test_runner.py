@@ -468,7 +468,7 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000 + sum(emptied), 1 << 40))
     model = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
     team = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages, 1_000])
-    runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=team)
+    runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=team, verifying=None)
     assert Runner._affordable_pages(runner, 0.8) == 20
 
 
@@ -479,7 +479,7 @@ def test_all_ranks_have_the_pages_that_fit_where_least_is_free(monkeypatch):
 
     def main(team, fraction):
         on_gpu = SimpleNamespace(device=torch.device("cuda", team.rank), exchange=team.exchange)
-        runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=on_gpu)
+        runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=on_gpu, verifying=None)
         return Runner._affordable_pages(runner, fraction)
 
     # Of 400 bytes each.

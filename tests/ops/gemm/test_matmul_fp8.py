@@ -330,7 +330,7 @@ def test_which_design_an_fp8_weight_gets():
 @pytest.mark.parametrize(("M", "N", "K", "gated", "rows"), [
     (1, 25600, 5120, False, False), (16, 12800, 5120, True, False), (64, 25600, 5120, False, False),
     (128, 5120, 12800, False, False), (4096, 5120, 4096, False, False), (1, 12800, 5120, True, True),
-    (32, 12800, 5120, True, True), (64, 12800, 5120, True, True),
+    (32, 12800, 5120, True, True),
 ])  # fmt: skip
 def test_on_sm_90_without_spills_by_fp8_instructions(M, N, K, gated, rows, tmp_path):
     call = GemmCall(M, N, K, BF16, block_fp8=True, fp8_rows=rows, design="small_m")

@@ -188,3 +188,13 @@ def test_shapes_that_have_a_row_take_its_algorithm(monkeypatch):
         assert asked.pop() == algorithm_of(row)
         ops.matmul(a[:-1], b)
         assert not asked
+
+
+def test_scales_between_16_bytes_are_copied():
+    """cuBLAS refuses them: those of a rank's rows may begin at any row."""
+    scales = torch.arange(8.0)
+    for first in range(5):
+        part = scales[first : first + 3, None]
+        found = cublas._on_16_bytes(part)
+        assert found.data_ptr() % 16 == 0 and torch.equal(found, part)
+        assert (found.data_ptr() == part.data_ptr()) == (part.data_ptr() % 16 == 0)

@@ -97,7 +97,7 @@ def scaled(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | None = None) 
         of_rows, of_columns = a.scales, b.scales.t()
         if of_rows.numel() > 1 or of_columns.numel() > 1:
             of_rows, of_columns = of_rows.expand(a.shape[0], 1), of_columns.expand(1, b.shape[0])
-        scales = {"scale_a": _on_16_bytes(of_rows.contiguous()), "scale_b": of_columns.contiguous()}
+        scales = {"scale_a": _on_16_bytes(of_rows.contiguous()), "scale_b": _on_16_bytes(of_columns.contiguous())}
         return torch._scaled_mm(a.data, b.data.t(), **scales, out_dtype=dtype, out=out)
 
 

@@ -124,8 +124,8 @@ class MatmulReduceScatter(Overlapped):
             # 1024x5120x6400, 116 us by spans, 123 without (lab/h200-x4-segments.json@4c5a438; `weft tune gemm-rs`).
             span = 2 if call.K >= 4096 and world > 2 else 1
             if call.fp8:
-                # Tiles of a GEMM on the other stream take the SMs that the last round of one leaves idle: short fp8 GEMMs in
-                # sequence lose a third of the time. Two H200s, 4096x5120x12800: four in sequence 586 us, one alone 432.
+                # Tiles of a GEMM on the other stream take the SMs that the last round of one leaves idle. Two H200s,
+                # 4096x5120x12800: four GEMMs in sequence 586 us, two on two streams 509, the GEMM alone 432.
                 return Pipelined(streams=2, span=span)
             if world == 2:
                 return Pipelined(chunks=2, accumulate=True) if call.M >= 4096 else Pipelined()

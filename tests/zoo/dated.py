@@ -58,7 +58,7 @@ def normalise_received(data, landed, out, team, N: tl.constexpr, BUG: tl.constex
 
 
 @exhibit(
-    "scope", "landed", "the second stage of an all-reduce with a norm acquires at the scope of its own GPU",
+    "scope", "landed", "the second stage of an all-reduce with a norm acquires at the scope of one GPU",
     normalise_received, source="AITER #2890, 2026-04",
 )  # fmt: skip
 def acquire_of_the_wrong_scope(team, bug):

@@ -112,7 +112,7 @@ EXPLANATIONS = {
         "now = wl.next_epoch(epoch); wl.wait(flag, now, team); wl.advance_epoch(epoch, now)",
     ),
     "uncleared": Explanation(
-        "Lamport words are sent into a stage that still holds older ones: the reader takes those for the new ones.",
+        "Lamport words are sent into a stage that still holds older ones: the reader takes the old words for new ones.",
         "wl.lamport_store(stage + at, x, at < N)  # twice, without a clear",
         "y = wl.lamport_load(stage + at, at < N, team); wl.lamport_clear(stage + at, at < N)",
     ),

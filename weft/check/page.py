@@ -19,7 +19,7 @@ _LEFT, _RIGHT, _TOP, _STEP = 150, 610, 40, 44
 
 def page(report: Report) -> str:
     """HTML text of a report."""
-    parts = [_section(number, found, report.script) for number, found in enumerate(report.wrong, 1)]
+    parts = [_section(number, entry, report.script) for number, entry in enumerate(report.wrong, 1)]
     body = "\n".join(parts) or "<p>No findings.</p>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>weft check {escape(report.script)}</title>'
@@ -28,16 +28,16 @@ def page(report: Report) -> str:
     )
 
 
-def _section(number: int, found: Found, script: str) -> str:
-    finding = found.finding
+def _section(number: int, entry: Found, script: str) -> str:
+    finding = entry.finding
     at = f" {finding.tensor}[{finding.first}..{finding.last}] of rank {finding.rank}" if finding.tensor else ""
     sides = "".join(f"<pre>{escape(_side(side))}</pre>" for side in finding.sides)
     detail = f"<pre>{escape(chr(10).join(finding.detail))}</pre>" if finding.detail else ""
     return (
         f"<h2>{number}. {escape(finding.kind + at)}</h2><p>{escape(finding.message)}</p>\n"
         f'<p class="what">{escape(EXPLANATIONS[finding.kind].what)}</p>\n{drawing(finding)}\n{sides}{detail}'
-        f"<p><b>Remedy:</b> {escape(finding.remedy)}</p>\n<p>Seen {found.count} time(s) in {found.schedules} schedule(s). "
-        f"Replay:</p><pre>{escape(found.replay.command(script))}</pre>"
+        f"<p><b>Remedy:</b> {escape(finding.remedy)}</p>\n<p>Seen {entry.count} time(s) in {entry.schedules} schedule(s). "
+        f"Replay:</p><pre>{escape(entry.replay.command(script))}</pre>"
     )
 
 

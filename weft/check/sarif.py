@@ -17,7 +17,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 def sarif(report: Report) -> str:
     """SARIF text of a report. Findings that a marker allows are suppressed results."""
-    kinds = list(dict.fromkeys(found.finding.kind for found in report.findings))
+    kinds = list(dict.fromkeys(entry.finding.kind for entry in report.findings))
     rules = [
         {
             "id": kind, "shortDescription": {"text": EXPLANATIONS[kind].what}, "help": {"text": REMEDIES[kind]},
@@ -26,14 +26,14 @@ def sarif(report: Report) -> str:
         for kind in kinds
     ]  # fmt: skip
     driver = {"name": "weft check", "version": version("weft"), "rules": rules}
-    run = {"tool": {"driver": driver}, "results": [_result(found, report.script) for found in report.findings]}
+    run = {"tool": {"driver": driver}, "results": [_result(entry, report.script) for entry in report.findings]}
     return json.dumps({"version": "2.1.0", "$schema": _SCHEMA, "runs": [run]}, indent=2)
 
 
-def _result(found: Found, script: str) -> dict[str, Any]:
-    finding = found.finding
+def _result(entry: Found, script: str) -> dict[str, Any]:
+    finding = entry.finding
     at = f" {finding.tensor}[{finding.first}..{finding.last}] of rank {finding.rank}" if finding.tensor else ""
-    text = f"{finding.kind}{at}: {finding.message}. Remedy: {finding.remedy}. Replay: {found.replay.command(script)}"
+    text = f"{finding.kind}{at}: {finding.message}. Remedy: {finding.remedy}. Replay: {entry.replay.command(script)}"
     placed = [side for side in finding.sides if side.place is not None]
     result: dict[str, Any] = {
         "ruleId": finding.kind, "level": "error", "message": {"text": text},

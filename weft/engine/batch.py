@@ -36,7 +36,7 @@ class PendingTokens(NamedTuple):
     """Tokens of the sequences of `decoding`, in its slots, while they are copied to the host.
 
     scored  log-probabilities are copied too
-    drafts  of each sequence, in a step whose results are those of weft.engine.verify; None: a token each
+    drafts  of each sequence, in a step by weft.engine.verify; None: a token each
     """
 
     buffer: HostBuffer

@@ -18,7 +18,7 @@ from weft.runtime.launching import launch_on
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
 
-# Columns of a step along K, and of the half of them that has half of every byte.
+# Columns of a step along K, and of its half that has half of every byte.
 STEP: tl.constexpr = tl.constexpr(four_bit.BLOCK)
 HALF: tl.constexpr = tl.constexpr(four_bit.BLOCK // 2)
 MIDDLE: tl.constexpr = tl.constexpr(four_bit.MIDDLE)

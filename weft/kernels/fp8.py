@@ -142,7 +142,7 @@ def in_one_layout(x):
     """``x``, after a loop of one round, through which Triton does not move changes of layout.
 
     Scales and bytes are stored in two layouts. For the scales' one Triton would compute all that leads to x again, with a whole
-    group in each thread: rows of 5,120 took 187 us in place of 43 (H200, 4,096 of them, benchmarks/fp8_rows.py).
+    group in each thread: rows of 5,120 took 187 us in place of 43 (H200, 4,096 rows, benchmarks/fp8_rows.py).
     """
     result = tl.zeros(x.shape, x.dtype)
     for _ in range(0, tl.num_programs(2)):

@@ -316,7 +316,7 @@ class Decoder(nn.Module):
     def verify_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
         """Several new tokens of each sequence, at positions[B, n] int64 that follow each other; -1: padding.
 
-        A token attends to those before it in its row, too. pages and captures as of `decode_step`.
+        A token attends to earlier tokens of its row, too. pages and captures as of `decode_step`.
         """
         kv_heads, (_, queries) = self.layers[0].self_attn.num_kv_heads, positions.shape
         plan = self.plan(positions.numel())

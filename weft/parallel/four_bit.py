@@ -76,7 +76,7 @@ MADE = {"mxfp4": FourBitFormat(kind="mxfp4"), "int4": FourBitFormat(kind="int4",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Groups of one rank's matrix [N, columns]: of ``group`` columns, as many as the format's, or a part of them."""
+    """Groups of one rank's matrix [N, columns]: of ``group`` columns, the format's or a part."""
 
     format: FourBitFormat
     columns: int
@@ -167,7 +167,7 @@ class CutShard(Shard):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberShard(CutShard):
-    """Numbers of this rank's rows and columns. of_number: in one number of the checkpoint, a byte or a word of 32 bits."""
+    """Numbers of this rank's rows and columns. of_number: in one byte or word of the checkpoint."""
 
     of_number: int
 
@@ -225,7 +225,7 @@ class ZeroShard(CutShard):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeShard(CutShard):
-    """This rank's part of a weight of 16 or 32 bits, put in 4 bits as it is read: numbers, ``scales`` and ``zeros``.
+    """This rank's part of a wider weight, put in 4 bits as it is read.
 
     Whole groups are read, so that all numbers of ranks get the same numbers.
     """

@@ -96,7 +96,7 @@ class Step:
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
     tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of attention, shared by all layers
     queries    decode: neighbouring rows that are new tokens of one sequence, for each of which there is a row of pages; in a
-               fused pass over a cache that is not spread, one row for all of them
+               fused pass over a cache that is not spread, one row for all
     chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
     spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
     spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads

@@ -342,7 +342,7 @@ class Detector(HappensBefore):
         return nullcontext()
 
     def _spread(self, thread: ThreadClock, address: int) -> None:
-        """Note what single threads have acquired: the program's other threads know it after a CTA barrier alone."""
+        """Note what single threads have acquired, which other threads know after a CTA barrier alone."""
         code, known = self.races.code(), thread.acquired_alone if isinstance(thread, ProgramClock) else None
         if known is not None:
             name = self.memory.describe(address)

@@ -218,7 +218,7 @@ class ProgramClock(ThreadClock):
         self.fenced: np.ndarray | None = None
         self.seen: np.ndarray | None = None
         self.acquired_alone: np.ndarray | None = None  # knowledge of single threads, until the next CTA barrier
-        # The same of fences within the GPU, and of what its own programs have released.
+        # The same of fences within the GPU, and of what this GPU's programs have released.
         self.fenced_in_gpu: np.ndarray | None = None
         self.seen_in_gpu: np.ndarray | None = None
         self.proxy = self.clock.copy()

@@ -77,7 +77,7 @@ def _cuda(ranks: Ranks, event: type) -> dict[str, Any]:
         "synchronize": synchronize,
         "mem_get_info": lambda *_: (100 << 30, 141 << 30), "memory_allocated": lambda *_: 0,
         "CUDAGraph": graphs, "graph": partial(graphs),
-        # A function for each name: torch.compile keeps a table of them.
+        # A function for each name: torch.compile keeps a table of functions.
         **{name: partial(_nothing) for name in idle},
     }  # fmt: skip
 

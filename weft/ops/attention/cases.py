@@ -250,7 +250,7 @@ def decoding_cases(op: str, split_kv: type) -> Iterator[Case]:
 
 
 def verifying_cases(op: str, split_kv: type) -> Iterator[Case]:
-    """Cases of several new tokens of each sequence; lengths of a sequence's tokens follow each other, 0: no token."""
+    """Cases of several new tokens of a sequence, whose lengths follow each other; 0: no token."""
     split = split_kv(block_n=16, least=16, splits=8, num_warps=1)
     for lengths, queries in (((1, 2), 2), ((15, 16, 17, 32, 33, 0, 0, 0, 0), 3), ((300, 301, 302, 0), 4)):
         yield case_of(op, SMALL, split, lengths=lengths, queries=queries)

@@ -80,7 +80,7 @@ def decode_metadata(
     tickets    number of arrival counters that decode_attention needs: B * kv_heads int32 zeros
     rank       of ``ranks`` that a cache is spread over, block-cyclic: ``pages`` has this rank's pages, tokens at
                other ranks get slot -1, and lengths count the whole sequences
-    queries    new tokens of each sequence: positions are then [B * queries], those of a sequence one after the other
+    queries    new tokens of each sequence: positions are then [B * queries], a sequence's one after the other
 
     lengths [B] int32 are for decode_attention; at and slots [B] int64 for qk_norm_rope before paged_attention. Padding has
     at 0, slot -1 and length 0.

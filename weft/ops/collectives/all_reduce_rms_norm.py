@@ -412,7 +412,7 @@ def all_reduce_rms_norm(
     algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
     factored   return a DeferredNorm in place of the normed rows, for the GEMMs that follow: faster, since no part of a row
                waits for another. fp16 may overflow, since hidden * weight is not yet divided. For a team of one node
-    fp8        the normed rows, or those of the DeferredNorm, are rounded to 16 bits, then put in fp8 so; ``row_format`` of the
+    fp8        the normed rows, or the DeferredNorm's, are rounded to 16 bits, then put in fp8 so; ``row_format`` of the
                weight that follows. residual is then [T, H]. With a scale for each token by a kernel more
 
     New contiguous tensors of residual's shape and dtype, bitwise equal on all ranks and from run to run. The same rules for

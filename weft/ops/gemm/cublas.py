@@ -64,7 +64,7 @@ def _run(design: Cublas, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | N
 def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
     """``matrix`` with rows up to a multiple of four, as cuBLAS takes rows with scales of groups.
 
-    The further rows are those that lie after it in memory, if it has such (``weft.kernels.fp8.empty_rows``), else zeros.
+    The further rows are the memory after it, if there is such (``weft.kernels.fp8.empty_rows``), else zeros.
     """
     (M, K), strides = matrix.shape, matrix.stride()
     room = cdiv(M, ROWS_OF_CUBLAS) * ROWS_OF_CUBLAS
@@ -78,7 +78,7 @@ def _in_fours(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _on_16_bytes(scales: torch.Tensor) -> torch.Tensor:
-    """``scales`` from an address that cuBLAS takes: itself, or where they begin amid a larger tensor's a copy."""
+    """``scales`` at an address that cuBLAS takes; a copy of what begins amid a larger tensor."""
     return scales if scales.data_ptr() % 16 == 0 else scales.clone()
 
 
@@ -106,7 +106,7 @@ def _scaled_by_blocks(a: Fp8, b: Fp8, dtype: torch.dtype, out: torch.Tensor | No
     rows, of_rows = _in_fours(a.data), _in_fours(a.scales)
     of_rows = _on_16_bytes(of_rows.t().contiguous()).t()  # one after the other along M
     of_weight = b.scales
-    if missing := -of_weight.shape[1] % 4:  # cuBLAS reads rows of them in fours
+    if missing := -of_weight.shape[1] % 4:  # cuBLAS reads their rows in fours
         of_weight = F.pad(of_weight, (0, missing))
     into = out if len(rows) == M else None
     forms = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value

@@ -1,4 +1,4 @@
-"""Operands of GEMMs with a weight in 4 bits (weft.kernels.four_bit.FourBit): checks, the GEMM by a design.
+"""Operands of GEMMs with a 4-bit weight (weft.kernels.four_bit.FourBit): checks, the GEMM.
 
 Few rows go to the small-M kernel, which reads the weight in 4 bits. For many rows a kernel writes the weight in 16 bits, then
 comes the op of 16-bit weights: the GEMM takes longer than that, and the tensor cores need not wait for conversions.

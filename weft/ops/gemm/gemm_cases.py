@@ -47,7 +47,7 @@ def fp8_cases(op: str) -> Iterator[Case]:
 
 
 def four_bit_cases(op: str) -> Iterator[Case]:
-    """Cases of weights in 4 bits: by the plan, by designs of the small-M kernel, and converted before the GEMM."""
+    """Cases of 4-bit weights: by the plan, by the small-M kernel, and converted before the GEMM."""
     split = SmallM(block_m=16, block_n=32, block_k=128, partials=3, ahead=256, transposed=True)
     wide = SmallM(block_m=64, block_n=16, block_k=128, num_warps=2)
     norm = (("deferred_norm", True),)

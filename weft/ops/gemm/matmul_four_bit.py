@@ -1,4 +1,4 @@
-"""4-bit weights (weft.kernels.four_bit.FourBit) of ``matmul``, ``matmul_silu_mul`` and ``matmul_parts``."""
+"""``matmul``, ``matmul_silu_mul``, ``matmul_parts`` with a weight in 4 bits (FourBit)."""
 
 from __future__ import annotations
 

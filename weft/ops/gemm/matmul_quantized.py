@@ -1,4 +1,4 @@
-"""``matmul``, ``matmul_silu_mul`` and ``matmul_parts`` with a weight in fewer than 16 bits, by its type."""
+"""``matmul``, ``matmul_silu_mul``, ``matmul_parts`` with a weight in 8 or 4 bits, by its type."""
 
 from __future__ import annotations
 

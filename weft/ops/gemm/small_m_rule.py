@@ -165,7 +165,7 @@ def _default_fp8(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
 
 
 def _default_four_bit(call: GemmCall, caps: Capabilities, gated: bool) -> SmallM:
-    """``default_small_m`` with a 4-bit weight, as of fp8 ones. Tiles of other sizes took as long on one H200.
+    """``default_small_m`` with a 4-bit weight. Tiles of other sizes took as long on one H200.
 
     Transposed: tensor instructions take their first operand from registers, where its numbers are made.
     """

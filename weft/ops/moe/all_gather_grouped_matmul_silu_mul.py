@@ -162,7 +162,7 @@ def all_gather_grouped_matmul_silu_mul(
 
     Returns (h, schedule, dispatched). h [W * max_tokens * k, N]: row i is of the schedule's i-th pair, rows after the last one
     are not written; ``grouped_matmul`` and ``grouped_matmul_reduce_scatter`` take it so. schedule: each expert's pairs begin
-    with this rank's tokens, over several nodes with those of its node; those of the next ranks follow. dispatched: all ranks'
+    with this rank's tokens, over several nodes with its node's; the next ranks' follow. dispatched: all ranks'
     choices, for ``moe_combine`` and ``grouped_matmul_reduce_scatter``; it may be the team's receive buffers, as of
     ``moe_dispatch``, and has no rows.
 

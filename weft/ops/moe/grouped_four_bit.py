@@ -44,11 +44,13 @@ def grouped_four_bit_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[row] = x[row] @ weight[e].T of each pair of expert e, or silu(gate) * up if GATED    grid: (programs,)
+    """out[row] = x[row] @ weight[e].T of expert e's pairs; silu(gate) * up if GATED
+
+    grid    (programs,)
 
     x, schedule, out  as of ``grouped_matmul_kernel``: rows of tokens if CHOICES, else in the order of the schedule
     weight  descriptor over the bytes of all experts' rows, N of an expert, or gate's N and up's N
-    grid    ``Grid`` of them
+    grid    ``Grid`` of the programs
 
     signals, waits  none
     """

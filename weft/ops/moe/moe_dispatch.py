@@ -4,7 +4,7 @@ Slots are not negotiated: row t of rank s lies at s * max_tokens + t on every ra
 each computes by itself which rows it has and in which order (``moe_schedule``): no counts are exchanged, the host waits for
 nothing, and no token is dropped.
 
-Where tp ranks hold slices of the same experts, each of them gets a row from the token's rank. To send it to one of them, which
+Where tp ranks hold slices of the same experts, each gets a row from the token's rank. To send it to one, which
 passes it on, would load the links of an NVLink node with as many bytes, since each rank needs each of its rows once, and take
 one hop more. So it is for the sums on the way back.
 
@@ -94,7 +94,7 @@ def moe_dispatch(
     x           [T, H], fp16, bf16 or fp32, this rank's tokens; T may differ by rank and be 0
     routing     ids int32 [T, k] and weights [T, k] of x's dtype, as of ``route``
     experts     of all ranks together, divided by W: rank r holds experts r * experts / W and on. Or this rank's ``Experts``:
-                whole ones, slices of all, or those of its group of tp ranks, which each get a row. Groups lie in one node
+                whole ones, slices of all, or its group's of tp ranks, which each get a row. Groups lie in one node
     max_tokens  of any rank; the same on all ranks, as H, k, dtypes, the layout of experts and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, as
                 ``grouped_matmul_silu_mul`` takes them (weft/kernels/fp8.py says how they are rounded), in one node
@@ -181,7 +181,7 @@ class MoeDispatch(ExchangeOp):
         "ids": (0,),
         "weights": (0,),
         "kept": (),
-    }  # tokens of the rank; and only its own receive buffers
+    }  # tokens of the rank; and only this rank's receive buffers
     designs = {"push": PushRows, "pipelined": DispatchPieces, "lamport": DispatchWords, "over_nodes": OverNodes}
     calls = DispatchCall
     variants = ("fp8",)

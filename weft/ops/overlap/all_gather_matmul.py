@@ -129,8 +129,8 @@ class AllGatherMatmul(Overlapped):
         world, rows = machine.world_size, call.M // machine.world_size
         if name == "pipelined":
             if call.fp8 and (world == 2 or call.block_fp8):
-                # Rows of one byte arrive well before the GEMM ahead of them ends. Scales of several ranks' rows are not
-                # adjacent as cuBLAS reads those of blocks.
+                # Rows of one byte arrive well before the GEMM before theirs ends. Scales of several ranks' rows are not
+                # adjacent as cuBLAS reads scales of blocks.
                 return Pipelined()
             if world == 2:
                 return Pipelined(chunks=2 if call.N >= 8192 and rows >= 1024 else 1)

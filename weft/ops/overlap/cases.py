@@ -174,7 +174,7 @@ def large_overlap_cases(op: Overlapped) -> Iterator[Case]:
             yield made.case(w, BF16, (1024, 5120, 2048), "sequential", fields=fields)
             for rows in (w * 16, w * 501, 4096):
                 yield made.case(w, BF16, (rows, 5120, 2048), fields=fields)
-            # Scales of 45 groups: cuBLAS reads those of blocks in fours.
+            # Scales of 45 groups: cuBLAS reads scales of blocks in fours.
             yield made.case(w, BF16, (w * 1000, 1280, 5760), made.pipelined(chunks=3), fields=fields)
             yield made.case(w, BF16, (2048, 1280, 5120), made.pipelined(span=2, streams=1), fields=fields)
         if "fused" in op.designs:

@@ -16,7 +16,7 @@ _SCOPES = {"sys": "sys", "system": "sys", "gpu": "gpu", "gl": "gpu", "cta": "cta
 _ATOMICS = {
     "add": "add", "exch": "xchg", "and": "and", "or": "or", "xor": "xor", "min": "min", "max": "max", "cas": "cas"
 }  # fmt: skip
-# Most threads whose atomics are separate steps of the schedule; those of more threads are one step.
+# Most threads whose atomics are separate steps of the schedule; atomics of more threads are one step.
 _SEPARATE = 32
 
 

@@ -1,4 +1,4 @@
-"""Threads of a program: which of them execute, and which element of a block each holds."""
+"""Threads of a program: which execute, and which element of a block each holds."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def patched_attributes_exist(_: pytest.MonkeyPatch) -> bool:
     with Interpreter(SimpleNamespace(launch=None)) as interpreter:
         patched = [(owner, name) for owner, name, value in interpreter._patches._undo if value is patching._ABSENT]
     of_tensor = ("__bool__", "__index__", "__repr__", "numel", "shape")  # the last two are set by Triton's __init__
-    return set(patched) == {(JITFunction, "__get__"), *((tl.tensor, name) for name in of_tensor)}
+    of_values = ((tl.constexpr, "__format__"), *((tl.tensor, name) for name in of_tensor))
+    return set(patched) == {(JITFunction, "__get__"), *of_values}
 
 
 def target_is_asked_in_one_place(monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -347,7 +348,7 @@ CONTRACTS = (
              "patching.py semantic.py", descriptors_are_values_with_builtins),
     contract("a method of tl.tensor is a builtin or a JITFunction, which neither binds itself nor can be called", "patching.py",
              jit_functions_do_not_bind),
-    contract("the attributes that the interpreter patches exist, but for six", "patching.py", patched_attributes_exist),
+    contract("the attributes that the interpreter patches exist, but for seven", "patching.py", patched_attributes_exist),
     # the two layers below tl
     contract("TritonSemantic(builder) is the upper layer; the interpreter overrides methods of it, with their parameters",
              "semantic.py", semantic_methods_are_overridden),

@@ -290,7 +290,10 @@ def registers_of(plan: PushPlan, world_size: int) -> int:
 
     Ragged sizes would take up to 250, and then not all programs are resident; with this bound they spill.
     """
-    if 32 * plan.num_warps * plan.programs_per_sm * 128 <= 65536:
+    threads = 32 * plan.num_warps * plan.programs_per_sm
+    if plan.num_warps == 1 and threads * 168 <= 65536:
+        return 168
+    if threads * 128 <= 65536:
         return 128
     tile = next_power_of_2(world_size) * next_power_of_2(plan.row_bytes) // (32 * plan.num_warps)
     return 64 if tile <= 32 else 80 if tile <= 64 else 128

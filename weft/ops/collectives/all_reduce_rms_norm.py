@@ -68,6 +68,8 @@ MAX_ROW_BYTES = 65536
 CASES_EPS = 1e-6
 # Four H200s, a row of 5,120: 4.1 us in parts, 6.2 by one program (lab/h200-x4-collectives.json@cd3ccc0).
 PART_BYTES = 512
+# Most programs of an SM that put rows in fp8 in two shots: W rows and their bytes are in registers at once.
+MOST_PER_SM_FP8 = 12
 # Largest x of the one-shot design, by world size: all_reduce's, except for two ranks, where whole decode steps were measured,
 # in which kernels overlap: two H200s, Qwen3-32B, 64 sequences 10.73 ms, by two hops 10.80 (lab/h200-128-rows.json@cd3ccc0).
 # (Rows tuned for the all-reduce have other tiles.)
@@ -352,8 +354,10 @@ def push_of(design: OneShot | TwoShot, itemsize: int, format: RowFormat | None) 
     """Plan of a design's pushes, whose parts have whole groups of columns where rows are put in fp8."""
     if format is None or format.kind != "group":
         return design.push
-    grain = COLUMNS.value * itemsize
-    return replace(design.push, row_bytes=cdiv(design.push.row_bytes, grain) * grain)
+    grain, per_sm = COLUMNS.value * itemsize, design.push.programs_per_sm
+    if isinstance(design, TwoShot):
+        per_sm = min(per_sm, MOST_PER_SM_FP8)
+    return replace(design.push, row_bytes=cdiv(design.push.row_bytes, grain) * grain, programs_per_sm=per_sm)
 
 
 def _joined(x: torch.Tensor, residual: torch.Tensor, team: Team) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 import os
 
-import torch
-import torch.distributed as dist
+from gathers import check_all_gather
 from stubs import folder, package
 
 package("sglang.srt.runtime_context", get_parallel=None, get_schedule=None, get_spec=None)
@@ -15,17 +14,7 @@ from sglang.srt.distributed.device_communicators.triton_symm_mem_ag import (  # 
 
 
 def main(rank, size):
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=size)
-    torch.manual_seed(rank)
-    state = create_state(dist.group.WORLD, rank, 4, 64 * size)
-    x = torch.randn(3, 4, 64, dtype=torch.bfloat16, device="cuda")
-    parts = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(parts, x)
-    expected = torch.cat(parts, dim=2)
-    for call in range(3):  # one after the other, without a rendezvous
-        torch.testing.assert_close(all_gather_inner(state, x[call], 64 * size), expected[call])
-    dist.barrier()
+    check_all_gather(create_state, all_gather_inner, rank, size)
 
 
 if __name__ == "__main__":

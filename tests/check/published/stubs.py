@@ -1,6 +1,8 @@
 """Packages of fetched files, without what their packages import beside them."""
 
+import atexit
 import re
+import shutil
 import sys
 import tempfile
 import types
@@ -40,13 +42,13 @@ def plain(function=None, **_):
 
 def mended(path, mend):
     """Copy of a folder's files with the replacements, each of which must match."""
-    to = Path(tempfile.gettempdir()) / "weft-mended" / path.name
+    to = Path(tempfile.mkdtemp(prefix="weft-mended-")) / path.name
+    atexit.register(shutil.rmtree, to.parent, ignore_errors=True)
     for file in path.rglob("*.py"):
         text, copy = file.read_text(), to / file.relative_to(path)
         for pattern, replacement in mend.get(file.relative_to(path).as_posix(), ()):
             text, count = re.subn(pattern, replacement, text)
             assert count, f"{file} has no {pattern}"
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if not copy.exists() or copy.read_text() != text:
-            copy.write_text(text)
+        copy.write_text(text)
     return to

@@ -11,7 +11,7 @@ from tests.ops.checking import assert_identical, call_op, check, everyone_of, in
 from tests.ops.layer_cases import EPS, layer_arguments, random
 from tests.ops.vocab.test_adjust_logits import changes
 from weft import ops
-from weft.kernels.paged_cache import PagedCache, Sequences
+from weft.kernels.paged_cache import Sequences
 from weft.ops.case import FP32
 from weft.ops.op import registered
 from weft.runtime.arithmetic import cdiv
@@ -44,8 +44,8 @@ def test_no_races(schedules):
             q = ops.qk_norm_rope(*new)
             x, keys, values, pages, lengths, scale, tickets = attended
             design = attention.SplitKV(block_n=16, least=16, splits=16, num_warps=1)
-            places = PagedCache(keys, values), Sequences(pages, lengths)
-            out = attention.PAGED_ATTENTION.run(design, None, x, *places, scale, tickets)
+            given = attention.PagedArguments(x, keys, values, Sequences(pages, lengths), scale, tickets, None)
+            out = attention.PAGED_ATTENTION.run(design, None, given)
             normed, hidden = ops.add_rms_norm(out.view(1, -1), out.view(1, -1), torch.ones(out.numel()), EPS)
             ops.silu_mul(normed)
         return q, hidden

@@ -24,7 +24,7 @@ from tests.ops.layer_cases import (
 from tests.sampled import sampled
 from weft import ops
 from weft.kernels import split_kv
-from weft.kernels.paged_cache import PagedCache, Sequences
+from weft.kernels.paged_cache import Sequences
 from weft.ops.attention import cases
 from weft.ops.case import BF16, FP32, Draw
 
@@ -42,10 +42,11 @@ def test_arrival_counters_are_left_as_zeros_and_calls_repeat(case, device):
         q, keys, values, pages, lengths = OP.inputs(case, 0, Draw(case, 0, 0, device))
         tickets = torch.zeros(q.shape[0] * keys.shape[1] + 1, dtype=torch.int32, device=device)
         design = OP.plan_of(keys, pages) if isinstance(case.design, str) else case.design
-        cache, sequences = PagedCache(keys, values), Sequences(pages, lengths)
+        scale = q.shape[2] ** -0.5
+        given = attention.PagedArguments(q, keys, values, Sequences(pages, lengths), scale, tickets, None)
         results = []
         for _ in range(3):
-            results.append(OP.run(design, None, q, cache, sequences, q.shape[2] ** -0.5, tickets))
+            results.append(OP.run(design, None, given))
             assert not tickets.any()
         for result in results[1:]:
             assert_identical(result, results[0], what="another call")
@@ -157,8 +158,8 @@ def test_what_orders_the_partials_is_needed(mutation, schedules, tmp_path):
             torch.zeros(1, dtype=torch.int32),
             mutant.SplitKV(block_n=16, least=16, splits=16, num_warps=1),
         )
-        arguments = q, PagedCache(keys, values), Sequences(pages, lengths), 0.125, tickets
-        return [mutant.PAGED_ATTENTION.run(design, None, *arguments) for _ in range(2)]
+        given = mutant.PagedArguments(q, keys, values, Sequences(pages, lengths), 0.125, tickets, None)
+        return [mutant.PAGED_ATTENTION.run(design, None, given) for _ in range(2)]
 
     report = weft.check.check(main, 1, schedules=schedules)
     found = {finding.kind for found in report.findings for finding in (found.finding, *found.also)}

@@ -23,7 +23,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int
 from weft.kernels.online_softmax import MIN_ROWS, attend, attend_many, ways
-from weft.kernels.paged_cache import PagedCache, Sequences, as_values, pages_at, scale_of_scores
+from weft.kernels.paged_cache import Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import first_block, rows_at, split_count, store_or_join
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
@@ -232,8 +232,10 @@ class PagedAttention(DecodingOp):
             named = dict(zip(("k_scale", "v_scale"), scales, strict=False)) | {"queries": queries}
             return paged_attention(q, keys, values, pages, lengths, window=window, **named)
         keys, values, pages, lengths, *scales = cache
-        places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
-        return self.run(case.design, None, q, *places, q.shape[2] ** -0.5, None, window, queries)
+        sequences, (k_scale, v_scale) = Sequences(pages, lengths), scales or (None, None)
+        scale = q.shape[2] ** -0.5
+        given = PagedArguments(q, keys, values, sequences, scale, None, window, k_scale, v_scale, queries)
+        return self.run(case.design, None, given)
 
     def cases(self) -> Iterator[Case]:
         yield from cases.decoding_cases(self.name, SplitKV)
@@ -246,34 +248,24 @@ class PagedAttention(DecodingOp):
                 lengths = tuple(length + place % queries for place in range(batch * queries))
                 yield cases.case_of(self.name, heads, lengths=lengths, queries=queries)
 
-    def run(
-        self,
-        design: SplitKV,
-        team: None,
-        q: torch.Tensor,
-        cache: PagedCache,
-        sequences: Sequences,
-        scale: float,
-        tickets: torch.Tensor | None,
-        window: int | None = None,
-        queries: int = 1,
-    ) -> torch.Tensor:
+    def run(self, design: SplitKV, team: None, given: PagedArguments) -> torch.Tensor:
         """``paged_attention`` of checked arguments."""
         self.check_design(design)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = self.fake(given)
         if out.numel() > 0:
+            cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
             launch, grid, arguments = launch_of(
-                paged_attention_kernel, design, out, cache, sequences, tickets, window, queries, QUERIES=queries
-            )
-            launch(grid, q.contiguous(), *arguments, scale * LOG2_E)
+                paged_attention_kernel, design, out, cache, given.sequences, given.tickets, given.window, given.queries,
+                QUERIES=given.queries,
+            )  # fmt: skip
+            launch(grid, given.q.contiguous(), *arguments, given.scale * LOG2_E)
         return out
 
     def forward(self, given: PagedArguments) -> torch.Tensor:
-        keys, sequences = given.keys, given.sequences
-        window = hiding(given.window, keys, sequences.pages)
-        cache = cache_of(self.name, keys, given.values, given.k_scale, given.v_scale)
-        design = self.plan_of(keys, sequences.pages, window, given.q.shape[1] // keys.shape[1], given.queries)
-        return self.run(design, None, given.q, cache, sequences, given.scale, given.tickets, window, given.queries)
+        keys, pages = given.keys, given.sequences.pages
+        window = hiding(given.window, keys, pages)
+        design = self.plan_of(keys, pages, window, given.q.shape[1] // keys.shape[1], given.queries)
+        return self.run(design, None, given._replace(window=window))
 
     def fake(self, given: PagedArguments) -> torch.Tensor:
         return torch.empty_like(given.q, memory_format=torch.contiguous_format)

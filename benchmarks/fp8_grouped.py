@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.fp8_gemm import replay_us
 from weft import ops
 from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch, empty_rows, rows_argument
 from weft.ops.moe import grouped
@@ -113,18 +113,11 @@ def timed(call: Callable[[Schedule], Any], schedules: list[Schedule]) -> dict[st
     try:
         call(schedules[0])
         torch.cuda.synchronize()
-        graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for schedule in schedules * 2:
                 call(schedule)
-        times = []
-        for _ in range(ROUNDS + 1):
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(1e3 * begin.elapsed_time(end) / len(schedules) / 2)
-        return {"us": round(statistics.median(times[1:]), 2)}
+        return {"us": replay_us(graph, 2 * len(schedules), ROUNDS)}
     except Exception as failure:
         return {"failed": f"{type(failure).__name__}: {str(failure)[:200]}"}
 

@@ -4,13 +4,12 @@ A model's reference is transformers' with each matrix replaced by its numbers ti
 """
 
 import copy
-import json
 
 import torch
-from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from tests.fp8_checkpoints import PROJECTION
+from tests.quantized_checkpoints import save
 from weft.models.checkpoint import Checkpoint
 
 WEIGHTS = {"num_bits": 4, "symmetric": True, "dynamic": False, "observer": "minmax", "actorder": None}
@@ -110,13 +109,7 @@ def write(directory, source, name, quantization=None):
             tensors |= {f"{prefix}.{part}": value for part, value in parts.items()}
         else:
             tensors[key] = tensor
-    for file in source.glob("*.json"):
-        if "index" not in file.name:
-            (directory / file.name).write_text(file.read_text())
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = quantization or CONFIGS[name]
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors")
+    save(directory, source, tensors, quantization or CONFIGS[name])
     return matrices
 
 

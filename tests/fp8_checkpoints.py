@@ -6,14 +6,13 @@ end at its edge.
 """
 
 import copy
-import json
 import re
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from tests.quantized_checkpoints import save
 from weft.models.checkpoint import Checkpoint
 
 E4M3, LARGEST, BLOCK = torch.float8_e4m3fn, 448.0, 128
@@ -174,13 +173,7 @@ def write(directory, source, name, quantization=None, scale_dtype=torch.float32)
                 tensors[f"{prefix}.{input_scale}"] = torch.tensor(0.002 + 0.004 * (len(prefix) % 3)).view(scales.shape)
         else:
             tensors[key] = tensor
-    for file in source.glob("*.json"):
-        if "index" not in file.name:
-            (directory / file.name).write_text(file.read_text())
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = quantization or CONFIGS[name]
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors")
+    save(directory, source, tensors, quantization or CONFIGS[name])
     return tensors
 
 

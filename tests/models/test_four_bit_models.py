@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import weft
-from tests.against_transformers import FAMILIES, greedy, prompt, reference_greedy, reference_logits, relative_rms
+from tests.against_transformers import FAMILIES, prompt, reference_greedy, reference_logits, relative_rms
 from tests.four_bit_checkpoints import CONFIGS, reference, write
-from tests.models.test_fp8_models import MODES, SIZES, whole_heads
+from tests.models.test_fp8_models import MODES, SIZES
+from tests.quantized_checkpoints import answers, check_cut, heads_of, matrices_of
 from tests.sampled import sampled
 from tests.teacher_forced import all_logits
-from weft.kernels.four_bit import FourBit
 from weft.models import Decoder
 from weft.parallel import quantized
 
@@ -32,18 +32,12 @@ def in_four_bits(make_checkpoint, tmp_path_factory):
     def make(name, family="Qwen3", world_size=1, **changes):
         key = name, family, world_size == 3, str(sorted(changes.items()))
         if key not in made:
-            heads = {"num_attention_heads": 6, "kv_heads": 3} if world_size == 3 else {"kv_heads": 2}
-            source, model = make_checkpoint(family, **SIZES | heads | changes)
+            source, model = make_checkpoint(family, **SIZES | heads_of(world_size) | changes)
             directory = tmp_path_factory.mktemp(name)
             made[key] = directory, source, model, write(directory, source, name)
         return made[key]
 
     return make
-
-
-def answers(team, directory, mode, tokens, steps, fused, options):
-    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, **options)
-    return all_logits(model, tokens), greedy(model, tokens.tolist(), steps)
 
 
 def check(directory, model, matrices, mode, world_size, *, batch=2, steps=8, fused=False, **options):
@@ -104,53 +98,31 @@ def test_mixtures_are_the_plain_model(in_four_bits, plain_ops, family, name, wor
     check(directory, model, matrices, mode, world_size, steps=4, expert_layout=layout)
 
 
-def matrices_of(team, directory, options):
-    """Dequantized matrices of this rank's layers by name: qkv, o, gate_up, down."""
-    model = Decoder.from_pretrained(directory, team, mode="reference", fused=False, **options)
-    read = {}
-    for index, layer in enumerate(model.layers):
-        weights = layer.weights
-        for name, matrix in {**weights.attention._asdict(), **weights.mlp._asdict()}.items():
-            if name in ("qkv", "o", "gate_up", "down"):
-                assert isinstance(matrix, FourBit) and matrix.data.dtype == torch.uint8
-                read[index, name] = matrix.dequantized(torch.float32)
-    return read
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["mxfp4", "int4", "int4-channel-zeros", "made mxfp4", "made int4"])
 def test_dequantized_weights_are_bit_for_bit_those_of_one_rank(in_four_bits, name, world_size):
     """Groups are cut by edges of ranks; made at load from 16 bits, too."""
     made = name.startswith("made")
     directory, source, *_ = in_four_bits(name.removeprefix("made "), world_size=world_size)
-    arguments = (source, {"quantization": name.removeprefix("made ")}) if made else (directory, {})
+    made_at_load = source, torch.uint8, {"quantization": name.removeprefix("made ")}
+    arguments = made_at_load if made else (directory, torch.uint8, {})
     [alone] = weft.simulate(matrices_of, 1, args=arguments)
-    ranks = weft.simulate(matrices_of, world_size, args=arguments)
-    heads, kv_heads = (6, 3) if world_size == 3 else (8, 2)
-    dim = SIZES["head_dim"]
-    for key, whole in alone.items():
-        parts = [rank[key] for rank in ranks]
-        if key[1] in ("o", "down"):
-            assert torch.equal(torch.cat(parts, 1), whole)
-        elif key[1] == "gate_up":
-            halves = [torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True)]
-            assert torch.equal(torch.cat(halves), whole)
-        else:
-            local = max(kv_heads // world_size, 1) * dim
-            q, k, v = whole_heads(parts, [heads // world_size * dim, local, local])
-            shared = max(world_size // kv_heads, 1)
-            k, v = (x.view(-1, shared, dim, x.shape[1])[:, 0].flatten(0, 1) if shared > 1 else x for x in (k, v))
-            assert torch.equal(torch.cat((q, k, v)), whole)
+    check_cut(alone, weft.simulate(matrices_of, world_size, args=arguments), SIZES["head_dim"])
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int4"])
 def test_weights_made_at_load_are_those_of_the_checkpoint(in_four_bits, name):
     """The same rounding as by the test's own functions."""
     directory, source, *_ = in_four_bits(name)
-    [stored] = weft.simulate(matrices_of, 1, args=(directory, {}))
-    [made] = weft.simulate(matrices_of, 1, args=(source, {"quantization": name}))
+    [stored] = weft.simulate(matrices_of, 1, args=(directory, torch.uint8, {}))
+    [made] = weft.simulate(matrices_of, 1, args=(source, torch.uint8, {"quantization": name}))
     for key, matrix in stored.items():
         assert torch.equal(made[key], matrix), key
+
+
+def logits_in_bf16(team, directory, mode, fused, tokens):
+    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, dtype=torch.bfloat16)
+    return all_logits(model, tokens)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("mxfp4", "replicated"), ("int4-zeros", "sequence_parallel")])
@@ -160,12 +132,8 @@ def test_rows_of_16_bits_go_to_kernels_that_read_4_bits(in_four_bits, name, mode
     tokens = prompt(2, 9)
     expected = reference_logits(reference(model, matrices), tokens)
 
-    def logits(team, mode, fused):
-        model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, dtype=torch.bfloat16)
-        return all_logits(model, tokens)
-
-    by_torch = weft.simulate(logits, 2, args=("reference", False))[0]
-    for answered in weft.simulate(logits, 2, args=(mode, True)):
+    by_torch = weft.simulate(logits_in_bf16, 2, args=(directory, "reference", False, tokens))[0]
+    for answered in weft.simulate(logits_in_bf16, 2, args=(directory, mode, True, tokens)):
         assert relative_rms(answered, expected) <= 1.3 * relative_rms(by_torch, expected)
 
 
@@ -175,17 +143,13 @@ def test_experts_of_few_tokens_are_read_in_4_bits(in_four_bits, monkeypatch):
     tokens = prompt(2, 4)
     expected = reference_logits(reference(model, matrices), tokens)
 
-    def logits(team, mode, fused):
-        model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, dtype=torch.bfloat16)
-        return all_logits(model, tokens)
-
-    by_torch = weft.simulate(logits, 2, args=("reference", False))[0]
+    by_torch = weft.simulate(logits_in_bf16, 2, args=(directory, "reference", False, tokens))[0]
 
     def refuse(weight, dtype):
         raise AssertionError("the weight is converted before the op")
 
     monkeypatch.setattr(quantized, "widened", refuse)
-    for answered in weft.simulate(logits, 2, args=("replicated", True)):
+    for answered in weft.simulate(logits_in_bf16, 2, args=(directory, "replicated", True, tokens)):
         # Rounding may choose another expert.
         assert relative_rms(answered, expected) <= 2 * relative_rms(by_torch, expected)
 

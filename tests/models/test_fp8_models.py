@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import weft
-from tests.against_transformers import FAMILIES, greedy, prompt, reference_greedy, reference_logits, relative_rms
+from tests.against_transformers import FAMILIES, prompt, reference_greedy, reference_logits, relative_rms
 from tests.fp8_checkpoints import CONFIGS, reference, write
+from tests.quantized_checkpoints import answers, check_cut, heads_of, matrices_of
 from tests.sampled import sampled
 from tests.teacher_forced import all_logits
 from weft.models import Decoder
@@ -33,18 +34,12 @@ def in_fp8(make_checkpoint, tmp_path_factory):
     def make(name, family="Qwen3", world_size=1, **changes):
         key = name, family, world_size == 3, str(sorted(changes.items()))
         if key not in made:
-            heads = {"num_attention_heads": 6, "kv_heads": 3} if world_size == 3 else {"kv_heads": 2}
-            source, model = make_checkpoint(family, **SIZES | heads | changes)
+            source, model = make_checkpoint(family, **SIZES | heads_of(world_size) | changes)
             directory = tmp_path_factory.mktemp(name)
             made[key] = directory, model, write(directory, source, name)
         return made[key]
 
     return make
-
-
-def answers(team, directory, mode, tokens, steps, fused, options):
-    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, **options)
-    return all_logits(model, tokens), greedy(model, tokens.tolist(), steps)
 
 
 def check(made, name, mode, world_size, *, batch=2, steps=12, fused=False, expert_ranks=1, **options):
@@ -200,50 +195,14 @@ def test_experts_of_16_bit_rows_go_to_kernels_that_take_fp8_weights(
         assert row_errors(answered, expected).median() <= 1.25 * row_errors(by_torch, expected).median()
 
 
-def matrices(team, directory, layout=None):
-    """Dequantized matrices of this rank's layers by name: qkv, o, gate_up, down."""
-    model = Decoder.from_pretrained(directory, team, mode="reference", fused=False, expert_layout=layout)
-    found = {}
-    for index, layer in enumerate(model.layers):
-        weights = layer.weights
-        for name, matrix in {**weights.attention._asdict(), **weights.mlp._asdict()}.items():
-            if name in ("qkv", "o", "gate_up", "down"):
-                assert matrix.data.dtype == torch.float8_e4m3fn
-                assert matrix.scales.dtype == torch.float32
-                assert matrix.scales.is_contiguous()
-                found[index, name] = matrix.dequantized(torch.float32)
-    return found
-
-
-def whole_heads(parts, sizes):
-    """Rows of q, k and v of all ranks, from those of each; ranks that share a KV head hold the same."""
-    per_rank = [part.split(sizes) for part in parts]
-    q, k, v = (torch.cat([one[number] for one in per_rank]) for number in range(3))
-    return q, k, v
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["block", "channel", "tensor"])
 def test_dequantized_weights_are_bit_for_bit_those_of_one_rank(in_fp8, name, world_size):
     """Blocks are cut by edges of ranks, and by the seams of q, k and v, and of gate and up."""
     directory, *_ = in_fp8(name, world_size=world_size)
-    [alone] = weft.simulate(matrices, 1, args=(directory,))
-    ranks = weft.simulate(matrices, world_size, args=(directory,))
-    heads, kv_heads = (6, 3) if world_size == 3 else (8, 2)
-    dim = SIZES["head_dim"]
-    for key, whole in alone.items():
-        parts = [rank[key] for rank in ranks]
-        if key[1] in ("o", "down"):
-            assert torch.equal(torch.cat(parts, 1), whole)
-        elif key[1] == "gate_up":
-            halves = [torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True)]
-            assert torch.equal(torch.cat(halves), whole)
-        else:
-            local = max(kv_heads // world_size, 1) * dim
-            q, k, v = whole_heads(parts, [heads // world_size * dim, local, local])
-            shared = max(world_size // kv_heads, 1)
-            k, v = (x.view(-1, shared, dim, x.shape[1])[:, 0].flatten(0, 1) if shared > 1 else x for x in (k, v))
-            assert torch.equal(torch.cat((q, k, v)), whole)
+    arguments = (directory, torch.float8_e4m3fn, {})
+    [alone] = weft.simulate(matrices_of, 1, args=arguments)
+    check_cut(alone, weft.simulate(matrices_of, world_size, args=arguments), SIZES["head_dim"])
 
 
 def test_bytes_and_scales_are_as_downloaded(in_fp8):

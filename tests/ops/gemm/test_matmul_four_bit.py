@@ -4,9 +4,17 @@ import pytest
 import torch
 import triton.language as tl
 
-import weft
 from tests.compiling import SHARED, compiled, stack_bytes
-from tests.ops.checking import assert_close, assert_identical, check, inputs_of
+from tests.ops.checking import assert_identical
+from tests.ops.gemm.quantized import (
+    H200,
+    alone,
+    cases_that_fail,
+    check_compiled,
+    check_ops,
+    check_rows_alone,
+    close,
+)
 from tests.ops.layer_cases import DEVICES, everywhere, mutated
 from weft import ops
 from weft.kernels import four_bit_tile
@@ -23,9 +31,8 @@ from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.matmul_silu_mul import MATMUL_SILU_MUL
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.plan.planned import machine
-from weft.runtime.capabilities import Capabilities, launch_options
+from weft.runtime.capabilities import launch_options
 
-H200 = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,))
 FORMS = {
     "mxfp4": mxfp4,
     "int4": int4,
@@ -67,14 +74,6 @@ def reference(x, weight):
     return x.double() @ (values.double() * scales[:, group]).to(x.dtype).double().T
 
 
-def alone(main):
-    return weft.simulate(lambda team: main(), 1)[0]
-
-
-def close(out, expected, K, what):
-    assert_close(out, expected, K, by_row=True, what=what)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("design", [*DESIGNS, "cublas"], ids=range(len(DESIGNS) + 1))
 def test_every_format_by_every_design(design, form):
@@ -92,22 +91,8 @@ def test_ops_of_any_shape(form, dtype):
     def main():
         for M, N, K in (*SHAPES, (150, 64, 256), (4, 34, 141)):
             x, weight = operands(M, N, K, form, dtype)
-            expected, what = reference(x, weight), f"{M}x{N}x{K}"
-            out = ops.matmul(x, weight)
-            assert out.dtype == dtype and out.is_contiguous()
-            close(out, expected, K, what)
-            parts = ops.matmul_parts(x, weight)
-            close(parts if parts.dim() == 2 else parts.sum(0).to(dtype), expected, K, f"{what} in parts")
-            squares = torch.rand(M, 3)
-            factor = (squares.double().sum(1, keepdim=True) + 1e-6).rsqrt()
-            after_norm = ops.matmul(DeferredNorm(x, squares, 1e-6), weight)
             # Before cuBLAS the normed rows are rounded.
-            assert_close(
-                after_norm, expected * factor, K, partials=2, levels=6, by_row=True, what=f"{what} after a norm"
-            )
-            gate, up = expected.chunk(2, 1)
-            gated = torch.nn.functional.silu(gate) * up
-            assert_close(ops.matmul_silu_mul(x, weight), gated, 16 * K, partials=2, by_row=True, what=f"{what} gated")
+            check_ops(x, weight, reference(x, weight), f"{M}x{N}x{K}", partials=2, levels=6)
 
     alone(main)
 
@@ -131,10 +116,7 @@ def test_both_designs_multiply_the_same_weight():
 def test_a_row_is_the_same_alone_and_among_others():
     def main():
         x, weight = operands(20, 48, 272, "mxfp4")
-        for design in DESIGNS:
-            out = by_design(design, ScaledMatrix(x), weight)
-            for rows in (slice(0, 1), slice(7, 19)):
-                assert_identical(by_design(design, ScaledMatrix(x[rows]), weight), out[rows], what=f"{design} {rows}")
+        check_rows_alone(by_design, DESIGNS, x, weight)
 
     alone(main)
 
@@ -143,10 +125,7 @@ def test_compiles_without_a_graph_break():
     def main():
         x, up = operands(6, 48, 256, "mxfp4")
         _, down = operands(6, 32, 24, "int4 with zeros")
-        mlp = torch.compile(
-            lambda x, up, down: ops.matmul(ops.matmul_silu_mul(x, up), down), fullgraph=True, backend="aot_eager"
-        )
-        assert_identical(mlp(x, up, down), ops.matmul(ops.matmul_silu_mul(x, up), down))
+        check_compiled(x, up, down)
         for gated, parts in ((False, False), (True, False), (False, True)):
             arguments = (x, *up, None, 0.0, gated, parts)
             torch.library.opcheck(torch.ops.weft.matmul_four_bit.default, arguments)
@@ -180,21 +159,8 @@ OF_INT4 = {
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     form = "int4" if name in OF_INT4 else "mxfp4"
     mutant = mutated(four_bit_tile, *{**MUTANTS, **OF_INT4}[name], f"four_bit_mutant_{len(name)}", tmp_path)
-    caught = []
-
-    def main():
-        for op in (MATMUL, MATMUL_SILU_MUL):
-            for case in op.cases():
-                if case.field("four_bit") == form and case.design != "cublas":
-                    inputs = inputs_of(case, 0)
-                    try:
-                        check(case, 0, [inputs], op.call(case, None, *inputs))
-                    except (AssertionError, weft.errors.InvalidAccess):
-                        caught.append(str(case))
-
     monkeypatch.setattr(small_m, "four_bit_tile", mutant.four_bit_tile)
-    alone(main)
-    assert caught
+    assert alone(lambda: cases_that_fail(lambda case: case.field("four_bit") == form))
 
 
 # --- refused arguments --------------------------------------------------------------------------------------------------

@@ -7,9 +7,17 @@ import pytest
 import torch
 import triton.language as tl
 
-import weft
 from tests.compiling import SHARED, compiled, stack_bytes
-from tests.ops.checking import assert_close, assert_identical, check, inputs_of
+from tests.ops.checking import assert_identical, check, inputs_of
+from tests.ops.gemm.quantized import (
+    H200,
+    alone,
+    cases_that_fail,
+    check_compiled,
+    check_ops,
+    check_rows_alone,
+    close,
+)
 from tests.ops.layer_cases import DEVICES, everywhere, mutated
 from tests.sampled import sampled
 from weft import ops
@@ -27,9 +35,8 @@ from weft.ops.gemm.matmul import MATMUL
 from weft.ops.gemm.matmul_silu_mul import MATMUL_SILU_MUL
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.plan.planned import machine
-from weft.runtime.capabilities import Capabilities, launch_options
+from weft.runtime.capabilities import launch_options
 
-H200 = Capabilities(device_name="NVIDIA H200", arch="sm_90", sms=132, memory_bytes=0, peer_access=(True,))
 SCHEMES = ("block", "channel", "tensor")
 # Ragged in every dimension; K and N beyond one block of 128, and in one.
 SHAPES = ((5, 48, 272), (3, 200, 136), (33, 80, 400), (1, 24, 96))
@@ -76,14 +83,6 @@ def step_of(size, count):
     return next(step for step in (size, 128, 64, 32, 16, 8, 4, 2, 1) if -(-size // step) == count)
 
 
-def alone(main):
-    return weft.simulate(lambda team: main(), 1)[0]
-
-
-def close(out, expected, K, what):
-    assert_close(out, expected, K, by_row=True, what=what)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("design", DESIGNS, ids=range(len(DESIGNS)))
 def test_every_form_of_scales_in_the_kernel(design, scheme):
@@ -110,18 +109,7 @@ def test_ops_of_any_shape(scheme, dtype):
             x, weight = operands(M, N, K, scheme, dtype)
             if dtype == FP16:
                 x = x / 64
-            expected, what = reference(x, weight), f"{M}x{N}x{K}"
-            out = ops.matmul(x, weight)
-            assert out.dtype == dtype and out.is_contiguous()
-            close(out, expected, K, what)
-            parts = ops.matmul_parts(x, weight)
-            close(parts if parts.dim() == 2 else parts.sum(0).to(dtype), expected, K, f"{what} in parts")
-            squares = torch.rand(M, 3)
-            factor = (squares.double().sum(1, keepdim=True) + 1e-6).rsqrt()
-            close(ops.matmul(DeferredNorm(x, squares, 1e-6), weight), expected * factor, K, f"{what} behind a norm")
-            gate, up = expected.chunk(2, 1)
-            gated = torch.nn.functional.silu(gate) * up
-            assert_close(ops.matmul_silu_mul(x, weight), gated, 16 * K, partials=2, by_row=True, what=f"{what} gated")
+            check_ops(x, weight, reference(x, weight), f"{M}x{N}x{K}")
 
     alone(main)
 
@@ -162,10 +150,7 @@ def test_static_scales():
 def test_a_row_is_the_same_alone_and_among_others():
     def main():
         x, weight = operands(20, 48, 272, "block")
-        for design in DESIGNS:
-            out = by_design(design, ScaledMatrix(x), weight)
-            for rows in (slice(0, 1), slice(7, 19)):
-                assert_identical(by_design(design, ScaledMatrix(x[rows]), weight), out[rows], what=f"{design} {rows}")
+        check_rows_alone(by_design, DESIGNS, x, weight)
 
     alone(main)
 
@@ -174,10 +159,7 @@ def test_compiles_without_a_graph_break():
     def main():
         x, up = operands(6, 48, 256, "block")
         _, down = operands(6, 32, 24, "channel")
-        mlp = torch.compile(
-            lambda x, up, down: ops.matmul(ops.matmul_silu_mul(x, up), down), fullgraph=True, backend="aot_eager"
-        )
-        assert_identical(mlp(x, up, down), ops.matmul(ops.matmul_silu_mul(x, up), down))
+        check_compiled(x, up, down)
         for gated, parts in ((False, False), (True, False), (False, True)):
             arguments = (x, None, *up, None, 0.0, gated, parts)
             tests = ("test_faketensor",)  # test_schema multiplies tensors by numbers, which the CPU does not in e4m3
@@ -206,21 +188,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
     mutant = mutated(fp8_tile, *MUTANTS[name], f"fp8_mutant_{len(name)}", tmp_path)
-    caught = []
-
-    def main():
-        for op in (MATMUL, MATMUL_SILU_MUL):
-            for case in op.cases():
-                if case.field("block_fp8") and case.design != "cublas":
-                    inputs = inputs_of(case, 0)
-                    try:
-                        check(case, 0, [inputs], op.call(case, None, *inputs))
-                    except (AssertionError, weft.errors.InvalidAccess):
-                        caught.append(str(case))
-
     monkeypatch.setattr(small_m, "fp8_tile", mutant.fp8_tile)
-    alone(main)
-    assert caught
+    assert alone(lambda: cases_that_fail(lambda case: case.field("block_fp8")))
 
 
 def test_the_cases_catch_rows_with_the_scales_of_the_call_before(monkeypatch):

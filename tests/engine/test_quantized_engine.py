@@ -1,4 +1,4 @@
-"""The engine with weights in fp8: the built-in models still add, with an fp8 cache too."""
+"""The engine with weights in 8 and 4 bits: the built-in models still add, with an fp8 cache too."""
 
 import pytest
 import torch
@@ -9,12 +9,17 @@ from weft.engine import EngineConfig
 from weft.models.builtin import PATHS
 
 SUMS = {"12+34=": "46", "123+456=": "579", "7+8=": "15", "250+399=": "649", "99+1=": "100"}
+DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_per_channel": torch.float8_e4m3fn,
+    "mxfp4": torch.uint8,
+    "int4": torch.uint8,
+}
 
 
 def answers(team, name, options):
     engine = weft.Engine(PATHS[name], team, max_seq_len=64, max_batch=8, warn=False, **options)
-    in_fp8 = {parameter.dtype for parameter in engine.model.parameters()}
-    assert torch.float8_e4m3fn in in_fp8
+    assert DTYPES[options["quantization"]] in {parameter.dtype for parameter in engine.model.parameters()}
     return [answer.text.strip() for answer in engine.generate(list(SUMS), max_tokens=8, temperature=0)]
 
 
@@ -24,21 +29,23 @@ def answers(team, name, options):
         (
             (name, quantization, world_size, mode, kv_cache_dtype)
             for name in PATHS
-            for quantization in ("fp8", "fp8_per_channel")
+            for quantization in DTYPES
             for world_size in (1, 2, 4)
             for mode in ("reference", "replicated", "sequence_parallel")
             for kv_cache_dtype in ("auto", "fp8")
         ),
         lambda *one: one in {
             ("adder", "fp8", 1, "reference", "auto"), ("adder", "fp8_per_channel", 2, "reference", "fp8"),
+            ("adder", "mxfp4", 1, "reference", "auto"), ("adder", "int4", 2, "reference", "fp8"),
             ("adder-moe", "fp8", 2, "reference", "auto"), ("adder-moe", "fp8_per_channel", 1, "reference", "fp8"),
+            ("adder-moe", "mxfp4", 2, "reference", "auto"), ("adder-moe", "int4", 1, "reference", "fp8"),
         },
     ),
 )  # fmt: skip
-def test_built_in_models_made_fp8_add(name, quantization, world_size, mode, kv_cache_dtype):
+def test_built_in_models_add(name, quantization, world_size, mode, kv_cache_dtype):
     options = {"quantization": quantization, "mode": mode, "kv_cache_dtype": kv_cache_dtype, "fused": False}
-    for found in weft.simulate(answers, world_size, args=(name, options)):
-        assert found == list(SUMS.values())
+    for said in weft.simulate(answers, world_size, args=(name, options)):
+        assert said == list(SUMS.values())
 
 
 def test_other_names_are_refused():

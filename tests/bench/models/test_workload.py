@@ -20,10 +20,11 @@ from weft.bench.harness.limits import Limits
 from weft.bench.models import baseline, generate
 from weft.bench.models.baseline import Baseline, Functions
 from weft.bench.models.breakdown import KINDS, Kernel, _started, breakdown, kind_of
-from weft.bench.models.flags import ModelFlags, speculation_of
+from weft.bench.models.flags import ModelFlags
 from weft.bench.models.problem import StepProblem, cold_layers
 from weft.bench.models.roofline import roofline, weights
 from weft.bench.models.sessions import TorchSession, WeftSession, build, in_mode, of_all_ranks
+from weft.bench.models.speculate import speculation_of
 from weft.bench.models.step import FORCED_PROMPT
 from weft.bench.models.steps import TINY_CONFIG, check_split, config_of, parse_steps, words_of
 from weft.bench.models.workload import ModelWorkload

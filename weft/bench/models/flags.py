@@ -9,8 +9,8 @@ import typer
 
 from weft.arguments import did_you_mean
 from weft.bench.models.names import DEFAULT_MODEL, LEVELS, MODELS, RUN_TYPES, TINY, WEFT_MODES, is_model
+from weft.bench.models.speculate import speculation_of
 from weft.console import check_simulable, layout_of, numbers, one_of, words
-from weft.engine.speculative import SpeculativeConfig
 from weft.parallel.modes import OLD_MODES
 
 if TYPE_CHECKING:
@@ -154,18 +154,3 @@ def levels_of(flag: str) -> list[str]:
     if flag == "--speculate":
         return ["generate"]
     return [level for level in LEVELS if level != "generate" or flag not in OF_STEPS]
-
-
-def speculation_of(words: str) -> SpeculativeConfig:
-    """Options of speculation by --speculate DRAFTS:TOKENS. ValueError for other words."""
-    drafts, _, tokens = words.partition(":")
-    try:
-        count, length = int(drafts), float(tokens)
-    except ValueError:
-        raise ValueError(f"--speculate {words} is not DRAFTS:TOKENS, such as 3:2.5") from None
-    return SpeculativeConfig(
-        num_speculative_tokens=count,
-        adaptive=False,
-        rejection_sample_method="synthetic",
-        synthetic_acceptance_length=length,
-    )

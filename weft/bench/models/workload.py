@@ -12,10 +12,10 @@ from weft.bench.harness.provider import Provider
 from weft.bench.harness.workload import DTYPES, Problem, Shape, Workload
 from weft.bench.models import generate
 from weft.bench.models.breakdown import profile
-from weft.bench.models.flags import speculation_of
 from weft.bench.models.problem import StepProblem
 from weft.bench.models.providers import providers_for
 from weft.bench.models.roofline import roofline
+from weft.bench.models.speculate import speculation_of
 from weft.bench.models.step import FORCED_PROMPT, FORCED_STEPS
 from weft.bench.models.steps import config_of
 from weft.console import layout_of

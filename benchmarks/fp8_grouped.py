@@ -26,8 +26,8 @@ import triton
 from benchmarks.fp8_gemm import replay_us
 from weft import ops
 from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch, empty_rows, rows_argument
-from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedArguments, GroupedTiles
+from weft.ops.moe.grouped import gemms
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.routing import Experts, Schedule
 from weft.runtime.files import put
@@ -105,7 +105,7 @@ class Problem:
 def written(design: GroupedTiles, given: GroupedArguments) -> torch.Tensor:
     """The gated GEMM by a design, its result in fp8."""
     h, scales = empty_rows(given.x, given.schedule.all_pairs, FEATURES, GROUP)
-    return grouped.run(design, given, gated=True, out=h, written=rows_argument(scales, GROUP, torch.bfloat16, 128))
+    return gemms.run(design, given, gated=True, out=h, written=rows_argument(scales, GROUP, torch.bfloat16, 128))
 
 
 def timed(call: Callable[[Schedule], Any], schedules: list[Schedule]) -> dict[str, Any]:
@@ -177,8 +177,8 @@ def rows_of(p: Problem, wide: tuple[torch.Tensor, torch.Tensor], sweep: bool) ->
                     if gated and design.block_n == 256:
                         return written(design, GroupedArguments.of(p.rows, p.gate_up, s, True))
                     if gated:
-                        return grouped.run(design, GroupedArguments.of(p.rows, p.gate_up, s, True), gated=True)
-                    return grouped.run(design, GroupedArguments.of(p.h, p.down, s, False))
+                        return gemms.run(design, GroupedArguments.of(p.rows, p.gate_up, s, True), gated=True)
+                    return gemms.run(design, GroupedArguments.of(p.h, p.down, s, False))
 
                 name = "gate_up" if gated else "down"
                 yield {"gemm": name, "provider": "design", "block": block, **timed(call, of_block), **asdict(design)}
@@ -198,9 +198,9 @@ def compile_one(job: tuple[int, bool, GroupedTiles]) -> str:
         if gated and design.block_n == 256:
             written(design, given)
         elif gated:
-            grouped.run(design, given, gated=True)
+            gemms.run(design, given, gated=True)
         else:
-            grouped.run(design, GroupedArguments.of(h, down, schedule, False))
+            gemms.run(design, GroupedArguments.of(h, down, schedule, False))
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {type(error).__name__}: {str(error)[:200]}"

@@ -22,7 +22,7 @@ import weft
 from weft import ops
 from weft.engine import Engine, SamplingParams
 from weft.engine.slots import SlotState
-from weft.engine.verify import Verify
+from weft.engine.speculation.verify import Verify
 from weft.models import DecoderConfig, Qwen3Config
 from weft.runtime.files import put
 

@@ -27,10 +27,10 @@ import weft
 from weft import ops
 from weft.bench.harness.machine import revision
 from weft.ops.local import machine_on
-from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped import gemms
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped.rule import grouped_tiles_for
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL
-from weft.ops.moe.grouped_rule import grouped_tiles_for
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.routing import Experts
 from weft.runtime.files import put
@@ -105,8 +105,8 @@ class Chain:
             norm, router, gate_up, down = self.weights[index % len(self.weights)]
             normed, residual = ops.add_rms_norm(x, residual, norm, 1e-6)
             routing, schedule, _ = ops.matmul_route_schedule(normed, router, self.experts, self.k, tickets=self.tickets)
-            h = grouped.run(designs[0], GroupedArguments(normed, gate_up, schedule, True, None), gated=True)
-            y = grouped.run(designs[1], GroupedArguments(h, down, schedule, False, None))
+            h = gemms.run(designs[0], GroupedArguments(normed, gate_up, schedule, True, None), gated=True)
+            y = gemms.run(designs[1], GroupedArguments(h, down, schedule, False, None))
             x = ops.moe_sum(y, routing, self.experts)
         return x
 

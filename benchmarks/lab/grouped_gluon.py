@@ -27,9 +27,9 @@ import triton
 
 from weft.ops import moe_schedule
 from weft.ops.local import capabilities_of
-from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall
-from weft.ops.moe.grouped_rule import grouped_tiles_for
+from weft.ops.moe.grouped import gemms
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall
+from weft.ops.moe.grouped.rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts
 
 try:
@@ -322,7 +322,7 @@ class Data:
         call = GroupedCall(128, len(self.pairs), self.N, self.K, torch.bfloat16, gather)
         design = grouped_tiles_for(call, capabilities_of(self.x.device), gated=self.gated)
         x, k = (self.x, self.k) if gather else (self.ordered, 0)
-        return lambda: grouped.run(
+        return lambda: gemms.run(
             design, GroupedArguments(x, self.weight, schedule, k > 0, None), gated=self.gated, out=self.out
         )
 

@@ -8,10 +8,10 @@ import torch
 
 import weft
 from weft.engine import Engine, EngineConfig, SamplingParams
-from weft.engine.drafting import TRIAL_STEPS, DraftLength
-from weft.engine.ngram import looked_up
-from weft.engine.speculative import SpeculativeConfig
-from weft.engine.verify import VerifyGraph
+from weft.engine.speculation.drafting import TRIAL_STEPS, DraftLength
+from weft.engine.speculation.ngram import looked_up
+from weft.engine.speculation.options import SpeculativeConfig
+from weft.engine.speculation.verify import VerifyGraph
 
 PROMPTS = ["a prompt", "x", "abcabcabcabc", "another, longer prompt"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}

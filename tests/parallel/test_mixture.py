@@ -12,7 +12,7 @@ from tests.sampled import sampled
 from weft import ops
 from weft.kernels.fp8 import Fp8
 from weft.kernels.fp8 import by_torch as by_torch_in_fp8
-from weft.ops.moe.grouped_cases import quantized_experts
+from weft.ops.moe.grouped.cases import quantized_experts
 from weft.ops.moe.moe_dispatch import DispatchCall
 from weft.parallel import mixture
 from weft.plan.planned import machine

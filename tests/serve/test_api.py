@@ -12,7 +12,7 @@ from tests.documents import ROOT
 from tests.limits import ANSWER
 from tests.serve.conftest import until
 from weft.engine import Load
-from weft.engine.drafting import Speculation
+from weft.engine.speculation.drafting import Speculation
 from weft.serve import fields
 from weft.serve.metrics import Metrics
 

@@ -19,7 +19,8 @@ from weft.ops.collectives import all_gather, all_reduce
 from weft.ops.gemm import matmul, small_m
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.tile import Tile
-from weft.ops.moe import exchange, grouped, rows
+from weft.ops.moe import exchange, rows
+from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.routing import Schedule
 from weft.runtime.team.channel import ChannelView
 from weft.transport.halves import Half

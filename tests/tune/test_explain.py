@@ -11,7 +11,7 @@ from weft.ops.attention.paged_prefill_attention import KeyBlocks
 from weft.ops.collectives.collective import CollectiveCall, Push, TwoShot
 from weft.ops.gemm.tile import Tile
 from weft.ops.moe.exchange import PushRows
-from weft.ops.moe.grouped import GroupedTiles
+from weft.ops.moe.grouped.gemms import GroupedTiles
 from weft.ops.op import find_op
 from weft.ops.overlap import fused_reduce
 from weft.ops.overlap.all_gather_matmul import Pipelined

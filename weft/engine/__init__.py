@@ -18,7 +18,7 @@ _MODULES = {
     "Request": "async_llm",
     "Runner": "runner",
     "SamplingParams": "params",
-    "SpeculativeConfig": "speculative",
+    "SpeculativeConfig": "speculation.options",
     "Stats": "answers",
     "StructuredOutputsParams": "params",
 }

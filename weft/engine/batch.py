@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.drafting import DraftLength, Speculation
 from weft.engine.grammars import Guide
 from weft.engine.kv_cache import Decoding, PagePool, Sequence, SequenceRange
 from weft.engine.params import Kind
@@ -18,6 +17,7 @@ from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Scheduler
 from weft.engine.slots import Entry, SlotState
+from weft.engine.speculation.drafting import DraftLength, Speculation
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class PendingTokens(NamedTuple):
     """Tokens of the sequences of `decoding`, in its slots, while they are copied to the host.
 
     scored  log-probabilities are copied too
-    drafts  of each sequence, in a step by weft.engine.verify; None: a token each
+    drafts  of each sequence, in a step by weft.engine.speculation.verify; None: a token each
     """
 
     buffer: HostBuffer

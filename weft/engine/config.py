@@ -19,7 +19,7 @@ from weft.arguments import (
     positive,
     quoted,
 )
-from weft.engine.speculative import SpeculativeConfig
+from weft.engine.speculation.options import SpeculativeConfig
 from weft.parallel.modes import mode_named
 from weft.runtime.arithmetic import cdiv
 

@@ -26,7 +26,6 @@ from weft.arguments import (
 from weft.engine.answers import Answer, Completion, Load, Piece, Requests, Stats, join_pieces
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig, plan_cache
-from weft.engine.draft_model import load_draft
 from weft.engine.params import (
     Prompt,
     SamplingParams,
@@ -38,6 +37,7 @@ from weft.engine.params import (
 )
 from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
+from weft.engine.speculation.draft_model import load_draft
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3

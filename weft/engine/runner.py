@@ -12,15 +12,15 @@ import torch
 
 from weft.arguments import check_instance
 from weft.engine.config import EngineConfig
-from weft.engine.draft_model import ModelDrafter
 from weft.engine.graphs import FORWARD, WARM_KINDS, DecodeGraph, Flight, Graphs, Turn, decode_buckets, without_autograd
-from weft.engine.ngram import NgramDrafter
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk
 from weft.engine.prompts import Prompts, Shape
 from weft.engine.slots import Adjustments, Slots
-from weft.engine.verify import Verify, VerifyGraph
+from weft.engine.speculation.draft_model import ModelDrafter
+from weft.engine.speculation.ngram import NgramDrafter
+from weft.engine.speculation.verify import Verify, VerifyGraph
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
 from weft.models.memory import check_cache, free_bytes

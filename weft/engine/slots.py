@@ -64,7 +64,7 @@ class Slots:
     """Fields of `max_batch` batch slots on `device`, at fixed addresses. At first all are empty.
 
     positions                              [max_batch] int64; -1: the slot is empty. Decode steps advance it on the device
-    last                                   [max_batch] int64, for decode steps with drafts (weft.engine.verify)
+    last                                   [max_batch] int64, for decode steps with drafts (weft.engine.speculation.verify)
     table                                  [max_batch, max_pages] int32
     seed, top_k                            [max_batch] int64
     temperature, top_p, min_p              [max_batch] fp32

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from weft.engine.answers import Load
-from weft.engine.drafting import Speculation
+from weft.engine.speculation.drafting import Speculation
 
 # Bounds in seconds of a wait for a token, and of a whole request; and in tokens.
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 10.0)

@@ -14,8 +14,8 @@ from weft.kernels import four_bit_tile
 from weft.kernels.four_bit import FourBit, int4, mxfp4
 from weft.kernels.four_bit_tile import Grid
 from weft.ops.case import BF16, FP16
-from weft.ops.moe import grouped_four_bit
-from weft.ops.moe.grouped_four_bit import BLOCK_N, grouped_four_bit_kernel
+from weft.ops.moe.grouped import four_bit as grouped_four_bit
+from weft.ops.moe.grouped.four_bit import BLOCK_N, grouped_four_bit_kernel
 from weft.ops.moe.routing import Schedule
 
 FORMS = {"mxfp4": mxfp4, "int4": int4, "int4 with zeros": lambda weight: int4(weight, 128, False)}

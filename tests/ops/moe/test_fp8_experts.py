@@ -15,10 +15,11 @@ from weft.errors import InvalidAccess
 from weft.kernels import fp8_tile
 from weft.kernels.fp8 import E4M3, Fp8, RowFormat, agreed, by_torch
 from weft.ops.case import BF16, FP16
-from weft.ops.moe import grouped, grouped_kernel
-from weft.ops.moe.grouped import GroupedCall
-from weft.ops.moe.grouped_cases import quantized_experts
-from weft.ops.moe.grouped_rule import grouped_tiles_for
+from weft.ops.moe.grouped import gemms as grouped
+from weft.ops.moe.grouped import kernel as grouped_kernel
+from weft.ops.moe.grouped.cases import quantized_experts
+from weft.ops.moe.grouped.gemms import GroupedCall
+from weft.ops.moe.grouped.rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts
 from weft.ops.op import find_op
 from weft.plan.planned import machine

@@ -18,7 +18,7 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.pair_sums import PairSum
 from weft.ops.collectives import norm_kernel
 from weft.ops.collectives.norm_kernel import Norm, all_reduce_rms_norm_kernel
-from weft.ops.moe.grouped import GroupedArguments
+from weft.ops.moe.grouped.gemms import GroupedArguments
 from weft.ops.moe.grouped_matmul_all_reduce_rms_norm import PairsArguments, SumInNorm
 from weft.ops.op import find_op
 from weft.plan.planned import machine

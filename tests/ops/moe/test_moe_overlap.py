@@ -19,12 +19,14 @@ from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
 from weft.kernels import fp8
 from weft.ops.moe import all_gather_grouped_matmul_silu_mul as ag_moe
-from weft.ops.moe import by_nodes, grouped, grouped_kernel, overlapped
+from weft.ops.moe import by_nodes, overlapped
 from weft.ops.moe import grouped_matmul_reduce_scatter as moe_rs
 from weft.ops.moe.exchange import PushRows
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles, weight_descriptor
-from weft.ops.moe.grouped_kernel import Arriving, Form, grouped_matmul_kernel
-from weft.ops.moe.grouped_rule import grouped_tiles_for
+from weft.ops.moe.grouped import gemms as grouped
+from weft.ops.moe.grouped import kernel as grouped_kernel
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles, weight_descriptor
+from weft.ops.moe.grouped.kernel import Arriving, Form, grouped_matmul_kernel
+from weft.ops.moe.grouped.rule import grouped_tiles_for
 from weft.ops.moe.moe_combine import MOE_COMBINE
 from weft.ops.moe.overlapped import ScatterArguments
 from weft.ops.moe.routing import Experts, Routing, Schedule

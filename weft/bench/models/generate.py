@@ -28,7 +28,7 @@ from weft.errors import WeftError
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
-    from weft.engine.speculative import SpeculativeConfig
+    from weft.engine.speculation.options import SpeculativeConfig
     from weft.layers.moe import Layout
     from weft.models.config import DecoderConfig
     from weft.runtime.team.team import Team

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.speculative import SpeculativeConfig
+from weft.engine.speculation.options import SpeculativeConfig
 
 
 def speculation_of(words: str) -> SpeculativeConfig:

@@ -25,13 +25,13 @@ from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
-from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
-from weft.ops.moe.grouped import Coming, GroupedCall, GroupedTiles
-from weft.ops.moe.grouped_cases import exact_operands, fp8_accuracy, fp8_forms, with_matrix, with_scales
-from weft.ops.moe.grouped_check import check_gate_up, check_written
-from weft.ops.moe.grouped_kernel import Arriving
+from weft.ops.moe.grouped import gemms
+from weft.ops.moe.grouped.cases import exact_operands, fp8_accuracy, fp8_forms, with_matrix, with_scales
+from weft.ops.moe.grouped.check import check_gate_up, check_written
+from weft.ops.moe.grouped.gemms import Coming, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped.kernel import Arriving
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall, Dispatched, check_routing, row_bytes
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, ScheduleCall, moe_schedule
@@ -340,7 +340,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             rows, ids, weights, scales = MOE_DISPATCH.run(design.dispatch.design, team, sent)
             schedule = schedule_of(team, ids, given.experts, most, block)
             gemm = given.gemm(rows, schedule, scales if fp8 else None)
-            return *grouped.run_gated(design.gemm.design, gemm, given.format), *schedule[:4], ids, weights
+            return *gemms.run_gated(design.gemm.design, gemm, given.format), *schedule[:4], ids, weights
         if fp8 and design.in_place:
             raise ValueError(f"{self.name}: in_place=True is for rows of x's dtype; pass False for {E4M3}")
         x, chunk = x.contiguous(), cdiv(most, design.chunks)
@@ -351,7 +351,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             gathered[team.rank * most :][: len(x)].copy_(x)
         ordered = order_tiles(team, schedule, most, design.head) if design.head else schedule
         coming = Coming(Arriving(own, most, chunk), landed, team.view, design.in_place)
-        h, h_scales = grouped.run_gated(design.tiles, given.gemm(gathered, ordered, scales), given.format, coming)
+        h, h_scales = gemms.run_gated(design.tiles, given.gemm(gathered, ordered, scales), given.format, coming)
         team.copy_engine.join()
         return h, h_scales, *schedule[:4], ids, weights
 

@@ -18,9 +18,9 @@ import weft.language as wl
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.over_nodes import added_over_nodes, packed, unpacked
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
-from weft.ops.moe import grouped
 from weft.ops.moe.exchange import padded
-from weft.ops.moe.grouped import GroupedArguments, GroupedTiles
+from weft.ops.moe.grouped import gemms
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.overlapped import GatherArguments, ScatterArguments, load_tiles, schedule_of, store_tiles
 from weft.ops.moe.routing import Routing, Schedule
@@ -152,9 +152,7 @@ def gather_by_nodes(design: ByNodes, team: Team, given: GatherArguments) -> tupl
     h = gate_up.new_empty((rows * k, gate_up.shape[1] // 2))
 
     def multiply(group: Schedule) -> None:
-        grouped.run(
-            design.tiles, GroupedArguments(gathered.view(rows, K), gate_up, group, True, None), gated=True, out=h
-        )
+        gemms.run(design.tiles, GroupedArguments(gathered.view(rows, K), gate_up, group, True, None), gated=True, out=h)
 
     multiply(groups[0])
     for step, (source, group) in enumerate(zip(order, groups[1:], strict=True)):
@@ -206,7 +204,7 @@ def scatter_by_nodes(design: ByNodes, team: Team, given: ScatterArguments) -> to
 
     def of(node: int) -> torch.Tensor:
         group = groups[(node - team.rail.index - 1) % nodes]
-        grouped.run(design.tiles, gemm._replace(schedule=group), out=y)
+        gemms.run(design.tiles, gemm._replace(schedule=group), out=y)
         results, ids, weights = (part[node] for part in parts)
         beside = {
             name: x if x is None else x.detach().chunk(nodes)[node]

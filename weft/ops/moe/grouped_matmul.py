@@ -14,9 +14,8 @@ from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_
 from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_sizes, machine_on
-from weft.ops.moe import grouped
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
-from weft.ops.moe.grouped_cases import (
+from weft.ops.moe.grouped import gemms
+from weft.ops.moe.grouped.cases import (
     exact_operands,
     fp8_accuracy,
     fp8_forms,
@@ -24,10 +23,11 @@ from weft.ops.moe.grouped_cases import (
     with_matrix,
     with_scales,
 )
-from weft.ops.moe.grouped_check import check_grouped, check_written
-from weft.ops.moe.grouped_four_bit import grouped_four_bit
-from weft.ops.moe.grouped_grad import weight_grad
-from weft.ops.moe.grouped_rule import grouped_tiles_for, tiles
+from weft.ops.moe.grouped.check import check_grouped, check_written
+from weft.ops.moe.grouped.four_bit import grouped_four_bit
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped.gradients import weight_grad
+from weft.ops.moe.grouped.rule import grouped_tiles_for, tiles
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
 from weft.ops.moe.routing import MoeOp, MoeShape, Schedule, common, draw_ids, experts_of
 from weft.ops.op import Op, define, register
@@ -107,7 +107,7 @@ class GroupedOp(MoeOp):
         self.check_design(design)
         if given.scales is not None or given.weight_scales is not None:
             check_e4m3(self.name, capabilities_of(given.x.device))
-        return grouped.run(design, given, gated=self.gated)
+        return gemms.run(design, given, gated=self.gated)
 
     def forward(self, given: GroupedArguments) -> torch.Tensor:
         return self.run(self.plan(given.call(self.gated), machine_on(given.x.device)).design, None, given)
@@ -147,13 +147,13 @@ class GroupedOp(MoeOp):
         return gradients
 
     def product(self, given: GroupedArguments, **options: Any) -> torch.Tensor:
-        """``grouped.run`` without a gate, by the plan of the op that has none."""
+        """``gemms.run`` without a gate, by the plan of the op that has none."""
         x, weight, schedule, gather = given[:4]
         rows, columns = weight.shape[1:]
         N, K = (columns, rows) if options.get("turned") else (rows, columns)
         gather = gather or options.get("each_pair", False)
         call = GroupedCall(schedule.block, schedule.all_pairs, N, K, x.dtype, gather)
-        return grouped.run(GROUPED_MATMUL.plan(call, machine_on(x.device)).design, given, **options)
+        return gemms.run(GROUPED_MATMUL.plan(call, machine_on(x.device)).design, given, **options)
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
@@ -409,7 +409,7 @@ class GroupedMatmulSiluMulFp8(Op):
     def forward(self, given: GroupedArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
         device, op = given.x.device, GROUPED_MATMUL_SILU_MUL
         check_e4m3(op.name, capabilities_of(device))
-        return grouped.run_gated(op.plan(given.call(True), machine_on(device)).design, given, format)
+        return gemms.run_gated(op.plan(given.call(True), machine_on(device)).design, given, format)
 
     def fake(self, given: GroupedArguments, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
         return empty_rows(given.x, given.schedule.all_pairs, given.weight.shape[1] // 2, format)

@@ -33,9 +33,9 @@ from weft.ops.collectives.all_reduce_rms_norm import (
     check_row,
 )
 from weft.ops.local import check_shape, check_sizes
-from weft.ops.moe.grouped import GroupedArguments
-from weft.ops.moe.grouped_cases import exact_operands, quantized_rows_of, with_matrix, with_scales
-from weft.ops.moe.grouped_check import check_grouped
+from weft.ops.moe.grouped.cases import exact_operands, quantized_rows_of, with_matrix, with_scales
+from weft.ops.moe.grouped.check import check_grouped
+from weft.ops.moe.grouped.gemms import GroupedArguments
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE
 from weft.ops.moe.moe_dispatch import check_routing
 from weft.ops.moe.moe_schedule import moe_schedule

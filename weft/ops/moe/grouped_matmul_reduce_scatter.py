@@ -21,12 +21,12 @@ from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
 from weft.ops.knobs import around, check_knobs, counts, halved, knob
 from weft.ops.local import check_shape, check_sizes
-from weft.ops.moe import grouped
 from weft.ops.moe.by_nodes import ByNodes, scatter_by_nodes
 from weft.ops.moe.exchange import CombineArguments, channel_of, padded
-from weft.ops.moe.grouped import GroupedArguments, GroupedCall, GroupedTiles
-from weft.ops.moe.grouped_cases import exact_operands, fp8_forms, quantized_rows_of, with_matrix, with_scales
-from weft.ops.moe.grouped_check import check_grouped
+from weft.ops.moe.grouped import gemms
+from weft.ops.moe.grouped.cases import exact_operands, fp8_forms, quantized_rows_of, with_matrix, with_scales
+from weft.ops.moe.grouped.check import check_grouped
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, OWN_FEATURES, OWN_SCHEDULE, grouped_matmul
 from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
@@ -138,7 +138,7 @@ def run_slabs(design: Slabs, team: Team, given: ScatterArguments) -> torch.Tenso
     for number, first in enumerate(range(0, H, width)):
         columns = min(width, H - first)
         of_slab = y[: rows * k * columns].view(rows * k, columns)
-        grouped.run(design.tiles, gemm.of_columns(first, columns), out=of_slab)
+        gemms.run(design.tiles, gemm.of_columns(first, columns), out=of_slab)
         sums = own[rows * first : rows * (first + columns)]
         beside = shared
         if shared.rows is not None:

@@ -16,9 +16,9 @@ from weft.kernels.fp8 import E4M3, RowFormat, check_e4m3, quantize_rows, scales_
 from weft.ops.case import BF16, FP16, FP32, Case
 from weft.ops.knobs import around
 from weft.ops.moe.exchange import channel_of, rows_sent
-from weft.ops.moe.grouped import GroupedArguments, GroupedTiles
+from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
+from weft.ops.moe.grouped.rule import tiles
 from weft.ops.moe.grouped_matmul import GroupedOp
-from weft.ops.moe.grouped_rule import tiles
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule
 from weft.ops.registration import FLOATS
@@ -31,7 +31,7 @@ from weft.runtime.team.shape import Shape
 from weft.transport.copy_channel import CopyChannel
 
 if TYPE_CHECKING:
-    from weft.ops.moe.grouped import GroupedCall
+    from weft.ops.moe.grouped.gemms import GroupedCall
     from weft.plan.planned import Machine
     from weft.runtime.team.team import Team
 

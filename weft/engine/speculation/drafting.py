@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from weft.engine.prefill import PrefillChunk
-    from weft.engine.speculative import SpeculativeConfig
+    from weft.engine.speculation.options import SpeculativeConfig
 
 
 class Drafter(Protocol):

@@ -31,7 +31,7 @@ from weft.kernels.operands import can_describe
 from weft.ops.gemm.fp8_operands import columns_of, quantized_for
 from weft.ops.knobs import check_knobs, flipped, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
-from weft.ops.moe.grouped_kernel import Arriving, Form, grouped_matmul_kernel
+from weft.ops.moe.grouped.kernel import Arriving, Form, grouped_matmul_kernel
 from weft.ops.moe.routing import Schedule
 from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv

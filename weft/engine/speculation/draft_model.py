@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.engine.ngram import History
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pass, Pipeline
 from weft.engine.prefill import PrefillChunk, padded_pages
 from weft.engine.sampling import Choice
+from weft.engine.speculation.ngram import History
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.models import Decoder, DecoderConfig
 from weft.models.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ModelDrafter:
-    """Drafter by a model (weft.engine.drafting.Drafter)."""
+    """Drafter by a model (weft.engine.speculation.drafting.Drafter)."""
 
     def __init__(self, model: Decoder, slots: Slots, newest: Tensor, length: int, page_size: int) -> None:
         """`slots`, `newest` and `length` as of History."""

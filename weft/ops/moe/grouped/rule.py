@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.ops.gemm.space import STAGES_BYTES
-from weft.ops.moe.grouped import GroupedCall, GroupedTiles
+from weft.ops.moe.grouped.gemms import GroupedCall, GroupedTiles
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities

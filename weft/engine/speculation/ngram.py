@@ -53,7 +53,7 @@ class History:
 
 
 class NgramDrafter:
-    """Drafter by prompt look-up (weft.engine.drafting.Drafter).
+    """Drafter by prompt look-up (weft.engine.speculation.drafting.Drafter).
 
     Of the n-grams of `least` to `most` tokens that end with the newest token it takes the longest one that stands earlier in
     prompt or answer, at its last place. The tokens after it are drafted; where they are too few, up to the newest one, they

@@ -1,7 +1,8 @@
 """Grouped GEMMs of few pairs with experts in 4 bits (weft.kernels.four_bit.FourBit).
 
 With few pairs the time goes into reading weights: a tile of an expert's rows by at most 32 of its pairs reads them in 4 bits,
-as the small-M kernel does. With many pairs a kernel writes the weights in 16 bits for the GEMM of ``weft.ops.moe.grouped``.
+as the small-M kernel does. With many pairs a kernel writes the weights in 16 bits for the GEMM of
+``weft.ops.moe.grouped.gemms``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BLOCK_N, PER_SM = 64, 3
 def grouped_four_bit_kernel(
     x,
     weight,
-    grid,
+    scales,
     out,
     schedule,
     N,
@@ -50,7 +51,7 @@ def grouped_four_bit_kernel(
 
     x, schedule, out  as of ``grouped_matmul_kernel``: rows of tokens if CHOICES, else in the order of the schedule
     weight  descriptor over the bytes of all experts' rows, N of an expert, or gate's N and up's N
-    grid    ``Grid`` of the programs
+    scales  ``Grid`` of the experts' scales
 
     signals, waits  none
     """
@@ -81,10 +82,10 @@ def grouped_four_bit_kernel(
             low = tl.load(rows + k, mask=deep < K - k, other=0.0)
             high = tl.load(rows + k + HALF, mask=deep < K - k - HALF, other=0.0)
             bytes = weight.load([begin + column, k // 2])
-            acc = four_bit_dot(low, high, bytes, grid, of_weight, begin + N, k, K, acc, True)
+            acc = four_bit_dot(low, high, bytes, scales, of_weight, begin + N, k, K, acc, True)
             if GATED:
                 bytes = weight.load([begin + N + column, k // 2])
-                up = four_bit_dot(low, high, bytes, grid, of_weight + N, begin + 2 * N, k, K, up, True)
+                up = four_bit_dot(low, high, bytes, scales, of_weight + N, begin + 2 * N, k, K, up, True)
         if GATED:
             acc = acc / (1.0 + tl.exp(-acc)) * up
         n = column + tl.arange(0, BLOCK_N)

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.engine.drafting import Drafter
 from weft.engine.graphs import DecodeGraph
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pass
 from weft.engine.sampling import WIDTH, Choice
+from weft.engine.speculation.drafting import Drafter
 
 
 class Verify(NamedTuple):

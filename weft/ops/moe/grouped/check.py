@@ -11,7 +11,7 @@ from weft.kernels.fp8 import E4M3, Fp8, RowFormat, scales_of
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.local import check_like, check_shape
-from weft.ops.moe.grouped import GroupedArguments
+from weft.ops.moe.grouped.gemms import GroupedArguments
 from weft.ops.moe.routing import Experts, Schedule
 from weft.ops.registration import FLOATS, HALVES, check_flag, check_tensor
 

@@ -1,0 +1,1 @@
+"""Grouped GEMMs, each expert's weight times the rows of its pairs: what their ops share."""

@@ -14,7 +14,7 @@ from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, published
-from weft.models.family import AttentionOptions, ExpertOptions, Family
+from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family
 from weft.models.quantization import Quantization, modelopt_file
 from weft.parallel.rotary import Rotary
 from weft.parallel.step_plan import Mode, mode_named
@@ -131,12 +131,19 @@ class DecoderConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     attention: AttentionOptions
+    block: BlockOptions = BlockOptions()
     experts: ExpertOptions | None = None
     quantization: Quantization | None = None
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Options of the model that weft's kernels do not compute: torch's operations do."""
+        of_experts = () if self.experts is None else self.experts.lacking
+        return (*self.attention.lacking, *self.block.lacking, *of_experts)
 
     def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
         """Bytes of the matrices of consecutive layers, in `dtype` where they are not quantized."""
@@ -264,6 +271,7 @@ class DecoderConfig:
             tie_word_embeddings=tied,
             dtype=DTYPES[dtype.removeprefix("torch.")],
             attention=family.attention(filled),
+            block=family.block(filled),
             experts=family.experts(filled),
             quantization=quantization,
         )

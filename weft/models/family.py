@@ -33,6 +33,21 @@ class AttentionOptions:
         """Most tokens that a token attends to in any layer; None: all before it."""
         return None if None in self.windows else max(self.windows)
 
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Options here that weft's kernels do not compute: torch's operations do."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOptions:
+    """Options of a decoder around its attention: norms, MLP, residuals, embedding, logits."""
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Options here that weft's kernels do not compute."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOptions:
@@ -60,6 +75,11 @@ class ExpertOptions:
 
     def in_layer(self, layer: int) -> bool:
         return self.layers[layer % len(self.layers)]
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Options here that weft's kernels do not compute."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +116,11 @@ def no_experts(content: Content) -> ExpertOptions | None:
     return None
 
 
+def plain_block(content: Content) -> BlockOptions:
+    """The block of Llama."""
+    return BlockOptions()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Models whose config.json has one `model_type`.
@@ -106,8 +131,9 @@ class Family:
                   None: one for each query head; head_dim None: hidden_size / num_attention_heads
     published     name of a model -> its config.json, as far as it counts
     attention     options in a config.json. CheckpointError for values that weft does not run
+    block         options of the rest of a layer and of both ends, with the same errors
     experts       the mixture of experts in a config.json, with the same errors; None: MLPs
-    reads         keys that `attention` and `experts` read
+    reads         keys that `attention`, `block` and `experts` read
     supported     keys that may have these values and no other ones, beside the keys of all families
     """
 
@@ -117,6 +143,7 @@ class Family:
     defaults: Mapping[str, Any]
     published: Mapping[str, Mapping[str, Any]]
     attention: Callable[[Content], AttentionOptions] = plain_attention
+    block: Callable[[Content], BlockOptions] = plain_block
     experts: Callable[[Content], ExpertOptions | None] = no_experts
     reads: tuple[str, ...] = ()
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

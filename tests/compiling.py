@@ -96,3 +96,17 @@ def stack_bytes(kernel: Any, directory: Path) -> int:
     cubin.write_bytes(kernel.asm["cubin"])
     listed = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
     return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", listed))
+
+
+def sums_of(kernel: Any) -> list[tuple[str, str]]:
+    """(shape, layout) of each tensor of fp32 that the kernel sums up, in the order of the code: an order of additions."""
+    code = kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    reductions = re.findall(r'"tt\.reduce"\(.*?^\s*\}\) : \(tensor<(\w+), (.*?)>\) ->', code, re.MULTILINE | re.DOTALL)
+    bodies = re.findall(r'"tt\.reduce"\(.*?tt\.reduce\.return', code, re.DOTALL)
+    assert len(bodies) == len(reductions)
+    return [
+        (shape, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), layout))
+        for body, (shape, layout) in zip(bodies, reductions, strict=True)
+        if "arith.addf" in body
+    ]

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests.compiling import SHARED, TARGETS, compiled, stack_bytes, sums_of
 from tests.sampled import sampled
 from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
 from weft.kernels.online_softmax import PrefillTile
@@ -145,6 +145,15 @@ def test_options_compile_and_fit_a_gpu_of_the_other_maker(name):
 @pytest.mark.parametrize("name", IN_FP8)
 def test_fp8_results_compile_and_fit_a_gpu_of_the_other_maker(name):
     assert built(name, "gfx942").metadata.shared <= SHARED["gfx942"]
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", [name for name in IN_FP8 if not name.startswith("silu_mul")])
+def test_rows_in_fp8_come_of_the_sums_of_16_bits(name):
+    """Sums have one order, so a row in fp8 is that of the row in 16 bits."""
+    rows, halves = (sums_of(built(one, "sm_90")) for one in (name, name.removesuffix("_fp8")))
+    assert rows == halves
+    assert rows
 
 
 @pytest.mark.parametrize("name", [*KERNELS, *WITH_OPTIONS, *IN_FP8])

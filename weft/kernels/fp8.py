@@ -76,10 +76,21 @@ def quantized(x, GROUP: tl.constexpr = COLUMNS):
     size = tl.abs(x)
     finite = size < float("inf")
     largest = tl.max(tl.where(finite, size, 0.0), axis=2, keep_dims=True)
+    scale = scale_for(in_one_layout(largest))
+    return by_scale(x, scale).reshape(ROWS, WIDTH), scale.reshape(ROWS, WIDTH // GROUP)
+
+
+@triton.jit
+def scale_for(largest):
+    """Scales of groups with these ``largest`` finite magnitudes."""
     # div_rn: a plain division is approximate. Not of zeros or of subnormal results, which takes several times as long.
-    scale = tl.where(largest > 0, tl.div_rn(tl.maximum(largest, LEAST_LARGEST), LARGEST), 1.0)
-    x = tl.where(finite, x * tl.div_rn(1.0, scale), float("nan"))
-    return x.to(tl.float8e4nv).reshape(ROWS, WIDTH), scale.reshape(ROWS, WIDTH // GROUP)
+    return tl.where(largest > 0, tl.div_rn(tl.maximum(largest, LEAST_LARGEST), LARGEST), 1.0)
+
+
+@triton.jit
+def by_scale(x, scale):
+    """fp32 ``x`` in e4m3 by the scale of its group."""
+    return tl.where(tl.abs(x) < float("inf"), x * tl.div_rn(1.0, scale), float("nan")).to(tl.float8e4nv)
 
 
 class Fp8Rows(NamedTuple):
@@ -141,7 +152,7 @@ def by_given_scale(x, scale):
 def in_one_layout(x):
     """``x``, after a loop of one round, through which Triton does not move changes of layout.
 
-    Scales and bytes are stored in two layouts. For the scales' one Triton would compute all that leads to x again, with a whole
+    Scales are stored in a layout of their own, for which Triton would compute all that leads to them once more, with a whole
     group in each thread: rows of 5,120 took 187 us in place of 43 (H200, 4,096 rows, benchmarks/fp8_rows.py).
     """
     result = tl.zeros(x.shape, x.dtype)
@@ -151,23 +162,61 @@ def in_one_layout(x):
 
 
 @triton.jit
-def store_rows(x, out, at, mask, fp8, token, exists, first, end):
+def store_bytes(out, at, rows, mask, SUMMED: tl.constexpr):
+    """Store fp8 ``rows`` at out + at; if SUMMED eight bytes a thread, as a thread holds eight elements of 16 bits.
+
+    With sixteen Triton gives the rows another layout from their load on, and the sums before this store another order.
+    """
+    to = out + at
+    if SUMMED:
+        to = tl.max_contiguous(to, (1, 8))
+    tl.store(to, rows, mask=mask)
+
+
+@triton.jit
+def store_rows(x, out, at, mask, fp8, token, exists, first, end, SUMMED: tl.constexpr = False):
     """Store x [ROWS, BLOCK] at out + at; with ``fp8`` (``Fp8Rows``) as e4m3, with its scales.
 
     x       rounded to 16 bits; with fp8 0 beyond the ends of rows
     token   [ROWS], of its rows, which ``exist`` [ROWS]; first: column of x[:, 0], where a group begins
     end     of the row's columns, or of the columns that x holds
+    SUMMED  x comes of a sum over its columns, whose order 16 bits and fp8 share (``store_bytes``)
     """
     if fp8 is None:
         tl.store(out + at, x, mask=mask)
     elif fp8.group == 0:
-        tl.store(out + at, by_given_scale(x, tl.load(fp8.scales)), mask=mask)
+        store_bytes(out, at, by_given_scale(x, tl.load(fp8.scales)), mask, SUMMED)
     else:
-        rows, scales = quantized(in_one_layout(x), fp8.group)
+        rows, scales = quantized(x, fp8.group)
         group = first // fp8.group + tl.arange(0, x.shape[1] // fp8.group)
         to = fp8.scales + token.to(tl.int64)[:, None] * fp8.row + group[None, :] * fp8.column
-        tl.store(out + at, rows, mask=mask)
+        store_bytes(out, at, rows, mask, SUMMED)
         tl.store(to, scales, mask=exists[:, None] & (group * fp8.group < end)[None, :])
+
+
+@triton.jit
+def store_row(x, out, at, inside, fp8, row, WIDTH: tl.constexpr):
+    """Store one row x [GROUPS, GROUP] at out + at; with ``fp8`` (``Fp8Rows``) as e4m3, with its scales.
+
+    x       rounded to 16 bits; with fp8 0 where it is not ``inside`` the row's WIDTH columns
+    row     its number, int64
+    """
+    if fp8 is None:
+        tl.store(out + at, x, mask=inside)
+    elif fp8.group == 0:
+        store_bytes(out, at, by_given_scale(x, tl.load(fp8.scales)), inside, True)
+    else:
+        size = tl.abs(x.to(tl.float32))
+        largest = tl.max(tl.where(size < float("inf"), size, 0.0), axis=1, keep_dims=True)
+        scales = fp8.scales + row * fp8.row
+        if fp8.group == x.shape[1]:
+            scale = scale_for(largest)
+            group = tl.arange(0, x.shape[0])[:, None]
+            tl.store(scales + group * fp8.column, scale, mask=group * fp8.group < WIDTH)
+        else:
+            scale = scale_for(tl.max(largest, axis=0, keep_dims=True))
+            tl.store(scales + tl.zeros((1, 1), tl.int32), scale)
+        store_bytes(out, at, by_scale(x.to(tl.float32), scale), inside, True)
 
 
 @triton.jit
@@ -180,7 +229,7 @@ def store_groups(x, out, fp8, token, column, exists, width):
     if fp8.group == 0:
         tl.store(out + at, by_given_scale(x, tl.load(fp8.scales)), mask=exists[:, None])
     else:
-        rows, scales = quantized(in_one_layout(x), 128)
+        rows, scales = quantized(x, 128)
         to = fp8.scales + token * fp8.row + column // 128 * fp8.column
         tl.store(out + at, rows, mask=exists[:, None])
         tl.store(to[:, None], scales, mask=exists[:, None])
@@ -266,17 +315,6 @@ def by_torch(x: torch.Tensor, columns: int = COLUMNS.value) -> tuple[torch.Tenso
     # torch makes NaN of what is too large.
     rows = torch.where(finite, blocks * (1 / scale), torch.nan).clamp(-LARGEST.value, LARGEST.value)
     return rows.flatten(1)[:, :H].to(E4M3), scale.squeeze(-1)
-
-
-def agreed(plain: torch.Tensor, rows: Fp8, format: RowFormat) -> torch.Tensor:
-    """``plain`` [M, K], with NaN where a row differs in any bit from that of ``rows``; for cases of ops."""
-    wanted = (
-        by_static_scale(plain, format.static_scale)
-        if format.static_scale is not None
-        else Fp8(*by_torch(plain, COLUMNS.value if format.kind == "group" else plain.shape[1]))
-    )
-    same = (rows.data.view(torch.uint8) == wanted.data.view(torch.uint8)).all(1)
-    return plain.masked_fill(~(same & (rows.scales == wanted.scales).all(1))[:, None], torch.nan)
 
 
 def read_back(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.kernels.fp8 import RowFormat
+from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, by_static_scale, by_torch
 from weft.plan.planned import AUTO
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -67,6 +67,17 @@ def design_name(design: object) -> str:
         if value != field.default:
             shown.append(design_name(value) if is_dataclass(value) else f"{field.name}={value}")
     return f"{type(design).__name__}({','.join(shown)})"
+
+
+def agreed(plain: torch.Tensor, rows: Fp8, format: RowFormat) -> torch.Tensor:
+    """``plain`` [M, K], with NaN where a row differs in any bit from that of ``rows``."""
+    wanted = (
+        by_static_scale(plain, format.static_scale)
+        if format.static_scale is not None
+        else Fp8(*by_torch(plain, COLUMNS.value if format.kind == "group" else plain.shape[1]))
+    )
+    same = (rows.data.view(torch.uint8) == wanted.data.view(torch.uint8)).all(1)
+    return plain.masked_fill(~(same & (rows.scales == wanted.scales).all(1))[:, None], torch.nan)
 
 
 def format_of(case: Case, like: torch.Tensor) -> RowFormat | None:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.compiling import TARGETS, a_view, compiled, compiled_exchange
+from tests.compiling import TARGETS, a_view, compiled, compiled_exchange, sums_of
 from tests.sampled import sampled
 from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
 from weft.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -123,6 +123,14 @@ def test_compiles(arch, name):
         assert "griddepcontrol.launch_dependents" in ptx
     elif arch == "sm_80":
         assert "griddepcontrol" not in asm["ptx"]
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.endswith("fp8")])
+def test_rows_in_fp8_come_of_the_sums_of_16_bits(name):
+    rows, halves = (sums_of(compiled_for("sm_90", one, 2)) for one in (name, name.removesuffix("_fp8")))
+    assert rows == halves
+    assert rows
 
 
 @pytest.mark.triton_internals

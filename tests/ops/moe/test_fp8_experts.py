@@ -13,8 +13,8 @@ from tests.ops.moe.test_moe_ops import SCHEDULE, built_grouped
 from weft import ops
 from weft.errors import InvalidAccess
 from weft.kernels import fp8_tile
-from weft.kernels.fp8 import E4M3, Fp8, RowFormat, agreed, by_torch
-from weft.ops.case import BF16, FP16
+from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch
+from weft.ops.case import BF16, FP16, agreed
 from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.grouped import kernel as grouped_kernel
 from weft.ops.moe.grouped.cases import quantized_experts

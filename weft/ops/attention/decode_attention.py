@@ -21,7 +21,6 @@ from weft.kernels.fp8 import (
     COLUMNS,
     Fp8,
     RowFormat,
-    agreed,
     check_e4m3,
     empty_rows,
     fp8_of,
@@ -47,7 +46,7 @@ from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, h
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
-from weft.ops.case import Case, Draw, Inputs, format_of
+from weft.ops.case import Case, Draw, Inputs, agreed, format_of
 from weft.ops.local import capabilities_of, check_dtype, check_like, check_row_format, check_shape
 from weft.ops.op import Op, define, register
 from weft.ops.registration import check_scalar

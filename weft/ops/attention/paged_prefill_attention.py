@@ -22,7 +22,6 @@ from weft.kernels.fp8 import (
     COLUMNS,
     Fp8,
     RowFormat,
-    agreed,
     check_e4m3,
     empty_rows,
     fp8_of,
@@ -37,7 +36,7 @@ from weft.ops.attention.attention_op import GROUP, LOG2_E, AttentionOp, check_he
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
-from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs, format_of
+from weft.ops.case import BF16, Accuracy, Case, Draw, Inputs, agreed, format_of
 from weft.ops.knobs import around, check_knobs, halved, knob, powers, stepped
 from weft.ops.local import (
     capabilities_of,

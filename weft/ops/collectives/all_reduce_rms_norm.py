@@ -26,7 +26,6 @@ from weft.kernels.fp8 import (
     COLUMNS,
     Fp8,
     RowFormat,
-    agreed,
     check_e4m3,
     empty_rows,
     fp8_of,
@@ -34,7 +33,7 @@ from weft.kernels.fp8 import (
     rows_argument,
 )
 from weft.kernels.pair_sums import PairSum
-from weft.ops.case import Accuracy, Case, Draw, Inputs, format_of, sum_of
+from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, sum_of
 from weft.ops.collectives import all_reduce, cases
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot, checked_shape, shots_rule

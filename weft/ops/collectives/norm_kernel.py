@@ -184,7 +184,7 @@ def all_reduce_rms_norm_kernel(
             tl.store(hidden + place, whole, mask=here & inside[None, :])
             exists, token = tl.arange(0, ROWS) < min(rest, world), first + tl.arange(0, ROWS)
             stored = here & inside[None, :]
-            store_rows(result.to(dtype), norm.normed, place, stored, norm.fp8, token, exists, begin, end)
+            store_rows(result.to(dtype), norm.normed, place, stored, norm.fp8, token, exists, begin, end, True)
             epoch += 2
             count += 1
     else:
@@ -206,7 +206,7 @@ def all_reduce_rms_norm_kernel(
             here = place[None, :]
             tl.store(hidden + here, total, mask=inside[None, :])
             token, exists = row + tl.arange(0, 1), row + tl.arange(0, 1) < n
-            store_rows(result.to(dtype), norm.normed, here, inside[None, :], norm.fp8, token, exists, begin, end)
+            store_rows(result.to(dtype), norm.normed, here, inside[None, :], norm.fp8, token, exists, begin, end, True)
             epoch += 1
             count += 1
     keep_epoch(epochs, epoch - 1)

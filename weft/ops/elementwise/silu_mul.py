@@ -11,9 +11,9 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
-from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, agreed, check_e4m3, empty_rows, fp8_of, rows_argument, store_rows
+from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, check_e4m3, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.operands import rows_contiguous
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, format_of
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of
 from weft.ops.local import capabilities_of, check_like, check_rounds
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS

@@ -11,9 +11,9 @@ import torch
 
 from weft.kernels.deferred_norm import normed
 from weft.kernels.four_bit import FourBit
-from weft.kernels.fp8 import Fp8, agreed
+from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import RowScales, ScaledMatrix, rows_contiguous
-from weft.ops.case import Case, Draw, Inputs, format_of
+from weft.ops.case import Case, Draw, Inputs, agreed, format_of
 from weft.ops.gemm import cublas, four_bit_operands, fp8_operands, small_m, space
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import GemmCall, GemmOp, named, product

@@ -13,14 +13,13 @@ from weft.kernels.fp8 import (
     E4M3,
     Fp8,
     RowFormat,
-    agreed,
     by_torch,
     check_e4m3,
     empty_rows,
     fp8_of,
     read_back,
 )  # fmt: skip
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, gated_terms
 from weft.ops.collectives.all_gather import ALL_GATHER, all_gather
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.knobs import around, check_knobs, counts, halved, knob

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from weft.kernels.four_bit import FourBit
-from weft.kernels.fp8 import Fp8, RowFormat, agreed, check_e4m3, empty_rows, fp8_of
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, gated_terms
+from weft.kernels.fp8 import Fp8, RowFormat, check_e4m3, empty_rows, fp8_of
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, gated_terms
 from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_sizes, machine_on

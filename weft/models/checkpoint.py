@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from weft.errors import CheckpointError
 from weft.models.files import as_directory, check_directory, check_regular, read_object
 from weft.models.generation import GenerationDefaults
+from weft.models.joined import Joined, joined_name, rows_in
 from weft.parallel.sharding import Shard
 
 # safetensors' names and torch's.
@@ -103,12 +104,21 @@ class Checkpoint:
         """The whole tensor of this name, on the host."""
         return self._files()[name].get_tensor(name)
 
-    def unused(self, names: Collection[str]) -> list[str]:
+    def unused(self, names: Collection[str], joined: Collection[Joined] = ()) -> list[str]:
         """Names of tensors in the checkpoint beside `names`, without what configurations say as well."""
-        return [name for name in self._files() if name not in names and not name.endswith(SAID)]
+        used = {self._holder(name, joined) for name in names}
+        return [name for name in self._files() if name not in used and not name.endswith(SAID)]
 
-    def load(self, shards: Mapping[str, Shard], progress: Progress | None = None) -> list[str]:
+    def _holder(self, name: str, joined: Collection[Joined]) -> str:
+        """Name of the tensor in the checkpoint that has the rows of this one."""
+        return name if name in self._files() else joined_name(name, joined) or name
+
+    def load(
+        self, shards: Mapping[str, Shard], progress: Progress | None = None, joined: Collection[Joined] = ()
+    ) -> list[str]:
         """Fill every shard from the tensor of its name, and return names of tensors with NaN or infinities.
+
+        joined  rules for tensors that hold several matrices, used where a tensor of its name is missing
 
         Only parts on this rank count. Tensors without a shard are ignored.
         """
@@ -122,9 +132,15 @@ class Checkpoint:
         done = 0
         sums: list[torch.Tensor] = []
         for name, shard in shards.items():
-            if name not in files:
-                raise CheckpointError(f"{self.directory}: tensor {name} is missing; the checkpoint is not complete")
-            tensor = files[name].get_slice(name)
+            holder = self._holder(name, joined)
+            if holder not in files:
+                raise CheckpointError(f"{self.directory}: tensor {holder} is missing; the checkpoint is not complete")
+            tensor = files[holder].get_slice(holder)
+            if holder != name:
+                try:
+                    tensor = rows_in(tensor, name, joined, shards)
+                except CheckpointError as error:
+                    raise CheckpointError(f"{self.directory}: {error}") from None
             shape = tuple(tensor.get_shape())
             if not shard.fits(shape):
                 raise CheckpointError(

@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
         self.names = config.family.weights
         prefix, quantization = f"{self.names.layers}.{index}", config.quantization
         attention, mlp = (
-            None if quantization is None else quantization.formats(f"{prefix}.{name}")
+            None if quantization is None else quantization.formats(f"{prefix}.{name}", self.names.joined)
             for name in (self.names.attention, self.names.mlp)
         )
         self.input_layernorm = _norm(config, team, dtype)
@@ -210,16 +210,18 @@ class Decoder(nn.Module):
 
         whole_team  ranks that have the model together, where this one is a stage of a pipeline; None: this team's
         """
-        shards, team = self.shards(), whole_team or self.team
-        odd = {name for names in team.exchange(checkpoint.load(shards, progress)) for name in names}
+        shards, team, weights = self.shards(), whole_team or self.team, self.config.family.weights
+        of_ranks = team.exchange(checkpoint.load(shards, progress, weights.joined))
+        odd = {name for names in of_ranks for name in names}
         # A tied head is in some checkpoints twice, with equal values. Other ranks may hold other experts or layers.
         known = dict.fromkeys(name for names in (tuple(shards), *team.exchange(tuple(shards))) for name in names)
-        scales = scale_names(checkpoint, self.config.family.weights, self.config.num_hidden_layers)
+        scales = scale_names(checkpoint, weights, self.config.num_hidden_layers)
         if scales and self.cache_dtype == E4M3:
             own = scales[2 * self.span.start : 2 * self.span.stop]
             values = [read_scale(checkpoint, name) for name in own]
             self.cache_scales = torch.tensor(values, device=self.team.device).view(-1, 2)
-        unused = checkpoint.unused(known.keys() | {*scales, f"{self.config.family.weights.head}.weight"})
+        used = known.keys() | {*scales, f"{weights.head}.weight"}
+        unused = checkpoint.unused(used, weights.joined)
         where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
         lines = []
         if odd:

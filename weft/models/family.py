@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
+from weft.models.joined import Joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +89,12 @@ class WeightNames:
 
     Attention and MLP have q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, gate_proj, up_proj and down_proj below theirs, a
     mixture of experts gate and experts.E, with `projections` for gate, up and down below that.
+
+    joined  modules in whose tensors several of these matrices lie; a checkpoint may have the matrices apart, too
     """
 
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    joined: tuple[Joined, ...] = ()
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"

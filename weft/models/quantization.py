@@ -7,7 +7,7 @@ vLLM write them; MXFP4 and int4 of compressed-tensors. Everything else is refuse
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,6 +17,7 @@ from weft.errors import CheckpointError
 from weft.kernels.four_bit import MX_GROUP
 from weft.models.cache_scales import check_cache_scheme
 from weft.models.checkpoint import Checkpoint
+from weft.models.joined import Joined, joined_name
 from weft.parallel import four_bit
 from weft.parallel.four_bit import FourBitFormat
 from weft.parallel.quantized import BLOCK, Format, Formats, Fp8Format
@@ -88,14 +89,22 @@ class Quantization:
         """True for a module of 16 bits."""
         return any(_names(entry, name) for entry in self.ignored)
 
-    def formats(self, prefix: str) -> Formats:
+    def formats(self, prefix: str, joined: Collection[Joined] = ()) -> Formats:
         """Formats of a module's matrices.
+
+        joined  rules for modules of the checkpoint that hold several matrices, and that `ignored` may name
 
         CheckpointError where of the matrices of one GEMM some are quantized and some are not.
         """
 
+        def is_of_16_bits(name: str) -> bool:
+            holder = joined_name(f"{prefix}.{name}.weight", joined)
+            return self.ignores(f"{prefix}.{name}") or (
+                holder is not None and self.ignores(holder.removesuffix(".weight"))
+            )
+
         def of(names: Sequence[str]) -> Format | None:
-            of_16_bits = [name for name in names if self.ignores(f"{prefix}.{name}")]
+            of_16_bits = [name for name in names if is_of_16_bits(name)]
             if of_16_bits and len(of_16_bits) < len(names):
                 other = next(name for name in names if name not in of_16_bits)
                 raise CheckpointError(

@@ -139,7 +139,9 @@ class FourBitScales(nn.Module):
         of_groups = GroupShard(target=scales, shape=(N, groups), **fields)
         shards: dict[str, Shard] = {f"{name}.weight_packed": numbers, f"{name}.weight_scale": of_groups}
         if zeros is not None:
-            shards[f"{name}.weight_zero_point"] = ZeroShard(target=zeros, shape=(cdiv(N, OF_WORD), groups), **fields)
+            shape, ragged = (cdiv(N, OF_WORD), groups), N % OF_WORD != 0
+            zero_points = ZeroShard(target=zeros, shape=shape, ends_within_a_row=ragged, **fields)
+            shards[f"{name}.weight_zero_point"] = zero_points
         return shards
 
     def input_shards(self, name: str) -> dict[str, Shard]:

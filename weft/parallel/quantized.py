@@ -134,7 +134,8 @@ class ScaleShard(Shard):
         N, K = weight.shape
         shape = {"block": (cdiv(N, BLOCK), cdiv(K, BLOCK)), "channel": (N, 1), "tensor": (1, 1)}[scheme]
         rows, columns = blocks_of(weight, grid, scales)
-        return cls(target=scales, shape=shape, rows=rows, columns=columns)
+        ragged = scheme == "block" and N % BLOCK != 0
+        return cls(target=scales, shape=shape, rows=rows, columns=columns, ends_within_a_row=ragged)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         # Channels may be a vector, and a single scale a scalar.

@@ -17,6 +17,7 @@ class Shard:
     target: a parameter of this rank or a view of some of its rows
     shape:  the whole tensor's
     replicated: every rank holds all of it
+    ends_within_a_row: the tensor has a row for several rows of its matrix, whose last row is not the last of one
     """
 
     target: torch.Tensor
@@ -24,6 +25,7 @@ class Shard:
     dim: int = 0
     start: int = 0
     replicated: bool = False
+    ends_within_a_row: bool = False
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """True if the whole tensor may have this shape."""

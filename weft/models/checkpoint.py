@@ -14,6 +14,7 @@ from weft.errors import CheckpointError
 from weft.models.files import as_directory, check_directory, check_regular, read_object
 from weft.models.generation import GenerationDefaults
 from weft.models.joined import Joined, joined_name, rows_in
+from weft.models.multimodal import is_multimodal, is_of_text, text_config, text_name
 from weft.parallel.sharding import Shard
 
 # safetensors' names and torch's.
@@ -35,6 +36,8 @@ Progress = Callable[[int, int], None]
 class Checkpoint:
     """Read config.json at once; `load` opens each file of weights once, and reads only the given shards.
 
+    Of a multimodal checkpoint this is the text model: its config.json, and its tensors by the names that its family has.
+
     CheckpointError, in one line, from the call that finds something missing, damaged or of another shape.
     """
 
@@ -45,8 +48,10 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.directory}: adapter_config.json names an adapter, which weft does not apply; merge it into the weights"
             )
-        self.config = self.read_json("config.json")
-        self._tensors: dict[str, Any] | None = None
+        content = self.read_json("config.json")
+        self.is_multimodal, self.config = is_multimodal(content), text_config(content)
+        self._tensors: dict[str, tuple[Any, str]] | None = None
+        self._left_out: list[str] = []
 
     def read_json(self, name: str) -> dict[str, Any]:
         try:
@@ -78,8 +83,8 @@ class Checkpoint:
 
     def dtype(self) -> str:
         """torch's name for the data type of the first weight that is not quantized."""
-        for name, file in self._files().items():
-            if not name.endswith(SCALES) and (dtype := file.get_slice(name).get_dtype()) in DTYPES:
+        for name in self._files():
+            if not name.endswith(SCALES) and (dtype := self._slice(name).get_dtype()) in DTYPES:
                 return DTYPES[dtype]
         raise CheckpointError(
             f"{self.directory}: no tensor of {', '.join(DTYPES)} in it; take one that was not quantized"
@@ -90,7 +95,7 @@ class Checkpoint:
         files = self._files()
         if one not in files or other not in files:
             return False
-        parts = [files[name].get_slice(name) for name in (one, other)]
+        parts = [self._slice(name) for name in (one, other)]
         if parts[0].get_shape() != parts[1].get_shape() or parts[0].get_dtype() != parts[1].get_dtype():
             return True
         starts = range(0, (parts[0].get_shape() or [0])[0], COMPARED_ROWS)
@@ -102,12 +107,22 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor of this name, on the host."""
-        return self._files()[name].get_tensor(name)
+        file, stored = self._files()[name]
+        return file.get_tensor(stored)
 
     def unused(self, names: Collection[str], joined: Collection[Joined] = ()) -> list[str]:
         """Names of tensors in the checkpoint beside `names`, without what configurations say as well."""
         used = {self._holder(name, joined) for name in names}
         return [name for name in self._files() if name not in used and not name.endswith(SAID)]
+
+    def left_out(self) -> list[str]:
+        """Names of tensors beside a multimodal checkpoint's text model."""
+        self._files()
+        return self._left_out
+
+    def _slice(self, name: str) -> Any:
+        file, stored = self._files()[name]
+        return file.get_slice(stored)
 
     def _holder(self, name: str, joined: Collection[Joined]) -> str:
         """Name of the tensor in the checkpoint that has the rows of this one."""
@@ -135,7 +150,7 @@ class Checkpoint:
             holder = self._holder(name, joined)
             if holder not in files:
                 raise CheckpointError(f"{self.directory}: tensor {holder} is missing; the checkpoint is not complete")
-            tensor = files[holder].get_slice(holder)
+            tensor = self._slice(holder)
             if holder != name:
                 try:
                     tensor = rows_in(tensor, name, joined, shards)
@@ -170,7 +185,8 @@ class Checkpoint:
                 f"{STORED[shard.stored]}; name its module there among the ones that are not quantized"
             )
 
-    def _files(self) -> dict[str, Any]:
+    def _files(self) -> dict[str, tuple[Any, str]]:
+        """Name of a tensor → the open file with it, and its name there."""
         if self._tensors is None:
             self._tensors = self._open_files()
         return self._tensors
@@ -198,12 +214,19 @@ class Checkpoint:
             )
         return sorted(set(weight_map.values()))
 
-    def _open_files(self) -> dict[str, Any]:
-        """Name of a tensor → the open file with it."""
+    def _open_files(self) -> dict[str, tuple[Any, str]]:
         names = self.weight_files()
         if not names:
             raise CheckpointError(f"{self.directory}: no model.safetensors and no model.safetensors.index.json in it")
-        return {tensor: file for name in names for file in [self._open(name)] for tensor in file.keys()}  # noqa: SIM118
+        tensors: dict[str, tuple[Any, str]] = {}
+        for opened in map(self._open, names):
+            for stored in opened.keys():  # noqa: SIM118
+                name = text_name(stored)
+                if self.is_multimodal and not is_of_text(name):
+                    self._left_out.append(stored)
+                else:
+                    tensors[name] = opened, stored
+        return tensors
 
     def _open(self, name: str) -> Any:
         path = self.directory / name

@@ -15,6 +15,7 @@ from weft.models import generation
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, published
 from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family
+from weft.models.multimodal import text_config
 from weft.models.quantization import Quantization, modelopt_file
 from weft.parallel.rotary import Rotary
 from weft.parallel.step_plan import Mode, mode_named
@@ -224,8 +225,11 @@ class DecoderConfig:
     def from_dict(cls, content: Mapping[str, Any]) -> DecoderConfig:
         """Reads a config.json of transformers 4.x or 5.x; bfloat16 where it names no dtype.
 
+        Of a multimodal model its text model is taken.
+
         CheckpointError (a ValueError) for a model of no family in FAMILIES, and for unknown keys and values.
         """
+        content = text_config(content)
         family = FAMILIES.get(model_type) if isinstance(model_type := content.get("model_type"), str) else None
         if family is None:
             raise CheckpointError(

@@ -229,6 +229,8 @@ class Decoder(nn.Module):
             lines.append(f"{where}: NaN or infinite weights in {dtype}, so answers mean nothing: {names}")
         if scales and self.cache_scales is None:
             lines.append(f"{where}: scales of an fp8 KV cache, which only kv_cache_dtype='fp8' uses: {_listed(scales)}")
+        if left_out := checkpoint.left_out():
+            lines.append(f"{where}: tensors beside the text model, which weft leaves out: {_listed(left_out)}")
         if unused:
             lines.append(f"{where}: tensors that this model does not have, and does not use: {_listed(unused)}")
         return lines

@@ -18,6 +18,7 @@ from weft.kernels.four_bit import MX_GROUP
 from weft.models.cache_scales import check_cache_scheme
 from weft.models.checkpoint import Checkpoint
 from weft.models.joined import Joined, joined_name
+from weft.models.multimodal import text_name
 from weft.parallel import four_bit
 from weft.parallel.four_bit import FourBitFormat
 from weft.parallel.quantized import BLOCK, Format, Formats, Fp8Format
@@ -161,7 +162,7 @@ def _ignored(method: str, content: Mapping[str, Any], *names: str) -> tuple[str,
                 raise _refused(method, f"the pattern {quoted(entry)}", "names, and patterns such as 're:.*lm_head'")
         elif repeats > MOST_REPEATS:
             raise _refused(method, f"the pattern {quoted(entry)}", f"patterns of at most {MOST_REPEATS} asterisks")
-    return tuple(modules)
+    return tuple(map(text_name, modules))
 
 
 def _compiles(pattern: str) -> bool:

@@ -10,9 +10,9 @@ from torch import nn
 from weft.arguments import check_bool, check_int, is_integer, positive, quoted
 from weft.layers.gradients import SummedGradient, with_gradients
 from weft.layers.mlp import TPMLP
+from weft.layers.whole_moe import checked
 from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS, check_routing
-from weft.ops.moe.routing import Experts
-from weft.parallel import plain
+from weft.ops.moe.routing import ClampedSwiGLU, Experts
 from weft.parallel.linear import (
     check_layer,
     check_rows,
@@ -26,7 +26,7 @@ from weft.parallel.quantized import Formats, formats_under
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill, under, whole
 from weft.parallel.step_plan import plan_layer
-from weft.parallel.tensors import Gating, MLPWeights, MoEWeights, tensor_of
+from weft.parallel.tensors import Gating, MoEWeights, tensor_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -70,6 +70,11 @@ class MoE(nn.Module):
     formats      of the experts' and the shared one's weights; None: they are in `dtype`. Quantized ones have no gradients:
                  RuntimeError. The router is in `dtype`
     projections  a checkpoint's names of gate, up and down of the experts that tokens choose
+    router_name, shared_name  a checkpoint's names of the router and of the expert of all tokens
+
+    bias, logit_bias  biases of the experts' gate, up and down; of the router, added to its logits
+    clamped_swiglu    (alpha, limit) of ``weft.ops.moe.routing.ClampedSwiGLU`` in place of silu(gate) * up. With these three,
+                      torch's operations compute the experts, and not weft's kernels
 
     No token is dropped. ValueError where W, ep or tp does not divide what it is to split.
 
@@ -99,6 +104,11 @@ class MoE(nn.Module):
         dtype: torch.dtype,
         formats: Formats | None = None,
         projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        router_name: str = "gate",
+        shared_name: str = "shared_expert",
+        bias: bool = False,
+        logit_bias: bool = False,
+        clamped_swiglu: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
         check_layer(
@@ -132,7 +142,7 @@ class MoE(nn.Module):
         # One GEMM gives the experts' logits and the gate's.
         self.router = empty_parameter(num_experts + shared_gate, hidden_size, team=team, dtype=dtype)
         self.router_bias = empty_parameter(num_experts, team=team, dtype=torch.float32) if router_bias else None
-        self.projections = projections
+        self.projections, self.router_name, self.shared_name = projections, router_name, shared_name
         names = [[f"experts.{e}.{name}" for e in range(num_experts)] for name in projections]
         first, second = (None, None) if formats is None else (formats(names[0] + names[1]), formats(names[2]))
         options = {"team": team, "dtype": dtype}
@@ -142,6 +152,15 @@ class MoE(nn.Module):
         cut = [features] if features < intermediate_size else []
         self.down_scales = scales_beside(self.down, features, second, column_edges=cut)
         self.local_features = features
+        self.logit_bias = empty_parameter(num_experts, **options) if logit_bias else None
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            self.gate_up_bias = empty_parameter(self.experts.count, 2 * features, **options)
+            self.down_bias = empty_parameter(self.experts.count, hidden_size, **options)
+            if self.slice:
+                # Slices are summed: the first one has the bias.
+                self.down_bias.data.zero_()
+        self.swiglu = None if clamped_swiglu is None else ClampedSwiGLU(*clamped_swiglu)
         self.register_buffer("tickets", torch.zeros(1, dtype=torch.int32, device=team.device), persistent=False)
         self.shared_expert = None
         if shared_intermediate_size is not None:
@@ -150,7 +169,7 @@ class MoE(nn.Module):
             )
             sizes = {"hidden_size": hidden_size, "intermediate_size": shared_intermediate_size}
             self.shared_expert = TPMLP(
-                **sizes, team=team, mode=mode, dtype=dtype, formats=formats_under("shared_expert", formats)
+                **sizes, team=team, mode=mode, dtype=dtype, formats=formats_under(shared_name, formats)
             )
 
     @classmethod
@@ -159,7 +178,7 @@ class MoE(nn.Module):
 
         Or Qwen2MoeSparseMoeBlock or MixtralSparseMoeBlock. ValueError, with the difference, for any other function.
         """
-        tensors, gating = _checked(module)
+        tensors, gating = checked(module)
         num_experts, hidden_size = tensors["gate.weight"].shape
         shared = tensors.get("shared_expert.gate_proj.weight")
         moe = cls(
@@ -190,16 +209,19 @@ class MoE(nn.Module):
         gate_up = self.gate_up if self.gate_up_scales is None else self.gate_up_scales.matrix(self.gate_up)
         down = self.down if self.down_scales is None else self.down_scales.matrix(self.down)
         tensors = self.router, self.router_bias, gate_up, down
-        return MoEWeights(*tensors, self.experts, self.gating, shared, self.tickets)
+        beside = self.logit_bias, self.gate_up_bias, self.down_bias, self.swiglu
+        return MoEWeights(*tensors, self.experts, self.gating, shared, self.tickets, *beside)
 
     def shards(self) -> dict[str, Shard]:
         """Shards of the router, of this rank's experts and of the shared one."""
         router, gate = self.router.data.split([self.experts.total, len(self.router) - self.experts.total])
-        shards = {"gate.weight": whole(router)}
+        shards = {f"{self.router_name}.weight": whole(router)}
         if self.router_bias is not None:
-            shards["gate.e_score_correction_bias"] = whole(self.router_bias)
+            shards[f"{self.router_name}.e_score_correction_bias"] = whole(self.router_bias)
+        if self.logit_bias is not None:
+            shards[f"{self.router_name}.bias"] = whole(self.logit_bias)
         if self.shared_expert is not None:
-            shards |= under("shared_expert", self.shared_expert.shards())
+            shards |= under(self.shared_name, self.shared_expert.shards())
         if len(gate):
             shards["shared_expert_gate.weight"] = whole(gate)
         hidden, features = self.down.shape[1], self.local_features
@@ -217,10 +239,26 @@ class MoE(nn.Module):
                 name = f"experts.{self.experts.first + local}.{projection}"
                 scaled = None if scales is None else scales.shards(name, shard, begin, local)
                 shards |= {f"{name}.weight": shard} if scaled is None else scaled
+            if self.gate_up_bias is not None:
+                shards |= self._bias_shards(local)
         # One scale for the inputs of all experts, also of other ranks.
         for projection, scales in zip(self.projections, (self.gate_up_scales,) * 2 + (self.down_scales,), strict=True):
             for expert in range(self.experts.total if scales is not None else 0):
                 shards |= scales.input_shards(f"experts.{expert}.{projection}")
+        return shards
+
+    def _bias_shards(self, local: int) -> dict[str, Shard]:
+        """Shards of the biases of an expert here."""
+        prefix, (gate, up, down) = f"experts.{self.experts.first + local}", self.projections
+        rows = {"shape": (self.features,), "start": self.slice * self.local_features}
+        of_gate, of_up = self.gate_up_bias.data[local].chunk(2)
+        shards = {
+            f"{prefix}.{gate}.bias": Shard(target=of_gate, **rows),
+            f"{prefix}.{up}.bias": Shard(target=of_up, **rows),
+        }
+        if self.slice == 0:
+            of_down = self.down_bias.data[local]
+            shards[f"{prefix}.{down}.bias"] = Shard(target=of_down, shape=tuple(of_down.shape))
         return shards
 
     def forward(self, x: torch.Tensor, plan: StepPlan | None = None) -> torch.Tensor:
@@ -229,61 +267,10 @@ class MoE(nn.Module):
         rows = x.flatten(0, -2)
         if plan is None:
             shards = self.team.size if self.mode == "sequence_parallel" else 1
-            plan = plan_layer(len(rows) * shards, mode=self.mode, team=self.team)
+            fused = False if self.weights.by_torch else None
+            plan = plan_layer(len(rows) * shards, mode=self.mode, team=self.team, fused=fused)
         weights = self.weights
         if with_gradients(self, x, plan):
             weights = weights._replace(router=SummedGradient.apply(self.router, self.team))
         y = tensor_of(plan.recipe.moe(plan.recipe.given(rows), weights))
         return y.unflatten(-2, x.shape[:-1]) if x.dim() == 3 else y
-
-
-def _checked(module: nn.Module) -> tuple[dict[str, torch.Tensor], Gating]:
-    """(weights by their names in a checkpoint, gating) of a module.
-
-    ValueError where it computes something else than MoE.
-    """
-    name, computes = f"module={type(module).__name__}", "MoE.from_module takes softmax routing to gated MLPs with silu"
-    children, state = dict(module.named_children()), module.state_dict()
-    wanted = _wanted(children, name, computes)
-    if state.keys() != set(wanted):
-        raise ValueError(f"{name} has weights {sorted(state)}; MoE.from_module takes {sorted(wanted)}")
-    router, gate_up, down, *beside = (state[one] for one in wanted)
-    k = getattr(children["gate"], "top_k", None)
-    if type(k) is not int:
-        raise ValueError(f"{name} has a gate without top_k; {computes}")
-    shared = MLPWeights(torch.cat(beside[:2]), beside[2]) if "shared_expert" in children else None
-    rows, experts = torch.cat([router, *beside[3:]]), Experts.slices(len(router))
-    x = torch.randn(5, router.shape[1], generator=torch.Generator().manual_seed(0)).to(router)
-    with torch.no_grad():
-        result = module(x[None])
-    result = (result[0] if isinstance(result, tuple) else result).reshape(x.shape).float()
-    for renormalize in (True, False):
-        gating = Gating(k, renormalize=renormalize)
-        expected = plain.experts(x, MoEWeights(rows, None, gate_up, down, experts, gating, shared)).float()
-        tolerance = 1e-3 if router.dtype in (torch.float32, torch.float64) else 5e-2
-        if (result - expected).abs().max() <= tolerance * expected.abs().max():
-            break
-    else:
-        raise ValueError(
-            f"{name} gives another result than softmax routing to {len(router)} experts, {k} a token; {computes}"
-        )
-    tensors = {"gate.weight": router, **dict(zip(wanted[3:], beside, strict=True))}
-    for e in range(len(router)):
-        gate, up = gate_up[e].chunk(2)
-        parts = {"gate": gate, "up": up, "down": down[e]}
-        tensors |= {f"experts.{e}.{part}_proj.weight": weight for part, weight in parts.items()}
-    return tensors, gating
-
-
-def _wanted(children: dict[str, nn.Module], name: str, computes: str) -> list[str]:
-    """Names of a mixture's weights. ValueError for a child that is missing or unknown."""
-    if missing := [one for one in ("gate", "experts") if one not in children]:
-        raise ValueError(f"{name} has no {', '.join(missing)}; {computes}")
-    if unknown := sorted(children.keys() - {"gate", "experts", "shared_expert", "shared_expert_gate"}):
-        raise ValueError(f"{name} has {', '.join(unknown)} beside its experts; {computes}")
-    wanted = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
-    if "shared_expert" in children:
-        wanted += [f"shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")]
-    if "shared_expert_gate" in children:
-        wanted.append("shared_expert_gate.weight")
-    return wanted

@@ -143,7 +143,8 @@ class Checkpoint:
                 f"{self.directory}: tensor {ordered} gives columns in another order (actorder), which weft does not run; "
                 f"take a checkpoint without it"
             )
-        total = sum(shard.target.nbytes for shard in shards.values())
+        sizes = {name: sum(target.nbytes for target in shard.targets) for name, shard in shards.items()}
+        total = sum(sizes.values())
         done = 0
         sums: list[torch.Tensor] = []
         for name, shard in shards.items():
@@ -164,13 +165,17 @@ class Checkpoint:
             self._check_dtype(name, tensor.get_dtype(), shard)
             shard.copy_from(tensor)
             # NaN or infinite if a summand is. The host reads it at the end, so a GPU sums while it copies.
-            sums.append(_sum(shard.target))
-            done += shard.target.nbytes
+            sums.append(torch.stack([_sum(target) for target in shard.targets]).sum())
+            done += sizes[name]
             if progress is not None:
                 progress(done, total)
         odd = torch.stack(sums).isfinite().logical_not().tolist() if sums else []
         # Finite values can have an infinite sum.
-        return [name for name, odd in zip(shards, odd, strict=True) if odd and not _is_finite(shards[name].target)]
+        return [
+            name
+            for name, odd in zip(shards, odd, strict=True)
+            if odd and not all(map(_is_finite, shards[name].targets))
+        ]
 
     def _check_dtype(self, name: str, dtype: str, shard: Shard) -> None:
         """CheckpointError unless a shard can be filled from a tensor of this dtype, by safetensors' name."""

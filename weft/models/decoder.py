@@ -21,6 +21,7 @@ from weft.models.cache_scales import read_scale, scale_names
 from weft.models.checkpoint import SCALES, Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.memory import check_memory
+from weft.models.stacked_experts import as_stored
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.parallel.four_bit import CutShard
 from weft.parallel.modes import Mode, mode_named
@@ -211,6 +212,8 @@ class Decoder(nn.Module):
         whole_team  ranks that have the model together, where this one is a stage of a pipeline; None: this team's
         """
         shards, team, weights = self.shards(), whole_team or self.team, self.config.family.weights
+        if self.config.experts is not None:
+            shards = as_stored(shards, checkpoint, weights, self.config.experts.num_experts)
         of_ranks = team.exchange(checkpoint.load(shards, progress, weights.joined))
         odd = {name for names in of_ranks for name in names}
         # A tied head is in some checkpoints twice, with equal values. Other ranks may hold other experts or layers.
@@ -411,7 +414,8 @@ def _expert_layout(config: DecoderConfig, layout: Layout | None, team: Team) -> 
 
 def _feed_forward(config: DecoderConfig, index: int, layout: Layout | None, **options: Any) -> TPMLP | MoE:
     """MLP of a layer, or its experts."""
-    experts, shared = config.experts, {"hidden_size": config.hidden_size, **options}
+    experts, names = config.experts, config.family.weights
+    shared = {"hidden_size": config.hidden_size, **options}
     if experts is None or not experts.in_layer(index):
         return TPMLP(intermediate_size=config.intermediate_size, **shared)
     return MoE(
@@ -426,8 +430,13 @@ def _feed_forward(config: DecoderConfig, index: int, layout: Layout | None, **op
         scale=experts.scale,
         shared_intermediate_size=experts.shared_intermediate_size,
         shared_gate=experts.shared_gate,
+        bias=experts.bias,
+        logit_bias=experts.logit_bias,
+        clamped_swiglu=experts.clamped_swiglu,
         layout=layout,
-        projections=config.family.weights.projections,
+        projections=names.projections,
+        router_name=names.router,
+        shared_name=names.shared_expert,
         **shared,
     )
 

@@ -58,6 +58,8 @@ class ExpertOptions:
     intermediate_size  of each expert
     norm_topk_prob, scoring, router_bias, groups, group_limit, scale  how tokens choose: arguments of ``weft.layers.MoE``
     shared_intermediate_size, shared_gate  features of an expert of all tokens, and whether it has a gate
+    bias, logit_bias   biases of the experts' gate, up and down; of the router, added to its logits
+    clamped_swiglu     (alpha, limit) of ``weft.ops.moe.routing.ClampedSwiGLU``; None: silu(gate) * up
     layers             by layer, and repeated for more layers: True where there are experts, else an MLP
     """
 
@@ -72,6 +74,9 @@ class ExpertOptions:
     scale: float = 1.0
     shared_intermediate_size: int | None = None
     shared_gate: bool = False
+    bias: bool = False
+    logit_bias: bool = False
+    clamped_swiglu: tuple[float, float] | None = None
     layers: tuple[bool, ...] = (True,)
 
     def in_layer(self, layer: int) -> bool:
@@ -80,7 +85,27 @@ class ExpertOptions:
     @property
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute."""
-        return ()
+        options = {
+            "biases of experts": self.bias,
+            "a bias of the router's logits": self.logit_bias,
+            "a clamped SwiGLU": self.clamped_swiglu is not None,
+        }
+        return tuple(name for name, there in options.items() if there)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackedExperts:
+    """Tensors of all experts in a checkpoint: names below the mixture's, and what is where in them.
+
+    gate_up, down  [E, 2 N, H] and [E, H, N]; their biases end in _bias, numbers and scales in MXFP4 in _blocks and _scales
+    transposed     [E, H, 2 N] and [E, N, H], where they are not in MXFP4
+    interleaved    rows of gate and of up take turns, else gate's come first
+    """
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +113,17 @@ class WeightNames:
     """Prefixes of tensors' names in a checkpoint: the model's parts, and a layer's within it.
 
     Attention and MLP have q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, gate_proj, up_proj and down_proj below theirs, a
-    mixture of experts gate and experts.E, with `projections` for gate, up and down below that.
+    mixture of experts `router`, `shared_expert` and experts.E, with `projections` for gate, up and down below that. A
+    checkpoint may have `stacked` tensors in place of experts.E.
 
     joined  modules in whose tensors several of these matrices lie; a checkpoint may have the matrices apart, too
     """
 
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     joined: tuple[Joined, ...] = ()
+    router: str = "gate"
+    shared_expert: str = "shared_expert"
+    stacked: StackedExperts = StackedExperts()
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"

@@ -310,6 +310,15 @@ def _check_no_inputs(method: str, name: str, inputs: object) -> None:
         raise _refused(method, f"{name}.input_activations={quoted(inputs)}", "weights in 4 bits with inputs of 16 bits")
 
 
+def _mxfp4(content: Mapping[str, Any]) -> Quantization:
+    """Reads gpt-oss's: stacked experts in MXFP4."""
+    method, names = "mxfp4", "modules_to_not_convert"
+    _check(method, {name: value for name, value in content.items() if name != names}, {})
+    # As transformers has it, whatever the list says: experts alone are in MXFP4.
+    ignored = (*_ignored(method, content, names), "self_attn")
+    return Quantization(method=method, format=FourBitFormat(kind="mxfp4", stored=True), ignored=ignored)
+
+
 # Columns of a scale of int4.
 INT_GROUPS = (128, 64, 32)
 PACKINGS = {
@@ -345,5 +354,5 @@ def modelopt_file(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     return {**content, "quant_method": "modelopt"}
 
 
-READERS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt}
+READERS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "mxfp4": _mxfp4}
 """quant_method → reader of its quantization_config."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops.moe.routing import Routing
+from weft.ops.moe.routing import ClampedSwiGLU, Routing
 from weft.parallel.quantized import expert_of, linear
 from weft.parallel.rotary import apply_rotary
 from weft.parallel.sequences import Sequences
@@ -144,9 +144,23 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
     total = torch.zeros_like(x)
     for local in range(w.experts.count):
         weight = weights.masked_fill(ids != w.experts.first + local, 0).sum(-1, keepdim=True)
-        h = silu_mul(linear(x, expert_of(w.gate_up, local)))
-        total = total + linear(h, expert_of(w.down, local)) * weight
+        gate_up = with_bias(linear(x, expert_of(w.gate_up, local)), w.gate_up_bias, local)
+        h = silu_mul(gate_up) if w.swiglu is None else clamped_swiglu(gate_up, w.swiglu)
+        total = total + with_bias(linear(h, expert_of(w.down, local)), w.down_bias, local) * weight
     return total if w.shared is None else total + shared_expert(x, w.shared, gate)
+
+
+def with_bias(x: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    """x + bias[expert]; x without biases."""
+    return x if bias is None else x + bias[expert]
+
+
+def clamped_swiglu(gate_up: Tensor, swiglu: ClampedSwiGLU) -> Tensor:
+    """(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g) with g = min(gate, limit)"""
+    alpha, limit = swiglu
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def shared_expert(x: Tensor, w: MLPWeights, gate: Tensor | None) -> Tensor:

@@ -81,7 +81,14 @@ class SequenceParallel(Recipe):
         )
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
+        if w.by_torch:
+            return self.gathered(x, w)
         return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
+
+    def gathered(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
+        """A mixture of gathered rows: no GEMM overlaps with a collective."""
+        whole = ops.all_gather(x.rows, self.team)
+        return SequenceShard(ops.reduce_scatter(self.local.experts(whole, w), self.team))
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
         """A mixture with a shared expert: rows travel under its first GEMM, which needs all rows.
@@ -185,9 +192,7 @@ class GatheredMLP(SequenceParallel):
         return SequenceShard(ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team))
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
-        whole = ops.all_gather(x.rows, self.team)
-        summand = self.local.experts(whole, w)
-        return SequenceShard(ops.reduce_scatter(summand, self.team))
+        return self.gathered(x, w)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}, gathered before the MLP"

@@ -27,6 +27,11 @@ class Shard:
     replicated: bool = False
     ends_within_a_row: bool = False
 
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of this rank that are filled from the whole tensor itself."""
+        return (self.target,)
+
     def fits(self, shape: tuple[int, ...]) -> bool:
         """True if the whole tensor may have this shape."""
         return shape == self.shape

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
-from weft.ops.moe.routing import Experts, Gating, Routing, Schedule
+from weft.ops.moe.routing import ClampedSwiGLU, Experts, Gating, Routing, Schedule
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -129,6 +129,9 @@ class MoEWeights(NamedTuple):
              is no such MLP
     tickets  int32 [1] zeros: arrival counter of ops.matmul_route_schedule and ops.moe_schedule; None: each call makes one,
              by a launch more
+    logit_bias                 [E], added to the experts' logits
+    gate_up_bias, down_bias    [experts.count, 2 N] and [experts.count, H]; of slices, only the first rank's down_bias is not 0
+    swiglu                     None: silu(gate) * up
     """
 
     router: Tensor
@@ -139,11 +142,22 @@ class MoEWeights(NamedTuple):
     gating: Gating
     shared: MLPWeights | None = None
     tickets: Tensor | None = None
+    logit_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    swiglu: ClampedSwiGLU | None = None
+
+    @property
+    def by_torch(self) -> bool:
+        """True for options that weft's kernels do not compute."""
+        options = self.logit_bias, self.gate_up_bias, self.down_bias, self.swiglu
+        return any(one is not None for one in options)
 
     def logits(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """(the experts' logits [T, E], the logits of the shared expert's gate [T] or None) of x @ router.T"""
         E = self.experts.total
-        return scores[:, :E], scores[:, E] if scores.shape[1] > E else None
+        logits = scores[:, :E] if self.logit_bias is None else scores[:, :E] + self.logit_bias
+        return logits, scores[:, E] if scores.shape[1] > E else None
 
 
 class LayerWeights(NamedTuple):

@@ -112,6 +112,16 @@ class Gating(NamedTuple):
     scale: float = 1.0
 
 
+class ClampedSwiGLU(NamedTuple):
+    """Activation of experts: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)
+
+    with g = min(gate, limit)
+    """
+
+    alpha: float
+    limit: float
+
+
 class Schedule(NamedTuple):
     """The pairs of a rank's experts, expert by expert, as grouped GEMMs compute them.
 

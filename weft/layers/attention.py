@@ -13,6 +13,7 @@ from weft.layers.whole_attention import check_module
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows, split_evenly
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats
+from weft.parallel.recipe import StepPlan
 from weft.parallel.sequences import Sequences
 from weft.parallel.sharding import Shard, fill_from_module, whole
 from weft.parallel.step import Step
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 
 
 class TPAttention(nn.Module):
-    """y = softmax(rope(norm(q)) @ rope(norm(k)).T / sqrt(head_dim)) @ v @ o.T, q, k, v = x @ qkv.T + bias
+    """y = softmax(rope(norm(q)) @ rope(norm(k)).T * scale) @ v @ o.T + o_bias, q, k, v = x @ qkv.T + bias
 
     qk_norm  False: no norms of q and k
-    bias     False: no bias
+    bias, output_bias  False: no bias
     window   tokens that a token attends to, itself included; None: all before it
+    scale    of scores; None: head_dim ** -0.5
+    softcap  softcap * tanh(score / softcap) in place of a score; None: scores as they are
+    rotary   number of the step's table of angles, where it has several
     formats  of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
@@ -53,7 +57,11 @@ class TPAttention(nn.Module):
         dtype: torch.dtype,
         qk_norm: bool = True,
         bias: bool = False,
+        output_bias: bool = False,
         window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        rotary: int = 0,
         context_parallel: bool = False,
         formats: Formats | None = None,
     ) -> None:
@@ -79,8 +87,8 @@ class TPAttention(nn.Module):
         parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         options = {"team": team, "dtype": dtype, "formats": formats}
         self.qkv_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, **options)
-        self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, **options)
-        self.eps, self.window = rms_norm_eps, window
+        self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, bias=output_bias, **options)
+        self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
         norm = {"eps": rms_norm_eps, "device": team.device, "dtype": dtype}
         self.q_norm, self.k_norm = (
             nn.RMSNorm(head_dim, **norm).requires_grad_(False) if qk_norm else None for _ in range(2)
@@ -107,7 +115,8 @@ class TPAttention(nn.Module):
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         return AttentionWeights(
             self.qkv_proj.matrix, self.o_proj.matrix, q_norm, k_norm, self.eps,
-            self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window,
+            self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window, self.scale, self.softcap,
+            self.o_proj.bias, self.rotary,
         )  # fmt: skip
 
     def forward(
@@ -122,7 +131,7 @@ class TPAttention(nn.Module):
         if isinstance(step, Sequences):
             self._check_sequences(x, step)
             if with_gradients(self, x, step.plan):
-                weights = self._shared(weights)
+                weights = self._shared(weights, step.plan)
         elif x.dim() == 3:
             raise ValueError(
                 "TPAttention: x is [batch, length, hidden] and step a Step; pass Sequences, or x.flatten(0, 1)"
@@ -145,10 +154,12 @@ class TPAttention(nn.Module):
         if x.shape != shape:
             raise ValueError(f"TPAttention: x has shape {tuple(x.shape)}, and this rank's rows of step are {shape}")
 
-    def _shared(self, weights: AttentionWeights) -> AttentionWeights:
+    def _shared(self, weights: AttentionWeights, plan: StepPlan) -> AttentionWeights:
         """``weights``, with gradients summed over the ranks that hold the same."""
         summed = weights._asdict()
-        for name in ("q_norm", "k_norm"):
+        # Where every rank adds it to all rows, its gradient is whole.
+        split = ("o_bias",) if plan.mode == "sequence_parallel" else ()
+        for name in ("q_norm", "k_norm", *split):
             if summed[name] is not None:
                 summed[name] = SummedGradient.apply(summed[name], self.team)
         shared = 2 * self.num_kv_heads * self.head_dim

@@ -116,6 +116,7 @@ class DecoderConfig:
 
     quantization  of matrices in 8 or 4 bits; None: all are in `dtype`
     max_position_embeddings  with YaRN, its positions: factor * original_max_position_embeddings
+    rotary, window_rotary  rotary embedding, and that of layers with a window where it is another one
     """
 
     model_type: str
@@ -132,6 +133,7 @@ class DecoderConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     attention: AttentionOptions
+    window_rotary: Rotary | None = None
     block: BlockOptions = BlockOptions()
     experts: ExpertOptions | None = None
     quantization: Quantization | None = None
@@ -139,6 +141,18 @@ class DecoderConfig:
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
+
+    def rotary_of(self, layer: int) -> Rotary | None:
+        """Rotary embedding of a layer; None: it has none."""
+        if not self.attention.rotated[layer % len(self.attention.rotated)]:
+            return None
+        windowed = self.window_rotary is not None and self.attention.window(layer) is not None
+        return self.window_rotary if windowed else self.rotary
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """The different rotary embeddings of the layers."""
+        return tuple(dict.fromkeys(map(self.rotary_of, range(self.num_hidden_layers))))
 
     @property
     def lacking(self) -> tuple[str, ...]:
@@ -265,13 +279,14 @@ class DecoderConfig:
         filled = {**family.defaults, **content}
         if not isinstance(tied := filled["tie_word_embeddings"], bool):
             raise CheckpointError(f"config.json: tie_word_embeddings={quoted(tied)} is not true or false")
-        rotary = _rotary(filled)
+        rotary, window_rotary = _rotaries(family, filled)
         sizes = _sizes(family, filled)
         return cls(
             model_type=family.model_type,
             **sizes | {"max_position_embeddings": rotary.positions(sizes["max_position_embeddings"])},
             rms_norm_eps=_positive("rms_norm_eps", filled["rms_norm_eps"]),
             rotary=rotary,
+            window_rotary=window_rotary,
             tie_word_embeddings=tied,
             dtype=DTYPES[dtype.removeprefix("torch.")],
             attention=family.attention(filled),
@@ -316,8 +331,8 @@ def _sizes(family: Family, content: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _rotary(content: Mapping[str, Any]) -> Rotary:
-    """Rotary embedding in a config.json.
+def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotary | None]:
+    """Rotary embedding in a config.json, and that of layers with a window where it is another one.
 
     transformers 5 keeps it in rope_parameters, 4.x beside a rope_scaling that is mostly null. In transformers 5 a rope_scaling
     replaces rope_parameters.
@@ -326,8 +341,14 @@ def _rotary(content: Mapping[str, Any]) -> Rotary:
         if content.get(name) is not None and not isinstance(content[name], Mapping):
             raise CheckpointError(f"config.json: {name}={quoted(content[name])} is not an object")
     name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    given, of_windows = content.get(name) or {}, family.window_rope(content)
+    if of_windows is not None:
+        given = given.get("full_attention") or {
+            key: value for key, value in given.items() if key != "sliding_attention"
+        }
     try:
-        return Rotary.of({"rope_theta": content["rope_theta"], **(content.get(name) or {})}, name)
+        rotary = Rotary.of({"rope_theta": content["rope_theta"], **given}, name)
+        return rotary, None if of_windows is None else Rotary.of(of_windows, "rope_parameters of sliding_attention")
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
 

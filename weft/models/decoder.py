@@ -72,7 +72,11 @@ class DecoderLayer(nn.Module):
             rms_norm_eps=config.rms_norm_eps,
             qk_norm=config.attention.qk_norm,
             bias=config.attention.bias,
+            output_bias=config.attention.output_bias,
             window=config.attention.window(index),
+            scale=config.attention.scale,
+            softcap=config.attention.softcap,
+            rotary=config.rotaries.index(config.rotary_of(index)),
             team=team,
             mode=mode,
             dtype=dtype,
@@ -179,7 +183,9 @@ class Decoder(nn.Module):
         self.lm_head = VocabParallelHead(*vocabulary, **sharded) if self.is_last else None
         if config.tie_word_embeddings and self.is_first and self.is_last:
             self.lm_head.weight = self.embed_tokens.weight
-        self.angles = rotary_angles(config.max_position_embeddings, config.head_dim, config.rotary, team.device)
+        sizes = config.max_position_embeddings, config.head_dim
+        tables = tuple(rotary_angles(*sizes, rotary, team.device) for rotary in config.rotaries)
+        self.angles = tables[0] if len(tables) == 1 else tables
 
     @classmethod
     def from_pretrained(

@@ -18,12 +18,20 @@ class AttentionOptions:
 
     qk_norm  RMSNorm of each head of q and k before the rotary embedding
     bias     of q_proj, k_proj and v_proj
+    output_bias  of o_proj
     windows  by layer, and repeated for more layers: a token attends to this many tokens, itself the last; None: to all
+    scale    of scores; None: head_dim ** -0.5
+    softcap  softcap * tanh(score / softcap) in place of a score; None: scores as they are
+    rotated  by layer, and repeated for more layers: False where there is no rotary embedding
     """
 
     qk_norm: bool = False
     bias: bool = False
+    output_bias: bool = False
     windows: tuple[int | None, ...] = (None,)
+    scale: float | None = None
+    softcap: float | None = None
+    rotated: tuple[bool, ...] = (True,)
 
     def window(self, layer: int) -> int | None:
         """Window of a layer."""
@@ -37,7 +45,12 @@ class AttentionOptions:
     @property
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute: torch's operations do."""
-        return ()
+        asked = {
+            "scale": self.scale is not None,
+            "softcap": self.softcap is not None,
+            "layers without rotary embedding": not all(self.rotated),
+        }
+        return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +167,19 @@ def plain_block(content: Content) -> BlockOptions:
     return BlockOptions()
 
 
+def same_rope(content: Content) -> None:
+    """Rotary embedding that is the same in layers with a window."""
+
+
+def window_rope(content: Content, theta: str = "rope_theta") -> Content:
+    """Rotary embedding of layers with a window: that of "sliding_attention", else without scaling.
+
+    theta  key of its base in a file without rope_parameters
+    """
+    by_type = content.get("rope_parameters") or {}
+    return {"rope_theta": content[theta], **(by_type.get("sliding_attention") or {})}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Models whose config.json has one `model_type`.
@@ -164,6 +190,8 @@ class Family:
                   None: one for each query head; head_dim None: hidden_size / num_attention_heads
     published     name of a model -> its config.json, as far as it counts
     attention     options in a config.json. CheckpointError for values that weft does not run
+    window_rope   rope_parameters of layers with a window, where they are other ones than of the rest; None: they are not.
+                  Where it gives some, rope_parameters of the rest may stand under "full_attention"
     block         options of the rest of a layer and of both ends, with the same errors
     experts       the mixture of experts in a config.json, with the same errors; None: MLPs
     reads         keys that `attention`, `block` and `experts` read
@@ -176,6 +204,7 @@ class Family:
     defaults: Mapping[str, Any]
     published: Mapping[str, Mapping[str, Any]]
     attention: Callable[[Content], AttentionOptions] = plain_attention
+    window_rope: Callable[[Content], Content | None] = same_rope
     block: Callable[[Content], BlockOptions] = plain_block
     experts: Callable[[Content], ExpertOptions | None] = no_experts
     reads: tuple[str, ...] = ()

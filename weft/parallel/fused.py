@@ -20,6 +20,7 @@ from weft.ops.elementwise.silu_mul import MAX_TOKEN
 from weft.parallel.plain import as_cached, attend_to_chunk, attend_to_prompts, attend_to_sequences
 from weft.parallel.plain import silu_mul as plain_silu_mul
 from weft.parallel.quantized import gemm_operands, grouped_operands, rows_between, rows_for
+from weft.parallel.rotary import table_of
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     AttentionWeights,
@@ -100,7 +101,7 @@ Scales = dict[str, Tensor]
 
 
 def _head(w: AttentionWeights, step: Step) -> tuple[Tensor | None, Tensor | None, float, Tensor]:
-    return w.q_norm, w.k_norm, w.eps, step.angles
+    return w.q_norm, w.k_norm, w.eps, table_of(step.angles, w.rotary)
 
 
 def _decode(
@@ -175,7 +176,7 @@ def attend_after_cached(q: Tensor, keys: Tensor, values: Tensor, step: Step, cac
     values, attended = values.view(keys.shape), []
     for chunk in step.chunks:
         if chunk.before == 0:
-            attended.append(attend_to_chunk(q, (keys, values), cache, step.pages, chunk, None))
+            attended.append(attend_to_chunk(q, (keys, values), cache, step.pages, chunk))
             continue
         for number in range(chunk.batch):
             first = chunk.first_token + number * chunk.length

@@ -16,7 +16,7 @@ from weft.kernels.fp8 import E4M3, Fp8
 from weft.parallel.four_bit import Cut, FourBitFormat, FourBitScales
 from weft.parallel.modes import Mode, check_mode
 from weft.parallel.quantized import Format, Formats, Fp8Grid, Fp8Scales
-from weft.parallel.sharding import Shard
+from weft.parallel.sharding import Shard, whole
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -122,7 +122,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """weight [N, K_local]: this rank's columns of a checkpoint weight; its GEMM gives a partial sum."""
+    """weight [N, K_local]: this rank's columns of a checkpoint weight; its GEMM gives a partial sum.
+
+    bias  [N] or None, for the sum over the ranks
+    """
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class RowParallelLinear(nn.Module):
         *,
         team: Team,
         dtype: torch.dtype,
+        bias: bool = False,
         formats: Formats | None = None,
     ) -> None:
         super().__init__()
@@ -140,6 +144,7 @@ class RowParallelLinear(nn.Module):
         format = None if formats is None else formats((name,))
         self.weight = matrix_parameter(out_features, local, team=team, dtype=dtype, format=format)
         self.scales = scales_beside(self.weight, local, format, column_edges=[local] if team.size > 1 else [])
+        self.bias = empty_parameter(out_features, team=team, dtype=dtype) if bias else None
 
     @property
     def matrix(self) -> torch.Tensor | Fp8 | FourBit:
@@ -149,7 +154,8 @@ class RowParallelLinear(nn.Module):
     def shards(self) -> dict[str, Shard]:
         shape = (len(self.weight), self.in_features)
         shard = Shard(target=self.weight.data, shape=shape, dim=1, start=self.team.rank * self.local)
-        return {f"{self.name}.weight": shard} if self.scales is None else self.scales.shards(self.name, shard)
+        shards = {f"{self.name}.weight": shard} if self.scales is None else self.scales.shards(self.name, shard)
+        return shards if self.bias is None else shards | {f"{self.name}.bias": whole(self.bias)}
 
 
 def matrix_parameter(*shape: int, team: Team, dtype: torch.dtype, format: Format | None) -> nn.Parameter:

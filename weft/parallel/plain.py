@@ -6,7 +6,7 @@ The functions are the same as in weft.parallel.fused.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,19 @@ from torch.nn import functional as F
 
 from weft.ops.moe.routing import ClampedSwiGLU, Routing
 from weft.parallel.quantized import expert_of, linear
-from weft.parallel.rotary import apply_rotary
+from weft.parallel.rotary import apply_rotary, table_of
 from weft.parallel.sequences import Sequences
-from weft.parallel.tensors import AttentionWeights, Gating, Matrix, MLPWeights, MoEWeights, NormWeights, VocabWeights
+from weft.parallel.tensors import (
+    PLAIN_SCORES,
+    AttentionWeights,
+    Gating,
+    Matrix,
+    MLPWeights,
+    MoEWeights,
+    NormWeights,
+    Scores,
+    VocabWeights,
+)
 
 if TYPE_CHECKING:
     from weft.parallel.step import Chunk, Step
@@ -57,7 +67,7 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
     qkv = qkv if w.bias is None else qkv + w.bias
     heads = qkv.view(step.tokens, -1, w.head_dim)
     q, k, v = heads.split([w.heads, w.kv_heads, w.kv_heads], dim=1)
-    angles = step.angles[step.positions]
+    angles = table_of(step.angles, w.rotary)[step.positions]
     page, offset = step.cells
     k = apply_rotary(norm_of_heads(k, w.k_norm, w.eps), angles)
     keys[page, :, offset], values[page, :, offset] = as_cached(k, k_scale), as_cached(v, v_scale)
@@ -70,9 +80,9 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
         (keys, values), pages = spread.all_pages(w, cache, step.pages)
         step = replace(step, pages=pages)
     if step.is_prefill:
-        attended = attend_to_prompts(q, k, v.flatten(1), step, (keys, values, *scales), w.window)
+        attended = attend_to_prompts(q, k, v.flatten(1), step, (keys, values, *scales), w.scores)
     else:
-        attended = attend_to_pages(q, keys, values, step.pages, step.lengths, w.window, k_scale, v_scale)
+        attended = attend_to_pages(q, keys, values, step.pages, step.lengths, w.scores, k_scale, v_scale)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 
@@ -82,27 +92,47 @@ def attend_to_sequences(qkv: Tensor, w: AttentionWeights, step: Sequences) -> Te
         qkv = qkv.unflatten(0, (step.shards, step.batch, -1)).transpose(0, 1).reshape(step.tokens, -1)
     qkv = qkv if w.bias is None else qkv + w.bias
     q, k, v = qkv.view(step.tokens, -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=1)
-    angles = step.angles.expand(step.batch, -1, -1).flatten(0, 1)
+    angles = table_of(step.angles, w.rotary).expand(step.batch, -1, -1).flatten(0, 1)
     q, k = (apply_rotary(norm_of_heads(x, norm, w.eps), angles) for x, norm in ((q, w.q_norm), (k, w.k_norm)))
     q, k, v = (x.unflatten(0, (step.batch, step.length)).transpose(1, 2) for x in (q, k, v))
-    attended = attend_causally(q, k, v, w.window) if step.attend is None else step.attend(q, k, v)
+    attended = attend_causally(q, k, v, w.scores) if step.attend is None else step.attend(q, k, v)
     if step.shards > 1:
         attended = attended.unflatten(1, (step.shards, -1)).transpose(0, 1)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
 
 
-def attend_causally(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention of whole sequences, each token to `window` tokens, itself included.
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Attention of whole sequences, each token to its window, itself included.
 
     q, k, v: [batch, heads or kv_heads, length, head_dim] -> [batch, length, heads, head_dim]
     """
-    length = q.shape[2]
-    if window is None or window >= length:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    token = torch.arange(length, device=q.device)
-    distance = token[:, None] - token
-    mask = (distance >= 0) & (distance < window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    length, windowed = q.shape[2], scores.window is not None and scores.window < q.shape[2]
+    mask = causal_mask(0, length, scores.window, q.device) if windowed else None
+    return softmax_attention(q, k, v, scores, mask).transpose(1, 2)
+
+
+def causal_mask(before: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, before + length]: True where a token after ``before`` attends to a key."""
+    end = before + length
+    distance = torch.arange(before, end, device=device)[:, None] - torch.arange(end, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def softmax_attention(q: Tensor, keys: Tensor, values: Tensor, scores: Scores, seen: Any = None) -> Tensor:
+    """softmax(scores) @ values, of the scores where ``seen`` [..., length, keys]; None: causal.
+
+    q [batch, heads, length, head_dim], keys and values [batch, kv_heads, keys, head_dim]
+    """
+    if scores.softcap is None:
+        causal, grouped = seen is None, q.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=seen, is_causal=causal, scale=scores.scale, enable_gqa=grouped
+        )
+    seen = causal_mask(0, q.shape[2], None, q.device) if seen is None else seen
+    keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
+    x = (q @ keys.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    x = scores.softcap * torch.tanh(x / scores.softcap)
+    return x.masked_fill(~seen, -torch.inf).softmax(-1).to(values.dtype) @ values
 
 
 def as_cached(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -210,7 +240,7 @@ def attend_to_pages(
     values: Tensor,
     pages: Tensor,
     lengths: Tensor,
-    window: int | None = None,
+    scores: Scores = PLAIN_SCORES,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
@@ -219,23 +249,21 @@ def attend_to_pages(
     keys, values = (gather_pages(cache, pages, q.dtype, scale) for cache, scale in ((keys, k_scale), (values, v_scale)))
     at, lengths = torch.arange(keys.shape[2], device=q.device), lengths.clamp(min=1)[:, None]
     seen = at < lengths
-    if window is not None:
-        seen &= at >= lengths - window
+    if scores.window is not None:
+        seen &= at >= lengths - scores.window
     # Query heads of one KV head are rows of one attention.
     q = q.view(batch, keys.shape[1], -1, head_dim)
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None]).reshape(
-        batch, heads, head_dim
-    )
+    return softmax_attention(q, keys, values, scores, seen[:, None, None]).reshape(batch, heads, head_dim)
 
 
 def attend_to_prompts(
-    q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, ...], window: int | None = None
+    q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, ...], scores: Scores = PLAIN_SCORES
 ) -> Tensor:
     """Causal attention of a prefill by torch, [T, heads, head_dim]: a launch for each chunk.
 
     q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values [T, kv_heads * head_dim]: of all tokens of the pass
     """
-    attended = [attend_to_chunk(q, (keys, values), cache, step.pages, chunk, window) for chunk in step.chunks]
+    attended = [attend_to_chunk(q, (keys, values), cache, step.pages, chunk, scores) for chunk in step.chunks]
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
@@ -245,7 +273,7 @@ def attend_to_chunk(
     cache: tuple[Tensor, ...],
     pages: Tensor,
     chunk: Chunk,
-    window: int | None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """``attend_to_prompts`` of one chunk. ``new``: keys and values, for new prompts."""
     batch, length, before, token, sequence = chunk
@@ -256,21 +284,20 @@ def attend_to_chunk(
         return rows.view(batch, length, -1, q.shape[-1]).transpose(1, 2)
 
     q = of_chunk(q)
-    windowed = window is not None and window < whole_length
+    windowed = scores.window is not None and scores.window < whole_length
     if before == 0 and not windowed:
-        attended = F.scaled_dot_product_attention(q, *map(of_chunk, new), is_causal=True, enable_gqa=True)
+        attended = softmax_attention(q, *map(of_chunk, new), scores)
     else:
         table = pages[sequence : sequence + batch, : -(-whole_length // cache[0].shape[2])]
         parts = zip(cache[:2], cache[2:] or (None, None), strict=True)
         keys, values = (gather_pages(part, table, q.dtype, scale)[:, :, :whole_length] for part, scale in parts)
-        from torch.nn.attention.bias import causal_lower_right  # late: it loads torch._dynamo, for two seconds
-
         # torch's lower-right mask does not support grouped heads.
         keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
-        mask = causal_lower_right(length, whole_length)
-        if windowed:
-            distance = torch.arange(before, whole_length, device=q.device)[:, None]
-            distance = distance - torch.arange(whole_length, device=q.device)  # to a key, in tokens
-            mask = (distance >= 0) & (distance < window)
-        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        if windowed or scores.softcap is not None:
+            mask = causal_mask(before, length, scores.window, q.device)
+        else:
+            from torch.nn.attention.bias import causal_lower_right  # late: it loads torch._dynamo, for two seconds
+
+            mask = causal_lower_right(length, whole_length)
+        attended = softmax_attention(q, keys, values, scores, mask)
     return attended.transpose(1, 2).flatten(0, 1)

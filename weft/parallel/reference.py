@@ -63,7 +63,7 @@ class Reference(Recipe):
     def attention(self, x: Tensor, w: AttentionWeights, step: Step | Sequences, cache: Cache) -> Tensor:
         qkv = linear(x, w.qkv)
         attended = self.attend(qkv, w, step, cache)
-        return self.sum(linear(attended, w.o))
+        return w.with_o_bias(self.sum(linear(attended, w.o)))
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = plain.gated(x, w)

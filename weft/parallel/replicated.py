@@ -59,7 +59,7 @@ class FusedNorm(Recipe):
         self, x: PartialSum, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[PartialSum, Tensor]:
         normed, residual = self.all_reduce_norm(x, residual, w.input_norm, w.attention.qkv)
-        x = self.attention(normed, w.attention, step, cache)
+        x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
         before_mlp = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
         normed, residual = before_mlp.all_reduce_norm(x, residual, w.post_norm, w.first_matrix)
@@ -169,7 +169,7 @@ class Replicated(Recipe):
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         qkv = self.local.project(x, w, step)
         attended = self.local.attend(qkv, w, step, cache)
-        return ops.matmul_all_reduce(*overlapped_operands(attended, w.o), self.team)
+        return w.with_o_bias(ops.matmul_all_reduce(*overlapped_operands(attended, w.o), self.team))
 
     def mlp(self, x: Tensor, w: MLPWeights) -> Tensor:
         gated = self.local.gated(x, w)

@@ -105,6 +105,8 @@ class Yarn:
         return (0.1 * over * log + 1.0) / (0.1 * under * log + 1.0)
 
 
+Angles = Tensor | tuple[Tensor, ...]
+"""Table of ``rotary_angles``, or tables by kind of layer."""
 Scaling = Linear | Llama3 | Yarn
 SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
 """rope_type -> its parameters."""
@@ -190,7 +192,7 @@ def _kind(given: dict[str, Any], name: str) -> str:
 def rotary_angles(
     max_positions: int,
     head_dim: int,
-    rope: float | Rotary | Mapping[str, Any] | tuple[Tensor, float],
+    rope: float | Rotary | Mapping[str, Any] | tuple[Tensor, float] | None,
     device: torch.device,
 ) -> Tensor:
     """[max_positions, head_dim] fp32: cosines of each position's head_dim / 2 angles, then their sines.
@@ -198,8 +200,11 @@ def rotary_angles(
     Both are times the attention factor.
 
     rope  the base of plain rotary embedding; a Rotary; transformers' `config.rope_parameters`, with ValueError for other kinds
-          (dynamic, longrope, partial); or what transformers computed, (inv_freq, attention_scaling) of a model's `rotary_emb`
+          (dynamic, longrope, partial); what transformers computed, (inv_freq, attention_scaling) of a model's `rotary_emb`;
+          or None: no rotary embedding, [max_positions, 0]
     """
+    if rope is None:
+        return torch.zeros(max_positions, 0, device=device)
     if isinstance(rope, tuple):
         frequencies, factor = rope
         if frequencies.shape != (head_dim // 2,):
@@ -216,8 +221,15 @@ def rotary_angles(
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
 
 
+def table_of(angles: Angles, number: int) -> Tensor:
+    """Table of angles of a layer, where a step has one for all layers or one by kind of layer."""
+    return angles if isinstance(angles, Tensor) else angles[number]
+
+
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    """x * cos + rotate_half(x) * sin          x: [tokens, heads, head_dim]; angles: [tokens, head_dim]"""
+    """x * cos + rotate_half(x) * sin       x: [tokens, heads, head_dim]; angles: [tokens, head_dim or 0]"""
+    if angles.shape[-1] == 0:
+        return x
     cos, sin = (part[:, None].to(x.dtype) for part in angles.chunk(2, dim=-1))
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

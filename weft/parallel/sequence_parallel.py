@@ -65,7 +65,7 @@ class SequenceParallel(Recipe):
         padding = len(qkv) - step.tokens
         attended = self.local.attend(qkv[: step.tokens], w, step, cache)
         attended = padded(attended, padding)
-        return SequenceShard(ops.matmul_reduce_scatter(*overlapped_operands(attended, w.o), self.team))
+        return SequenceShard(w.with_o_bias(ops.matmul_reduce_scatter(*overlapped_operands(attended, w.o), self.team)))
 
     def before_mlp(self, w: LayerWeights) -> Matrix | None:
         """Weight that decides the form of the rows before the MLP, as of ``add_norm``."""

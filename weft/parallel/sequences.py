@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.parallel.recipe import StepPlan
+from weft.parallel.rotary import Angles
 from weft.parallel.tensors import AttentionWeights
 
 # (q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim]) -> [batch, length, heads, head_dim]
@@ -18,7 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Sequences:
     """`batch` sequences of `length` tokens, in place of a ``Step``. Differentiable.
 
-    angles  [batch or 1, length, head_dim]: rotary_angles at the tokens' positions
+    angles  [batch or 1, length, head_dim]: rotary_angles at the tokens' positions, or several tables, as of a Step
     attend  attention of queries and keys after their rotary embedding, over a cache of the caller's perhaps; None: causal, of
             these tokens, in the weights' window
     plan    the recipe, and why
@@ -29,7 +30,7 @@ class Sequences:
     plan: StepPlan
     batch: int
     length: int
-    angles: Tensor
+    angles: Angles
     attend: Attend | None = None
 
     @property

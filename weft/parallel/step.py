@@ -13,6 +13,7 @@ from weft import ops
 from weft.kernels.block_cyclic import local_slots, slots_in
 from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.recipe import StepPlan
+from weft.parallel.rotary import Angles
 from weft.parallel.tensors import AttentionWeights
 from weft.parallel.thresholds import cudnn_attends, cudnn_attends_after
 from weft.runtime.copying import upload
@@ -92,7 +93,7 @@ class Step:
     cells      page [T] and offset [T] int64 of slots, 0 and 0 for padding; None in a fused pass, which does not read them
     pages      [B, max_pages] int32: the page table, in a prefill over a spread cache that of the gathered pages; any existing
                page may stand for one not in use yet, or before the windows of all layers
-    angles     [max_positions, head_dim] fp32 (rotary_angles)
+    angles     [max_positions, head_dim] fp32 (rotary_angles), or several tables, which the layers choose from
     lengths    [B] int32: decode, one new token a sequence; the tokens it attends to, itself included; 0: padding
     tickets    [B * kv_heads_local] int32 zeros: fused decode, arrival counters of attention, shared by all layers
     queries    decode: neighbouring rows that are new tokens of one sequence, for each of which there is a row of pages; in a
@@ -106,7 +107,7 @@ class Step:
     positions: torch.Tensor
     slots: torch.Tensor
     pages: torch.Tensor
-    angles: torch.Tensor
+    angles: Angles
     plan: StepPlan
     cells: tuple[torch.Tensor, torch.Tensor] | None = None
     lengths: torch.Tensor | None = None
@@ -142,7 +143,7 @@ class Step:
         positions: torch.Tensor,
         pages: torch.Tensor,
         page_size: int,
-        angles: torch.Tensor,
+        angles: Angles,
         plan: StepPlan,
         kv_heads: int,
         team: Team | None = None,
@@ -188,7 +189,7 @@ class Step:
         spans: Sequence[tuple[int, int]],
         pages: torch.Tensor,
         page_size: int,
-        angles: torch.Tensor,
+        angles: Angles,
         plan: StepPlan,
         group: int,
         dtype: torch.dtype,

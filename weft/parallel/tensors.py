@@ -92,12 +92,30 @@ class NormWeights(NamedTuple):
         return cls(norm.weight, norm.eps)
 
 
+class Scores(NamedTuple):
+    """How scores become weights of the softmax: softcap * tanh(scale * q @ k.T / softcap).
+
+    window   a token attends to this many tokens, itself the last one; None: to all before it
+    scale    None: head_dim ** -0.5
+    softcap  None: scale * q @ k.T
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+
+PLAIN_SCORES = Scores()
+
+
 class AttentionWeights(NamedTuple):
     """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim].
 
     q_norm, k_norm  [head_dim], the RMSNorms of each head before the rotary embedding; None: there are none
     bias            [(heads + 2 kv_heads) * head_dim], added to x @ qkv.T; None: there is none
-    window          a token attends to this many tokens, itself the last one; None: to all before it
+    window, scale, softcap  as of ``Scores``
+    o_bias          [H], added to the sum over the ranks; None: there is none
+    rotary          number of the step's table of angles
     """
 
     qkv: Matrix
@@ -110,6 +128,18 @@ class AttentionWeights(NamedTuple):
     head_dim: int
     bias: Tensor | None = None
     window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    o_bias: Tensor | None = None
+    rotary: int = 0
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.window, self.scale, self.softcap)
+
+    def with_o_bias(self, y: Tensor) -> Tensor:
+        """Rows [M, H] of the sum over the ranks, with the bias."""
+        return y if self.o_bias is None else y + self.o_bias
 
 
 class MLPWeights(NamedTuple):

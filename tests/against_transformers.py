@@ -47,6 +47,7 @@ FAMILIES = {
     "qwen2-moe-mixed": {"family": "Qwen2Moe", **EXPERTS, **SHARED_SPARSE},
     "mixtral": {"family": "Mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "seed-oss-no-bias": {"family": "SeedOss", "attention_bias": False},
+    "olmo2": {"family": "Olmo2", "head_dim": 8, "kv_heads": 4},
 }
 """Name -> arguments of make_checkpoint: what differs between families, once each."""
 

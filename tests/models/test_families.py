@@ -53,7 +53,7 @@ SAMPLE = [
     ("llama-3", 2, "gemm_ar"), ("llama-3-tied", 4, "ag_rs"), ("llama-2", 3, "ag_rs"), ("qwen2.5", 4, "gemm_ar"),
     ("qwen2.5-window", 2, "ag_rs"), ("mistral", 4, "torch"), ("qwen3-yarn", 2, "torch"), ("qwen3-window", 3, "gemm_ar"),
     ("seed-oss", 4, "gemm_ar"), ("qwen3-moe", 4, "gemm_ar"), ("qwen3-moe-mixed", 2, "ag_rs"), ("mixtral", 3, "ag_rs"),
-    ("qwen2-moe", 2, "ag_rs"), ("qwen2-moe-mixed", 4, "gemm_ar"),
+    ("qwen2-moe", 2, "ag_rs"), ("qwen2-moe-mixed", 4, "gemm_ar"), ("olmo2", 8, "ag_rs"), ("olmo2", 3, "gemm_ar"),
 ]  # fmt: skip
 
 # On one rank those that are not in the sample over ranks, and two that are.
@@ -104,10 +104,12 @@ KERNELS_SAMPLE = [
     ("qwen2.5", 2, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True), ("seed-oss", 2, "ag_rs", False),
     ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True),
 ]  # fmt: skip
+# Families with options that weft's kernels lack.
+UNFUSED = {"olmo2"}
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)
-    if not (fused and name == "llama-2")  # its heads of 6 elements are no power of two
+    if not (fused and name in {"llama-2", *UNFUSED})  # llama-2's heads of 6 elements are no power of two
 ]  # fmt: skip
 
 
@@ -217,6 +219,21 @@ def shared_expert_not_split(model):
         layer.mlp.shared_expert.down_proj.weight.data *= model.team.size
 
 
+def norms_of_own_heads(model):
+    """Each rank norms by its heads alone."""
+    for layer in model.layers:
+        layer.self_attn.norm_all_heads = False
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(layer.self_attn, name)
+            norm.weight = torch.nn.Parameter(norm.weight.data[: layer.self_attn.head_dim], requires_grad=False)
+
+
+def norms_before_in_place_of_after(model):
+    for layer in model.layers:
+        layer.input_norm, layer.attention_out_norm = layer.attention_out_norm, None
+        layer.post_norm, layer.mlp_out_norm = layer.mlp_out_norm, None
+
+
 EXPERTS_MISTAKES = (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)
 MUTANTS = [
     ("mistral", wider_window),
@@ -232,6 +249,7 @@ MUTANTS = [
     ("qwen3-yarn", with_rotary("other_ramp", beta_slow=4.0)),
     *(("qwen3-moe", mistake) for mistake in EXPERTS_MISTAKES),
     *(("qwen2-moe", mistake) for mistake in (shared_gate_forgotten, shared_expert_not_split)),
+    *(("olmo2", mistake) for mistake in (norms_of_own_heads, norms_before_in_place_of_after)),
 ]  # fmt: skip
 
 

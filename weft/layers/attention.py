@@ -9,13 +9,14 @@ from torch import nn
 
 from weft.arguments import check_optional, positive
 from weft.layers.gradients import SharedHeadsGradient, SummedGradient, asked_for, with_gradients
+from weft.layers.norm import RMSNorm
 from weft.layers.whole_attention import check_module
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows, split_evenly
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sequences import Sequences
-from weft.parallel.sharding import Shard, fill_from_module, whole
+from weft.parallel.sharding import Shard, fill_from_module, under
 from weft.parallel.step import Step
 from weft.parallel.tensors import AttentionWeights, tensor_of
 
@@ -27,6 +28,8 @@ class TPAttention(nn.Module):
     """y = softmax(rope(norm(q)) @ rope(norm(k)).T * scale) @ v @ o.T + o_bias, q, k, v = x @ qkv.T + bias
 
     qk_norm  False: no norms of q and k
+    norm_all_heads  norms of q and k over all heads at once, in place of each head
+    one_plus_norms  weights of these norms are w of 1 + w in a checkpoint (weft.layers.norm)
     bias, output_bias  False: no bias
     window   tokens that a token attends to, itself included; None: all before it
     scale    of scores; None: head_dim ** -0.5
@@ -56,6 +59,8 @@ class TPAttention(nn.Module):
         mode: Mode,
         dtype: torch.dtype,
         qk_norm: bool = True,
+        norm_all_heads: bool = False,
+        one_plus_norms: bool = False,
         bias: bool = False,
         output_bias: bool = False,
         window: int | None = None,
@@ -89,9 +94,12 @@ class TPAttention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, **options)
         self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, bias=output_bias, **options)
         self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
-        norm = {"eps": rms_norm_eps, "device": team.device, "dtype": dtype}
+        self.norm_all_heads = norm_all_heads
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(head_dim, **norm).requires_grad_(False) if qk_norm else None for _ in range(2)
+            RMSNorm(rows if norm_all_heads else head_dim, rms_norm_eps, team=team, dtype=dtype, one_plus=one_plus_norms)
+            if qk_norm
+            else None
+            for rows in (q_rows, kv_rows)
         )
 
     @classmethod
@@ -106,9 +114,11 @@ class TPAttention(nn.Module):
         return attention
 
     def shards(self) -> dict[str, Shard]:
-        norms = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
-        norms = {name: whole(norm.weight) for name, norm in norms.items() if norm is not None}
-        return self.qkv_proj.shards() | self.o_proj.shards() | norms
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        shards = self.qkv_proj.shards() | self.o_proj.shards()
+        for name, norm in norms.items():
+            shards |= {} if norm is None else under(name, norm.shards())
+        return shards
 
     @property
     def weights(self) -> AttentionWeights:
@@ -117,6 +127,7 @@ class TPAttention(nn.Module):
             self.qkv_proj.matrix, self.o_proj.matrix, q_norm, k_norm, self.eps,
             self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window, self.scale, self.softcap,
             self.o_proj.bias, self.rotary,
+            norm_all_heads=self.norm_all_heads,
         )  # fmt: skip
 
     def forward(

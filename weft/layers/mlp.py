@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from weft.arguments import check_choice
 from weft.layers.gradients import plan_for, with_gradients
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows
 from weft.parallel.modes import Mode, mode_named
+from weft.parallel.plain import ACTIVATIONS
 from weft.parallel.quantized import Formats
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sharding import Shard, fill_from_module
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 class TPMLP(nn.Module):
     """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
+    activation: in place of silu, a key of ``ACTIVATIONS`` in weft.parallel.plain.
     x, y: [M, hidden] or [batch, length, hidden] on every rank; in mode "sequence_parallel" this rank's 1/W of the rows, as many
     as every other rank's. ValueError where W does not divide `intermediate_size`.
     formats: of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError.
@@ -41,10 +44,12 @@ class TPMLP(nn.Module):
         mode: Mode,
         dtype: torch.dtype,
         formats: Formats | None = None,
+        activation: str = "silu",
     ) -> None:
         super().__init__()
+        check_choice("activation", activation, ACTIVATIONS)
         check_layer(team, mode, dtype, hidden_size=hidden_size, intermediate_size=intermediate_size)
-        self.team, self.mode = team, mode_named(mode)
+        self.team, self.mode, self.activation = team, mode_named(mode), activation
         rows = Rows.even("intermediate_size", intermediate_size, team)
         options = {"team": team, "dtype": dtype, "formats": formats}
         self.gate_up_proj = ColumnParallelLinear(hidden_size, {"gate_proj": rows, "up_proj": rows}, **options)
@@ -70,7 +75,7 @@ class TPMLP(nn.Module):
 
     @property
     def weights(self) -> MLPWeights:
-        return MLPWeights(self.gate_up_proj.matrix, self.down_proj.matrix)
+        return MLPWeights(self.gate_up_proj.matrix, self.down_proj.matrix, self.activation)
 
     def shards(self) -> dict[str, Shard]:
         return self.gate_up_proj.shards() | self.down_proj.shards()

@@ -17,6 +17,7 @@ from weft.arguments import quoted
 from weft.kernels.fp8 import E4M3, check_e4m3
 from weft.layers import TPMLP, MoE, TPAttention
 from weft.layers.moe import Layout, check_layout
+from weft.layers.norm import RMSNorm
 from weft.models.cache_scales import read_scale, scale_names
 from weft.models.checkpoint import SCALES, Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
@@ -28,7 +29,7 @@ from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import QuantizedShard
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
-from weft.parallel.sharding import Shard, under, whole
+from weft.parallel.sharding import Shard, under
 from weft.parallel.step import PagedCache, Step
 from weft.parallel.step_plan import plan_step
 from weft.parallel.tensors import LayerWeights, NormWeights
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 DEFAULT_PAGE_SIZE = 64
+# Of a layer, in WeightNames and in LayerWeights.
+NORMS = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm")
 logger = logger_of(__name__)
 
 
@@ -57,13 +60,17 @@ class DecoderLayer(nn.Module):
         context_parallel: bool,
     ) -> None:
         super().__init__()
-        self.names = config.family.weights
+        self.names, self.block = config.family.weights, config.block
         prefix, quantization = f"{self.names.layers}.{index}", config.quantization
         attention, mlp = (
             None if quantization is None else quantization.formats(f"{prefix}.{name}", self.names.joined)
             for name in (self.names.attention, self.names.mlp)
         )
-        self.input_layernorm = _norm(config, team, dtype)
+        block = config.block
+        self.input_norm, self.post_norm = (_norm(config, team, dtype) if block.norms_before else None for _ in range(2))
+        self.attention_out_norm, self.mlp_out_norm = (
+            _norm(config, team, dtype) if block.norms_after else None for _ in range(2)
+        )
         self.self_attn = TPAttention(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
@@ -71,6 +78,8 @@ class DecoderLayer(nn.Module):
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
             qk_norm=config.attention.qk_norm,
+            norm_all_heads=config.attention.norm_all_heads,
+            one_plus_norms=block.one_plus_norms,
             bias=config.attention.bias,
             output_bias=config.attention.output_bias,
             window=config.attention.window(index),
@@ -83,24 +92,23 @@ class DecoderLayer(nn.Module):
             context_parallel=context_parallel,
             formats=attention,
         )
-        self.post_attention_layernorm = _norm(config, team, dtype)
         self.mlp = _feed_forward(config, index, layout, team=team, mode=mode, dtype=dtype, formats=mlp)
 
     def shards(self) -> dict[str, Shard]:
-        return (
-            under(self.names.attention, self.self_attn.shards())
-            | under(self.names.mlp, self.mlp.shards())
-            | under(self.names.input_norm, _norm_shards(self.input_layernorm))
-            | under(self.names.post_norm, _norm_shards(self.post_attention_layernorm))
-        )
+        shards = under(self.names.attention, self.self_attn.shards()) | under(self.names.mlp, self.mlp.shards())
+        for name in NORMS:
+            norm = getattr(self, name)
+            shards |= {} if norm is None else under(getattr(self.names, name), norm.shards())
+        return shards
 
     @property
     def weights(self) -> LayerWeights:
+        norms = {name: getattr(self, name) for name in NORMS}
         return LayerWeights(
-            input_norm=NormWeights.of(self.input_layernorm),
             attention=self.self_attn.weights,
-            post_norm=NormWeights.of(self.post_attention_layernorm),
             mlp=self.mlp.weights,
+            **{name: None if norm is None else NormWeights.of(norm) for name, norm in norms.items()},
+            residual_scale=self.block.residual_scale,
         )
 
 
@@ -183,6 +191,12 @@ class Decoder(nn.Module):
         self.lm_head = VocabParallelHead(*vocabulary, **sharded) if self.is_last else None
         if config.tie_word_embeddings and self.is_first and self.is_last:
             self.lm_head.weight = self.embed_tokens.weight
+        block = config.block
+        if self.is_first and block.embedding_scale is not None:
+            scale = block.embedding_scale
+            self.embed_tokens.scale = float(torch.tensor(scale).to(dtype)) if block.embedding_scale_rounded else scale
+        if self.is_last:
+            self.lm_head.divisor, self.lm_head.softcap = block.logits_divisor, block.logits_softcap
         sizes = config.max_position_embeddings, config.head_dim
         tables = tuple(rotary_angles(*sizes, rotary, team.device) for rotary in config.rotaries)
         self.angles = tables[0] if len(tables) == 1 else tables
@@ -279,7 +293,7 @@ class Decoder(nn.Module):
         for index, layer in zip(self.span, self.layers, strict=True):
             shards |= under(f"{names.layers}.{index}", layer.shards())
         if self.is_last:
-            shards |= under(names.norm, _norm_shards(self.norm))
+            shards |= under(names.norm, self.norm.shards())
             if not tied or not self.is_first:
                 shards |= under(names.embedding if tied else names.head, self.lm_head.shards())
         return shards
@@ -398,9 +412,9 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> nn.RMSNorm:
-    norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, device=team.device, dtype=dtype)
-    return norm.requires_grad_(False)
+def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> RMSNorm:
+    one_plus = config.block.one_plus_norms
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, team=team, dtype=dtype, one_plus=one_plus)
 
 
 def _expert_layout(config: DecoderConfig, layout: Layout | None, team: Team) -> Layout | None:
@@ -423,7 +437,8 @@ def _feed_forward(config: DecoderConfig, index: int, layout: Layout | None, **op
     experts, names = config.experts, config.family.weights
     shared = {"hidden_size": config.hidden_size, **options}
     if experts is None or not experts.in_layer(index):
-        return TPMLP(intermediate_size=config.intermediate_size, **shared)
+        activation = config.block.activation
+        return TPMLP(intermediate_size=config.intermediate_size, activation=activation, **shared)
     return MoE(
         intermediate_size=experts.intermediate_size,
         num_experts=experts.num_experts,
@@ -445,7 +460,3 @@ def _feed_forward(config: DecoderConfig, index: int, layout: Layout | None, **op
         shared_name=names.shared_expert,
         **shared,
     )
-
-
-def _norm_shards(norm: nn.RMSNorm) -> dict[str, Shard]:
-    return {"weight": whole(norm.weight)}

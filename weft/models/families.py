@@ -12,6 +12,7 @@ from weft.arguments import did_you_mean, quoted
 from weft.models.llama import LLAMA
 from weft.models.mistral import MISTRAL
 from weft.models.mixtral import MIXTRAL
+from weft.models.olmo2 import OLMO2
 from weft.models.qwen2 import QWEN2
 from weft.models.qwen2_moe import QWEN2_MOE
 from weft.models.qwen3 import QWEN3
@@ -19,7 +20,8 @@ from weft.models.qwen3_moe import QWEN3_MOE
 from weft.models.seed_oss import SEED_OSS
 
 FAMILIES = {
-    family.model_type: family for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS)
+    family.model_type: family
+    for family in (QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS, OLMO2)
 }
 """model_type -> the tables of its family."""
 PUBLISHED = {name: content for family in FAMILIES.values() for name, content in family.published.items()}

@@ -17,6 +17,7 @@ class AttentionOptions:
     """Options of a model's attention.
 
     qk_norm  RMSNorm of each head of q and k before the rotary embedding
+    norm_all_heads  q_norm and k_norm are norms of whole rows of q and k, of all heads at once
     bias     of q_proj, k_proj and v_proj
     output_bias  of o_proj
     windows  by layer, and repeated for more layers: a token attends to this many tokens, itself the last; None: to all
@@ -26,6 +27,7 @@ class AttentionOptions:
     """
 
     qk_norm: bool = False
+    norm_all_heads: bool = False
     bias: bool = False
     output_bias: bool = False
     windows: tuple[int | None, ...] = (None,)
@@ -46,6 +48,7 @@ class AttentionOptions:
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute: torch's operations do."""
         asked = {
+            "norms of q and k over all heads": self.norm_all_heads,
             "scale": self.scale is not None,
             "softcap": self.softcap is not None,
             "layers without rotary embedding": not all(self.rotated),
@@ -55,12 +58,37 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions:
-    """Options of a decoder around its attention: norms, MLP, residuals, embedding, logits."""
+    """Options of a decoder around its attention: norms, MLP, residuals, embedding, logits.
+
+    norms_before, norms_after  RMSNorms of the rows that attention and MLP take, and of the rows that they give
+    one_plus_norms   a checkpoint's weight w of a norm, also of q_norm and k_norm, stands for 1 + w in fp32
+    activation       of the MLP's gate: "silu", or "gelu_tanh", GELU by a hyperbolic tangent
+    residual_scale   factor of the rows that attention and MLP give, before they are added to the residual
+    embedding_scale  factor of the embedding; in the dtype of the weights if embedding_scale_rounded
+    logits_divisor, logits_softcap  logits / logits_divisor, then logits_softcap * tanh(logits / logits_softcap)
+    """
+
+    norms_before: bool = True
+    norms_after: bool = False
+    one_plus_norms: bool = False
+    activation: str = "silu"
+    residual_scale: float | None = None
+    embedding_scale: float | None = None
+    embedding_scale_rounded: bool = False
+    logits_divisor: float | None = None
+    logits_softcap: float | None = None
 
     @property
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute."""
-        return ()
+        asked = {
+            "layers without norms before attention and MLP": not self.norms_before,
+            "norms after attention and MLP": self.norms_after,
+            "norms by 1 + weight": self.one_plus_norms,
+            f"activation {self.activation!r}": self.activation != "silu",
+            "scaled residuals": self.residual_scale is not None,
+        }
+        return tuple(name for name, lacks in asked.items() if lacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +155,8 @@ class WeightNames:
 
     Attention and MLP have q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, gate_proj, up_proj and down_proj below theirs, a
     mixture of experts `router`, `shared_expert` and experts.E, with `projections` for gate, up and down below that. A
-    checkpoint may have `stacked` tensors in place of experts.E.
+    checkpoint may have `stacked` tensors in place of experts.E. Norms of rows that attention and MLP give count in a model that
+    has such norms only (``BlockOptions``).
 
     joined  modules in whose tensors several of these matrices lie; a checkpoint may have the matrices apart, too
     """
@@ -143,6 +172,8 @@ class WeightNames:
     input_norm: str = "input_layernorm"
     attention: str = "self_attn"
     post_norm: str = "post_attention_layernorm"
+    attention_out_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = "post_feedforward_layernorm"
     mlp: str = "mlp"
     norm: str = "model.norm"
     head: str = "lm_head"

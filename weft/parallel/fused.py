@@ -17,7 +17,15 @@ from weft.kernels.fp8 import Fp8
 from weft.ops.attention.parts import attention_after
 from weft.ops.attention.qk_norm_rope import heads_dtype
 from weft.ops.elementwise.silu_mul import MAX_TOKEN
-from weft.parallel.plain import as_cached, attend_to_chunk, attend_to_prompts, attend_to_sequences
+from weft.parallel.plain import (
+    adjusted_logits,
+    as_cached,
+    attend_to_chunk,
+    attend_to_prompts,
+    attend_to_sequences,
+    output,
+    scaled,
+)
 from weft.parallel.plain import silu_mul as plain_silu_mul
 from weft.parallel.quantized import gemm_operands, grouped_operands, rows_between, rows_for
 from weft.parallel.rotary import table_of
@@ -38,6 +46,7 @@ from weft.runtime.arithmetic import cdiv
 if TYPE_CHECKING:
     from weft.parallel.step import Step
 
+__all__ = ["output"]  # of the recipes: without the options that these kernels lack it returns its rows
 NAME, FUSED = "fused", True
 # Cached tokens whose keys and values are copied out of their pages at a time: for 4 KV heads of 128 134 MB.
 CACHED_AT_ONCE = 65536
@@ -45,7 +54,7 @@ CACHED_AT_ONCE = 65536
 
 def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
     """Rows of this rank's part of the embedding; zeros for token ids of other ranks."""
-    return ops.vocab_embedding(tokens, table.weight, table.start)
+    return scaled(ops.vocab_embedding(tokens, table.weight, table.start), table.scale)
 
 
 def add_norm(
@@ -220,8 +229,9 @@ def gated(x: Tensor | Fp8 | DeferredNorm, w: MLPWeights) -> Tensor | Fp8:
     return ops.matmul_silu_mul(rows, gate_up, fp8=rows_for(w.down, dtype) if isinstance(gate_up, Fp8) else None)
 
 
-def silu_mul(gate_up: Tensor, down: Matrix | None = None) -> Tensor | Fp8:
+def silu_mul(gate_up: Tensor, down: Matrix | None = None, activation: str = "silu") -> Tensor | Fp8:
     """silu(gate) * up, as the weight ``down`` takes it."""
+    assert activation == "silu"
     format = rows_for(down, gate_up.dtype)
     wide = format is not None and format.kind == "token" and gate_up.shape[1] > 2 * MAX_TOKEN
     return ops.silu_mul(gate_up, fp8=None if wide else format)
@@ -272,7 +282,7 @@ def _shared_gated(x: Tensor, w: MLPWeights) -> Tensor:
 
 def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:
     """This rank's logits in x's dtype; -inf for padding of the vocabulary."""
-    columns = ops.matmul(x, head.weight)
+    columns = adjusted_logits(ops.matmul(x, head.weight), head)
     if head.real < head.weight.shape[0]:
         columns[:, head.real :] = float("-inf")
     return columns

@@ -5,7 +5,9 @@ The functions are the same as in weft.parallel.fused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,26 +34,68 @@ if TYPE_CHECKING:
     from weft.parallel.step import Chunk, Step
 
 NAME, FUSED = "unfused", False
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""Name of an activation → torch's operation."""
 
 
 def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
     """Rows of this rank's part of the embedding; zeros for token ids of other ranks."""
     rows, local = table.weight.shape[0], tokens - table.start
     held = (local >= 0) & (local < rows)
-    return F.embedding(local.clamp(0, rows - 1), table.weight).masked_fill(~held[:, None], 0)
+    return scaled(F.embedding(local.clamp(0, rows - 1), table.weight).masked_fill(~held[:, None], 0), table.scale)
+
+
+def scaled(x: Tensor, factor: float | None) -> Tensor:
+    """x * factor; x itself without one."""
+    return x if factor is None else x * factor
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, norm: NormWeights, weight: Matrix | None = None
+    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: Matrix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden), in 16 bits for any ``weight``."""
+    """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden), or hidden without a norm.
+
+    In 16 bits for any ``weight``.
+    """
     hidden = x if residual is None else x + residual
-    return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps), hidden
+    return rms_norm(hidden, norm), hidden
+
+
+def rms_norm(x: Tensor, norm: NormWeights | None) -> Tensor:
+    """RMSNorm of rows, in x's dtype, also by a weight in fp32; x itself without a norm."""
+    if norm is None:
+        return x
+    wide = norm.weight.dtype != x.dtype
+    return F.rms_norm(x.float() if wide else x, norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
+
+
+def output(x: Tensor, norm: NormWeights | None, scale: float | None) -> Tensor:
+    """Rows that attention or MLP give, as they are added to the residual: normed, then scaled."""
+    return scaled(rms_norm(x, norm), scale)
 
 
 def project(x: Tensor, w: AttentionWeights, step: Step) -> Tensor:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
     return linear(x, w.qkv)
+
+
+def norm_all_heads(
+    qkv: Tensor, w: AttentionWeights, mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, AttentionWeights]:
+    """(qkv with q and k normed over all heads of all ranks, the weights that remain to be used).
+
+    Both as they are for weights without such norms.
+    mean  mean over the ranks of a tensor [T, 2]: ranks that share a KV head count it alike
+    """
+    if not w.norm_all_heads:
+        return qkv, w
+    q, k, v = qkv.split([n * w.head_dim for n in (w.heads, w.kv_heads, w.kv_heads)], dim=-1)
+    squares = mean(torch.stack([x.float().square().mean(-1) for x in (q, k)], dim=-1))
+    q, k = (
+        (x.float() * (squares[:, at, None] + w.eps).rsqrt() * weight.float()).to(x.dtype)
+        for at, (x, weight) in enumerate(((q, w.q_norm), (k, w.k_norm)))
+    )
+    return torch.cat((q, k, v), dim=-1), w._replace(q_norm=None, k_norm=None, norm_all_heads=False)
 
 
 def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None) -> Tensor:
@@ -142,18 +186,18 @@ def as_cached(x: Tensor, scale: Tensor | None) -> Tensor:
 
 def norm_of_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of each head of x [T, heads, head_dim]; x itself without a weight."""
-    return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
+    return x if weight is None else rms_norm(x, NormWeights(weight, eps))
 
 
 def gated(x: Tensor, w: MLPWeights) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T)"""
-    return silu_mul(linear(x, w.gate_up))
+    """silu(x @ gate.T) * (x @ up.T), or with another activation."""
+    return silu_mul(linear(x, w.gate_up), activation=w.activation)
 
 
-def silu_mul(gate_up: Tensor, down: Matrix | None = None) -> Tensor:
-    """silu(gate) * up, in 16 bits for any ``down``."""
+def silu_mul(gate_up: Tensor, down: Matrix | None = None, activation: str = "silu") -> Tensor:
+    """silu(gate) * up, or with another activation, in 16 bits for any ``down``."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def route(x: Tensor, w: MoEWeights) -> Routing:
@@ -218,9 +262,15 @@ def routing_of(logits: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Ten
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:
     """This rank's logits in fp32, -inf for padding of the vocabulary."""
-    columns = F.linear(x, head.weight).float()
+    columns = adjusted_logits(F.linear(x, head.weight), head).float()
     columns[:, head.real :] = float("-inf")
     return columns
+
+
+def adjusted_logits(columns: Tensor, head: VocabWeights) -> Tensor:
+    """Logits divided and softly capped, as the head says."""
+    columns = columns if head.divisor is None else columns / head.divisor
+    return columns if head.softcap is None else (columns / head.softcap).tanh() * head.softcap
 
 
 def gather_pages(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:

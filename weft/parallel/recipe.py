@@ -47,6 +47,10 @@ class Recipe:
     def feed_forward(self, x: Hidden, w: MLPWeights | MoEWeights) -> Hidden:
         return self.moe(x, w) if isinstance(w, MoEWeights) else self.mlp(x, w)
 
+    def output(self, x: Hidden, norm: NormWeights | None, w: LayerWeights) -> Hidden:
+        """Rows that attention or MLP give, as they are added to the residual."""
+        return self.local.output(x, norm, w.residual_scale)
+
     def mlp(self, x: Hidden, w: MLPWeights) -> Hidden:
         raise NotImplementedError
 

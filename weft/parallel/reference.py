@@ -56,12 +56,12 @@ class Reference(Recipe):
         self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[Tensor, Tensor]:
         normed, residual = plain.add_norm(x, residual, w.input_norm)
-        x = self.attention(normed, w.attention, step, cache)
+        x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
         normed, residual = plain.add_norm(x, residual, w.post_norm)
-        return self.feed_forward(normed, w.mlp), residual
+        return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step | Sequences, cache: Cache) -> Tensor:
-        qkv = linear(x, w.qkv)
+        qkv, w = plain.norm_all_heads(linear(x, w.qkv), w, lambda squares: self.sum(squares) / self.team.size)
         attended = self.attend(qkv, w, step, cache)
         return w.with_o_bias(self.sum(linear(attended, w.o)))
 

@@ -18,6 +18,7 @@ from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
 from weft.parallel import fused
+from weft.parallel.plain import norm_all_heads
 from weft.parallel.quantized import expert_operands, overlapped_operands, rows_for
 from weft.parallel.recipe import Recipe
 from weft.parallel.tensors import (
@@ -162,12 +163,13 @@ class Replicated(Recipe):
         self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.local.add_norm(x, residual, w.input_norm, w.attention.qkv)
-        x = self.attention(normed, w.attention, step, cache)
+        x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
         normed, residual = self.local.add_norm(x, residual, w.post_norm, w.first_matrix)
-        return self.feed_forward(normed, w.mlp), residual
+        return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
         qkv = self.local.project(x, w, step)
+        qkv, w = norm_all_heads(qkv, w, lambda squares: ops.all_reduce(squares, self.team) / self.team.size)
         attended = self.local.attend(qkv, w, step, cache)
         return w.with_o_bias(ops.matmul_all_reduce(*overlapped_operands(attended, w.o), self.team))
 

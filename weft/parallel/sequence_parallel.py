@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import ops
+from weft.parallel.plain import norm_all_heads
 from weft.parallel.quantized import (
     expert_operands,
     gemm_operands,
@@ -56,12 +57,16 @@ class SequenceParallel(Recipe):
         self, x: SequenceShard, residual: SequenceShard | None, w: LayerWeights, step: Step, cache: Cache
     ) -> tuple[SequenceShard, SequenceShard]:
         normed, residual = self.add_norm(x, residual, w.input_norm, w.attention.qkv)
-        x = self.attention(normed, w.attention, step, cache)
+        x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
         normed, residual = self.add_norm(x, residual, w.post_norm, self.before_mlp(w))
-        return self.feed_forward(normed, w.mlp), residual
+        return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
+
+    def output(self, x: SequenceShard, norm: NormWeights | None, w: LayerWeights) -> SequenceShard:
+        return SequenceShard(self.local.output(x.rows, norm, w.residual_scale))
 
     def attention(self, x: SequenceShard, w: AttentionWeights, step: Step, cache: Cache) -> SequenceShard:
         qkv = ops.all_gather_matmul(*overlapped_operands(x.rows, w.qkv), self.team)
+        qkv, w = norm_all_heads(qkv, w, lambda squares: ops.all_reduce(squares, self.team) / self.team.size)
         padding = len(qkv) - step.tokens
         attended = self.local.attend(qkv[: step.tokens], w, step, cache)
         attended = padded(attended, padding)
@@ -75,7 +80,7 @@ class SequenceParallel(Recipe):
         # All tokens are treated alike between the two GEMMs, so within a node they stay in the order in which they arrive.
         own_first = self.team.rail is None
         gate_up = ops.all_gather_matmul(*overlapped_operands(x.rows, w.gate_up), self.team, own_first=own_first)
-        gated = self.local.silu_mul(gate_up, w.down)
+        gated = self.local.silu_mul(gate_up, w.down, w.activation)
         return SequenceShard(
             ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team, own_first=own_first)
         )
@@ -105,7 +110,8 @@ class SequenceParallel(Recipe):
         else:
             both = [shared.gate_up, w.router]
             (gate_up, logits), rows = ops.all_gather_matmul(x.rows, both, self.team, return_gathered=True)
-        beside = ops.matmul(*gemm_operands(self.local.silu_mul(gate_up, shared.down), shared.down))
+        gated = self.local.silu_mul(gate_up, shared.down, shared.activation)
+        beside = ops.matmul(*gemm_operands(gated, shared.down))
         routing, gate = self.local.choose(logits, w)
         # In the order of the tokens: all rows are here.
         schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)

@@ -112,6 +112,8 @@ class AttentionWeights(NamedTuple):
     """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim].
 
     q_norm, k_norm  [head_dim], the RMSNorms of each head before the rotary embedding; None: there are none
+    norm_all_heads  q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are this rank's part of RMSNorms over all heads
+                    of all ranks
     bias            [(heads + 2 kv_heads) * head_dim], added to x @ qkv.T; None: there is none
     window, scale, softcap  as of ``Scores``
     o_bias          [H], added to the sum over the ranks; None: there is none
@@ -132,6 +134,7 @@ class AttentionWeights(NamedTuple):
     softcap: float | None = None
     o_bias: Tensor | None = None
     rotary: int = 0
+    norm_all_heads: bool = False
 
     @property
     def scores(self) -> Scores:
@@ -143,10 +146,14 @@ class AttentionWeights(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N]."""
+    """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N].
+
+    activation  of the gate, a key of ``ACTIVATIONS`` in weft.parallel.plain
+    """
 
     gate_up: Matrix
     down: Matrix
+    activation: str = "silu"
 
 
 class MoEWeights(NamedTuple):
@@ -191,12 +198,21 @@ class MoEWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One rank's share of a decoder layer."""
+    """One rank's share of a decoder layer.
 
-    input_norm: NormWeights
+    input_norm, post_norm  of the rows that attention and MLP take; None: there is no norm before them
+    attention_out_norm, mlp_out_norm  of the rows that attention and MLP give, before they are added to the residual; None:
+               there is no norm after them
+    residual_scale  factor of these rows, after the norm; None: 1
+    """
+
+    input_norm: NormWeights | None
     attention: AttentionWeights
-    post_norm: NormWeights
+    post_norm: NormWeights | None
     mlp: MLPWeights | MoEWeights
+    attention_out_norm: NormWeights | None = None
+    mlp_out_norm: NormWeights | None = None
+    residual_scale: float | None = None
 
     @property
     def first_matrix(self) -> Matrix | None:
@@ -205,8 +221,15 @@ class LayerWeights(NamedTuple):
 
 
 class VocabWeights(NamedTuple):
-    """One rank's rows of an embedding or a head: ids from ``start`` on, padding from row ``real`` on."""
+    """One rank's rows of an embedding or a head: ids from ``start`` on, padding from row ``real`` on.
+
+    scale             factor of an embedding's rows; None: 1
+    divisor, softcap  of a head's logits: softcap * tanh(logits / divisor / softcap); None: without
+    """
 
     weight: Tensor
     start: int
     real: int
+    scale: float | None = None
+    divisor: float | None = None
+    softcap: float | None = None

@@ -51,7 +51,16 @@ class VocabParallel(nn.Module):
 
 
 class VocabParallelEmbedding(VocabParallel):
-    """x = weight[tokens]          tokens: [n]; x: [n, hidden], or this rank's [n'/W, hidden] of it"""
+    """x = weight[tokens]          tokens: [n]; x: [n, hidden], or this rank's [n'/W, hidden] of it
+
+    scale  factor of x; None: 1
+    """
+
+    scale: float | None = None
+
+    @property
+    def weights(self) -> VocabWeights:
+        return super().weights._replace(scale=self.scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
         # Every row comes from one rank and is zero on all other ranks, so the sum over ranks is exact.
@@ -60,7 +69,17 @@ class VocabParallelEmbedding(VocabParallel):
 
 
 class VocabParallelHead(VocabParallel):
-    """x[n, hidden], the same on every rank → this rank's logits [n, V'/W], -inf for token ids past V."""
+    """x[n, hidden], the same on every rank → this rank's logits [n, V'/W], -inf for token ids past V.
+
+    divisor, softcap  logits are softcap * tanh(x @ weight.T / divisor / softcap); None: without
+    """
+
+    divisor: float | None = None
+    softcap: float | None = None
+
+    @property
+    def weights(self) -> VocabWeights:
+        return super().weights._replace(divisor=self.divisor, softcap=self.softcap)
 
     def forward(self, x: Tensor) -> Tensor:
         return plan_layer(len(x), mode=self.mode, team=self.team).recipe.local.logits(x, self.weights)

@@ -29,6 +29,16 @@ SHARED_SPARSE = {
     "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False,
     "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
 }  # fmt: skip
+# Two rotary embeddings, by type of layer.
+ROPE_OF_TYPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
+YARN_OF_TYPES = {**ROPE_OF_TYPES, "full_attention": YARN}
+ALTERNATING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.5, "logits_scaling": 4.0,
+}  # fmt: skip
 FAMILIES = {
     "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
     "llama-3-tied": {"family": "Llama", "rope_parameters": LLAMA3, "tied": True},
@@ -48,6 +58,17 @@ FAMILIES = {
     "mixtral": {"family": "Mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "seed-oss-no-bias": {"family": "SeedOss", "attention_bias": False},
     "olmo2": {"family": "Olmo2", "head_dim": 8, "kv_heads": 4},
+    "olmo3": {"family": "Olmo3", **ALTERNATING, "rope_parameters": YARN_OF_TYPES},
+    "granite": {"family": "Granite", **GRANITE, "tied": True},
+    "gemma2": {
+        "family": "Gemma2",
+        **ALTERNATING,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "tied": True,
+    },
+    "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
 }
 """Name -> arguments of make_checkpoint: what differs between families, once each."""
 

@@ -105,7 +105,7 @@ KERNELS_SAMPLE = [
     ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True),
 ]  # fmt: skip
 # Families with options that weft's kernels lack.
-UNFUSED = {"olmo2"}
+UNFUSED = {"olmo2", "olmo3", "granite", "gemma2", "gemma3"}
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,6 +268,24 @@ def count_of(content: Content, name: str, most: int | None = None) -> int:
     return value
 
 
+def number_of(content: Content, name: str) -> float:
+    """A positive number under `name`, finite."""
+    value = content.get(name)
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive number that is finite")
+    return float(value)
+
+
+def number_or_none(content: Content, name: str) -> float | None:
+    """The same, and None for null."""
+    return None if content.get(name) is None else number_of(content, name)
+
+
+def factor_of(content: Content, name: str) -> float | None:
+    """The same of a factor; None for 1, which changes nothing."""
+    return None if (value := number_of(content, name)) == 1 else value
+
+
 def experts_of(content: Content, name: str) -> tuple[int, int]:
     """(experts, of which there are `name`; experts of each token)"""
     from weft.ops.moe.route import MAX_CHOICES, MAX_EXPERTS  # not at the top: it loads all ops, and torch
@@ -297,9 +316,23 @@ def windows_by_layer(content: Content, windowed: Callable[[int, int], bool] = op
         window = None
     if type(first) is not int or first < 0:
         raise CheckpointError(f"config.json: max_window_layers={quoted(first)} is not an integer of at least 0")
-    types = content.get("layer_types")
-    if types is None:
+    if content.get("layer_types") is None:
         return tuple(window if windowed(layer, first) else None for layer in range(layers))
+    return windows_of_types(content, window)
+
+
+def windows_of_pattern(content: Content, period: int) -> tuple[int | None, ...]:
+    """Windows of a family in which every period-th layer has none, unless layer_types says which."""
+    if content.get("layer_types") is None:
+        types = ["sliding_attention"] * (period - 1) + ["full_attention"]
+        layers = range(content["num_hidden_layers"])
+        content = {**content, "layer_types": [types[layer % period] for layer in layers]}
+    return windows_of_types(content, window_of(content))
+
+
+def windows_of_types(content: Content, window: int | None) -> tuple[int | None, ...]:
+    """Windows by layer_types."""
+    layers, types = content["num_hidden_layers"], content["layer_types"]
     if not isinstance(types, list) or len(types) != layers:
         raise CheckpointError(f"config.json: layer_types={quoted(types)} is not a list of num_hidden_layers={layers}")
     # Two names of one type.

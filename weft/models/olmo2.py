@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from weft.models.family import AttentionOptions, BlockOptions, Content, Family, WeightNames
 
+# hidden, intermediate, layers, heads, KV heads: config.json of allenai/OLMo-2-1124-7B, OLMo-2-1124-13B, OLMo-2-0325-32B.
+SIZES = {
+    "olmo-2-7b": (4096, 11008, 32, 32, 32),
+    "olmo-2-13b": (5120, 13824, 40, 40, 40),
+    "olmo-2-32b": (5120, 27648, 64, 40, 8),
+}
+
 
 def attention(content: Content) -> AttentionOptions:
     return AttentionOptions(qk_norm=True, norm_all_heads=True)
@@ -30,5 +37,19 @@ OLMO2 = Family(
     attention=attention,
     block=block,
     weights=WEIGHTS,
-    published={},
+    published={
+        name: {
+            "model_type": "olmo2",
+            "vocab_size": 100352,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500000.0,
+            "max_position_embeddings": 4096,
+        }
+        for name, (hidden_size, intermediate_size, layers, heads, kv_heads) in SIZES.items()
+    },
 )

@@ -1,0 +1,102 @@
+"""Gemma 2: the tables of its family."""
+
+from __future__ import annotations
+
+from weft.models.family import (
+    AttentionOptions,
+    BlockOptions,
+    Content,
+    Family,
+    WeightNames,
+    number_of,
+    number_or_none,
+    windows_of_pattern,
+)
+
+# hidden, intermediate, layers, heads, KV heads, head_dim, query_pre_attn_scalar: config.json of google/gemma-2-*.
+SIZES = {
+    "gemma-2-2b": (2304, 9216, 26, 8, 4, 256, 256),
+    "gemma-2-9b": (3584, 14336, 42, 16, 8, 256, 256),
+    "gemma-2-27b": (4608, 36864, 46, 32, 16, 128, 144),
+}
+
+
+def attention(content: Content) -> AttentionOptions:
+    return AttentionOptions(
+        windows=windows_of_pattern(content, 2),
+        scale=scale(content),
+        softcap=number_or_none(content, "attn_logit_softcapping"),
+    )
+
+
+def scale(content: Content) -> float | None:
+    """Scale of scores; None: that of all families."""
+    scalar = number_of(content, "query_pre_attn_scalar")
+    return None if scalar == content["head_dim"] else scalar**-0.5
+
+
+def block(content: Content) -> BlockOptions:
+    return BlockOptions(
+        norms_after=True,
+        one_plus_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=content["hidden_size"] ** 0.5,
+        embedding_scale_rounded=True,
+        logits_softcap=number_or_none(content, "final_logit_softcapping"),
+    )
+
+
+WEIGHTS = WeightNames(
+    post_norm="pre_feedforward_layernorm",
+    attention_out_norm="post_attention_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+READS = (
+    "layer_types",
+    "sliding_window",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+SUPPORTED = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "hidden_act": ("gelu_pytorch_tanh", "gelu", None),  # transformers reads hidden_activation alone
+    "use_bidirectional_attention": (False, None),
+}
+
+GEMMA2 = Family(
+    name="Gemma 2",
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    attention=attention,
+    block=block,
+    reads=READS,
+    supported=SUPPORTED | {"sliding_window_size": (4096, None)},
+    weights=WEIGHTS,
+    published={
+        name: {
+            "model_type": "gemma2",
+            "vocab_size": 256000,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "query_pre_attn_scalar": scalar,
+        }
+        for name, (hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, scalar) in SIZES.items()
+    },
+)

@@ -65,7 +65,7 @@ FAMILIES = {
         **ALTERNATING,
         "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 5.0,
+        "final_logit_softcapping": 2.0,
         "tied": True,
     },
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},

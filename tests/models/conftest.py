@@ -44,7 +44,7 @@ def make_checkpoint(tmp_path_factory):
             | changes
         )
         torch.manual_seed(kv_heads + 100 * tied)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         for name, weight in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)

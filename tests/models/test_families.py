@@ -54,6 +54,7 @@ SAMPLE = [
     ("qwen2.5-window", 2, "ag_rs"), ("mistral", 4, "torch"), ("qwen3-yarn", 2, "torch"), ("qwen3-window", 3, "gemm_ar"),
     ("seed-oss", 4, "gemm_ar"), ("qwen3-moe", 4, "gemm_ar"), ("qwen3-moe-mixed", 2, "ag_rs"), ("mixtral", 3, "ag_rs"),
     ("qwen2-moe", 2, "ag_rs"), ("qwen2-moe-mixed", 4, "gemm_ar"), ("olmo2", 8, "ag_rs"), ("olmo2", 3, "gemm_ar"),
+    ("olmo3", 4, "gemm_ar"), ("granite", 2, "ag_rs"), ("gemma2", 8, "gemm_ar"), ("gemma3", 3, "ag_rs"),
 ]  # fmt: skip
 
 # On one rank those that are not in the sample over ranks, and two that are.
@@ -234,6 +235,62 @@ def norms_before_in_place_of_after(model):
         layer.post_norm, layer.mlp_out_norm = layer.mlp_out_norm, None
 
 
+def without_one(model):
+    """Norms by w in place of 1 + w."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data -= 1
+
+
+def without_one_in_q_and_k(model):
+    for layer in model.layers:
+        layer.self_attn.q_norm.weight.data -= 1
+        layer.self_attn.k_norm.weight.data -= 1
+
+
+def silu_in_place_of_gelu(model):
+    for layer in model.layers:
+        layer.mlp.activation = "silu"
+
+
+def without_norms_after(model):
+    for layer in model.layers:
+        layer.attention_out_norm = layer.mlp_out_norm = None
+
+
+def without(part, name):
+    """A factor or soft cap of the embedding, the head or the layers' block is forgotten."""
+
+    def forget(model):
+        if part == "block":
+            for layer in model.layers:
+                layer.block = dataclasses.replace(layer.block, **{name: None})
+        elif part == "attention":
+            for layer in model.layers:
+                setattr(layer.self_attn, name, None)
+        else:
+            setattr(getattr(model, part), name, None)
+
+    forget.__name__ = f"without_{name}_of_{part}"
+    return forget
+
+
+def one_rotary_embedding(model):
+    for layer in model.layers:
+        layer.self_attn.rotary = 0
+
+
+GRANITE_MISTAKES = [
+    ("block", "residual_scale"), ("embed_tokens", "scale"), ("lm_head", "divisor"), ("attention", "scale"),
+]  # fmt: skip
+GEMMA_MISTAKES = (
+    without_one,
+    silu_in_place_of_gelu,
+    without_norms_after,
+    windows_of_other_layers,
+    without("embed_tokens", "scale"),
+    without("attention", "scale"),
+)
 EXPERTS_MISTAKES = (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)
 MUTANTS = [
     ("mistral", wider_window),
@@ -250,6 +307,11 @@ MUTANTS = [
     *(("qwen3-moe", mistake) for mistake in EXPERTS_MISTAKES),
     *(("qwen2-moe", mistake) for mistake in (shared_gate_forgotten, shared_expert_not_split)),
     *(("olmo2", mistake) for mistake in (norms_of_own_heads, norms_before_in_place_of_after)),
+    *(("olmo3", mistake) for mistake in (windows_of_other_layers, one_rotary_embedding)),
+    *(("granite", without(*mistake)) for mistake in GRANITE_MISTAKES),
+    *(("gemma2", mistake) for mistake in GEMMA_MISTAKES),
+    *(("gemma2", without(*mistake)) for mistake in (("lm_head", "softcap"), ("attention", "softcap"))),
+    *(("gemma3", mistake) for mistake in (without_one_in_q_and_k, one_rotary_embedding)),
 ]  # fmt: skip
 
 

@@ -163,9 +163,10 @@ def in_one_layout(x):
 
 @triton.jit
 def store_bytes(out, at, rows, mask, SUMMED: tl.constexpr):
-    """Store fp8 ``rows`` at out + at; if SUMMED eight bytes a thread, as a thread holds eight elements of 16 bits.
+    """Store fp8 ``rows`` at out + at.
 
-    With sixteen Triton gives the rows another layout from their load on, and the sums before this store another order.
+    SUMMED  eight bytes a thread, as a thread holds eight elements of 16 bits. With sixteen Triton gives the rows another layout
+            from their load on, and the sums before this store another order
     """
     to = out + at
     if SUMMED:

@@ -297,7 +297,26 @@ def operands(team):
         wrong = {"x": TENSOR, "tokens": (5, "x", (), (3,), (-1,), (4.0,), LONG), **team_and}
         yield op, {"x": f(4, 2, 8), "team": team}, wrong
     yield ops.matmul_parts, {"x": x, "weight": x}, {"x": TENSOR, "weight": TENSOR}
+    yield from operands_of_linear_attention()
     yield from operands_of_experts(team)
+
+
+def operands_of_linear_attention():
+    """``operands`` of the ops of weft.ops.linear_attention."""
+    f, i = torch.ones, partial(torch.ones, dtype=torch.int32)
+    convolved = {"x": f(2, 8), "weight": f(8, 4), "state": f(2, 3, 8)}
+    ruled = {"qkv": f(2, 64), "gates": ops.Gates(f(2, 2), f(2, 2), f(2), f(2)), "state": f(2, 2, 16, 16)}
+    prompts, step = ops.SequenceChunks.make([(0, 2)], [0]), {"lengths": i(2), "slots": i(2)}
+    wrong = {**dict.fromkeys(("x", "weight", "state", "qkv", "lengths", "slots"), TENSOR), "after": TENSOR[1:]}
+    wrong |= {"sequences": (None, 5, [(0, 2)], LONG), "gates": (None, 5, (1, 2), LONG)}
+    for op, update, valid in (
+        (ops.causal_conv1d, ops.causal_conv1d_update, convolved),
+        (ops.gated_delta_rule, ops.recurrent_gated_delta_rule, ruled),
+    ):
+        yield op, {**valid, "sequences": prompts}, {name: wrong[name] for name in (*valid, "sequences")}
+        yield update, {**valid, **step}, {name: wrong[name] for name in (*valid, *step, "after")}
+    normed = {"x": f(2, 2, 4), "gate": f(2, 8), "weight": f(4), "eps": 1e-6}
+    yield ops.rms_norm_gated, normed, {**dict.fromkeys(("x", "gate", "weight"), TENSOR), "eps": ("x", None, [1])}
 
 
 def operands_of_experts(team):

@@ -1,0 +1,105 @@
+"""Kernels of linear attention compile for every target, fit it, and take no dot of a dot's transposed result."""
+
+import re
+
+import pytest
+import torch
+
+from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests.ops.test_compile_layer_kernels import FP32, INTS, caps_of, check_compiles, check_machine_code
+from weft.ops.linear_attention import causal_conv1d as conv
+from weft.ops.linear_attention import gated_delta_rule as delta
+from weft.ops.linear_attention import recurrent_gated_delta_rule as recurrent
+from weft.ops.linear_attention.delta_rule import DeltaSizes, Gates
+from weft.ops.linear_attention.rms_norm_gated import rms_norm_gated_kernel
+from weft.runtime.capabilities import launch_options
+
+KERNELS = ("prepare", "scan", "recurrent", "conv", "update", "norm")
+STRIDE, CHANNELS = 12352, 1536
+
+
+def built(name, arch, dtype=torch.bfloat16, D=128):
+    x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
+    sizes, gates, parts = DeltaSizes(2, 8, D, D), Gates(x, x, FP32, FP32), delta.Prepared(x, x, x, FP32)
+    options = {"arch": arch, **launch_options(caps)}
+    shared = {"SIZES": sizes, "ROWS": 64, "PRECISION": delta.precision_of(caps), **options}
+    given, strides = (x, STRIDE), (STRIDE, STRIDE)
+    match name:
+        case "prepare":
+            arguments = *given, gates, strides, INTS, INTS, parts, 0.1, 640
+            return compiled(delta.prepare_kernel, *arguments, **shared, **delta.PREPARE)
+        case "scan":
+            shared |= {"COLUMNS": delta.columns_of(sizes, dtype), **delta.scan_options(sizes, dtype)}
+            return compiled(delta.scan_kernel, *given, INTS, INTS, parts, FP32, x, 640, **shared)
+        case "recurrent":
+            constants = {"SIZES": sizes, "COLUMNS": min(D, recurrent.CELLS // D), "QUERIES": 1}
+            arguments = *given, gates, strides, INTS, INTS, INTS, FP32, x, 0.1
+            return compiled(recurrent.recurrent_gated_delta_rule_kernel, *arguments, **constants, **options)
+        case "norm":
+            constants = {"HEADS": 8, "D": D, "ROWS": 2048 // D, "BLOCK": D}
+            return compiled(rms_norm_gated_kernel, x, x, STRIDE, x, x, 640, 1e-6, **constants, **options)
+    constants = {"CHANNELS": CHANNELS, "TAPS": 4}
+    arguments = *given, x, x, INTS, INTS, INTS, x
+    if name == "conv":
+        return compiled(conv.causal_conv1d_kernel, *arguments, **constants, BLOCK=conv.CHANNELS, ROWS=64, **options)
+    constants |= {"BLOCK": conv.STEP_CHANNELS, "QUERIES": 1}
+    return compiled(conv.causal_conv1d_update_kernel, *arguments, **constants, **options)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_compiles_and_fits(arch, name):
+    kernel = built(name, arch)
+    assert kernel.metadata.shared <= SHARED[arch]
+    check_compiles(kernel, arch)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["prepare", "scan", "recurrent"])
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 128), (torch.float16, 16), (torch.bfloat16, 256)])
+def test_other_heads_compile_and_fit(dtype, D, name):
+    assert built(name, "sm_90", dtype, D).metadata.shared <= SHARED["sm_90"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_thread_has_a_stack(name, arch, tmp_path):
+    kernel = built(name, arch)
+    if arch == "sm_90":
+        check_machine_code(kernel, tmp_path)
+    assert stack_bytes(kernel, tmp_path) == 0
+
+
+def transposed_results(ttir):
+    """Dots of which an operand is the transposed result of a dot, through whatever is done with elements in between."""
+    made, wrong = {}, []
+    for line in ttir.splitlines():
+        match = re.match(r"\s*(%[\w]+)(?::\d+)? = (?:\"?)([\w.]+)(?:\"?) ?(.*)", line)
+        if match is None:
+            continue
+        name, operation, rest = match.groups()
+        kinds = {kind for operand in re.findall(r"%\w+", rest) for kind in made.get(operand, ())}
+        if operation == "tt.dot":
+            wrong += [line.strip()] * any("transposed" in made.get(x, ()) for x in re.findall(r"%\w+", rest)[:2])
+            kinds |= {"dot"}
+        if operation == "tt.trans" and "dot" in kinds:
+            kinds |= {"transposed"}
+        made[name] = kinds
+    return wrong
+
+
+@pytest.mark.triton_internals
+def test_no_dot_takes_the_transposed_result_of_a_dot():
+    """Triton 3.4 to 3.7.0 miscompiles that on Hopper at blocks of 64."""
+    for name in ("prepare", "scan"):
+        ttir = built(name, "sm_90").asm["ttir"]
+        assert ttir.count("tt.dot") >= 4 and transposed_results(ttir) == []
+
+
+def test_of_the_test_a_transposed_result_is_found():
+    lines = [
+        "%a = tt.dot %x, %y, %zero, inputPrecision = tf32 : t", "%b = arith.truncf %a : t", "%c = tt.trans %b {order = x} : t",
+    ]  # fmt: skip
+    assert transposed_results("\n".join([*lines, "%d = tt.dot %w, %c, %zero : t"])) != []
+    assert transposed_results("\n".join([*lines, "%d = tt.dot %w, %b, %zero : t"])) == []

@@ -1,0 +1,317 @@
+"""gated_delta_rule: the gated delta rule over prompts, in chunks of 64 tokens.
+
+With G the sum of g from a chunk's begin on, the updates of its tokens are the solution of a triangular system (the WY form of
+Yang et al., 2024):
+
+    L[i, j] = beta[i] (k[i] . k[j]) exp(G[i] - G[j]), j < i        T = (I + L)^-1
+    W = T (beta exp(G) k), U = T (beta v)                          of a chunk alone
+    N = U - W S                                                    S: the state before the chunk
+    out = exp(G) q S + P N, P[i, j] = (q[i] . k[j]) exp(G[i] - G[j]), j <= i
+    S = exp(G[-1]) S + k.T (exp(G[-1] - G) N)
+
+Two launches: ``prepare`` makes T, W, U and P of all chunks at once, ``scan`` goes from chunk to chunk. No dot takes the
+transposed result of a dot: Triton 3.4 to 3.7.0 miscompiles that on Hopper at 64 rows. Where k.T is needed it is loaded so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import weft.language as wl
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.linear_attention.causal_conv1d import chunks_of
+from weft.ops.linear_attention.delta_rule import (
+    L2_EPS,
+    DeltaSizes,
+    Gates,
+    Recurrence,
+    check_delta_rule,
+    decay_and_rate,
+    kernel_gates,
+    sizes_of,
+)
+from weft.ops.linear_attention.sequence_chunks import CHUNK, SequenceChunks, check_chunks
+from weft.ops.local import capabilities_of
+from weft.ops.op import Op, register
+from weft.runtime.capabilities import Capabilities, launch_options
+from weft.runtime.team.team import Team
+
+BLOCK = tl.constexpr(16)  # of T's diagonal, inverted row by row
+
+
+class Prepared(NamedTuple):
+    """Parts of the chunks that do not depend on states, one row a token.
+
+    w [T, value heads, K], u [T, value heads, V], p [T, value heads, CHUNK] in the inputs' dtype
+    factors  fp32 [3, T, value heads]: of q before it reads the state, of a token's update as it enters the state at the
+             chunk's end, of the state over the chunk
+    """
+
+    w: torch.Tensor
+    u: torch.Tensor
+    p: torch.Tensor
+    factors: torch.Tensor
+
+
+@triton.jit
+def inverse_of_unit_lower(L, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 of a strictly lower triangular L [ROWS, ROWS], fp32.
+
+    Blocks of 16 x 16 on the diagonal row by row, which stays exact where powers of L would grow; the rest by its four powers:
+    with D the inverse of these blocks and M = D (L below the blocks), M^4 = 0 and (I + M)^-1 = (I - M) (I + M^2).
+    """
+    COUNT: tl.constexpr = ROWS // BLOCK
+    block, at = tl.arange(0, COUNT), tl.arange(0, BLOCK)
+    here = block[:, None, None, None] == block[None, None, :, None]
+    diagonal = tl.sum(tl.where(here, tl.reshape(L, [COUNT, BLOCK, COUNT, BLOCK]), 0.0), axis=2)  # [COUNT, BLOCK, BLOCK]
+    inverse = tl.where((at[:, None] == at[None, :])[None], 1.0, 0.0) + tl.zeros([COUNT, BLOCK, BLOCK], tl.float32)
+    for i in range(1, BLOCK):
+        # Row i of L times the rows above it, which are final.
+        row = tl.sum(tl.where((at == i)[None, :, None], diagonal, 0.0), axis=1)  # [COUNT, BLOCK]
+        made = tl.sum(row[:, :, None] * inverse, axis=1)
+        inverse = tl.where((at == i)[None, :, None], inverse - made[:, None, :], inverse)
+    D = tl.reshape(tl.where(here, inverse[:, :, None, :], 0.0), [ROWS, ROWS])
+    if COUNT == 1:
+        return D
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+    M = tl.dot(D, tl.where(row // BLOCK > column // BLOCK, L, 0.0), input_precision=PRECISION)
+    one = tl.where(row == column, 1.0, 0.0)
+    rest = tl.dot(one - M, one + tl.dot(M, M, input_precision=PRECISION), input_precision=PRECISION)
+    return tl.dot(rest, D, input_precision=PRECISION)
+
+
+@triton.jit
+def prepare_kernel(
+    qkv, stride, gates, strides, rows, chunks, parts, scale, tokens, SIZES: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``Prepared`` of one chunk and value head; the module has the equations.        grid: (chunks, value heads)
+
+    qkv     [T, columns] with rows ``stride`` apart: heads of q, of k and of v
+    strides  of gates.a and gates.b; tokens: T
+    """
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    H: tl.constexpr = SIZES.value_heads
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    wl.follow_previous_kernel()
+    sequence, begin = tl.load(chunks + 2 * place), tl.load(chunks + 2 * place + 1)
+    at = tl.arange(0, ROWS)
+    exists = begin + at < tl.load(rows + 3 * sequence + 1)
+    row = (tl.load(rows + 3 * sequence) + begin + at).to(tl.int64)
+    g, beta = decay_and_rate(gates, strides, row, exists, head)
+    G = tl.cumsum(g, 0)
+    total = tl.sum(g, 0)
+
+    of_key, of_value = tl.arange(0, K), tl.arange(0, V)
+    first = head // (H // SIZES.key_heads) * K
+    q = tl.load(qkv + row[:, None] * stride + first + of_key[None, :], mask=exists[:, None], other=0)
+    keys = qkv + SIZES.key_heads * K + first
+    k = tl.load(keys + row[:, None] * stride + of_key[None, :], mask=exists[:, None], other=0)
+    k_down = tl.load(keys + row[None, :] * stride + of_key[:, None], mask=exists[None, :], other=0)  # k.T
+    of_q = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS) * scale
+    of_k = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+
+    below = at[:, None] >= at[None, :]
+    decay = tl.exp(tl.where(below, G[:, None] - G[None, :], 0.0)) * of_k[None, :]
+    decay = tl.where(below, decay, 0.0)
+    L = tl.dot(k, k_down, input_precision=PRECISION) * decay * (beta * of_k)[:, None]
+    # tf32 errs as much as the rounding of T to bf16 that follows; three times as many registers would not fit.
+    of_inverse: tl.constexpr = PRECISION if dtype.primitive_bitwidth == 32 or PRECISION == "ieee" else "tf32"
+    T = inverse_of_unit_lower(tl.where(at[:, None] > at[None, :], L, 0.0), ROWS, of_inverse)
+    P = tl.dot(q, k_down, input_precision=PRECISION) * decay * of_q[:, None]
+    cell = row * H + head
+    tl.store(parts.p + cell[:, None] * ROWS + at[None, :], P.to(dtype), mask=exists[:, None])
+    # Factors of a token go into T, so that inputs are not rounded a second time.
+    W = tl.dot((T * (beta * of_k * tl.exp(G))[None, :]).to(dtype), k, input_precision=PRECISION)
+    tl.store(parts.w + cell[:, None] * K + of_key[None, :], W.to(dtype), mask=exists[:, None])
+    values = qkv + 2 * SIZES.key_heads * K + head * V
+    v = tl.load(values + row[:, None] * stride + of_value[None, :], mask=exists[:, None], other=0)
+    U = tl.dot((T * beta[None, :]).to(dtype), v, input_precision=PRECISION)
+    tl.store(parts.u + cell[:, None] * V + of_value[None, :], U.to(dtype), mask=exists[:, None])
+    kept = tokens.to(tl.int64) * H
+    tl.store(parts.factors + cell, of_q * tl.exp(G), mask=exists)
+    tl.store(parts.factors + kept + cell, of_k * tl.exp(total - G), mask=exists)
+    tl.store(parts.factors + 2 * kept + cell, tl.exp(total) + tl.zeros_like(G), mask=exists)
+
+
+@triton.jit
+def scan_kernel(
+    qkv, stride, rows, slots, parts, state, out, tokens, SIZES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out and the final state of one sequence and value head, COLUMNS elements of its values.
+
+    grid: (value heads * V / COLUMNS, sequences). state fp32 [slots, value heads, K, V], out [T, value heads, V]
+
+    A program reads its part of the state before its first chunk and writes it after its last: no other program has it.
+    """
+    H: tl.constexpr = SIZES.value_heads
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    head, sequence = tl.program_id(0) // (V // COLUMNS), tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) % (V // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    of_key, at = tl.arange(0, K), tl.arange(0, ROWS)
+    wl.follow_previous_kernel()
+    begin = tl.load(rows + 3 * sequence).to(tl.int64)
+    length, before = tl.load(rows + 3 * sequence + 1), tl.load(rows + 3 * sequence + 2)
+    place = (tl.load(slots + sequence).to(tl.int64) * H + head) * K * V
+    cells = state + place + of_key[:, None] * V + column[None, :]
+    S = tl.load(cells, mask=(before > 0) & (of_key[:, None] >= 0) & (column[None, :] >= 0), other=0.0)
+    queries = qkv + head // (H // SIZES.key_heads) * K
+    keys, kept = queries + SIZES.key_heads * K, tokens.to(tl.int64) * H
+    for chunk in range(0, length, ROWS):
+        exists = chunk + at < length
+        row = begin + chunk + at
+        cell = row * H + head
+        q = tl.load(queries + row[:, None] * stride + of_key[None, :], mask=exists[:, None], other=0)
+        k_down = tl.load(keys + row[None, :] * stride + of_key[:, None], mask=exists[None, :], other=0)  # k.T
+        w = tl.load(parts.w + cell[:, None] * K + of_key[None, :], mask=exists[:, None], other=0)
+        u = tl.load(parts.u + cell[:, None] * V + column[None, :], mask=exists[:, None], other=0)
+        p = tl.load(parts.p + cell[:, None] * ROWS + at[None, :], mask=exists[:, None], other=0)
+        of_q = tl.load(parts.factors + cell, mask=exists, other=0)
+        of_update = tl.load(parts.factors + kept + cell, mask=exists, other=0)
+        of_state = tl.load(parts.factors + 2 * kept + (begin + chunk) * H + head)
+        read = S.to(dtype)
+        update = u.to(tl.float32) - tl.dot(w, read, input_precision=PRECISION)
+        result = tl.dot(q, read, input_precision=PRECISION) * of_q[:, None]
+        result += tl.dot(p, update.to(dtype), input_precision=PRECISION)
+        tl.store(out + cell[:, None] * V + column[None, :], result.to(dtype), mask=exists[:, None])
+        S = S * of_state + tl.dot(k_down, (update * of_update[:, None]).to(dtype), input_precision=PRECISION)
+    if length > 0:
+        tl.debug_barrier()  # all threads have read the state
+        tl.store(cells, S)
+
+
+def gated_delta_rule(qkv: torch.Tensor, gates: Gates, state: torch.Tensor, sequences: SequenceChunks) -> torch.Tensor:
+    """The gated delta rule over prompts, [T, value heads, V] of qkv's dtype.
+
+    qkv        [T, 2 * key heads * K + value heads * V], fp16, bf16 or fp32: heads of q, of k, and of v, not yet normed;
+               it may be columns of a wider tensor. Value heads h share key head h // (value heads / key heads)
+    gates      a, b [T, value heads] of qkv's dtype, A_log, dt_bias [value heads] fp32
+    state      fp32 [slots, value heads, K, V], read and written in place; K and V are 16, 32, 64, 128 or 256
+    sequences  the T tokens, by sequence, and the slots; a sequence without tokens before begins with a state of zeros
+
+    No backward. ValueError for shapes, dtypes or devices that do not fit.
+    """
+    check_delta_rule("gated_delta_rule", qkv, gates, state)
+    check_chunks("gated_delta_rule", sequences, qkv.device)
+    return GATED_DELTA_RULE.dispatch(qkv, gates, state, sequences)
+
+
+def precision_of(caps: Capabilities) -> str:
+    """Precision of dots of fp32: that of fp32, on tensor cores where they have a form for it."""
+    return "tf32x3" if caps.arch.startswith("sm_") else "ieee"
+
+
+def columns_of(sizes: DeltaSizes, dtype: torch.dtype) -> int:
+    """Columns of a program of the scan: with few, more programs share a head, and each repeats its reads of q, k and w."""
+    return min(sizes.V, 32 if dtype.itemsize == 2 else 16)
+
+
+class GatedDeltaRule(Op):
+    name, alias = "gated_delta_rule", "gated-delta-rule"
+    no_plan = "two kernels; chunks of 64 tokens, and the dtype decides the columns of a program of the scan"
+    mutates = ("state",)
+    collective = False
+
+    def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
+        """Tensors of a call. sizes: key heads, value heads, K, V; field ``spans``: (before, length) of each sequence."""
+        spans = case.field("spans")
+        return delta_inputs(DeltaSizes(*case.sizes), sum(length for _, length in spans), len(spans) + 1, draw, case)
+
+    def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
+        qkv, *gates, state = (x.double() for x in by_rank[rank])
+        whole, outs = Recurrence.of(qkv, Gates(*gates), DeltaSizes(*case.sizes)), []
+        for first, length, before, slot in chunks_of(case).spans():
+            out, states = whole.rows(first, length).run(state[slot] if before else torch.zeros_like(state[slot]))
+            outs.append(out)
+            state[slot] = states[-1]
+        return torch.cat(outs), state
+
+    def accuracy(self, case: Case) -> Accuracy:
+        # T, W, U, P, the updates and the state that a chunk reads are rounded; the error of a state goes from chunk to chunk.
+        return Accuracy(terms=4 * CHUNK * case.sizes[2], partials=4, levels=12)
+
+    def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> Inputs:
+        qkv, *gates, state = tensors
+        state, wide = state.clone(memory_format=torch.contiguous_format), torch.cat((qkv, qkv), dim=1)
+        out = gated_delta_rule(wide[:, : qkv.shape[1]], Gates(*gates), state, chunks_of(case).to(qkv.device))
+        return out, state.to(case.dtype)
+
+    def cases(self) -> Iterator[Case]:
+        for dtype in (FP32, BF16, FP16):
+            for sizes, spans in (
+                ((1, 2, 16, 16), ((0, 1), (5, 64), (0, 65))),
+                ((2, 2, 32, 64), ((0, 130),)),
+                ((1, 3, 64, 32), ((7, 3), (0, 192))),
+            ):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("spans", spans),))
+            for kind in ("slow", "same_keys"):
+                fields = (("spans", ((3, 150),)), ("kind", kind))
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(1, 1, 16, 16), fields=fields)
+
+    def large_cases(self) -> Iterator[Case]:
+        spans = ((0, 2048), (100, 1), (64, 777))
+        for dtype, sizes in ((BF16, (2, 8, 128, 128)), (FP32, (1, 2, 128, 128)), (BF16, (1, 1, 256, 256))):
+            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=sizes, fields=(("spans", spans),))
+
+    def forward(self, qkv: torch.Tensor, gates: Gates, state: torch.Tensor, sequences: SequenceChunks) -> torch.Tensor:
+        out, sizes, caps = self.fake(qkv, gates, state, sequences), sizes_of(qkv, state), capabilities_of(qkv.device)
+        if out.numel() == 0:
+            return out
+        tokens, heads = len(qkv), sizes.value_heads
+        parts = Prepared(
+            w=qkv.new_empty((tokens, heads, sizes.K)),
+            u=qkv.new_empty((tokens, heads, sizes.V)),
+            p=qkv.new_empty((tokens, heads, CHUNK)),
+            factors=qkv.new_empty((3, tokens, heads), dtype=torch.float32),
+        )
+        rows, slots, chunks = (x.contiguous() for x in sequences)
+        shared = {"SIZES": sizes, "ROWS": CHUNK, "PRECISION": precision_of(caps), **launch_options(caps)}
+        inputs = qkv, qkv.stride(0), *kernel_gates(gates), rows, chunks, parts, sizes.K**-0.5, tokens
+        prepare_kernel[len(chunks), heads](*inputs, **shared, **PREPARE)
+        columns = columns_of(sizes, qkv.dtype)
+        grid = heads * (sizes.V // columns), len(rows)
+        arguments = qkv, qkv.stride(0), rows, slots, parts, state, out, tokens
+        scan_kernel[grid](*arguments, COLUMNS=columns, **shared, **scan_options(sizes, qkv.dtype))
+        return out
+
+    def fake(self, qkv, gates, state, sequences):
+        return qkv.new_empty((qkv.shape[0], state.shape[1], state.shape[3]))
+
+
+PREPARE = {"num_warps": 8}
+
+
+def scan_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
+    """Warps and stages of the scan: two chunks of heads of up to 128 elements fit into 64 KiB of shared memory."""
+    return {"num_warps": 4, "num_stages": 2 if sizes.K * dtype.itemsize <= 256 else 1}
+
+
+def delta_inputs(sizes: DeltaSizes, tokens: int, slots: int, draw: Draw, case: Case) -> Inputs:
+    """qkv, gates and states of a case: heads of other lengths, and decays near 0 and 1.
+
+    Field ``kind``: "slow" has decays near 1 and rates near 1, so that states grow old; "same_keys" has in addition one key for
+    all tokens, where powers of L would be large.
+    """
+    heads, kind = sizes.value_heads, case.field("kind")
+    qkv, a, b = (draw.own(name, (tokens, n)) for name, n in (("qkv", sizes.columns), ("a", heads), ("b", heads)))
+    A_log, dt_bias = (draw.own(name, (heads,), dtype=FP32) for name in ("A_log", "dt_bias"))
+    if kind is not None:
+        A_log, b = A_log - 8, b + 4
+    if kind == "same_keys":
+        keys = slice(sizes.key_heads * sizes.K, 2 * sizes.key_heads * sizes.K)
+        qkv[:, keys] = qkv[:1, keys]
+    return qkv, a, b, A_log, dt_bias, draw.own("state", (slots, heads, sizes.K, sizes.V), dtype=FP32)
+
+
+GATED_DELTA_RULE = GatedDeltaRule()
+register(GATED_DELTA_RULE)

@@ -144,9 +144,9 @@ def causal_conv1d_update(
     slots: torch.Tensor,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``causal_conv1d`` of few new tokens of each of B sequences, all of one sequence in rows that follow each other.
+    """``causal_conv1d`` of few new tokens of each of B sequences, [T, C].
 
-    x, weight, state  as for ``causal_conv1d``; T is a multiple of B
+    x, weight, state  as for ``causal_conv1d``; T is a multiple of B, tokens of a sequence in rows that follow each other
     lengths  [T] int32: tokens of the sequence up to and with a row's; 1: its state begins as zeros; 0: padding, its row of
              the result is undefined
     slots    [B] int32: index of a sequence's state before the step
@@ -177,7 +177,7 @@ def _check(op: str, x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) 
 
 
 def convolved(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [n, C], rows [n + K - 1, C] that it is made from) of one sequence in plain torch; ``before`` [K - 1, C]."""
+    """(out [n, C], rows [n + K - 1, C] that it is made from) of one sequence, in plain torch."""
     taps, whole = weight.shape[1], torch.cat((before, x))
     acc = sum(whole[i : i + len(x)] * weight[:, i] for i in range(taps))
     return acc * acc.sigmoid(), whole

@@ -132,7 +132,7 @@ class Recurrence(NamedTuple):
         return cls(q, k, v.unflatten(1, (sizes.value_heads, sizes.V)), decay, gates.b.sigmoid())
 
     def run(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [T, value heads, V], states [T, value heads, K, V] after each token) of one sequence from ``state``."""
+        """(out [T, value heads, V], states [T, value heads, K, V] after tokens) of one sequence."""
         outs, states = [], []
         for q, k, v, decay, beta in zip(*self, strict=True):
             state = state * decay[:, None, None]

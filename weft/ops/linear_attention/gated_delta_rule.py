@@ -212,7 +212,7 @@ def precision_of(caps: Capabilities) -> str:
 
 
 def columns_of(sizes: DeltaSizes, dtype: torch.dtype) -> int:
-    """Columns of a program of the scan: with few, more programs share a head, and each repeats its reads of q, k and w."""
+    """Columns of a program of the scan; each program of a head reads all of q, k and w."""
     return min(sizes.V, 32 if dtype.itemsize == 2 else 16)
 
 
@@ -223,7 +223,7 @@ class GatedDeltaRule(Op):
     collective = False
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """Tensors of a call. sizes: key heads, value heads, K, V; field ``spans``: (before, length) of each sequence."""
+        """Tensors of a call. sizes: key heads, value heads, K, V."""
         spans = case.field("spans")
         return delta_inputs(DeltaSizes(*case.sizes), sum(length for _, length in spans), len(spans) + 1, draw, case)
 
@@ -292,7 +292,7 @@ PREPARE = {"num_warps": 8}
 
 
 def scan_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
-    """Warps and stages of the scan: two chunks of heads of up to 128 elements fit into 64 KiB of shared memory."""
+    """Warps and stages of the scan: two chunks of heads of 128 elements fit into 64 KiB."""
     return {"num_warps": 4, "num_stages": 2 if sizes.K * dtype.itemsize <= 256 else 1}
 
 

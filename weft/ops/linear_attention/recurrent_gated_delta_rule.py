@@ -1,4 +1,4 @@
-"""recurrent_gated_delta_rule: few new tokens of each sequence through the gated delta rule, with the state after each."""
+"""recurrent_gated_delta_rule: the gated delta rule over few new tokens, with the state after each."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def recurrent_gated_delta_rule_kernel(
     qkv, stride, gates, strides, lengths, slots, after, state, out, scale, SIZES: tl.constexpr, COLUMNS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES tokens of one sequence and value head, COLUMNS elements of its values; weft.ops.linear_attention.delta_rule has
-    the equation.
+    """QUERIES tokens of one sequence and value head, COLUMNS elements of its values; delta_rule.py has the equation.
 
     grid: (sequences, value heads * V / COLUMNS). qkv [sequences * QUERIES, columns] with rows ``stride`` apart
     state fp32 [slots, value heads, K, V]: read once at slots, written at ``after`` of each token, so they may be the same

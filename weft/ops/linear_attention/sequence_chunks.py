@@ -28,7 +28,7 @@ class SequenceChunks(NamedTuple):
 
     @classmethod
     def make(cls, sequences: Sequence[tuple[int, int]], slots: Sequence[int]) -> SequenceChunks:
-        """Chunks of sequences (before, length), on the CPU. ValueError for other sequences, or slots that do not fit."""
+        """Chunks of sequences (before, length), on the CPU. ValueError for other sequences or slots."""
         try:
             spans = [(int(before), int(length)) for before, length in sequences]
             fits = spans == [tuple(span) for span in sequences] and all(min(span) >= 0 for span in spans)
@@ -84,7 +84,7 @@ def check_columns(op: str, name: str, x: torch.Tensor) -> None:
 def check_decoding(
     op: str, tokens: int, lengths: torch.Tensor, slots: torch.Tensor, after: torch.Tensor, device: torch.device
 ) -> int:
-    """New tokens of each sequence of a step. ValueError unless lengths, slots and ``after`` fit ``tokens`` rows."""
+    """New tokens of each sequence of a step. ValueError unless the tensors fit ``tokens`` rows."""
     for name, tensor, shape in (("lengths", lengths, (tokens,)), ("slots", slots, ("B",)), ("after", after, (tokens,))):
         check_like(op, name, tensor, device, (torch.int32,))
         check_shape(op, name, tensor, shape)

@@ -280,6 +280,13 @@ def operands(team):
     attended = {**dict.fromkeys(("q", *shared), TENSOR), **options, **team_and}
     yield ops.sharded_decode_attention, {"q": f(2, 1, 16), **shared, "team": team}, attended
     yield ops.merge_attention, {"outs": f(2, 2, 1, 16), "lses": f(2, 2, 1)}, {"outs": TENSOR, "lses": TENSOR}
+    latents = {"cache": f(2, 16, 32), "pages": pages, "lengths": torch.ones(2, dtype=torch.int32)}
+    wrong = {**dict.fromkeys(("q", "q_rope", *latents), TENSOR), "scale": number, "queries": (*COUNT, 3)}
+    yield ops.mla_decode_attention, {"q": f(2, 1, 16), "q_rope": f(2, 1, 16), **latents, "scale": 0.2}, wrong
+    tensors = {"q_rope": f(2, 1, 16), "kv": f(2, 32), "weight": f(16), "angles": angles, "positions": ids[:2]}
+    tensors |= {"slots": ids[:2], "cache": f(2, 16, 32)}
+    wrong = {**dict.fromkeys(tensors, TENSOR), "eps": number, "interleaved": FLAG}
+    yield ops.mla_norm_rope, {**tensors, "eps": 1e-6}, wrong
     weights = {"q_weight": f(16), "k_weight": f(16), "eps": 1e-6, "angles": angles}
     tensors = dict.fromkeys(("qkv", "q_weight", "k_weight", "angles", *shared), TENSOR) | {"bias": TENSOR[1:]}
     yield ops.decode_attention, {"qkv": f(2, 48), **weights, **shared}, {**tensors, "eps": number, **options}

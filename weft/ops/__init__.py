@@ -5,6 +5,8 @@ from weft.ops.attention.decode_attention import decode_attention
 from weft.ops.attention.decode_metadata import decode_metadata
 from weft.ops.attention.gathered_prefill_attention import gathered_prefill_attention
 from weft.ops.attention.merge_attention import merge_attention
+from weft.ops.attention.mla_decode_attention import mla_decode_attention
+from weft.ops.attention.mla_norm_rope import mla_norm_rope
 from weft.ops.attention.paged_attention import paged_attention
 from weft.ops.attention.paged_prefill_attention import paged_prefill_attention
 from weft.ops.attention.qk_norm_rope import qk_norm_rope
@@ -60,9 +62,10 @@ __all__ = [
     "gated_delta_rule", "gathered_prefill_attention", "grouped_matmul", "grouped_matmul_all_reduce_rms_norm",
     "grouped_matmul_reduce_scatter", "grouped_matmul_silu_mul", "heads_to_sequence", "join_argmax", "matmul",
     "matmul_all_reduce", "matmul_parts", "matmul_reduce_scatter", "matmul_route_schedule", "matmul_silu_mul",
-    "merge_attention", "moe_combine", "moe_dispatch", "moe_schedule", "moe_sum", "note_tokens", "paged_attention",
-    "paged_prefill_attention", "qk_norm_rope", "recurrent_gated_delta_rule", "reduce_scatter", "rms_norm_gated",
-    "route", "sample_argmax", "sequence_to_heads", "sharded_decode_attention", "silu_mul", "top_p_mass",
+    "merge_attention", "mla_decode_attention", "mla_norm_rope", "moe_combine", "moe_dispatch", "moe_schedule",
+    "moe_sum", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
+    "recurrent_gated_delta_rule", "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads",
+    "sharded_decode_attention", "silu_mul", "top_p_mass",
     "vocab_embedding", "warm_up",
 ]  # fmt: skip
 

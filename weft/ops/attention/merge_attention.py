@@ -41,7 +41,8 @@ def merge_attention_kernel(outs, lses, out, lse, parts, rows, D: tl.constexpr, R
     for part in range(parts):
         at = part * rows.to(tl.int64) + row
         log_sum = tl.load(lses + at, mask=exists, other=EMPTY)
-        mean = tl.load(outs + at[:, None] * D + column, mask=inside, other=0.0).to(tl.float32)
+        there = inside & (log_sum > EMPTY)[:, None]
+        mean = tl.load(outs + at[:, None] * D + column, mask=there, other=0.0).to(tl.float32)
         state = fold(state, mean, log_sum, LOG2_E)
     largest, total, _ = state
     at = row.to(tl.int64)
@@ -69,6 +70,16 @@ def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tenso
             f"{op}: outs has shape {tuple(outs.shape)}; it has 1 or more parts, and heads of 1 to {TILE} elements"
         )
     return MERGE_ATTENTION.dispatch(outs, lses)
+
+
+def merge_into(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Launch the kernel on contiguous ``outs`` [P, B, H, D] and ``lses``; ``out`` may be of another dtype."""
+    parts, B, H, D = outs.shape
+    block = next_power_of_2(D)
+    rows = TILE // block
+    constants = {"D": D, "ROWS": rows, "BLOCK": block, **launch_options(capabilities_of(outs.device))}
+    launch = launch_on(outs.device, merge_attention_kernel, D, lambda: constants)
+    launch(cdiv(B * H, rows), outs, lses, out, lse, parts, B * H)
 
 
 class MergeAttention(Op):
@@ -110,13 +121,9 @@ class MergeAttention(Op):
         yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(8, 128, 64, 128), fields=(("empty", ((0, 3),)),))
 
     def forward(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (parts, B, H, D), (out, lse) = outs.shape, self.fake(outs, lses)
-        if B * H > 0:
-            block = next_power_of_2(D)
-            rows = TILE // block
-            constants = {"D": D, "ROWS": rows, "BLOCK": block, **launch_options(capabilities_of(outs.device))}
-            launch = launch_on(outs.device, merge_attention_kernel, D, lambda: constants)
-            launch(cdiv(B * H, rows), outs.contiguous(), lses.contiguous(), out, lse, parts, B * H)
+        out, lse = self.fake(outs, lses)
+        if lse.numel() > 0:
+            merge_into(outs.contiguous(), lses.contiguous(), out, lse)
         return out, lse
 
     def fake(self, outs, lses):

@@ -1,0 +1,147 @@
+"""Plan of mla_decode_attention: its design, and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from weft.ops.case import Case
+from weft.ops.knobs import around, check_knobs, counts, halved, knob, powers, stepped
+from weft.ops.local import check_sizes
+from weft.ops.op import Op
+from weft.ops.registration import FLOATS
+from weft.plan.planned import AUTO, Machine, Planned
+from weft.runtime.arithmetic import cdiv
+from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from weft.runtime.capabilities import Capabilities
+
+MAX_SPLITS = 32
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentBlocks:
+    """Attention over latents in blocks of rows and splits of the context.
+
+    block_m  rows of a program, each a query head of a new token
+    block_n  tokens of a step
+    least    tokens of a split at least, a multiple of block_n
+    splits   of a sequence at most
+    """
+
+    block_m: int = knob(64, powers(16), halved(16, 64))
+    block_n: int = knob(64, powers(16), halved(16, 128))
+    least: int = knob(256, near=halved())
+    splits: int = knob(1, counts(), halved(high=MAX_SPLITS))
+    num_warps: int = knob(8, powers(), halved(high=8))
+    num_stages: int = knob(2, near=stepped())
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        if self.least < 1 or self.least % self.block_n:
+            raise ValueError(f"least={self.least} is not a multiple of block_n={self.block_n}")
+
+
+class MLACall(NamedTuple):
+    """Sizes that the plan of mla_decode_attention depends on.
+
+    rows    of a sequence: query heads times new tokens
+    tokens  that a row of the page table has room for
+    width   elements of a token's row in the cache
+    """
+
+    sequences: int
+    rows: int
+    tokens: int
+    width: int
+    dtype: torch.dtype
+    design: str = AUTO
+
+
+def blocks_for(call: MLACall, caps: Capabilities) -> LatentBlocks:
+    """The design of a call: 64 rows a program where a sequence has more than 16, so that tokens are loaded less often.
+
+    sm_90 multiplies 64 rows at once, in one program an SM; of 16 rows, which wait for memory, it holds two. 128 rows would need
+    512 threads with more registers than each can have. Steps are as long as shared memory and registers allow without a
+    stack. No GPU has timed this.
+    """
+    block_m = 16 if call.rows <= 16 or call.dtype == torch.float32 else 64
+    gfx = caps.arch.startswith("gfx")
+    if gfx or call.dtype == torch.float32:
+        block_n, num_stages = 16, 2
+    elif block_m == 16:
+        block_n, num_stages = 32, 3
+    else:
+        block_n, num_stages = {"sm_90": (64, 2), "sm_100": (32, 2)}.get(caps.arch, (16, 3))
+    pairs = max(1, call.sequences * cdiv(call.rows, block_m))
+    least = 128 if 4 * pairs <= caps.sms else 512
+    return LatentBlocks(
+        block_m=block_m,
+        block_n=block_n,
+        least=least,
+        splits=splits_of(call, pairs, caps.sms * (2 if block_m == 16 else 1), least),
+        num_warps=4 if block_m == 16 else 8,
+        num_stages=num_stages,
+    )
+
+
+def splits_of(call: MLACall, pairs: int, programs: int, least: int) -> int:
+    """Splits at most, for about ``programs`` programs in all."""
+    return max(1, min(programs // pairs, cdiv(call.tokens, least), MAX_SPLITS))
+
+
+class MLAPlan(Op):
+    """Blocks of rows by the number of heads and sequences, and splits for as many programs as there are SMs."""
+
+    name, alias = "mla_decode_attention", "mla-decode-attention"
+    designs = {"blocks": LatentBlocks}
+    sizes = ("batch", "heads", "context", "width")
+    dtypes = FLOATS
+    collective = False
+
+    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> MLACall:
+        return MLACall(*check_sizes(self.name, self.sizes, sizes), dtype, design)
+
+    def call_of_case(self, case: Case, machine: Machine) -> MLACall:
+        (heads, _, width, page), lengths, queries = case.sizes, case.field("lengths"), case.field("queries") or 1
+        room = (max(1, cdiv(max(lengths), page)) + (case.field("spare") or 0)) * page
+        return MLACall(len(lengths) // queries, heads * queries, room, width, case.dtype, case.design)
+
+    def table_key(self, call: MLACall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+        return self.name, (call.sequences, call.rows, call.tokens, call.width), 1
+
+    def tuned(self, call: MLACall, machine: Machine) -> Planned | None:
+        planned = super().tuned(call, machine)
+        # The tile of a row for another number of rows need not fit.
+        fits = planned is not None and planned.row.shape[1::2] == (call.rows, call.width)
+        return planned if fits else None
+
+    def rule(self, call: MLACall, machine: Machine) -> tuple[str, str]:
+        design = blocks_for(call, machine.caps)
+        return "blocks", (
+            f"{call.rows} rows of each of {call.sequences} sequences, in blocks of {design.block_m} on {machine.caps.sms} SMs; "
+            f"splits of at least {design.least} tokens"
+        )
+
+    def default(self, name: str, call: MLACall, machine: Machine) -> LatentBlocks:
+        return blocks_for(call, machine.caps)
+
+    def space(self, call: MLACall, machine: Machine, quick: bool = False) -> Iterator[LatentBlocks]:
+        rule = blocks_for(call, machine.caps)
+        for block_m, num_warps in ((rule.block_m, rule.num_warps),) if quick else ((16, 4), (64, 8)):
+            pairs = max(1, call.sequences * cdiv(call.rows, block_m))
+            for block_n in (rule.block_n,) if quick else (16, 32, 64):
+                least = max(rule.least, block_n)
+                for per_sm in (1, 2):
+                    splits = splits_of(call, pairs, per_sm * machine.caps.sms, least)
+                    tile = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps}
+                    yield replace(rule, least=least, splits=splits, **tile)
+
+    def around(self, design: LatentBlocks, machine: Machine, quick: bool = False) -> Iterator[LatentBlocks]:
+        if not quick:
+            yield from around(design)

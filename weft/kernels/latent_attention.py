@@ -1,8 +1,8 @@
 """Attention to latents, for multi-head latent attention (MLA) with absorbed weights.
 
-All heads attend to one row of a token. The row has a latent, which is key and value at once, and a rotary part, which is key only.
-The queries are already in the space of the latents, so that no head has keys of its own. The method is DeepSeek-V2's (arXiv
-2405.04434).
+All heads attend to one row of a token. The row has a latent, which is key and value at once, and a rotary part, which is key
+only. The queries are already in the space of the latents, so that no head has keys of its own. The method is DeepSeek-V2's
+(arXiv 2405.04434).
 """
 
 from typing import NamedTuple

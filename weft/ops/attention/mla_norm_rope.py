@@ -174,7 +174,10 @@ class MLARowArguments(NamedTuple):
 
 
 class MLANormRope(Op):
-    """sizes of a case: heads, 1, latent + rope, page size. Fields: rope, tokens, padded, interleaved, strided."""
+    """sizes of a case: heads, 1, latent + rope, page size.
+
+    Its fields: rope, tokens, padded, interleaved, strided.
+    """
 
     name, alias = "mla_norm_rope", "mla-norm-rope"
     no_plan = "one kernel; a program takes a token, and 16 of its heads at a time"

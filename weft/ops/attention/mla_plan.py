@@ -64,9 +64,9 @@ class MLACall(NamedTuple):
 
 
 def blocks_for(call: MLACall, caps: Capabilities) -> LatentBlocks:
-    """The design of a call: 64 rows a program where a sequence has more than 16, so that tokens are loaded less often.
+    """The design of a call: 64 rows a program where a sequence has more than 16.
 
-    sm_90 multiplies 64 rows at once, in one program an SM; of 16 rows, which wait for memory, it holds two. 128 rows would need
+    Then tokens are loaded less often. sm_90 multiplies 64 rows at once, in one program an SM; of 16 rows, which wait for memory, it holds two. 128 rows would need
     512 threads with more registers than each can have. Steps are as long as shared memory and registers allow without a
     stack. No GPU has timed this.
     """
@@ -96,7 +96,7 @@ def splits_of(call: MLACall, pairs: int, programs: int, least: int) -> int:
 
 
 class MLAPlan(Op):
-    """Blocks of rows by the number of heads and sequences, and splits for as many programs as there are SMs."""
+    """Blocks of rows by the number of rows, and splits for as many programs as SMs hold."""
 
     name, alias = "mla_decode_attention", "mla-decode-attention"
     designs = {"blocks": LatentBlocks}

@@ -66,9 +66,9 @@ class MLACall(NamedTuple):
 def blocks_for(call: MLACall, caps: Capabilities) -> LatentBlocks:
     """The design of a call: 64 rows a program where a sequence has more than 16.
 
-    Then tokens are loaded less often. sm_90 multiplies 64 rows at once, in one program an SM; of 16 rows, which wait for memory,
-    it holds two. 128 rows would need 512 threads with more registers than each can have. Steps are as long as shared memory and
-    registers allow without a stack. No GPU has timed this.
+    Then tokens are loaded less often. sm_90 multiplies 64 rows at once, in one program an SM; of 16 rows, which wait for
+    memory, it holds two. 128 rows would need 512 threads with more registers than each can have. Steps are as long as shared
+    memory and registers allow without a stack. No GPU has timed this.
     """
     block_m = 16 if call.rows <= 16 or call.dtype == torch.float32 else 64
     gfx = caps.arch.startswith("gfx")

@@ -1,87 +1,116 @@
 """config.json of models as their authors publish them: read as transformers reads them, with keys that it does not read."""
 
+import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.models.official_configs import CONFIGS, MULTIMODAL
 from weft.errors import CheckpointError
 from weft.models import DecoderConfig, config, families, generation
 
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
-    "hidden_act": "silu", "initializer_range": 0.02, "model_type": "qwen2", "rms_norm_eps": 1e-06, "torch_dtype": "bfloat16",
-    "use_cache": True, "use_mrope": False, "use_sliding_window": False,
-}  # fmt: skip
-SMOL = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
-    "initializer_range": 0.041666666666666664, "is_llama_config": True, "mlp_bias": False, "model_type": "llama",
-    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 49152,
-    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
-}  # fmt: skip
-OFFICIAL = {
-    "Qwen2.5-0.5B": QWEN | {
-        "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
-        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rope_theta": 1000000.0,
-        "sliding_window": 32768, "tie_word_embeddings": True, "transformers_version": "4.40.1", "vocab_size": 151936,
-    },
-    "Qwen2.5-1.5B": QWEN | {
-        "hidden_size": 1536, "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 28,
-        "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2, "rope_theta": 1000000.0,
-        "sliding_window": 131072, "tie_word_embeddings": True, "transformers_version": "4.40.1", "vocab_size": 151936,
-    },
-    "DeepSeek-R1-Distill-Qwen-1.5B": QWEN | {
-        "bos_token_id": 151646, "hidden_size": 1536, "intermediate_size": 8960, "max_position_embeddings": 131072,
-        "max_window_layers": 21, "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2,
-        "rope_theta": 10000, "sliding_window": 4096, "tie_word_embeddings": False, "transformers_version": "4.44.0",
-        "vocab_size": 151936,
-    },
-    "SmolLM2-135M-Instruct": SMOL | {
-        "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 576, "intermediate_size": 1536, "max_position_embeddings": 8192,
-        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2, "rope_theta": 100000,
-        "transformers_version": "4.42.3",
-    },
-    "SmolLM2-360M": SMOL | {
-        "bos_token_id": 0, "eos_token_id": 0, "hidden_size": 960, "intermediate_size": 2560, "max_position_embeddings": 8192,
-        "num_attention_heads": 15, "num_hidden_layers": 32, "num_key_value_heads": 5, "rope_theta": 100000,
-    },
-    "Falcon3-1B-Base": {
-        "activation": "swiglu", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "eos_token_id": 11, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
-        "intermediate_size": 8192, "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama",
-        "num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 4, "pretraining_tp": 1,
-        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000042, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "transformers_version": "4.46.1", "use_cache": True, "vocab_size": 131072,
-    },
-}  # fmt: skip
+RUN = {name: content for name, content in CONFIGS.items() if content["model_type"] in families.FAMILIES}
 
 
-@pytest.mark.parametrize("name", OFFICIAL)
+def test_forty_published_configs_of_all_kinds_are_read():
+    assert len(RUN) >= 40
+    assert {content["model_type"] for content in RUN.values()} >= {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    }
+
+
+@pytest.mark.parametrize("name", RUN)
 def test_a_published_config_means_what_it_means_to_transformers(name):
     transformers = pytest.importorskip("transformers")
-    content = OFFICIAL[name]
-    theirs = transformers.AutoConfig.for_model(**content)
-    found = DecoderConfig.from_dict(content)
-    for key in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"):
-        assert getattr(found, key) == getattr(theirs, key), key
+    content = RUN[name]
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(content))
+    made = DecoderConfig.from_dict(content)
+    for key in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(made, key) == getattr(theirs, key), key
+    assert made.max_position_embeddings == made.rotary.positions(theirs.max_position_embeddings)
+    theirs.num_hidden_layers = layers = min(theirs.num_hidden_layers, 4)
+    if getattr(theirs, "layer_types", None) is not None:
+        theirs.layer_types = theirs.layer_types[:layers]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
-    matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.dim() == 2}
-    assert found.parameters == sum(matrices.values())
-    attention = model.model.layers[0].self_attn
-    assert (found.head_dim, found.attention.bias) == (attention.head_dim, attention.q_proj.bias is not None)
-    assert found.attention.windows[-1] == getattr(attention, "sliding_window", None)
-    assert found.rotary.theta == content["rope_theta"] and found.dtype == torch.bfloat16
+    matrices = {
+        id(weight): weight.numel()
+        for key, weight in model.named_parameters()
+        if weight.dim() >= 2 and "bias" not in key
+    }
+    assert replace(made, num_hidden_layers=layers).parameters == sum(matrices.values())
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        assert made.head_dim == attention.head_dim
+        if hasattr(attention, "q_proj"):
+            assert made.attention.bias == (attention.q_proj.bias is not None)
+        whole = theirs.sliding_window if content["model_type"] in ("mistral", "mixtral") else None
+        assert made.attention.window(index) == getattr(attention, "sliding_window", whole)
+    dtype = content.get("dtype") or content.get("torch_dtype") or "bfloat16"
+    assert made.rotary.theta == theirs.rope_parameters["rope_theta"]
+    assert made.dtype == getattr(torch, dtype)
 
 
-def test_every_key_that_transformers_reads_is_known():
-    """Otherwise one that asks for nothing could change the model."""
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_a_published_multimodal_config_is_that_of_its_text_model(name):
     transformers = pytest.importorskip("transformers")
-    for name, family in families.FAMILIES.items():
-        known = {*config.KNOWN, *config.READ, *family.reads, *config.SUPPORTED, *family.supported, *generation.KEYS}
-        keys = {key for key in transformers.AutoConfig.for_model(name).to_dict() if not key.startswith("_")}
-        assert not keys - known
+    content = MULTIMODAL[name]
+    if content["text_config"]["model_type"] not in families.FAMILIES:
+        pytest.skip("its text model is of no family")
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(content))
+    made, text = DecoderConfig.from_dict(content), theirs.text_config
+    for key in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "rms_norm_eps",
+    ):
+        assert getattr(made, key, None) == getattr(text, key, None), key
+    assert made.tie_word_embeddings == getattr(theirs, "tie_word_embeddings", False)
+    assert made.rotary.theta == text.rope_parameters["rope_theta"]
+
+
+def keys_of(model_type, **given):
+    """Keys that transformers' class of a model_type reads, with the values that it assumes beside the given ones."""
+    config = pytest.importorskip("transformers").AutoConfig.for_model(model_type, **given)
+    return {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_key_that_transformers_reads_is_known(name):
+    """Otherwise one that asks for nothing could change the model."""
+    family = families.FAMILIES[name]
+    known = {*config.KNOWN, *config.READ, *family.reads, *config.SUPPORTED, *family.supported, *generation.KEYS}
+    keys = keys_of(name).keys()
+    assert not keys - known
+    assert not keys & set(family.without_effect)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_an_absent_key_means_what_transformers_assumes(name):
+    """Else a file that lacks it would run with another value than the one that weft computes."""
+    family, keys = families.FAMILIES[name], keys_of(name)
+    rope = keys.get("rope_parameters") or {}
+    if "use_sliding_window" in family.defaults:
+        # Without it transformers' classes have no sliding_window.
+        keys["sliding_window"] = keys_of(name, use_sliding_window=True)["sliding_window"]
+    for key, value in family.defaults.items():
+        if key == "rope_theta":
+            assert value == rope.get("rope_theta", value)
+        elif key in keys and not (value is None and key in ("num_key_value_heads", "head_dim")):
+            assert value == keys[key], key
+    supported = {**config.SUPPORTED, **family.supported}
+    for key in keys.keys() & supported.keys() - {*config.READ, *family.reads}:
+        assert keys[key] in supported[key], key
 
 
 SMALL = {
@@ -91,7 +120,9 @@ SMALL = {
 WITHOUT_EFFECT = {
     "keys_to_ignore_at_inference": ["past_key_values"], "auto_map": {"AutoConfig": "configuration_x.XConfig"},
     "model_max_length": 4096, "max_sequence_length": 2048, "neftune_noise_alpha": 5.0, "seq_length": 8192,
-    "is_llama_config": True, "activation": "silu",
+    "is_llama_config": True, "activation": "silu", "max_window_layers": 28, "mlp_only_layers": [],
+    "num_nextn_predict_layers": 0, "resid_pdrop": 0.1, "embd_pdrop": 0.0, "rope_scaling": None, "internal_version": "7b-alpha",
+    "sliding_window": None,
 }  # fmt: skip
 
 
@@ -117,6 +148,18 @@ def test_keys_that_transformers_does_not_read_change_nothing(caplog):
         ({"is_causal": False}, "is_causal=False is not supported"),
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias=False is not supported"),
         ({"hidden_act": ""}, "hidden_act='' is not supported"),
+        ({"sliding_window": 4096}, "sliding_window=4096 is a key that weft does not know"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is a key that weft does not know"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is a key that weft does not know"),
+        ({"use_qk_norm": True}, "use_qk_norm=True is a key that weft does not know"),
+        (
+            {"model_type": "qwen3_moe", "use_qk_norm": False},
+            "use_qk_norm=False is not supported; weft runs Qwen3-MoE with True",
+        ),
+        (
+            {"model_type": "qwen3_moe", "shared_expert_intermediate_size": 64},
+            "shared_expert_intermediate_size=64 is a key that",
+        ),
     ],
     ids=str,
 )

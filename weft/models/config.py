@@ -27,16 +27,27 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Keys of config.json without effect on what weft computes, by the reason. Nor has a key that begins with "_", or an unknown one
 # whose value asks for nothing (null, false, 0 or empty).
 WITHOUT_EFFECT = {
-    "naming": ("finetuning_task", "is_decoder", "is_llama_config", "name_or_path", "transformers_version"),
+    "naming": (
+        "finetuning_task",
+        "is_composition",
+        "is_decoder",
+        "is_llama_config",
+        "name_or_path",
+        "transformers_version",
+    ),
     "code": ("auto_map",),
     "lengths": ("max_sequence_length", "model_max_length", "seq_length"),  # max_position_embeddings counts
-    "provenance": ("unsloth_fixed", "unsloth_version"),
+    "provenance": ("internal_version", "unsloth_fixed", "unsloth_version"),
+    "windows": ("max_window_layers",),  # use_sliding_window counts, in a family that reads this
+    "towers": ("pixel_shuffle_factor",),
     "training": (
         "attention_dropout",
+        "embd_pdrop",
         "gradient_checkpointing",
         "initializer_range",
         "loss_type",
         "neftune_noise_alpha",
+        "resid_pdrop",
         "residual_dropout",
         "router_aux_loss_coef",
         "router_jitter_noise",
@@ -264,7 +275,7 @@ class DecoderConfig:
                 raise CheckpointError(
                     f"config.json: {name}={quoted(value)} is not supported; weft runs {family.name} with {supported[name][0]!r}"
                 )
-            known = name in KNOWN or name in supported or name in generation.KEYS
+            known = name in KNOWN or name in family.without_effect or name in supported or name in generation.KEYS
             if known or name.startswith("_"):
                 continue
             if value:

@@ -228,6 +228,7 @@ class Family:
     experts       the mixture of experts in a config.json, with the same errors; None: MLPs
     reads         keys that `attention`, `block` and `experts` read
     supported     keys that may have these values and no other ones, beside the keys of all families
+    without_effect  keys of published files that transformers' class does not read, of any value
     """
 
     name: str
@@ -241,6 +242,7 @@ class Family:
     experts: Callable[[Content], ExpertOptions | None] = no_experts
     reads: tuple[str, ...] = ()
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    without_effect: tuple[str, ...] = ()
     weights: WeightNames = WeightNames()
 
 

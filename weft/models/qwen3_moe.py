@@ -70,6 +70,7 @@ QWEN3_MOE = Family(
     attention=attention,
     experts=experts,
     reads=(*READS, "num_local_experts", "use_sliding_window", "sliding_window", "max_window_layers"),
+    supported={"use_qk_norm": (True, None)},
     published={
         name: {
             "model_type": "qwen3_moe",

@@ -54,7 +54,8 @@ def test_a_published_config_means_what_it_means_to_transformers(name):
         whole = theirs.sliding_window if content["model_type"] in ("mistral", "mixtral") else None
         assert made.attention.window(index) == getattr(attention, "sliding_window", whole)
     dtype = content.get("dtype") or content.get("torch_dtype") or "bfloat16"
-    assert made.rotary.theta == theirs.rope_parameters["rope_theta"]
+    rope = theirs.rope_parameters
+    assert made.rotary.theta == rope.get("full_attention", rope)["rope_theta"]
     assert made.dtype == getattr(torch, dtype)
 
 
@@ -76,7 +77,7 @@ def test_a_published_multimodal_config_is_that_of_its_text_model(name):
     ):
         assert getattr(made, key, None) == getattr(text, key, None), key
     assert made.tie_word_embeddings == getattr(theirs, "tie_word_embeddings", False)
-    assert made.rotary.theta == text.rope_parameters["rope_theta"]
+    assert made.rotary.theta == text.rope_parameters.get("full_attention", text.rope_parameters)["rope_theta"]
 
 
 def keys_of(model_type, **given):

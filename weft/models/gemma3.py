@@ -34,6 +34,7 @@ GEMMA3_TEXT = Family(
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
         "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     },
     attention=attention,

@@ -6,12 +6,14 @@ from torch.nn import functional as F
 
 import weft
 from weft.layers import PagedCache, Sequences, Step, TPAttention, plan_layer, rotary_angles
+from weft.parallel.rotary import Rotary
 
 HIDDEN, HEADS, KV_HEADS, D, PAGE, BATCH, LENGTH = 32, 4, 2, 16, 16, 2, 37
 SIZES = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": D}
 CPU = torch.device("cpu")
+PARTIAL = Rotary(theta=50.0, partial=0.75)
 # Tables of a step, by number.
-TABLES = tuple(rotary_angles(64, D, rope, CPU) for rope in (50.0, 7.0, None))
+TABLES = tuple(rotary_angles(64, D, rope, CPU) for rope in (50.0, 7.0, None, PARTIAL))
 OPTIONS = {
     "scale": {"scale": 0.7},
     "softcap": {"softcap": 0.9, "scale": 0.5},
@@ -19,35 +21,54 @@ OPTIONS = {
     "output bias": {"output_bias": True},
     "second table": {"rotary": 1},
     "no rotary embedding": {"rotary": 2},
-    "all": {"softcap": 2.0, "scale": 0.5, "window": 20, "output_bias": True, "bias": True, "rotary": 1},
+    "partial": {"rotary": 3},
+    "interleaved": {"rotary": 0, "interleaved": D},
+    "partial, interleaved": {"rotary": 3, "interleaved": 12, "bias": True},
+    "sinks": {"sinks": True},
+    "sinks in a window": {"sinks": True, "window": 5, "bias": True},
+    "all": {
+        "softcap": 2.0,
+        "scale": 0.5,
+        "window": 20,
+        "output_bias": True,
+        "bias": True,
+        "rotary": 3,
+        "interleaved": 12,
+        "sinks": True,
+    },
 }
 MODES = ("reference", "replicated", "sequence_parallel")
 
 
-def rotated(x, angles):
+def rotated(x, angles, interleaved):
     """x [batch, length, heads, D]"""
+    if interleaved:
+        pairs = x[..., : angles.shape[-1]].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned = rotated(pairs, angles, False).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat((turned, x[..., angles.shape[-1] :]), dim=-1)
     half = angles.shape[-1] // 2
     cos, sin = (part[None, : x.shape[1], None] for part in angles.double().tensor_split(2, dim=-1))
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def by_definition(
-    weights, x, *, qk_norm=False, bias=False, output_bias=False, window=None, scale=None, softcap=None, rotary=0
-):
+def by_definition(weights, x, *, window=None, scale=None, softcap=None, rotary=0, interleaved=None, **_):
     """[batch, length, hidden] in fp64 of x [batch, length, hidden]."""
     w = {name: weight.double() for name, weight in weights.items()}
     q, k, v = (
         F.linear(x.double(), w[f"{name}.weight"], w.get(f"{name}.bias")).unflatten(-1, (-1, D))
         for name in ("q_proj", "k_proj", "v_proj")
     )
-    q, k = (rotated(part, TABLES[rotary]) for part in (q, k))
+    q, k = (rotated(part, TABLES[rotary], interleaved is not None) for part in (q, k))
     k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=2) for part in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (D**-0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
     seen = (distance >= 0) & (distance < (window or x.shape[1]))
-    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if "sinks" in w:
+        scores = torch.cat((scores, w["sinks"][:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+    shares = scores.softmax(-1)[..., : x.shape[1]]
     attended = torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(2)
     return F.linear(attended, w["o_proj.weight"], w.get("o_proj.bias"))
 
@@ -61,6 +82,8 @@ def weights_of(options):
     weights["o_proj.weight"] = torch.randn(HIDDEN, HEADS * D, generator=generator) / 4
     if options.get("output_bias"):
         weights["o_proj.bias"] = torch.randn(HIDDEN, generator=generator)
+    if options.get("sinks"):
+        weights["sinks"] = torch.randn(HEADS, generator=generator)
     return weights
 
 

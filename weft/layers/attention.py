@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +12,17 @@ from weft.arguments import check_optional, positive
 from weft.layers.gradients import SharedHeadsGradient, SummedGradient, asked_for, with_gradients
 from weft.layers.norm import RMSNorm
 from weft.layers.whole_attention import check_module
-from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows, split_evenly
+from weft.parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Rows,
+    check_layer,
+    check_rows,
+    empty_parameter,
+    split_evenly,
+)
 from weft.parallel.modes import Mode, mode_named
-from weft.parallel.quantized import Formats
+from weft.parallel.quantized import Formats, Fp8Scales
 from weft.parallel.recipe import StepPlan
 from weft.parallel.sequences import Sequences
 from weft.parallel.sharding import Shard, fill_from_module, under
@@ -34,7 +43,10 @@ class TPAttention(nn.Module):
     window   tokens that a token attends to, itself included; None: all before it
     scale    of scores; None: head_dim ** -0.5
     softcap  softcap * tanh(score / softcap) in place of a score; None: scores as they are
-    rotary   number of the step's table of angles, where it has several
+    sinks    a score beside each query head's, without a value, that the softmax counts
+    rotary   number of the step's table of angles, where it has several; the table is as wide as the rotated part of a head
+    interleaved  number of a head's first elements, of which the checkpoint's rotary embedding pairs neighbours 2i and 2i + 1:
+             rows of q and k are read in another order, so that halves are pairs. None: they are in the checkpoint
     formats  of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
@@ -66,7 +78,9 @@ class TPAttention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         rotary: int = 0,
+        interleaved: int | None = None,
         context_parallel: bool = False,
         formats: Formats | None = None,
     ) -> None:
@@ -95,6 +109,15 @@ class TPAttention(nn.Module):
         self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, bias=output_bias, **options)
         self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
         self.norm_all_heads = norm_all_heads
+        self.sinks = empty_parameter(self.num_heads, team=team, dtype=dtype) if sinks else None
+        self.order = None
+        if interleaved is not None:
+            if qk_norm or not keeps_order(self.qkv_proj, head_dim):
+                raise ValueError(
+                    "interleaved rotary embedding with norms of q and k, or with quantized weights whose scales are not of "
+                    "whole heads: rows cannot be read in another order; leave the weights in 16 bits"
+                )
+            self.order = halves_of_pairs(interleaved, head_dim)
         self.q_norm, self.k_norm = (
             RMSNorm(rows if norm_all_heads else head_dim, rms_norm_eps, team=team, dtype=dtype, one_plus=one_plus_norms)
             if qk_norm
@@ -114,10 +137,18 @@ class TPAttention(nn.Module):
         return attention
 
     def shards(self) -> dict[str, Shard]:
-        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
-        shards = self.qkv_proj.shards() | self.o_proj.shards()
+        projections, norms = self.qkv_proj.shards(), {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        if self.order is not None:
+            for name in projections.keys() & {f"{part}_proj.{kind}" for part in "qk" for kind in ("weight", "bias")}:
+                shard = projections[name]
+                heads = torch.arange(0, len(shard.target), self.head_dim)[:, None]
+                projections[name] = replace(shard, order=(heads + self.order).flatten().to(shard.target.device))
+        shards = projections | self.o_proj.shards()
         for name, norm in norms.items():
             shards |= {} if norm is None else under(name, norm.shards())
+        if self.sinks is not None:
+            first, total = self.team.rank * self.num_heads, self.team.size * self.num_heads
+            shards["sinks"] = Shard(target=self.sinks.data, shape=(total,), start=first)
         return shards
 
     @property
@@ -126,8 +157,7 @@ class TPAttention(nn.Module):
         return AttentionWeights(
             self.qkv_proj.matrix, self.o_proj.matrix, q_norm, k_norm, self.eps,
             self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window, self.scale, self.softcap,
-            self.o_proj.bias, self.rotary,
-            norm_all_heads=self.norm_all_heads,
+            self.o_proj.bias, self.rotary, self.sinks, self.norm_all_heads,
         )  # fmt: skip
 
     def forward(
@@ -178,6 +208,19 @@ class TPAttention(nn.Module):
             if summed[name] is not None and self.sharers > 1:
                 summed[name] = SharedHeadsGradient.apply(summed[name], shared, self.sharers, self.team)
         return AttentionWeights(**summed)
+
+
+def halves_of_pairs(elements: int, head_dim: int) -> torch.Tensor:
+    """[head_dim]: order of a head's elements by which neighbours 2i and 2i + 1 of the first ``elements`` are i and i + half."""
+    return torch.cat((torch.arange(0, elements, 2), torch.arange(1, elements, 2), torch.arange(elements, head_dim)))
+
+
+def keeps_order(projection: ColumnParallelLinear, head_dim: int) -> bool:
+    """True if a head's rows may change places: they have no scales, or one for all."""
+    if not isinstance(projection.scales, Fp8Scales):
+        return projection.scales is None
+    grid = projection.scales.grid
+    return grid.format.scheme == "tensor" or (grid.format.scheme == "block" and grid.rows % head_dim == 0)
 
 
 def check_heads(num_attention_heads: int, num_key_value_heads: int, world_size: int) -> None:

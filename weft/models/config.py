@@ -169,7 +169,9 @@ class DecoderConfig:
     def lacking(self) -> tuple[str, ...]:
         """Options of the model that weft's kernels do not compute: torch's operations do."""
         of_experts = () if self.experts is None else self.experts.lacking
-        return (*self.attention.lacking, *self.block.lacking, *of_experts)
+        partly = self.rotary.elements(self.head_dim) < self.head_dim
+        of_rotary = ("partial rotary embedding",) if partly else ()
+        return (*self.attention.lacking, *of_rotary, *self.block.lacking, *of_experts)
 
     def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
         """Bytes of the matrices of consecutive layers, in `dtype` where they are not quantized."""
@@ -292,6 +294,11 @@ class DecoderConfig:
             raise CheckpointError(f"config.json: tie_word_embeddings={quoted(tied)} is not true or false")
         rotary, window_rotary = _rotaries(family, filled)
         sizes = _sizes(family, filled)
+        for one in filter(None, (rotary, window_rotary)):
+            try:
+                one.frequencies(sizes["head_dim"], torch.device("cpu"), sizes["max_position_embeddings"])
+            except ValueError as error:
+                raise CheckpointError(f"config.json: {error}") from None
         return cls(
             model_type=family.model_type,
             **sizes | {"max_position_embeddings": rotary.positions(sizes["max_position_embeddings"])},
@@ -357,9 +364,15 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         given = given.get("full_attention") or {
             key: value for key, value in given.items() if key != "sliding_attention"
         }
+    partly = "partial_rotary_factor" in family.reads
+    common = {"rope_theta": content["rope_theta"]}
+    if partly:
+        common["partial_rotary_factor"] = content.get("partial_rotary_factor")
     try:
-        rotary = Rotary.of({"rope_theta": content["rope_theta"], **given}, name)
-        return rotary, None if of_windows is None else Rotary.of(of_windows, "rope_parameters of sliding_attention")
+        rotary = Rotary.of({**common, **given}, name, partly=partly)
+        if of_windows is None:
+            return rotary, None
+        return rotary, Rotary.of({**common, **of_windows}, "rope_parameters of sliding_attention", partly=partly)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
 

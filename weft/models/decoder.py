@@ -85,6 +85,8 @@ class DecoderLayer(nn.Module):
             window=config.attention.window(index),
             scale=config.attention.scale,
             softcap=config.attention.softcap,
+            sinks=config.attention.sinks,
+            interleaved=config.rotary.elements(config.head_dim) if config.attention.interleaved else None,
             rotary=config.rotaries.index(config.rotary_of(index)),
             team=team,
             mode=mode,

@@ -24,6 +24,8 @@ class AttentionOptions:
     windows  by layer, and repeated for more layers: a token attends to this many tokens, itself the last; None: to all
     scale    of scores; None: head_dim ** -0.5
     softcap  softcap * tanh(score / softcap) in place of a score; None: scores as they are
+    sinks    a score beside each query head's, without a value, that the softmax counts
+    interleaved  rotary embedding pairs neighbours 2i and 2i + 1, not the halves of a head
     rotated  by layer, and repeated for more layers: False where there is no rotary embedding
     """
 
@@ -34,6 +36,8 @@ class AttentionOptions:
     windows: tuple[int | None, ...] = (None,)
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
+    interleaved: bool = False
     rotated: tuple[bool, ...] = (True,)
 
     def window(self, layer: int) -> int | None:
@@ -52,6 +56,7 @@ class AttentionOptions:
             "norms of q and k over all heads": self.norm_all_heads,
             "scale": self.scale is not None,
             "softcap": self.softcap is not None,
+            "sinks": self.sinks,
             "layers without rotary embedding": not all(self.rotated),
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)

@@ -167,7 +167,7 @@ def softmax_attention(q: Tensor, keys: Tensor, values: Tensor, scores: Scores, s
 
     q [batch, heads, length, head_dim], keys and values [batch, kv_heads, keys, head_dim]
     """
-    if scores.softcap is None:
+    if scores.softcap is None and scores.sinks is None:
         causal, grouped = seen is None, q.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(
             q, keys, values, attn_mask=seen, is_causal=causal, scale=scores.scale, enable_gqa=grouped
@@ -175,8 +175,13 @@ def softmax_attention(q: Tensor, keys: Tensor, values: Tensor, scores: Scores, s
     seen = causal_mask(0, q.shape[2], None, q.device) if seen is None else seen
     keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
     x = (q @ keys.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
-    x = scores.softcap * torch.tanh(x / scores.softcap)
-    return x.masked_fill(~seen, -torch.inf).softmax(-1).to(values.dtype) @ values
+    x = x if scores.softcap is None else scores.softcap * torch.tanh(x / scores.softcap)
+    x = x.masked_fill(~seen, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().view(q.shape[1], -1, 1)
+        x = torch.cat((x, sinks.expand(*x.shape[:-1], 1)), dim=-1)
+    shares = x.softmax(-1)[..., : keys.shape[2]]
+    return shares.to(values.dtype) @ values
 
 
 def as_cached(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -303,6 +308,8 @@ def attend_to_pages(
         seen &= at >= lengths - scores.window
     # Query heads of one KV head are rows of one attention.
     q = q.view(batch, keys.shape[1], -1, head_dim)
+    if scores.sinks is not None:
+        scores = scores._replace(sinks=scores.sinks.view(q.shape[1:3]))
     return softmax_attention(q, keys, values, scores, seen[:, None, None]).reshape(batch, heads, head_dim)
 
 
@@ -343,7 +350,7 @@ def attend_to_chunk(
         keys, values = (gather_pages(part, table, q.dtype, scale)[:, :, :whole_length] for part, scale in parts)
         # torch's lower-right mask does not support grouped heads.
         keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
-        if windowed or scores.softcap is not None:
+        if windowed or scores.softcap is not None or scores.sinks is not None:
             mask = causal_mask(before, length, scores.window, q.device)
         else:
             from torch.nn.attention.bias import causal_lower_right  # late: it loads torch._dynamo, for two seconds

@@ -205,6 +205,7 @@ class QuantizedShard(Shard):
         else:
             rows = rows - begins[0]
         self.scales.copy_(quantized.scales[rows.to(part.device)][:, columns.to(part.device)])
+        self.reorder()
 
 
 def rounded(x: Tensor, w: Fp8) -> Tensor:

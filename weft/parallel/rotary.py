@@ -105,10 +105,44 @@ class Yarn:
         return (0.1 * over * log + 1.0) / (0.1 * under * log + 1.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRope:
+    """LongRoPE (arXiv 2402.13753): each angle divided by a factor, and an attention factor.
+
+    short_factor, long_factor  of each angle, where the longest sequence is at most original_max_position_embeddings, and where
+                      it is longer. transformers chooses by the longest sequence of each pass, so the keys of a sequence that
+                      grows beyond are of two kinds; here one choice serves a model's whole life
+    factor            of the context, which gives the attention factor
+    attention_factor  None: computed from `factor`
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    def frequencies(self, powers: Tensor, positions: int | None) -> tuple[Tensor, float]:
+        """positions  of the longest sequence; None: no more than the original ones"""
+        long = positions is not None and positions > self.original_max_position_embeddings
+        name = "long_factor" if long else "short_factor"
+        if len(factors := getattr(self, name)) != len(powers):
+            raise ValueError(f"{name} has {len(factors)} numbers, and a head {len(powers)} angles; give one for each")
+        return 1.0 / (torch.tensor(factors, device=powers.device) * powers), self._attention_factor()
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
 Angles = Tensor | tuple[Tensor, ...]
 """Table of ``rotary_angles``, or tables by kind of layer."""
-Scaling = Linear | Llama3 | Yarn
-SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
+Scaling = Linear | Llama3 | Yarn | LongRope
+SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn, "longrope": LongRope}
 """rope_type -> its parameters."""
 
 # Keys that change nothing with this value: of all types, and of the plain one.
@@ -118,20 +152,30 @@ NEUTRAL_BY_KIND = {"default": NEUTRAL | {"factor": 1.0, "attention_factor": 1.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Rotary embedding of a model: the base of its angles, and how they are scaled (None: not)."""
+    """Rotary embedding of a model: the base of its angles, and how they are scaled (None: not).
+
+    partial  the first part of a head that is rotated
+    """
 
     theta: float
     scaling: Scaling | None = None
+    partial: float = 1.0
 
     def __post_init__(self) -> None:
         _check("rope_theta", self.theta)
+        _check("partial_rotary_factor", self.partial)
         if isinstance(self.scaling, Yarn) and self.theta <= 1:
             raise ValueError(f"rope_theta={self.theta!r} is not above 1, as YaRN needs it")
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Any], name: str = "rope_parameters") -> Rotary:
-        """Rotary embedding of transformers' `rope_parameters`. ValueError, with `name`, for other kinds."""
-        given = {key: value for key, value in parameters.items() if value is not None}
+    def of(cls, parameters: Mapping[str, Any], name: str = "rope_parameters", *, partly: bool = False) -> Rotary:
+        """Rotary embedding of transformers' `rope_parameters`. ValueError, with `name`, for other kinds.
+
+        partly  the model reads partial_rotary_factor
+        """
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
+        given = {key: value for key, value in given.items() if value is not None}
+        partial = given.pop("partial_rotary_factor", 1.0) if partly else 1.0
         if by_layer := [key for key, value in given.items() if isinstance(value, Mapping)]:
             raise ValueError(
                 f"{name} has an object under {quoted(by_layer[0])}, parameters by type of layer; weft reads one rope_theta and "
@@ -156,7 +200,7 @@ class Rotary:
                 f"{name}: rotary embedding of type {kind!r} needs {', '.join(missing)}; add what it was made with"
             )
         try:
-            return cls(theta=theta, scaling=scaling and scaling(**given))
+            return cls(theta=theta, scaling=scaling and scaling(**given), partial=partial)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -169,12 +213,27 @@ class Rotary:
             return int(self.scaling.factor * self.scaling.original_max_position_embeddings)
         return max_position_embeddings
 
-    def frequencies(self, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-        """Angles of position 1, [head_dim / 2] fp32, and the attention factor.
+    def elements(self, head_dim: int) -> int:
+        """Number of elements of a head that are rotated. ValueError where it is odd."""
+        elements = int(head_dim * self.partial)
+        if elements % 2:
+            raise ValueError(
+                f"partial_rotary_factor={self.partial:g} of head_dim={head_dim} is {elements}, which is odd; rotary embedding "
+                f"takes halves"
+            )
+        return elements
+
+    def frequencies(self, head_dim: int, device: torch.device, positions: int | None = None) -> tuple[Tensor, float]:
+        """Angles of position 1, fp32 [half of the rotated elements], and the attention factor.
 
         transformers calls them `inv_freq` and `attention_scaling`.
+
+        positions  of the longest sequence, as of ``LongRope``
         """
-        powers = self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        rotated = self.elements(head_dim)
+        powers = self.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated)
+        if isinstance(self.scaling, LongRope):
+            return self.scaling.frequencies(powers, positions)
         return (1.0 / powers, 1.0) if self.scaling is None else self.scaling.frequencies(powers, self.theta)
 
 
@@ -197,10 +256,10 @@ def rotary_angles(
 ) -> Tensor:
     """[max_positions, head_dim] fp32: cosines of each position's head_dim / 2 angles, then their sines.
 
-    Both are times the attention factor.
+    Both are times the attention factor. Of a partial rotary embedding [max_positions, elements that are rotated].
 
     rope  the base of plain rotary embedding; a Rotary; transformers' `config.rope_parameters`, with ValueError for other kinds
-          (dynamic, longrope, partial); what transformers computed, (inv_freq, attention_scaling) of a model's `rotary_emb`;
+          (dynamic, partial); what transformers computed, (inv_freq, attention_scaling) of a model's `rotary_emb`;
           or None: no rotary embedding, [max_positions, 0]
     """
     if rope is None:
@@ -216,7 +275,7 @@ def rotary_angles(
         if isinstance(rope, Mapping):
             rope = Rotary.of(rope)
         rotary = rope if isinstance(rope, Rotary) else Rotary(theta=rope)
-        frequencies, factor = rotary.frequencies(head_dim, device)
+        frequencies, factor = rotary.frequencies(head_dim, device, max_positions)
     angles = torch.arange(max_positions, device=device).float()[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
 
@@ -227,17 +286,25 @@ def table_of(angles: Angles, number: int) -> Tensor:
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    """x * cos + rotate_half(x) * sin       x: [tokens, heads, head_dim]; angles: [tokens, head_dim or 0]"""
+    """x * cos + rotate_half(x) * sin, of the first n elements of each head.
+
+    x: [tokens, heads, head_dim]; angles: [tokens, n]
+    """
     if angles.shape[-1] == 0:
         return x
+    x, rest = x.split((angles.shape[-1], x.shape[-1] - angles.shape[-1]), dim=-1)
     cos, sin = (part[:, None].to(x.dtype) for part in angles.chunk(2, dim=-1))
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
     # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
     return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, tuple) and all(_is_number(value, 1e-6, 1e6) for value in values)
 
 
 # What a file may name and still give finite angles.
@@ -249,6 +316,9 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: is_integer(value) and 0 < value < 1 << 31,
     ),
     "truncate": ("true or false", lambda value: isinstance(value, bool)),
+    "partial_rotary_factor": ("a number above 0 and up to 1", lambda value: _is_number(value, 1e-6, 1)),
+    "short_factor": ("a list of numbers from 0.000001 to 1000000", lambda value: _are_numbers(value)),
+    "long_factor": ("a list of numbers from 0.000001 to 1000000", lambda value: _are_numbers(value)),
 }
 OF_THE_REST = ("a number from 0.000001 to 1000000", lambda value: _is_number(value, 1e-6, 1e6))
 

@@ -18,6 +18,7 @@ class Shard:
     shape:  the whole tensor's
     replicated: every rank holds all of it
     ends_within_a_row: the tensor has a row for several rows of its matrix, whose last row is not the last of one
+    order:  rows of `target` as they come out of the checkpoint, in the order in which they stay; None: in that one
     """
 
     target: torch.Tensor
@@ -26,6 +27,7 @@ class Shard:
     start: int = 0
     replicated: bool = False
     ends_within_a_row: bool = False
+    order: torch.Tensor | None = None
 
     @property
     def targets(self) -> tuple[torch.Tensor, ...]:
@@ -48,6 +50,12 @@ class Shard:
         index = (slice(None),) * self.dim + (slice(self.start, self.start + self.target.shape[self.dim]),)
         # Columns out of a row-major tensor are strided: gather them on the CPU, not by a strided copy to the GPU.
         self.target.copy_(whole[index].contiguous())
+        self.reorder()
+
+    def reorder(self) -> None:
+        if self.order is not None:
+            bits = self.target.view(torch.uint8) if self.target.itemsize == 1 else self.target
+            bits.copy_(bits[self.order])
 
 
 def whole(parameter: torch.Tensor) -> Shard:

@@ -93,16 +93,18 @@ class NormWeights(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores become weights of the softmax: softcap * tanh(scale * q @ k.T / softcap).
+    """How a score becomes a share of the softmax: softcap * tanh(scale * q @ k.T / softcap).
 
     window   a token attends to this many tokens, itself the last one; None: to all before it
     scale    None: head_dim ** -0.5
     softcap  None: scale * q @ k.T
+    sinks    [heads]: scores beside a row's, without a value; None: there are none
     """
 
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 PLAIN_SCORES = Scores()
@@ -115,9 +117,9 @@ class AttentionWeights(NamedTuple):
     norm_all_heads  q_norm [heads * head_dim] and k_norm [kv_heads * head_dim] are this rank's part of RMSNorms over all heads
                     of all ranks
     bias            [(heads + 2 kv_heads) * head_dim], added to x @ qkv.T; None: there is none
-    window, scale, softcap  as of ``Scores``
+    window, scale, softcap, sinks  as of ``Scores``
     o_bias          [H], added to the sum over the ranks; None: there is none
-    rotary          number of the step's table of angles
+    rotary          number of the step's table of angles [positions, n]: the first n elements of a head are rotated
     """
 
     qkv: Matrix
@@ -134,11 +136,12 @@ class AttentionWeights(NamedTuple):
     softcap: float | None = None
     o_bias: Tensor | None = None
     rotary: int = 0
+    sinks: Tensor | None = None
     norm_all_heads: bool = False
 
     @property
     def scores(self) -> Scores:
-        return Scores(self.window, self.scale, self.softcap)
+        return Scores(self.window, self.scale, self.softcap, self.sinks)
 
     def with_o_bias(self, y: Tensor) -> Tensor:
         """Rows [M, H] of the sum over the ranks, with the bias."""

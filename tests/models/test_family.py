@@ -54,7 +54,10 @@ def test_a_family_names_its_weights_and_its_defaults(monkeypatch):
         ("qwen2.5-32b", 32.8), ("qwen2.5-72b", 72.7), ("mistral-7b", 7.24), ("mistral-7b-v0.3", 7.25), ("seed-oss-36b", 36.2),
         ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-14b", 14.8),
         ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235), ("qwen1.5-moe-a2.7b", 14.3),
-        ("qwen2-57b-a14b", 57.4), ("mixtral-8x7b", 46.7), ("mixtral-8x22b", 141),
+        ("qwen2-57b-a14b", 57.4), ("mixtral-8x7b", 46.7), ("mixtral-8x22b", 141), ("granite-3.3-2b", 2.53),
+        ("granite-3.3-8b", 8.17), ("olmo-2-7b", 7.30), ("olmo-2-13b", 13.7), ("olmo-2-32b", 32.2), ("olmo-3-7b", 7.30),
+        ("olmo-3-32b", 32.2), ("gemma-2-2b", 2.61), ("gemma-2-9b", 9.24), ("gemma-2-27b", 27.2), ("gemma-3-1b", 1.0),
+        ("gemma-3-4b", 3.88), ("gemma-3-12b", 11.8), ("gemma-3-27b", 27.0),
     ],
 )  # fmt: skip
 def test_published_models_have_the_parameters_of_their_cards(name, billions):

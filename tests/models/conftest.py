@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.parallel import step_plan
+from weft.parallel import plain, step_plan
 
 
 @pytest.fixture(scope="session")
@@ -78,23 +78,25 @@ def plain_ops(monkeypatch):
         in_order = a.roll(team.rank * a.shape[0] // team.size, 0) if own_first else a
         return team.library.reduce_scatter(in_order @ b.T)
 
-    def all_gather_grouped_matmul_silu_mul(x, routing, gate_up, experts, team, max_tokens, fp8):
+    def all_gather_grouped_matmul_silu_mul(x, routing, gate_up, experts, team, max_tokens, **options):
         rows, ids, weights = (team.library.all_gather(tensor) for tensor in (x, *routing))
-        return grouped_matmul_silu_mul(rows, gate_up, experts), experts, (ids, weights)
+        return grouped_matmul_silu_mul(rows, gate_up, experts, **options), experts, (ids, weights)
 
-    def grouped_matmul_silu_mul(rows, gate_up, experts, fp8=None):
-        gate, up = torch.einsum("tk,enk->etn", rows, gate_up).chunk(2, dim=-1)  # of all rows, chosen or not
-        return torch.nn.functional.silu(gate) * up
+    def grouped_matmul_silu_mul(rows, gate_up, experts, fp8=None, bias=None, swiglu=None):
+        products = torch.einsum("tk,enk->etn", rows, gate_up)  # of all rows, chosen or not
+        products = products if bias is None else products + bias[:, None]
+        return plain.silu_mul(products) if swiglu is None else plain.clamped_swiglu(products, swiglu)
 
-    def grouped_matmul_reduce_scatter(h, down, experts, choices, tokens, team, shared=None, gate=None):
+    def grouped_matmul_reduce_scatter(h, down, experts, choices, tokens, team, shared=None, gate=None, bias=None):
         ids, weights = choices
         of_experts = torch.stack([(weights * (ids == experts.first + e)).sum(-1) for e in range(experts.count)])
         summand = torch.einsum("etn,ehn,et->th", h, down, of_experts)
+        summand = summand if bias is None else summand + of_experts.T @ bias
         if shared is not None:
             summand += shared if gate is None else shared * gate.sigmoid()[:, None]
         return team.library.reduce_scatter(summand)
 
-    plain = SimpleNamespace(
+    by_definition = SimpleNamespace(
         all_reduce=lambda x, team: team.library.all_reduce(x),
         all_gather=lambda x, team: team.library.all_gather(x),
         reduce_scatter=lambda x, team: team.library.reduce_scatter(x),
@@ -111,4 +113,4 @@ def plain_ops(monkeypatch):
     )
     monkeypatch.setattr(step_plan, "_local", lambda team, fused: step_plan.FUSED if fused else step_plan.PLAIN)
     for module in ("replicated", "sequence_parallel", "vocabulary", "context"):
-        monkeypatch.setattr(f"weft.parallel.{module}.ops", plain)
+        monkeypatch.setattr(f"weft.parallel.{module}.ops", by_definition)

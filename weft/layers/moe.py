@@ -73,8 +73,8 @@ class MoE(nn.Module):
     router_name, shared_name  a checkpoint's names of the router and of the expert of all tokens
 
     bias, logit_bias  biases of the experts' gate, up and down; of the router, added to its logits
-    clamped_swiglu    (alpha, limit) of ``weft.ops.moe.routing.ClampedSwiGLU`` in place of silu(gate) * up. With these three,
-                      torch's operations compute the experts, and not weft's kernels
+    clamped_swiglu    (alpha, limit) of ``weft.ops.moe.routing.ClampedSwiGLU`` in place of silu(gate) * up. With these three a
+                      mixture has no gradients
 
     No token is dropped. ValueError where W, ep or tp does not divide what it is to split.
 
@@ -267,8 +267,7 @@ class MoE(nn.Module):
         rows = x.flatten(0, -2)
         if plan is None:
             shards = self.team.size if self.mode == "sequence_parallel" else 1
-            fused = False if self.weights.by_torch else None
-            plan = plan_layer(len(rows) * shards, mode=self.mode, team=self.team, fused=fused)
+            plan = plan_layer(len(rows) * shards, mode=self.mode, team=self.team)
         weights = self.weights
         if with_gradients(self, x, plan):
             weights = weights._replace(router=SummedGradient.apply(self.router, self.team))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, published
-from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family
+from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family, number_of
 from weft.models.multimodal import text_config
 from weft.models.quantization import Quantization, modelopt_file
 from weft.parallel.rotary import Rotary
@@ -302,7 +301,7 @@ class DecoderConfig:
         return cls(
             model_type=family.model_type,
             **sizes | {"max_position_embeddings": rotary.positions(sizes["max_position_embeddings"])},
-            rms_norm_eps=_positive("rms_norm_eps", filled["rms_norm_eps"]),
+            rms_norm_eps=number_of(filled, "rms_norm_eps"),
             rotary=rotary,
             window_rotary=window_rotary,
             tie_word_embeddings=tied,
@@ -375,13 +374,6 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         return rotary, Rotary.of({**common, **of_windows}, "rope_parameters of sliding_attention", partly=partly)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
-
-
-def _positive(name: str, value: object) -> float:
-    # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
-    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-        raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive number that is finite")
-    return float(value)
 
 
 def check_simulable(

@@ -132,12 +132,7 @@ class ExpertOptions:
     @property
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute."""
-        options = {
-            "biases of experts": self.bias,
-            "a bias of the router's logits": self.logit_bias,
-            "a clamped SwiGLU": self.clamped_swiglu is not None,
-        }
-        return tuple(name for name, there in options.items() if there)
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +271,9 @@ def count_of(content: Content, name: str, most: int | None = None) -> int:
 
 
 def number_of(content: Content, name: str) -> float:
-    """A positive number under `name`, finite."""
+    """A positive finite number under `name`."""
     value = content.get(name)
+    # Booleans are integers to Python, and JSON as Python reads it has infinity and NaN.
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"config.json: {name}={quoted(value)} is not a positive number that is finite")
     return float(value)

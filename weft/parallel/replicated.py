@@ -127,7 +127,8 @@ class FusedNorm(Recipe):
             x = PartialSum(self.local.summand_of(x.summand))
         if isinstance(x.summand, ExpertRows):
             # grouped_matmul, all_reduce_rms_norm, and moe_sum between them by that op's plan
-            rows, beside = x.summand, {"shared": x.summand.shared, "gate": x.summand.gate}
+            rows = x.summand
+            beside = {"shared": rows.shared, "gate": rows.gate, "bias": rows.bias}
             given = (
                 *expert_operands(rows.h, rows.down),
                 rows.schedule,

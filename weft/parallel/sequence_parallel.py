@@ -86,14 +86,7 @@ class SequenceParallel(Recipe):
         )
 
     def moe(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
-        if w.by_torch:
-            return self.gathered(x, w)
         return self.chosen(x, w) if w.shared is None else self.with_shared(x, w, w.shared)
-
-    def gathered(self, x: SequenceShard, w: MoEWeights) -> SequenceShard:
-        """A mixture of gathered rows: no GEMM overlaps with a collective."""
-        whole = ops.all_gather(x.rows, self.team)
-        return SequenceShard(ops.reduce_scatter(self.local.experts(whole, w), self.team))
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
         """A mixture with a shared expert: rows travel under its first GEMM, which needs all rows.
@@ -116,11 +109,12 @@ class SequenceParallel(Recipe):
         # In the order of the tokens: all rows are here.
         schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
         format = rows_between(w.gate_up, w.down, rows.dtype)
-        h = ops.grouped_matmul_silu_mul(*grouped_operands(rows, w.gate_up), schedule, fp8=format)
+        h = ops.grouped_matmul_silu_mul(*grouped_operands(rows, w.gate_up), schedule, fp8=format, **w.of_first)
         dispatched, count = ops.Dispatched(rows, routing, w.experts), len(x.rows)
+        options = {"shared": beside, "gate": gate, "bias": w.down_bias}
         return SequenceShard(
             ops.grouped_matmul_reduce_scatter(
-                *expert_operands(h, w.down), schedule, dispatched, count, self.team, shared=beside, gate=gate
+                *expert_operands(h, w.down), schedule, dispatched, count, self.team, **options
             )
         )
 
@@ -129,10 +123,12 @@ class SequenceParallel(Recipe):
         routing, count = self.local.route(x.rows, w), len(x.rows)
         (rows, gate_up), format = expert_operands(x.rows, w.gate_up), rows_between(w.gate_up, w.down, x.rows.dtype)
         h, schedule, dispatched = ops.all_gather_grouped_matmul_silu_mul(
-            rows, routing, gate_up, w.experts, self.team, max_tokens=count, fp8=format
+            rows, routing, gate_up, w.experts, self.team, max_tokens=count, fp8=format, **w.of_first
         )
         return SequenceShard(
-            ops.grouped_matmul_reduce_scatter(*expert_operands(h, w.down), schedule, dispatched, count, self.team)
+            ops.grouped_matmul_reduce_scatter(
+                *expert_operands(h, w.down), schedule, dispatched, count, self.team, bias=w.down_bias
+            )
         )
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> SequenceShard:
@@ -198,7 +194,9 @@ class GatheredMLP(SequenceParallel):
         return SequenceShard(ops.matmul_reduce_scatter(*overlapped_operands(gated, w.down), self.team))
 
     def with_shared(self, x: SequenceShard, w: MoEWeights, shared: MLPWeights) -> SequenceShard:
-        return self.gathered(x, w)
+        whole = ops.all_gather(x.rows, self.team)
+        summand = self.local.experts(whole, w)
+        return SequenceShard(ops.reduce_scatter(summand, self.team))
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}, gathered before the MLP"

@@ -33,7 +33,7 @@ class SplitK:
 class ExpertRows:
     """Rows h of this rank's experts before their second GEMM, which the next norm's op computes.
 
-    shared, gate  of ``weft.ops.moe_sum``
+    shared, gate  of ``weft.ops.moe_sum``; bias of ``weft.ops.grouped_matmul``
     """
 
     h: Tensor | Fp8
@@ -43,6 +43,7 @@ class ExpertRows:
     experts: Experts
     shared: Tensor | None
     gate: Tensor | None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +189,9 @@ class MoEWeights(NamedTuple):
     swiglu: ClampedSwiGLU | None = None
 
     @property
-    def by_torch(self) -> bool:
-        """True for options that weft's kernels do not compute."""
-        options = self.logit_bias, self.gate_up_bias, self.down_bias, self.swiglu
-        return any(one is not None for one in options)
+    def of_first(self) -> dict[str, Tensor | ClampedSwiGLU | None]:
+        """Options of ``weft.ops.grouped_matmul_silu_mul`` that these experts ask for."""
+        return {"bias": self.gate_up_bias, "swiglu": self.swiglu}
 
     def logits(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """(the experts' logits [T, E], the logits of the shared expert's gate [T] or None) of x @ router.T"""

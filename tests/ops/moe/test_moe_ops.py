@@ -25,7 +25,7 @@ from weft.ops.moe.grouped import gemms as grouped
 from weft.ops.moe.grouped import gradients as grouped_grad
 from weft.ops.moe.grouped import kernel as grouped_kernel
 from weft.ops.moe.grouped.gemms import GroupedCall, weight_descriptor
-from weft.ops.moe.grouped.kernel import Form, grouped_matmul_kernel
+from weft.ops.moe.grouped.kernel import Biases, Form, grouped_matmul_kernel
 from weft.ops.moe.grouped.rule import grouped_tiles_for
 from weft.ops.moe.routing import Experts, Routing, Schedule
 from weft.ops.moe.rows import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
@@ -81,6 +81,12 @@ GROUPED_MUTANTS = {
     "rows by pair, not by token": ("source = pair // FORM.choices", "source = pair // (FORM.choices + 1)"),
     "the whole tile stored": ("exists = local < count", "exists = local < 99"),
     "no tail of K": ("mask=(deep < K - k)[None, :]", "mask=(deep < K)[None, :]"),
+    "the neighbour's bias": ("expert.to(tl.int64) * biases.stride", "tl.maximum(expert - 1, 0).to(tl.int64) * biases.stride"),
+    "a gate's bias for up": ("expert, N + column, N - column", "expert, column, N - column"),
+    "gate clamped on both sides": ("FORM.limit, gate)", "FORM.limit, tl.where(gate < -FORM.limit, -FORM.limit, gate))"),
+    "up clamped on one side": ("tl.where(up < -FORM.limit, -FORM.limit, up)", "up"),
+    "up without one": ("* (up + 1.0)", "* up"),
+    "silu for alpha": ("tl.exp(-FORM.alpha * gate)", "tl.exp(-gate)"),
 }  # fmt: skip
 
 
@@ -339,7 +345,17 @@ INTS = torch.zeros(16, dtype=torch.int32)
 
 
 def built_grouped(
-    arch, block, gather, gated, dtype=torch.bfloat16, N=768, K=2048, fp8=False, experts_fp8=None, pairs=4096
+    arch,
+    block,
+    gather,
+    gated,
+    dtype=torch.bfloat16,
+    N=768,
+    K=2048,
+    fp8=False,
+    experts_fp8=None,
+    pairs=4096,
+    clamped=False,
 ):
     """fp8: rows beside a weight of 16 bits; experts_fp8: both operands, columns of the weight under a scale."""
     caps, experts = caps_of(arch), 8
@@ -356,11 +372,13 @@ def built_grouped(
             out, written = rows, Fp8Rows(of_scales, 1, 64, tl.constexpr(128), tl.constexpr(tl.bfloat16))
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
     apart = gated and (design.transposed or experts_fp8 is not None)
-    form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False, apart)
+    swiglu = (1.702, 7.0) if clamped and gated else (0.0, 0.0)
+    form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False, apart, False, *swiglu)
+    biases = Biases(torch.zeros(experts, N * (1 + gated), dtype=dtype), N * (1 + gated)) if clamped else None
     constants = {"FORM": form, "BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
     schedule, described = Schedule(INTS, INTS, INTS, INTS, 8, block), weight_descriptor(design, weight, form)
-    arguments = x, scales, of_both, None, described, out, written, schedule, N, K, 4, None, None
+    arguments = x, scales, of_both, None, described, biases, out, written, schedule, N, K, 4, None, None
     return compiled(grouped_matmul_kernel, *arguments, arch=arch, **constants, **options)
 
 
@@ -372,6 +390,18 @@ def test_grouped_gemms_compile_and_fit(arch, block):
         kernel = built_grouped(arch, block, gather, gated)
         assert kernel.metadata.shared <= SHARED[arch]
         check_compiles(kernel, arch)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("block", [16, 128])
+def test_grouped_gemms_with_biases_compile_and_fit(arch, block, tmp_path):
+    """gpt-oss's: 2880 features of 2880, whose steps of K are not whole ones."""
+    for gather, gated in ((True, True), (False, False)):
+        kernel = built_grouped(arch, block, gather, gated, N=2880, K=2880, clamped=True)
+        assert kernel.metadata.shared <= SHARED[arch]
+        check_compiles(kernel, arch)
+        assert arch != "sm_90" or stack_bytes(kernel, tmp_path) == 0
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])

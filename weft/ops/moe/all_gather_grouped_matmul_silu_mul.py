@@ -27,8 +27,16 @@ from weft.ops.local import check_shape, check_sizes
 from weft.ops.moe.by_nodes import ByNodes, gather_by_nodes
 from weft.ops.moe.exchange import DispatchArguments, padded, rows_sent
 from weft.ops.moe.grouped import gemms
-from weft.ops.moe.grouped.cases import exact_operands, fp8_accuracy, fp8_forms, with_matrix, with_scales
-from weft.ops.moe.grouped.check import check_gate_up, check_written
+from weft.ops.moe.grouped.cases import (
+    exact_activation,
+    exact_operands,
+    fp8_accuracy,
+    fp8_forms,
+    swiglu_of,
+    with_matrix,
+    with_scales,
+)
+from weft.ops.moe.grouped.check import NO_BACKWARD, check_bias, check_gate_up, check_swiglu, check_written
 from weft.ops.moe.grouped.gemms import Coming, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped.kernel import Arriving
 from weft.ops.moe.grouped_matmul import GROUPED_MATMUL_SILU_MUL, grouped_matmul_silu_mul
@@ -46,7 +54,7 @@ from weft.ops.moe.overlapped import (
     order_tiles,
     schedule_of,
 )  # fmt: skip
-from weft.ops.moe.routing import Experts, Routing, Schedule, check_distinct, draw_ids
+from weft.ops.moe.routing import ClampedSwiGLU, Experts, Routing, Schedule, check_distinct, draw_ids
 from weft.ops.moe.words import GatherWords, Tokens, gather_words
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
@@ -140,6 +148,8 @@ def all_gather_grouped_matmul_silu_mul(
     max_tokens: int,
     dtype: torch.dtype | None = None,
     fp8: RowFormat | None = None,
+    bias: torch.Tensor | None = None,
+    swiglu: ClampedSwiGLU | None = None,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor | Fp8, Schedule, Dispatched]:
     """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [pairs, N], of all ranks' tokens. Collective.
@@ -154,7 +164,8 @@ def all_gather_grouped_matmul_silu_mul(
     max_tokens  of any rank; the same on all ranks, as K, k, dtypes, ``experts.total`` and ``algorithm`` must be
     dtype       of the rows as they are sent: None, x's; torch.float8_e4m3fn, with a scale for each 128 columns, in one node and
                 without gradients. h is that of the rounded rows, as of ``moe_dispatch`` and ``grouped_matmul_silu_mul``
-    fp8         of h, as of ``grouped_matmul_silu_mul``
+    fp8, bias, swiglu
+                of h, as of ``grouped_matmul_silu_mul``: bias [experts.count, 2 N] of this rank's experts or slices
     algorithm   "auto", "fused" (tiles of rows that are here go first, while copy engines bring the other rows) or "sequential"
                 (``moe_dispatch``, ``moe_schedule``, ``grouped_matmul_silu_mul``). Over several nodes "auto" computes this
                 node's rows while other rows cross, and "fused" is refused
@@ -196,12 +207,18 @@ def all_gather_grouped_matmul_silu_mul(
         dtype = E4M3 if forms[0] and team.rail is None else None
     if fp8 is not None:
         check_written(op, x, of_weight[0], fp8)
+    epilogue = bias is not None or swiglu is not None
+    if epilogue:
+        check_swiglu(op, swiglu)
+        check_bias(op, bias, gate_up, torch.bfloat16 if any(forms) else x.dtype)
     sends_fp8, sent = dtype is not None, dtype or x.dtype
     if (nbytes := x.shape[1] * sent.itemsize) % 16:
         raise ValueError(f"{op}: K={x.shape[1]} of {sent} is {nbytes} bytes, no multiple of 16; pad x and gate_up")
     check_int(f"{op}: max_tokens", max_tokens, max(1, len(x)))
     check_choice(op, "algorithm", algorithm, AG_MOE.algorithms)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, routing.weights, gate_up)):
+        if epilogue:
+            raise RuntimeError(f"{op}: {NO_BACKWARD}")
         if sends_fp8 or any(forms):
             raise ValueError(f"{op}: dtype={E4M3} has no gradients; leave it out, or call it under torch.no_grad()")
         return differentiable(x, routing, gate_up, experts, team, max_tokens)
@@ -221,7 +238,8 @@ def all_gather_grouped_matmul_silu_mul(
     block = call.gemm(here).block
     held = experts.total, experts.first, experts.count
     of_call = max_tokens, block, sends_fp8, team.name, algorithm
-    given = GatherArguments(x, routing, gate_up, *held, *of_call, *of_weight, *(fp8 or ()))
+    form_of_h, of_gemm = fp8 or ("", None), (bias, *(swiglu or (0.0, 0.0)))
+    given = GatherArguments(x, routing, gate_up, *held, *of_call, *of_weight, *form_of_h, *of_gemm)
     h, h_scales, *lists, ids, weights = AG_MOE.dispatch(given)
     if fp8 is not None:
         h = fp8_of(h, h_scales, fp8)
@@ -388,6 +406,8 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         T = case.field("tokens")[rank]
         gate_up = draw.own("gate_up", (case_experts(case, rank).count, 2 * N, K), K**-0.5)
         tensors = draw.own("x", (T, K)), draw_ids(draw, T, k, experts), draw.own("weights", (T, k)), gate_up
+        if case.field("bias"):
+            tensors = *tensors, draw.own("bias", gate_up.shape[:2])
         return with_scales(case, tensors, 3)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -396,14 +416,16 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
         rows = torch.cat([padded(one[0], most, 0) for one in by_rank])
         if case.field("fp8"):
             rows = read_back(*by_torch(rows), case.dtype)
-        rows, matrix = exact_operands(case, rows, with_matrix(case, by_rank[rank], 3)[3])
+        _, _, _, matrix, *bias = with_matrix(case, by_rank[rank], 3)
+        rows, matrix = exact_operands(case, rows, matrix)
         ids = torch.cat([padded(one[1], most, -1) for one in by_rank])
         order = (torch.arange(len(ids), device=ids.device) + case_start(case, rank)) % len(ids)
         h, counts, place = rows.new_zeros((len(ids) * k, N)), [], 0
         for local in range(experts.count):
             chosen = order[(ids[order] == experts.first + local).any(-1)]
-            gate, up = (rows[chosen] @ matrix[local].T).chunk(2, dim=-1)
-            h[place : place + len(chosen)] = torch.nn.functional.silu(gate) * up
+            gate_up = rows[chosen] @ matrix[local].T
+            gate_up = gate_up + bias[0][local].double() if bias else gate_up
+            h[place : place + len(chosen)] = exact_activation(case, gate_up)
             place += len(chosen)
             counts.append(len(chosen))
         return h, torch.tensor(counts, dtype=torch.float64, device=ids.device)
@@ -413,10 +435,12 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
 
     def results(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """h, and the number of each expert's pairs."""
-        x, ids, weights, gate_up = with_matrix(case, tensors, 3)
+        x, ids, weights, gate_up, *bias = with_matrix(case, tensors, 3)
+        of_gemm = *(bias or (None,)), swiglu_of(case)
         most, experts, fp8 = case.sizes[0], case_experts(case, team.rank), case.field("fp8") is True
         if isinstance(case.design, str):
             named = {"max_tokens": most, "dtype": E4M3 if fp8 else None, "algorithm": case.design}
+            named |= dict(zip(("bias", "swiglu"), of_gemm, strict=True))
             h, schedule, _ = all_gather_grouped_matmul_silu_mul(
                 x, Routing(ids, weights), gate_up, experts, team, **named
             )
@@ -427,9 +451,10 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             return h, schedule.counts
         here = machine_of(team)
         call, held = self.call_of_case(replace(case, design=AUTO), here), (experts.total, experts.first, experts.count)
-        gate_up, *of_weight = gate_up if isinstance(gate_up, Fp8) else (gate_up,)
+        gate_up, *of_weight = gate_up if isinstance(gate_up, Fp8) else (gate_up, None, None)
         of_call = most, call.gemm(here).block, call.fp8, team.name, AUTO
-        given = GatherArguments(x, Routing(ids, weights), gate_up, *held, *of_call, *of_weight)
+        of_rows = *of_weight, "", None, of_gemm[0], *(of_gemm[1] or (0.0, 0.0))
+        given = GatherArguments(x, Routing(ids, weights), gate_up, *held, *of_call, *of_rows)
         h, _, _, counts, *_ = self.run(case.design, team, given)
         return h, counts
 
@@ -459,6 +484,12 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
             (2, {"block_fp8": True, "written": True}, "fused"), (2, {"block_fp8": True, "layout": "slices"}, "fused"),
             (3, {"block_fp8": True, "written": True}, "sequential"), (2, {"channel_fp8": True}, "sequential"),
             (2, {"block_fp8": True}, Fused(tiles=small, chunks=2, head=4, in_place=False)),
+        ):  # fmt: skip
+            yield self.case_with(w, BF16, (9, 2, 6, 272, 144), design, (9, 4, 0)[:w], **fields)
+        for w, fields, design in (
+            (2, {"bias": True, "clamped": True}, "fused"), (2, {"clamped": True, "layout": "slices"}, "fused"),
+            (3, {"bias": True, "layout": "slices"}, "sequential"), (2, {"bias": True, "block_fp8": True}, "fused"),
+            (2, {"bias": True, "clamped": True}, Fused(tiles=replace(small, transposed=True), head=4)),
         ):  # fmt: skip
             yield self.case_with(w, BF16, (9, 2, 6, 272, 144), design, (9, 4, 0)[:w], **fields)
 

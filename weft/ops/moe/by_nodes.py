@@ -20,7 +20,7 @@ from weft.ops.collectives.over_nodes import added_over_nodes, packed, unpacked
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
 from weft.ops.moe.exchange import padded
 from weft.ops.moe.grouped import gemms
-from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedTiles
+from weft.ops.moe.grouped.gemms import GroupedTiles
 from weft.ops.moe.moe_sum import moe_sum
 from weft.ops.moe.overlapped import GatherArguments, ScatterArguments, load_tiles, schedule_of, store_tiles
 from weft.ops.moe.routing import Routing, Schedule
@@ -152,7 +152,7 @@ def gather_by_nodes(design: ByNodes, team: Team, given: GatherArguments) -> tupl
     h = gate_up.new_empty((rows * k, gate_up.shape[1] // 2))
 
     def multiply(group: Schedule) -> None:
-        gemms.run(design.tiles, GroupedArguments(gathered.view(rows, K), gate_up, group, True, None), gated=True, out=h)
+        gemms.run(design.tiles, given.gemm(gathered.view(rows, K), group, None), gated=True, out=h)
 
     multiply(groups[0])
     for step, (source, group) in enumerate(zip(order, groups[1:], strict=True)):

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from weft.kernels.four_bit import FourBit
+from weft.kernels.four_bit_tile import dequantized
 from weft.kernels.fp8 import Fp8, RowFormat, check_e4m3, empty_rows, fp8_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, gated_terms
 from weft.ops.knobs import around
 from weft.ops.layout import Given
-from weft.ops.local import capabilities_of, check_sizes, machine_on
+from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
+    exact_activation,
     exact_operands,
     fp8_accuracy,
     fp8_forms,
     quantized_rows_of,
+    swiglu_of,
     with_matrix,
     with_scales,
 )
-from weft.ops.moe.grouped.check import check_grouped, check_written
+from weft.ops.moe.grouped.check import check_grouped, check_swiglu, check_written
 from weft.ops.moe.grouped.four_bit import grouped_four_bit
 from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles
 from weft.ops.moe.grouped.gradients import weight_grad
 from weft.ops.moe.grouped.rule import grouped_tiles_for, tiles
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
-from weft.ops.moe.routing import MoeOp, MoeShape, Schedule, common, draw_ids, experts_of
+from weft.ops.moe.routing import ClampedSwiGLU, MoeOp, MoeShape, Schedule, common, draw_ids, experts_of
 from weft.ops.op import Op, define, register
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, HALVES
 from weft.plan.planned import AUTO, Machine, Planned
 
 if TYPE_CHECKING:
@@ -158,7 +162,7 @@ class GroupedOp(MoeOp):
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """ids, the rows, this rank's experts' weights, their scales if fp8, and scales of fp8 rows."""
+        """ids, the rows, this rank's experts' weights, scales of fp8 rows, biases, and scales of fp8 weights."""
         T, k, total, N, K = case.sizes
         rows = T if case.field("gather") is not False else T * k
         shape = experts_of(case, total, rank).count, 2 * N if self.gated else N, K
@@ -168,12 +172,15 @@ class GroupedOp(MoeOp):
         if case.field("fp8"):
             rows, scales, _ = quantized_rows_of(case, x)
             tensors = ids, rows, weight, scales
+        if case.field("bias"):
+            tensors = *tensors, draw.own("bias", shape[:2])
         return with_scales(case, tensors, 2)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
         """The computed rows: in the order of the pairs where they are gathered; else all, 0 for other pairs."""
-        ids, *operands = with_matrix(case, by_rank[rank], 2)
-        x, weight = exact_operands(case, *operands)
+        ids, x, weight, *scales = with_matrix(case, by_rank[rank], 2)
+        bias = scales.pop().double() if case.field("bias") else None
+        x, weight = exact_operands(case, x, weight, *scales)
         T, k, total, N, _ = case.sizes
         experts = experts_of(case, total, rank)
         flat, gather = ids.flatten() - experts.first, case.field("gather") is not False
@@ -184,9 +191,9 @@ class GroupedOp(MoeOp):
         for e, pairs in enumerate(by_expert):
             order = torch.arange(place, place + len(pairs), device=x.device)
             rows = x[pairs // k if gather else order] @ weight[e].T
+            rows = rows if bias is None else rows + bias[e]
             if self.gated:
-                gate, up = rows.chunk(2, dim=-1)
-                rows = torch.nn.functional.silu(gate) * up
+                rows = exact_activation(case, rows)
             out[order if gather else pairs] = rows
             place += len(pairs)
         return out
@@ -196,10 +203,14 @@ class GroupedOp(MoeOp):
         return fp8_accuracy(case, terms)
 
     def arguments(self, case: Case, team: Team | None, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        """x, the weights, the schedule, and scales of fp8 rows."""
+        """x, the weights, the schedule, and if there are any, scales of fp8 rows and biases."""
         experts = experts_of(case, case.sizes[2], 0 if team is None else team.rank)
         ids, x, weight, *scales = with_matrix(case, tensors, 2)
-        return x, weight, moe_schedule(ids, experts, block=case.field("block")), *scales
+        schedule = moe_schedule(ids, experts, block=case.field("block"))
+        if not case.field("bias"):
+            return x, weight, schedule, *scales
+        *scales, bias = scales
+        return x, weight, schedule, *(scales or (None,)), bias
 
     def results(
         self,
@@ -209,16 +220,17 @@ class GroupedOp(MoeOp):
         weight: torch.Tensor | Fp8,
         schedule: Schedule,
         scales: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        gather = case.field("gather") is not False
+        gather, swiglu = case.field("gather") is not False, swiglu_of(case)
         if isinstance(case.design, str):
-            options = {"scales": scales, **({} if self.gated else {"gather": gather})}
+            options = {"scales": scales, "bias": bias, **({"swiglu": swiglu} if self.gated else {"gather": gather})}
             out = self.public(x, weight, schedule, **options)
             if not case.field("written"):
                 return out
             format = RowFormat("group")
             return agreed(out, self.public(x, weight, schedule, **options, fp8=format), format)
-        return self.run(case.design, None, GroupedArguments.of(x, weight, schedule, gather, scales))
+        return self.run(case.design, None, GroupedArguments.of(x, weight, schedule, gather, scales, bias, swiglu))
 
     def defined(
         self, case: Case, team: Team | None, out: torch.Tensor, ids: torch.Tensor, *tensors: torch.Tensor
@@ -262,6 +274,7 @@ class GroupedOp(MoeOp):
         yield case(BF16, 37, 3, 4, 80, 304, design=small, fp8=True)
         for kind in kinds:
             yield from self.fp8_cases(small, **kind)
+            yield from self.epilogue_cases(small, **kind)
 
     def fp8_cases(self, small: GroupedTiles, **kind: bool) -> Iterator[Case]:
         """Cases of fp8 weights: scales of blocks and of rows, ragged sizes, tiles of few and of many pairs."""
@@ -279,6 +292,20 @@ class GroupedOp(MoeOp):
             # A row's last scale is of 64 columns, as where a rank's edge cuts a group.
             for block in (16, 128):
                 yield case(BF16, block + 1, 1, 2, 192, 256, block=block, block_fp8=True, written=True)
+
+    def epilogue_cases(self, small: GroupedTiles, **kind: bool) -> Iterator[Case]:
+        """Cases of biases and of a clamped SwiGLU, in both forms of a tile, with ragged sizes and in fp8."""
+        case = functools.partial(self.case, 1)
+        every = (
+            ({"bias": True}, {"clamped": True}, {"bias": True, "clamped": True}) if self.gated else ({"bias": True},)
+        )
+        for fields in every:
+            yield case(BF16, 20, 4, 6, 72, 88, local=(2, 3), **fields, **kind)
+        for form in ({"fp8": True}, {"block_fp8": True}) if kind.get("gather") is not False else ({"block_fp8": True},):
+            yield case(BF16, 20, 4, 6, 72, 144, local=(2, 3), **form, **every[-1], **kind)
+        for design in (small, replace(small, transposed=True)):
+            yield case(FP32, 37, 3, 4, 80, 48, design=design, **every[-1], **kind)
+        yield case(BF16, 0, 2, 8, 32, 64, **every[-1], **kind)
 
     def large_cases(self) -> Iterator[Case]:
         layers = [(T, 8, 128, 768, 2048) for T in (1, 128, 1000)]
@@ -307,6 +334,12 @@ class GroupedOp(MoeOp):
         return int((shape.active * N * K * (2 if self.gated else 1) + rows * K + shape.pairs * N) * dtype.itemsize)
 
 
+def widened_experts(op: str, x: torch.Tensor, weight: FourBit) -> torch.Tensor:
+    """``weight`` in x's 16 bits: the kernel of few pairs with experts in 4 bits adds no bias."""
+    check_like(op, "x", x, weight.device, HALVES)
+    return dequantized(weight, x.dtype, capabilities_of(x.device))
+
+
 def grouped_matmul(
     x: torch.Tensor | Fp8,
     weight: torch.Tensor | Fp8 | FourBit,
@@ -314,8 +347,9 @@ def grouped_matmul(
     *,
     gather: bool = False,
     scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x's rows @ weight[e].T for the pairs of each expert e -> [T * k, N].
+    """x's rows @ weight[e].T + bias[e] for the pairs of each expert e -> [T * k, N].
 
     x         [T * k, K]: row i is of the i-th pair of the schedule, as ``grouped_matmul_silu_mul`` gives them; with ``gather``
               [T, K]: a row for each token. fp16, bf16 or fp32; a row of K elements has a multiple of 16 bytes
@@ -326,17 +360,20 @@ def grouped_matmul(
     gather    False: row t * k + j of the result is that of token t's choice j. True: row i is that of the i-th pair
     scales    fp32 [T, ceil(K / 128)] of fp8 rows x, as ``moe_dispatch`` gives them, with ``gather``: row times scale,
               rounded to the weight's dtype, is multiplied
+    bias      [experts, N] of the result's dtype; None: there is none. Without gradients
 
     Rows of pairs that are not in the schedule are not written. Computed in fp32, rounded once; the same bits from run to run.
     Of fp8 rows and weights bf16; fp32 sums of 128 terms are multiplied by their scales, and added. Gradients of x and weight,
     without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
-    if isinstance(weight, FourBit):
+    if isinstance(weight, FourBit) and bias is not None:
+        weight = widened_experts("grouped_matmul", x, weight)
+    elif isinstance(weight, FourBit):
         result = grouped_four_bit("grouped_matmul", x, weight, schedule, gather, False)
         if isinstance(result, torch.Tensor):
             return result
         x, weight = result
-    given = GroupedArguments.of(x, weight, schedule, gather, scales)
+    given = GroupedArguments.of(x, weight, schedule, gather, scales, bias)
     return GROUPED_MATMUL.dispatch(check_grouped("grouped_matmul", given, gated=False))
 
 
@@ -361,6 +398,8 @@ def grouped_matmul_silu_mul(
     *,
     scales: torch.Tensor | None = None,
     fp8: RowFormat | None = None,
+    bias: torch.Tensor | None = None,
+    swiglu: ClampedSwiGLU | None = None,
 ) -> torch.Tensor | Fp8:
     """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [T * k, N], for the i-th pair, of token t.
 
@@ -372,17 +411,22 @@ def grouped_matmul_silu_mul(
               dtype, is multiplied
     fp8       with an fp8 weight and fp8 or bf16 rows: the result is put in fp8 so, after it is rounded to bf16; ``row_format``
               of the next weight, not by tokens
+    bias      [experts, 2 N] of h's dtype, added to the products with gate and up; None: there is none. Without gradients
+    swiglu    ``ClampedSwiGLU`` in place of silu(gate) * up; None: that. Without gradients
 
     Rows from the number of pairs on are not written. Computed in fp32, rounded once; the same bits from run to run.
     Gradients of x and weight, without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "grouped_matmul_silu_mul"
-    if isinstance(weight, FourBit):
+    check_swiglu(op, swiglu)
+    if isinstance(weight, FourBit) and not (bias is None and swiglu is None):
+        weight = widened_experts(op, x, weight)
+    elif isinstance(weight, FourBit):
         result = grouped_four_bit(op, x, weight, schedule, True, True)
         if isinstance(result, torch.Tensor):
             return result
         x, weight = result
-    given = check_grouped(op, GroupedArguments.of(x, weight, schedule, True, scales), gated=True)
+    given = check_grouped(op, GroupedArguments.of(x, weight, schedule, True, scales, bias, swiglu), gated=True)
     if fp8 is None:
         return GROUPED_MATMUL_SILU_MUL.dispatch(given)
     check_written(op, given.x, given.weight_scales, fp8)

@@ -119,6 +119,7 @@ def grouped_matmul_all_reduce_rms_norm(
     *,
     shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     factored: bool = False,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
@@ -135,6 +136,8 @@ def grouped_matmul_all_reduce_rms_norm(
     residual   [T, H] of x's dtype, the same on all ranks; norm [H] of that dtype; eps is added to the mean square
     shared     [T, H] of x's dtype, added to this rank's sums; gate [T] of that dtype, strided or not: shared[t] is multiplied
                by sigmoid(gate[t])
+    bias       [experts.count, H] of x's dtype, added to the experts' results before they are weighted: of slices one rank has
+               it, and 0 the rest. None: there is none
     factored   return a DeferredNorm in place of the normed rows, as all_reduce_rms_norm does
     algorithm  "auto", "in_norm" (the norm's kernel adds up the pairs) or "sequential" (moe_sum does): the same bits
 
@@ -143,7 +146,7 @@ def grouped_matmul_all_reduce_rms_norm(
     shapes, dtypes or devices that do not fit.
     """
     op = "grouped_matmul_all_reduce_rms_norm"
-    gemm = GroupedArguments.of(x, weight, schedule, False)
+    gemm = GroupedArguments.of(x, weight, schedule, False, bias=bias)
     check_tensor(op, "x", gemm.x, team, (*FLOATS, E4M3), over_nodes=True)
     check_grouped(op, gemm, gated=False)
     check_routing(op, routing, team, over_nodes=True)
@@ -279,6 +282,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         if case.field("shared") == "gated":
             # A column of a wider matrix, as a router has it.
             inputs += (draw.shared("gate", (T, 3), 2.0)[:, 2],)
+        if case.field("bias"):
+            inputs += (draw.own("bias", weight.shape[:2]),)
         return with_scales(case, inputs, 1)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
@@ -288,12 +293,14 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         hidden, flat = residual.double(), ids.flatten()
         for source, tensors in enumerate(by_rank):
             x, weight, _, _, _, _, *shared = with_matrix(case, tensors, 1)
+            bias = shared.pop().double() if case.field("bias") else None
             x, weight = exact_operands(case, x, weight)
             experts, y = experts_of(case, total, source), torch.zeros((T * k, H), dtype=torch.float64, device=x.device)
             place = 0
             for e in range(experts.count):
                 pairs = (flat == experts.first + e).nonzero().flatten()
-                y[pairs] = x[place : place + len(pairs)] @ weight[e].T
+                rows = x[place : place + len(pairs)] @ weight[e].T
+                y[pairs] = rows if bias is None else rows + bias[e]
                 place += len(pairs)
             hidden = hidden + (y.view(T, k, H) * weights.double()[..., None]).sum(1)
             if shared:
@@ -317,13 +324,15 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
 
     def results(self, case: Case, team: Team, *arguments: Any) -> tuple[torch.Tensor | DeferredNorm, torch.Tensor]:
         *of_experts, residual, norm = arguments[:7]
-        beside, deferred = dict(zip(("shared", "gate"), arguments[7:], strict=False)), bool(case.field("deferred"))
+        *shared, bias = arguments[7:] if case.field("bias") else (*arguments[7:], None)
+        beside, deferred = dict(zip(("shared", "gate"), shared, strict=False)), bool(case.field("deferred"))
         if isinstance(case.design, str):
             named = {"factored": deferred, "algorithm": case.design}
             given = *of_experts, residual, norm, CASES_EPS
-            return grouped_matmul_all_reduce_rms_norm(*given, team, **beside, **named)
+            return grouped_matmul_all_reduce_rms_norm(*given, team, **beside, bias=bias, **named)
         x, weight, schedule, routing, experts = of_experts
-        gemm, kept = GroupedArguments.of(x, weight, schedule, False), (beside.get("shared"), beside.get("gate"))
+        gemm = GroupedArguments.of(x, weight, schedule, False, bias=bias)
+        kept = beside.get("shared"), beside.get("gate")
         given = PairsArguments(
             gemm, routing, experts.first, *kept, residual, norm, CASES_EPS, deferred, team.name, AUTO
         )
@@ -353,6 +362,12 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
             yield case(w, BF16, 5, 2, w, 304, 16, design=design, held=1, deferred=deferred, shared="gated")
         for fields in ({"block_fp8": True, "fp8": True, "held": 2}, {"channel_fp8": True}, {"block_fp8": True}):
             yield case(2, BF16, 5, 3, 4, 136, 272, **fields)
+        for fields in (
+            {"held": 2, "design": "in_norm"},
+            {"shared": "gated", "design": "sequential"},
+            {"block_fp8": True},
+        ):
+            yield case(2, BF16, 5, 3, 4, 136, 272, bias=True, **fields)
         yield case(2, BF16, 0, 2, 4, 48, 16, held=2)
         yield case(8, BF16, 2, 8, 8, 40, 16, held=1)
 

@@ -220,9 +220,10 @@ def grouped_matmul_reduce_scatter(
     *,
     shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """out[t] = sum over t's choices of weight * (h[i] @ down[e].T) -> [T, H]. Collective.
+    """out[t] = sum over t's choices of weight * (h[i] @ down[e].T + bias[e]) -> [T, H]. Collective.
 
     i is the choice's row in h, e its expert.
 
@@ -236,6 +237,8 @@ def grouped_matmul_reduce_scatter(
     shared      [W * max_tokens, H] of h's dtype: this rank's summand for all ranks' tokens, as of an expert of all tokens whose
                 features the ranks share; added after the choices
     gate        [W * max_tokens] of h's dtype, strided or not: shared[t] is multiplied by sigmoid(gate[t])
+    bias        [experts, H] of the result's dtype, of this rank's experts: of slices one rank has it, and 0 the rest. None:
+                there is none. Without gradients
     algorithm   "auto", "slabs" (copy engines carry the sums of a slab of columns while the next is multiplied) or "sequential"
                 (``grouped_matmul``, ``moe_combine``; for slices, or with ``shared``, ``moe_sum`` and ``reduce_scatter``). Over
                 several nodes "auto" sends other nodes' sums while this node's are computed, and "slabs" is refused
@@ -249,7 +252,7 @@ def grouped_matmul_reduce_scatter(
     """
     op = "grouped_matmul_reduce_scatter"
     check_team(op, team, over_nodes=True)
-    gemm = GroupedArguments.of(h, down, schedule, False)
+    gemm = GroupedArguments.of(h, down, schedule, False, bias=bias)
     check_tensor(op, "h", gemm.x, team, (*FLOATS, E4M3), over_nodes=True)
     if gemm.weight_scales is None:
         check_tensor(op, "down", down, team, (h.dtype,), over_nodes=True)
@@ -270,7 +273,7 @@ def grouped_matmul_reduce_scatter(
     check_choice(op, "algorithm", algorithm, MOE_RS.algorithms)
     given = [tensor for tensor in (shared, gate) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (gemm.x, gemm.weight, weights, *given)):
-        y = grouped_matmul(h, down, schedule)
+        y = grouped_matmul(h, down, schedule, bias=bias)
         return reduce_scatter(moe_sum(y, dispatched.routing, experts, shared=shared, gate=gate), team)[:tokens]
     held = experts.total, experts.first, experts.count
     routing = dispatched.routing
@@ -378,6 +381,8 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         if case.field("shared"):
             # A column of a wider matrix, as a router has it.
             inputs += draw.own("shared", (len(ids), H)), draw.own("gate", (len(ids), 3), 2.0)[:, 2]
+        if case.field("bias"):
+            inputs += (draw.own("bias", down.shape[:2]),)
         return with_scales(case, inputs, 1)
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
@@ -386,6 +391,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         total = torch.zeros((len(ids), H), dtype=torch.float64, device=ids.device)
         for source, tensors in enumerate(by_rank):
             h, down, _, _, *shared = with_matrix(case, tensors, 1)
+            bias = shared.pop().double() if case.field("bias") else None
             h, down = exact_operands(case, h, down)
             if shared:
                 total += shared[0].double() * shared[1].double().sigmoid()[:, None]
@@ -395,6 +401,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
                 chosen = ids[order] == experts.first + local
                 token = order[chosen.any(-1)]
                 rows = h[place : place + len(token)] @ down[local].T
+                rows = rows if bias is None else rows + bias[local]
                 total[token] += rows * weights[order][chosen].double()[:, None]
                 place += len(token)
         return total[rank * most :][: case.field("tokens")[rank]]
@@ -407,7 +414,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size, levels=levels, by_row=True)
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        """h, down, and the schedule, routing and experts of this rank; then shared and its gate, if any."""
+        """h, down, and the schedule, routing and experts of this rank; then shared and its gate, and biases, if any."""
         h, down, ids, weights, *shared = with_matrix(case, tensors, 1)
         h = quantized_rows_of(case, h) if case.field("fp8") else h
         experts = case_experts(case, team.rank)
@@ -426,15 +433,16 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         *shared: torch.Tensor,
     ) -> torch.Tensor:
         tokens = case.field("tokens")[team.rank]
+        *shared, bias = shared if case.field("bias") else (*shared, None)
         if not isinstance(case.design, str):
             held = experts.total, experts.first, experts.count
-            gemm = GroupedArguments.of(h, down, schedule, False)
+            gemm = GroupedArguments.of(h, down, schedule, False, bias=bias)
             given = ScatterArguments(gemm, routing, *held, tokens, team.name, AUTO)
             return self.run(case.design, team, given)
         dispatched = Dispatched(routing.weights.new_empty((0, down.shape[1])), routing, experts)
         beside = dict(zip(("shared", "gate"), shared, strict=False))
         return grouped_matmul_reduce_scatter(
-            h, down, schedule, dispatched, tokens, team, **beside, algorithm=case.design
+            h, down, schedule, dispatched, tokens, team, **beside, bias=bias, algorithm=case.design
         )
 
     def cases_of_tiles(self, small: GroupedTiles) -> Iterator[Case]:
@@ -449,6 +457,11 @@ class GroupedMatmulReduceScatter(OverlappedOp):
             (3, {"channel_fp8": True}, "slabs"), (2, {"block_fp8": True, "fp8": True, "layout": "slices"}, "slabs"),
         ):  # fmt: skip
             yield self.case_with(w, BF16, (5, 2, 6, 328, 272), design, (5, 3, 0)[:w], **fields)
+        for w, fields, design in (
+            (2, {}, narrow), (2, {"layout": "slices", "shared": "gated"}, "slabs"), (3, {}, "sequential"),
+            (2, {"block_fp8": True, "fp8": True}, "slabs"),
+        ):  # fmt: skip
+            yield self.case_with(w, BF16, (5, 2, 6, 328, 272), design, (5, 3, 0)[:w], bias=True, **fields)
 
 
 MOE_RS = GroupedMatmulReduceScatter()

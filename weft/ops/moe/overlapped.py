@@ -43,6 +43,7 @@ class GatherArguments(NamedTuple):
     fp8                  rows are sent in fp8
     weight_scales, input_scale  of a gate_up in fp8
     kind, static_scale   of ``RowFormat`` of h; "": h is of 16 or 32 bits
+    bias, alpha, limit   of ``GroupedArguments``
     """
 
     x: torch.Tensor
@@ -60,6 +61,9 @@ class GatherArguments(NamedTuple):
     input_scale: torch.Tensor | None = None
     kind: str = ""
     static_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    alpha: float = 0.0
+    limit: float = 0.0
 
     @property
     def format(self) -> RowFormat | None:
@@ -68,7 +72,8 @@ class GatherArguments(NamedTuple):
 
     def gemm(self, rows: torch.Tensor, schedule: Schedule, scales: torch.Tensor | None) -> GroupedArguments:
         """Arguments of the grouped GEMM of all ranks' rows."""
-        return GroupedArguments(rows, self.gate_up, schedule, True, scales, self.weight_scales, self.input_scale)
+        of_weight = self.weight_scales, self.input_scale, self.bias, self.alpha, self.limit
+        return GroupedArguments(rows, self.gate_up, schedule, True, scales, *of_weight)
 
     @property
     def experts(self) -> Experts:

@@ -8,6 +8,7 @@ import torch
 
 from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight, read_back
 from weft.ops.case import Accuracy, Case, Inputs
+from weft.ops.moe.routing import ClampedSwiGLU
 
 
 def scheme_of(case: Case) -> str:
@@ -57,6 +58,25 @@ def exact_operands(
         rows = quantized_rows_of(case, x) if scales is None else Fp8(x, scales)
         return rows.dequantized(torch.float64), weight.dequantized(torch.float64)
     return (x if scales is None else read_back(x, scales, weight.dtype)).double(), weight.double()
+
+
+# Of cases with the field "clamped": some gates and ups are clamped, most are not.
+CLAMPED = ClampedSwiGLU(1.3, 1.0)
+
+
+def swiglu_of(case: Case) -> ClampedSwiGLU | None:
+    """Activation of a case; None: silu(gate) * up."""
+    return CLAMPED if case.field("clamped") else None
+
+
+def exact_activation(case: Case, gate_up: torch.Tensor) -> torch.Tensor:
+    """Activation of a case, of rows in fp64."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if not case.field("clamped"):
+        return torch.nn.functional.silu(gate) * up
+    alpha, limit = CLAMPED
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
 def fp8_accuracy(case: Case, terms: int) -> Accuracy:

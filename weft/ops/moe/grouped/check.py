@@ -12,11 +12,14 @@ from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.local import check_like, check_shape
 from weft.ops.moe.grouped.gemms import GroupedArguments
-from weft.ops.moe.routing import Experts, Schedule
+from weft.ops.moe.routing import ClampedSwiGLU, Experts, Schedule
 from weft.ops.registration import FLOATS, HALVES, check_flag, check_tensor
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
+
+
+NO_BACKWARD = "bias and swiglu have no backward; leave them out, or call it under torch.no_grad()"
 
 
 def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArguments:
@@ -29,6 +32,10 @@ def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArgum
         _check_plain(op, given, gated)
     else:
         _check_fp8(op, given, gated)
+    if (given.bias is not None or given.limit) and torch.is_grad_enabled():
+        if any(one.requires_grad for one in (x, weight)):
+            raise RuntimeError(f"{op}: {NO_BACKWARD}")
+    check_bias(op, given.bias, weight, given.dtype)
     check_like(op, "schedule.pairs", schedule.pairs, x.device, (torch.int32,))
     if 0 in weight.shape:
         raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}; it must have at least one row and column")
@@ -46,6 +53,25 @@ def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArgum
             f"choices each takes {wanted}"
         )
     return given
+
+
+def check_bias(op: str, bias: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype) -> None:
+    """ValueError unless ``bias`` is of the rows of experts' weights, or None. dtype: of the results."""
+    if bias is None:
+        return
+    check_like(op, "bias", bias, weight.device, (dtype,))
+    check_shape(op, "bias", bias, tuple(weight.shape[:2]))
+    if bias.shape[1] > 1 and bias.stride(1) != 1:
+        raise ValueError(f"{op}: bias has stride {bias.stride(1)} along its rows; pass bias.contiguous()")
+
+
+def check_swiglu(op: str, swiglu: ClampedSwiGLU | None) -> None:
+    """ValueError unless ``swiglu`` is one with positive finite numbers, or None."""
+    if swiglu is None:
+        return
+    numbers = swiglu if isinstance(swiglu, tuple) and len(swiglu) == 2 else (None,)
+    if not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):
+        raise ValueError(f"{op}: swiglu={quoted(swiglu)} is not ClampedSwiGLU(alpha, limit) of positive finite numbers")
 
 
 def _check_plain(op: str, given: GroupedArguments, gated: bool) -> None:

@@ -12,6 +12,8 @@ rounded to 16 bits, then quantized, 128 columns of a tile under one scale.
     grouped_matmul_silu_mul   h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T)      pair i of the schedule is pair p, of token t
     grouped_matmul            y[p] = h[i] @ weight.T
 
+with biases added to these products, and another activation than silu, in fp32 before the results are rounded.
+
 A gated tile reads a block of gate's rows and the same of up's as one operand, so one product gives both halves of its columns.
 With few pairs a tile is computed transposed: the weight's rows fill the tensor instruction, which has at least 64 rows. The
 first operand of that instruction must come from shared memory as it was loaded, so there gate and up are two products.
@@ -31,8 +33,8 @@ from weft.kernels.operands import can_describe
 from weft.ops.gemm.fp8_operands import columns_of, quantized_for
 from weft.ops.knobs import check_knobs, flipped, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
-from weft.ops.moe.grouped.kernel import Arriving, Form, grouped_matmul_kernel
-from weft.ops.moe.routing import Schedule
+from weft.ops.moe.grouped.kernel import Arriving, Biases, Form, grouped_matmul_kernel
+from weft.ops.moe.routing import ClampedSwiGLU, Schedule
 from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -109,6 +111,8 @@ class GroupedArguments(NamedTuple):
     scales         of fp8 rows
     weight_scales, input_scale
                    of an fp8 weight (``Fp8``); None: the weight is of 16 or 32 bits
+    bias           [experts, rows of a weight], added to the rows' results; None: there is none
+    alpha, limit   of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
     """
 
     x: torch.Tensor
@@ -118,6 +122,9 @@ class GroupedArguments(NamedTuple):
     scales: torch.Tensor | None
     weight_scales: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    alpha: float = 0.0
+    limit: float = 0.0
 
     @classmethod
     def of(
@@ -127,11 +134,13 @@ class GroupedArguments(NamedTuple):
         schedule: Schedule,
         gather: bool,
         scales: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        swiglu: ClampedSwiGLU | None = None,
     ) -> GroupedArguments:
         """Arguments whose rows and weight may have scales."""
         rows, scales = x[:2] if isinstance(x, Fp8) else (x, scales)
         data, *of_weight = weight if isinstance(weight, Fp8) else (weight, None, None)
-        return cls(rows, data, schedule, gather, scales, *of_weight)
+        return cls(rows, data, schedule, gather, scales, *of_weight, bias, *(swiglu or (0.0, 0.0)))
 
     @property
     def matrix(self) -> torch.Tensor | Fp8:
@@ -153,7 +162,8 @@ class GroupedArguments(NamedTuple):
         if scales is not None and scales.shape[1] > 1:
             rows = spread(scales.shape[1], self.weight.shape[1])
             scales = scales[:, first // rows : cdiv(first + count, rows)]
-        return self._replace(weight=weight, weight_scales=scales)
+        bias = None if self.bias is None else self.bias[:, first : first + count]
+        return self._replace(weight=weight, weight_scales=scales, bias=bias)
 
     @property
     def scaled_rows(self) -> int:
@@ -221,7 +231,8 @@ def run(
             f"block_n={design.block_n} has {width} results, no multiple of the {COLUMNS.value} under a scale of fp8 rows"
         )
     described = not gather and can_describe(x)
-    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, apart, coming.in_place)
+    swiglu = given.alpha, given.limit
+    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, apart, coming.in_place, *swiglu)
     across = cdiv(N, width)
     grouped_matmul_kernel[(min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),)](
         TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k]) if described else x,
@@ -229,6 +240,7 @@ def run(
         fp8,
         coming.rows,
         weight_descriptor(design, weight, form),
+        None if given.bias is None else Biases(given.bias, given.bias.stride(0)),
         out,
         written,
         schedule,

@@ -28,6 +28,7 @@ class Form(NamedTuple):
     turned   the weight is [experts, K, N], for gradients: dy @ weight[e]
     apart    gate and up are two products: in tiles of few pairs, and of fp8 operands
     in_place this rank's rows are not in x but in ``Arriving.own``
+    alpha, limit  of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
     """
 
     gated: bool
@@ -38,6 +39,15 @@ class Form(NamedTuple):
     turned: bool
     apart: bool
     in_place: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+class Biases(NamedTuple):
+    """Biases of experts' weights, an argument of the kernel. first: [experts, rows of a weight], stride: of an expert."""
+
+    first: torch.Tensor
+    stride: int
 
 
 class Arriving(NamedTuple):
@@ -97,6 +107,30 @@ def scales_at(fp8, rows, expert, column, N, k, FORM: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
+def biases_at(biases, expert, row, there, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Biases of an expert's ``there`` rows from ``row`` on in fp32, as a row of results, or if TRANSPOSED as a column."""
+    offset = tl.arange(0, ROWS)
+    bias = tl.load(
+        biases.first + expert.to(tl.int64) * biases.stride + row + offset, mask=offset < there, other=0.0
+    ).to(tl.float32)
+    if TRANSPOSED:
+        return bias[:, None]
+    else:
+        return bias[None, :]
+
+
+@triton.jit
+def activated(gate, up, FORM: tl.constexpr):
+    """silu(gate) * up, or the clamped SwiGLU. NaN stays NaN."""
+    if FORM.limit > 0:
+        gate = tl.where(gate > FORM.limit, FORM.limit, gate)
+        up = tl.where(up > FORM.limit, FORM.limit, tl.where(up < -FORM.limit, -FORM.limit, up))
+        return gate / (1.0 + tl.exp(-FORM.alpha * gate)) * (up + 1.0)
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def store_results(result, out, target, there, column, N, written):
     """Store results in the rows ``target`` that are ``there``, from ``column`` on, maybe in fp8."""
     n = column + tl.arange(0, result.shape[1])
@@ -114,6 +148,7 @@ def grouped_matmul_kernel(
     fp8,
     arriving,
     weight,
+    biases,
     out,
     written,
     schedule,
@@ -127,7 +162,7 @@ def grouped_matmul_kernel(
     BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """out[row] = x[row] @ weight[e].T of each pair of expert e, gated as FORM says    grid: (programs,)
+    """out[row] = x[row] @ weight[e].T + bias[e] of each pair of expert e, gated as FORM says    grid: (programs,)
 
     x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else rows in that order, and row p of
               out is pair p's. A descriptor if FORM.described
@@ -138,6 +173,7 @@ def grouped_matmul_kernel(
     team      of arriving rows, or in a trace (``traced_view``); else None
     weight    descriptor of [experts, N, K] in blocks of BLOCK_N rows, or if FORM.turned of [experts, K, N]; if FORM.gated of
               [experts, 2, N, K] in blocks of BLOCK_N // 2 rows of both. If FORM.apart its blocks have half as many rows
+    biases    ``Biases`` of the weight's rows, added in fp32; or None
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
     written   ``Fp8Rows`` where out is in fp8; else None
     slab      tiles along N that go before the next ones are begun
@@ -237,7 +273,12 @@ def grouped_matmul_kernel(
                 gate = acc
             else:
                 gate, up = halves(acc)
-            acc = gate / (1.0 + tl.exp(-gate)) * up
+            if biases is not None:
+                gate += biases_at(biases, expert, column, N - column, WIDTH, TRANSPOSED)
+                up += biases_at(biases, expert, N + column, N - column, WIDTH, TRANSPOSED)
+            acc = activated(gate, up, FORM)
+        elif biases is not None:
+            acc += biases_at(biases, expert, column, N - column, WIDTH, TRANSPOSED)
         if TRANSPOSED:
             result = acc.T
         else:

@@ -1,0 +1,83 @@
+"""Experts as DeepSeek names them in config.json, and GLM: groups, expert bias, factor, shared experts, dense first layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
+from weft.models.family import Content, ExpertOptions, count_of, experts_of, flag, number_of
+
+READS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "norm_topk_prob",
+)
+# Layers that predict further tokens follow a model's layers in its checkpoint: nothing reads them.
+PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
+# Keys of the code that came with a checkpoint: transformers has what these values say.
+SIGMOID_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+    "moe_layer_freq": (1, None),
+    "ep_size": (1, None),
+}
+SOFTMAX_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "scoring_func": ("softmax", None),
+    "norm_topk_prob": (False, None),  # transformers does not read it
+    "moe_layer_freq": (1, None),
+    "ep_size": (1, None),
+}
+
+
+def sigmoid_experts(content: Content) -> ExpertOptions:
+    """Experts of DeepSeek-V3 and GLM-4.5: sigmoid scores, with a bias for the choice alone."""
+    return _experts(
+        content,
+        groups=(count_of(content, "n_group"), count_of(content, "topk_group")),
+        scoring="sigmoid",
+        router_bias=True,
+        norm_topk_prob=flag(content, "norm_topk_prob"),
+    )
+
+
+def softmax_experts(content: Content) -> ExpertOptions:
+    """Experts of DeepSeek-V2: softmax scores that are not divided by their sum, chosen in all groups or in the best."""
+    method = content.get("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointError(
+            f"config.json: topk_method={quoted(method)} is not supported; weft runs 'greedy' and 'group_limited_greedy'"
+        )
+    limited = method == "group_limited_greedy"
+    groups = (count_of(content, "n_group"), count_of(content, "topk_group")) if limited else (1, 1)
+    return _experts(content, groups=groups, norm_topk_prob=False)
+
+
+def _experts(content: Content, *, groups: tuple[int, int], **scoring: Any) -> ExpertOptions:
+    total, chosen = experts_of(content, "n_routed_experts")
+    (count, limit), intermediate_size = groups, count_of(content, "moe_intermediate_size")
+    if total % count or limit > count or chosen > total // count * limit:
+        raise CheckpointError(
+            f"config.json: n_group={count}, topk_group={limit}: num_experts_per_tok={chosen} of {total} experts do not lie "
+            f"in topk_group of n_group equal groups"
+        )
+    shared, dense = content.get("n_shared_experts"), content["first_k_dense_replace"]
+    if type(dense) is not int or dense < 0:
+        raise CheckpointError(f"config.json: first_k_dense_replace={quoted(dense)} is not an integer of at least 0")
+    return ExpertOptions(
+        num_experts=total,
+        num_experts_per_tok=chosen,
+        intermediate_size=intermediate_size,
+        groups=count,
+        group_limit=limit,
+        scale=number_of(content, "routed_scaling_factor"),
+        shared_intermediate_size=None if shared is None else intermediate_size * count_of(content, "n_shared_experts"),
+        layers=tuple(layer >= dense for layer in range(content["num_hidden_layers"])),
+        **scoring,
+    )

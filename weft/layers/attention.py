@@ -47,6 +47,7 @@ class TPAttention(nn.Module):
     rotary   number of the step's table of angles, where it has several; the table is as wide as the rotated part of a head
     interleaved  number of a head's first elements, of which the checkpoint's rotary embedding pairs neighbours 2i and 2i + 1:
              rows of q and k are read in another order, so that halves are pairs. None: they are in the checkpoint
+    inputs   rows of hidden_size side by side in x: [T, inputs * hidden]; y is [T, hidden]
     formats  of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
@@ -81,6 +82,7 @@ class TPAttention(nn.Module):
         sinks: bool = False,
         rotary: int = 0,
         interleaved: int | None = None,
+        inputs: int = 1,
         context_parallel: bool = False,
         formats: Formats | None = None,
     ) -> None:
@@ -105,7 +107,7 @@ class TPAttention(nn.Module):
         kv_rows = Rows(num_key_value_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
         parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         options = {"team": team, "dtype": dtype, "formats": formats}
-        self.qkv_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, **options)
+        self.qkv_proj = ColumnParallelLinear(inputs * hidden_size, parts, bias=bias, **options)
         self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, bias=output_bias, **options)
         self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
         self.norm_all_heads = norm_all_heads

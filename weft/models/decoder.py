@@ -5,10 +5,10 @@ A recipe of weft.parallel computes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,20 +19,19 @@ from weft.layers import TPMLP, MoE, TPAttention
 from weft.layers.moe import Layout, check_layout
 from weft.layers.norm import RMSNorm
 from weft.models.cache_scales import read_scale, scale_names
-from weft.models.checkpoint import SCALES, Checkpoint, Progress
+from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
+from weft.models.dummy import fill_dummy
 from weft.models.memory import check_memory
 from weft.models.stacked_experts import as_stored
 from weft.ops.attention.qk_norm_rope import check_head_dim
-from weft.parallel.four_bit import CutShard
 from weft.parallel.modes import Mode, mode_named
-from weft.parallel.quantized import QuantizedShard
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under
 from weft.parallel.step import PagedCache, Step
 from weft.parallel.step_plan import plan_step
-from weft.parallel.tensors import LayerWeights, NormWeights
+from weft.parallel.tensors import LayerWeights, NormWeights, tensor_of
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from weft.runtime.logs import logger_of
 
@@ -43,6 +42,17 @@ DEFAULT_PAGE_SIZE = 64
 # Of a layer, in WeightNames and in LayerWeights.
 NORMS = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm")
 logger = logger_of(__name__)
+
+
+class Tap(NamedTuple):
+    """Hidden states that forward passes hand over.
+
+    layers  whose inputs are taken, by index; len(layers) of the model: the output of the last one, normed
+    take    called in each pass with the rows that this rank has of each, in the order of the layers, and the step
+    """
+
+    layers: tuple[int, ...]
+    take: Callable[[list[torch.Tensor], Step], None]
 
 
 class DecoderLayer(nn.Module):
@@ -77,6 +87,7 @@ class DecoderLayer(nn.Module):
             num_key_value_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
+            inputs=config.attention.inputs,
             qk_norm=config.attention.qk_norm,
             norm_all_heads=config.attention.norm_all_heads,
             one_plus_norms=block.one_plus_norms,
@@ -131,6 +142,7 @@ class Decoder(nn.Module):
            are read from a checkpoint of 16 or 32 bits (docs/quantization.md); None: they are as the checkpoint has them
     layers  of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
            the last one a norm and a head
+    tap    set it to take hidden states of each pass; None: none are taken
 
     Logits are this rank's [n, V'/W], in fp32, or in a fused pass in the model's dtype; `lm_head.argmax` and `lm_head.gather`
     bring them together.
@@ -202,6 +214,7 @@ class Decoder(nn.Module):
         sizes = config.max_position_embeddings, config.head_dim
         tables = tuple(rotary_angles(*sizes, rotary, team.device) for rotary in config.rotaries)
         self.angles = tables[0] if len(tables) == 1 else tables
+        self.tap: Tap | None = None
 
     @classmethod
     def from_pretrained(
@@ -266,26 +279,7 @@ class Decoder(nn.Module):
         A rank has the same weights on every run, and all ranks the same norms and routers. Another world size is another model,
         and so is another number of stages.
         """
-        for index, (name, shard) in enumerate(self.shards().items()):
-            generator = torch.Generator(self.team.device)
-            start = seed * 7919 + index
-            generator.manual_seed(start if shard.replicated else start * 1024 + self.team.rank + 1)
-            if isinstance(shard, CutShard):
-                shard.fill_dummy(generator)
-            elif shard.target.dtype == E4M3:
-                # N(0, 0.02) up to rounding: the largest of a block is near e4m3's.
-                drawn = torch.empty(shard.target.shape, device=self.team.device)
-                shard.target.copy_(drawn.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448))
-                if isinstance(shard, QuantizedShard):
-                    shard.scales.fill_(2e-4)
-            elif name.endswith(SCALES):
-                # An input of 50 is as large as e4m3 can be.
-                shard.target.fill_(50 / 448 if name.endswith("input_scale") else 2e-4)
-            elif "norm" in name:
-                shard.target.normal_(1.0, 0.05, generator=generator)
-            else:
-                # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
-                shard.target.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)
+        fill_dummy(self.shards(), self.team, seed)
         return self
 
     def shards(self) -> dict[str, Shard]:
@@ -394,8 +388,12 @@ class Decoder(nn.Module):
             caches = [cache.layer(index) for index in range(len(self.layers))]
             step = replace(step, spread=step.spread.ahead_of(self.layers[0].self_attn.weights, caches))
         x = recipe.embed(given, self.embed_tokens.weights) if self.is_first else recipe.take_over(given, step.tokens)
+        tapped: list[Any] = []
         for index, layer in enumerate(self.layers):
-            x, residual = recipe.decoder_layer(x, residual, layer.weights, step, cache.layer(index))
+            inputs = tapped if self.tap is not None and index in self.tap.layers else None
+            x, residual = recipe.decoder_layer(x, residual, layer.weights, step, cache.layer(index), inputs)
+        if tapped:
+            self.tap.take([tensor_of(rows) for rows in tapped], step)
         return x, residual
 
     def hand_over(self, x: Any, residual: Any, step: Step) -> torch.Tensor:

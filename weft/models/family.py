@@ -27,6 +27,7 @@ class AttentionOptions:
     sinks    a score beside each query head's, without a value, that the softmax counts
     interleaved  rotary embedding pairs neighbours 2i and 2i + 1, not the halves of a head
     rotated  by layer, and repeated for more layers: False where there is no rotary embedding
+    inputs   rows of hidden_size side by side that q_proj, k_proj and v_proj take
     """
 
     qk_norm: bool = False
@@ -39,6 +40,7 @@ class AttentionOptions:
     sinks: bool = False
     interleaved: bool = False
     rotated: tuple[bool, ...] = (True,)
+    inputs: int = 1
 
     def window(self, layer: int) -> int | None:
         """Window of a layer."""

@@ -36,10 +36,23 @@ class Recipe:
     name: ClassVar[str]
 
     def decoder_layer(
-        self, x: Hidden, residual: Hidden, w: LayerWeights, step: Tokens, cache: Cache
+        self,
+        x: Hidden,
+        residual: Hidden,
+        w: LayerWeights,
+        step: Tokens,
+        cache: Cache,
+        inputs: list[Hidden] | None = None,
     ) -> tuple[Hidden, Hidden]:
-        """(output, residual) of one layer; residual None: the first layer."""
+        """(output, residual) of one layer; residual None: the first layer.
+
+        inputs  gets the hidden states that enter the layer, rows as ``whole_rows`` takes them; None: they are not asked for
+        """
         raise NotImplementedError
+
+    def whole_rows(self, x: Tensor, tokens: int) -> Tensor:
+        """Rows of all tokens, from the rows of hidden states that this rank has; `tokens`: T."""
+        return x
 
     def attention(self, x: Hidden, w: AttentionWeights, step: Tokens, cache: Cache) -> Hidden:
         raise NotImplementedError

@@ -53,9 +53,17 @@ class Reference(Recipe):
     name: ClassVar[str] = "reference"
 
     def decoder_layer(
-        self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        w: LayerWeights,
+        step: Step,
+        cache: Cache,
+        inputs: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         normed, residual = plain.add_norm(x, residual, w.input_norm)
+        if inputs is not None:
+            inputs.append(residual)
         x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
         normed, residual = plain.add_norm(x, residual, w.post_norm)
         return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual

@@ -57,9 +57,17 @@ class FusedNorm(Recipe):
     name: ClassVar[str] = "replicated"
 
     def decoder_layer(
-        self, x: PartialSum, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
+        self,
+        x: PartialSum,
+        residual: Tensor | None,
+        w: LayerWeights,
+        step: Step,
+        cache: Cache,
+        inputs: list[Tensor] | None = None,
     ) -> tuple[PartialSum, Tensor]:
         normed, residual = self.all_reduce_norm(x, residual, w.input_norm, w.attention.qkv)
+        if inputs is not None:
+            inputs.append(residual)
         x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
         before_mlp = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
@@ -161,9 +169,17 @@ class Replicated(Recipe):
     name: ClassVar[str] = "replicated"
 
     def decoder_layer(
-        self, x: Tensor, residual: Tensor | None, w: LayerWeights, step: Step, cache: Cache
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        w: LayerWeights,
+        step: Step,
+        cache: Cache,
+        inputs: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.local.add_norm(x, residual, w.input_norm, w.attention.qkv)
+        if inputs is not None:
+            inputs.append(residual)
         x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
         normed, residual = self.local.add_norm(x, residual, w.post_norm, w.first_matrix)
         return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual

@@ -54,9 +54,17 @@ class SequenceParallel(Recipe):
     name: ClassVar[str] = "sequence_parallel"
 
     def decoder_layer(
-        self, x: SequenceShard, residual: SequenceShard | None, w: LayerWeights, step: Step, cache: Cache
+        self,
+        x: SequenceShard,
+        residual: SequenceShard | None,
+        w: LayerWeights,
+        step: Step,
+        cache: Cache,
+        inputs: list[SequenceShard] | None = None,
     ) -> tuple[SequenceShard, SequenceShard]:
         normed, residual = self.add_norm(x, residual, w.input_norm, w.attention.qkv)
+        if inputs is not None:
+            inputs.append(residual)
         x = self.output(self.attention(normed, w.attention, step, cache), w.attention_out_norm, w)
         normed, residual = self.add_norm(x, residual, w.post_norm, self.before_mlp(w))
         return self.output(self.feed_forward(normed, w.mlp), w.mlp_out_norm, w), residual
@@ -136,6 +144,9 @@ class SequenceParallel(Recipe):
         padding = -len(tokens) % self.team.size
         x = F.pad(x, (0, 0, 0, padding)) if padding else x
         return SequenceShard(ops.reduce_scatter(x, self.team))
+
+    def whole_rows(self, x: Tensor, tokens: int) -> Tensor:
+        return ops.all_gather(x, self.team)[:tokens]
 
     def hand_over(self, x: SequenceShard, residual: SequenceShard, w: LayerWeights) -> Tensor:
         return x.rows + residual.rows

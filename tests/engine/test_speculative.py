@@ -24,7 +24,7 @@ class Oracle:
         self.graph, self.answers, self.wrong, self.short = graph, answers, wrong, short
         self.sequences = {}
 
-    def read(self, chunks):
+    def read(self, chunks, rows):
         pass
 
     def propose(self, batch, drafts):

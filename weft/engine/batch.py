@@ -320,6 +320,7 @@ def _chunk(part: SequenceRange) -> PrefillChunk:
         choose=part.last,
         targets=_targets(part),
         entry=entry,
+        following=None if part.last else tokens[part.start + part.length],
     )
 
 

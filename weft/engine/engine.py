@@ -37,7 +37,7 @@ from weft.engine.params import (
 )
 from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
-from weft.engine.speculation.draft_model import load_draft
+from weft.engine.speculation.loading import CONFIGURATIONS, load_draft
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3
@@ -138,7 +138,8 @@ class Engine:
                 logger.warning(line)
         draft = None
         if config.speculative is not None and (given := config.speculative.model) is not None:
-            source = given if isinstance(given, DecoderConfig) else _open(given, team)
+            made = isinstance(given, CONFIGURATIONS[config.speculative.method])
+            source = given if made else _open(given, team)
             draft = load_draft(source, self.model, self.tokenizer, config)
         self.batch = Batch(Runner(self.model, config, pipeline, draft), config)
         if config.algorithm_cache is not None:

@@ -33,6 +33,7 @@ class PrefillChunk:
     """Prompt tokens of one sequence, after `before` cached ones; `choose`: then its next token is chosen.
 
     entry    changes of logits that it asks for, if a token is chosen
+    following  token after the chunk where that is the prompt's; None: it is to be chosen
     targets  prompt tokens whose log-probabilities are asked for, each after one of the chunk's last tokens; with `choose` none
              follows the very last
     """
@@ -44,6 +45,7 @@ class PrefillChunk:
     params: SamplingParams
     choose: bool
     entry: Entry | None = None
+    following: int | None = None
     targets: Sequence[int] = ()
 
 
@@ -83,7 +85,7 @@ def prefill_eagerly(
         return Prefilled(tokens[:0], None, prompt_logprobs)
     params = [chunk.params for chunk in chunks]
     choice = Choice(
-        **_sampling_tensors(params, device),
+        **sampling_tensors(params, device),
         position=upload(torch.tensor([chunk.before + len(chunk.tokens) for chunk in chunks]), device),
         adjustments=adjustments,
         rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
@@ -120,7 +122,7 @@ def padded_pages(chunks: Sequence[PrefillChunk], device: torch.device) -> torch.
     return upload(torch.tensor(rows, dtype=torch.int32), device)
 
 
-def _sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
+def sampling_tensors(params: list[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
     return {
         name: upload(torch.tensor([getattr(p, name) for p in params], dtype=DTYPES[name]), device) for name in SAMPLING
     }
@@ -266,7 +268,7 @@ class StaticPrefill:
         if logprobs is not None:
             self.logprobs.copy_(logprobs)
 
-    def _starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
+    def starts(self, chunks: Sequence[PrefillChunk]) -> Iterable[int]:
         """Index of each chunk's first token in the pass."""
         if self.shape.length is not None:
             return range(0, len(chunks) * self.shape.length, self.shape.length)
@@ -287,7 +289,7 @@ class StaticPrefill:
         rank, world_size = (team.rank, team.size) if self.model.context_parallel else (0, 1)
         tokens, positions = numpy.zeros((2, self.shape.tokens), numpy.int64)
         cache_slots, rows = numpy.full(self.shape.tokens, -1, numpy.int64), []
-        for row, chunk, start in zip(table, chunks, self._starts(chunks), strict=False):
+        for row, chunk, start in zip(table, chunks, self.starts(chunks), strict=False):
             pages = numpy.array(chunk.pages[: self._max_pages], numpy.int64)
             row[: len(pages)] = pages
             at = numpy.arange(chunk.before, chunk.before + len(chunk.tokens))
@@ -335,7 +337,7 @@ class StaticPrefill:
             window=self.model.window,
             entries=self.shape.entries,
             tokens=self.shape.tokens,
-            starts=list(self._starts(chunks)),
+            starts=list(self.starts(chunks)),
             batch=self.shape.batch,
         )
         self._gathered_pages = layout.pages

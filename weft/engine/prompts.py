@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -181,21 +182,26 @@ class Prompts:
         self._launched: Counter[Shape | None] = Counter()
         self._warm: dict[Shape, StaticPrefill] = {}  # the largest first
 
-    def read(self, chunks: Sequence[PrefillChunk], *, cuda_graph: bool) -> None:
-        """Write chunks into the cache, and next tokens, where `choose`, into the slots' tokens."""
+    def read(self, chunks: Sequence[PrefillChunk], *, cuda_graph: bool) -> dict[int, int]:
+        """Write chunks into the cache, and next tokens, where `choose`, into the slots' tokens.
+
+        Returns by slot the index of a chunk's first row in the pass.
+        """
         scored = any(chunk.targets for chunk in chunks)  # by all logits of the prompt
         shape = self.shape_of(chunks) if cuda_graph and not scored else None
         self.logprobs = {}
         if shape in self._warm or (shape and self._launched[shape] >= _launched_first(shape)):
-            chosen, logprobs = self._read_padded(chunks, shape)
+            chosen, logprobs, starts = self._read_padded(chunks, shape)
         else:
             self._launched[shape] += 1
             self.longest = max(self.longest, sum(len(chunk.tokens) for chunk in chunks))
             # Sequences of equal length share an attention call.
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
+            starts = accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
             given = self._pipeline, self._decoding.cache, chunks, self._decoding.adjustments
             chosen, logprobs, self.logprobs = prefill_eagerly(*given)
         self._put(chunks, chosen, logprobs)
+        return {chunk.slot: start for chunk, start in zip(chunks, starts, strict=False)}
 
     def _put(self, chunks: Sequence[PrefillChunk], chosen: torch.Tensor, logprobs: torch.Tensor | None) -> None:
         """Set the newest tokens of the slots whose prompts have been read."""
@@ -241,8 +247,10 @@ class Prompts:
         whole = next((attention.weights for attention in attentions if attention.window is None), None)
         return whole is not None and all(shape.by_cudnn(whole) for shape in shapes)
 
-    def _read_padded(self, chunks: Sequence[PrefillChunk], shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Next token [shape.batch] after each chunk, with or without `choose`; and their logprobs."""
+    def _read_padded(
+        self, chunks: Sequence[PrefillChunk], shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor, Iterable[int]]:
+        """Next token [shape.batch] after each chunk, with or without `choose`; their logprobs; first rows of the chunks."""
         kind = self._graphs.kind_for(shape, _kind_of(chunks))
         prefill = self._warm.get(shape)
         if prefill is None:
@@ -253,11 +261,16 @@ class Prompts:
         self.longest = max(self.longest, shape.tokens)
         prefill.load(chunks)
         self._graphs.run((shape, kind), lambda: prefill.run(kind, self._decoding.adjustments))
-        return prefill.chosen, prefill.logprobs
+        return prefill.chosen, prefill.logprobs, prefill.starts(chunks)
 
     def static(self, shape: Shape) -> StaticPrefill:
         """Tensors of a shape."""
         return StaticPrefill(self._pipeline, self._decoding.cache, shape, self._decoding.slots.table.shape[1])
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the longest pass that reads prompts, padding included."""
+        return max(FREE_TOKENS, int(SLACK * self.chunk_tokens), padded_tokens(self.chunk_tokens))
 
     def _evict(self, shape: Shape) -> None:
         """Free the graphs and tensors of a shape. Its next batches run eagerly until it is captured again."""

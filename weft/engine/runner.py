@@ -19,6 +19,8 @@ from weft.engine.prefill import PrefillChunk
 from weft.engine.prompts import Prompts, Shape
 from weft.engine.slots import Adjustments, Slots
 from weft.engine.speculation.draft_model import ModelDrafter
+from weft.engine.speculation.hidden import HiddenDrafter
+from weft.engine.speculation.loading import Draft
 from weft.engine.speculation.ngram import NgramDrafter
 from weft.engine.speculation.verify import Verify, VerifyGraph
 from weft.models import Decoder
@@ -55,7 +57,7 @@ class Runner:
         model: Decoder,
         config: EngineConfig,
         pipeline: Pipeline | None = None,
-        draft: Decoder | None = None,
+        draft: Draft | None = None,
     ) -> None:
         """`pipeline`: of which the model is a stage; None: it is whole. `draft`: model of config.speculative."""
         check_instance("model", model, Decoder, "a decoder of weft.models")
@@ -76,8 +78,11 @@ class Runner:
             places = slots, self.tokens, max_seq_len
             if draft is None:
                 drafter = NgramDrafter(*places, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
-            else:
+            elif isinstance(draft, Decoder):
                 drafter = ModelDrafter(draft, *places, config.page_size)
+            else:
+                rows = max(self.prompts.most_rows, self.max_batch * (speculative.num_speculative_tokens + 1))
+                drafter = HiddenDrafter(draft, model, slots, self.tokens, config.page_size, rows)
             most, synthetic = speculative.num_speculative_tokens, speculative.synthetic_acceptance_length
             self.verifying = VerifyGraph(self.decoding, drafter, most, synthetic)
             self._draft_lengths = speculative.lengths
@@ -167,9 +172,9 @@ class Runner:
         """
         self._enter([chunk for chunk in chunks if chunk.choose])
         with without_autograd(self.team.device):
-            self.prompts.read(chunks, cuda_graph=self.cuda_graph)
+            rows = self.prompts.read(chunks, cuda_graph=self.cuda_graph)
             if self.verifying is not None:
-                self.verifying.drafter.read(chunks)
+                self.verifying.drafter.read(chunks, rows)
 
     def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
         """Fill the adjustments of the slots for which tokens are chosen, on the ranks that choose."""

@@ -10,8 +10,7 @@ place, so that similar models choose alike at any temperature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,15 +21,10 @@ from weft.engine.pipeline import Pass, Pipeline
 from weft.engine.prefill import PrefillChunk, padded_pages
 from weft.engine.sampling import Choice
 from weft.engine.speculation.ngram import History
-from weft.engine.tokenizer import has_tokenizer, load_tokenizer
-from weft.models import Decoder, DecoderConfig
-from weft.models.checkpoint import Checkpoint
+from weft.models import Decoder
 from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from weft.engine.config import EngineConfig
     from weft.engine.slots import Slots
 
 
@@ -47,7 +41,7 @@ class ModelDrafter:
     def allocate(self, pages: int) -> None:
         self._cache = self.pipeline.model.new_cache(pages, self.page_size)
 
-    def read(self, chunks: Sequence[PrefillChunk]) -> None:
+    def read(self, chunks: Sequence[PrefillChunk], rows: Mapping[int, int]) -> None:
         device = self.pipeline.team.device
         tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
         sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
@@ -70,71 +64,31 @@ class ModelDrafter:
             return tokens[:, :0]
         rows = torch.arange(1, 2 * batch, 2, device=tokens.device)
         logits = self.pipeline.run([Pass(tokens.flatten(), step, rows)], self._cache)
-        proposed = [self._choose(batch, logits, first + 1)]
+        proposed = [choose_drafts(self.pipeline, self.slots, logits, first + 1)]
         for place in range(1, drafts):
             position = first + place
             at = torch.where((first >= 0) & (position <= last), position, -1)
             step = self.pipeline.model.decode_step(at, self.slots.table[:batch], self.page_size)
             logits = self.pipeline.run([Pass(proposed[-1].clamp(min=0), step)], self._cache)
-            proposed.append(self._choose(batch, logits, position + 1))
+            proposed.append(choose_drafts(self.pipeline, self.slots, logits, position + 1))
         return torch.stack(proposed, 1)
 
     def _newest(self, batch: int) -> Tensor:
         return self.history.newest[:batch]
 
-    def _choose(self, batch: int, logits: Tensor, position: Tensor) -> Tensor:
-        """Tokens for `position`; at temperature 0 the likeliest ones.
 
-        top_k, top_p and min_p are left to the verification.
-        """
-        slots = self.slots
-        choice = Choice(
-            temperature=slots.temperature[:batch],
-            top_p=slots.top_p[:batch],
-            top_k=slots.top_k[:batch],
-            min_p=slots.min_p[:batch],
-            seed=slots.seed[:batch],
-            position=position,
-        )
-        return self.pipeline.choose(logits, choice, Kind.SAMPLED)[0]
+def choose_drafts(pipeline: Pipeline, slots: Slots, logits: Tensor, position: Tensor) -> Tensor:
+    """Tokens for `position` of slots 0 .. len(position) - 1; at temperature 0 the likeliest ones.
 
-
-def load_draft(
-    source: Checkpoint | DecoderConfig, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig
-) -> Decoder:
-    """Draft model beside `model`, whose tokenizer is `tokenizer`. Collective.
-
-    ValueError for a draft model that does not fit.
-
-    source  a configuration: random weights
+    top_k, top_p and min_p are left to the verification.
     """
-    sizes = source if isinstance(source, DecoderConfig) else DecoderConfig.of(source)
-    name = "speculative: model" if isinstance(source, DecoderConfig) else f"speculative: model={source.directory}"
-    if sizes.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"{name} has {sizes.vocab_size} token ids and the model {model.config.vocab_size}; pass one of the same tokenizer"
-        )
-    if isinstance(source, Checkpoint) and tokenizer is not None and has_tokenizer(source.directory):
-        theirs, ours = load_tokenizer(source.directory).get_vocab(), tokenizer.get_vocab()
-        if (odd := next((token for token in theirs if theirs[token] != ours.get(token)), None)) is not None:
-            raise ValueError(
-                f"{name}: {odd!r} is token id {theirs[odd]} there and {ours.get(odd)} of the model; "
-                f"pass one of the same tokenizer"
-            )
-    if sizes.max_position_embeddings < config.max_seq_len:
-        raise ValueError(
-            f"{name} has {sizes.max_position_embeddings} positions, and max_seq_len={config.max_seq_len}; lower that"
-        )
-    draft = Decoder(
-        replace(sizes, max_position_embeddings=config.max_seq_len),
-        model.team,
-        mode=model.mode,
-        dtype=model.dtype,
-        fused=config.fused,
-        kv_cache_dtype=config.kv_cache_dtype,
-        context_parallel=model.context_parallel,
+    batch = len(position)
+    choice = Choice(
+        temperature=slots.temperature[:batch],
+        top_p=slots.top_p[:batch],
+        top_k=slots.top_k[:batch],
+        min_p=slots.min_p[:batch],
+        seed=slots.seed[:batch],
+        position=position,
     )
-    if isinstance(source, DecoderConfig):
-        return draft.fill_dummy()
-    draft.load(source, None, model.team)
-    return draft
+    return pipeline.choose(logits, choice, Kind.SAMPLED)[0]

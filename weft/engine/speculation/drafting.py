@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weft.runtime.codec import exchangeable
@@ -28,8 +28,8 @@ class Drafter(Protocol):
         """Make the cache that it needs beside the model's of this number of pages."""
         ...
 
-    def read(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Read the chunks of prompts that the model has read."""
+    def read(self, chunks: Sequence[PrefillChunk], rows: Mapping[int, int]) -> None:
+        """Read the chunks of prompts that the model has just read; `rows`: each one's first row in the pass, by slot."""
         ...
 
     def propose(self, batch: int, drafts: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,7 +68,7 @@ class NgramDrafter:
 
     def allocate(self, pages: int) -> None: ...
 
-    def read(self, chunks: Sequence[PrefillChunk]) -> None: ...
+    def read(self, chunks: Sequence[PrefillChunk], rows: Mapping[int, int]) -> None: ...
 
     def propose(self, batch: int, drafts: int) -> Tensor:
         self.history.note_newest(batch)

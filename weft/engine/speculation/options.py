@@ -23,7 +23,7 @@ from weft.arguments import (
     quoted,
 )
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle3")
 # Drafts of a step at most: a pass of nine tokens a sequence.
 MOST_DRAFTS = 8
 # Tokens of an n-gram that is looked up, at most, and by default.
@@ -35,8 +35,9 @@ class SpeculativeConfig:
     """Options of speculative decoding, by vLLM's names. ValueError for impossible values.
 
     method                  "ngram": what followed the last tokens where they stood before in the prompt or answer;
-                            "draft_model": by a smaller model of the same tokenizer
-    model                   for "draft_model": a checkpoint directory or name, or a configuration of weft.models, as for Engine
+                            "draft_model": by a smaller model of the same tokenizer; "eagle3": by an EAGLE-3 head of the model
+    model                   for "draft_model" and "eagle3": a checkpoint directory or name, as for Engine, or a configuration
+                            of weft.models, for random weights
     num_speculative_tokens  tokens drafted for a sequence in a step at most, 1 .. 8
     prompt_lookup_max, prompt_lookup_min  for "ngram": lengths of the n-grams that are looked up, the longest first; where one
                             is not given it is the other one, or 5
@@ -69,15 +70,15 @@ class SpeculativeConfig:
         if length is not None:
             check_number("synthetic_acceptance_length", length, 1, most, f"in 1 .. num_speculative_tokens + 1 = {most}")
         lookup = {name: getattr(self, name) for name in ("prompt_lookup_max", "prompt_lookup_min")}
-        if self.method == "draft_model":
+        if self.method != "ngram":
             if self.model is None:
-                raise ValueError('method="draft_model" needs model, the smaller one; pass it')
+                raise ValueError(f'method="{self.method}" needs model, the one that drafts; pass it')
             if (one := next((name for name, value in lookup.items() if value is not None), None)) is not None:
                 raise ValueError(f'{one}={quoted(lookup[one])} is for method="ngram"; leave it out')
             return
         if self.model is not None:
             raise ValueError(
-                f'model={quoted(self.model)} is for method="draft_model"; leave it out, or pass that method'
+                f'model={quoted(self.model)} is for method="draft_model" or "eagle3"; leave it out, or pass that method'
             )
         given = [check_optional(positive, name, value) for name, value in lookup.items()]
         most, least = (one or given[1 - index] or LOOKED_UP for index, one in enumerate(given))

@@ -1,0 +1,177 @@
+"""Draft heads in plain torch, from their description: whole sequences, no cache, no ranks; and random checkpoints of them."""
+
+import json
+import shutil
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from weft.ops.vocab.sample_argmax import gumbel_noise
+
+HIDDEN, VOCAB, DRAFT_VOCAB, EPS, THETA = 48, 257, 100, 1e-6, 50.0
+HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 16, 96
+LAYERS = (0, 1, 2)
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "draft_vocab_size": DRAFT_VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "rms_norm_eps": EPS,
+    "rope_theta": THETA,
+    "max_position_embeddings": 48,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eagle_aux_hidden_state_layer_ids": list(LAYERS),
+}
+
+
+def norm(x, weight):
+    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def rotated(x, positions):
+    """x [T, heads, HEAD_DIM] with its halves turned by position * THETA ** (-2 i / HEAD_DIM)."""
+    angles = positions[:, None] * THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    one, two = x.chunk(2, -1)
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+
+
+def attention(x, w, qk_norm):
+    """Causal attention of rows 0, 1, … of x; w: weights by their last names."""
+    length = len(x)
+    q, k, v = (F.linear(x, w[f"{name}_proj"]).view(length, -1, HEAD_DIM) for name in "qkv")
+    if qk_norm:
+        q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
+    positions = torch.arange(length)
+    q, k = rotated(q, positions), rotated(k, positions)
+    k, v = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+    scores = scores.masked_fill(positions[None] > positions[:, None], -torch.inf)
+    attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    return F.linear(attended.flatten(1), w["o_proj"])
+
+
+def mlp(x, w):
+    return F.linear(F.silu(F.linear(x, w["gate_proj"])) * F.linear(x, w["up_proj"]), w["down_proj"])
+
+
+class PlainEagle3:
+    """Drafts after whole sequences by an EAGLE-3 checkpoint beside a model's."""
+
+    def __init__(self, directory, target):
+        self.weights = load_file(directory / "model.safetensors")
+        config = json.loads((directory / "config.json").read_text())
+        self.before, self.embedding = config.get("norm_before_residual", False), target.embedding
+        self.embedding = self.weights.get("embed_tokens.weight", self.embedding)
+        layer = "midlayer" if "midlayer.hidden_norm.weight" in self.weights else "layers.0"
+        self.layer = {
+            name.removeprefix(f"{layer}.").removesuffix(".weight").split(".")[-1]: value
+            for name, value in self.weights.items()
+            if name.startswith(layer)
+        }
+        ids = torch.arange(DRAFT_VOCAB)
+        self.ids = ids + self.weights["d2t"] if "d2t" in self.weights else torch.arange(VOCAB)
+
+    def given(self, states):
+        return F.linear(torch.cat([states[layer] for layer in LAYERS], 1), self.weights["fc.weight"])
+
+    def rows(self, tokens, hidden):
+        """(hidden states, logits over token ids) of all rows."""
+        w = self.layer
+        embedded, normed = norm(self.embedding[tokens], w["input_layernorm"]), norm(hidden, w["hidden_norm"])
+        residual = normed if self.before else hidden
+        x = residual + attention(torch.cat((embedded, normed), 1), w, qk_norm=False)
+        x = x + mlp(norm(x, w["post_attention_layernorm"]), w)
+        logits = torch.full((len(x), VOCAB), -torch.inf)
+        logits[:, self.ids] = F.linear(norm(x, self.weights["norm.weight"]), self.weights["lm_head.weight"])
+        return x, logits
+
+
+class Target:
+    """Hidden states of a Qwen3 checkpoint by transformers."""
+
+    def __init__(self, directory):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        self.embedding = self.model.get_input_embeddings().weight.detach()
+        self.head = self.model.lm_head.weight.detach()
+
+    @torch.no_grad()
+    def states(self, tokens):
+        """Inputs of all layers, and the normed output of the last one, [T, HIDDEN] each."""
+        return [x[0] for x in self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states]
+
+
+def drafts_after(head, target, tokens, drafts, params):
+    """Drafts that follow `tokens` by a plain head: hidden states of the model but for the newest token's."""
+    hidden, following, proposed = head.given(target.states(tokens[:-1])), list(tokens[1:]), []
+    for _ in range(drafts):
+        states, logits = head.rows(torch.tensor(following), hidden)
+        at = len(following) + 1
+        noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([at]), torch.arange(VOCAB))[0]
+        token = int((logits[-1] + params.temperature * noise).argmax())
+        proposed.append(token)
+        following.append(token)
+        hidden = torch.cat((hidden, states[-1:]))
+    return proposed
+
+
+def eagle3_shapes(config=EAGLE3, layer="midlayer"):
+    """Shapes of a checkpoint's tensors by name."""
+    attention = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+    shapes = {f"{layer}.self_attn.{name}_proj": (n * HEAD_DIM, 2 * HIDDEN) for name, n in attention.items()}
+    shapes |= {f"{layer}.self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM)}
+    shapes |= {f"{layer}.mlp.{name}_proj": (INTERMEDIATE, HIDDEN) for name in ("gate", "up")}
+    shapes |= {f"{layer}.mlp.down_proj": (HIDDEN, INTERMEDIATE), "fc": (HIDDEN, 3 * HIDDEN)}
+    shapes |= {f"{layer}.{name}": (HIDDEN,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    return shapes | {"norm": (HIDDEN,), "lm_head": (config["draft_vocab_size"], HIDDEN)}
+
+
+def random_tensors(shapes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"{name}.weight": torch.rand(shape, generator=generator) + 0.5
+        if "norm" in name
+        else torch.randn(shape, generator=generator) * 0.2
+        for name, shape in shapes.items()
+    }
+
+
+def save_eagle3(directory, *, layer="midlayer", seed=3, drop=(), add=None, **changed):
+    """Write a random EAGLE-3 checkpoint."""
+    config = EAGLE3 | changed
+    tensors = random_tensors(eagle3_shapes(config, layer), seed)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(VOCAB, generator=generator)[: config["draft_vocab_size"]].sort().values
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.isin(torch.arange(VOCAB), ids)
+    tensors |= add or {}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: x for name, x in tensors.items() if name not in drop}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def deeper(byte_model, directory, layers):
+    """The byte model with more layers, the further ones drawn as its own."""
+    shutil.copytree(byte_model, directory)
+    config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    names = [name for name in tensors if name.startswith("model.layers.1.")]
+    for index in range(2, layers):
+        drawn = random_tensors(
+            {name.replace(".1.", f".{index}.").removesuffix(".weight"): tensors[name].shape for name in names}, index
+        )
+        tensors |= drawn
+    save_file(tensors, directory / "model.safetensors")
+    return directory

@@ -1,0 +1,123 @@
+"""Drafts by heads over hidden states: they are those of plain torch, and answers are those without speculation."""
+
+import pytest
+
+import weft
+from tests.engine.draft_heads import PlainEagle3, Target, deeper, drafts_after, save_eagle3
+from tests.engine.test_speculative import PROMPTS, Oracle, sequences_of
+from weft.engine import Engine, SamplingParams
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def target(byte_model, tmp_path_factory):
+    return deeper(byte_model, tmp_path_factory.mktemp("deep") / "model", 3)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    return save_eagle3(tmp_path_factory.mktemp("head") / "eagle3")
+
+
+def eagle3(head, **options):
+    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": K, "adaptive": False} | options
+
+
+class Watched:
+    """A drafter whose drafts are noted, and replaced by an Oracle's, so that runs of any length are accepted."""
+
+    def __init__(self, engine, answers, wrong):
+        self.batch, self.verifying = engine.batch, engine.batch.runner.verifying
+        self.drafter, self.noted = self.verifying.drafter, []
+        self.oracle = None if answers is None else Oracle(self.verifying.graph, answers, wrong)
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)
+
+    def propose(self, batch, drafts):
+        proposed = self.drafter.propose(batch, drafts)
+        for slot, sequence in self.batch._drafting.items():
+            if sequence is not None and slot < batch and (at := int(self.verifying.graph.slots.positions[slot])) >= 0:
+                # Drafts that are verified: a sequence has pages up to its last position.
+                self.noted.append((sequence, at, proposed[slot, : sequence.last - at].tolist()))
+        return proposed if self.oracle is None else self.oracle.propose(batch, drafts)
+
+    def enter(self, slot, tokens):
+        self.drafter.enter(slot, tokens)
+        if self.oracle is not None:
+            self.oracle.enter(slot, tokens)
+
+    def move(self, moves):
+        self.drafter.move(moves)
+        if self.oracle is not None:
+            self.oracle.move(moves)
+
+
+def draft(directory, prompts, params, world_size=1, *, speculative=None, answers=None, wrong=5, plant=None, **engine):
+    """(completions, drafts noted as (tokens, params, drafts), counts, stats) of every rank."""
+
+    def main(team):
+        made = Engine(directory, team, **{"mode": "torch", "page_size": 16, "speculative": speculative, **engine})
+        verifying = made.batch.runner.verifying
+        if speculative is not None:
+            if plant is not None:
+                plant(made)
+            verifying.drafter = Watched(made, answers, wrong)
+        pieces = made.answer(prompts, params)
+        completions = weft.engine.answers.join_pieces(pieces, len(prompts))
+        while made.has_work:
+            made.step()
+        if speculative is None:
+            return completions, None, None, made.stats
+        noted = []
+        for sequence, at, proposed in verifying.drafter.noted:
+            known = sequence.prompt + sequence.tokens
+            if at < len(known):
+                noted.append((known[: at + 1], sequence.params, proposed))
+        return completions, noted, made.batch.draft_length.counts, made.stats
+
+    return weft.simulate(main, world_size)
+
+
+def assert_drafted(noted, plain, target):
+    """All drafts noted are those of the plain head."""
+    assert noted
+    for tokens, params, proposed in noted:
+        assert proposed == drafts_after(plain, target, tokens, len(proposed), params)
+
+
+SAMPLING = {"greedy": {}, "temperature": {"temperature": 1.0, "seed": 7}}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_drafts_are_those_of_a_plain_head(target, head, sampling):
+    params = [SamplingParams(max_tokens=12, **sampling)] * len(PROMPTS)
+    [(plain, *_)] = draft(target, PROMPTS, params)
+    answers, reference = sequences_of(PROMPTS, plain), Target(target)
+    results = draft(target, PROMPTS, params, speculative=eagle3(head), answers=answers)
+    for completions, noted, counts, _ in results:
+        assert completions == plain and counts.accepted_tokens > 0
+        assert_drafted(noted, PlainEagle3(head, reference), reference)
+
+
+RECIPES = [
+    (2, {}),
+    (4, {}),
+    (2, {"mode": "sequence_parallel", "fused": False}),
+    (2, {"mode": "replicated", "fused": False, "context_parallel": True}),
+    (1, {"mode": "auto"}),
+    (2, {"mode": "replicated"}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "engine"), RECIPES, ids=str)
+def test_all_ranks_and_recipes_draft_alike(target, head, world_size, engine):
+    prompts, params = PROMPTS[:2], [SamplingParams(max_tokens=6, temperature=0.7, seed=3)] * 2
+    [(plain, *_)] = draft(target, prompts, params)
+    answers, reference = sequences_of(prompts, plain), Target(target)
+    results = draft(target, prompts, params, world_size, speculative=eagle3(head), answers=answers, **engine)
+    for completions, noted, counts, _ in results:
+        assert completions == plain and counts.accepted_tokens > 0
+        assert_drafted(noted, PlainEagle3(head, reference), reference)
+    assert all(noted == results[0][1] for _, noted, *_ in results)

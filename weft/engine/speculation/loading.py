@@ -1,0 +1,87 @@
+"""Draft models and heads beside a model, from checkpoints or configurations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weft.engine.tokenizer import has_tokenizer, load_tokenizer
+from weft.models import Decoder, DecoderConfig
+from weft.models.checkpoint import Checkpoint
+from weft.models.eagle3 import Eagle3, Eagle3Config
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from weft.engine.config import EngineConfig
+
+Draft = Decoder | Eagle3
+# Methods whose drafts come from a model, and what may stand for its checkpoint, for random weights.
+CONFIGURATIONS = {"draft_model": DecoderConfig, "eagle3": Eagle3Config}
+
+
+def load_draft(
+    source: Checkpoint | DecoderConfig | Eagle3Config, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig
+) -> Draft:
+    """Draft model or head beside `model`, whose tokenizer is `tokenizer`. Collective.
+
+    ValueError, in a line, for one that does not fit.
+
+    source  a configuration: random weights
+    """
+    name = "speculative: model"
+    if isinstance(source, Checkpoint):
+        name += f"={source.directory}"
+        check_same_tokens(name, source, tokenizer)
+    load = {"draft_model": _load_model, "eagle3": _load_eagle3}[config.speculative.method]
+    return load(name, source, model, config)
+
+
+def check_same_tokens(name: str, source: Checkpoint, tokenizer: Tokenizer | None) -> None:
+    """ValueError where a draft's tokenizer gives a token another id than the model's."""
+    if tokenizer is None or not has_tokenizer(source.directory):
+        return
+    theirs, ours = load_tokenizer(source.directory).get_vocab(), tokenizer.get_vocab()
+    if (odd := next((token for token in theirs if theirs[token] != ours.get(token)), None)) is not None:
+        raise ValueError(
+            f"{name}: {odd!r} is token id {theirs[odd]} there and {ours.get(odd)} of the model; pass one of the same tokenizer"
+        )
+
+
+def _load_model(name: str, source: Checkpoint | DecoderConfig, model: Decoder, config: EngineConfig) -> Decoder:
+    sizes = source if isinstance(source, DecoderConfig) else DecoderConfig.of(source)
+    if sizes.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"{name} has {sizes.vocab_size} token ids and the model {model.config.vocab_size}; pass one of the same tokenizer"
+        )
+    if sizes.max_position_embeddings < config.max_seq_len:
+        raise ValueError(
+            f"{name} has {sizes.max_position_embeddings} positions, and max_seq_len={config.max_seq_len}; lower that"
+        )
+    draft = Decoder(
+        replace(sizes, max_position_embeddings=config.max_seq_len),
+        model.team,
+        mode=model.mode,
+        dtype=model.dtype,
+        fused=config.fused,
+        kv_cache_dtype=config.kv_cache_dtype,
+        context_parallel=model.context_parallel,
+    )
+    if isinstance(source, DecoderConfig):
+        return draft.fill_dummy()
+    draft.load(source, None, model.team)
+    return draft
+
+
+def _load_eagle3(name: str, source: Checkpoint | Eagle3Config, model: Decoder, config: EngineConfig) -> Eagle3:
+    sizes = source
+    try:
+        if isinstance(source, Checkpoint):
+            sizes = Eagle3Config.from_dict(source.config)
+        head = Eagle3(sizes, model, positions=config.max_seq_len, kv_cache_dtype=config.kv_cache_dtype)
+    except ValueError as error:
+        raise type(error)(f"{name}: {error}") from None
+    if isinstance(source, Checkpoint):
+        head.load(source)
+        return head
+    return head.fill_dummy()

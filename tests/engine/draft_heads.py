@@ -175,3 +175,90 @@ def deeper(byte_model, directory, layers):
         tensors |= drawn
     save_file(tensors, directory / "model.safetensors")
     return directory
+
+
+class PlainMtp:
+    """Drafts after whole sequences by the MTP head of a checkpoint, a layer of transformers applied again and again."""
+
+    def __init__(self, target, tensors):
+        """`tensors`: of the head, by the names that transformers gives them."""
+        from transformers.modeling_layers import MtpModel
+
+        config = target.model.config
+        config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+        self.model, self.target = MtpModel(target.model, 1), target
+        self.model.config._attn_implementation = "eager"
+        missing, unexpected = self.model.layers[0].load_state_dict(tensors, strict=False)
+        assert not missing and not unexpected
+
+    def given(self, states):
+        return states[-1]
+
+    @torch.no_grad()
+    def rows(self, tokens, hidden):
+        """(hidden states, logits) of all rows."""
+        positions = torch.arange(len(tokens))[None]
+        [x] = self.model.forward_layer(0, hidden[None], positions, None, input_ids=tokens[None])
+        return x, F.linear(x, self.target.head)
+
+
+def save_mtp(directory, target_directory, layout, *, seed=5, drop=()):
+    """Write a copy of a checkpoint with a random MTP head; returns the head's tensors as PlainMtp takes them."""
+    shutil.copytree(target_directory, directory)
+    config = json.loads((directory / "config.json").read_text())
+    index = config["num_hidden_layers"]
+    tensors = load_file(directory / "model.safetensors")
+    prefix = f"model.layers.{index - 1}."
+    layer = {name.removeprefix(prefix): x.shape for name, x in tensors.items() if name.startswith(prefix)}
+    shapes = {f"{layout.named('layer', index)}.{name.removesuffix('.weight')}": shape for name, shape in layer.items()}
+    shapes |= {layout.named(part, index): (HIDDEN,) for part in ("enorm", "hnorm", "norm")}
+    shapes |= {layout.named("eh_proj", index): (HIDDEN, 2 * HIDDEN)}
+    drawn = random_tensors(shapes, seed)
+    kept = {name: x for name, x in drawn.items() if name not in drop}
+    save_file(tensors | kept, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    names = {layout.named(part, index): part for part in ("enorm", "hnorm", "eh_proj")}
+    names |= {layout.named("norm", index): "post_norm"}
+    parts = {f"{part}.weight": drawn.pop(f"{name}.weight") for name, part in names.items()}
+    of_layer = {name.removeprefix(f"{layout.named('layer', index)}."): x for name, x in drawn.items()}
+    return parts | {f"mtp_block.{name}": x for name, x in with_stacked_experts(of_layer).items()}
+
+
+def with_stacked_experts(tensors):
+    """Tensors of a layer as transformers has them: all experts in one."""
+    experts = {name: x for name, x in tensors.items() if ".experts." in name}
+    if not experts:
+        return tensors
+    kept = {name: x for name, x in tensors.items() if name not in experts}
+    count = 1 + max(int(name.split(".")[2]) for name in experts)
+
+    def of_all(part):
+        return torch.stack([experts[f"mlp.experts.{expert}.{part}_proj.weight"] for expert in range(count)])
+
+    gate_up = torch.cat((of_all("gate"), of_all("up")), 1)
+    return kept | {"mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": of_all("down")}
+
+
+def sparse(byte_model, directory):
+    """A Qwen3-MoE of the byte model's sizes."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shutil.copytree(byte_model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
+    shapes = {}
+    for name, x in model.state_dict().items():
+        name = name.removesuffix(".weight")
+        if name.endswith("experts.gate_up_proj"):
+            for expert in range(4):
+                base = f"{name.removesuffix('gate_up_proj')}{expert}"
+                shapes |= {f"{base}.{part}_proj": (32, HIDDEN) for part in ("gate", "up")}
+                shapes |= {f"{base}.down_proj": (HIDDEN, 32)}
+        elif not name.endswith("experts.down_proj"):
+            shapes[name] = tuple(x.shape)
+    save_file(random_tensors(shapes, 9), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

@@ -3,9 +3,10 @@
 import pytest
 
 import weft
-from tests.engine.draft_heads import PlainEagle3, Target, deeper, drafts_after, save_eagle3
+from tests.engine.draft_heads import PlainEagle3, PlainMtp, Target, deeper, drafts_after, save_eagle3, save_mtp, sparse
 from tests.engine.test_speculative import PROMPTS, Oracle, sequences_of
 from weft.engine import Engine, SamplingParams
+from weft.models.mtp_layouts import LAYOUTS
 
 K = 3
 
@@ -121,3 +122,40 @@ def test_all_ranks_and_recipes_draft_alike(target, head, world_size, engine):
         assert completions == plain and counts.accepted_tokens > 0
         assert_drafted(noted, PlainEagle3(head, reference), reference)
     assert all(noted == results[0][1] for _, noted, *_ in results)
+
+
+MTP = {"method": "mtp", "num_speculative_tokens": K, "adaptive": False}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.families[0])
+def test_drafts_are_those_of_an_mtp_layer_of_transformers(target, tmp_path, layout):
+    params = [SamplingParams(max_tokens=9, temperature=0.5, seed=3)] * len(PROMPTS)
+    [(plain, *_)] = draft(target, PROMPTS, params)
+    head, answers = save_mtp(tmp_path / "with_head", target, layout), sequences_of(PROMPTS, plain)
+    reference = Target(target)
+    for world_size in (1, 2, 4):
+        results = draft(tmp_path / "with_head", PROMPTS, params, world_size, speculative=MTP, answers=answers)
+        for completions, noted, counts, _ in results:
+            assert completions == plain and counts.accepted_tokens > 0
+            assert_drafted(noted, PlainMtp(reference, head), reference)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "engine"),
+    [
+        (2, {"mode": "sequence_parallel", "fused": False}),
+        (2, {"mode": "replicated"}),
+        (4, {}),
+    ],
+    ids=str,
+)
+def test_mtp_heads_of_a_mixture_of_experts(byte_model, tmp_path, world_size, engine):
+    directory = sparse(byte_model, tmp_path / "sparse")
+    prompts, params = PROMPTS[:2], [SamplingParams(max_tokens=5, temperature=0.5, seed=3)] * 2
+    [(plain, *_)] = draft(directory, prompts, params)
+    head, answers = save_mtp(tmp_path / "head", directory, LAYOUTS[0]), sequences_of(prompts, plain)
+    reference = Target(directory)
+    results = draft(tmp_path / "head", prompts, params, world_size, speculative=MTP, answers=answers, **engine)
+    for completions, noted, counts, _ in results:
+        assert completions == plain and counts.accepted_tokens > 0
+        assert_drafted(noted, PlainMtp(reference, head), reference)

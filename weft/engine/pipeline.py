@@ -170,7 +170,11 @@ class Pipeline:
         x, residual = model.hidden(given, one.step, cache)
         if not model.is_last:
             return model.hand_over(x, residual, one.step)
-        return model.logits(x, residual, one.step, one.rows) if one.chooses else None
+        if one.chooses:
+            return model.logits(x, residual, one.step, one.rows)
+        if model.taps_output:
+            model.output(x, residual, one.step)
+        return None
 
     def choose(
         self, logits: torch.Tensor | None, choice: Choice, kind: Kind

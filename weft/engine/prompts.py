@@ -250,7 +250,7 @@ class Prompts:
     def _read_padded(
         self, chunks: Sequence[PrefillChunk], shape: Shape
     ) -> tuple[torch.Tensor, torch.Tensor, Iterable[int]]:
-        """Next token [shape.batch] after each chunk, with or without `choose`; their logprobs; first rows of the chunks."""
+        """Next token [shape.batch] after each chunk, with or without `choose`; logprobs; the chunks' first rows."""
         kind = self._graphs.kind_for(shape, _kind_of(chunks))
         prefill = self._warm.get(shape)
         if prefill is None:

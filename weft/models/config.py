@@ -62,6 +62,7 @@ WITHOUT_EFFECT = {
         "use_return_dict",
     ),
     "classification": ("id2label", "label2id", "num_labels", "problem_type"),
+    "drafts": ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),  # a head's tensors count
     "pipelines": ("task_specific_params",),
     "tokenizer": (
         "bos_token_id",
@@ -112,6 +113,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "chunk_size_feed_forward": (0, None),
     "partial_rotary_factor": (1.0, None),
+    "mtp_use_dedicated_embeddings": (False, None),
 }
 
 # Largest models on virtual ranks, whose kernels are interpreted: SmolLM2 of 0.135 billion parameters takes half a minute of CPU

@@ -23,6 +23,7 @@ from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.dummy import fill_dummy
 from weft.models.memory import check_memory
+from weft.models.mtp_layouts import is_of_head
 from weft.models.stacked_experts import as_stored
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.parallel.modes import Mode, mode_named
@@ -47,8 +48,9 @@ logger = logger_of(__name__)
 class Tap(NamedTuple):
     """Hidden states that forward passes hand over.
 
-    layers  whose inputs are taken, by index; len(layers) of the model: the output of the last one, normed
-    take    called in each pass with the rows that this rank has of each, in the order of the layers, and the step
+    layers  whose inputs are taken, by index; or the number of layers alone: the normed output of the last one
+    take    called in each pass with the hidden states of the layers in their order, and the step: of inputs this rank's rows,
+            of the output all
     """
 
     layers: tuple[int, ...]
@@ -259,7 +261,9 @@ class Decoder(nn.Module):
             values = [read_scale(checkpoint, name) for name in own]
             self.cache_scales = torch.tensor(values, device=self.team.device).view(-1, 2)
         used = known.keys() | {*scales, f"{weights.head}.weight"}
-        unused = checkpoint.unused(used, weights.joined)
+        # Of an MTP head, which is read where it drafts.
+        heads, names = self.config.num_hidden_layers, checkpoint.unused(used, weights.joined)
+        unused = [name for name in names if not is_of_head(name, heads)]
         where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
         lines = []
         if odd:
@@ -373,8 +377,24 @@ class Decoder(nn.Module):
 
     def logits(self, x: Any, residual: Any, step: Step, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [n, V'/W] after the tokens `rows`, from what `hidden` returns."""
+        if self.taps_output:
+            normed = self.output(x, residual, step)
+            normed = normed if rows is None else normed[rows]
+            return step.plan.recipe.local.logits(normed, self.lm_head.weights)
         recipe = step.plan.recipe.of_head(step.tokens if rows is None else len(rows))
         return recipe.logits(x, residual, NormWeights.of(self.norm), self.lm_head.weights, step, rows)
+
+    @property
+    def taps_output(self) -> bool:
+        """True if the normed output of the last layer is taken."""
+        return self.tap is not None and self.config.num_hidden_layers in self.tap.layers
+
+    def output(self, x: Any, residual: Any, step: Step) -> torch.Tensor:
+        """Normed output [T, H] of the last layer, from what `hidden` returns, which its tap takes."""
+        recipe = step.plan.recipe.without_deferred_scale()
+        normed = recipe.last_norm(x, residual, NormWeights.of(self.norm), step, None)
+        self.tap.take([normed], step)
+        return normed
 
     def hidden(self, given: torch.Tensor, step: Step, cache: PagedCache) -> tuple[Any, Any]:
         """(output, residual) of the last layer here, as the step's recipe has them.

@@ -59,7 +59,7 @@ class Eagle3Config:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Eagle3Config:
-        """Reads a config.json. CheckpointError for a model that is no such head, and for unknown keys and values."""
+        """Reads a config.json. CheckpointError for a model that is no such head, and for unknown keys."""
         classes = content.get("architectures")
         if not (isinstance(classes, list) and any(name in classes for name in ARCHITECTURES)):
             raise CheckpointError(

@@ -88,6 +88,10 @@ class Recipe:
         self, x: Hidden, residual: Hidden, norm: NormWeights, head: VocabWeights, step: Tokens, rows: Tensor | None
     ) -> Tensor:
         """This rank's columns of the logits of ``rows``; None: of all tokens."""
+        return self.local.logits(self.last_norm(x, residual, norm, step, rows), head)
+
+    def last_norm(self, x: Hidden, residual: Hidden, norm: NormWeights, step: Tokens, rows: Tensor | None) -> Tensor:
+        """Normed output of the last layer for ``rows``, or for all tokens: whole on each rank, for the head."""
         raise NotImplementedError
 
     def given(self, x: Tensor) -> Tensor | SequenceShard:

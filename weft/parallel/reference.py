@@ -89,13 +89,11 @@ class Reference(Recipe):
     def take_over(self, rows: Tensor, tokens: int) -> Tensor:
         return self.team.library.all_gather(rows)[:tokens]
 
-    def logits(
-        self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
-    ) -> Tensor:
+    def last_norm(self, x: Tensor, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None) -> Tensor:
         if rows is not None:
             x, residual = x[rows], residual[rows]
         normed, _ = plain.add_norm(x, residual, norm)
-        return plain.logits(normed, head)
+        return normed
 
     def sum(self, x: Tensor) -> Tensor:
         return self.team.library.all_reduce(x) if self.all_reduce is None else self.all_reduce(x)

@@ -103,15 +103,13 @@ class FusedNorm(Recipe):
         whole[first : first + len(rows)] = rows
         return PartialSum(whole[:tokens])
 
-    def logits(
-        self, x: PartialSum, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
-    ) -> Tensor:
+    def last_norm(self, x: PartialSum, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None) -> Tensor:
         if rows is not None:
             if isinstance(x.summand, ExpertRows):
                 x = PartialSum(fused.summand_of(x.summand))
             x, residual = x.rows(rows), residual[rows]
         normed, _ = self.all_reduce_norm(x, residual, norm)
-        return fused.logits(normed, head)
+        return normed
 
     def of_single_layers(self) -> Replicated:
         return Replicated(team=self.team, local=self.local)
@@ -208,13 +206,11 @@ class Replicated(Recipe):
     def take_over(self, rows: Tensor, tokens: int) -> Tensor:
         return ops.all_gather(rows, self.team)[:tokens]
 
-    def logits(
-        self, x: Tensor, residual: Tensor, norm: NormWeights, head: VocabWeights, step: Step, rows: Tensor | None
-    ) -> Tensor:
+    def last_norm(self, x: Tensor, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None) -> Tensor:
         if rows is not None:
             x, residual = x[rows], residual[rows]
         normed, _ = self.local.add_norm(x, residual, norm)
-        return self.local.logits(normed, head)
+        return normed
 
     def __str__(self) -> str:
         return f"{self.name}, {self.local.NAME}"

@@ -154,12 +154,11 @@ class SequenceParallel(Recipe):
     def take_over(self, rows: Tensor, tokens: int) -> SequenceShard:
         return SequenceShard(rows)
 
-    def logits(
+    def last_norm(
         self,
         x: SequenceShard,
         residual: SequenceShard,
         norm: NormWeights,
-        head: VocabWeights,
         step: Step,
         rows: Tensor | None,
     ) -> Tensor:
@@ -169,7 +168,7 @@ class SequenceParallel(Recipe):
         else:
             hidden = ops.all_reduce(self.rows_of(x, residual, rows), self.team)
             whole, _ = self.local.add_norm(hidden, None, norm)
-        return self.local.logits(whole, head)
+        return whole
 
     def given(self, x: Tensor) -> SequenceShard:
         return SequenceShard(x)

@@ -29,7 +29,10 @@ class Drafter(Protocol):
         ...
 
     def read(self, chunks: Sequence[PrefillChunk], rows: Mapping[int, int]) -> None:
-        """Read the chunks of prompts that the model has just read; `rows`: each one's first row in the pass, by slot."""
+        """Read the chunks of prompts that the model has just read.
+
+        rows  by slot, index of a chunk's first row in the model's pass
+        """
         ...
 
     def propose(self, batch: int, drafts: int) -> Tensor:

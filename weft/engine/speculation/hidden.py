@@ -26,6 +26,7 @@ from weft.engine.speculation.draft_model import choose_drafts
 from weft.models import Decoder
 from weft.models.decoder import Tap
 from weft.models.eagle3 import Eagle3
+from weft.models.mtp import Mtp
 from weft.parallel.step import Step
 from weft.runtime.copying import upload
 
@@ -38,7 +39,9 @@ class HiddenDrafter:
     states  [max_batch, hidden_size], what the head gave with it
     """
 
-    def __init__(self, head: Eagle3, model: Decoder, slots: Slots, newest: Tensor, page_size: int, rows: int) -> None:
+    def __init__(
+        self, head: Eagle3 | Mtp, model: Decoder, slots: Slots, newest: Tensor, page_size: int, rows: int
+    ) -> None:
         """`newest`: newest token of each slot, [max_batch] int64; `rows`: of the model's longest pass."""
         self.head, self.slots, self.newest, self.page_size = head, slots, newest, page_size
         self.pipeline = Pipeline.whole(model)

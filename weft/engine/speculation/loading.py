@@ -9,13 +9,14 @@ from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.models import Decoder, DecoderConfig
 from weft.models.checkpoint import Checkpoint
 from weft.models.eagle3 import Eagle3, Eagle3Config
+from weft.models.mtp import Mtp
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from weft.engine.config import EngineConfig
 
-Draft = Decoder | Eagle3
+Draft = Decoder | Eagle3 | Mtp
 # Methods whose drafts come from a model, and what may stand for its checkpoint, for random weights.
 CONFIGURATIONS = {"draft_model": DecoderConfig, "eagle3": Eagle3Config}
 
@@ -35,6 +36,17 @@ def load_draft(
         check_same_tokens(name, source, tokenizer)
     load = {"draft_model": _load_model, "eagle3": _load_eagle3}[config.speculative.method]
     return load(name, source, model, config)
+
+
+def load_mtp(checkpoint: Checkpoint | None, model: Decoder, config: EngineConfig) -> Mtp:
+    """MTP head of `model`. Collective. ValueError for a checkpoint without one.
+
+    checkpoint  of the model; None: random weights
+    """
+    options = {"positions": config.max_seq_len, "kv_cache_dtype": config.kv_cache_dtype}
+    if checkpoint is None:
+        return Mtp(model, **options).fill_dummy()
+    return Mtp.of(checkpoint, model, **options)
 
 
 def check_same_tokens(name: str, source: Checkpoint, tokenizer: Tokenizer | None) -> None:

@@ -23,7 +23,9 @@ from weft.arguments import (
     quoted,
 )
 
-METHODS = ("ngram", "draft_model", "eagle3")
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+# Methods that take a model beside the one whose tokens are drafted.
+WITH_MODEL = ("draft_model", "eagle3")
 # Drafts of a step at most: a pass of nine tokens a sequence.
 MOST_DRAFTS = 8
 # Tokens of an n-gram that is looked up, at most, and by default.
@@ -35,7 +37,8 @@ class SpeculativeConfig:
     """Options of speculative decoding, by vLLM's names. ValueError for impossible values.
 
     method                  "ngram": what followed the last tokens where they stood before in the prompt or answer;
-                            "draft_model": by a smaller model of the same tokenizer; "eagle3": by an EAGLE-3 head of the model
+                            "draft_model": by a smaller model of the same tokenizer; "eagle3": by an EAGLE-3 head of the model;
+                            "mtp": by the MTP head in the model's checkpoint
     model                   for "draft_model" and "eagle3": a checkpoint directory or name, as for Engine, or a configuration
                             of weft.models, for random weights
     num_speculative_tokens  tokens drafted for a sequence in a step at most, 1 .. 8
@@ -70,16 +73,16 @@ class SpeculativeConfig:
         if length is not None:
             check_number("synthetic_acceptance_length", length, 1, most, f"in 1 .. num_speculative_tokens + 1 = {most}")
         lookup = {name: getattr(self, name) for name in ("prompt_lookup_max", "prompt_lookup_min")}
-        if self.method != "ngram":
-            if self.model is None:
-                raise ValueError(f'method="{self.method}" needs model, the one that drafts; pass it')
-            if (one := next((name for name, value in lookup.items() if value is not None), None)) is not None:
-                raise ValueError(f'{one}={quoted(lookup[one])} is for method="ngram"; leave it out')
-            return
-        if self.model is not None:
+        if self.method in WITH_MODEL and self.model is None:
+            raise ValueError(f'method="{self.method}" needs model, the one that drafts; pass it')
+        if self.method not in WITH_MODEL and self.model is not None:
             raise ValueError(
                 f'model={quoted(self.model)} is for method="draft_model" or "eagle3"; leave it out, or pass that method'
             )
+        if self.method != "ngram":
+            if (one := next((name for name, value in lookup.items() if value is not None), None)) is not None:
+                raise ValueError(f'{one}={quoted(lookup[one])} is for method="ngram"; leave it out')
+            return
         given = [check_optional(positive, name, value) for name, value in lookup.items()]
         most, least = (one or given[1 - index] or LOOKED_UP for index, one in enumerate(given))
         if most > MOST_LOOKED_UP:

@@ -1,0 +1,131 @@
+"""MTP heads: one more layer of a model, over its output and the token that follows, for drafts.
+
+    row p    eh_proj @ [norm of the embedding of token p + 1; norm of h_p], through the layer and a norm
+    h_p      normed output of the model at token p or, where the model has not been there, what the row before gave
+    gives    h of the next row, and by the model's head logits of token p + 2
+
+Embedding and head are the model's. One head drafts all tokens, each from the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft import ops
+from weft.models.checkpoint import SCALES, Checkpoint
+from weft.models.decoder import Decoder
+from weft.models.dummy import fill_dummy
+from weft.models.heads import body_beside, norm_beside
+from weft.models.mtp_layouts import LAYOUTS, Layout, layout_in
+from weft.models.stacked_experts import as_stored
+from weft.parallel.linear import empty_parameter
+from weft.parallel.sharding import Shard, under, whole
+from weft.parallel.step import PagedCache, Step
+from weft.parallel.tensors import NormWeights
+
+# Ends of names of tensors of a quantized layer.
+QUANTIZED = (*SCALES, "_packed")
+
+
+class Mtp(nn.Module):
+    """MTP head of a model, split over the same ranks; eh_proj is whole on each.
+
+    layers  of the model's Tap: its output
+    body    the layer, as a stage of a decoder without ends
+
+    It runs replicated whatever the model's mode, as an EAGLE-3 head does.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        positions: int,
+        kv_cache_dtype: str = "auto",
+        layout: Layout = LAYOUTS[0],
+        quantized: bool = False,
+    ) -> None:
+        """`positions`: tokens of the longest sequence; `quantized`: the layer is, as the model's layers are."""
+        super().__init__()
+        sizes, last = model.config, model.config.num_hidden_layers - 1
+        experts = sizes.experts and replace(sizes.experts, layers=(sizes.experts.in_layer(last),))
+        attention = replace(sizes.attention, windows=(sizes.attention.window(last),))
+        sizes = replace(
+            sizes,
+            experts=experts,
+            attention=attention,
+            quantization=sizes.quantization if quantized else None,
+        )
+        self.team, self.layout, self.index = model.team, layout, last + 1
+        self.layers = (self.index,)
+        self.body = body_beside(sizes, model, positions, kv_cache_dtype, self.index)
+        width = sizes.hidden_size
+        self.enorm, self.hnorm, self.norm = (norm_beside(width, sizes.rms_norm_eps, model) for _ in range(3))
+        self.eh_proj = empty_parameter(width, 2 * width, team=model.team, dtype=model.dtype)
+        self._embedding, self._head = model.embed_tokens, model.lm_head
+
+    def shards(self) -> dict[str, Shard]:
+        """Name of a tensor in a checkpoint → this rank's part of it."""
+
+        def named(part: str) -> str:
+            return self.layout.named(part, self.index)
+
+        wholes = {part: whole(getattr(self, part).weight) for part in ("enorm", "hnorm", "norm")}
+        wholes["eh_proj"] = whole(self.eh_proj)
+        return under(named("layer"), self.body.layers[0].shards()) | {
+            f"{named(part)}.weight": shard for part, shard in wholes.items()
+        }
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, model: Decoder, *, positions: int, kv_cache_dtype: str = "auto") -> Mtp:
+        """Head in the model's checkpoint. Collective. ValueError for a checkpoint without a head."""
+        layout = layout_in(checkpoint, model.config.num_hidden_layers)
+        if layout is None:
+            wanted = " and no ".join(one.named("eh_proj", model.config.num_hidden_layers) for one in LAYOUTS)
+            raise ValueError(f"{checkpoint.directory} has no MTP head: no {wanted}; leave out method='mtp'")
+        layer = layout.named("layer", model.config.num_hidden_layers)
+        names = checkpoint.unused(())
+        quantized = any(name.startswith(f"{layer}.") and name.endswith(QUANTIZED) for name in names)
+        head = cls(model, positions=positions, kv_cache_dtype=kv_cache_dtype, layout=layout, quantized=quantized)
+        shards, weights, experts = head.shards(), model.config.family.weights, model.config.experts
+        if experts is not None:
+            shards = as_stored(shards, checkpoint, weights, experts.num_experts)
+        checkpoint.load(shards, None, weights.joined)
+        return head
+
+    def fill_dummy(self, seed: int = 0) -> Mtp:
+        """Fill with random weights, as of Decoder. Returns self."""
+        fill_dummy(self.shards(), self.team, seed)
+        return self
+
+    def given(self, states: list[Tensor], step: Step) -> Tensor:
+        """h_p of all tokens [T, hidden_size], from what a Tap takes."""
+        [output] = states
+        return output
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, step: Step, cache: PagedCache, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, h of the next row) of these rows [n], which are the same; None: of all.
+
+        tokens, hidden  [T] and [T, hidden_size]: of each row token p + 1 and h_p
+        """
+        recipe, layer = step.plan.recipe.of_single_layers(), self.body.layers[0].weights
+        local = recipe.local
+        embedded = recipe.embed(tokens, self._embedding.weights)
+        parts = ((embedded, self.enorm), (hidden, self.hnorm))
+        both = torch.cat([local.add_norm(x, None, NormWeights.of(norm))[0] for x, norm in parts], 1)
+        x = ops.matmul(both, self.eh_proj) if step.plan.fused else F.linear(both, self.eh_proj)
+        x, residual = recipe.decoder_layer(x, None, layer, step, cache.layer(0))
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+        normed, _ = local.add_norm(x, residual, NormWeights.of(self.norm))
+        return normed, normed
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """This rank's logits, by the model's head."""
+        return self.body.plan(len(normed)).recipe.local.logits(normed, self._head.weights)

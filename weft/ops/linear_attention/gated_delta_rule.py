@@ -90,7 +90,7 @@ def prepare_kernel(
     qkv, stride, gates, strides, rows, chunks, parts, scale, tokens, SIZES: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``Prepared`` of one chunk and value head; the module has the equations.        grid: (chunks, value heads)
+    """``Prepared`` of one chunk and value head, by the equations above.      grid: (chunks, value heads)
 
     qkv     [T, columns] with rows ``stride`` apart: heads of q, of k and of v
     strides  of gates.a and gates.b; tokens: T

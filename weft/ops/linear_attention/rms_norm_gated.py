@@ -39,7 +39,8 @@ def rms_norm_gated_kernel(
 ):
     """out[t, h, :] = x[t, h, :] / sqrt(mean(x[t, h, :]^2) + eps) * weight * silu(gate[t, h, :])
 
-    grid: (cdiv(rows, ROWS),), rows: T * HEADS. x and out [T, HEADS, D] contiguous, rows of ``gate`` [T, HEADS * D] ``stride`` apart. In fp32.
+    grid: (cdiv(rows, ROWS),), rows: T * HEADS. x and out [T, HEADS, D] contiguous, in fp32; rows of ``gate``
+    [T, HEADS * D] are ``stride`` apart.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

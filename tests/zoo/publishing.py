@@ -373,3 +373,31 @@ def signal_overtakes_descriptor_reduction(team, bug):
     data, landed, got = tensors(team)
     reduced[(1,)](data, landed, got, team.view, N, bug)
     team.barrier()
+
+
+@triton.jit
+def write_alone(data, wanted, out, team, N: tl.constexpr, BUG: tl.constexpr):
+    """The first rank that sees no other one in the section writes rank 0's rows; the rest leave.
+
+    BUG  each announces itself in its own flag, then looks at the other's: both may look before either announcement arrives. Else
+         both swap one word, whose order is total
+    """
+    me, at = wl.rank(team), tl.arange(0, N)
+    if BUG:
+        wl.notify(wanted + me, 1 - me, 1, team)
+        taken = tl.atomic_add(wanted + (1 - me), 0, sem="acquire", scope="sys")
+    else:
+        taken = tl.atomic_xchg(wl.symm_at(wanted, 0, team), 1, sem="acq_rel", scope="sys")
+    if taken == 0:
+        tl.store(wl.symm_at(data, 0, team) + at, tl.full((N,), 1.0, tl.float32) + me)  # here
+    tl.store(out, taken)
+
+
+@exhibit(
+    "race", "data", "two ranks enter a section, since each looks at the other's flag before that flag arrives (store buffering)",
+    write_alone,
+)  # fmt: skip
+def section_by_two_flags(team, bug):
+    data, wanted, out = tensors(team)
+    write_alone[(1,)](data, wanted, out, team.view, N, bug)
+    team.barrier()

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 FOUND = {
     "flashinfer_all_gather_matmul": {"scope", "relaxed-order"},
     "flashinfer_quantized_all_reduce": {"race"},
+    "helion_one_shot_all_reduce": set(),
     "kraken_all_gather_matmul": {"proxy-fence"},
     "kraken_gemm_reduce_scatter": {"relaxed-order"},
     "kraken_one_shot_all_reduce": set(),

@@ -199,6 +199,11 @@ def test_signals_of_the_host_order_streams(report):
                     handle.wait_signal(0)
                 assert not signalled or (handle.get_buffer(1, (8,), torch.float32) == 5).all()
             dist.barrier()
+            own = symm_mem.empty(4, device="cuda").fill_(rank)
+            dist.barrier()
+            values = [x.tolist() for x in torch.ops.symm_mem.get_remote_tensors(own, dist.group.WORLD.group_name)]
+            assert values == [[float(peer)] * 4 for peer in range(size)]
+            dist.barrier()
 
         def unsignalled(rank, size):
             main(rank, size, False)

@@ -116,6 +116,7 @@ class _Ops:
 
     def __init__(self, ranks: Ranks, memory: SymmetricMemory) -> None:
         self._ranks, self.stream_write_value32_ = ranks, memory.write_value
+        self.get_remote_tensors = memory.remote_tensors
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -100,6 +100,11 @@ class SymmetricMemory:
         handle = here.kept[key]
         return handle.at(tensor.data_ptr() - own.base)
 
+    def remote_tensors(self, tensor: torch.Tensor, group_name: Any) -> list[torch.Tensor]:
+        """``torch.ops.symm_mem.get_remote_tensors``: the tensor on each rank of the group."""
+        handle = self.rendezvous(tensor, group_name)
+        return [handle.get_remote_tensor(peer, tensor.shape, tensor.dtype) for peer in range(handle.world_size)]
+
     def workspace(self, group_name: Any, min_size: int) -> Handle:
         here, group = self.ranks.here, self.groups.of(group_name)
         key = ("workspace", group.group_name)

@@ -39,6 +39,14 @@ ALTERNATING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_a
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.5, "logits_scaling": 4.0,
 }  # fmt: skip
+# Six of the eight angles of a head, each with its factors.
+PHI = {
+    "hidden_size": 128, "tied": True,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 50.0, "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.2, 1.5, 2.0, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 6.0, 9.0, 9.0],
+    },
+}  # fmt: skip
 FAMILIES = {
     "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
     "llama-3-tied": {"family": "Llama", "rope_parameters": LLAMA3, "tied": True},
@@ -67,6 +75,23 @@ FAMILIES = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 2.0,
         "tied": True,
+    },
+    "smollm3": {"family": "SmolLM3", "no_rope_layers": [1, 0, 1], "tied": True},
+    "smollm3-window": {
+        "family": "SmolLM3",
+        "no_rope_layer_interval": 2,
+        "kv_heads": 4,
+        "initializer_range": 0.2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "attention_bias": True,
+    },
+    "phi3": {"family": "Phi3", "hidden_size": 128, "sliding_window": 5},
+    "phi3-short": {"family": "Phi3", **PHI, "original_max_position_embeddings": 256},
+    "phi3-long": {"family": "Phi3", **PHI, "original_max_position_embeddings": 8},
+    "glm4": {
+        "family": "Glm4",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
     },
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
 }

@@ -11,9 +11,10 @@ from weft.parallel.rotary import Rotary
 HIDDEN, HEADS, KV_HEADS, D, PAGE, BATCH, LENGTH = 32, 4, 2, 16, 16, 2, 37
 SIZES = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": D}
 CPU = torch.device("cpu")
-PARTIAL = Rotary(theta=50.0, partial=0.75)
-# Tables of a step, by number.
-TABLES = tuple(rotary_angles(64, D, rope, CPU) for rope in (50.0, 7.0, None, PARTIAL))
+EPS = 1e-6
+# Tables of a step, by number; the last one is of the first 12 elements of a head.
+THETAS = (50.0, 7.0, None, 50.0)
+TABLES = tuple(rotary_angles(64, D, rope, CPU) for rope in (*THETAS[:3], Rotary(theta=50.0, partial=0.75)))
 OPTIONS = {
     "scale": {"scale": 0.7},
     "softcap": {"softcap": 0.9, "scale": 0.5},
@@ -21,9 +22,10 @@ OPTIONS = {
     "output bias": {"output_bias": True},
     "second table": {"rotary": 1},
     "no rotary embedding": {"rotary": 2},
-    "partial": {"rotary": 3},
-    "interleaved": {"rotary": 0, "interleaved": D},
-    "partial, interleaved": {"rotary": 3, "interleaved": 12, "bias": True},
+    "partial": {"rotary": 3, "rotated": 12},
+    "interleaved": {"rotary": 0, "interleaved": True},
+    "partial, interleaved": {"rotary": 3, "rotated": 12, "interleaved": True, "bias": True},
+    "partial, with norms": {"rotary": 3, "rotated": 12, "qk_norm": True},
     "sinks": {"sinks": True},
     "sinks in a window": {"sinks": True, "window": 5, "bias": True},
     "all": {
@@ -33,33 +35,36 @@ OPTIONS = {
         "output_bias": True,
         "bias": True,
         "rotary": 3,
-        "interleaved": 12,
+        "rotated": 12,
+        "interleaved": True,
         "sinks": True,
     },
 }
 MODES = ("reference", "replicated", "sequence_parallel")
 
 
-def rotated(x, angles, interleaved):
-    """x [batch, length, heads, D]"""
-    if interleaved:
-        pairs = x[..., : angles.shape[-1]].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        turned = rotated(pairs, angles, False).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        return torch.cat((turned, x[..., angles.shape[-1] :]), dim=-1)
-    half = angles.shape[-1] // 2
-    cos, sin = (part[None, : x.shape[1], None] for part in angles.double().tensor_split(2, dim=-1))
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+def turned(x, theta, count, interleaved):
+    """x [batch, length, heads, D]: pairs of the first ``count`` elements turned by their positions."""
+    if theta is None:
+        return x
+    angles = torch.arange(x.shape[1])[:, None] * theta ** (-torch.arange(0, count, 2).double() / count)
+    cos, sin = (part[:, None] for part in (angles.cos(), angles.sin()))
+    pairs, rest = x[..., :count].unflatten(-1, (-1, 2) if interleaved else (2, -1)), x[..., count:]
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), -1 if interleaved else -2)
+    return torch.cat((pairs.flatten(-2), rest), dim=-1)
 
 
-def by_definition(weights, x, *, window=None, scale=None, softcap=None, rotary=0, interleaved=None, **_):
+def by_definition(weights, x, *, window=None, scale=None, softcap=None, rotary=0, rotated=D, interleaved=False, **_):
     """[batch, length, hidden] in fp64 of x [batch, length, hidden]."""
     w = {name: weight.double() for name, weight in weights.items()}
     q, k, v = (
         F.linear(x.double(), w[f"{name}.weight"], w.get(f"{name}.bias")).unflatten(-1, (-1, D))
         for name in ("q_proj", "k_proj", "v_proj")
     )
-    q, k = (rotated(part, TABLES[rotary], interleaved is not None) for part in (q, k))
+    if "q_norm.weight" in w:
+        q, k = (F.rms_norm(part, (D,), w[f"{name}.weight"], EPS) for part, name in ((q, "q_norm"), (k, "k_norm")))
+    q, k = (turned(part, THETAS[rotary], rotated, interleaved) for part in (q, k))
     k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=2) for part in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (D**-0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -82,13 +87,15 @@ def weights_of(options):
     weights["o_proj.weight"] = torch.randn(HIDDEN, HEADS * D, generator=generator) / 4
     if options.get("output_bias"):
         weights["o_proj.bias"] = torch.randn(HIDDEN, generator=generator)
+    if options.get("qk_norm"):
+        weights |= {f"{name}.weight": 0.5 + torch.rand(D, generator=generator) for name in ("q_norm", "k_norm")}
     if options.get("sinks"):
         weights["sinks"] = torch.randn(HEADS, generator=generator)
     return weights
 
 
 def layer_of(weights, options, team, mode, spread=False):
-    further = {"qk_norm": False, "rms_norm_eps": 1e-6, "dtype": torch.float32, "context_parallel": spread}
+    further = {"qk_norm": False, "rms_norm_eps": EPS, "dtype": torch.float32, "context_parallel": spread}
     layer = TPAttention(**SIZES, **further | options, team=team, mode=mode)
     for name, shard in layer.shards().items():
         shard.copy_from(weights[name])

@@ -178,7 +178,10 @@ def check_mlp(module, message):
     ("rope", "message"),
     [
         ({"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}, "rope_type='dynamic' is not supported"),
-        ({"type": "longrope", "rope_theta": 1e6, "factor": 4.0}, "type='longrope' is not supported"),
+        (
+            {"type": "longrope", "rope_theta": 1e6, "factor": 4.0},
+            "'longrope' needs short_factor, long_factor, original_max",
+        ),
         ({"rope_type": "default", "rope_theta": 1e6, "attention_factor": 1.2}, "attention_factor=1.2 is not supported"),
         ({"rope_theta": 1e6, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"full_attention": {"rope_theta": 1e6}}, "has an object under 'full_attention', parameters by type of layer"),

@@ -195,7 +195,7 @@ def test_every_key_of_transformers_own_config_is_known(make_checkpoint):
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6}}, "rope_type='dynamic'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type='longrope'"),  # beside rope_parameters
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),  # beside rope_parameters
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
             "needs factor, original_max_position_embeddings",

@@ -28,6 +28,8 @@ def checkpoint_of(make_checkpoint, name, world_size=1, **changes):
     if world_size == 3:
         # Three ranks do not split the 8 heads of the others.
         changes |= {"num_attention_heads": 6, "num_key_value_heads": 6 if name == "llama-2" else 3}
+        # transformers derives the number of LongRoPE's factors from hidden_size, whatever head_dim says.
+        changes |= {"hidden_size": 96} if name.startswith("phi3") else {}
     return make_checkpoint(**FAMILIES[name] | changes)
 
 
@@ -55,6 +57,8 @@ SAMPLE = [
     ("seed-oss", 4, "gemm_ar"), ("qwen3-moe", 4, "gemm_ar"), ("qwen3-moe-mixed", 2, "ag_rs"), ("mixtral", 3, "ag_rs"),
     ("qwen2-moe", 2, "ag_rs"), ("qwen2-moe-mixed", 4, "gemm_ar"), ("olmo2", 8, "ag_rs"), ("olmo2", 3, "gemm_ar"),
     ("olmo3", 4, "gemm_ar"), ("granite", 2, "ag_rs"), ("gemma2", 8, "gemm_ar"), ("gemma3", 3, "ag_rs"),
+    ("smollm3", 2, "gemm_ar"), ("smollm3-window", 4, "ag_rs"), ("phi3", 3, "ag_rs"), ("phi3-long", 4, "gemm_ar"),
+    ("glm4", 8, "ag_rs"),
 ]  # fmt: skip
 
 # On one rank those that are not in the sample over ranks, and two that are.
@@ -99,14 +103,17 @@ def test_experts_in_groups_of_ranks_agree_with_transformers(make_checkpoint, pla
 ONE_LAYER = {
     "qwen2.5-window": {"num_hidden_layers": 1, "max_window_layers": 0},
     "qwen3-window": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "smollm3": {"num_hidden_layers": 1, "no_rope_layers": [0]},
+    "smollm3-window": {"num_hidden_layers": 1, "no_rope_layer_interval": 1},
 }
 # A shared expert over kernels: tests/layers/test_moe.py.
 KERNELS_SAMPLE = [
     ("qwen2.5", 2, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True), ("seed-oss", 2, "ag_rs", False),
-    ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True),
+    ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True), ("phi3-long", 2, "ag_rs", True),
+    ("smollm3-window", 2, "gemm_ar", True),
 ]  # fmt: skip
 # Families with options that weft's kernels lack.
-UNFUSED = {"olmo2", "olmo3", "granite", "gemma2", "gemma3"}
+UNFUSED = {"olmo2", "olmo3", "granite", "gemma2", "gemma3", "glm4"}
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)
@@ -291,6 +298,30 @@ GEMMA_MISTAKES = (
     without("embed_tokens", "scale"),
     without("attention", "scale"),
 )
+
+
+def rotated_everywhere(model):
+    for layer in model.layers:
+        layer.self_attn.rotary = 0
+
+
+def no_bias_of_o(model):
+    for layer in model.layers:
+        layer.self_attn.o_proj.bias.data.zero_()
+
+
+def whole_heads_rotated(model):
+    model.angles = rotary_angles(256, model.config.head_dim, model.config.rotary.theta, model.team.device)
+
+
+def pairs_of_the_checkpoint_kept(model):
+    """Rows of q and k stay in the order in which neighbours are pairs."""
+    for layer in model.layers:
+        attention = layer.self_attn
+        rows = attention.qkv_proj.weight.data[: (attention.num_heads + attention.num_kv_heads) * attention.head_dim]
+        rows.copy_(rows.unflatten(0, (-1, attention.head_dim))[:, attention.order.argsort()].flatten(0, 1))
+
+
 EXPERTS_MISTAKES = (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)
 MUTANTS = [
     ("mistral", wider_window),
@@ -312,6 +343,13 @@ MUTANTS = [
     *(("gemma2", mistake) for mistake in GEMMA_MISTAKES),
     *(("gemma2", without(*mistake)) for mistake in (("lm_head", "softcap"), ("attention", "softcap"))),
     *(("gemma3", mistake) for mistake in (without_one_in_q_and_k, one_rotary_embedding)),
+    ("smollm3", rotated_everywhere),
+    *(("smollm3-window", mistake) for mistake in (windows_of_other_layers, no_bias_of_o)),
+    ("phi3", wider_window),
+    ("phi3-short", whole_heads_rotated),
+    ("phi3-long", with_rotary("short_factors", original_max_position_embeddings=256)),
+    ("phi3-long", with_rotary("no_attention_factor", attention_factor=1.0)),
+    *(("glm4", mistake) for mistake in (whole_heads_rotated, pairs_of_the_checkpoint_kept)),
 ]  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def test_a_family_names_its_weights_and_its_defaults(monkeypatch):
         ("qwen2-57b-a14b", 57.4), ("mixtral-8x7b", 46.7), ("mixtral-8x22b", 141), ("granite-3.3-2b", 2.53),
         ("granite-3.3-8b", 8.17), ("olmo-2-7b", 7.30), ("olmo-2-13b", 13.7), ("olmo-2-32b", 32.2), ("olmo-3-7b", 7.30),
         ("olmo-3-32b", 32.2), ("gemma-2-2b", 2.61), ("gemma-2-9b", 9.24), ("gemma-2-27b", 27.2), ("gemma-3-1b", 1.0),
-        ("gemma-3-4b", 3.88), ("gemma-3-12b", 11.8), ("gemma-3-27b", 27.0),
+        ("gemma-3-4b", 3.88), ("gemma-3-12b", 11.8), ("gemma-3-27b", 27.0), ("smollm3-3b", 3.08),
+        ("phi-3-mini-4k", 3.82), ("phi-4", 14.7), ("phi-4-mini", 3.84), ("glm-4-9b-0414", 9.40),
     ],
 )  # fmt: skip
 def test_published_models_have_the_parameters_of_their_cards(name, billions):

@@ -24,7 +24,8 @@ OPTIONS = {
     "bias": NO_NORMS | BIAS,
     "window": NO_NORMS | {"window": 11},
     "wide window": NORMS | {"window": 40},
-    "all": NORMS | BIAS | {"window": 11},
+    "scale": NO_NORMS | {"scale": 0.7},
+    "all": NORMS | BIAS | {"window": 11, "scale": 0.4},
 }
 # Prompts of two sequences: their (before, length), call by call.
 PROMPTS = {

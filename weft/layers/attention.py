@@ -24,6 +24,7 @@ from weft.parallel.linear import (
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats, Fp8Scales
 from weft.parallel.recipe import StepPlan
+from weft.parallel.rotary import rotary_order
 from weft.parallel.sequences import Sequences
 from weft.parallel.sharding import Shard, fill_from_module, under
 from weft.parallel.step import Step
@@ -44,9 +45,8 @@ class TPAttention(nn.Module):
     scale    of scores; None: head_dim ** -0.5
     softcap  softcap * tanh(score / softcap) in place of a score; None: scores as they are
     sinks    a score beside each query head's, without a value, that the softmax counts
-    rotary   number of the step's table of angles, where it has several; the table is as wide as the rotated part of a head
-    interleaved  number of a head's first elements, of which the checkpoint's rotary embedding pairs neighbours 2i and 2i + 1:
-             rows of q and k are read in another order, so that halves are pairs. None: they are in the checkpoint
+    rotary   number of the step's table of angles, where it has several
+    rotated, interleaved  as of ``rotary_order``, by which rows of q and k are read; None: all elements are rotated
     inputs   rows of hidden_size side by side in x: [T, inputs * hidden]; y is [T, hidden]
     formats  of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
@@ -81,7 +81,8 @@ class TPAttention(nn.Module):
         softcap: float | None = None,
         sinks: bool = False,
         rotary: int = 0,
-        interleaved: int | None = None,
+        rotated: int | None = None,
+        interleaved: bool = False,
         inputs: int = 1,
         context_parallel: bool = False,
         formats: Formats | None = None,
@@ -112,14 +113,12 @@ class TPAttention(nn.Module):
         self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
         self.norm_all_heads = norm_all_heads
         self.sinks = empty_parameter(self.num_heads, team=team, dtype=dtype) if sinks else None
-        self.order = None
-        if interleaved is not None:
-            if qk_norm or not keeps_order(self.qkv_proj, head_dim):
-                raise ValueError(
-                    "interleaved rotary embedding with norms of q and k, or with quantized weights whose scales are not of "
-                    "whole heads: rows cannot be read in another order; leave the weights in 16 bits"
-                )
-            self.order = halves_of_pairs(interleaved, head_dim)
+        self.order = rotary_order(head_dim, head_dim if rotated is None else rotated, interleaved)
+        if self.order is not None and not takes_order(self.qkv_proj, head_dim):
+            raise ValueError(
+                "rotary embedding that is partial or interleaved, with quantized q_proj and k_proj whose scales are not of "
+                "whole heads or of single rows: rows cannot be read in another order; take weights of 16 bits"
+            )
         self.q_norm, self.k_norm = (
             RMSNorm(rows if norm_all_heads else head_dim, rms_norm_eps, team=team, dtype=dtype, one_plus=one_plus_norms)
             if qk_norm
@@ -139,15 +138,17 @@ class TPAttention(nn.Module):
         return attention
 
     def shards(self) -> dict[str, Shard]:
-        projections, norms = self.qkv_proj.shards(), {"q_norm": self.q_norm, "k_norm": self.k_norm}
-        if self.order is not None:
-            for name in projections.keys() & {f"{part}_proj.{kind}" for part in "qk" for kind in ("weight", "bias")}:
-                shard = projections[name]
-                heads = torch.arange(0, len(shard.target), self.head_dim)[:, None]
-                projections[name] = replace(shard, order=(heads + self.order).flatten().to(shard.target.device))
-        shards = projections | self.o_proj.shards()
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        shards = self.qkv_proj.shards() | self.o_proj.shards()
         for name, norm in norms.items():
             shards |= {} if norm is None else under(name, norm.shards())
+        if self.order is not None:
+            # Scales of whole heads stay as they are.
+            rows = {self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.head_dim}
+            for name in [name for name in shards if name[:2] in ("q_", "k_") and len(shards[name].target) in rows]:
+                heads = torch.arange(0, len(shards[name].target), self.head_dim)[:, None]
+                order = (heads + self.order).flatten().to(self.team.device)
+                shards[name] = replace(shards[name], order=order)
         if self.sinks is not None:
             first, total = self.team.rank * self.num_heads, self.team.size * self.num_heads
             shards["sinks"] = Shard(target=self.sinks.data, shape=(total,), start=first)
@@ -212,17 +213,12 @@ class TPAttention(nn.Module):
         return AttentionWeights(**summed)
 
 
-def halves_of_pairs(elements: int, head_dim: int) -> torch.Tensor:
-    """[head_dim]: order of a head's elements by which neighbours 2i and 2i + 1 of the first ``elements`` are i and i + half."""
-    return torch.cat((torch.arange(0, elements, 2), torch.arange(1, elements, 2), torch.arange(elements, head_dim)))
-
-
-def keeps_order(projection: ColumnParallelLinear, head_dim: int) -> bool:
-    """True if a head's rows may change places: they have no scales, or one for all."""
+def takes_order(projection: ColumnParallelLinear, head_dim: int) -> bool:
+    """True if the rows of a head may change places: scales are of single rows, of whole heads or of all."""
     if not isinstance(projection.scales, Fp8Scales):
         return projection.scales is None
     grid = projection.scales.grid
-    return grid.format.scheme == "tensor" or (grid.format.scheme == "block" and grid.rows % head_dim == 0)
+    return grid.format.scheme != "block" or grid.rows % head_dim == 0
 
 
 def check_heads(num_attention_heads: int, num_key_value_heads: int, world_size: int) -> None:

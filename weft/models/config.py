@@ -170,9 +170,7 @@ class DecoderConfig:
     def lacking(self) -> tuple[str, ...]:
         """Options of the model that weft's kernels do not compute: torch's operations do."""
         of_experts = () if self.experts is None else self.experts.lacking
-        partly = self.rotary.elements(self.head_dim) < self.head_dim
-        of_rotary = ("partial rotary embedding",) if partly else ()
-        return (*self.attention.lacking, *of_rotary, *self.block.lacking, *of_experts)
+        return (*self.attention.lacking, *self.block.lacking, *of_experts)
 
     def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
         """Bytes of the matrices of consecutive layers, in `dtype` where they are not quantized."""
@@ -365,6 +363,12 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         given = given.get("full_attention") or {
             key: value for key, value in given.items() if key != "sliding_attention"
         }
+    if given.get("rope_type", given.get("type")) == "longrope":
+        # As of Phi-3, whose file has them beside.
+        positions = content.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+        given = {**given, "original_max_position_embeddings": positions}
+        if given.get("factor") is None and type(positions) is int and positions > 0:
+            given["factor"] = max(1.0, content["max_position_embeddings"] / positions)
     partly = "partial_rotary_factor" in family.reads
     common = {"rope_theta": content["rope_theta"]}
     if partly:

@@ -83,6 +83,7 @@ class DecoderLayer(nn.Module):
         self.attention_out_norm, self.mlp_out_norm = (
             _norm(config, team, dtype) if block.norms_after else None for _ in range(2)
         )
+        rotary = config.rotary_of(index)
         self.self_attn = TPAttention(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
@@ -99,8 +100,9 @@ class DecoderLayer(nn.Module):
             scale=config.attention.scale,
             softcap=config.attention.softcap,
             sinks=config.attention.sinks,
-            interleaved=config.rotary.elements(config.head_dim) if config.attention.interleaved else None,
-            rotary=config.rotaries.index(config.rotary_of(index)),
+            rotated=None if rotary is None else rotary.elements(config.head_dim),
+            interleaved=config.attention.interleaved and rotary is not None,
+            rotary=config.rotaries.index(rotary),
             team=team,
             mode=mode,
             dtype=dtype,

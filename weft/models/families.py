@@ -11,23 +11,27 @@ from typing import Any
 from weft.arguments import did_you_mean, quoted
 from weft.models.gemma2 import GEMMA2
 from weft.models.gemma3 import GEMMA3_TEXT
+from weft.models.glm4 import GLM4
 from weft.models.granite import GRANITE
 from weft.models.llama import LLAMA
 from weft.models.mistral import MISTRAL
 from weft.models.mixtral import MIXTRAL
 from weft.models.olmo2 import OLMO2
 from weft.models.olmo3 import OLMO3
+from weft.models.phi3 import PHI3
 from weft.models.qwen2 import QWEN2
 from weft.models.qwen2_moe import QWEN2_MOE
 from weft.models.qwen3 import QWEN3
 from weft.models.qwen3_moe import QWEN3_MOE
 from weft.models.seed_oss import SEED_OSS
+from weft.models.smollm3 import SMOLLM3
 
 FAMILIES = {
     family.model_type: family
     for family in (
         *(QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS),
         *(OLMO2, OLMO3, GEMMA2, GEMMA3_TEXT, GRANITE),
+        *(SMOLLM3, PHI3, GLM4),
     )
 }
 """model_type -> the tables of its family."""

@@ -56,10 +56,8 @@ class AttentionOptions:
         """Options here that weft's kernels do not compute: torch's operations do."""
         asked = {
             "norms of q and k over all heads": self.norm_all_heads,
-            "scale": self.scale is not None,
             "softcap": self.softcap is not None,
             "sinks": self.sinks,
-            "layers without rotary embedding": not all(self.rotated),
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 

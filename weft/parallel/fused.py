@@ -6,7 +6,7 @@ The functions are the same as in weft.parallel.plain.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from weft.parallel.quantized import gemm_operands, grouped_operands, rows_betwee
 from weft.parallel.rotary import table_of
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
+    PLAIN_SCORES,
     AttentionWeights,
     ExpertRows,
     Matrix,
@@ -109,6 +110,11 @@ def attend(
 Scales = dict[str, Tensor]
 
 
+def _scores(w: AttentionWeights) -> dict[str, Any]:
+    """Options of all attention ops that say how scores become weights."""
+    return {"scale": w.scale, "window": w.window}
+
+
 def _head(w: AttentionWeights, step: Step) -> tuple[Tensor | None, Tensor | None, float, Tensor]:
     return w.q_norm, w.k_norm, w.eps, table_of(step.angles, w.rotary)
 
@@ -116,7 +122,7 @@ def _head(w: AttentionWeights, step: Step) -> tuple[Tensor | None, Tensor | None
 def _decode(
     projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
 ) -> Tensor | Fp8:
-    places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, "window": w.window, **scales}
+    places, options = (*cache, step.pages, step.lengths), {"bias": w.bias, **_scores(w), **scales}
     if step.queries > 1:  # a row attends to keys that neighbouring rows write
         del options["bias"]
         q = _queries(projected, w, step, cache, scales)
@@ -131,14 +137,14 @@ def _decode_spread(
 ) -> Tensor:
     q = _queries(projected, w, step, cache, scales)
     places = *cache, step.pages, step.lengths, step.spread.team
-    return ops.sharded_decode_attention(step.spread.all_queries(q), *places, window=w.window, **scales)
+    return ops.sharded_decode_attention(step.spread.all_queries(q), *places, **_scores(w), **scales)
 
 
 def _attend_to_pages(
     projected: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...], scales: Scales
 ) -> Tensor | Fp8:
     q = _queries(projected, w, step, cache, scales)
-    options = {"window": w.window, "fp8": rows_for(w.o, q.dtype), **scales}
+    options = {"fp8": rows_for(w.o, q.dtype), **_scores(w), **scales}
     return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, **options)
 
 
@@ -167,13 +173,15 @@ def _attend_with_keys(
             new = (as_cached(x, scales.get(name)) for x, name in ((keys, "k_scale"), (values, "v_scale")))
             cache = spread.gathered(w, cache, *new)
     if not by_cudnn:
-        return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, window=w.window, **scales)
+        return ops.paged_prefill_attention(q, *cache, step.pages, step.spans, **_scores(w), **scales)
     if step.after_cached:
-        return attend_after_cached(q, keys, values, step, (*cache, *scales.values()))
-    return attend_to_prompts(q, keys, values, step, cache)
+        return attend_after_cached(q, keys, values, step, (*cache, *scales.values()), w.scale)
+    return attend_to_prompts(q, keys, values, step, cache, PLAIN_SCORES._replace(scale=w.scale))
 
 
-def attend_after_cached(q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
+def attend_after_cached(
+    q: Tensor, keys: Tensor, values: Tensor, step: Step, cache: tuple[Tensor, ...], scale: float | None = None
+) -> Tensor:
     """Causal attention of a prefill by cuDNN, [T, heads, head_dim]: in parts after cached tokens.
 
     q [T, heads, head_dim], keys [T, kv_heads, head_dim] and values, also [T, kv_heads * head_dim]: of all tokens of the pass
@@ -183,15 +191,18 @@ def attend_after_cached(q: Tensor, keys: Tensor, values: Tensor, step: Step, cac
     an fp8 cache does not round them.
     """
     values, attended = values.view(keys.shape), []
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     for chunk in step.chunks:
         if chunk.before == 0:
-            attended.append(attend_to_chunk(q, (keys, values), cache, step.pages, chunk))
+            attended.append(
+                attend_to_chunk(q, (keys, values), cache, step.pages, chunk, PLAIN_SCORES._replace(scale=scale))
+            )
             continue
         for number in range(chunk.batch):
             first = chunk.first_token + number * chunk.length
             rows = slice(first, first + chunk.length)
             cached = cached_parts(cache, step.pages[chunk.first_sequence + number], chunk.before, q.dtype)
-            attended.append(attention_after(q[rows], (keys[rows], values[rows]), cached, q.shape[-1] ** -0.5))
+            attended.append(attention_after(q[rows], (keys[rows], values[rows]), cached, factor))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 

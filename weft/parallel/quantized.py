@@ -145,6 +145,7 @@ class ScaleShard(Shard):
 
     def copy_from(self, whole: Any) -> None:
         self.target.copy_(whole[...].reshape(self.shape)[self.rows][:, self.columns])
+        self.reorder()
 
 
 def blocks_of(weight: Shard, grid: Fp8Grid, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,6 +207,8 @@ class QuantizedShard(Shard):
             rows = rows - begins[0]
         self.scales.copy_(quantized.scales[rows.to(part.device)][:, columns.to(part.device)])
         self.reorder()
+        if scheme == "channel" and self.order is not None:
+            self.scales.copy_(self.scales[self.order])
 
 
 def rounded(x: Tensor, w: Fp8) -> Tensor:

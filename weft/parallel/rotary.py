@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from weft.arguments import is_integer, quoted
 
@@ -173,8 +174,7 @@ class Rotary:
 
         partly  the model reads partial_rotary_factor
         """
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
-        given = {key: value for key, value in given.items() if value is not None}
+        given = {key: value for key, value in parameters.items() if value is not None}
         partial = given.pop("partial_rotary_factor", 1.0) if partly else 1.0
         if by_layer := [key for key, value in given.items() if isinstance(value, Mapping)]:
             raise ValueError(
@@ -200,6 +200,8 @@ class Rotary:
                 f"{name}: rotary embedding of type {kind!r} needs {', '.join(missing)}; add what it was made with"
             )
         try:
+            # Tuples can be hashed.
+            given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
             return cls(theta=theta, scaling=scaling and scaling(**given), partial=partial)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
@@ -256,15 +258,16 @@ def rotary_angles(
 ) -> Tensor:
     """[max_positions, head_dim] fp32: cosines of each position's head_dim / 2 angles, then their sines.
 
-    Both are times the attention factor. Of a partial rotary embedding [max_positions, elements that are rotated].
+    Both are times the attention factor. The last angles of a partial rotary embedding are zero, without that factor, and so are
+    all where there is none (``rotary_order``).
 
     rope  the base of plain rotary embedding; a Rotary; transformers' `config.rope_parameters`, with ValueError for other kinds
           (dynamic, partial); what transformers computed, (inv_freq, attention_scaling) of a model's `rotary_emb`;
-          or None: no rotary embedding, [max_positions, 0]
+          or None: no rotary embedding
     """
     if rope is None:
-        return torch.zeros(max_positions, 0, device=device)
-    if isinstance(rope, tuple):
+        frequencies, factor = torch.zeros(0, device=device), 1.0
+    elif isinstance(rope, tuple):
         frequencies, factor = rope
         if frequencies.shape != (head_dim // 2,):
             raise ValueError(
@@ -277,7 +280,9 @@ def rotary_angles(
         rotary = rope if isinstance(rope, Rotary) else Rotary(theta=rope)
         frequencies, factor = rotary.frequencies(head_dim, device, max_positions)
     angles = torch.arange(max_positions, device=device).float()[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+    unturned = head_dim // 2 - len(frequencies)
+    cos, sin = F.pad(angles.cos() * factor, (0, unturned), value=1.0), F.pad(angles.sin() * factor, (0, unturned))
+    return torch.cat((cos, sin), dim=-1)
 
 
 def table_of(angles: Angles, number: int) -> Tensor:
@@ -286,16 +291,25 @@ def table_of(angles: Angles, number: int) -> Tensor:
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    """x * cos + rotate_half(x) * sin, of the first n elements of each head.
-
-    x: [tokens, heads, head_dim]; angles: [tokens, n]
-    """
-    if angles.shape[-1] == 0:
-        return x
-    x, rest = x.split((angles.shape[-1], x.shape[-1] - angles.shape[-1]), dim=-1)
+    """x * cos + rotate_half(x) * sin          x: [tokens, heads, head_dim]; angles: [tokens, head_dim]"""
     cos, sin = (part[:, None].to(x.dtype) for part in angles.chunk(2, dim=-1))
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary_order(head_dim: int, rotated: int, interleaved: bool) -> Tensor | None:
+    """[head_dim] order of elements by which rotary embedding pairs i and i + head_dim / 2; None: as they are.
+
+    rotated      the first elements, which rotary embedding turns in the checkpoint's order; the rest of both halves has angles
+                 of zero (``rotary_angles``)
+    interleaved  there it pairs 2i and 2i + 1, not i and i + rotated / 2
+    """
+    first, second = (torch.arange(start, rotated, 2) for start in (0, 1))
+    if not interleaved:
+        first, second = torch.arange(rotated).chunk(2)
+    rest = torch.arange(rotated, head_dim).tensor_split(2)
+    order = torch.cat((first, rest[0], second, rest[1]))
+    return None if torch.equal(order, torch.arange(head_dim)) else order
 
 
 def _is_number(value: object, low: float, high: float) -> bool:

@@ -120,7 +120,7 @@ class AttentionWeights(NamedTuple):
     bias            [(heads + 2 kv_heads) * head_dim], added to x @ qkv.T; None: there is none
     window, scale, softcap, sinks  as of ``Scores``
     o_bias          [H], added to the sum over the ranks; None: there is none
-    rotary          number of the step's table of angles [positions, n]: the first n elements of a head are rotated
+    rotary          number of the step's table of angles
     """
 
     qkv: Matrix

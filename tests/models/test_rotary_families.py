@@ -1,0 +1,96 @@
+"""Families whose rotary embedding is not of whole heads in all layers read config.json as transformers does."""
+
+import copy
+
+import pytest
+import torch
+
+from weft.errors import CheckpointError
+from weft.models import DecoderConfig
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 8,
+}  # fmt: skip
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.0, 3.0, 3.0], "long_factor": [1.0, 4.0, 9.0, 9.0, 9.0, 20.0]}
+LONG = {
+    "rope_scaling": {"type": "longrope", **FACTORS}, "partial_rotary_factor": 0.75, "max_position_embeddings": 512,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("SmolLM3", {}),
+        ("SmolLM3", {"no_rope_layer_interval": 2, **WINDOW}),
+        ("SmolLM3", {"no_rope_layers": [1, 0, 0, 1, 1, 0], "attention_bias": True}),
+        ("SmolLM3", {"layer_types": TYPES, **WINDOW}),
+        ("SmolLM3", {"sliding_window": 7}),
+        ("Phi3", {}),
+        ("Phi3", {"sliding_window": 9, "num_key_value_heads": 2, "rope_theta": 250000.0}),
+        ("Phi3", {"partial_rotary_factor": 0.5}),
+        ("Phi3", LONG),
+        ("Phi3", LONG | {"original_max_position_embeddings": 512}),
+        ("Glm4", {}),
+        ("Glm4", {"partial_rotary_factor": 0.25, "attention_bias": False, "head_dim": 32}),
+    ],
+    ids=str,
+)
+def test_a_config_means_what_it_means_to_transformers(name, changes):
+    transformers = pytest.importorskip("transformers")
+    theirs = getattr(transformers, f"{name}Config")(**SMALL | {"pad_token_id": 0} | copy.deepcopy(changes))
+    config = DecoderConfig.from_dict({"model_type": theirs.model_type} | SMALL | changes)
+    model = getattr(transformers, f"{name}ForCausalLM")(theirs).model
+    for key in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"):
+        assert getattr(config, key) == getattr(theirs, key), key
+    for positions in (16, 400):
+        frequencies, factor = config.rotary.frequencies(config.head_dim, torch.device("cpu"), positions)
+        cos, sin = model.rotary_emb(torch.ones(1), torch.arange(positions)[None])
+        angles = torch.arange(positions)[:, None] * frequencies
+        for part, angle in ((cos, angles.cos()), (sin, angles.sin())):
+            half = angle * factor
+            whole = torch.cat((half, half), dim=-1)
+            torch.testing.assert_close(part[0], whole, rtol=1e-5, atol=1e-6)
+    for index, layer in enumerate(model.layers):
+        attention = layer.self_attn
+        assert config.head_dim == attention.head_dim
+        assert (config.rotary_of(index) is not None) == bool(getattr(attention, "use_rope", True))
+        window = theirs.sliding_window if name == "Phi3" else getattr(attention, "sliding_window", None)
+        assert config.attention.window(index) == window
+        assert config.attention.output_bias == (attention.o_proj.bias is not None)
+        projection = getattr(attention, "qkv_proj", None) or attention.q_proj
+        assert config.attention.bias == (projection.bias is not None)
+    assert config.attention.interleaved == (name == "Glm4")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=.* is not a list of 0 and 1 for num_hidden_layers=5"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 1, 1]}, "no_rope_layers=.* is not a list of 0 and 1"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 is not a positive integer"),
+        ("smollm3", {"layer_types": TYPES}, r"layer_types\[0\]='sliding_attention' has no window"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 is not a number above 0 and up to 1"),
+        ("phi3", {"partial_rotary_factor": 0.6}, "partial_rotary_factor=0.6 of head_dim=16 is 9, which is odd"),
+        ("phi3", LONG | {"partial_rotary_factor": 1.0}, "long_factor has 6 numbers, and a head 8 angles"),
+        (
+            "phi3",
+            LONG | {"original_max_position_embeddings": None},
+            "'longrope' needs original_max_position_embeddings, factor",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", **FACTORS, "long_factor": 3}},
+            "long_factor=3 is not a list of num",
+        ),
+        ("phi3", {"resid_pdrop": 0.5}, "resid_pdrop=0.5 is not supported"),
+        ("glm4", {"attention_bias": "yes"}, "attention_bias='yes' is not true or false"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    ],
+    ids=str,
+)
+def test_keys_that_a_family_does_not_run_are_refused_by_name(model_type, changes, message):
+    with pytest.raises(CheckpointError, match="^config.json: .*" + message):
+        DecoderConfig.from_dict({"model_type": model_type} | SMALL | changes)

@@ -298,7 +298,7 @@ def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def rotary_order(head_dim: int, rotated: int, interleaved: bool) -> Tensor | None:
-    """[head_dim] order of elements by which rotary embedding pairs i and i + head_dim / 2; None: as they are.
+    """[head_dim] order of elements in which rotary embedding pairs halves of a head; None: as they are.
 
     rotated      the first elements, which rotary embedding turns in the checkpoint's order; the rest of both halves has angles
                  of zero (``rotary_angles``)

@@ -51,7 +51,7 @@ def test_a_published_config_means_what_it_means_to_transformers(name):
         assert made.head_dim == attention.head_dim
         if hasattr(attention, "q_proj"):
             assert made.attention.bias == (attention.q_proj.bias is not None)
-        whole = theirs.sliding_window if content["model_type"] in ("mistral", "mixtral") else None
+        whole = theirs.sliding_window if content["model_type"] in ("mistral", "mixtral", "phi3") else None
         assert made.attention.window(index) == getattr(attention, "sliding_window", whole)
     dtype = content.get("dtype") or content.get("torch_dtype") or "bfloat16"
     rope = theirs.rope_parameters

@@ -12,7 +12,7 @@ def rotated(content: Content) -> tuple[bool, ...]:
 
     no_rope_layers has a 1 for them; without it every no_rope_layer_interval-th layer has none.
     """
-    layers, given = content["num_hidden_layers"], content["no_rope_layers"]
+    layers, given = content["num_hidden_layers"], content.get("no_rope_layers")
     if given is None:
         period = count_of(content, "no_rope_layer_interval")
         return tuple((layer + 1) % period != 0 for layer in range(layers))
@@ -26,7 +26,7 @@ def rotated(content: Content) -> tuple[bool, ...]:
 def attention(content: Content) -> AttentionOptions:
     bias, turned = flag(content, "attention_bias"), rotated(content)
     window = window_of(content) if flag(content, "use_sliding_window") else None
-    if content["layer_types"] is None:
+    if content.get("layer_types") is None:
         windows = tuple(None if is_turned else window for is_turned in turned)
     else:
         windows = windows_of_types(content, window)
@@ -46,8 +46,6 @@ SMOLLM3 = Family(
         "tie_word_embeddings": True,
         "use_sliding_window": False,
         "sliding_window": None,
-        "layer_types": None,
-        "no_rope_layers": None,
         "no_rope_layer_interval": 4,
         "attention_bias": False,
     },

@@ -32,10 +32,10 @@ KERNELS = (
     "paged_attention_few", "decode_attention", "decode_attention_of_parts",
     "paged_prefill_attention",
 )  # fmt: skip
-# Heads that are only rotated, with a bias; a window of 100 tokens.
+# Heads that are only rotated, with a bias; a window of 100 tokens; GELU; norms' weights in fp32.
 WITH_OPTIONS = (
     "qk_norm_rope_biased", "decode_attention_biased_window", "paged_attention_window", "paged_prefill_attention_window",
-    "paged_attention_few_window",
+    "paged_attention_few_window", "silu_mul_gelu", "add_rms_norm_wide", "qk_norm_rope_wide", "decode_attention_wide",
 )  # fmt: skip
 # New tokens of a sequence in paged_attention_few.
 FEW = 4
@@ -51,23 +51,23 @@ def caps_of(arch):
 def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     options = launch_options(caps)
-    out, fp8 = x, None
+    out, fp8, weight = x, None, FP32 if name.endswith("wide") else x
     if name.endswith("fp8"):
         out, fp8 = x.to(E4M3), rows_argument(torch.zeros(40, 128).t(), RowFormat("group"), dtype, 128)
     if name.startswith("silu_mul"):
-        constexprs = {"ROWS": 4, "BLOCK": 256, "SQUARES": 20}
+        constexprs = {"ROWS": 4, "BLOCK": 256, "SQUARES": 20, "ACTIVATION": "gelu_tanh" if "gelu" in name else "silu"}
         return compiled(silu_mul_kernel, x, 12800, FP32, 1e-6, out, 128, 6400, fp8, arch=arch, **constexprs, **options)
     if name.startswith("add_rms_norm"):
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
-        return compiled(add_rms_norm_kernel, x, x, x, out, x, 1e-6, fp8, arch=arch, **constexprs, **options)
+        return compiled(add_rms_norm_kernel, x, x, weight, out, x, 1e-6, fp8, arch=arch, **constexprs, **options)
     in_parts, biased, window = "of_parts" in name, "biased" in name, 100 if name.endswith("window") else None
     bias = x if biased else None
     qkv = ProjectedSizes(3, 0) if in_parts else ProjectedSizes(1, 20)
     sizes, cache, norms = (
         CacheSizes(2, page, D),
         PagedCache(x, x),
-        HeadNorms(*((None, None) if biased else (x, x)), 1e-6),
+        HeadNorms(*((None, None) if biased else (weight, weight)), 1e-6),
     )
     if name.startswith("qk_norm_rope"):
         projected = Projected(FP32 if in_parts else x, 20 * D, 64 * D if in_parts else 0, FP32, 1e-6, bias)

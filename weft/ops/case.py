@@ -89,6 +89,11 @@ def format_of(case: Case, like: torch.Tensor) -> RowFormat | None:
     return RowFormat("group" if kind is True else kind, scale)
 
 
+def norm_dtype(case: Case) -> torch.dtype:
+    """Dtype of a norm's weight: the case's, or fp32 by its field ``wide_norm``."""
+    return FP32 if case.field("wide_norm") else case.dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
     """How exact the result of a case is.

@@ -51,6 +51,11 @@ def check_like(op: str, name: str, x: torch.Tensor, device: torch.device | None,
     raise ValueError(f"{op}: {name}.dtype={x.dtype} is not one of {allowed}; convert it with {name}.to(...)")
 
 
+def norm_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Dtypes that the weight of a norm of rows in ``dtype`` may have."""
+    return (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
+
+
 def check_row_format(op: str, format: RowFormat | None, device: torch.device) -> None:
     """ValueError unless ``format`` is None, or one of fp8 rows on ``device``."""
     if format is None:

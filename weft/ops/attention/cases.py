@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.kernels.deferred_norm import DeferredNorm
-from weft.ops.case import BF16, FP16, FP32, Case, Draw
+from weft.ops.case import BF16, FP16, FP32, Case, Draw, norm_dtype
 from weft.runtime.arithmetic import cdiv
 
 EPS = 1e-6
@@ -143,7 +143,7 @@ def draw_projection(draw: Draw, tokens: int) -> tuple[torch.Tensor, ...]:
     """Tensors of a ``Projection``: (qkv, q_weight, k_weight, angles[, squares][, bias]).
 
     Fields of the case: partials (split-K partials of qkv), squares (parts of a deferred RMS scale), bias, strided (rows of a
-    wider matrix), positions (rows of angles; 50).
+    wider matrix), positions (rows of angles; 50), wide_norm (weights of norms in fp32).
     """
     case = draw.case
     q_heads, heads, D, _ = case.sizes
@@ -152,7 +152,7 @@ def draw_projection(draw: Draw, tokens: int) -> tuple[torch.Tensor, ...]:
     qkv = draw.own("qkv", shape, dtype=None if partials is None else FP32)
     if case.field("strided"):
         qkv = torch.cat((qkv, qkv), dim=-1)[..., :width]
-    weights = [1 + draw.own(name, (D,)) / 4 for name in ("q_weight", "k_weight")]
+    weights = [1 + draw.own(name, (D,), dtype=norm_dtype(case)) / 4 for name in ("q_weight", "k_weight")]
     squares = [] if parts is None else [1 + draw.own("squares", (tokens, parts), 5.0, FP32).square()]
     bias = [draw.own("bias", (width,))] if case.field("bias") else []
     return qkv, *weights, draw.own("angles", (case.field("positions") or 50, D), dtype=FP32), *squares, *bias

@@ -305,6 +305,7 @@ class DecodeAttention(DecodingOp):
                 yield cases.case_of(self.name, cases.SMALL, design, lengths=lengths, positions=301, **kind)
         for heads, kind in (
             (cases.QWEN, {"norms": False}),
+            (cases.QWEN, {"wide_norm": True}),
             (cases.QWEN, {"bias": True, "partials": 3}),
             (cases.SMALL, {"norms": False, "bias": True}),
             (cases.HEADS[3], {"norms": False, "bias": True, "squares": 20, "window": 24}),

@@ -24,7 +24,7 @@ from weft.kernels.rotary import HeadNorms, load_bias, norm_and_rotate
 from weft.ops.attention import cases
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.case import Accuracy, Case, Draw, Inputs
-from weft.ops.local import capabilities_of, check_like, check_shape
+from weft.ops.local import capabilities_of, check_like, check_shape, norm_dtypes
 from weft.ops.op import Op, register
 from weft.ops.registration import FLOATS, HALVES, check_flag, check_is_tensor, check_scalar
 from weft.runtime.arithmetic import cdiv
@@ -153,7 +153,8 @@ def qk_norm_rope(
     qkv                 [T, (Hq + 2 Hkv) * D], fp16, bf16 or fp32: query heads, key heads, value heads. Rows may be strided.
                         Or fp32 [partials, T, (Hq + 2 Hkv) * D], contiguous: its split-K partials. Or a ``DeferredNorm``, whose
                         RMS scale is applied here
-    q_weight, k_weight  [D], of the RMSNorm of each head, with ``eps``; both None: heads are not normalised
+    q_weight, k_weight  [D], of the RMSNorm of each head, with ``eps``, of the result's dtype or fp32; both None: heads are not
+                        normalised
     angles              [max_positions, D] fp32: the cosines of D/2 angles, then their sines
     positions           [T] int32 or int64, each 0 .. max_positions - 1
     slots               [T] int64: page * S + offset in the page, no two alike; -1: not written, for padding, and for tokens of
@@ -255,7 +256,7 @@ def check_projected(
     weights = () if q_weight is None else (("q_weight", q_weight, D), ("k_weight", k_weight, D))
     vectors = weights if bias is None else (*weights, ("bias", bias, width))
     for name, x, shape, dtypes in (
-        *((name, x, (size,), (dtype,)) for name, x, size in vectors),
+        *((name, x, (size,), (dtype,) if name == "bias" else norm_dtypes(dtype)) for name, x, size in vectors),
         ("angles", angles, ("max_positions", D), (torch.float32,)),
     ):
         check_like(op, name, x, qkv.device, dtypes)
@@ -268,7 +269,7 @@ def heads_dtype(
     """Dtype of heads: the cache's; with an fp8 cache qkv's, or for partials the weights' or the bias's."""
     if keys.dtype != E4M3:
         return keys.dtype
-    like = next((x for x in (q_weight, bias) if x is not None and qkv.dim() == 3), qkv)
+    like = next((x for x in (q_weight, bias) if x is not None and qkv.dim() == 3 and x.itemsize == 2), qkv)
     return like.dtype
 
 
@@ -377,6 +378,8 @@ class QKNormRope(Op):
                 yield cases.case_of(self.name, heads, **fields)
         for heads, fields in (
             (cases.QWEN, {"norms": False}),
+            (cases.QWEN, {"wide_norm": True}),
+            (cases.SMALL, {"wide_norm": True, "partials": 3}),
             (cases.QWEN, {"bias": True, "with_keys": True, "strided": True}),
             (cases.SMALL, {"norms": False, "with_keys": True}),
             (cases.SMALL, {"norms": False, "bias": True, "partials": 3, "with_keys": True}),

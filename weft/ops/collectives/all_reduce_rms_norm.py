@@ -33,7 +33,7 @@ from weft.kernels.fp8 import (
     rows_argument,
 )
 from weft.kernels.pair_sums import PairSum
-from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, sum_of
+from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype, sum_of
 from weft.ops.collectives import all_reduce, cases
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot, checked_shape, shots_rule
@@ -41,7 +41,7 @@ from weft.ops.collectives.copy_engine import add_up
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel, sums_of
 from weft.ops.collectives.space import ROW_PARTS, pushes_around
 from weft.ops.elementwise.add_rms_norm import ADD_RMS_NORM, ADD_RMS_NORM_FP8
-from weft.ops.local import check_rounds
+from weft.ops.local import check_rounds, norm_dtypes
 from weft.ops.op import Op, define, register
 from weft.ops.registration import (
     FLOATS,
@@ -163,7 +163,7 @@ class AllReduceRMSNorm(Op):
         )
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        weight = 1 + draw.shared("weight", case.sizes[-1:]) / 8
+        weight = 1 + draw.shared("weight", case.sizes[-1:], dtype=norm_dtype(case)) / 8
         return all_reduce.drawn(case, draw), draw.shared("residual", case.sizes), weight
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> torch.Tensor:
@@ -411,7 +411,7 @@ def all_reduce_rms_norm(
                split-K partials from ``matmul_parts``: fp32 [partials, ..., H], with a residual of 2 bytes, added up in
                order and rounded to residual's dtype before they are sent
     residual   the same on all ranks, of x's shape and dtype
-    weight     [H] of residual's dtype
+    weight     [H] of residual's dtype, or fp32
     algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
     factored   return a DeferredNorm in place of the normed rows, for the GEMMs that follow: faster, since no part of a row
                waits for another. fp16 may overflow, since hidden * weight is not yet divided. For a team of one node
@@ -429,7 +429,8 @@ def all_reduce_rms_norm(
     in_partials = x.dtype == torch.float32 and residual.dtype in HALVES and x.dim() == residual.dim() + 1
     check_tensor("all_reduce_rms_norm", "x", x, team, FLOATS, over_nodes=True)
     for name, tensor in (("residual", residual), ("weight", weight)):
-        dtypes = (residual.dtype if in_partials else x.dtype,)
+        dtype = residual.dtype if in_partials else x.dtype
+        dtypes = norm_dtypes(dtype) if name == "weight" else (dtype,)
         check_tensor("all_reduce_rms_norm", name, tensor, team, dtypes, over_nodes=True)
     check_choice("all_reduce_rms_norm", "algorithm", algorithm, ALL_REDUCE_RMS_NORM.algorithms)
     check_has_rows("all_reduce_rms_norm", "x", x)

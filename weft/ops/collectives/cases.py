@@ -134,6 +134,9 @@ def rms_norm_cases(op: Collective) -> Iterator[Case]:
         ):  # fmt: skip
             fields = (*deferred, ("fp8_rows", kind))
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=shape, design=shot, fields=fields)
+        for w, shot in ((2, "one_shot"), (3, "two_shot")):
+            fields = (*deferred, ("wide_norm", True))
+            yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 72), design=shot, fields=fields)
         for w in (1, 3, 8):
             yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 72), fields=deferred)
             yield Case(op=op.name, world_size=w, dtype=FP16, sizes=(5, 72), design="two_shot", fields=deferred)

@@ -12,8 +12,8 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, check_e4m3, empty_rows, fp8_of, rows_argument, store_row
 from weft.kernels.rms_norm import inverse_rms, squares_of
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of
-from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype
+from weft.ops.local import capabilities_of, check_like, check_rounds, check_shape, norm_dtypes
 from weft.ops.op import Op, define, register
 from weft.ops.registration import FLOATS, check_has_rows, check_scalar
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -62,7 +62,7 @@ def add_rms_norm(
 
     x         [..., H], any strides, fp16, bf16 or fp32, H at most 64 KiB
     residual  of x's shape and dtype
-    weight    [H] of x's dtype
+    weight    [H] of x's dtype, or fp32
     fp8       the normed rows of x [T, H] are rounded to its dtype, then put in fp8 so; ``row_format`` of a weight in fp8
 
     Both are new contiguous tensors of x's shape and dtype. ``hidden`` is rounded once and normed computed from the rounded
@@ -71,8 +71,12 @@ def add_rms_norm(
     check_like("add_rms_norm", "x", x, None, FLOATS)
     check_scalar("add_rms_norm", "eps", eps)
     check_has_rows("add_rms_norm", "x", x)
-    for name, tensor, shape in (("x", x, x.shape), ("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
-        check_like("add_rms_norm", name, tensor, x.device, (x.dtype,))
+    for name, tensor, shape, dtypes in (
+        ("x", x, x.shape, (x.dtype,)),
+        ("residual", residual, x.shape, (x.dtype,)),
+        ("weight", weight, x.shape[-1:], norm_dtypes(x.dtype)),
+    ):
+        check_like("add_rms_norm", name, tensor, x.device, dtypes)
         check_shape("add_rms_norm", name, tensor, shape)
     if not 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES:
         raise ValueError(
@@ -92,7 +96,7 @@ class AddRMSNorm(Op):
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         x, residual = draw.own("x", case.sizes), draw.own("residual", case.sizes)
-        return x, residual, 1 + draw.own("weight", case.sizes[-1:]) / 8
+        return x, residual, 1 + draw.own("weight", case.sizes[-1:], dtype=norm_dtype(case)) / 8
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual, weight = (x.double() for x in by_rank[rank])
@@ -117,6 +121,8 @@ class AddRMSNorm(Op):
             yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 5, 640), layout="transposed")
         for kind, sizes in (("group", (5, 1200)), ("token", (3, 640)), ("static", (6, 96)), ("group", (0, 16))):
             yield Case(op=self.name, world_size=1, dtype=BF16, sizes=sizes, fields=(("fp8_rows", kind),))
+        for dtype, fields in ((FP16, ()), (BF16, ()), (BF16, (("fp8_rows", "group"),))):
+            yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(3, 640), fields=(*fields, ("wide_norm", True)))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.activations import ACTIVATIONS, activated
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, rms_scale
 from weft.kernels.fp8 import Fp8, Fp8Rows, RowFormat, check_e4m3, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.operands import rows_contiguous
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, format_of
 from weft.ops.local import capabilities_of, check_like, check_rounds
 from weft.ops.op import Op, define, register
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_choice
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
 from weft.runtime.launching import launch_on
@@ -28,13 +29,25 @@ MAX_ROWS = 4
 # Elements of a row that one program can hold, to find one scale for a token.
 MAX_TOKEN = 32768
 CASES_EPS = 1e-6
+GELU = ("activation", "gelu_tanh")
 
 
 @triton.jit
 def silu_mul_kernel(
-    gate_up, stride, squares, eps, out, M, N, fp8, ROWS: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr
+    gate_up,
+    stride,
+    squares,
+    eps,
+    out,
+    M,
+    N,
+    fp8,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SQUARES: tl.constexpr,
+    ACTIVATION: tl.constexpr = "silu",
 ):
-    """out[M, N] = silu(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles,), along N first
+    """out[M, N] = activated(gate_up[:, :N]) * gate_up[:, N:]        grid: (tiles,), along N first
 
     gate_up  [M, 2 N], rows ``stride`` apart. Computed in fp32, rounded once
     squares  fp32 [M, SQUARES], a deferred RMS scale: row m of gate_up times 1 / sqrt(sum(squares[m]) + eps). SQUARES 0: none
@@ -52,17 +65,20 @@ def silu_mul_kernel(
         scale = rms_scale(squares, rows, rows < M, eps, SQUARES)[:, None]
         gate *= scale
         up *= scale
-    result = (gate / (1.0 + tl.exp(-gate)) * up).to(gate_up.dtype.element_ty)
+    result = (activated(gate, ACTIVATION) * up).to(gate_up.dtype.element_ty)
     at, first = rows.to(tl.int64)[:, None] * N + columns[None, :], tl.program_id(0) % across * BLOCK
     store_rows(result, out, at, inside, fp8, rows, rows < M, first, N)
 
 
-def silu_mul(gate_up: torch.Tensor | DeferredNorm, *, fp8: RowFormat | None = None) -> torch.Tensor | Fp8:
+def silu_mul(
+    gate_up: torch.Tensor | DeferredNorm, *, fp8: RowFormat | None = None, activation: str = "silu"
+) -> torch.Tensor | Fp8:
     """silu(gate) * up -> [M, N], contiguous, in the dtype of ``gate_up``; computed in fp32, rounded once.
 
     gate_up  [M, 2 N]: gate, then up; fp16, bf16 or fp32. Rows may be strided; any other layout is copied first. Or a
              ``DeferredNorm``, whose RMS scale is applied here
     fp8      the result is put in fp8 so, after it is rounded to 16 bits; ``row_format`` of a weight in fp8
+    activation  of the gate: "silu", or in place of it "gelu_tanh", GELU by a hyperbolic tangent
 
     No backward. ValueError for another shape or dtype.
     """
@@ -74,6 +90,7 @@ def silu_mul(gate_up: torch.Tensor | DeferredNorm, *, fp8: RowFormat | None = No
             f"silu_mul: gate_up has shape {tuple(gate_up.shape)}; it must be [M, 2 N], the gate's N columns before up's"
         )
     check_rounds("silu_mul", fp8, "gate_up", gate_up)
+    check_choice("silu_mul", "activation", activation, ACTIVATIONS)
     if fp8 is not None and fp8.kind == "token" and gate_up.shape[1] > 2 * MAX_TOKEN:
         raise ValueError(
             f"silu_mul: N={gate_up.shape[1] // 2} > {MAX_TOKEN} with a scale for each token; leave fp8 out"
@@ -81,7 +98,9 @@ def silu_mul(gate_up: torch.Tensor | DeferredNorm, *, fp8: RowFormat | None = No
     if norm is not None:
         check_scales("silu_mul", norm.operand, gate_up)
     given = gate_up, *((None, 0.0) if norm is None else (norm.squares, norm.eps))
-    return SILU_MUL.dispatch(*given) if fp8 is None else fp8_of(*SILU_MUL_FP8.dispatch(*given, fp8), fp8)
+    if fp8 is None:
+        return SILU_MUL.dispatch(*given, activation)
+    return fp8_of(*SILU_MUL_FP8.dispatch(*given, fp8, activation), fp8)
 
 
 class SiluMul(Op):
@@ -99,6 +118,8 @@ class SiluMul(Op):
         for parts in squares:
             gate_up = gate_up * (parts.sum(-1, keepdim=True) + CASES_EPS).rsqrt()
         gate, up = gate_up.chunk(2, dim=1)
+        if case.field("activation") == "gelu_tanh":
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return gate * torch.sigmoid(gate) * up
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -107,9 +128,10 @@ class SiluMul(Op):
 
     def call(self, case: Case, team: Team, gate_up: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
         x = gate_up if squares is None else DeferredNorm(gate_up, squares, CASES_EPS)
-        out = silu_mul(x)
+        activation = case.field("activation") or "silu"
+        out = silu_mul(x, activation=activation)
         format = format_of(case, out)
-        return agreed(out, silu_mul(x, fp8=format), format) if format else out
+        return agreed(out, silu_mul(x, fp8=format, activation=activation), format) if format else out
 
     def cases(self) -> Iterator[Case]:
         for dtype in (FP16, BF16, FP32):
@@ -127,16 +149,23 @@ class SiluMul(Op):
             (5, 40, (("fp8_rows", "token"), ("squares", 3))),
             (2, 1300, (("fp8_rows", "token"),)),
             (3, 520, (("fp8_rows", "static"),)),
+            (3, 520, (("fp8_rows", "group"), GELU)),
+            (5, 40, (("fp8_rows", "token"), ("squares", 3), GELU)),
         ):
             yield Case(op=self.name, world_size=1, dtype=BF16, sizes=(M, 2 * N), fields=fields)
+        for dtype in (FP16, BF16, FP32):
+            for M, N, fields in ((3, 300, (GELU,)), (5, 513, (("squares", 20), GELU))):
+                yield Case(op=self.name, world_size=1, dtype=dtype, sizes=(M, 2 * N), fields=fields)
 
-    def forward(self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
+    def forward(
+        self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float, activation: str = "silu"
+    ) -> torch.Tensor:
         out = self.fake(gate_up, squares, eps)
         rows = min(MAX_ROWS, next_power_of_2(len(gate_up)))
-        _launch(gate_up, squares, eps, out, None, (rows, TILE // rows))
+        _launch(gate_up, squares, eps, out, None, (rows, TILE // rows), activation)
         return out
 
-    def fake(self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float) -> torch.Tensor:
+    def fake(self, gate_up, squares, eps, activation="silu"):
         return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
 
 
@@ -146,16 +175,22 @@ class SiluMulFp8(Op):
     name = alias = "silu_mul_fp8"
 
     def forward(
-        self, gate_up: torch.Tensor, squares: torch.Tensor | None, eps: float, format: RowFormat
+        self,
+        gate_up: torch.Tensor,
+        squares: torch.Tensor | None,
+        eps: float,
+        format: RowFormat,
+        activation: str = "silu",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_e4m3("silu_mul", capabilities_of(gate_up.device))
         out, scales = self.fake(gate_up, squares, eps, format)
         rows = min(MAX_ROWS, next_power_of_2(len(gate_up)))
         tile = (1, next_power_of_2(out.shape[1])) if format.kind == "token" else (rows, TILE // rows)
-        _launch(gate_up, squares, eps, out, rows_argument(scales, format, gate_up.dtype, tile[1]), tile)
+        fp8 = rows_argument(scales, format, gate_up.dtype, tile[1])
+        _launch(gate_up, squares, eps, out, fp8, tile, activation)
         return out, scales
 
-    def fake(self, gate_up, squares, eps, format):
+    def fake(self, gate_up, squares, eps, format, activation="silu"):
         return empty_rows(gate_up, gate_up.shape[0], gate_up.shape[1] // 2, format)
 
 
@@ -166,6 +201,7 @@ def _launch(
     out: torch.Tensor,
     fp8: Fp8Rows | None,
     tile: tuple[int, int],
+    activation: str,
 ) -> None:
     """Write silu_mul of checked arguments into ``out``. tile: rows and columns of a program's."""
     if out.numel() == 0:
@@ -177,9 +213,10 @@ def _launch(
 
     def constants() -> dict[str, Any]:
         warps = max(4, min(16, rows * block // 512))
-        return {"ROWS": rows, "BLOCK": block, "SQUARES": parts, "num_warps": warps, **launch_options(caps)}
+        sizes = {"ROWS": rows, "BLOCK": block, "SQUARES": parts, "ACTIVATION": activation}
+        return {**sizes, "num_warps": warps, **launch_options(caps)}
 
-    launch = launch_on(out.device, silu_mul_kernel, (rows, block, parts), constants)
+    launch = launch_on(out.device, silu_mul_kernel, (rows, block, parts, activation), constants)
     squares = gate_up if squares is None else squares
     launch(cdiv(N, block) * cdiv(M, rows), gate_up, gate_up.stride(0), squares, eps, out, M, N, fp8)
 

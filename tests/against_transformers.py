@@ -65,7 +65,7 @@ FAMILIES = {
     "qwen2-moe-mixed": {"family": "Qwen2Moe", **EXPERTS, **SHARED_SPARSE},
     "mixtral": {"family": "Mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "seed-oss-no-bias": {"family": "SeedOss", "attention_bias": False},
-    "olmo2": {"family": "Olmo2", "head_dim": 8, "kv_heads": 4},
+    "olmo2": {"family": "Olmo2", "kv_heads": 4},
     "olmo3": {"family": "Olmo3", **ALTERNATING, "rope_parameters": YARN_OF_TYPES},
     "granite": {"family": "Granite", **GRANITE, "tied": True},
     "gemma2": {
@@ -92,6 +92,13 @@ FAMILIES = {
     "glm4": {
         "family": "Glm4",
         "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+    },
+    "gemma3-plain-scale": {
+        "family": "Gemma3Text",
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": ROPE_OF_TYPES,
+        "tied": True,
     },
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
 }

@@ -102,9 +102,12 @@ def test_experts_in_groups_of_ranks_agree_with_transformers(make_checkpoint, pla
 # One layer, which has the window where there is one.
 ONE_LAYER = {
     "qwen2.5-window": {"num_hidden_layers": 1, "max_window_layers": 0},
-    "qwen3-window": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
     "smollm3": {"num_hidden_layers": 1, "no_rope_layers": [0]},
     "smollm3-window": {"num_hidden_layers": 1, "no_rope_layer_interval": 1},
+    **{
+        name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+        for name in ("qwen3-window", "olmo3", "gemma2", "gemma3")
+    },
 }
 # A shared expert over kernels: tests/layers/test_moe.py.
 KERNELS_SAMPLE = [
@@ -113,7 +116,7 @@ KERNELS_SAMPLE = [
     ("smollm3-window", 2, "gemm_ar", True),
 ]  # fmt: skip
 # Families with options that weft's kernels lack.
-UNFUSED = {"olmo2", "olmo3", "granite", "gemma2", "gemma3", "glm4"}
+UNFUSED = {"gemma2"}
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)

@@ -313,6 +313,8 @@ class Decoder(nn.Module):
         if self.config.lacking and self.mode != "reference":
             lacking = ", ".join(self.config.lacking)
             plan = replace(plan, reason=f"{plan.reason}; unfused: weft's kernels do not compute {lacking}")
+        if self.config.block.residual_scale is not None:  # of whole sums
+            plan = plan.of_single_layers()
         quantization = self.config.quantization
         if quantization is None or not quantization.format.static_inputs:
             return plan

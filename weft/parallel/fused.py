@@ -23,7 +23,6 @@ from weft.parallel.plain import (
     attend_to_chunk,
     attend_to_prompts,
     attend_to_sequences,
-    output,
     scaled,
 )
 from weft.parallel.plain import silu_mul as plain_silu_mul
@@ -47,7 +46,6 @@ from weft.runtime.arithmetic import cdiv
 if TYPE_CHECKING:
     from weft.parallel.step import Step
 
-__all__ = ["output"]  # of the recipes: without the options that these kernels lack it returns its rows
 NAME, FUSED = "fused", True
 # Cached tokens whose keys and values are copied out of their pages at a time: for 4 KV heads of 128 134 MB.
 CACHED_AT_ONCE = 65536
@@ -59,14 +57,23 @@ def embed(tokens: Tensor, table: VocabWeights) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, norm: NormWeights, weight: Matrix | None = None
+    x: Tensor, residual: Tensor | None, norm: NormWeights | None, weight: Matrix | None = None
 ) -> tuple[Tensor | Fp8, Tensor]:
     """(normed, hidden): hidden = x + residual, normed = RMSNorm(hidden). No residual is one of zeros.
 
+    Without a norm normed is hidden, by torch's addition.
     weight  of the GEMM that takes the normed rows, in the form that it asks for; None: of 16 bits
     """
+    if norm is None:
+        hidden = x if residual is None else x + residual
+        return hidden, hidden
     residual = torch.zeros_like(x) if residual is None else residual
     return ops.add_rms_norm(x, residual, norm.weight, norm.eps, fp8=rows_for(weight, x.dtype))
+
+
+def output(x: Tensor, norm: NormWeights | None, scale: float | None) -> Tensor:
+    """Rows that attention or MLP give, as they are added to the residual: normed, then scaled, a launch each."""
+    return scaled(x if norm is None else add_norm(x, None, norm)[0], scale)
 
 
 def matmul_split(x: Tensor | DeferredNorm, weight: Matrix) -> Tensor | SplitK | DeferredNorm:
@@ -79,6 +86,10 @@ def project(x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights, step: Step) -> 
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
     # cuDNN, and a prefill over a spread cache, take the values as they are.
     whole = step.by_cudnn(w) or (step.spread is not None and step.is_prefill)
+    # A norm over all heads is computed before; and beside one in fp32 nothing but qkv says what 16 bits an fp8 cache is of.
+    rows = x.scaled if isinstance(x, DeferredNorm) else x
+    wide = w.q_norm is not None and w.q_norm.dtype == torch.float32 != rows.dtype
+    whole = whole or wide or w.norm_all_heads
     return ops.matmul(*gemm_operands(x, w.qkv)) if whole else matmul_split(x, w.qkv)
 
 
@@ -235,17 +246,18 @@ def pages_of(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | N
 
 def gated(x: Tensor | Fp8 | DeferredNorm, w: MLPWeights) -> Tensor | Fp8:
     """silu(x @ gate.T) * (x @ up.T), as ``w.down`` takes it. With many rows cuBLAS and silu_mul."""
+    if w.activation != "silu":
+        return silu_mul(ops.matmul(*gemm_operands(x, w.gate_up)), w.down, w.activation)
     rows, gate_up = gemm_operands(x, w.gate_up)
     dtype = (rows.scaled if isinstance(rows, DeferredNorm) else rows).dtype
     return ops.matmul_silu_mul(rows, gate_up, fp8=rows_for(w.down, dtype) if isinstance(gate_up, Fp8) else None)
 
 
 def silu_mul(gate_up: Tensor, down: Matrix | None = None, activation: str = "silu") -> Tensor | Fp8:
-    """silu(gate) * up, as the weight ``down`` takes it."""
-    assert activation == "silu"
+    """silu(gate) * up, or with another activation, as the weight ``down`` takes it."""
     format = rows_for(down, gate_up.dtype)
     wide = format is not None and format.kind == "token" and gate_up.shape[1] > 2 * MAX_TOKEN
-    return ops.silu_mul(gate_up, fp8=None if wide else format)
+    return ops.silu_mul(gate_up, fp8=None if wide else format, activation=activation)
 
 
 def route(x: Tensor, w: MoEWeights) -> ops.Routing:

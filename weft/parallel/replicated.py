@@ -47,6 +47,7 @@ Cache = tuple[Tensor, Tensor]
 class FusedNorm(Recipe):
     """Fused all-reduce + norm: seven launches a decoder layer.
 
+    With norms after attention and MLP these come with the all-reduce, and the next norm is a launch more.
     deferred_scale  the GEMM after a norm divides its accumulator by the rows' root mean squares, so that the programs of the
                     all-reduce need not wait for a whole row (weft.kernels.deferred_norm)
     """
@@ -58,27 +59,36 @@ class FusedNorm(Recipe):
 
     def decoder_layer(
         self,
-        x: PartialSum,
+        x: PartialSum | Tensor,
         residual: Tensor | None,
         w: LayerWeights,
         step: Step,
         cache: Cache,
         inputs: list[Tensor] | None = None,
-    ) -> tuple[PartialSum, Tensor]:
-        normed, residual = self.all_reduce_norm(x, residual, w.input_norm, w.attention.qkv)
+    ) -> tuple[PartialSum | Tensor, Tensor]:
+        normed, residual = self.add_norm(x, residual, w.input_norm, w.attention.qkv)
         if inputs is not None:
             inputs.append(residual)
         x, residual = self.attention(normed, w.attention, step, cache), w.attention.with_o_bias(residual)
+        x = self.output(x, w.attention_out_norm, w)
         # A router needs normed rows, and so do grouped GEMMs, which gather them.
         before_mlp = self.without_deferred_scale() if isinstance(w.mlp, MoEWeights) else self
-        normed, residual = before_mlp.all_reduce_norm(x, residual, w.post_norm, w.first_matrix)
+        normed, residual = before_mlp.add_norm(x, residual, w.post_norm, w.first_matrix)
         if isinstance(w.mlp, MoEWeights):
+            if w.mlp_out_norm is not None:
+                return self.output(self.moe(normed, w.mlp), w.mlp_out_norm, w), residual
             # matmul_route_schedule, grouped_matmul_silu_mul; the second GEMM comes with the next norm
             return PartialSum(fused.expert_rows(normed, w.mlp)), residual
-        return self.mlp(normed, w.mlp), residual
+        return self.output(self.mlp(normed, w.mlp), w.mlp_out_norm, w), residual
+
+    def output(self, x: PartialSum, norm: NormWeights | None, w: LayerWeights) -> PartialSum | Tensor:
+        """The summand; with a norm the normed sum over the ranks."""
+        assert w.residual_scale is None  # ``Replicated`` runs models with one
+        return x if norm is None else self.without_deferred_scale().all_reduce_norm(x, None, norm)[0]
 
     def attention(self, x: Tensor | DeferredNorm, w: AttentionWeights, step: Step, cache: Cache) -> PartialSum:
         qkv = fused.project(x, w, step)
+        qkv, w = norm_all_heads(qkv, w, lambda squares: ops.all_reduce(squares, self.team) / self.team.size)
         attended = fused.attend(qkv, w, step, cache)
         return PartialSum(fused.matmul_split(attended, w.o))
 
@@ -92,8 +102,9 @@ class FusedNorm(Recipe):
     def embed(self, tokens: Tensor, table: VocabWeights) -> PartialSum:
         return PartialSum(fused.embed(tokens, table))  # vocab_embedding
 
-    def hand_over(self, x: PartialSum, residual: Tensor, w: LayerWeights) -> Tensor:
-        _, hidden = self.all_reduce_norm(x, residual, w.post_norm)  # all_reduce_rms_norm; the normed rows are not used
+    def hand_over(self, x: PartialSum | Tensor, residual: Tensor, w: LayerWeights) -> Tensor:
+        # all_reduce_rms_norm or add_rms_norm; the normed rows are not used.
+        _, hidden = self.add_norm(x, residual, w.post_norm)
         return own_rows(hidden, self.team)
 
     def take_over(self, rows: Tensor, tokens: int) -> PartialSum:
@@ -103,12 +114,14 @@ class FusedNorm(Recipe):
         whole[first : first + len(rows)] = rows
         return PartialSum(whole[:tokens])
 
-    def last_norm(self, x: PartialSum, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None) -> Tensor:
+    def last_norm(
+        self, x: PartialSum | Tensor, residual: Tensor, norm: NormWeights, step: Step, rows: Tensor | None
+    ) -> Tensor:
         if rows is not None:
-            if isinstance(x.summand, ExpertRows):
+            if isinstance(x, PartialSum) and isinstance(x.summand, ExpertRows):
                 x = PartialSum(fused.summand_of(x.summand))
-            x, residual = x.rows(rows), residual[rows]
-        normed, _ = self.all_reduce_norm(x, residual, norm)
+            x, residual = x.rows(rows) if isinstance(x, PartialSum) else x[rows], residual[rows]
+        normed, _ = self.add_norm(x, residual, norm)
         return normed
 
     def of_single_layers(self) -> Replicated:
@@ -120,6 +133,16 @@ class FusedNorm(Recipe):
     def of_head(self, rows: int) -> FusedNorm:
         # No kernel would divide logits by root mean squares.
         return self if gemm_divides(rows) else self.without_deferred_scale()
+
+    def add_norm(
+        self, x: PartialSum | Tensor, residual: Tensor | None, norm: NormWeights | None, weight: Matrix | None = None
+    ) -> tuple[Tensor | Fp8 | DeferredNorm, Tensor]:
+        """``all_reduce_norm``, also of rows that are whole, and without a norm."""
+        if not isinstance(x, PartialSum):
+            return fused.add_norm(x, residual, norm, weight)
+        if norm is None:
+            return fused.add_norm(ops.all_reduce(tensor_of(x), self.team), residual, None)
+        return self.all_reduce_norm(x, residual, norm, weight)
 
     def all_reduce_norm(
         self, x: PartialSum, residual: Tensor | None, norm: NormWeights, weight: Matrix | None = None

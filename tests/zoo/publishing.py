@@ -379,8 +379,8 @@ def signal_overtakes_descriptor_reduction(team, bug):
 def write_alone(data, wanted, out, team, N: tl.constexpr, BUG: tl.constexpr):
     """The first rank that sees no other one in the section writes rank 0's rows; the rest leave.
 
-    BUG  each announces itself in its own flag, then looks at the other's: both may look before either announcement arrives. Else
-         both swap one word, whose order is total
+    BUG  each announces itself in its own flag, then looks at the other's: both may look before either flag arrives. Else both
+         swap one word, whose order is total
     """
     me, at = wl.rank(team), tl.arange(0, N)
     if BUG:
@@ -394,7 +394,7 @@ def write_alone(data, wanted, out, team, N: tl.constexpr, BUG: tl.constexpr):
 
 
 @exhibit(
-    "race", "data", "two ranks enter a section, since each looks at the other's flag before that flag arrives (store buffering)",
+    "race", "data", "two ranks enter a section: each looks at the other's flag before that flag arrives (store buffering)",
     write_alone,
 )  # fmt: skip
 def section_by_two_flags(team, bug):

@@ -1,9 +1,8 @@
 """Generate helion's one-shot all-reduce as Triton code, without a GPU.
 
-    python helion_generate.py FOLDER RANKS        with the package helion and examples/distributed/all_reduce.py of its repository as
-                                                  FOLDER/helion/examples/all_reduce.py
+    python helion_generate.py FOLDER RANKS
 
-Writes FOLDER/helion/generated/wRANKS_rRANK.py: helion makes the rank a constant of the code.
+It needs the package helion, and examples/distributed/all_reduce.py of its repository as FOLDER/helion/examples/all_reduce.py. Writes FOLDER/helion/generated/wRANKS_rRANK.py: helion makes the rank a constant of the code.
 """
 
 import importlib.util

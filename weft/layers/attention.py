@@ -48,6 +48,7 @@ class TPAttention(nn.Module):
     rotary   number of the step's table of angles, where it has several
     rotated, interleaved  as of ``rotary_order``, by which rows of q and k are read; None: all elements are rotated
     inputs   rows of hidden_size side by side in x: [T, inputs * hidden]; y is [T, hidden]
+    gated    q_proj has a gate beside each query head: o_proj takes attention times the sigmoid of its gate
     formats  of the weights; None: they are in `dtype`. Quantized ones have no gradients: RuntimeError
     context_parallel  the cache is spread over the ranks by pages (weft.parallel.context), so every rank has all KV heads
 
@@ -84,6 +85,7 @@ class TPAttention(nn.Module):
         rotated: int | None = None,
         interleaved: bool = False,
         inputs: int = 1,
+        gated: bool = False,
         context_parallel: bool = False,
         formats: Formats | None = None,
     ) -> None:
@@ -105,13 +107,18 @@ class TPAttention(nn.Module):
         # Query heads that attend to the same KV head here.
         self.group = min(self.num_heads, num_attention_heads // num_key_value_heads)
         q_rows = Rows.even("num_attention_heads", num_attention_heads * head_dim, team)
+        projected = Rows.even("num_attention_heads", 2 * q_rows.total, team) if gated else q_rows
         kv_rows = Rows(num_key_value_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
-        parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        parts = {"q_proj": projected, "k_proj": kv_rows, "v_proj": kv_rows}
         options = {"team": team, "dtype": dtype, "formats": formats}
         self.qkv_proj = ColumnParallelLinear(inputs * hidden_size, parts, bias=bias, **options)
         self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, bias=output_bias, **options)
         self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
-        self.norm_all_heads = norm_all_heads
+        self.norm_all_heads, self.gated = norm_all_heads, gated
+        if gated and (bias or formats is not None or norm_all_heads):
+            raise ValueError(
+                "gated attention with biases, quantized weights or norms over all heads: weft does not run it; leave these out"
+            )
         self.sinks = empty_parameter(self.num_heads, team=team, dtype=dtype) if sinks else None
         self.order = rotary_order(head_dim, head_dim if rotated is None else rotated, interleaved)
         if self.order is not None and not takes_order(self.qkv_proj, head_dim):
@@ -149,6 +156,11 @@ class TPAttention(nn.Module):
                 heads = torch.arange(0, len(shards[name].target), self.head_dim)[:, None]
                 order = (heads + self.order).flatten().to(self.team.device)
                 shards[name] = replace(shards[name], order=order)
+        if self.gated:  # in a checkpoint a head's query and gate take turns
+            rows = torch.arange(2 * self.num_heads * self.head_dim).view(self.num_heads, 2, self.head_dim)
+            queries = rows[:, 0] if self.order is None else rows[:, 0, self.order]
+            order = torch.cat((queries.flatten(), rows[:, 1].flatten())).to(self.team.device)
+            shards["q_proj.weight"] = replace(shards["q_proj.weight"], order=order)
         if self.sinks is not None:
             first, total = self.team.rank * self.num_heads, self.team.size * self.num_heads
             shards["sinks"] = Shard(target=self.sinks.data, shape=(total,), start=first)
@@ -160,7 +172,7 @@ class TPAttention(nn.Module):
         return AttentionWeights(
             self.qkv_proj.matrix, self.o_proj.matrix, q_norm, k_norm, self.eps,
             self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window, self.scale, self.softcap,
-            self.o_proj.bias, self.rotary, self.sinks, self.norm_all_heads,
+            self.o_proj.bias, self.rotary, self.sinks, self.norm_all_heads, self.gated,
         )  # fmt: skip
 
     def forward(

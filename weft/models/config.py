@@ -13,7 +13,7 @@ from weft.errors import CheckpointError
 from weft.models import generation
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, published
-from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family, number_of
+from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family, LinearAttentionOptions, number_of
 from weft.models.multimodal import text_config
 from weft.models.quantization import Quantization, modelopt_file
 from weft.parallel.rotary import Rotary
@@ -148,6 +148,7 @@ class DecoderConfig:
     window_rotary: Rotary | None = None
     block: BlockOptions = BlockOptions()
     experts: ExpertOptions | None = None
+    linear_attention: LinearAttentionOptions | None = None
     quantization: Quantization | None = None
 
     @property
@@ -170,7 +171,8 @@ class DecoderConfig:
     def lacking(self) -> tuple[str, ...]:
         """Options of the model that weft's kernels do not compute: torch's operations do."""
         of_experts = () if self.experts is None else self.experts.lacking
-        return (*self.attention.lacking, *self.block.lacking, *of_experts)
+        of_linear = () if self.linear_attention is None else self.linear_attention.lacking
+        return (*self.attention.lacking, *self.block.lacking, *of_experts, *of_linear)
 
     def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
         """Bytes of the matrices of consecutive layers, in `dtype` where they are not quantized."""
@@ -191,8 +193,11 @@ class DecoderConfig:
 
         The embedding counts with the first layer, the head with the last.
         """
-        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        gates = self.num_attention_heads if self.attention.gated else 0
+        attention = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads + gates)
         columns = len(layers) * (attention + 3 * self.intermediate_size)
+        if (linear := self.linear_attention) is not None:
+            columns += sum(linear.layers[layer] for layer in layers) * (linear.parameters - attention)
         if self.experts is not None:
             mixtures = sum(self.experts.in_layer(layer) for layer in layers)
             of_experts = self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
@@ -309,6 +314,7 @@ class DecoderConfig:
             attention=family.attention(filled),
             block=family.block(filled),
             experts=family.experts(filled),
+            linear_attention=family.linear_attention(filled),
             quantization=quantization,
         )
 

@@ -16,6 +16,7 @@ from torch import nn
 from weft.arguments import quoted
 from weft.kernels.fp8 import E4M3, check_e4m3
 from weft.layers import TPMLP, MoE, TPAttention
+from weft.layers.delta_net import TPGatedDeltaNet
 from weft.layers.moe import Layout, check_layout
 from weft.layers.norm import RMSNorm
 from weft.models.cache_scales import read_scale, scale_names
@@ -26,7 +27,10 @@ from weft.models.memory import check_memory
 from weft.models.mtp_layouts import is_of_head
 from weft.models.stacked_experts import as_stored
 from weft.ops.attention.qk_norm_rope import check_head_dim
+from weft.ops.linear_attention.delta_rule import DeltaSizes
+from weft.parallel.delta_net import DeltaStates
 from weft.parallel.modes import Mode, mode_named
+from weft.parallel.quantized import Formats
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under
@@ -34,12 +38,13 @@ from weft.parallel.step import PagedCache, Step
 from weft.parallel.step_plan import plan_step
 from weft.parallel.tensors import LayerWeights, NormWeights, tensor_of
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from weft.runtime.copying import upload
 from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-DEFAULT_PAGE_SIZE = 64
+DEFAULT_PAGE_SIZE, DEFAULT_SLOTS = 64, 64
 # Of a layer, in WeightNames and in LayerWeights.
 NORMS = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm")
 logger = logger_of(__name__)
@@ -83,36 +88,30 @@ class DecoderLayer(nn.Module):
         self.attention_out_norm, self.mlp_out_norm = (
             _norm(config, team, dtype) if block.norms_after else None for _ in range(2)
         )
-        rotary = config.rotary_of(index)
-        self.self_attn = TPAttention(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            inputs=config.attention.inputs,
-            qk_norm=config.attention.qk_norm,
-            norm_all_heads=config.attention.norm_all_heads,
-            one_plus_norms=block.one_plus_norms,
-            bias=config.attention.bias,
-            output_bias=config.attention.output_bias,
-            window=config.attention.window(index),
-            scale=config.attention.scale,
-            softcap=config.attention.softcap,
-            sinks=config.attention.sinks,
-            rotated=None if rotary is None else rotary.elements(config.head_dim),
-            interleaved=config.attention.interleaved and rotary is not None,
-            rotary=config.rotaries.index(rotary),
-            team=team,
-            mode=mode,
-            dtype=dtype,
-            context_parallel=context_parallel,
-            formats=attention,
-        )
+        linear = config.linear_attention
+        self.self_attn = self.linear_attn = None
+        if linear is not None and linear.layers[index]:
+            self.linear_attn = TPGatedDeltaNet(
+                hidden_size=config.hidden_size,
+                whole=DeltaSizes(linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim),
+                taps=linear.taps,
+                rms_norm_eps=config.rms_norm_eps,
+                joined=linear.joined,
+                team=team,
+                dtype=dtype,
+            )
+        else:
+            self.self_attn = _attention(config, index, team, mode, dtype, context_parallel, attention)
         self.mlp = _feed_forward(config, index, layout, team=team, mode=mode, dtype=dtype, formats=mlp)
 
+    @property
+    def mixer(self) -> TPAttention | TPGatedDeltaNet:
+        """The layer's attention, of either kind."""
+        return self.self_attn if self.linear_attn is None else self.linear_attn
+
     def shards(self) -> dict[str, Shard]:
-        shards = under(self.names.attention, self.self_attn.shards()) | under(self.names.mlp, self.mlp.shards())
+        name = self.names.attention if self.linear_attn is None else self.names.linear_attention
+        shards = under(name, self.mixer.shards()) | under(self.names.mlp, self.mlp.shards())
         for name in NORMS:
             norm = getattr(self, name)
             shards |= {} if norm is None else under(getattr(self.names, name), norm.shards())
@@ -122,7 +121,7 @@ class DecoderLayer(nn.Module):
     def weights(self) -> LayerWeights:
         norms = {name: getattr(self, name) for name in NORMS}
         return LayerWeights(
-            attention=self.self_attn.weights,
+            attention=self.mixer.weights,
             mlp=self.mlp.weights,
             **{name: None if norm is None else NormWeights.of(norm) for name, norm in norms.items()},
             residual_scale=self.block.residual_scale,
@@ -187,6 +186,9 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"context_parallel=True: mode={mode!r} keeps the cache split by heads; choose another mode"
             )
+        if config.linear_attention is not None and (self.context_parallel or config.quantization is not None):
+            asked = "context_parallel=True" if self.context_parallel else "quantized weights"
+            raise ValueError(f"{asked}: weft does not run it in models with gated delta nets; leave it out")
         self.cache_dtype = E4M3 if kv_cache_dtype == "fp8" else dtype
         self.cache_scales: torch.Tensor | None = None  # [layers, 2] of a checkpoint
         # Local work runs in weft's kernels, not in torch's: the same for passes of any length.
@@ -321,20 +323,35 @@ class Decoder(nn.Module):
         # A static scale is of normed rows.
         return replace(plan, recipe=plan.recipe.without_deferred_scale())
 
-    def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE) -> PagedCache:
-        kv_heads = self.layers[0].self_attn.num_kv_heads
-        sizes = (len(self.layers), pages, kv_heads, page_size, self.config.head_dim)
-        return PagedCache(*sizes, dtype=self.cache_dtype, device=self.team.device, scales=self.cache_scales)
+    def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE, slots: int = DEFAULT_SLOTS) -> PagedCache:
+        """Cache of these pages; slots: of sequences' states, in models with gated delta nets."""
+        where = {"device": self.team.device}
+        sizes = (len(self.attentions), pages, self.attentions[0].num_kv_heads, page_size, self.config.head_dim)
+        states = None
+        if nets := [layer.linear_attn for layer in self.layers if layer.linear_attn is not None]:
+            has_state = [layer.linear_attn is not None for layer in self.layers]
+            states = DeltaStates(has_state, slots, nets[0].sizes, nets[0].conv1d.shape[1], dtype=self.dtype, **where)
+        return PagedCache(*sizes, dtype=self.cache_dtype, scales=self.cache_scales, states=states, **where)
+
+    @property
+    def attentions(self) -> list[TPAttention]:
+        """Attentions of the layers that have keys and values."""
+        return [layer.self_attn for layer in self.layers if layer.self_attn is not None]
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers have a state in place of keys and values."""
+        return self.config.linear_attention is not None
 
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
-        return self.layers[0].self_attn.group
+        return self.attentions[0].group
 
     @property
     def window(self) -> int | None:
         """Most tokens that a token attends to in any layer; None: all before it."""
-        windows = [layer.self_attn.window for layer in self.layers]
+        windows = [attention.window for attention in self.attentions]
         return None if None in windows else max(windows)
 
     @property
@@ -346,28 +363,47 @@ class Decoder(nn.Module):
 
         Made on the device from values there, so it may be captured in a CUDA graph.
         """
-        kv_heads = self.layers[0].self_attn.num_kv_heads
+        kv_heads = self.attentions[0].num_kv_heads
         plan = self.plan(len(positions))
-        return Step.decode(positions, pages, page_size, self.angles, plan, kv_heads, self._spread_over)
+        step = Step.decode(positions, pages, page_size, self.angles, plan, kv_heads, self._spread_over)
+        return self._with_states(step, len(positions))
 
     def verify_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
         """Several new tokens of each sequence, at positions[B, n] int64 that follow each other; -1: padding.
 
         A token attends to earlier tokens of its row, too. pages and captures as of `decode_step`.
         """
-        kv_heads, (_, queries) = self.layers[0].self_attn.num_kv_heads, positions.shape
+        if self.has_states:
+            raise ValueError("weft does not verify drafts of models with gated delta nets; leave out speculative")
+        kv_heads, (_, queries) = self.attentions[0].num_kv_heads, positions.shape
         plan = self.plan(positions.numel())
         places = positions.flatten(), pages, page_size, self.angles, plan, kv_heads, self._spread_over
         return Step.decode(*places, queries=queries)
 
     def prefill_step(
-        self, spans: Sequence[tuple[int, int]], pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE
+        self,
+        spans: Sequence[tuple[int, int]],
+        pages: torch.Tensor,
+        page_size: int = DEFAULT_PAGE_SIZE,
+        slots: Sequence[int] | None = None,
     ) -> Step:
-        """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b]."""
+        """Sequence b goes on by `length` tokens after `before` cached ones, (before, length) = spans[b].
+
+        slots  of the sequences' states, in models with gated delta nets; None: sequence b has slot b, as in `decode_step`
+        """
         tokens = sum(length for _, length in spans)
         plan = self.plan(tokens)
         spread_over = None if self._spread_over is None else (self._spread_over, self.window)
-        return Step.prefill(spans, pages, page_size, self.angles, plan, self.group, self.dtype, spread_over)
+        step = Step.prefill(spans, pages, page_size, self.angles, plan, self.group, self.dtype, spread_over)
+        return self._with_states(step, len(spans), slots)
+
+    def _with_states(self, step: Step, sequences: int, slots: Sequence[int] | None = None) -> Step:
+        """The step, with the slots of its sequences' states."""
+        if not self.has_states:
+            return step
+        if slots is None:
+            return replace(step, state_slots=torch.arange(sequences, dtype=torch.int32, device=self.team.device))
+        return replace(step, state_slots=upload(torch.tensor(slots, dtype=torch.int32), self.team.device))
 
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None
@@ -410,7 +446,7 @@ class Decoder(nn.Module):
         recipe, residual = step.plan.recipe, None
         if step.is_prefill and step.spread is not None:
             caches = [cache.layer(index) for index in range(len(self.layers))]
-            step = replace(step, spread=step.spread.ahead_of(self.layers[0].self_attn.weights, caches))
+            step = replace(step, spread=step.spread.ahead_of(self.attentions[0].weights, caches))
         x = recipe.embed(given, self.embed_tokens.weights) if self.is_first else recipe.take_over(given, step.tokens)
         tapped: list[Any] = []
         for index, layer in enumerate(self.layers):
@@ -434,6 +470,45 @@ def check_cache_dtype(dtype: torch.dtype, team: Team) -> None:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _attention(
+    config: DecoderConfig,
+    index: int,
+    team: Team,
+    mode: Mode,
+    dtype: torch.dtype,
+    context_parallel: bool,
+    formats: Formats | None,
+) -> TPAttention:
+    """Attention of a layer."""
+    rotary = config.rotary_of(index)
+    return TPAttention(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        inputs=config.attention.inputs,
+        qk_norm=config.attention.qk_norm,
+        norm_all_heads=config.attention.norm_all_heads,
+        one_plus_norms=config.block.one_plus_norms,
+        bias=config.attention.bias,
+        output_bias=config.attention.output_bias,
+        window=config.attention.window(index),
+        scale=config.attention.scale,
+        softcap=config.attention.softcap,
+        sinks=config.attention.sinks,
+        rotated=None if rotary is None else rotary.elements(config.head_dim),
+        interleaved=config.attention.interleaved and rotary is not None,
+        rotary=config.rotaries.index(rotary),
+        team=team,
+        mode=mode,
+        dtype=dtype,
+        gated=config.attention.gated,
+        context_parallel=context_parallel,
+        formats=formats,
+    )
 
 
 def _norm(config: DecoderConfig, team: Team, dtype: torch.dtype) -> RMSNorm:

@@ -23,6 +23,7 @@ from weft.models.qwen2 import QWEN2
 from weft.models.qwen2_moe import QWEN2_MOE
 from weft.models.qwen3 import QWEN3
 from weft.models.qwen3_moe import QWEN3_MOE
+from weft.models.qwen3_next import QWEN3_NEXT
 from weft.models.seed_oss import SEED_OSS
 from weft.models.smollm3 import SMOLLM3
 
@@ -31,7 +32,7 @@ FAMILIES = {
     for family in (
         *(QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS),
         *(OLMO2, OLMO3, GEMMA2, GEMMA3_TEXT, GRANITE),
-        *(SMOLLM3, PHI3, GLM4),
+        *(SMOLLM3, PHI3, GLM4, QWEN3_NEXT),
     )
 }
 """model_type -> the tables of its family."""

@@ -28,6 +28,7 @@ class AttentionOptions:
     interleaved  rotary embedding pairs neighbours 2i and 2i + 1, not the halves of a head
     rotated  by layer, and repeated for more layers: False where there is no rotary embedding
     inputs   rows of hidden_size side by side that q_proj, k_proj and v_proj take
+    gated    q_proj gives a gate beside each query head, and attention times its sigmoid goes into o_proj
     """
 
     qk_norm: bool = False
@@ -41,6 +42,7 @@ class AttentionOptions:
     interleaved: bool = False
     rotated: tuple[bool, ...] = (True,)
     inputs: int = 1
+    gated: bool = False
 
     def window(self, layer: int) -> int | None:
         """Window of a layer."""
@@ -57,6 +59,7 @@ class AttentionOptions:
         asked = {
             "softcap": self.softcap is not None,
             "sinks": self.sinks,
+            "gated attention": self.gated,
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -87,6 +90,36 @@ class BlockOptions:
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute."""
         return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionOptions:
+    """Gated delta nets in place of attention in some layers.
+
+    key_heads, value_heads, key_dim, value_dim  of the rule (docs/linear-attention.md); taps: of the convolution
+    layers  by layer: True where there is such a layer, else attention
+    joined  in_proj_qkvz and in_proj_ba hold the rows of a key head together, else in_proj_qkv, in_proj_z, _b and _a have
+            the rows of all heads one after another
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    layers: tuple[bool, ...]
+    joined: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of a layer's matrices, over the hidden size."""
+        values = self.value_heads * self.value_dim
+        return 2 * self.key_heads * self.key_dim + 3 * values + 2 * self.value_heads
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Options here that weft's kernels do not compute."""
+        return ("gated delta nets",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +197,7 @@ class WeightNames:
     layers: str = "model.layers"
     input_norm: str = "input_layernorm"
     attention: str = "self_attn"
+    linear_attention: str = "linear_attn"
     post_norm: str = "post_attention_layernorm"
     attention_out_norm: str = "post_attention_layernorm"
     mlp_out_norm: str = "post_feedforward_layernorm"
@@ -183,6 +217,11 @@ def plain_attention(content: Content) -> AttentionOptions:
 
 def no_experts(content: Content) -> ExpertOptions | None:
     """An MLP in every layer."""
+    return None
+
+
+def no_linear_attention(content: Content) -> LinearAttentionOptions | None:
+    """Attention in every layer."""
     return None
 
 
@@ -218,7 +257,8 @@ class Family:
                   Where it gives some, rope_parameters of the rest may stand under "full_attention"
     block         options of the rest of a layer and of both ends, with the same errors
     experts       the mixture of experts in a config.json, with the same errors; None: MLPs
-    reads         keys that `attention`, `block` and `experts` read
+    linear_attention  layers that have a state in place of keys and values, with the same errors; None: no layer has
+    reads         keys that these functions read
     supported     keys that may have these values and no other ones, beside the keys of all families
     without_effect  keys of published files that transformers' class does not read, of any value
     """
@@ -232,6 +272,7 @@ class Family:
     window_rope: Callable[[Content], Content | None] = same_rope
     block: Callable[[Content], BlockOptions] = plain_block
     experts: Callable[[Content], ExpertOptions | None] = no_experts
+    linear_attention: Callable[[Content], LinearAttentionOptions | None] = no_linear_attention
     reads: tuple[str, ...] = ()
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()

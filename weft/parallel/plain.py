@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.ops.moe.routing import ClampedSwiGLU, Routing
+from weft.parallel.delta_net import delta_net
 from weft.parallel.quantized import expert_of, linear
 from weft.parallel.rotary import apply_rotary, table_of
 from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     PLAIN_SCORES,
     AttentionWeights,
+    DeltaWeights,
     Gating,
     Matrix,
     MLPWeights,
@@ -103,6 +105,13 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
 
     cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale); None for ``Sequences``
     """
+    if isinstance(w, DeltaWeights):
+        return delta_net(qkv, w, step, cache)
+    if w.gated:
+        heads, keys = w.heads * w.head_dim, w.kv_heads * w.head_dim
+        q, gate, keys_and_values = qkv.split([heads, heads, 2 * keys], dim=-1)
+        qkv = torch.cat((q, keys_and_values), dim=-1)
+        return attend(qkv, w._replace(gated=False), step, cache) * gate.sigmoid()
     if isinstance(step, Sequences):
         return attend_to_sequences(qkv, w, step)
     keys, values, *scales = cache

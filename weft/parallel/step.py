@@ -12,6 +12,7 @@ import torch
 from weft import ops
 from weft.kernels.block_cyclic import local_slots, slots_in
 from weft.parallel.context import GatheredLayout, SpreadPages
+from weft.parallel.delta_net import DeltaStates
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import Angles
 from weft.parallel.tensors import AttentionWeights
@@ -28,7 +29,7 @@ class PagedCache:
     """Paged keys and values of all layers: data[layers, 2, pages, kv_heads_local, page_size, head_dim].
 
     A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is reserved for padding:
-    unfused layers write it there. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
+    unfused layers write it there. Layers with states have no pages: `layers` counts the rest. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
     scales[layers, 2], fp32, which are 1 unless given. ValueError for a page size that is not a power of two from 16 to 256.
     """
 
@@ -43,6 +44,7 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         scales: torch.Tensor | None = None,
+        states: DeltaStates | None = None,
     ) -> None:
         check_page_size(page_size)
         # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
@@ -50,14 +52,21 @@ class PagedCache:
         self.scales = None
         if dtype.itemsize == 1:
             self.scales = torch.ones(layers, 2, device=device) if scales is None else scales
-        self.page_size = page_size
+        self.page_size, self.states = page_size, states
 
     @property
     def pages(self) -> int:
         return self.data.shape[2]
 
     def layer(self, index: int) -> tuple[torch.Tensor, ...]:
-        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer; in fp8 their scales [1]."""
+        """keys, values [pages, kv_heads_local, page_size, head_dim] of one layer; in fp8 their scales [1].
+
+        Or the states of a layer that has states (``DeltaStates.layer``).
+        """
+        if self.states is not None:
+            if (states := self.states.layer(index)) is not None:
+                return states
+            index = self.states.number[index]
         pages = self.data[index, 0], self.data[index, 1]
         return pages if self.scales is None else (*pages, self.scales[index, :1], self.scales[index, 1:])
 
@@ -101,6 +110,7 @@ class Step:
     chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
     spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
     spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads
+    state_slots  [B] int32: slots of the sequences' states; None: no layer has any
     plan       the recipe, and why
     """
 
@@ -116,6 +126,7 @@ class Step:
     spans: ops.PrefillSpans | None = None
     spread: SpreadPages | None = None
     queries: int = 1
+    state_slots: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:

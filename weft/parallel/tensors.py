@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8
+from weft.ops.linear_attention.delta_rule import DeltaSizes
 from weft.ops.moe.routing import ClampedSwiGLU, Experts, Gating, Routing, Schedule
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class AttentionWeights(NamedTuple):
     window, scale, softcap, sinks  as of ``Scores``
     o_bias          [H], added to the sum over the ranks; None: there is none
     rotary          number of the step's table of angles
+    gated           rows of gates [heads * head_dim] lie between those of q and of k
     """
 
     qkv: Matrix
@@ -139,6 +141,7 @@ class AttentionWeights(NamedTuple):
     rotary: int = 0
     sinks: Tensor | None = None
     norm_all_heads: bool = False
+    gated: bool = False
 
     @property
     def scores(self) -> Scores:
@@ -147,6 +150,28 @@ class AttentionWeights(NamedTuple):
     def with_o_bias(self, y: Tensor) -> Tensor:
         """Rows [M, H] of the sum over the ranks, with the bias."""
         return y if self.o_bias is None else y + self.o_bias
+
+
+class DeltaWeights(NamedTuple):
+    """One rank's heads of a gated delta net: qkv [columns of q, k, v, of the gate z, of b and a, H], o [H, value heads * V].
+
+    conv           [columns of q, k and v, taps]
+    A_log, dt_bias [value heads] fp32
+    norm           of each head's values, times silu(z)
+    """
+
+    qkv: Matrix
+    o: Matrix
+    conv: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: NormWeights
+    sizes: DeltaSizes
+
+    norm_all_heads = False
+
+    def with_o_bias(self, y: Tensor) -> Tensor:
+        return y
 
 
 class MLPWeights(NamedTuple):
@@ -210,7 +235,7 @@ class LayerWeights(NamedTuple):
     """
 
     input_norm: NormWeights | None
-    attention: AttentionWeights
+    attention: AttentionWeights | DeltaWeights
     post_norm: NormWeights | None
     mlp: MLPWeights | MoEWeights
     attention_out_norm: NormWeights | None = None

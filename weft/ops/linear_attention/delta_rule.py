@@ -7,6 +7,7 @@ q and k are divided by their lengths (L2, epsilon 1e-6); g = -exp(A_log) * softp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -131,15 +132,20 @@ class Recurrence(NamedTuple):
         decay = (-gates.A_log.exp() * softplus).exp()
         return cls(q, k, v.unflatten(1, (sizes.value_heads, sizes.V)), decay, gates.b.sigmoid())
 
+    def steps(self, state: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(out, state) after each token; of several sequences where there are dimensions after that of tokens."""
+        for q, k, v, decay, beta in zip(*self, strict=True):
+            state = state * decay[..., None, None]
+            delta = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
+            state = state + k[..., None] * delta[..., None, :]
+            yield (state * q[..., None]).sum(-2), state
+
     def run(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [T, value heads, V], states [T, value heads, K, V] after tokens) of one sequence."""
         outs, states = [], []
-        for q, k, v, decay, beta in zip(*self, strict=True):
-            state = state * decay[:, None, None]
-            delta = (v - (state * k[:, :, None]).sum(1)) * beta[:, None]
-            state = state + k[:, :, None] * delta[:, None]
-            outs.append((state * q[:, :, None]).sum(1))
-            states.append(state)
+        for out, after in self.steps(state):
+            outs.append(out)
+            states.append(after)
         empty = self.v.new_empty
         return (
             torch.stack(outs) if outs else empty(self.v.shape),

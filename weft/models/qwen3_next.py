@@ -1,0 +1,128 @@
+"""Qwen3-Next: the tables of its family. Three of four layers are gated delta nets (docs/linear-attention.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
+from weft.models import qwen3_moe
+from weft.models.family import (
+    AttentionOptions,
+    BlockOptions,
+    Content,
+    ExpertOptions,
+    Family,
+    LinearAttentionOptions,
+    count_of,
+)
+
+LINEAR_KEYS = (
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "layer_types", "full_attention_interval",
+)  # fmt: skip
+LINEAR_DEFAULTS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+KINDS = ("full_attention", "linear_attention")
+
+
+def attention(content: Content) -> AttentionOptions:
+    return AttentionOptions(qk_norm=True, gated=True)
+
+
+def block(content: Content) -> BlockOptions:
+    return BlockOptions(one_plus_norms=True)
+
+
+def experts(content: Content) -> ExpertOptions:
+    shared = count_of(content, "shared_expert_intermediate_size")
+    content = {**content, "mlp_only_layers": content["mlp_only_layers"] or []}
+    return replace(qwen3_moe.experts(content), shared_intermediate_size=shared, shared_gate=True)
+
+
+def linear_attention(content: Content) -> LinearAttentionOptions:
+    key_heads, value_heads = (count_of(content, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads={value_heads} is not a multiple of linear_num_key_heads={key_heads}"
+        )
+    return LinearAttentionOptions(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=count_of(content, "linear_key_head_dim"),
+        value_dim=count_of(content, "linear_value_head_dim"),
+        taps=count_of(content, "linear_conv_kernel_dim"),
+        layers=linear_layers(content),
+    )
+
+
+def linear_layers(content: Content) -> tuple[bool, ...]:
+    """By layer: True for a gated delta net. Without layer_types every full_attention_interval-th layer has attention."""
+    layers, types = content["num_hidden_layers"], content.get("layer_types")
+    if types is None:
+        interval = count_of(content, "full_attention_interval")
+        types = [KINDS[(layer + 1) % interval != 0] for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or any(kind not in KINDS for kind in types):
+        raise CheckpointError(
+            f"config.json: layer_types={quoted(types)} is not a list of num_hidden_layers={layers}, each "
+            f"{' or '.join(map(repr, KINDS))}"
+        )
+    if KINDS[0] not in types:
+        raise CheckpointError(
+            "config.json: layer_types has no 'full_attention'; weft runs models with attention in a layer"
+        )
+    return tuple(kind == KINDS[1] for kind in types)
+
+
+QWEN3_NEXT = Family(
+    name="Qwen3-Next",
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    defaults={
+        **LINEAR_DEFAULTS,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    attention=attention,
+    block=block,
+    experts=experts,
+    linear_attention=linear_attention,
+    reads=(
+        *qwen3_moe.READS,
+        *LINEAR_KEYS,
+        "num_local_experts",
+        "shared_expert_intermediate_size",
+        "partial_rotary_factor",
+    ),
+    published={
+        "qwen3-next-80b-a3b": {
+            "model_type": "qwen3_next",
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "rope_theta": 1e7,
+            "max_position_embeddings": 262144,
+        },
+    },
+)

@@ -1,0 +1,107 @@
+"""Gated delta nets in torch's operations, and the states of their layers.
+
+A sequence's states are in a slot: the last rows that went into the convolution, and the rule's matrices in fp32.
+``Step.state_slots`` says which slots the sequences of a step have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.ops.linear_attention.delta_rule import DeltaSizes, Gates, Recurrence
+from weft.parallel.tensors import DeltaWeights
+
+if TYPE_CHECKING:
+    from weft.parallel.step import Step
+
+
+class DeltaStates:
+    """States of the layers that have one, by slot.
+
+    conv   [layers, slots, taps - 1, columns of q, k and v]; delta: fp32 [layers, slots, value heads, K, V]
+    number of a layer among those with a state, or among those with pages, by its index; has_state: which it is
+    """
+
+    def __init__(
+        self,
+        has_state: Sequence[bool],
+        slots: int,
+        sizes: DeltaSizes,
+        taps: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        layers = sum(has_state)
+        self.conv = torch.zeros(layers, slots, taps - 1, sizes.columns, dtype=dtype, device=device)
+        self.delta = torch.zeros(layers, slots, sizes.value_heads, sizes.K, sizes.V, device=device)
+        self.has_state = tuple(has_state)
+        self.number = tuple(sum(one == has for one in has_state[:index]) for index, has in enumerate(has_state))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a sequence's states."""
+        return (self.conv.nbytes + self.delta.nbytes) // self.conv.shape[1]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """conv and delta [slots, …] of a layer; None: it has pages."""
+        number = self.number[index]
+        return (self.conv[number], self.delta[number]) if self.has_state[index] else None
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the states of slots ``sources`` to slots ``targets`` [n] int64."""
+        for states in (self.conv, self.delta):
+            states.index_copy_(1, targets, states[:, sources])
+
+
+def delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
+    """Convolution, gated delta rule and gated norm: [T, value heads * V], for ``w.o``. Writes states in place.
+
+    projected  [T, columns], x @ w.qkv.T
+    """
+    heads, values = w.sizes.value_heads, w.sizes.value_heads * w.sizes.V
+    qkv, z, b, a = projected.split([w.sizes.columns, values, heads, heads], dim=1)
+    outs = []
+    if step.is_prefill:
+        for chunk in step.chunks:
+            rows = slice(chunk.first_token, chunk.first_token + chunk.batch * chunk.length)
+            slots = step.state_slots[chunk.first_sequence : chunk.first_sequence + chunk.batch].long()
+            before = torch.full((chunk.batch,), chunk.before, device=slots.device)
+            outs.append(_of_sequences(qkv[rows], a[rows], b[rows], w, cache, slots, before))
+    else:
+        outs.append(_of_sequences(qkv, a, b, w, cache, step.state_slots.long(), step.lengths - 1))
+    out = torch.cat(outs).view(-1, heads, w.sizes.V)
+    normed = F.rms_norm(out.float(), w.norm.weight.shape, None, w.norm.eps).to(out.dtype) * w.norm.weight
+    return (normed * F.silu(z.view(out.shape).float())).to(out.dtype).view(-1, values)
+
+
+def _of_sequences(
+    qkv: Tensor, a: Tensor, b: Tensor, w: DeltaWeights, cache: tuple[Tensor, Tensor], slots: Tensor, before: Tensor
+) -> Tensor:
+    """Convolution and rule of sequences of equal length, [n * length, value heads, V], rows by sequence.
+
+    before  tokens of each sequence before; -1: padding, of which states are kept
+    """
+    conv, delta = cache
+    count, dtype = len(slots), qkv.dtype
+    kept, states = conv[slots], delta[slots]
+    is_old, is_real = before > 0, before >= 0
+    x = torch.cat((torch.where(is_old[:, None, None], kept, 0), qkv.reshape(count, -1, qkv.shape[1])), dim=1)
+    conv[slots] = torch.where(is_real[:, None, None], x[:, x.shape[1] - kept.shape[1] :], kept)
+    mixed = F.silu(F.conv1d(x.transpose(1, 2), w.conv[:, None], groups=x.shape[2])).permute(
+        2, 0, 1
+    )  # [length, n, columns]
+    by_token = (one.view(count, -1, one.shape[1]).transpose(0, 1).reshape(len(one), -1).float() for one in (a, b))
+    whole = Recurrence.of(mixed.flatten(0, 1).float(), Gates(*by_token, w.A_log, w.dt_bias), w.sizes)
+    steps = Recurrence(*(one.unflatten(0, (-1, count)) for one in whole))
+    outs, state = [], torch.where(is_old[:, None, None, None], states, 0)
+    for out, after in steps.steps(state):
+        outs.append(out.to(dtype))
+        state = after
+    delta[slots] = torch.where(is_real[:, None, None, None], state, states)
+    return torch.stack(outs, dim=1).flatten(0, 1)

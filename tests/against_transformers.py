@@ -47,6 +47,16 @@ PHI = {
         "short_factor": [1.0, 1.2, 1.5, 2.0, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 6.0, 9.0, 9.0],
     },
 }  # fmt: skip
+# Value heads share key heads; states go over a chunk's end, and attention has a layer of its own kind between them.
+DELTA_NETS = {
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+SHARED_SPARSE_NEXT = {
+    **EXPERTS, **DELTA_NETS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False, "mlp_only_layers": [1],
+    "linear_num_value_heads": 8,
+}  # fmt: skip
 FAMILIES = {
     "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
     "llama-3-tied": {"family": "Llama", "rope_parameters": LLAMA3, "tied": True},
@@ -101,6 +111,8 @@ FAMILIES = {
         "tied": True,
     },
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
+    "qwen3-next": {"family": "Qwen3Next", **SHARED, **DELTA_NETS, "kv_heads": 2},
+    "qwen3-next-mixed": {"family": "Qwen3Next", **SHARED_SPARSE_NEXT, "layer_types": None, "num_hidden_layers": 4},
 }
 """Name -> arguments of make_checkpoint: what differs between families, once each."""
 

@@ -30,6 +30,8 @@ def checkpoint_of(make_checkpoint, name, world_size=1, **changes):
         changes |= {"num_attention_heads": 6, "num_key_value_heads": 6 if name == "llama-2" else 3}
         # transformers derives the number of LongRoPE's factors from hidden_size, whatever head_dim says.
         changes |= {"hidden_size": 96} if name.startswith("phi3") else {}
+        if "linear_num_key_heads" in FAMILIES[name]:
+            changes |= {"linear_num_key_heads": 6, "linear_num_value_heads": 12}
     return make_checkpoint(**FAMILIES[name] | changes)
 
 
@@ -59,6 +61,7 @@ SAMPLE = [
     ("olmo3", 4, "gemm_ar"), ("granite", 2, "ag_rs"), ("gemma2", 8, "gemm_ar"), ("gemma3", 3, "ag_rs"),
     ("smollm3", 2, "gemm_ar"), ("smollm3-window", 4, "ag_rs"), ("phi3", 3, "ag_rs"), ("phi3-long", 4, "gemm_ar"),
     ("glm4", 8, "ag_rs"),
+    ("qwen3-next", 2, "gemm_ar"), ("qwen3-next", 8, "torch"), ("qwen3-next-mixed", 4, "ag_rs"),
 ]  # fmt: skip
 
 # On one rank those that are not in the sample over ranks, and two that are.
@@ -325,6 +328,45 @@ def pairs_of_the_checkpoint_kept(model):
         rows.copy_(rows.unflatten(0, (-1, attention.head_dim))[:, attention.order.argsort()].flatten(0, 1))
 
 
+def delta_nets_of(model):
+    return [layer.linear_attn for layer in model.layers if layer.linear_attn is not None]
+
+
+def swapped(one, other):
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def queries_and_gates_swapped(model):
+    for attention in model.attentions:
+        swapped(*attention.qkv_proj.weight.data[: 2 * attention.num_heads * attention.head_dim].chunk(2))
+
+
+def keys_of_other_heads(model):
+    for net in delta_nets_of(model):
+        count = net.sizes.key_heads * net.sizes.K
+        net.in_proj.data[count : 2 * count] = net.in_proj.data[count : 2 * count].roll(net.sizes.K, 0)
+
+
+def decays_of_other_heads(model):
+    for net in delta_nets_of(model):
+        net.A_log.data.copy_(net.A_log.data.roll(1))
+
+
+def taps_reversed(model):
+    for net in delta_nets_of(model):
+        net.conv1d.data.copy_(net.conv1d.data.flip(1))
+
+
+def rates_and_decays_swapped(model):
+    for net in delta_nets_of(model):
+        swapped(*net.in_proj.data[-2 * net.sizes.value_heads :].chunk(2))
+
+
+DELTA_MISTAKES = (
+    queries_and_gates_swapped, keys_of_other_heads, decays_of_other_heads, taps_reversed, rates_and_decays_swapped,
+)  # fmt: skip
 EXPERTS_MISTAKES = (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)
 MUTANTS = [
     ("mistral", wider_window),
@@ -339,6 +381,7 @@ MUTANTS = [
     ("qwen3-yarn", with_rotary("no_attention_factor", attention_factor=1.0)),
     ("qwen3-yarn", with_rotary("other_ramp", beta_slow=4.0)),
     *(("qwen3-moe", mistake) for mistake in EXPERTS_MISTAKES),
+    *(("qwen3-next", mistake) for mistake in DELTA_MISTAKES),
     *(("qwen2-moe", mistake) for mistake in (shared_gate_forgotten, shared_expert_not_split)),
     *(("olmo2", mistake) for mistake in (norms_of_own_heads, norms_before_in_place_of_after)),
     *(("olmo3", mistake) for mistake in (windows_of_other_layers, one_rotary_embedding)),

@@ -75,7 +75,8 @@ class Batch:
             runner.max_batch,
             config.chunk_tokens,
             mixed_chunk_tokens=config.mixed_chunk_tokens,
-            prefix_caching=config.prefix_caching,
+            # A prefix in the cache has keys and values, and no state.
+            prefix_caching=config.prefix_caching and not runner.model.has_states,
             most_drafts=0 if config.speculative is None else config.speculative.num_speculative_tokens,
         )
         self.draft_length = None if config.speculative is None else DraftLength(config.speculative)

@@ -97,6 +97,10 @@ class Engine:
         checkpoint = None if isinstance(model, DecoderConfig) else _open(model, team)
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
+        if config.pipeline_parallel > 1 and sizes.linear_attention is not None:
+            raise ValueError(
+                f"pipeline_parallel={config.pipeline_parallel}: models with gated delta nets run in one stage; leave it out"
+            )
         pipeline = Pipeline.of(team, config.pipeline_parallel, sizes.num_hidden_layers, config.microbatch_tokens)
         self.cache_plan = plan_cache(config, sizes, pipeline.stage.size, pipeline.stage.shape.nodes)
         if config.pages is not None:

@@ -127,15 +127,17 @@ class Pipeline:
         pages: torch.Tensor,
         cache: PagedCache,
         rows: Sequence[int],
+        slots: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         """Logits after the tokens `rows` of prompts, where `run` returns them. Collective.
 
-        sequences, pages  as of ``Decoder.prefill_step``
+        sequences, pages, slots  as of ``Decoder.prefill_step``
         """
         passes, order = [], []
         for begin, end in self.cuts(len(tokens)):
             first, parts = ranges_between(sequences, begin, end)
-            step = self.model.prefill_step(parts, pages[first : first + len(parts)], cache.page_size)
+            of_states = None if slots is None else slots[first : first + len(parts)]
+            step = self.model.prefill_step(parts, pages[first : first + len(parts)], cache.page_size, of_states)
             here = [index for index, row in enumerate(rows) if begin <= row < end]
             asked = upload(torch.tensor([rows[index] - begin for index in here]), tokens.device) if here else None
             passes.append(Pass(tokens[begin:end], step, asked, bool(here)))

@@ -74,7 +74,7 @@ def prefill_eagerly(
     tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
     last, scored = _rows_of(chunks)
     sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
-    logits = pipeline.prefill(tokens, sequences, table, cache, last + scored)
+    logits = pipeline.prefill(tokens, sequences, table, cache, last + scored, [chunk.slot for chunk in chunks])
     prompt_logprobs = {}
     if scored:
         having = [chunk for chunk in chunks if chunk.targets]

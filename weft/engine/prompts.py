@@ -225,6 +225,8 @@ class Prompts:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
         if sum(len(chunk.tokens) for chunk in chunks) > self._pipeline.most_uncut or self.attends_in_parts(chunks):
             return None
+        if self._pipeline.model.has_states:
+            return None  # the slots of states are no tensor of a graph
         shape = shape_of_new(chunks)
         if shape in self._warm or not self._pipeline.model.runs_kernels:
             return shape  # unfused attention takes its sequence lengths from the host
@@ -243,7 +245,7 @@ class Prompts:
         if not model.runs_kernels or all(chunk.before == 0 for chunk in chunks):
             return False
         shapes = [Chunk(1, len(chunk.tokens), chunk.before, 0, 0) for chunk in chunks]
-        attentions = (layer.self_attn for layer in model.layers)
+        attentions = model.attentions
         whole = next((attention.weights for attention in attentions if attention.window is None), None)
         return whole is not None and all(shape.by_cudnn(whole) for shape in shapes)
 
@@ -284,12 +286,14 @@ class Prompts:
         Of passes that gather cached tokens from a spread cache, then of all other passes.
         """
         model = self._pipeline.model
+        if model.has_states:
+            return [], []
         longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len, self._pipeline.most_uncut)
         lengths = single_lengths(min(longest, self.max_seq_len))
         if not model.runs_kernels:
             shapes = [Shape.of_new(1, length) for length in reversed(lengths)]
         else:
-            heads = model.layers[0].self_attn.num_heads
+            heads = model.attentions[0].num_heads
             shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if cudnn_attends(n * heads)])
         sizes = [(shape, kind) for shape in shapes for kind in WARM_KINDS]
         if self.gathering is None or not model.runs_kernels:
@@ -324,7 +328,7 @@ class Prompts:
 
 def gathering_of(model: Decoder, entry_tokens: int) -> Gathering:
     """Sizes of the pages that prompts gather; `entry_tokens`: of a page of each rank."""
-    attention = model.layers[0].self_attn
+    attention = model.attentions[0]
     kv_heads = attention.num_heads // attention.group  # to which this rank's queries attend
     token_bytes = 2 * kv_heads * model.config.head_dim * model.cache_dtype.itemsize
     # All stages of a pipeline take passes of the same shape, so the window is the whole model's.

@@ -62,6 +62,8 @@ class Runner:
         """`pipeline`: of which the model is a stage; None: it is whole. `draft`: model of config.speculative."""
         check_instance("model", model, Decoder, "a decoder of weft.models")
         check_instance("config", config, EngineConfig, "an EngineConfig")
+        if model.has_states and config.speculative is not None:
+            raise ValueError("speculative: drafts of models with gated delta nets are not verified yet; leave it out")
         self.model, self.max_batch = model, config.max_batch
         self.pipeline = Pipeline.whole(model) if pipeline is None else replace(pipeline, model=model)
         self.cuda_graph = config.cuda_graph and self.team.device.type == "cuda"
@@ -195,6 +197,8 @@ class Runner:
         """Move the tokens of slots, (from, to); call `slots.send` before the next decode step."""
         sources, targets = (upload(torch.tensor(slots), self.team.device) for slots in zip(*moves, strict=True))
         self.tokens.index_copy_(0, targets, self.tokens[sources])
+        if self.cache.states is not None:
+            self.cache.states.move(sources, targets)
         if self.verifying is not None:
             self.verifying.drafter.move(moves)
         if self.adjustments is not None:
@@ -305,7 +309,7 @@ class Runner:
 
     def _allocate(self, pages: int) -> None:
         """Make the caches of the model and of the drafter."""
-        self.decoding.cache = self.model.new_cache(pages, self.decoding.page_size)
+        self.decoding.cache = self.model.new_cache(pages, self.decoding.page_size, self.max_batch)
         if self.verifying is not None:
             self.verifying.drafter.allocate(pages)
 
@@ -327,10 +331,11 @@ class Runner:
 
     def _affordable_pages(self, fraction: float, reserved: int = 0) -> int:
         """Number of KV pages that fit on the rank with the least free memory; equal on every rank."""
-        data = self.model.new_cache(1, self.decoding.page_size).data
-        page_bytes = data.nbytes + (0 if self.verifying is None else self.verifying.drafter.page_bytes)
+        cache = self.model.new_cache(1, self.decoding.page_size, 1)
+        states = 0 if cache.states is None else cache.states.slot_bytes * self.max_batch
+        page_bytes = cache.data.nbytes + (0 if self.verifying is None else self.verifying.drafter.page_bytes)
         if self.team.device.type == "cuda":
-            budget = int((free_bytes(self.team.device) - reserved) * fraction)
+            budget = int((free_bytes(self.team.device) - reserved - states) * fraction)
         else:
             budget = VIRTUAL_CACHE_BYTES
         return max(2, min(self.team.exchange(budget // page_bytes)))

@@ -29,8 +29,10 @@ class PagedCache:
     """Paged keys and values of all layers: data[layers, 2, pages, kv_heads_local, page_size, head_dim].
 
     A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is reserved for padding:
-    unfused layers write it there. Layers with states have no pages: `layers` counts the rest. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
+    unfused layers write it there. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
     scales[layers, 2], fp32, which are 1 unless given. ValueError for a page size that is not a power of two from 16 to 256.
+
+    states  of the layers that have a state in place of pages, which `layers` does not count; None: there are no such layers
     """
 
     def __init__(

@@ -57,6 +57,15 @@ SHARED_SPARSE_NEXT = {
     **EXPERTS, **DELTA_NETS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False, "mlp_only_layers": [1],
     "linear_num_value_heads": 8,
 }  # fmt: skip
+FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+SOME_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
+# Weights large enough that the bias of the choice does not decide it alone.
+ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+CLAMPED = SOME_EXPERTS | {"intermediate_size": 48, "swiglu_alpha": 1.3, "swiglu_limit": 0.5}
 FAMILIES = {
     "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
     "llama-3-tied": {"family": "Llama", "rope_parameters": LLAMA3, "tied": True},
@@ -110,6 +119,17 @@ FAMILIES = {
         "rope_parameters": ROPE_OF_TYPES,
         "tied": True,
     },
+    "olmoe": {
+        "family": "Olmoe",
+        "hidden_size": 128,
+        "kv_heads": 4,
+        "intermediate_size": 48,
+        **FEW_EXPERTS,
+    },
+    "granitemoe": {"family": "GraniteMoe", **GRANITE, "intermediate_size": 48, **SOME_EXPERTS, "tied": True},
+    "glm4-moe": {"family": "Glm4Moe", **ROUTED, "attention_bias": True, "use_qk_norm": True},
+    "glm4-moe-plain": {"family": "Glm4Moe", **ROUTED, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    "gpt-oss": {"family": "GptOss", **CLAMPED, **ALTERNATING, "rope_parameters": YARN},
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
     "qwen3-next": {"family": "Qwen3Next", **SHARED, **DELTA_NETS, "kv_heads": 2},
     "qwen3-next-mixed": {"family": "Qwen3Next", **SHARED_SPARSE_NEXT, "layer_types": None, "num_hidden_layers": 4},

@@ -50,6 +50,9 @@ def make_checkpoint(tmp_path_factory):
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(weight, std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.2)
         # Both signs: a tied head would otherwise mostly answer with the token it was given.
         model.model.norm.weight.data *= torch.randint(2, model.model.norm.weight.shape) * 2 - 1
         directory = tmp_path_factory.mktemp(family)

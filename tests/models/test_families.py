@@ -32,6 +32,8 @@ def checkpoint_of(make_checkpoint, name, world_size=1, **changes):
         changes |= {"hidden_size": 96} if name.startswith("phi3") else {}
         if "linear_num_key_heads" in FAMILIES[name]:
             changes |= {"linear_num_key_heads": 6, "linear_num_value_heads": 12}
+        if name == "olmoe":
+            changes["hidden_size"] = 96  # of all heads together, in transformers' norms
     return make_checkpoint(**FAMILIES[name] | changes)
 
 
@@ -62,6 +64,8 @@ SAMPLE = [
     ("smollm3", 2, "gemm_ar"), ("smollm3-window", 4, "ag_rs"), ("phi3", 3, "ag_rs"), ("phi3-long", 4, "gemm_ar"),
     ("glm4", 8, "ag_rs"),
     ("qwen3-next", 2, "gemm_ar"), ("qwen3-next", 8, "torch"), ("qwen3-next-mixed", 4, "ag_rs"),
+    ("olmoe", 2, "ag_rs"), ("granitemoe", 4, "gemm_ar"), ("glm4-moe", 2, "gemm_ar"), ("glm4-moe-plain", 3, "ag_rs"),
+    ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
 ]  # fmt: skip
 
 # On one rank those that are not in the sample over ranks, and two that are.
@@ -109,17 +113,18 @@ ONE_LAYER = {
     "smollm3-window": {"num_hidden_layers": 1, "no_rope_layer_interval": 1},
     **{
         name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-        for name in ("qwen3-window", "olmo3", "gemma2", "gemma3")
+        for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss")
     },
+    **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
 }
 # A shared expert over kernels: tests/layers/test_moe.py.
 KERNELS_SAMPLE = [
     ("qwen2.5", 2, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True), ("seed-oss", 2, "ag_rs", False),
     ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True), ("phi3-long", 2, "ag_rs", True),
-    ("smollm3-window", 2, "gemm_ar", True),
+    ("smollm3-window", 2, "gemm_ar", True), ("gpt-oss", 2, "ag_rs", False), ("glm4-moe", 2, "gemm_ar", True),
 ]  # fmt: skip
 # Families with options that weft's kernels lack.
-UNFUSED = {"gemma2"}
+UNFUSED = {"gemma2", "gpt-oss"}
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)
@@ -367,6 +372,83 @@ def rates_and_decays_swapped(model):
 DELTA_MISTAKES = (
     queries_and_gates_swapped, keys_of_other_heads, decays_of_other_heads, taps_reversed, rates_and_decays_swapped,
 )  # fmt: skip
+def shared_expert_forgotten(model):
+    for layer in model.layers[1:]:
+        layer.mlp.shared_expert = None
+
+
+def with_gating(**changes):
+    """Mixtures choose in another way."""
+
+    def change(model):
+        for layer in model.layers[-2:]:
+            layer.mlp.gating = layer.mlp.gating._replace(**changes)
+
+    change.__name__ = "with_" + "_".join(f"{name}_{value}" for name, value in changes.items())
+    return change
+
+
+def without_of_mixtures(name):
+    def forget(model):
+        for layer in model.layers[-2:]:
+            setattr(layer.mlp, name, None)
+
+    forget.__name__ = f"without_{name}_of_mixtures"
+    return forget
+
+
+def neighbours_biases(name):
+    def roll(model):
+        for layer in model.layers:
+            biases = getattr(layer.mlp, name).data
+            biases.copy_(biases.roll(1, 0))
+
+    roll.__name__ = f"neighbours_{name}"
+    return roll
+
+
+def gate_and_up_in_order(model):
+    """Rows that take turns in the checkpoint, read as if gate's came first."""
+    for layer in model.layers:
+        for parameter in (layer.mlp.gate_up, layer.mlp.gate_up_bias):
+            gate, up = parameter.data.chunk(2, dim=1)
+            parameter.data.copy_(torch.stack((gate, up), 2).flatten(1, 2))
+
+
+def with_swiglu(**changes):
+    def change(model):
+        for layer in model.layers:
+            layer.mlp.swiglu = layer.mlp.swiglu._replace(**changes)
+
+    change.__name__ = "with_" + "_".join(changes)
+    return change
+
+
+def biases_of_every_slice(model):
+    """Each rank of a group adds the bias of down."""
+    for layer in model.layers:
+        bias = layer.mlp.down_bias.data
+        bias.copy_(sum(model.team.exchange(bias)))
+
+
+ROUTED_MISTAKES = (
+    shared_expert_forgotten,
+    with_gating(scale=1.0),
+    with_gating(groups=1, group_limit=1),
+    with_gating(group_limit=1),
+    with_gating(renormalize=False),
+    with_gating(scoring="softmax"),
+    without_of_mixtures("router_bias"),
+)
+CLAMPED_MISTAKES = (
+    gate_and_up_swapped,
+    gate_and_up_in_order,
+    *(neighbours_biases(name) for name in ("gate_up_bias", "down_bias")),
+    *(without_of_mixtures(name) for name in ("logit_bias", "gate_up_bias", "down_bias", "swiglu")),
+    with_swiglu(limit=7.0),
+    with_swiglu(alpha=8.0),
+    biases_of_every_slice,
+)
 EXPERTS_MISTAKES = (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)
 MUTANTS = [
     ("mistral", wider_window),
@@ -396,12 +478,18 @@ MUTANTS = [
     ("phi3-long", with_rotary("short_factors", original_max_position_embeddings=256)),
     ("phi3-long", with_rotary("no_attention_factor", attention_factor=1.0)),
     *(("glm4", mistake) for mistake in (whole_heads_rotated, pairs_of_the_checkpoint_kept)),
+    *(("olmoe", mistake) for mistake in (norms_of_own_heads, with_gating(renormalize=True))),
+    *(("granitemoe", mistake) for mistake in (gate_and_up_swapped, neighbours_weights, without("block", "residual_scale"))),
+    *(("glm4-moe", mistake) for mistake in ROUTED_MISTAKES),
+    *(("gpt-oss", mistake) for mistake in CLAMPED_MISTAKES),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mutate"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
 def test_of_the_test_a_mutant_is_far_beyond_the_tolerance(make_checkpoint, name, mutate):
-    check_mutant(make_checkpoint, name, mutate, 2 if mutate is shared_expert_not_split else 1)
+    slices = mutate is biases_of_every_slice
+    world_size = 2 if slices or mutate is shared_expert_not_split else 1
+    check_mutant(make_checkpoint, name, mutate, world_size, "slices" if slices else None)
 
 
 @pytest.mark.sweep

@@ -12,12 +12,16 @@ from weft.arguments import did_you_mean, quoted
 from weft.models.gemma2 import GEMMA2
 from weft.models.gemma3 import GEMMA3_TEXT
 from weft.models.glm4 import GLM4
+from weft.models.glm4_moe import GLM4_MOE
+from weft.models.gpt_oss import GPT_OSS
 from weft.models.granite import GRANITE
+from weft.models.granitemoe import GRANITEMOE
 from weft.models.llama import LLAMA
 from weft.models.mistral import MISTRAL
 from weft.models.mixtral import MIXTRAL
 from weft.models.olmo2 import OLMO2
 from weft.models.olmo3 import OLMO3
+from weft.models.olmoe import OLMOE
 from weft.models.phi3 import PHI3
 from weft.models.qwen2 import QWEN2
 from weft.models.qwen2_moe import QWEN2_MOE
@@ -33,6 +37,7 @@ FAMILIES = {
         *(QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS),
         *(OLMO2, OLMO3, GEMMA2, GEMMA3_TEXT, GRANITE),
         *(SMOLLM3, PHI3, GLM4, QWEN3_NEXT),
+        *(OLMOE, GRANITEMOE, GLM4_MOE, GPT_OSS),
     )
 }
 """model_type -> the tables of its family."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.models.family import AttentionOptions, Content, Family, WeightNames, flag
-from weft.models.routed_experts import PREDICTION, READS, SIGMOID_SUPPORTED, sigmoid_experts
+from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
 
 # hidden, intermediate of dense layers, layers, dense layers, experts, intermediate of an expert, factor of weights, norms of
 # q and k: config.json of zai-org/GLM-4.5 and GLM-4.5-Air.
@@ -43,7 +43,7 @@ GLM4_MOE = Family(
     },
     attention=attention,
     experts=sigmoid_experts,
-    reads=(*READS, *PREDICTION, "use_qk_norm", "attention_bias"),
+    reads=(*READS, "use_qk_norm", "attention_bias", "partial_rotary_factor"),
     supported=SIGMOID_SUPPORTED,
     weights=WeightNames(shared_expert="shared_experts"),
     published={

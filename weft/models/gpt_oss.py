@@ -12,6 +12,7 @@ from weft.models.family import (
     experts_of,
     flag,
     number_of,
+    windows_of_pattern,
 )
 
 # layers, experts: config.json of openai/gpt-oss-*.
@@ -28,7 +29,9 @@ YARN = {
 
 
 def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions(bias=flag(content, "attention_bias"))
+    bias = flag(content, "attention_bias")
+    windows = windows_of_pattern(content, 2)
+    return AttentionOptions(bias=bias, output_bias=bias, sinks=True, windows=windows)
 
 
 def experts(content: Content) -> ExpertOptions:
@@ -52,7 +55,7 @@ GPT_OSS = Family(
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
-        "rope_parameters": YARN,
+        "rope_parameters": {**YARN, "rope_theta": 150000.0},
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
         "sliding_window": 128,
@@ -64,7 +67,16 @@ GPT_OSS = Family(
     },
     attention=attention,
     experts=experts,
-    reads=("num_local_experts", "num_experts_per_tok", "swiglu_alpha", "swiglu_limit", "attention_bias"),
+    reads=(
+        "num_local_experts",
+        "num_experts_per_tok",
+        "swiglu_alpha",
+        "swiglu_limit",
+        "attention_bias",
+        "sliding_window",
+        "layer_types",
+    ),
+    supported={"experts_per_token": (4, None), "initial_context_length": (4096, None)},
     weights=WeightNames(router="router", stacked=StackedExperts(transposed=True, interleaved=True)),
     published={
         name: {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.models.family import Content, ExpertOptions, Family, StackedExperts, WeightNames, experts_of
+from weft.models.granite import GRANITE
 
 
 def experts(content: Content) -> ExpertOptions:
@@ -18,18 +19,11 @@ GRANITEMOE = Family(
     name="GraniteMoe",
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
+    attention=GRANITE.attention,
+    block=GRANITE.block,
     experts=experts,
-    reads=("num_local_experts", "num_experts_per_tok"),
+    reads=(*GRANITE.reads, "num_local_experts", "num_experts_per_tok"),
     weights=WeightNames(
         mlp="block_sparse_moe",
         router="router.layer",
@@ -48,6 +42,10 @@ GRANITEMOE = Family(
             "rope_theta": 1e7,
             "max_position_embeddings": 131072,
             "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "logits_scaling": 6.0,
             "num_local_experts": 40,
             "num_experts_per_tok": 8,
         },

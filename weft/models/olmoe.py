@@ -6,7 +6,7 @@ from weft.models.family import AttentionOptions, Content, ExpertOptions, Family,
 
 
 def attention(content: Content) -> AttentionOptions:
-    return AttentionOptions()
+    return AttentionOptions(qk_norm=True, norm_all_heads=True)
 
 
 def experts(content: Content) -> ExpertOptions:

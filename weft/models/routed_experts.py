@@ -1,4 +1,4 @@
-"""Experts as DeepSeek names them in config.json, and GLM: groups, expert bias, factor, shared experts, dense first layers."""
+"""Experts as DeepSeek and GLM name them in config.json, beside shared ones and after dense layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ READS = (
     "routed_scaling_factor",
     "norm_topk_prob",
 )
-# Layers that predict further tokens follow a model's layers in its checkpoint: nothing reads them.
-PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 # Keys of the code that came with a checkpoint: transformers has what these values say.
 SIGMOID_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid", None),
@@ -48,7 +46,7 @@ def sigmoid_experts(content: Content) -> ExpertOptions:
 
 
 def softmax_experts(content: Content) -> ExpertOptions:
-    """Experts of DeepSeek-V2: softmax scores that are not divided by their sum, chosen in all groups or in the best."""
+    """Experts of DeepSeek-V2: softmax scores as they are, chosen in all groups or in the best ones."""
     method = content.get("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
         raise CheckpointError(

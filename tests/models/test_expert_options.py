@@ -1,12 +1,16 @@
-"""config.json of families whose experts have further options: read as transformers reads it, or refused by name."""
+"""Families whose experts have further options: config.json is read as transformers reads it, and the engine answers alike."""
 
 import copy
 
 import pytest
 import torch
 
+import weft
+from tests.against_transformers import FAMILIES, prompt, reference_greedy
+from tests.teacher_forced import all_logits
+from weft.engine import Engine
 from weft.errors import CheckpointError
-from weft.models import DecoderConfig
+from weft.models import Decoder, DecoderConfig
 from weft.models.family import ExpertOptions
 from weft.models.routed_experts import READS, sigmoid_experts, softmax_experts
 
@@ -112,3 +116,41 @@ def test_tables_of_deepseek_s_routing():
     assert {*READS} <= {*DEEPSEEK}
     with pytest.raises(CheckpointError, match="topk_method='noaux_tc' is not supported; weft runs 'greedy'"):
         softmax_experts(DEEPSEEK | {"topk_method": "noaux_tc"})
+
+
+def answers(team, directory, options):
+    engine = Engine(directory, team, max_batch=2, page_size=16, chunk_tokens=5, max_seq_len=64, **options)
+    return [one.token_ids for one in engine.generate(prompt(3, 9).tolist(), max_tokens=12, ignore_eos=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "options"),
+    [
+        ("olmoe", 2, {"mode": "replicated"}),
+        ("granitemoe", 2, {"mode": "sequence_parallel", "expert_layout": "slices"}),
+        ("glm4-moe", 4, {"mode": "sequence_parallel", "expert_layout": (2, 2)}),
+        ("gpt-oss", 2, {"mode": "replicated", "expert_layout": "slices"}),
+        ("gpt-oss", 4, {"mode": "sequence_parallel", "pipeline_parallel": 2}),
+    ],
+)
+def test_an_engine_answers_as_transformers_does(make_checkpoint, plain_ops, name, world_size, options):
+    directory, reference = make_checkpoint(**FAMILIES[name])
+    expected = reference_greedy(reference, prompt(3, 9), 12).tolist()
+    for token_ids in weft.simulate(answers, world_size, args=(directory, options)):
+        assert token_ids == expected
+
+
+def test_random_weights_of_a_model_in_mxfp4(plain_ops):
+    """Of slices only the first rank of a group has biases of down."""
+    config = DecoderConfig.from_dict(
+        {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}, "num_local_experts": 4}
+        | SMALL | {"intermediate_size": 64}
+    )  # fmt: skip
+
+    def main(team):
+        model = Decoder(config, team, mode="replicated", dtype=torch.float32, expert_layout="slices").fill_dummy()
+        return model.layers[0].mlp.down_bias.abs().max().item(), all_logits(model, prompt(1, 5) % 64)
+
+    (first, logits), (second, others) = weft.simulate(main, 2)
+    assert first > 0 and second == 0
+    assert logits.isfinite().all() and torch.equal(logits, others)

@@ -27,7 +27,7 @@ from weft.ops.moe.grouped import kernel as grouped_kernel
 from weft.ops.moe.grouped.gemms import GroupedCall, weight_descriptor
 from weft.ops.moe.grouped.kernel import Biases, Form, grouped_matmul_kernel
 from weft.ops.moe.grouped.rule import grouped_tiles_for
-from weft.ops.moe.routing import Experts, Routing, Schedule
+from weft.ops.moe.routing import ClampedSwiGLU, Experts, Routing, Schedule
 from weft.ops.moe.rows import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
 from weft.ops.op import find_op
 from weft.runtime.capabilities import launch_options
@@ -323,6 +323,36 @@ def test_wrong_arguments_are_refused(op, message, position, value):
         return function(*arguments)
 
     check_refused(call, changed(position, value, given), f"{op}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bias": torch.zeros(4, 8)}, "bias.dtype=torch.float32"),
+        ({"bias": torch.zeros(4, 16, dtype=torch.bfloat16)}, "bias has shape (4, 16)"),
+        (
+            {"bias": torch.zeros(8, 4, dtype=torch.bfloat16).T},
+            "bias has stride 4 along its rows; pass bias.contiguous()",
+        ),
+        ({"bias": [0.0]}, "bias"),
+        ({"swiglu": (1.702, 0.0)}, "swiglu=(1.702, 0.0) is not ClampedSwiGLU(alpha, limit) of positive finite numbers"),
+        ({"swiglu": (torch.inf, 7.0)}, "is not ClampedSwiGLU(alpha, limit)"),
+        ({"swiglu": 7.0}, "swiglu=7.0 is not ClampedSwiGLU(alpha, limit)"),
+    ],
+    ids=str,
+)
+def test_other_biases_and_activations_are_refused(options, message):
+    arguments = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(4, 8, 8, dtype=torch.bfloat16), SCHEDULE
+    check_refused(lambda *given: ops.grouped_matmul_silu_mul(*given, **options), arguments, message)
+    if "bias" in options:
+        check_refused(lambda *given: ops.grouped_matmul(*given, gather=True, **options), arguments, message)
+
+
+def test_biases_and_activations_have_no_backward():
+    x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(4, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    for options in ({"bias": torch.zeros(4, 8, dtype=torch.bfloat16)}, {"swiglu": ClampedSwiGLU(1.702, 7.0)}):
+        with pytest.raises(RuntimeError, match="bias and swiglu have no backward; leave them out, or call it under"):
+            ops.grouped_matmul_silu_mul(x, weight, SCHEDULE, **options)
 
 
 def test_rows_that_do_not_begin_on_16_bytes_are_refused():

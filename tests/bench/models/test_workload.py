@@ -32,7 +32,7 @@ from weft.bench.render.sheets import sheets
 from weft.bench.workloads import read
 from weft.engine.config import EngineConfig
 from weft.models.families import PUBLISHED
-from weft.models.family import AttentionOptions, ExpertOptions
+from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions
 from weft.parallel.reference import Reference
 from weft.parallel.rotary import Rotary, Yarn
 
@@ -206,8 +206,22 @@ EXPERTS = ExpertOptions(num_experts=6, num_experts_per_tok=2, intermediate_size=
 WITH_EXPERTS = replace(TINY_CONFIG, model_type="qwen3_moe", experts=EXPERTS)
 WITH_SHARED = replace(WITH_EXPERTS, experts=replace(EXPERTS, shared_intermediate_size=48, shared_gate=True))
 COMPILED = ("torch.compile", "torch.compile+symm", "torch.compile+async_tp")
+GEMMA = replace(
+    TINY_CONFIG,
+    model_type="gemma2",
+    attention=AttentionOptions(qk_norm=True, windows=(4, None), scale=0.2, softcap=2.0),
+    window_rotary=Rotary(theta=50.0),
+    block=BlockOptions(norms_after=True, one_plus_norms=True, activation="gelu_tanh", logits_softcap=2.0),
+)
+OLMO = replace(
+    TINY_CONFIG,
+    model_type="olmo2",
+    attention=AttentionOptions(qk_norm=True, norm_all_heads=True),
+    block=BlockOptions(norms_before=False, norms_after=True, residual_scale=0.5, embedding_scale=3.0),
+)
 CONFIGS = {
     "qwen3": TINY_CONFIG, "all options": WITH_ALL_OPTIONS, "experts": WITH_EXPERTS, "shared expert": WITH_SHARED,
+    "gemma": GEMMA, "olmo": OLMO,
 }  # fmt: skip
 
 

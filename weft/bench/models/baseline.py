@@ -21,6 +21,7 @@ from weft.parallel import plain
 from weft.parallel.plain import norm_of_heads
 from weft.parallel.quantized import operands
 from weft.parallel.reference import AllReduce, Reference
+from weft.parallel.rotary import rotary_angles
 from weft.parallel.tensors import AttentionWeights, LayerWeights, MoEWeights, NormWeights
 from weft.parallel.vocabulary import best_of, best_pairs
 
@@ -57,7 +58,7 @@ class Cache(NamedTuple):
 class Tokens(NamedTuple):
     """Tokens of a step: `new` of each of `batch` sequences.
 
-    cos, sin   [batch or 1, new, 1, D] of their positions
+    rotations  (cos, sin), [batch or 1, new, 1, D] of their positions, of each rotary embedding of the model
     rows       [batch], positions [batch]: where decoding writes the cache; None: whole prompts, at 0 .. new
     mask       [batch, 1, 1, max_len] bool: what decoding may see; None with whole prompts
     windowed   the same in layers with a window, of prompts [length, length]; None where no window is shorter than the sequences
@@ -65,8 +66,7 @@ class Tokens(NamedTuple):
 
     batch: int
     new: int
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotations: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     rows: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     mask: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class Baseline:
         self.dtype, self.device = self.head.weight.dtype, self.team.device
         recipe = Reference(team=self.team, attend=attend, all_reduce=all_reduce(self.team), experts=grouped)
         self.eager = Functions(recipe=recipe)
-        self.angles = rotary_table(self.config, self.dtype, self.device)
+        self.angles = rotary_tables(self.config, self.dtype, self.device)
         # One mask serves all layers: config.json has one window.
         self.window = next((window for window in self.config.attention.windows if window is not None), None)
 
@@ -113,7 +113,7 @@ class Baseline:
         """
         wide = copy.copy(self)
         wide.dtype, wide.layers = torch.float32, Widened(self.layers)
-        wide.angles = rotary_table(self.config, torch.float32, self.device)
+        wide.angles = rotary_tables(self.config, torch.float32, self.device)
         wide.table, wide.norm, wide.head = (
             mapped(torch.Tensor.float, part) for part in (self.table, self.norm, self.head)
         )
@@ -161,20 +161,19 @@ class Baseline:
         return best_of(self.team.library.all_gather(best_pairs(logits, self.start)[None]))
 
     def prompts(self, batch: int, length: int) -> Tokens:
-        cos, sin = (table[None, :length] for table in self.angles)
+        rotations = tuple((cos[None, :length], sin[None, :length]) for cos, sin in self.angles)
         at = torch.arange(length, device=self.device)
-        return Tokens(batch=batch, new=length, cos=cos, sin=sin, windowed=self._windowed(at[:, None], length))
+        return Tokens(batch=batch, new=length, rotations=rotations, windowed=self._windowed(at[:, None], length))
 
     def one_each(self, positions: torch.Tensor, max_len: int) -> Tokens:
-        cos, sin = (table[positions[:, None]] for table in self.angles)
+        rotations = tuple((cos[positions[:, None]], sin[positions[:, None]]) for cos, sin in self.angles)
         mask = torch.arange(max_len, device=self.device) <= positions[:, None]
         windowed = self._windowed(positions[:, None, None, None], max_len)
         rows = torch.arange(len(positions), device=self.device)
         return Tokens(
             batch=len(positions),
             new=1,
-            cos=cos,
-            sin=sin,
+            rotations=rotations,
             rows=rows,
             positions=positions,
             mask=mask[:, None, None],
@@ -211,20 +210,20 @@ def attend(qkv: torch.Tensor, w: AttentionWeights, at: Tokens, cache: Cache) -> 
     windowed = None if w.window is None else at.windowed
     qkv = qkv if w.bias is None else qkv + w.bias
     q, k, v = qkv.view(at.batch, at.new, -1, w.head_dim).split([w.heads, w.kv_heads, w.kv_heads], dim=2)
-    q = rotate(norm_of_heads(q, w.q_norm, w.eps), at.cos, at.sin)
-    k = rotate(norm_of_heads(k, w.k_norm, w.eps), at.cos, at.sin)
+    q, k = (
+        rotate(norm_of_heads(x, norm, w.eps), *at.rotations[w.rotary]) for x, norm in ((q, w.q_norm), (k, w.k_norm))
+    )
     if at.rows is None:
         keys[:, :, : at.new] = k.transpose(1, 2)
         values[:, :, : at.new] = v.transpose(1, 2)
         heads = (part.transpose(1, 2) for part in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads, attn_mask=windowed, is_causal=windowed is None, enable_gqa=True)
-        out = out.transpose(1, 2)
+        out = plain.softmax_attention(*heads, w.scores, windowed).transpose(1, 2)
     else:
         keys[at.rows, :, at.positions] = k[:, 0]
         values[at.rows, :, at.positions] = v[:, 0]
         # The query heads of one KV head are rows of one attention, so that its keys are read once.
         packed = q.reshape(at.batch, w.kv_heads, w.heads // w.kv_heads, w.head_dim)
-        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=at.mask if windowed is None else windowed)
+        out = plain.softmax_attention(packed, keys, values, w.scores, at.mask if windowed is None else windowed)
     return out.reshape(at.batch * at.new, w.heads * w.head_dim)
 
 
@@ -259,12 +258,17 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def rotary_table(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [max_positions, 1, D], computed in fp32."""
-    frequencies, factor = config.rotary.frequencies(config.head_dim, device)
-    angles = torch.arange(config.max_position_embeddings, device=device).float()[:, None] * frequencies
-    angles = torch.cat((angles, angles), dim=-1)[:, None]
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+def rotary_tables(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """(cos, sin) [max_positions, 1, D] of each rotary embedding of the model, computed in fp32."""
+    tables = []
+    for rotary in config.rotaries:
+        halves = rotary_angles(config.max_position_embeddings, config.head_dim, rotary, device)[:, None].chunk(
+            2, dim=-1
+        )
+        tables.append(tuple(torch.cat((half, half), dim=-1).to(dtype) for half in halves))
+    return tuple(tables)
 
 
 def mapped(change: Callable[[torch.Tensor], torch.Tensor], weights: Any) -> Any:

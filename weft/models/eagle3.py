@@ -136,9 +136,9 @@ class Eagle3(nn.Module):
         self.config, self.team = config, model.team
         self.body = body_beside(replace(sizes, attention=attention), model, positions, kv_cache_dtype)
         shared = {"team": model.team, "mode": shared_mode(model), "dtype": model.dtype}
-        width, eps = sizes.hidden_size, sizes.rms_norm_eps
+        width = sizes.hidden_size
         self.fc = empty_parameter(width, STATES * width, team=model.team, dtype=model.dtype)
-        self.hidden_norm, self.norm = (norm_beside(width, eps, model) for _ in range(2))
+        self.hidden_norm, self.norm = (norm_beside(sizes, model) for _ in range(2))
         self.lm_head = VocabParallelHead(config.draft_vocab_size, width, **shared)
         self.embed_tokens: VocabParallelEmbedding = model.embed_tokens
         self._own_embedding = False
@@ -157,10 +157,7 @@ class Eagle3(nn.Module):
     def shards(self, layer: str = LAYERS[0]) -> dict[str, Shard]:
         """Name of a tensor in a checkpoint → this rank's part of it; `layer`: of LAYERS."""
         shards = under(layer, self.body.layers[0].shards())
-        shards |= {
-            f"{layer}.hidden_norm.weight": whole(self.hidden_norm.weight),
-            "norm.weight": whole(self.norm.weight),
-        }
+        shards |= under(f"{layer}.hidden_norm", self.hidden_norm.shards()) | under("norm", self.norm.shards())
         shards |= {"fc.weight": whole(self.fc)} | under("lm_head", self.lm_head.shards())
         return shards | (under("embed_tokens", self.embed_tokens.shards()) if self._own_embedding else {})
 

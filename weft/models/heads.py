@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
+from weft.layers.norm import RMSNorm
 from weft.models.config import DecoderConfig
 from weft.models.decoder import Decoder
 from weft.parallel.modes import Mode
@@ -43,6 +42,7 @@ def shared_mode(model: Decoder) -> Mode:
     return "reference" if model.mode == "reference" else "replicated"
 
 
-def norm_beside(width: int, eps: float, model: Decoder) -> nn.RMSNorm:
-    """Norm for inference with the model's dtype."""
-    return nn.RMSNorm(width, eps=eps, device=model.team.device, dtype=model.dtype).requires_grad_(False)
+def norm_beside(sizes: DecoderConfig, model: Decoder) -> RMSNorm:
+    """Norm of hidden states of a head of these sizes."""
+    one_plus = sizes.block.one_plus_norms
+    return RMSNorm(sizes.hidden_size, sizes.rms_norm_eps, team=model.team, dtype=model.dtype, one_plus=one_plus)

@@ -52,19 +52,19 @@ class Mtp(nn.Module):
         """`positions`: tokens of the longest sequence; `quantized`: the layer is, as the model's layers are."""
         super().__init__()
         sizes, last = model.config, model.config.num_hidden_layers - 1
-        experts = sizes.experts and replace(sizes.experts, layers=(sizes.experts.in_layer(last),))
-        attention = replace(sizes.attention, windows=(sizes.attention.window(last),))
+        # As the last layer is.
+        of = sizes.attention
         sizes = replace(
             sizes,
-            experts=experts,
-            attention=attention,
+            experts=sizes.experts and replace(sizes.experts, layers=(sizes.experts.in_layer(last),)),
+            attention=replace(of, windows=(of.window(last),), rotated=(of.rotated[last % len(of.rotated)],)),
             quantization=sizes.quantization if quantized else None,
         )
         self.team, self.layout, self.index = model.team, layout, last + 1
         self.layers = (self.index,)
         self.body = body_beside(sizes, model, positions, kv_cache_dtype, self.index)
         width = sizes.hidden_size
-        self.enorm, self.hnorm, self.norm = (norm_beside(width, sizes.rms_norm_eps, model) for _ in range(3))
+        self.enorm, self.hnorm, self.norm = (norm_beside(sizes, model) for _ in range(3))
         self.eh_proj = empty_parameter(width, 2 * width, team=model.team, dtype=model.dtype)
         self._embedding, self._head = model.embed_tokens, model.lm_head
 
@@ -74,11 +74,10 @@ class Mtp(nn.Module):
         def named(part: str) -> str:
             return self.layout.named(part, self.index)
 
-        wholes = {part: whole(getattr(self, part).weight) for part in ("enorm", "hnorm", "norm")}
-        wholes["eh_proj"] = whole(self.eh_proj)
-        return under(named("layer"), self.body.layers[0].shards()) | {
-            f"{named(part)}.weight": shard for part, shard in wholes.items()
-        }
+        shards = under(named("layer"), self.body.layers[0].shards())
+        for part in ("enorm", "hnorm", "norm"):
+            shards |= under(named(part), getattr(self, part).shards())
+        return shards | {f"{named('eh_proj')}.weight": whole(self.eh_proj)}
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, model: Decoder, *, positions: int, kv_cache_dtype: str = "auto") -> Mtp:

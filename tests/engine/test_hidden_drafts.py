@@ -41,7 +41,7 @@ class Watched:
         for slot, sequence in self.batch._drafting.items():
             if sequence is not None and slot < batch and (at := int(self.verifying.graph.slots.positions[slot])) >= 0:
                 # Drafts that are verified: a sequence has pages up to its last position.
-                self.noted.append((sequence, at, proposed[slot, : sequence.last - at].tolist()))
+                self.noted.append((sequence, at, proposed[slot, : max(sequence.last - at, 0)].tolist()))
         return proposed if self.oracle is None else self.oracle.propose(batch, drafts)
 
     def enter(self, slot, tokens):

@@ -105,7 +105,8 @@ class EngineFlags:
     speculative_config: Annotated[
         str | None,
         typer.Option(
-            help='Draft tokens and verify several in a step, as JSON: \'{"method": "ngram", "num_speculative_tokens": 4}\' '
+            help='Draft tokens and verify several in a step, as JSON: \'{"method": "ngram", "num_speculative_tokens": 4}\'; '
+            "other methods are draft_model, eagle3 and mtp "
             "[default: a step gives a token]"
         ),
     ] = None

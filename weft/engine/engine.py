@@ -37,7 +37,7 @@ from weft.engine.params import (
 )
 from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
-from weft.engine.speculation.loading import CONFIGURATIONS, load_draft, load_mtp
+from weft.engine.speculation.loading import load_draft
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3
@@ -140,13 +140,7 @@ class Engine:
             logger.info("KV cache %s", self.cache_plan)
             for line in warnings:
                 logger.warning(line)
-        draft = None
-        if config.speculative is not None and (given := config.speculative.model) is not None:
-            made = isinstance(given, CONFIGURATIONS[config.speculative.method])
-            source = given if made else _open(given, team)
-            draft = load_draft(source, self.model, self.tokenizer, config)
-        elif config.speculative is not None and config.speculative.method == "mtp":
-            draft = load_mtp(checkpoint, self.model, config)
+        draft = load_draft(config, self.model, checkpoint, self.tokenizer, partial(_open, team=team))
         self.batch = Batch(Runner(self.model, config, pipeline, draft), config)
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)

@@ -14,6 +14,7 @@ _PLACES = {
     "Checkpoint": ("checkpoint", "Checkpoint"),
     "Decoder": ("decoder", "Decoder"),
     "DecoderConfig": ("config", "DecoderConfig"),
+    "Eagle3Config": ("eagle3", "Eagle3Config"),
     "Progress": ("checkpoint", "Progress"),
     "Qwen3Config": ("config", "DecoderConfig"),
     "Qwen3ForCausalLM": ("decoder", "Decoder"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
 from weft.models import Decoder, DecoderConfig
@@ -17,36 +18,38 @@ if TYPE_CHECKING:
     from weft.engine.config import EngineConfig
 
 Draft = Decoder | Eagle3 | Mtp
-# Methods whose drafts come from a model, and what may stand for its checkpoint, for random weights.
-CONFIGURATIONS = {"draft_model": DecoderConfig, "eagle3": Eagle3Config}
 
 
 def load_draft(
-    source: Checkpoint | DecoderConfig | Eagle3Config, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig
-) -> Draft:
-    """Draft model or head beside `model`, whose tokenizer is `tokenizer`. Collective.
+    config: EngineConfig,
+    model: Decoder,
+    checkpoint: Checkpoint | None,
+    tokenizer: Tokenizer | None,
+    opened: Callable[[Any], Checkpoint],
+) -> Draft | None:
+    """Draft model or head beside `model`, as config.speculative asks; None: it asks for none. Collective.
 
     ValueError, in a line, for one that does not fit.
 
-    source  a configuration: random weights
+    checkpoint  of the model; None: it has random weights
+    tokenizer   of the model
+    opened      checkpoint by the name of a draft
     """
-    name = "speculative: model"
-    if isinstance(source, Checkpoint):
-        name += f"={source.directory}"
-        check_same_tokens(name, source, tokenizer)
-    load = {"draft_model": _load_model, "eagle3": _load_eagle3}[config.speculative.method]
+    speculative = config.speculative
+    if speculative is None or speculative.method == "ngram":
+        return None
+    if speculative.method == "mtp":
+        options = {"positions": config.max_seq_len, "kv_cache_dtype": config.kv_cache_dtype}
+        return Mtp(model, **options).fill_dummy() if checkpoint is None else Mtp.of(checkpoint, model, **options)
+    made, load = {"draft_model": (DecoderConfig, _load_model), "eagle3": (Eagle3Config, _load_eagle3)}[
+        speculative.method
+    ]
+    if isinstance(speculative.model, made):
+        return load("speculative: model", speculative.model, model, config)
+    source = opened(speculative.model)
+    name = f"speculative: model={source.directory}"
+    check_same_tokens(name, source, tokenizer)
     return load(name, source, model, config)
-
-
-def load_mtp(checkpoint: Checkpoint | None, model: Decoder, config: EngineConfig) -> Mtp:
-    """MTP head of `model`. Collective. ValueError for a checkpoint without one.
-
-    checkpoint  of the model; None: random weights
-    """
-    options = {"positions": config.max_seq_len, "kv_cache_dtype": config.kv_cache_dtype}
-    if checkpoint is None:
-        return Mtp(model, **options).fill_dummy()
-    return Mtp.of(checkpoint, model, **options)
 
 
 def check_same_tokens(name: str, source: Checkpoint, tokenizer: Tokenizer | None) -> None:

@@ -125,7 +125,7 @@ KERNELS_SAMPLE = [
     ("granite", 2, "gemm_ar", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
 ]  # fmt: skip
 # Families with options that weft's kernels lack.
-UNFUSED = {"gemma2", "gpt-oss"}
+UNFUSED = {"gemma2", "gpt-oss", "qwen3-next", "qwen3-next-mixed"}
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)

@@ -3,20 +3,27 @@
 import pytest
 import torch
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
-from tests.compiling import SHARED, compiled, stack_bytes
-from tests.ops.checking import assert_close, assert_identical
+from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests.ops.checking import assert_close, assert_identical, check, inputs_of
+from tests.ops.gemm.quantized import H200, alone
 from tests.ops.layer_cases import DEVICES, everywhere, mutated
+from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
 from weft import ops
+from weft.errors import InvalidAccess
 from weft.kernels import four_bit_tile
 from weft.kernels.four_bit import FourBit, int4, mxfp4
 from weft.kernels.four_bit_tile import Grid
-from weft.ops.case import BF16, FP16
-from weft.ops.moe.grouped import four_bit as grouped_four_bit
-from weft.ops.moe.grouped.four_bit import BLOCK_N, grouped_four_bit_kernel
+from weft.ops.case import BF16
+from weft.ops.moe.grouped import gemms, kernel
+from weft.ops.moe.grouped.gemms import weight_descriptor
+from weft.ops.moe.grouped.kernel import Form, grouped_matmul_kernel
+from weft.ops.moe.grouped.rule import four_bit_tiles_for
+from weft.ops.moe.grouped_matmul import GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL
 from weft.ops.moe.routing import Schedule
+from weft.plan.planned import machine
+from weft.runtime.capabilities import launch_options
 
 FORMS = {"mxfp4": mxfp4, "int4": int4, "int4 with zeros": lambda weight: int4(weight, 128, False)}
 # T, k, experts, N, K: ragged; tiles of 16, 32 and 128 pairs.
@@ -66,34 +73,61 @@ def check_all(device, forms=FORMS, dtypes=(BF16,)):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_few_and_many_pairs(device):
-    everywhere(lambda device: check_all(device, dtypes=(BF16, FP16)), device)
+    everywhere(check_all, device)
 
+
+def test_the_plan_says_which_tiles_read_4_bits():
+    """Of many pairs it is that of the weight in 16 bits."""
+    here = machine(H200, 1)
+    for op in (GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL):
+        for tokens, name, reason in (
+            (8, "four_bit", "is read in 4 bits"),
+            (4096, "tiles", "converts the weight to 16"),
+        ):
+            call = op.call_of((tokens, 8, 128, 768, 2048), BF16, here, four_bit=True)
+            planned = op.plan(call, here)
+            assert planned.name == name and reason in planned.reason
+            designs = [planned.design, *op.space(call, here), *op.around(planned.design, here)]
+            assert all(type(one) is op.designs[name] for one in designs) and len({*designs}) > 4
+        assert planned.design == op.plan(call._replace(four_bit=False), here).design
+    sizes = {"T": 8, "k": 8, "experts": 128, "N": 768, "K": 2048}
+    explained = ops.explain("grouped-gemm-silu+four_bit", caps=H200, **sizes)
+    assert "four_bit" in str(explained) and "block_n=128" in str(explained)
+
+
+# --- planted mistakes ---------------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "the scales of the first expert": ("of_weight = begin + column", "of_weight = column"),
-    "the scales of gate for up": ("of_weight + N, begin + 2 * N", "of_weight, begin + 2 * N"),
-    "the weight of the next expert": (
-        "weight.load([begin + column, k // 2])",
-        "weight.load([begin + N + column, k // 2])",
-    ),
-    "a token's row for its pair's": ("source, target = pair // CHOICES, row", "source, target = pair * 0, row"),
-}
+    "the scales of the first expert": (kernel, "scale_row = expert * N * OF_N", "scale_row = 0 * N"),
+    "the scales of gate for up": (kernel, "scale_row + N, scale_end + N", "scale_row, scale_end"),
+    "gate twice": (kernel, "expert, 1, column, k // PACKED", "expert, 0, column, k // PACKED"),
+    "the first half of the rows twice": (kernel, "deep, k + HALF, K", "deep, k, K"),
+    "halves that are swapped": (four_bit_tile, "first = weight_of(bytes & 15,", "first = weight_of(bytes >> 4,"),
+}  # fmt: skip
+
+
+def cases_fail():
+    """True if a case with a weight in 4 bits fails."""
+    for op in (GROUPED_MATMUL, GROUPED_MATMUL_SILU_MUL):
+        for case in op.cases():
+            if case.field("four_bit"):
+                inputs = inputs_of(case, 0)
+                try:
+                    check(case, 0, [inputs], op.call(case, None, *inputs))
+                except (AssertionError, InvalidAccess):
+                    return True
+    return False
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
-    mutant = mutated(grouped_four_bit, *MUTANTS[name], f"four_bit_experts_{len(name)}", tmp_path)
-    monkeypatch.setattr(grouped_four_bit, "grouped_four_bit_kernel", mutant.grouped_four_bit_kernel)
-    with pytest.raises((AssertionError, weft.errors.InvalidAccess)):
-        weft.simulate(lambda team: check_all("cpu", forms=("mxfp4",)), 1)
-
-
-def test_the_cases_catch_halves_that_are_swapped(tmp_path, monkeypatch):
-    change = ("first = weight_of(bytes & 15,", "first = weight_of(bytes >> 4,")
-    mutant = mutated(four_bit_tile, *change, "four_bit_experts_halves", tmp_path)
-    monkeypatch.setattr(grouped_four_bit, "four_bit_dot", mutant.four_bit_dot)
-    with pytest.raises(AssertionError):
-        weft.simulate(lambda team: check_all("cpu", forms=("mxfp4",)), 1)
+    module, old, new = MUTANTS[name]
+    mutant = mutated(module, old, new, f"four_bit_experts_{len(name)}", tmp_path)
+    if module is four_bit_tile:  # functions of the kernel of grouped GEMMs
+        place = f"from {four_bit_tile.__name__} import"
+        mutant = mutated(kernel, place, f"from {mutant.__name__} import", "experts_by_mutant_of_4_bits", tmp_path)
+    monkeypatch.setattr(gemms, "grouped_matmul_kernel", mutant.grouped_matmul_kernel)
+    assert alone(cases_fail)
 
 
 def test_wrong_arguments_are_refused():
@@ -104,11 +138,14 @@ def test_wrong_arguments_are_refused():
         for x, one, message in (
             (rows.float(), weight, "x.dtype=torch.float32 is not one of float16"),
             (rows[:, :100], weight, "x has K=100 columns and weight has 144"),
-            (rows[:4], weight, "x has 4 rows; this schedule of 5 tokens takes 5 with gather=True"),
+            (rows[:4], weight, "x has 4 rows; with gather=True a schedule of 5 tokens with 2 choices each takes 5"),
             (rows, weight._replace(scales=weight.scales[:, :, :4].contiguous()), "weight.scales has shape"),
+            (rows, weight._replace(scales=weight.scales[:3]), "weight.scales has shape"),
         ):
             with pytest.raises(ValueError, match=f"grouped_matmul: {message}"):
                 ops.grouped_matmul(x, one, schedule, gather=True)
+        with pytest.raises(ValueError, match="scales of fp8 rows beside a weight in 4 bits"):
+            ops.grouped_matmul(rows, weight, schedule, gather=True, scales=torch.ones(5, 2))
         with pytest.raises(ValueError, match="schedule=1 is not a Schedule"):
             ops.grouped_matmul(rows, weight, 1)
 
@@ -117,18 +154,27 @@ def test_wrong_arguments_are_refused():
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("columns", "block"), [(32, 16), (128, 32)])
-def test_on_sm_90_without_spills_with_the_weight_in_registers(columns, block, gated, tmp_path):
-    x, data, scales = torch.zeros((64, 64), dtype=BF16), torch.zeros((64, 64), dtype=torch.uint8), torch.zeros(64)
-    integers = torch.zeros(64, dtype=torch.int32)
-    schedule = Schedule(integers, integers, integers, integers, 8, block)
-    grid = Grid(
-        data if columns == 32 else scales, data, 2048 // columns, tl.constexpr(columns), tl.constexpr(columns != 32)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_compiles_and_on_sm_90_without_spills_with_the_weight_in_registers(arch, columns, block, gated, tmp_path):
+    x, data, scales = (
+        torch.zeros((64, 2048), dtype=BF16),
+        torch.zeros((8, 1536, 1024), dtype=torch.uint8),
+        torch.zeros(64),
     )
-    kernel = compiled(
-        grouped_four_bit_kernel, x, TensorDescriptor(data, [64, 64], [64, 1], [BLOCK_N, 64]), grid, x, schedule, 768, 2048,
-        arch="sm_90", CHOICES=8, GATED=gated, BLOCK_M=block, BLOCK_N=BLOCK_N, num_warps=4, num_stages=4,
+    integers, design = torch.zeros(64, dtype=torch.int32), four_bit_tiles_for(caps_of(arch), gated=gated)
+    schedule, form = Schedule(*[integers] * 4, 8, block), Form(gated, 8, block, True, False, False, gated)
+    mxfp4 = columns == 32
+    grid = Grid(data if mxfp4 else scales, data, 2048 // columns, tl.constexpr(columns), tl.constexpr(not mxfp4))
+    described, caps = weight_descriptor(design, data, form), caps_of(arch)
+    built = compiled(
+        grouped_matmul_kernel, x, None, None, grid, None, described, None, x, None, schedule, 768, 2048, 16, None, None,
+        arch=arch, FORM=form, BLOCK_N=design.block_n, BLOCK_K=design.block_k, TRANSPOSED=True, num_warps=design.num_warps,
+        num_stages=design.num_stages, **launch_options(caps),
     )  # fmt: skip
-    ptx = kernel.asm["ptx"]
-    assert "wgmma.mma_async.sync.aligned.m64" in ptx and "cp.async.bulk.tensor" in ptx
-    assert kernel.metadata.shared <= SHARED["sm_90"] // 3
-    assert stack_bytes(kernel, tmp_path) == 0
+    check_compiles(built, arch)
+    assert built.metadata.shared <= SHARED[arch]
+    if arch == "sm_90":
+        ptx = built.asm["ptx"]
+        assert "wgmma.mma_async.sync.aligned.m64" in ptx and "cp.async.bulk.tensor" in ptx
+        assert built.metadata.shared <= SHARED[arch] // design.per_sm
+        assert stack_bytes(built, tmp_path) == 0

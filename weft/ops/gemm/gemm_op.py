@@ -63,8 +63,8 @@ class GemmCall(NamedTuple):
 COLUMN_PARALLEL, ROW_PARALLEL = ("qkv", "gate-up"), ("o", "down")
 # Fields of calls with fp8 weights.
 FP8 = ("block_fp8", "channel_fp8")
-# Weights of cases in 4 bits, by the field of the call.
-FOUR_BIT = {"mxfp4": mxfp4, "int4": functools.partial(int4, symmetric=False)}
+# Weights of cases in 4 bits, by the field of the call; True: as a variant of the op.
+FOUR_BIT = {True: mxfp4, "mxfp4": mxfp4, "int4": functools.partial(int4, symmetric=False)}
 
 
 class GemmOp(Op):

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from weft.kernels.four_bit import FourBit
-from weft.kernels.four_bit_tile import dequantized
 from weft.kernels.fp8 import Fp8, RowFormat, check_e4m3, empty_rows, fp8_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, gated_terms
 from weft.ops.knobs import around
 from weft.ops.layout import Given
-from weft.ops.local import capabilities_of, check_like, check_sizes, machine_on
+from weft.ops.local import capabilities_of, check_sizes, machine_on
 from weft.ops.moe.grouped import gemms
 from weft.ops.moe.grouped.cases import (
     exact_activation,
@@ -28,14 +27,13 @@ from weft.ops.moe.grouped.cases import (
     with_scales,
 )
 from weft.ops.moe.grouped.check import check_grouped, check_swiglu, check_written
-from weft.ops.moe.grouped.four_bit import grouped_four_bit
-from weft.ops.moe.grouped.gemms import GroupedArguments, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped.gemms import FourBitTiles, GroupedArguments, GroupedCall, GroupedTiles, Tiles
 from weft.ops.moe.grouped.gradients import weight_grad
-from weft.ops.moe.grouped.rule import grouped_tiles_for, tiles
+from weft.ops.moe.grouped.rule import FEW_PAIRS, four_bit_tiles, four_bit_tiles_for, grouped_tiles_for, tiles
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
 from weft.ops.moe.routing import ClampedSwiGLU, MoeOp, MoeShape, Schedule, common, draw_ids, experts_of
 from weft.ops.op import Op, define, register
-from weft.ops.registration import FLOATS, HALVES
+from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 
 if TYPE_CHECKING:
@@ -55,9 +53,9 @@ class GroupedOp(MoeOp):
     public  the function that users call
     """
 
-    designs = {"tiles": GroupedTiles}
+    designs = {"tiles": GroupedTiles, "four_bit": FourBitTiles}
     sizes = ("T", "k", "experts", "N", "K")
-    options = ("gather", "block_fp8", "channel_fp8")
+    options = ("gather", "block_fp8", "channel_fp8", "four_bit")
     dtypes = FLOATS
     collective = False
     saves = ("x", "weight", "pairs", "counts", "tiles", "tile_count")
@@ -73,21 +71,32 @@ class GroupedOp(MoeOp):
         gather: bool | None = None,
         **forms: bool,
     ) -> GroupedCall:
-        """``gather``: None: as the op does by default. forms: block_fp8 or channel_fp8."""
+        """``gather``: None: as the op does by default. forms: block_fp8, channel_fp8 or four_bit."""
         T, k, experts, N, K = check_sizes(self.name, self.sizes, sizes)
         gather = self.gated if gather is None else gather
         return GroupedCall(block_for(T * k, experts), T * k, N, K, dtype, gather, design, **forms)
 
     def call_of_case(self, case: Case, machine: Machine) -> GroupedCall:
         gather = case.field("gather") is not False
-        return self.call_of(case.sizes, case.dtype, machine, case.design, gather=gather, **fp8_forms(case))
+        forms = {**fp8_forms(case), "four_bit": bool(case.field("four_bit"))}
+        return self.call_of(case.sizes, case.dtype, machine, case.design, gather=gather, **forms)
 
     def rule(self, call: GroupedCall, machine: Machine) -> tuple[str, str]:
+        if call.four_bit and call.block <= FEW_PAIRS:
+            return "four_bit", f"tiles of {call.block} <= {FEW_PAIRS} pairs: the weight is read in 4 bits"
         rows = "gathered by token" if call.gather else "in order"
         steps = ", scales of fp8 for each step of 128 columns" if call.block_fp8 else ""
-        return "tiles", f"tiles of {call.block} pairs, rows {rows}{steps}"
+        converted = "; a kernel converts the weight to 16 bits before" if call.four_bit else ""
+        return "tiles", f"tiles of {call.block} pairs, rows {rows}{steps}{converted}"
 
-    def default(self, name: str, call: GroupedCall, machine: Machine) -> GroupedTiles:
+    def offers(self, design: str, variants: Sequence[str]) -> bool:
+        return design != "four_bit" or "four_bit" in variants
+
+    def default(self, name: str, call: GroupedCall, machine: Machine) -> Tiles:
+        if name == "four_bit":
+            return four_bit_tiles_for(machine.caps, gated=self.gated)
+        if call.four_bit:  # the GEMM of the converted weight
+            return self.plan(call._replace(four_bit=False), machine).design
         return grouped_tiles_for(call, machine.caps, gated=self.gated)
 
     def table_key(self, call: GroupedCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
@@ -99,17 +108,20 @@ class GroupedOp(MoeOp):
         # Tiles of other rows take another shape.
         return planned if planned is None or planned.row.shape[1] == call.block else None
 
-    def space(self, call: GroupedCall, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
-        return tiles(self.by_rule(call, machine), call, machine.caps, quick, self.gated)
+    def space(self, call: GroupedCall, machine: Machine, quick: bool = False) -> Iterator[Tiles]:
+        base = self.by_rule(call, machine)
+        if isinstance(base, FourBitTiles):
+            return four_bit_tiles(base, self.gated)
+        return tiles(base, call, machine.caps, quick, self.gated)
 
-    def around(self, design: GroupedTiles, machine: Machine, quick: bool = False) -> Iterator[GroupedTiles]:
+    def around(self, design: Tiles, machine: Machine, quick: bool = False) -> Iterator[Tiles]:
         if not quick:
             yield from around(design)
 
-    def run(self, design: GroupedTiles, team: None, given: GroupedArguments) -> torch.Tensor:
+    def run(self, design: Tiles, team: None, given: GroupedArguments) -> torch.Tensor:
         """The op of checked arguments."""
         self.check_design(design)
-        if given.scales is not None or given.weight_scales is not None:
+        if given.scales is not None or isinstance(given.matrix, Fp8):
             check_e4m3(self.name, capabilities_of(given.x.device))
         return gemms.run(design, given, gated=self.gated)
 
@@ -127,7 +139,7 @@ class GroupedOp(MoeOp):
     def backward(self, given: Given, dy: torch.Tensor) -> dict[str, torch.Tensor]:
         if given.scaled:
             raise RuntimeError(
-                f"weft.ops.{self.name} has no backward for fp8 rows or weights; pass both of 16 or 32 bits"
+                f"weft.ops.{self.name} has no backward for fp8 rows or weights in fp8 or 4 bits; pass both of 16 or 32 bits"
             )
         x, weight, schedule = given.x, given.weight, Schedule(*(getattr(given, name) for name in Schedule._fields))
         dy, gradients = dy.to(x.dtype), {}
@@ -162,7 +174,7 @@ class GroupedOp(MoeOp):
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """ids, the rows, this rank's experts' weights, scales of fp8 rows, biases, and scales of fp8 weights."""
+        """ids, rows, weights, scales of fp8 rows, biases, and scales and zeros of weights."""
         T, k, total, N, K = case.sizes
         rows = T if case.field("gather") is not False else T * k
         shape = experts_of(case, total, rank).count, 2 * N if self.gated else N, K
@@ -217,7 +229,7 @@ class GroupedOp(MoeOp):
         case: Case,
         team: Team | None,
         x: torch.Tensor,
-        weight: torch.Tensor | Fp8,
+        weight: torch.Tensor | Fp8 | FourBit,
         schedule: Schedule,
         scales: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
@@ -242,7 +254,7 @@ class GroupedOp(MoeOp):
         return torch.where(chosen[:, None], out, 0)
 
     def figures(
-        self, x: torch.Tensor, weight: torch.Tensor | Fp8, schedule: Schedule, *scales: torch.Tensor
+        self, x: torch.Tensor, weight: torch.Tensor | Fp8 | FourBit, schedule: Schedule, *scales: torch.Tensor
     ) -> dict[str, float]:
         """Pairs, active experts, and the share of the rows of tiles that are pairs."""
         pairs, tile_rows = int(schedule.counts.sum()), int(schedule.tile_count) * schedule.block
@@ -275,6 +287,7 @@ class GroupedOp(MoeOp):
         for kind in kinds:
             yield from self.fp8_cases(small, **kind)
             yield from self.epilogue_cases(small, **kind)
+            yield from self.four_bit_cases(**kind)
 
     def fp8_cases(self, small: GroupedTiles, **kind: bool) -> Iterator[Case]:
         """Cases of fp8 weights: scales of blocks and of rows, ragged sizes, tiles of few and of many pairs."""
@@ -307,6 +320,17 @@ class GroupedOp(MoeOp):
             yield case(FP32, 37, 3, 4, 80, 48, design=design, **every[-1], **kind)
         yield case(BF16, 0, 2, 8, 32, 64, **every[-1], **kind)
 
+    def four_bit_cases(self, **kind: bool) -> Iterator[Case]:
+        """Cases of weights in 4 bits: ragged sizes, tiles of few pairs, and of many, by 16 bits."""
+        case = functools.partial(self.case, 1)
+        yield case(BF16, 5, 2, 4, 72, 144, four_bit="mxfp4", **kind)
+        yield case(FP16, 20, 3, 6, 72, 272, local=(2, 3), four_bit="int4", **kind)
+        yield case(BF16, 70, 4, 4, 40, 136, four_bit="int4", **kind)
+        yield case(BF16, 9, 2, 4, 72, 144, local=(1, 3), bias=True, clamped=self.gated, four_bit="mxfp4", **kind)
+        small = FourBitTiles(block_n=32, per_sm=2, columns=32, num_warps=8, num_stages=2)
+        yield case(BF16, 37, 3, 4, 80, 304, design=small, four_bit="mxfp4", block=16, **kind)
+        yield case(BF16, 0, 2, 8, 32, 64, four_bit="mxfp4", **kind)
+
     def large_cases(self) -> Iterator[Case]:
         layers = [(T, 8, 128, 768, 2048) for T in (1, 128, 1000)]
         for sizes in (*layers, (600, 2, 8, 14336, 4096)):
@@ -332,12 +356,6 @@ class GroupedOp(MoeOp):
         N, K = self.columns(shape)
         rows = shape.tokens if self.gated else shape.pairs
         return int((shape.active * N * K * (2 if self.gated else 1) + rows * K + shape.pairs * N) * dtype.itemsize)
-
-
-def widened_experts(op: str, x: torch.Tensor, weight: FourBit) -> torch.Tensor:
-    """``weight`` in x's 16 bits: the kernel of few pairs with experts in 4 bits adds no bias."""
-    check_like(op, "x", x, weight.device, HALVES)
-    return dequantized(weight, x.dtype, capabilities_of(x.device))
 
 
 def grouped_matmul(
@@ -366,13 +384,6 @@ def grouped_matmul(
     Of fp8 rows and weights bf16; fp32 sums of 128 terms are multiplied by their scales, and added. Gradients of x and weight,
     without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
-    if isinstance(weight, FourBit) and bias is not None:
-        weight = widened_experts("grouped_matmul", x, weight)
-    elif isinstance(weight, FourBit):
-        result = grouped_four_bit("grouped_matmul", x, weight, schedule, gather, False)
-        if isinstance(result, torch.Tensor):
-            return result
-        x, weight = result
     given = GroupedArguments.of(x, weight, schedule, gather, scales, bias)
     return GROUPED_MATMUL.dispatch(check_grouped("grouped_matmul", given, gated=False))
 
@@ -381,7 +392,7 @@ class GroupedMatmul(GroupedOp):
     name, alias = "grouped_matmul", "grouped-gemm"
     gated = False
     public = staticmethod(grouped_matmul)
-    variants = ("gather", "block_fp8", "channel_fp8")
+    variants = ("gather", "block_fp8", "channel_fp8", "four_bit")
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         return super().case_of(shape, dtype, world_size, **{"gather": False, **fields})
@@ -419,17 +430,10 @@ def grouped_matmul_silu_mul(
     """
     op = "grouped_matmul_silu_mul"
     check_swiglu(op, swiglu)
-    if isinstance(weight, FourBit) and not (bias is None and swiglu is None):
-        weight = widened_experts(op, x, weight)
-    elif isinstance(weight, FourBit):
-        result = grouped_four_bit(op, x, weight, schedule, True, True)
-        if isinstance(result, torch.Tensor):
-            return result
-        x, weight = result
     given = check_grouped(op, GroupedArguments.of(x, weight, schedule, True, scales, bias, swiglu), gated=True)
     if fp8 is None:
         return GROUPED_MATMUL_SILU_MUL.dispatch(given)
-    check_written(op, given.x, given.weight_scales, fp8)
+    check_written(op, given.x, given.weight_scales if isinstance(given.matrix, Fp8) else None, fp8)
     return fp8_of(*GROUPED_MATMUL_SILU_MUL_FP8.dispatch(given, fp8), fp8)
 
 
@@ -437,7 +441,7 @@ class GroupedMatmulSiluMul(GroupedOp):
     name, alias = "grouped_matmul_silu_mul", "grouped-gemm-silu"
     gated = True
     public = staticmethod(grouped_matmul_silu_mul)
-    variants = ("block_fp8", "channel_fp8")
+    variants = ("block_fp8", "channel_fp8", "four_bit")
 
 
 GROUPED_MATMUL_SILU_MUL = GroupedMatmulSiluMul()

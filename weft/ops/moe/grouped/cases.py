@@ -1,4 +1,4 @@
-"""Cases of grouped GEMMs in fp8: operands, references, and scales that come last among tensors."""
+"""Cases of grouped GEMMs in fp8 and 4 bits: operands, references, scales as the last tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import COLUMNS, Fp8, by_torch, quantized_weight, read_back
 from weft.ops.case import Accuracy, Case, Inputs
+from weft.ops.gemm.gemm_op import FOUR_BIT
 from weft.ops.moe.routing import ClampedSwiGLU
 
 
@@ -29,19 +31,27 @@ def quantized_experts(weight: torch.Tensor, scheme: str) -> Fp8:
 
 
 def with_scales(case: Case, tensors: Inputs, at: int) -> Inputs:
-    """``tensors`` with the weight at ``at`` in fp8 if the case says so; its scales then come last."""
-    if not scheme_of(case):
+    """``tensors`` with the weight at ``at`` in the case's form; its scales and zeros come last."""
+    if form := case.field("four_bit"):
+        made = FOUR_BIT[form](tensors[at])
+    elif scheme := scheme_of(case):
+        made = quantized_experts(tensors[at], scheme)
+    else:
         return tensors
-    data, scales, _ = quantized_experts(tensors[at], scheme_of(case))
-    return *tensors[:at], data, *tensors[at + 1 :], scales
+    data, *rest = (one for one in made if isinstance(one, torch.Tensor))
+    return *tensors[:at], data, *tensors[at + 1 :], *rest
 
 
 def with_matrix(case: Case, tensors: Inputs, at: int) -> tuple[Any, ...]:
-    """``tensors`` of a case, the experts at ``at`` as ``Fp8`` if they are in fp8."""
-    if not scheme_of(case):
+    """``tensors`` of a case, the experts at ``at``, after x, as ``Fp8`` or ``FourBit`` if they are so."""
+    if form := case.field("four_bit"):
+        *most, scales, zeros = tensors if form == "int4" else (*tensors, None)
+        most[at] = FourBit(most[at], scales, most[at - 1].shape[1], zeros)
+    elif scheme_of(case):
+        *most, scales = tensors
+        most[at] = Fp8(most[at], scales)
+    else:
         return tensors
-    *most, scales = tensors
-    most[at] = Fp8(most[at], scales)
     return tuple(most)
 
 
@@ -51,12 +61,14 @@ def quantized_rows_of(case: Case, x: torch.Tensor) -> Fp8:
 
 
 def exact_operands(
-    case: Case, x: torch.Tensor, weight: torch.Tensor | Fp8, scales: torch.Tensor | None = None
+    case: Case, x: torch.Tensor, weight: torch.Tensor | Fp8 | FourBit, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, weight) in fp64 that the case's product is of. scales: of fp8 rows."""
     if isinstance(weight, Fp8):
         rows = quantized_rows_of(case, x) if scales is None else Fp8(x, scales)
         return rows.dequantized(torch.float64), weight.dequantized(torch.float64)
+    if isinstance(weight, FourBit):
+        return x.double(), weight.dequantized(x.dtype).double()
     return (x if scales is None else read_back(x, scales, weight.dtype)).double(), weight.double()
 
 

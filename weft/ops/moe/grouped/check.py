@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.arguments import quoted
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import E4M3, Fp8, RowFormat, scales_of
 from weft.kernels.operands import ScaledMatrix
+from weft.ops.gemm.four_bit_operands import check_four_bit
 from weft.ops.gemm.fp8_operands import check_fp8
 from weft.ops.local import check_like, check_shape
 from weft.ops.moe.grouped.gemms import GroupedArguments
+from weft.ops.moe.grouped.rule import FEW_PAIRS
 from weft.ops.moe.routing import ClampedSwiGLU, Experts, Schedule
-from weft.ops.registration import FLOATS, HALVES, check_flag, check_tensor
+from weft.ops.registration import FLOATS, HALVES, check_flag, check_is_tensor, check_tensor
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -24,11 +27,13 @@ NO_BACKWARD = "bias and swiglu have no backward; leave them out, or call it unde
 
 def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArguments:
     """``given``. ValueError unless rows, weights, schedule and scales fit each other."""
-    x, weight, schedule, gather, scales = given[:5]
+    x, weight, schedule, gather = given[:4]
     if not isinstance(schedule, Schedule):
         raise ValueError(f"{op}: schedule={quoted(schedule)} is not a Schedule; weft.ops.moe_schedule makes one")
     check_flag(op, "gather", gather)
-    if given.weight_scales is None:
+    if isinstance(given.matrix, FourBit):
+        _check_four_bit(op, given)
+    elif given.weight_scales is None:
         _check_plain(op, given, gated)
     else:
         _check_fp8(op, given, gated)
@@ -41,7 +46,15 @@ def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArgum
         raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}; it must have at least one row and column")
     if gated and weight.shape[1] % 2:
         raise ValueError(f"{op}: weight has {weight.shape[1]} rows, an odd number; pass gate's N rows, then up's N")
-    if x.shape[1] * x.element_size() % 16:
+    _check_rows(op, given)
+    return given
+
+
+def _check_rows(op: str, given: GroupedArguments) -> None:
+    """``check_grouped`` of the shape of x. Tiles that read 4 bits take rows that begin anywhere."""
+    x, _, schedule, gather = given[:4]
+    any_place = isinstance(given.matrix, FourBit) and schedule.block <= FEW_PAIRS
+    if x.shape[1] * x.element_size() % 16 and not any_place:
         raise ValueError(
             f"{op}: K={x.shape[1]} of {x.dtype} is {x.shape[1] * x.element_size()} bytes, no multiple of 16; pad x and weight"
         )
@@ -52,7 +65,6 @@ def check_grouped(op: str, given: GroupedArguments, gated: bool) -> GroupedArgum
             f"{op}: x has {x.shape[0]} rows; with gather={gather} a schedule of {tokens} tokens with {schedule.choices} "
             f"choices each takes {wanted}"
         )
-    return given
 
 
 def check_bias(op: str, bias: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype) -> None:
@@ -108,6 +120,21 @@ def _check_fp8(op: str, given: GroupedArguments, gated: bool) -> None:
         raise ValueError(
             f"{op}: K={weight.shape[2]} of {E4M3} is no multiple of 16; pad x and weight, or dequantize it"
         )
+
+
+def _check_four_bit(op: str, given: GroupedArguments) -> None:
+    """``check_grouped`` of x and a weight in 4 bits, with its scales."""
+    if given.scales is not None:
+        raise ValueError(f"{op}: scales of fp8 rows beside a weight in 4 bits; pass rows of 16 bits, without scales")
+    (data, scales, columns, zeros), experts = given.matrix, given.schedule.counts.shape[0]
+    for name, one in (("weight.data", data), ("weight.scales", scales), ("weight.zeros", zeros)):
+        if one is not None:
+            check_is_tensor(op, name, one)
+            check_shape(op, name, one, (experts, "N", "k"))
+    if 0 not in given.x.shape:
+        # The rows of all experts' matrices, as of one.
+        flat = [None if one is None else one.flatten(0, 1) for one in (data, scales, zeros)]
+        check_four_bit(op, given.x, FourBit(flat[0], flat[1], columns, flat[2]), False)
 
 
 def check_written(op: str, x: torch.Tensor, weight_scales: torch.Tensor | None, fp8: RowFormat) -> None:

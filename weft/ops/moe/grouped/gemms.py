@@ -5,6 +5,9 @@ is read through a tensor descriptor of experts and rows, so no coordinate grows 
 token as they are loaded, or lie in the order of the pairs. Gathered rows may be fp8 with scales (``weft.kernels.fp8``) beside
 weights of 16 bits: they are multiplied as they are loaded and rounded to the weight's dtype.
 
+A weight in 4 bits (weft.kernels.four_bit) is read in 4 bits with few pairs, where the time goes into reading weights: tiles of
+``FourBitTiles`` convert it as the small-M kernel does. With more pairs a kernel writes it in 16 bits before the GEMM.
+
 With fp8 weights rows are fp8 too (weft.kernels.fp8_tile): e4m3 times e4m3, each step along K multiplied by its scales in fp32
 and added to the sums before. Gate and up are two products then, since their scales differ. h may be written in fp8: it is
 rounded to 16 bits, then quantized, 128 columns of a tile under one scale.
@@ -22,13 +25,16 @@ first operand of that instruction must come from shared memory as it was loaded,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.kernels.four_bit import BLOCK, FourBit
+from weft.kernels.four_bit_tile import HALF, Grid, dequantized, grid_of
 from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, rows_argument, spread
-from weft.kernels.fp8_tile import scales_of_gemm
+from weft.kernels.fp8_tile import Fp8Scales, scales_of_gemm
 from weft.kernels.operands import can_describe
 from weft.ops.gemm.fp8_operands import columns_of, quantized_for
 from weft.ops.knobs import check_knobs, flipped, halved, knob, powers, stepped
@@ -39,6 +45,7 @@ from weft.plan.planned import AUTO
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
+from weft.runtime.launching import Launch, launch_on
 from weft.runtime.recording import traced_view
 
 if TYPE_CHECKING:
@@ -67,6 +74,25 @@ class GroupedTiles:
     __post_init__ = check_knobs
 
 
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FourBitTiles:
+    """``GroupedTiles`` of a weight that is read in 4 bits: steps of 128 columns, transposed."""
+
+    block_n: int = knob(64, powers(16), halved(32, 256))
+    per_sm: int = knob(3, near=stepped())
+    columns: int = knob(1024, near=halved(128))
+    num_warps: int = knob(4, near=halved(4, 8))
+    num_stages: int = knob(4, near=stepped(2))
+    __post_init__ = check_knobs
+
+    block_k: ClassVar[int] = BLOCK
+    transposed: ClassVar[bool] = True
+
+
+Tiles = GroupedTiles | FourBitTiles
+
+
 class GroupedCall(NamedTuple):
     """Sizes that the plan of a grouped GEMM depends on.
 
@@ -75,6 +101,7 @@ class GroupedCall(NamedTuple):
     dtype   of the weight; of fp8 operands that of the result
     gather  a row for each token, else rows in the order of the pairs
     block_fp8, channel_fp8  operands are fp8: scales for blocks of the weight, or for whole rows or all of it
+    four_bit                the weight is in 4 bits
     """
 
     block: int
@@ -86,6 +113,7 @@ class GroupedCall(NamedTuple):
     design: str = AUTO
     block_fp8: bool = False
     channel_fp8: bool = False
+    four_bit: bool = False
 
     @property
     def fp8(self) -> bool:
@@ -113,6 +141,7 @@ class GroupedArguments(NamedTuple):
                    of an fp8 weight (``Fp8``); None: the weight is of 16 or 32 bits
     bias           [experts, rows of a weight], added to the rows' results; None: there is none
     alpha, limit   of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
+    columns, zeros  with ``weight_scales``, of a weight in 4 bits (``FourBit``); 0 and None: of another weight
     """
 
     x: torch.Tensor
@@ -125,12 +154,14 @@ class GroupedArguments(NamedTuple):
     bias: torch.Tensor | None = None
     alpha: float = 0.0
     limit: float = 0.0
+    columns: int = 0
+    zeros: torch.Tensor | None = None
 
     @classmethod
     def of(
         cls,
         x: torch.Tensor | Fp8,
-        weight: torch.Tensor | Fp8,
+        weight: torch.Tensor | Fp8 | FourBit,
         schedule: Schedule,
         gather: bool,
         scales: torch.Tensor | None = None,
@@ -139,21 +170,28 @@ class GroupedArguments(NamedTuple):
     ) -> GroupedArguments:
         """Arguments whose rows and weight may have scales."""
         rows, scales = x[:2] if isinstance(x, Fp8) else (x, scales)
+        epilogue = bias, *(swiglu or (0.0, 0.0))
+        if isinstance(weight, FourBit):
+            data, of_weight, columns, zeros = weight
+            return cls(rows, data, schedule, gather, scales, of_weight, None, *epilogue, columns, zeros)
         data, *of_weight = weight if isinstance(weight, Fp8) else (weight, None, None)
-        return cls(rows, data, schedule, gather, scales, *of_weight, bias, *(swiglu or (0.0, 0.0)))
+        return cls(rows, data, schedule, gather, scales, *of_weight, *epilogue)
 
     @property
-    def matrix(self) -> torch.Tensor | Fp8:
-        """The weight, with its scales if it is in fp8."""
+    def matrix(self) -> torch.Tensor | Fp8 | FourBit:
+        """The weight, with its scales if it has any."""
         if self.weight_scales is None:
             return self.weight
+        if self.columns:
+            return FourBit(self.weight, self.weight_scales, self.columns, self.zeros)
         return Fp8(self.weight, self.weight_scales, self.input_scale)
 
     def with_fp8_rows(self) -> GroupedArguments:
         """The same, with rows quantized if the weight is in fp8."""
-        if self.weight_scales is None or self.scales is not None:
+        matrix = self.matrix
+        if not isinstance(matrix, Fp8) or self.scales is not None:
             return self
-        x, scales, _ = quantized_for(self.matrix, self.x, capabilities_of(self.x.device))
+        x, scales, _ = quantized_for(matrix, self.x, capabilities_of(self.x.device))
         return self._replace(x=x, scales=scales)
 
     def of_columns(self, first: int, count: int) -> GroupedArguments:
@@ -180,15 +218,50 @@ class GroupedArguments(NamedTuple):
 
     def call(self, gated: bool) -> GroupedCall:
         """Sizes of the call that has these arguments."""
-        _, rows, K = self.weight.shape
         matrix = self.matrix
-        forms = (matrix.is_grouped, not matrix.is_grouped) if isinstance(matrix, Fp8) else (False, False)
+        _, rows, K = matrix.shape
+        in_blocks = isinstance(matrix, Fp8) and matrix.is_grouped
+        forms = in_blocks, isinstance(matrix, Fp8) and not in_blocks, isinstance(matrix, FourBit)
         sizes = self.schedule.block, self.schedule.all_pairs, rows // (2 if gated else 1), K
         return GroupedCall(*sizes, self.dtype, self.gather, AUTO, *forms)
 
 
+class Operands(NamedTuple):
+    """Operands of a grouped GEMM as ``grouped_matmul_kernel`` takes them.
+
+    scales  of fp8 rows beside a weight of 16 bits
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scales: torch.Tensor | None = None
+    fp8: Fp8Scales | None = None
+    four_bit: Grid | None = None
+
+
+def operands_of(design: Tiles, given: GroupedArguments, gated: bool) -> Operands:
+    """Dense operands: rows in fp8 beside an fp8 weight; 4 bits in 16 unless the design reads them."""
+    matrix = given.matrix
+    if isinstance(matrix, FourBit) and isinstance(design, GroupedTiles):
+        matrix = dequantized(matrix, given.dtype, capabilities_of(given.x.device))
+        given = given._replace(weight=matrix, weight_scales=None, columns=0, zeros=None)
+    x, weight, _, _, scales = given.with_fp8_rows()[:5]
+    x = x if x.is_contiguous() else x.contiguous()
+    if not can_describe_experts(weight):
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    if isinstance(matrix, FourBit):
+        return Operands(x, weight, four_bit=grid_of(matrix))
+    if isinstance(matrix, Fp8):
+        return Operands(x, weight, fp8=scales_of_gemm(scales, matrix, design.block_n // (2 if gated else 1), gated))
+    if scales is None:
+        return Operands(x, weight)
+    if design.block_k > COLUMNS.value:
+        raise ValueError(f"block_k={design.block_k} is more than the {COLUMNS.value} columns of a scale of fp8 rows")
+    return Operands(x, weight, scales.contiguous())
+
+
 def run(
-    design: GroupedTiles,
+    design: Tiles,
     given: GroupedArguments,
     *,
     gated: bool = False,
@@ -203,41 +276,31 @@ def run(
     each_pair  x has a row for each pair, and rows of the result are in the order of the schedule
     written    where ``out`` is in fp8
     """
-    schedule, (rows, columns) = given.schedule, given.weight.shape[1:]
-    N, K = (columns, rows) if turned else (rows // (2 if gated else 1), columns)
-    caps = capabilities_of(given.x.device)
+    schedule, matrix, caps = given.schedule, given.matrix, capabilities_of(given.x.device)
+    _, rows, columns = matrix.shape
+    halves = 2 if gated else 1
+    N, K = (columns, rows) if turned else (rows // halves, columns)
     out = given.x.new_empty((schedule.all_pairs, N), dtype=given.dtype) if out is None else out
     if schedule.all_pairs == 0:
         return out
-    x, weight, _, by_token, scales = given.with_fp8_rows()[:5]
-    gather, matrix, fp8 = 1 if each_pair else schedule.choices if by_token else 0, given.matrix, None
-    apart = gated and (design.transposed or isinstance(matrix, Fp8))
-    if isinstance(matrix, Fp8):
-        design = fitted(design, matrix)
-        fp8 = scales_of_gemm(scales, matrix, design.block_n // (2 if gated else 1), gated)
-        scales = None
-    x = x if x.is_contiguous() else x.contiguous()
-    if not can_describe_experts(weight):
-        weight = weight.clone(memory_format=torch.contiguous_format)
-    if scales is not None:
-        if design.block_k > COLUMNS.value:
-            raise ValueError(
-                f"block_k={design.block_k} is more than the {COLUMNS.value} columns of a scale of fp8 rows"
-            )
-        scales = scales.contiguous()
-    block_k, width = design.block_k, design.block_n // (2 if gated else 1)
+    design = fitted(design, matrix) if isinstance(matrix, Fp8) else design
+    block_k, width = design.block_k, design.block_n // halves
     if written is not None and width % COLUMNS.value:
         raise ValueError(
             f"block_n={design.block_n} has {width} results, no multiple of the {COLUMNS.value} under a scale of fp8 rows"
         )
-    described = not gather and can_describe(x)
+    x, weight, scales, fp8, four_bit = operands_of(design, given, gated)
+    gather = 1 if each_pair else schedule.choices if given.gather else 0
+    described, apart = not gather and can_describe(x), gated and (design.transposed or fp8 is not None)
     swiglu = given.alpha, given.limit
     form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, apart, coming.in_place, *swiglu)
-    across = cdiv(N, width)
-    grouped_matmul_kernel[(min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),)](
-        TensorDescriptor(x, list(x.shape), [K, 1], [schedule.block, block_k]) if described else x,
+    across, team = cdiv(N, width), coming.team or traced_view()
+    launch_for(x.device, design, form, team)(
+        min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),
+        rows_descriptor(design, x, form),
         scales,
         fp8,
+        four_bit,
         coming.rows,
         weight_descriptor(design, weight, form),
         None if given.bias is None else Biases(given.bias, given.bias.stride(0)),
@@ -248,16 +311,29 @@ def run(
         K,
         max(1, min(across, design.columns // width)),
         coming.landed,
-        coming.team or traced_view(),
-        FORM=form,
-        BLOCK_N=design.block_n,
-        BLOCK_K=block_k,
-        TRANSPOSED=design.transposed,
-        num_warps=design.num_warps,
-        num_stages=design.num_stages,
-        **launch_options(caps),
+        team,
     )
     return out
+
+
+def launch_for(device: torch.device, design: Tiles, form: Form, team: TeamView | None) -> Launch:
+    """Launch of ``grouped_matmul_kernel`` by a design."""
+    # A launch tells arguments apart by dtypes and alignment, not by the compile-time constants of a team.
+    of_team = team and tuple(one.value for one in team if isinstance(one, tl.constexpr))
+    return launch_on(
+        device,
+        grouped_matmul_kernel,
+        (design, form, of_team),
+        lambda: {
+            "FORM": form,
+            "BLOCK_N": design.block_n,
+            "BLOCK_K": design.block_k,
+            "TRANSPOSED": design.transposed,
+            "num_warps": design.num_warps,
+            "num_stages": design.num_stages,
+            **launch_options(capabilities_of(device)),
+        },
+    )
 
 
 def run_gated(
@@ -277,10 +353,17 @@ def fitted(design: GroupedTiles, weight: Fp8) -> GroupedTiles:
     return replace(design, block_k=most) if design.block_k > most else design
 
 
-def weight_descriptor(design: GroupedTiles, weight: torch.Tensor, form: Form) -> TensorDescriptor:
-    """Descriptor of ``weight`` [experts, rows, columns], as ``grouped_matmul_kernel`` takes it."""
+def rows_descriptor(design: Tiles, x: torch.Tensor, form: Form) -> TensorDescriptor | torch.Tensor:
+    """Descriptor of rows ``x`` as the kernel takes it; ``x`` unless ``form.described``."""
+    loaded = HALF.value if isinstance(design, FourBitTiles) else design.block_k
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [form.block, loaded]) if form.described else x
+
+
+def weight_descriptor(design: Tiles, weight: torch.Tensor, form: Form) -> TensorDescriptor:
+    """Descriptor of ``weight`` [experts, rows, columns], or bytes of 4 bits, as the kernel takes it."""
     experts, rows, columns = weight.shape
-    apart, block_n, block_k = weight.stride(0) if experts > 1 else rows * columns, design.block_n, design.block_k
+    apart, block_n = weight.stride(0) if experts > 1 else rows * columns, design.block_n
+    block_k = HALF.value if isinstance(design, FourBitTiles) else design.block_k
     if form.gated:
         N, both = rows // 2, 1 if form.apart else 2
         return TensorDescriptor(

@@ -11,6 +11,7 @@ from weft.ops.local import capabilities_of
 from weft.ops.moe.routing import Schedule
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
+from weft.runtime.launching import launch_on
 
 
 @triton.jit
@@ -68,20 +69,21 @@ def weight_grad(dy: torch.Tensor, x: torch.Tensor, schedule: Schedule, *, gather
     grad = x.new_empty((experts, N, K))
     block = 32 if x.dtype == torch.float32 else 128 if caps.arch == "sm_90" else 64
     block_n, block_k = (max(16, min(block, next_power_of_2(size))) for size in (N, K))
-    grouped_weight_grad_kernel[(experts * cdiv(N, block_n) * cdiv(K, block_k),)](
-        dy.contiguous(),
-        x.contiguous(),
-        grad,
-        schedule,
-        T,
-        N,
-        K,
-        CHOICES=schedule.choices if gather else 0,
-        EXPERTS=experts,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        STEP=32,
-        num_warps=8 if block == 128 else 4,
-        **launch_options(caps),
+    choices = schedule.choices if gather else 0
+    launch = launch_on(
+        x.device,
+        grouped_weight_grad_kernel,
+        (choices, experts, block, block_n, block_k),
+        lambda: {
+            "CHOICES": choices,
+            "EXPERTS": experts,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "STEP": 32,
+            "num_warps": 8 if block == 128 else 4,
+            **launch_options(caps),
+        },
     )
+    programs = experts * cdiv(N, block_n) * cdiv(K, block_k)
+    launch(programs, dy.contiguous(), x.contiguous(), grad, schedule, T, N, K)
     return grad

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.four_bit_tile import HALF, four_bit_dot
 from weft.kernels.fp8 import COLUMNS, store_rows
 from weft.kernels.fp8_tile import fp8_dot, row_scales, scaled, weight_scales
 from weft.kernels.gemm_tile import halves
@@ -26,7 +27,7 @@ class Form(NamedTuple):
     even     block_k divides K
     described  x is a descriptor, for rows in the order of the schedule that begin on 16 bytes
     turned   the weight is [experts, K, N], for gradients: dy @ weight[e]
-    apart    gate and up are two products: in tiles of few pairs, and of fp8 operands
+    apart    gate and up are two products: in tiles of few pairs, and of fp8 or 4-bit operands
     in_place this rank's rows are not in x but in ``Arriving.own``
     alpha, limit  of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
     """
@@ -80,16 +81,27 @@ def await_rows(first, last, arriving, landed, team):
 
 
 @triton.jit
-def weight_tile(weight, expert, HALF: tl.constexpr, column, k, FORM: tl.constexpr, ROWS: tl.constexpr):
+def x_tile(x, rows, row, deep, k, K, FORM: tl.constexpr):
+    """Rows of x from column ``k`` on: from ``row`` on if FORM.described, else where ``rows`` points."""
+    if FORM.described:
+        return x.load([row, k])
+    elif FORM.even:
+        return tl.load(rows + k)
+    else:
+        return tl.load(rows + k, mask=(deep < K - k)[None, :], other=0.0)
+
+
+@triton.jit
+def weight_tile(weight, expert, UP: tl.constexpr, column, k, FORM: tl.constexpr, ROWS: tl.constexpr):
     """[ROWS, columns of a step] of an expert's weight from row ``column`` and column ``k`` on.
 
-    HALF  if FORM.apart 0: gate's rows, 1: up's. Else of a gated weight both, gate's first
+    UP  if FORM.apart 0: gate's rows, 1: up's. Else of a gated weight both, gate's first
     """
     if FORM.turned:
         tile = weight.load([expert, k, column])
         return tile.reshape(tile.shape[1], ROWS).T
     elif FORM.gated:
-        tile = weight.load([expert, HALF, column, k])
+        tile = weight.load([expert, UP, column, k])
         return tile.reshape(ROWS, tile.shape[3])
     else:
         tile = weight.load([expert, column, k])
@@ -146,6 +158,7 @@ def grouped_matmul_kernel(
     x,
     scales,
     fp8,
+    four_bit,
     arriving,
     weight,
     biases,
@@ -168,6 +181,8 @@ def grouped_matmul_kernel(
               out is pair p's. A descriptor if FORM.described
     scales    [T, ceil(K / 128)] of fp8 rows of x, gathered, beside a weight of 16 bits; or None
     fp8       ``Fp8Scales`` of x and the weight, both in e4m3; or None
+    four_bit  ``Grid`` of all experts' scales, of a weight in 4 bits: descriptors of x and of its bytes then have HALF columns,
+              of which a step takes two of x and one of bytes, and products are TRANSPOSED; or None
     arriving  ``Arriving`` of gathered rows of x, with their channel ``landed``, and each expert's pairs in the order of ranks
               me, me + 1, … (mod W); or None, where landed is None too
     team      of arriving rows, or in a trace (``traced_view``); else None
@@ -187,11 +202,14 @@ def grouped_matmul_kernel(
     WIDTH: tl.constexpr = BLOCK_N // 2 if FORM.gated else BLOCK_N
     # Rows of the weight in a product.
     ROWS: tl.constexpr = BLOCK_N // 2 if FORM.apart else BLOCK_N
+    # Rows of an expert's weight for a column of N, and columns that a column of its tile holds.
+    OF_N: tl.constexpr = 2 if FORM.gated else 1
+    PACKED: tl.constexpr = 1 if four_bit is None else 2
     # Each step along K has scales.
     BY_STEP: tl.constexpr = False if fp8 is None else fp8.columns > 0
     wl.follow_previous_kernel()
     tile_rows, tile_columns = tl.load(schedule.tile_count), tl.cdiv(N, WIDTH)
-    local, deep = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    local, deep = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K // PACKED)
     # A flattened loop loads rows of a tile before it has waited for them.
     FLATTEN: tl.constexpr = not TRANSPOSED and arriving is None
     tl.assume(K > 0)
@@ -231,19 +249,17 @@ def grouped_matmul_kernel(
         else:
             acc = tl.zeros((BLOCK_M, ROWS), dtype=tl.float32)
         up = acc
+        if four_bit is not None:
+            scale_row = expert * N * OF_N + column + tl.arange(0, ROWS)
+            scale_end = (expert * OF_N + 1) * N
         if BY_STEP:
             # Loaded a step ahead, so that the tensor cores do not wait for them.
             of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, 0, FORM, ROWS)
         for k in tl.range(0, K, BLOCK_K):
-            if FORM.described:
-                a = x.load([row, k])
-            elif FORM.even:
-                a = tl.load(rows + k)
-            else:
-                a = tl.load(rows + k, mask=(deep < K - k)[None, :], other=0.0)
+            a = x_tile(x, rows, row, deep, k, K, FORM)
             if scales is not None:
                 a = (a.to(tl.float32) * tl.load(scale + k // COLUMNS)[:, None]).to(out.dtype.element_ty)
-            b = weight_tile(weight, expert, 0, column, k, FORM, ROWS)
+            b = weight_tile(weight, expert, 0, column, k // PACKED, FORM, ROWS)
             if BY_STEP:
                 next_rows, next_weight, next_up = scales_at(
                     fp8, source, expert, column, N, tl.minimum(k + BLOCK_K, K - 1), FORM, ROWS
@@ -253,6 +269,12 @@ def grouped_matmul_kernel(
                     b = weight_tile(weight, expert, 1, column, k, FORM, ROWS)
                     up += scaled(fp8_dot(a, b, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
                 of_rows, of_weight, of_up = next_rows, next_weight, next_up
+            elif four_bit is not None:
+                high = x_tile(x, rows, row, deep, k + HALF, K, FORM)
+                acc = four_bit_dot(a, high, b, four_bit, scale_row, scale_end, k, K, acc, TRANSPOSED)
+                if FORM.gated:
+                    b = weight_tile(weight, expert, 1, column, k // PACKED, FORM, ROWS)
+                    up = four_bit_dot(a, high, b, four_bit, scale_row + N, scale_end + N, k, K, up, TRANSPOSED)
             elif fp8 is not None:
                 acc += fp8_dot(a, b, TRANSPOSED)
                 if FORM.gated:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.ops.gemm.space import STAGES_BYTES
-from weft.ops.moe.grouped.gemms import GroupedCall, GroupedTiles
+from weft.ops.moe.grouped.gemms import FourBitTiles, GroupedCall, GroupedTiles
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MANY_PAIRS = 256
 # The same of fp8 operands: 64 are faster so, 8 are not.
 TWO_PROGRAMS = 64
+# Most pairs of a tile by which a weight in 4 bits is read as it is. Not measured.
+FEW_PAIRS = 32
 # block_n, block_k, num_warps, per_sm for 16-bit floats: bound by reading weights up to 32 pairs a tile, then by tensor cores.
 FEW = (
     (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 64, 4, 3), (128, 128, 4, 1),
@@ -62,6 +64,12 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
     return GroupedTiles(block_n=128, per_sm=2, num_warps=4)
 
 
+def four_bit_tiles_for(caps: Capabilities, *, gated: bool) -> FourBitTiles:
+    """64 rows of the weight by the pairs of a tile, of gate's and of up's each if gated. Not measured."""
+    few = caps.arch.startswith("gfx") or caps.arch == "sm_80"
+    return FourBitTiles(block_n=128 if gated else 64, num_stages=2 if few else 4)
+
+
 def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTiles:
     """The fastest of a sweep on one H200 (Qwen3-30B-A3B, all experts), in steps of 128 columns.
 
@@ -87,10 +95,16 @@ def _fp8_tiles(call: GroupedCall, caps: Capabilities, gated: bool) -> GroupedTil
     return GroupedTiles(block_n=64, block_k=128, per_sm=2, columns=4096, num_warps=4, num_stages=3)
 
 
+def four_bit_tiles(base: FourBitTiles, gated: bool) -> Iterator[FourBitTiles]:
+    """Tiles far apart, besides the default ``base``."""
+    for block_n, per_sm in ((64, 2), (64, 4), (128, 2), (128, 3)):
+        yield replace(base, block_n=block_n * (2 if gated else 1), per_sm=per_sm)
+
+
 def tiles(
     base: GroupedTiles, call: GroupedCall, caps: Capabilities, quick: bool, gated: bool
 ) -> Iterator[GroupedTiles]:
-    """Tiles far apart, besides the default ``base``."""
+    """Tiles of weights of 8, 16 or 32 bits far apart, besides the default ``base``."""
     if not caps.arch.startswith("sm_"):
         return  # the default and its neighbours
     if call.dtype == torch.float32:

@@ -80,7 +80,7 @@ def alike(paths: list[Path]) -> int:
 def figures(tree: Path) -> dict[str, int | dict[str, int]]:
     """All figures by name."""
     weft, ops, tests = files(tree, "weft", ".py"), files(tree, "weft/ops", ".py"), files(tree, "tests", ".py")
-    pages = files(tree, "docs", ".md")
+    pages, engine = files(tree, "docs", ".md"), files(tree, "weft/engine", ".py")
     rooms: Counter[str] = Counter()
     for path in weft:
         inside = path.relative_to(tree / "weft").parts
@@ -97,7 +97,8 @@ def figures(tree: Path) -> dict[str, int | dict[str, int]]:
         "lines of docs/": lines_of(pages),
         "files of weft/": len(weft),
         "files of ops/moe": len([path for path in ops if path.parent.name == "moe"]),
-        "files of engine": len(files(tree, "weft/engine", ".py")),
+        "files of engine, without engine/speculation": len([one for one in engine if "speculation" not in one.parts]),
+        "files of engine/speculation": len([one for one in engine if "speculation" in one.parts]),
         "lines of ops/ that are kernels": sum(length(f) for path in ops for f in functions(path) if is_kernel(f)),
         f"host functions of more than {MOST_PARAMETERS} parameters": sum(parameters(f) > MOST_PARAMETERS for f in host),
         f"host functions of complexity above {MOST_BRANCHES}": sum(complexity(f) > MOST_BRANCHES for f in host),

@@ -140,22 +140,32 @@ class Races:
             for number in numbers:
                 if number == UNWRITTEN:
                     self._check_written(shadow, cells, writes, access, bits if offsets.size == addresses.size else None)
-                elif number != INITIAL:
+                elif number != INITIAL and not self._received(thread, access, number, landed, lamport):
                     writer = self._accesses[number]
-                    if lamport and writer.message is not None:
-                        thread.clock = receive(thread.clock, writer.message)
-                    elif access.kind is AWAITED and writer.kind is FLAGGED and writer.thread is thread:
-                        landed[number] = self._landed(writer).number
-                    elif access.kind is AWAITED and writer.words is not None and not self._knows(access, writer, False):
-                        # Words that are their own signal. From here on the reader counts as their writer.
-                        thread.saw(writer.words)
-                        landed[number] = access.number
-                    else:
-                        kind = self._conflict(writer, access, lamport, thread.proxy if tma else None)
-                        if kind is not None:
-                            self._race(kind, writer, access, shadow, where(cells, writes == number))
+                    kind = self._conflict(writer, access, lamport, thread.proxy if tma else None)
+                    if kind is not None:
+                        self._race(kind, writer, access, shadow, where(cells, writes == number))
             self._record_read(access, shadow, cells, landed, lamport)
         return seen
+
+    def _received(
+        self, thread: ThreadClock, access: Access, number: int, landed: dict[int, int], lamport: bool
+    ) -> bool:
+        """True if a read received the write of this number: a message, or words that are a signal themselves.
+
+        The reader then counts as the words' writer: in ``landed``.
+        """
+        writer = self._accesses[number]
+        if lamport and writer.message is not None:
+            thread.clock = receive(thread.clock, writer.message)
+        elif access.kind is AWAITED and writer.kind is FLAGGED and writer.thread is thread:
+            landed[number] = self._landed(writer).number
+        elif access.kind is AWAITED and writer.words is not None and not self._knows(access, writer, False):
+            thread.saw(writer.words)
+            landed[number] = access.number
+        else:
+            return False
+        return True
 
     def _record_read(self, access: Access, shadow: Shadow, cells: Cells, landed: dict[int, int], lamport: bool) -> None:
         if lamport:
@@ -240,6 +250,10 @@ class Races:
             return None  # words that are polled until they change
         if earlier.scope and access.scope:
             return None if _include_each_other(earlier, access) else "scope"
+        return self._unordered(thread, earlier, lamport)
+
+    def _unordered(self, thread: ThreadClock, earlier: Access, lamport: bool) -> str:
+        """Kind of the race of an access that nothing orders after ``earlier``, of another thread."""
         if self._is_beyond_release(thread, earlier):
             return {ASYNC: "undrained-tma", **dict.fromkeys(_COPIES, "unquieted")}.get(earlier.kind, "missing-barrier")
         if lamport and at(thread.clock, earlier.slot, UNFENCED_LAMPORT) >= earlier.time:

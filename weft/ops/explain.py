@@ -96,16 +96,14 @@ def explain(
     An op without a plan takes no sizes. ValueError for an unknown op, or sizes or a dtype that do not fit it.
     """
     given: dict[str, Any] = {"shape": shape, "M": None, "N": None, "K": None, **sizes}
-    word, (op, *variants) = op, op.split("+") if isinstance(op, str) else [op]
+    op, *variants = op.split("+") if isinstance(op, str) else [op]
     if why := why_no_plan(op):
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"explain: {op} has no plan that {name}={quoted(value)} could change; leave it out")
         return Explanation(op, op, Planned("kernel", NoPlan(), why))
     asked = find_op(op)
-    if unknown := [variant for variant in variants if variant not in asked.variants]:
-        known = ", ".join(asked.variants) or "none"
-        raise ValueError(f"explain: op {quoted(word)}: {asked.name} has the variants {known}, not {quoted(unknown[0])}")
+    _check_variants(asked, op, variants)
     world_size = max(1, torch.cuda.device_count()) if world_size is None else world_size
     _check_team(world_size, caps)
     _check_dtype(asked, dtype)
@@ -124,6 +122,12 @@ def explain(
     where = f"{name_of(dtype)}, world_size={world_size}{split}, {here.caps.device_name}"
     name = "+".join([asked.name, *variants])
     return Explanation(asked.name, f"{name} {given_as} {where}", asked.plan(call, here))
+
+
+def _check_variants(asked: Op, op: str, variants: Sequence[str]) -> None:
+    if unknown := [variant for variant in variants if variant not in asked.variants]:
+        known, word = ", ".join(asked.variants) or "none", "+".join((op, *variants))
+        raise ValueError(f"explain: op {quoted(word)}: {asked.name} has the variants {known}, not {quoted(unknown[0])}")
 
 
 def _check_team(world_size: int, caps: Capabilities | None) -> None:

@@ -15,10 +15,10 @@ from weft.kernels.four_bit_tile import dequantized
 from weft.kernels.operands import ScaledMatrix
 from weft.ops.gemm import small_m
 from weft.ops.gemm.cublas import Cublas
-from weft.ops.gemm.fp8_operands import described
+from weft.ops.gemm.fp8_operands import check_matrix, check_product, described
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of
-from weft.ops.registration import HALVES, check_is_tensor
+from weft.ops.registration import HALVES
 from weft.runtime.arithmetic import cdiv
 
 
@@ -50,30 +50,14 @@ def check_four_bit(op: str, x: torch.Tensor, weight: FourBit, gated: bool) -> No
     ):
         if of is None:
             continue
-        check_is_tensor(op, name, of)
-        if of.dtype not in dtypes:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise ValueError(
-                f"{op}: {name}.dtype={of.dtype} is not one of {allowed}, as a 4-bit GEMM takes it; convert it"
-            )
-        if of.dim() != 2 or 0 in of.shape:
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(of.shape)}; pass a matrix with at least one row and column"
-            )
-        if of.device != data.device:
-            raise ValueError(f"{op}: {name} is on {of.device}, not on {data.device}; move it")
+        check_matrix(op, name, of, dtypes, data.device, "a 4-bit")
         if name != "x" and not of.is_contiguous():
             raise ValueError(f"{op}: {name} has strides {of.stride()}; pass name.contiguous()")
-    if x.shape[1] != K:
-        raise ValueError(
-            f"{op}: x has K={x.shape[1]} columns and weight has {K}; weight is [N, K], a row for each output column"
-        )
+    check_product(op, x.shape[1], N, K, gated)
     if data.shape[1] != cdiv(K, BLOCK) * BLOCK // 2:
         raise ValueError(
             f"{op}: weight.data has shape {tuple(data.shape)} for {K} columns; pass 64 bytes for each 128 columns of a row"
         )
-    if gated and N % 2 != 0:
-        raise ValueError(f"{op}: weight has {N} rows, an odd number; pass gate's N rows, then up's N")
     if len(scales) != N or weight.group < 2:
         raise ValueError(
             f"{op}: weight.scales has shape {tuple(scales.shape)} for a weight of {N} x {K}; pass [{N}, ceil(K / g)] for "

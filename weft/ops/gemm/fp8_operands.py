@@ -8,6 +8,7 @@ the kernel that reads it, or in ``matmul`` the rows' scales.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,33 +45,40 @@ def suits_cublas(weight: Fp8) -> bool:
     return K % whole == 0 and columns_of(weight) == whole and cdiv(N, whole) == weight.scales.shape[0]
 
 
-def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
-    """ValueError unless the rows and the weight are matrices on one device with scales that fit them."""
-    rows = x.data
-    for name, matrix in (("x", rows), ("weight", weight)):
-        of, scales = (matrix.data, matrix.scales) if isinstance(matrix, Fp8) else (matrix, None)
-        check_is_tensor(op, name, of)
-        dtypes = (E4M3,) if scales is not None else HALVES
-        if of.dtype not in dtypes:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise ValueError(
-                f"{op}: {name}.dtype={of.dtype} is not one of {allowed}, as an fp8 GEMM takes it; convert it"
-            )
-        if of.dim() != 2 or 0 in of.shape:
-            raise ValueError(
-                f"{op}: {name} has shape {tuple(of.shape)}; pass a matrix with at least one row and column"
-            )
-        if of.device != weight.device:
-            raise ValueError(f"{op}: {name} is on {of.device}, not on {weight.device}; move it")
-        if scales is not None:
-            _check_scales(op, name, of, scales, weight.device)
-    (N, K), columns = weight.shape, rows.shape[1]
+def check_matrix(
+    op: str, name: str, of: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device, gemm: str
+) -> None:
+    """ValueError unless ``of`` is a matrix on ``device`` of one of ``dtypes``. gemm: "an fp8", say."""
+    check_is_tensor(op, name, of)
+    if of.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{op}: {name}.dtype={of.dtype} is not one of {allowed}, as {gemm} GEMM takes it; convert it")
+    if of.dim() != 2 or 0 in of.shape:
+        raise ValueError(f"{op}: {name} has shape {tuple(of.shape)}; pass a matrix with at least one row and column")
+    if of.device != device:
+        raise ValueError(f"{op}: {name} is on {of.device}, not on {device}; move it")
+
+
+def check_product(op: str, columns: int, N: int, K: int, gated: bool) -> None:
+    """ValueError unless rows of ``columns`` fit a weight [N, K], of gate's and up's rows if gated."""
     if columns != K:
         raise ValueError(
             f"{op}: x has K={columns} columns and weight has {K}; weight is [N, K], a row for each output column"
         )
     if gated and N % 2 != 0:
         raise ValueError(f"{op}: weight has {N} rows, an odd number; pass gate's N rows, then up's N")
+
+
+def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
+    """ValueError unless the rows and the weight are matrices on one device with scales that fit them."""
+    rows = x.data
+    for name, matrix in (("x", rows), ("weight", weight)):
+        of, scales = (matrix.data, matrix.scales) if isinstance(matrix, Fp8) else (matrix, None)
+        check_matrix(op, name, of, HALVES if scales is None else (E4M3,), weight.device, "an fp8")
+        if scales is not None:
+            _check_scales(op, name, of, scales, weight.device)
+    (N, K), columns = weight.shape, rows.shape[1]
+    check_product(op, columns, N, K, gated)
     block = (spread(weight.scales.shape[0], N), spread(weight.scales.shape[1], K))
     if 0 in block or weight.is_grouped and block[1] < LEAST_COLUMNS:
         raise ValueError(
@@ -79,12 +87,7 @@ def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
             f"or [1, 1]"
         )
     if isinstance(rows, Fp8):
-        M, wanted = rows.shape[0], scales_of(K) if weight.is_grouped else 1
-        if tuple(rows.scales.shape) not in ((M, wanted), *(((1, 1),) if wanted == 1 else ())):
-            raise ValueError(
-                f"{op}: x.scales has shape {tuple(rows.scales.shape)}; this weight, whose scales are "
-                f"{tuple(weight.scales.shape)}, asks for [{M}, {wanted}]"
-            )
+        _check_scales_of_rows(op, rows, weight)
     if weight.input_scale is not None:
         _check_scales(op, "weight.input_scale", None, weight.input_scale, weight.device)
         if weight.input_scale.numel() != 1 or weight.is_grouped:
@@ -92,6 +95,15 @@ def check_fp8(op: str, x: ScaledMatrix, weight: Fp8, gated: bool) -> None:
                 f"{op}: weight.input_scale has shape {tuple(weight.input_scale.shape)}; pass one scale, [1, 1], and "
                 "no scales for blocks of the weight"
             )
+
+
+def _check_scales_of_rows(op: str, rows: Fp8, weight: Fp8) -> None:
+    M, wanted = rows.shape[0], scales_of(weight.shape[1]) if weight.is_grouped else 1
+    if tuple(rows.scales.shape) not in ((M, wanted), *(((1, 1),) if wanted == 1 else ())):
+        raise ValueError(
+            f"{op}: x.scales has shape {tuple(rows.scales.shape)}; this weight, whose scales are "
+            f"{tuple(weight.scales.shape)}, asks for [{M}, {wanted}]"
+        )
 
 
 def _check_scales(op: str, name: str, of: torch.Tensor | None, scales: torch.Tensor, device: torch.device) -> None:

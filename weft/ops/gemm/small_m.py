@@ -29,7 +29,7 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.four_bit import FourBit
 from weft.kernels.four_bit_tile import HALF, four_bit_tile, grid_of
-from weft.kernels.fp8 import COLUMNS, Fp8, RowFormat, empty_rows, fp8_of, rows_argument, store_rows
+from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, fp8_of, rows_argument, store_rows
 from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
 from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self, row_stride
@@ -304,15 +304,21 @@ def run(
     if not summed:
         return sums.squeeze(1) if partials > 1 else out
     if partials > 1:
-        launch = launch_on(
-            x.device,
-            sum_partials_kernel,
-            (gated, block),
-            lambda: {"GATED": gated, "BLOCK": block, "num_warps": min(16, max(4, block // 512)), **options},
-        )
-        width = M * N if format is None else N
-        launch(M * N // width * cdiv(width, block), sums, out, M * N, width, partials, written)
+        sum_partials(sums, out, M * N if format is None else N, block, written)
     return out if format is None else fp8_of(out, scales_out, format)
+
+
+def sum_partials(sums: torch.Tensor, out: torch.Tensor, width: int, block: int, written: Fp8Rows | None) -> None:
+    """``out`` of split-K partials [partials, 2 if gated else 1, M, N], ``width`` elements a row."""
+    partials, halves, M, N = sums.shape
+    options, gated = launch_options(capabilities_of(out.device)), halves == 2
+    launch = launch_on(
+        out.device,
+        sum_partials_kernel,
+        (gated, block),
+        lambda: {"GATED": gated, "BLOCK": block, "num_warps": min(16, max(4, block // 512)), **options},
+    )
+    launch(M * N // width * cdiv(width, block), sums, out, M * N, width, partials, written)
 
 
 def writes(design: SmallM, K: int, format: RowFormat) -> bool:

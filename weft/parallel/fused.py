@@ -245,12 +245,14 @@ def pages_of(cache: Tensor, pages: Tensor, dtype: torch.dtype, scale: Tensor | N
 
 
 def gated(x: Tensor | Fp8 | DeferredNorm, w: MLPWeights) -> Tensor | Fp8:
-    """silu(x @ gate.T) * (x @ up.T), as ``w.down`` takes it. With many rows cuBLAS and silu_mul."""
-    if w.activation != "silu":
-        return silu_mul(ops.matmul(*gemm_operands(x, w.gate_up)), w.down, w.activation)
+    """silu(x @ gate.T) * (x @ up.T), or by another activation, as ``w.down`` takes it.
+
+    With many rows cuBLAS and silu_mul.
+    """
     rows, gate_up = gemm_operands(x, w.gate_up)
     dtype = (rows.scaled if isinstance(rows, DeferredNorm) else rows).dtype
-    return ops.matmul_silu_mul(rows, gate_up, fp8=rows_for(w.down, dtype) if isinstance(gate_up, Fp8) else None)
+    format = rows_for(w.down, dtype) if isinstance(gate_up, Fp8) else None
+    return ops.matmul_silu_mul(rows, gate_up, fp8=format, activation=w.activation)
 
 
 def silu_mul(gate_up: Tensor, down: Matrix | None = None, activation: str = "silu") -> Tensor | Fp8:
@@ -303,8 +305,8 @@ def summand_of(x: ExpertRows) -> Tensor:
 def _shared_gated(x: Tensor, w: MLPWeights) -> Tensor:
     """``gated``, by operations that have a backward if gradients are asked for."""
     if torch.is_grad_enabled() and (x.requires_grad or getattr(w.gate_up, "requires_grad", False)):
-        return plain_silu_mul(ops.matmul(x, w.gate_up))
-    return ops.matmul_silu_mul(*gemm_operands(x, w.gate_up))
+        return plain_silu_mul(ops.matmul(x, w.gate_up), activation=w.activation)
+    return ops.matmul_silu_mul(*gemm_operands(x, w.gate_up), activation=w.activation)
 
 
 def logits(x: Tensor | DeferredNorm, head: VocabWeights) -> Tensor:

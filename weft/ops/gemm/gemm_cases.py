@@ -101,6 +101,12 @@ def silu_cases(op: str) -> Iterator[Case]:
         yield Case(op=op, world_size=1, dtype=dtype, sizes=(5, 40, 72))
         yield Case(op=op, world_size=1, dtype=dtype, sizes=(3, 34, 21), layout="transposed")
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(150, 40, 24), design="cublas")
+    gelu = (("activation", "gelu_tanh"),)
+    for dtype, design in ((FP32, "cublas"), (FP16, "small_m"), *((BF16, design) for design in SMALL_M)):
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=(5, 40, 72), design=design, fields=gelu)
+    for design in ("cublas", SMALL_M[1]):
+        fields = (*gelu, ("deferred_norm", True))
+        yield Case(op=op, world_size=1, dtype=BF16, sizes=(5, 40, 72), design=design, fields=fields)
     yield from small_m_cases(op)
     yield from fp8_cases(op)
     yield from four_bit_cases(op)

@@ -120,7 +120,9 @@ class GemmOp(Op):
         """The design of ``case``: the one it holds, or the plan's on ``machine`` where it only names one."""
         if not isinstance(case.design, str):
             return case.design
-        call = self.call_of(case.sizes, case.dtype, machine, case.design, **dict(case.fields))
+        # No plan depends on the activation.
+        fields = {name: value for name, value in case.fields if name != "activation"}
+        call = self.call_of(case.sizes, case.dtype, machine, case.design, **fields)
         return self.plan(call, machine).design
 
     def flops(self, sizes: Sequence[int]) -> int:

@@ -85,6 +85,8 @@ class LocalGemm(GemmOp):
         if not self.gated:
             return result
         gate, up = result.chunk(2, dim=1)
+        if case.field("activation") == "gelu_tanh":
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
 
     def run_case(self, case: Case, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -100,9 +102,12 @@ class LocalGemm(GemmOp):
         if isinstance(b, FourBit):
             return four_bit_operands.by_design(design, operand, b, gated=self.gated, summed=summed)
         a, b = rows_contiguous(a), rows_contiguous(b)
+        activation = case.field("activation") or "silu"
         if isinstance(design, SmallM):
-            return small_m.run(operand._replace(data=a), b, design, gated=self.gated, summed=summed)
-        return self.run(design, None, normed(a, squares[0], EPS) if squares else a, b)
+            options = {"gated": self.gated, "summed": summed, "activation": activation}
+            return small_m.run(operand._replace(data=a), b, design, **options)
+        more = (activation,) if self.gated else ()
+        return self.run(design, None, normed(a, squares[0], EPS) if squares else a, b, *more)
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
         if not call.dense:

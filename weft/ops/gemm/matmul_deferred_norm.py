@@ -19,16 +19,22 @@ from weft.ops.op import Op, define
 from weft.plan.planned import machine
 
 
-def product(x: ScaledMatrix, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+def product(x: ScaledMatrix, weight: torch.Tensor, *, gated: bool = False, activation: str = "silu") -> torch.Tensor:
     """``matmul``, or if ``gated`` ``matmul_silu_mul``, of checked arguments with scales."""
-    return _MATMUL_DEFERRED_NORM.dispatch(x.data, x.scales.squares, x.scales.eps, weight, gated)
+    return _MATMUL_DEFERRED_NORM.dispatch(x.data, x.scales.squares, x.scales.eps, weight, gated, activation)
 
 
 class MatmulDeferredNorm(Op):
     name = alias = "matmul_deferred_norm"
 
     def forward(
-        self, scaled: torch.Tensor, squares: torch.Tensor, eps: float, weight: torch.Tensor, gated: bool
+        self,
+        scaled: torch.Tensor,
+        squares: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        gated: bool,
+        activation: str = "silu",
     ) -> torch.Tensor:
         scaled, weight = rows_contiguous(scaled), rows_contiguous(weight)
         (M, K), N = scaled.shape, weight.shape[0] // (2 if gated else 1)
@@ -36,12 +42,12 @@ class MatmulDeferredNorm(Op):
         design = local_gemm(gated).plan(call, machine(capabilities_of(scaled.device), 1)).design
         if isinstance(design, SmallM):
             operand = ScaledMatrix(scaled, RowScales(squares.contiguous(), eps))
-            return small_m.run(operand, weight, design, gated=gated)
+            return small_m.run(operand, weight, design, gated=gated, activation=activation)
         if gated:
-            return torch.ops.weft.silu_mul.default(cublas.run(design, scaled, weight), squares, eps)
+            return torch.ops.weft.silu_mul.default(cublas.run(design, scaled, weight), squares, eps, activation)
         return torch.ops.weft.matmul.default(normed(scaled, squares, eps), weight)
 
-    def fake(self, scaled, squares, eps, weight, gated):
+    def fake(self, scaled, squares, eps, weight, gated, activation="silu"):
         return scaled.new_empty((scaled.shape[0], weight.shape[0] // (2 if gated else 1)))
 
 

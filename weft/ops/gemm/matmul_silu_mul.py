@@ -7,21 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.kernels.activations import ACTIVATIONS
 from weft.kernels.deferred_norm import DeferredNorm, check_scales, operand_of
 from weft.kernels.four_bit import FourBit
-from weft.kernels.fp8 import Fp8, RowFormat
+from weft.kernels.fp8 import Fp8, RowFormat, quantized_rows
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.case import Accuracy, Case, gated_terms
+from weft.ops.elementwise.silu_mul import MAX_TOKEN, silu_mul
 from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, named
 from weft.ops.gemm.local_gemm import LocalGemm
+from weft.ops.gemm.matmul import matmul
 from weft.ops.gemm.matmul_four_bit import matmul_four_bit
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like, check_row_format
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_is_tensor
+from weft.ops.registration import FLOATS, check_choice, check_is_tensor
 from weft.plan.planned import AUTO, machine
 
 if TYPE_CHECKING:
@@ -29,7 +32,11 @@ if TYPE_CHECKING:
 
 
 def matmul_silu_mul(
-    x: torch.Tensor | Fp8 | DeferredNorm, weight: torch.Tensor | Fp8 | FourBit, *, fp8: RowFormat | None = None
+    x: torch.Tensor | Fp8 | DeferredNorm,
+    weight: torch.Tensor | Fp8 | FourBit,
+    *,
+    fp8: RowFormat | None = None,
+    activation: str = "silu",
 ) -> torch.Tensor | Fp8:
     """Compute silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
 
@@ -37,11 +44,15 @@ def matmul_silu_mul(
     weight  [2 N, K] of x's dtype: gate's N rows, then up's; or ``Fp8`` or ``FourBit``, with x as of ``matmul``
     fp8     with an ``Fp8`` weight: the result is put in fp8 so, after it is rounded to 16 bits; ``row_format`` of the weight
             that follows
+    activation  of the gate, as of ``silu_mul``; of a quantized weight any but silu is a launch more
 
     Rows may be strided; other layouts are copied first. The small-M kernel computes in fp32 and rounds once; with cuBLAS the
     two GEMMs are rounded before silu is computed in fp32. The same bits from run to run; a row's bits may change with the
     design, which depends on M (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
+    check_choice("matmul_silu_mul", "activation", activation, ACTIVATIONS)
+    if activation != "silu" and isinstance(weight, Fp8 | FourBit):
+        return _by_two_launches(x, weight, fp8, activation)
     operand = operand_of(x)
     if isinstance(weight, Fp8):
         check_row_format("matmul_silu_mul", fp8, weight.device)
@@ -68,8 +79,27 @@ def matmul_silu_mul(
         )
     check_scales("matmul_silu_mul", operand, weight)
     if operand.scales is None:
-        return MATMUL_SILU_MUL.dispatch(rows, weight)
-    return matmul_deferred_norm.product(operand, weight, gated=True)
+        return MATMUL_SILU_MUL.dispatch(rows, weight, activation)
+    return matmul_deferred_norm.product(operand, weight, gated=True, activation=activation)
+
+
+def _by_two_launches(
+    x: torch.Tensor | Fp8 | DeferredNorm, weight: Fp8 | FourBit, fp8: RowFormat | None, activation: str
+) -> torch.Tensor | Fp8:
+    """``matmul_silu_mul`` with a quantized weight, by ``matmul`` and ``silu_mul``."""
+    if isinstance(weight, Fp8):
+        check_row_format("matmul_silu_mul", fp8, weight.device)
+    elif fp8 is not None:
+        raise ValueError("matmul_silu_mul: fp8 with a weight that is no Fp8; leave fp8 out")
+    if weight.shape[0] % 2 != 0:
+        raise ValueError(
+            f"matmul_silu_mul: weight has {weight.shape[0]} rows, an odd number; pass gate's N rows, then up's N"
+        )
+    product = matmul(x, weight)
+    if fp8 is not None and fp8.kind == "token" and product.shape[1] > 2 * MAX_TOKEN:
+        rows = silu_mul(product, activation=activation)
+        return quantized_rows(rows, fp8, capabilities_of(rows.device))
+    return silu_mul(product, fp8=fp8, activation=activation)
 
 
 class MatmulSiluMul(LocalGemm):
@@ -88,25 +118,27 @@ class MatmulSiluMul(LocalGemm):
         if case.design != AUTO:
             return self.run_case(case, tensors)
         a, b, _ = named(case, tensors)
-        return matmul_silu_mul(a, b)
+        return matmul_silu_mul(a, b, activation=case.field("activation") or "silu")
 
     def cases(self) -> Iterator[Case]:
         yield from gemm_cases.silu_cases(self.name)
         yield from gemm_cases.fp8_rows_cases(self.name)
 
-    def run(self, design: Any, team: None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, design: Any, team: None, x: torch.Tensor, weight: torch.Tensor, activation: str = "silu"
+    ) -> torch.Tensor:
         """``matmul_silu_mul`` with checked arguments, of dense rows, by ``design``."""
         self.check_design(design)
         if isinstance(design, SmallM):
-            return small_m.run(ScaledMatrix(x), weight, design, gated=True)
-        return torch.ops.weft.silu_mul.default(cublas.run(design, x, weight), None, 0.0)
+            return small_m.run(ScaledMatrix(x), weight, design, gated=True, activation=activation)
+        return torch.ops.weft.silu_mul.default(cublas.run(design, x, weight), None, 0.0, activation)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         x, weight = rows_contiguous(x), rows_contiguous(weight)
         call = GemmCall(x.shape[0], weight.shape[0] // 2, x.shape[1], x.dtype, can_describe(x, weight))
-        return self.run(self.plan(call, machine(capabilities_of(x.device), 1)).design, None, x, weight)
+        return self.run(self.plan(call, machine(capabilities_of(x.device), 1)).design, None, x, weight, activation)
 
-    def fake(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def fake(self, x, weight, activation="silu"):
         return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 

@@ -1,7 +1,7 @@
 """Small-M GEMM kernel, for ``matmul`` and ``matmul_silu_mul`` in decode steps.
 
     out[M, N] = x[M, K] @ weight[N, K].T
-    gated:  out[M, N] = silu(x @ gate.T) * (x @ up.T), weight[2 N, K]: gate's rows, then up's
+    gated:  out[M, N] = silu(x @ gate.T) * (x @ up.T), weight[2 N, K]: gate's rows, then up's; or another ACTIVATION
     with a deferred RMS scale (weft.kernels.deferred_norm): each row times 1 / sqrt(mean square + eps), in fp32
 
 The time goes into reading the weight once. So the schedule is the opposite of the persistent kernel's
@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.activations import activated
 from weft.kernels.four_bit import FourBit
 from weft.kernels.four_bit_tile import HALF, four_bit_tile, grid_of
 from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, fp8_of, rows_argument, store_rows
@@ -80,8 +81,12 @@ def prefetch_columns(weight, stride, row, rows, k, columns, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def silu_of(gate, up):
-    return gate * tl.sigmoid(gate) * up
+def gated_by(gate, up, ACTIVATION: tl.constexpr):
+    """Activation of ``gate``, by its name (weft.kernels.activations), times ``up``."""
+    if ACTIVATION == "silu":
+        return gate * tl.sigmoid(gate) * up
+    else:
+        return activated(gate, ACTIVATION) * up
 
 
 @triton.jit
@@ -113,6 +118,7 @@ def small_m_kernel(
     TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
     SQUARES: tl.constexpr,
+    ACTIVATION: tl.constexpr = "silu",
 ):
     """out[M, N] = x @ weight.T, gated as above        grid: (tiles * partials,)
 
@@ -195,7 +201,7 @@ def small_m_kernel(
     out += part * halves * size
     if GATED:
         if partials == 1:
-            result = silu_of(acc, up)
+            result = gated_by(acc, up, ACTIVATION)
             if written is not None and TRANSPOSED:
                 store_rounded(result.T, out, at.T, mask.T, written, m, m < M, column, sizes.N)
             else:
@@ -209,7 +215,17 @@ def small_m_kernel(
 
 
 @triton.jit(do_not_specialize=["partials"])
-def sum_partials_kernel(source, out, size, width, partials, written, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def sum_partials_kernel(
+    source,
+    out,
+    size,
+    width,
+    partials,
+    written,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr = "silu",
+):
     """out[i] = sum over p of source[p, i], gated as above
 
     grid: (size / width * cdiv(width, BLOCK),)
@@ -235,7 +251,7 @@ def sum_partials_kernel(source, out, size, width, partials, written, GATED: tl.c
         if GATED:
             up += tl.load(source + partial * step + size + at, mask=mask, other=0.0)
     if GATED:
-        total = silu_of(total, up)
+        total = gated_by(total, up, ACTIVATION)
     token = row + tl.arange(0, 1)
     store_rounded(total[None, :], out, at[None, :], mask[None, :], written, token, token >= 0, first, width)
 
@@ -250,6 +266,7 @@ def run(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     format: RowFormat | None = None,
+    activation: str = "silu",
 ) -> torch.Tensor | Fp8:
     """GEMM of operands with dense rows, each on 16 bytes, and contiguous scales: out[M, N].
 
@@ -281,8 +298,8 @@ def run(
     launch = launch_on(
         x.device,
         small_m_kernel,
-        (design, gated, squares),
-        lambda: {"SQUARES": squares, **constants(design, gated), **options},
+        (design, gated, squares, activation),
+        lambda: {"SQUARES": squares, **constants(design, gated, activation), **options},
     )
     launch(
         tiles * partials,
@@ -304,19 +321,28 @@ def run(
     if not summed:
         return sums.squeeze(1) if partials > 1 else out
     if partials > 1:
-        sum_partials(sums, out, M * N if format is None else N, block, written)
+        width = M * N if format is None else N
+        sum_partials(sums, out, width, block, written, activation)
     return out if format is None else fp8_of(out, scales_out, format)
 
 
-def sum_partials(sums: torch.Tensor, out: torch.Tensor, width: int, block: int, written: Fp8Rows | None) -> None:
+def sum_partials(
+    sums: torch.Tensor, out: torch.Tensor, width: int, block: int, written: Fp8Rows | None, activation: str
+) -> None:
     """``out`` of split-K partials [partials, 2 if gated else 1, M, N], ``width`` elements a row."""
     partials, halves, M, N = sums.shape
     options, gated = launch_options(capabilities_of(out.device)), halves == 2
     launch = launch_on(
         out.device,
         sum_partials_kernel,
-        (gated, block),
-        lambda: {"GATED": gated, "BLOCK": block, "num_warps": min(16, max(4, block // 512)), **options},
+        (gated, block, activation),
+        lambda: {
+            "GATED": gated,
+            "BLOCK": block,
+            "ACTIVATION": activation,
+            "num_warps": min(16, max(4, block // 512)),
+            **options,
+        },
     )
     launch(M * N // width * cdiv(width, block), sums, out, M * N, width, partials, written)
 
@@ -339,11 +365,12 @@ def block_of(design: SmallM) -> Block:
     return Block(*map(tl.constexpr, sizes))
 
 
-def constants(design: SmallM, gated: bool) -> dict[str, Any]:
+def constants(design: SmallM, gated: bool, activation: str = "silu") -> dict[str, Any]:
     """Constexpr parameters and compiler options of the kernel that follow from its design."""
     return {
         "TRANSPOSED": design.transposed,
         "GATED": gated,
+        "ACTIVATION": activation,
         "num_warps": design.num_warps,
         "num_stages": design.num_stages,
     }

@@ -262,6 +262,13 @@ def operands(team):
     wrong = {"changes": (None, 5, "x", [x]), "first": (*INT, -1), "rows": TENSOR, "position": TENSOR}
     yield ops.adjust_logits, {"logits": x, **slots}, {"logits": TENSOR, **wrong, "guided": FLAG}
     yield ops.note_tokens, {"tokens": ids, **slots}, {"tokens": TENSOR, **wrong}
+    history = {"history": torch.zeros(4, 8, dtype=torch.int32), "newest": ids, "positions": ids}
+    lengths = {"drafts": (*COUNT, 17), "least": (*COUNT, 5), "most": (*COUNT, 17)}
+    valid = {**history, "drafts": 2, "least": 1, "most": 4}
+    yield ops.ngram_drafts, valid, {**dict.fromkeys(history, TENSOR), **lengths}
+    rows = {"chosen": torch.zeros(4, 3, dtype=torch.int64), "rows": torch.zeros(4, 3, dtype=torch.int64)}
+    written = {"newest": ids, "results": torch.zeros(4, 5, dtype=torch.int64)}
+    yield ops.accept_drafts, {**rows, **written}, dict.fromkeys({**rows, **written}, TENSOR)
     places = {"positions": torch.zeros(2, dtype=torch.int64), "pages": pages, "page_size": 16, "tickets": 4}
     yield ops.decode_metadata, places, {
         "positions": TENSOR, "pages": TENSOR, "page_size": COUNT, "tickets": (*INT, -1), "queries": (*COUNT, 3),

@@ -9,9 +9,9 @@ import torch
 import weft
 from weft.engine import Engine, EngineConfig, SamplingParams
 from weft.engine.speculation.drafting import TRIAL_STEPS, DraftLength
-from weft.engine.speculation.ngram import looked_up
 from weft.engine.speculation.options import SpeculativeConfig
 from weft.engine.speculation.verify import VerifyGraph
+from weft.ops.vocab.ngram_drafts import look_up
 
 PROMPTS = ["a prompt", "x", "abcabcabcabc", "another, longer prompt"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
@@ -185,7 +185,8 @@ def test_look_up_takes_the_longest_and_last_n_gram(least, most):
     generator = torch.Generator().manual_seed(least + most)
     tokens = torch.randint(0, 3, (40, 31), generator=generator, dtype=torch.int32)
     positions = torch.randint(-1, 30, (40,), generator=generator)
-    drafts = looked_up(tokens, positions, 4, least, most).tolist()
+    newest = tokens.gather(1, positions.clamp(min=0)[:, None])[:, 0].long()
+    drafts = look_up(tokens.clone(), newest, positions, 4, least, most).tolist()
     for row, position, given in zip(tokens.tolist(), positions.tolist(), drafts, strict=True):
         assert given == looked_up_slowly(row[: position + 1], 4, least, most)
 

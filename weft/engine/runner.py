@@ -79,7 +79,8 @@ class Runner:
         if (speculative := config.speculative) is not None:
             places = slots, self.tokens, max_seq_len
             if draft is None:
-                drafter = NgramDrafter(*places, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+                looked_up = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+                drafter = NgramDrafter(*places, *looked_up, fused=model.runs_kernels)
             elif isinstance(draft, Decoder):
                 drafter = ModelDrafter(draft, *places, config.page_size)
             else:

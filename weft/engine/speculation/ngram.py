@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from weft import ops
+from weft.ops.vocab.ngram_drafts import look_up
 from weft.runtime.copying import upload
 
 if TYPE_CHECKING:
@@ -60,9 +62,9 @@ class NgramDrafter:
     are repeated.
     """
 
-    def __init__(self, slots: Slots, newest: Tensor, length: int, least: int, most: int) -> None:
-        """Arguments as of History; `least`, `most`: tokens of an n-gram."""
-        self.history, self._least, self._most = History(slots, newest, length), least, most
+    def __init__(self, slots: Slots, newest: Tensor, length: int, least: int, most: int, fused: bool) -> None:
+        """Arguments as of History; `least`, `most`: tokens of an n-gram; `fused`: looked up by one kernel."""
+        self.history, self._least, self._most, self._fused = History(slots, newest, length), least, most, fused
         self.page_bytes = 0
         self.accept, self.enter, self.move = self.history.accept, self.history.enter, self.history.move
 
@@ -71,24 +73,7 @@ class NgramDrafter:
     def read(self, chunks: Sequence[PrefillChunk], rows: Mapping[int, int]) -> None: ...
 
     def propose(self, batch: int, drafts: int) -> Tensor:
-        self.history.note_newest(batch)
-        tokens, positions = self.history.tokens[:batch], self.history.slots.positions[:batch]
-        return looked_up(tokens, positions, drafts, self._least, self._most)
-
-
-def looked_up(tokens: Tensor, positions: Tensor, drafts: int, least: int, most: int) -> Tensor:
-    """Drafts [B, drafts] int64 after tokens[b, : positions[b] + 1], as of NgramDrafter; -1: none."""
-    at = torch.arange(tokens.shape[1], device=tokens.device)
-    newest = positions[:, None]
-    # Number of tokens before and at each place that equal the last tokens.
-    equal = at < newest
-    length = torch.zeros_like(tokens)
-    for back in range(most):
-        same = tokens.roll(back, 1) == tokens.gather(1, (newest - back).clamp(min=0))
-        equal = equal & same & (at >= back) & (newest >= back)
-        length += equal
-    # The longest n-gram, and of equal ones the last; its last token's place.
-    best = (length.long() * tokens.shape[1] + at).masked_fill_(length < least, -1).amax(1, keepdim=True)
-    first = best.clamp(min=0) % tokens.shape[1] + 1
-    followed = first + torch.arange(drafts, device=tokens.device) % (newest + 1 - first).clamp(min=1)
-    return torch.where(best < 0, -1, tokens.gather(1, followed.clamp(max=tokens.shape[1] - 1)).long())
+        history = self.history
+        given = history.tokens[:batch], history.newest[:batch], history.slots.positions[:batch]
+        look = ops.ngram_drafts if self._fused and drafts > 0 else look_up
+        return look(*given, drafts, self._least, self._most)

@@ -17,11 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from weft import ops
 from weft.engine.graphs import DecodeGraph
 from weft.engine.params import Kind
 from weft.engine.pipeline import Pass
 from weft.engine.sampling import WIDTH, Choice
 from weft.engine.speculation.drafting import Drafter
+from weft.ops.vocab.accept_drafts import accept
 
 
 class Verify(NamedTuple):
@@ -114,24 +116,27 @@ class VerifyGraph:
         else:
             choice = self._choice(batch, position.flatten(), drafts + 1)
             chosen = graph.pipeline.choose(logits, choice, kind & ~Kind.LOGPROBS)[0].view(batch, drafts + 1)
-        accepted = (chosen[:, :-1] == rows[:, 1:]) & used[:, 1:]
         if self._synthetic is not None:
-            # As a rule of the position, equal on all ranks: the golden ratio's multiples fill 0 .. 1 evenly.
-            share = slots.positions[:batch].double() * 0.6180339887498949 % 1
-            wanted = (self._synthetic - 1 + share).floor()[:, None]
-            accepted = used[:, 1:] & (torch.arange(drafts, device=rows.device) < wanted)
-        counts = torch.where(used[:, 0], 1 + accepted.long().cumprod(1).sum(1), 0)
+            rows = self._synthetic_rows(rows, chosen)
+        accepting = ops.accept_drafts if graph.pipeline.model.runs_kernels else accept
+        counts = accepting(chosen, rows, graph.tokens[:batch], self.results[:batch])
         if Kind.LOGPROBS in kind:
             self.logprobs[:batch, : drafts + 1].copy_(
                 graph.pipeline.logprobs(logits, chosen.flatten()).view(batch, drafts + 1, WIDTH)
             )
         self.drafter.accept(batch, chosen, counts)
-        self.results[:batch, : drafts + 1].copy_(chosen)
-        self.results[:batch, -2].copy_(counts)
-        self.results[:batch, -1].copy_(used[:, 1:].sum(1))
-        last = chosen.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        graph.tokens[:batch].copy_(torch.where(counts > 0, last, graph.tokens[:batch]))
         slots.positions[:batch].add_(counts)
+
+    def _synthetic_rows(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """`rows` with the drafts that synthetic_acceptance_length accepts equal to the chosen tokens, and other ones not.
+
+        By a rule of the position, equal on all ranks: the golden ratio's multiples fill 0 .. 1 evenly.
+        """
+        share = self.graph.slots.positions[: len(rows)].double() * 0.6180339887498949 % 1
+        wanted = (self._synthetic - 1 + share).floor()[:, None]
+        place = torch.arange(rows.shape[1] - 1, device=rows.device)
+        drafted = chosen[:, :-1] + (place >= wanted)
+        return torch.cat((rows[:, :1], torch.where(rows[:, 1:] >= 0, drafted, -1)), 1)
 
     def _choose_in_turn(self, logits: Tensor, kind: Kind, rows: Tensor, position: Tensor) -> Tensor:
         """Tokens [batch, drafts + 1], chosen one after the other.

@@ -1,0 +1,129 @@
+"""ngram_drafts and accept_drafts: planted bugs, refused arguments, compiled kernels; their cases run with all others."""
+
+import pytest
+import torch
+
+import weft
+from tests.compiling import TARGETS, compiled
+from tests.ops.checking import assert_identical
+from tests.ops.layer_cases import mutated
+from tests.ops.test_compile_layer_kernels import INTS, LONGS, caps_of, check_compiles, check_machine_code
+from weft import ops
+from weft.ops.case import Draw
+from weft.ops.vocab import accept_drafts, ngram_drafts
+from weft.runtime.capabilities import launch_options
+
+# Module, name of its op, source that changes, what to.
+PLANTED = {
+    "an n-gram that ends with the newest token itself": (
+        ngram_drafts, "NGRAM_DRAFTS", "equal = at < position\n", "equal = at <= position\n"),
+    "the first n-gram of equally long ones": (
+        ngram_drafts, "NGRAM_DRAFTS", "count * length + at, -1", "count * length - at, -1"),
+    "n-grams that reach before the sequence": (ngram_drafts, "NGRAM_DRAFTS", "there = equal & (at >= back)", "there = equal"),
+    "shorter n-grams than asked for": (ngram_drafts, "NGRAM_DRAFTS", "count >= LEAST", "count >= LEAST - 1"),
+    "the newest token of the step before": (
+        ngram_drafts, "NGRAM_DRAFTS", "                wanted = token\n", "                wanted = tl.load(row + position)\n"),
+    "the newest token not noted": (ngram_drafts, "NGRAM_DRAFTS", "mask=position < length)", "mask=position < 0)"),
+    "places beyond the newest token": (
+        ngram_drafts, "NGRAM_DRAFTS", "% tl.maximum(position + 1 - first, 1)", "% tl.maximum(position + 2 - first, 1)"),
+    "one draft more": (accept_drafts, "ACCEPT_DRAFTS", "place, ROWS), axis=0)\n", "place + 1, ROWS), axis=0)\n"),
+    "a draft after a rejected one": (
+        accept_drafts, "ACCEPT_DRAFTS", "tl.min(tl.where(rejected, place, ROWS), axis=0)",
+        "1 + tl.sum((drafted & ~rejected).to(tl.int32), axis=0)"),
+    "a draft compared with its row's own token": (accept_drafts, "ACCEPT_DRAFTS", "+ place - 1, mask", "+ place, mask"),
+    "a slot without a sequence goes on": (accept_drafts, "ACCEPT_DRAFTS", "tl.where(first >= 0, count, 0)", "count"),
+    "the rejected draft for the newest token": (
+        accept_drafts, "ACCEPT_DRAFTS", "place == count - 1, token", "place == count - 1, row"),
+    "rows without a draft counted": (
+        accept_drafts, "ACCEPT_DRAFTS", "drafted = (place > 0) & (row >= 0)", "drafted = place > 0"),
+}  # fmt: skip
+
+
+def differs(op, reference):
+    """True if the op gives something else than the reference for some case."""
+
+    def main(team):
+        for case in reference.cases():
+            inputs = reference.inputs(case, 0, Draw(case, 0, 0, "cpu"))
+            expected = reference.reference(case, 0, [inputs])
+            arguments = [x.clone() for x in inputs]
+            result = op.forward(*arguments, *(case.field("options") or ()))
+            written = [arguments[0]] if op.name == "ngram_drafts" else arguments[2:]
+            if any(not torch.equal(*pair) for pair in zip((result, *written), expected, strict=True)):
+                return True
+        return False
+
+    return weft.simulate(main, 1)[0]
+
+
+@pytest.mark.parametrize("name", ["", *PLANTED])
+def test_the_cases_find_a_planted_bug(name, tmp_path):
+    for module, op, old, new in [PLANTED[name]] if name else [(ngram_drafts, "NGRAM_DRAFTS", "", ""),
+                                                              (accept_drafts, "ACCEPT_DRAFTS", "", "")]:  # fmt: skip
+        mutant = mutated(module, old, new, f"drafts_mutant_{len(name)}", tmp_path)
+        assert differs(getattr(mutant, op), getattr(module, op)) == bool(name)
+
+
+def test_wrong_arguments_are_refused():
+    history, longs = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"newest has shape \(3,\); it must be \(2,\)"):
+        ops.ngram_drafts(history, torch.zeros(3, dtype=torch.int64), longs, 2, 1, 2)
+    with pytest.raises(ValueError, match=r"least=3 is not an integer in 1 .. 2"):
+        ops.ngram_drafts(history, longs, longs, 2, 3, 2)
+    with pytest.raises(ValueError, match="history has strides"):
+        ops.ngram_drafts(torch.zeros(8, 2, dtype=torch.int32).t(), longs, longs, 2, 1, 2)
+    rows = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="results has 4 columns; it needs 5"):
+        ops.accept_drafts(rows, rows, longs, torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"rows has shape \(2, 2\); it must be \(2, 3\)"):
+        ops.accept_drafts(rows, rows[:, 1:], longs, torch.zeros(2, 5, dtype=torch.int64))
+
+
+def test_schemas_and_fakes_tell_the_truth():
+    def main(team):
+        history, longs, rows = (
+            torch.zeros(2, 8, dtype=torch.int32),
+            torch.ones(2, dtype=torch.int64),
+            torch.ones(2, 3).long(),
+        )
+        calls = {
+            torch.ops.weft.ngram_drafts.default: (history, longs, longs, 2, 1, 2),
+            torch.ops.weft.accept_drafts.default: (rows, rows, longs, torch.zeros(2, 5).long()),
+        }
+        for op, args in calls.items():
+            torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+    weft.simulate(main, 1)
+
+
+def test_an_empty_batch_is_no_launch():
+    def main(team):
+        none = torch.zeros(0, dtype=torch.int64)
+        drafts = ops.ngram_drafts(torch.zeros(0, 8, dtype=torch.int32), none, none, 3, 1, 2)
+        counts = ops.accept_drafts(none.view(0, 4), none.view(0, 4), none, none.view(0, 6))
+        assert_identical(drafts, none.view(0, 3))
+        assert_identical(counts, none)
+
+    weft.simulate(main, 1)
+
+
+def built(name, arch):
+    options = launch_options(caps_of(arch))
+    if name == "accept_drafts":
+        arguments, constants = (LONGS, LONGS, LONGS, LONGS, LONGS, 11), {"ROWS": 5, "PLACES": 8}
+        return compiled(accept_drafts.accept_drafts_kernel, *arguments, arch=arch, num_warps=1, **constants, **options)
+    constants = {"DRAFTS": 4, "LEAST": 2, "MOST": 5, "PLACES": 4, "BLOCK": 1024}
+    arguments = INTS, LONGS, LONGS, LONGS, 4097
+    return compiled(ngram_drafts.ngram_drafts_kernel, *arguments, arch=arch, num_warps=4, **constants, **options)
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", ["ngram_drafts", "accept_drafts"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_compiles(arch, name):
+    check_compiles(built(name, arch), arch)
+
+
+@pytest.mark.parametrize("name", ["ngram_drafts", "accept_drafts"])
+def test_machine_code_on_sm_90(name, tmp_path):
+    check_machine_code(built(name, "sm_90"), tmp_path)

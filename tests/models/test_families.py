@@ -112,6 +112,14 @@ ONE_LAYER = {
     "smollm3": {"num_hidden_layers": 1, "no_rope_layers": [0]},
     "smollm3-window": {"num_hidden_layers": 1, "no_rope_layer_interval": 1},
     **{
+        name: {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_only_layers": [0, 1],
+        }
+        for name in ("qwen3-next", "qwen3-next-mixed")
+    },
+    **{
         name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
         for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss")
     },
@@ -123,9 +131,10 @@ KERNELS_SAMPLE = [
     ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True), ("phi3-long", 2, "ag_rs", True),
     ("smollm3-window", 2, "gemm_ar", True), ("gpt-oss", 2, "ag_rs", False), ("glm4-moe", 2, "gemm_ar", True),
     ("granite", 2, "gemm_ar", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
+    ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
 ]  # fmt: skip
 # Families with options that weft's kernels lack.
-UNFUSED = {"gemma2", "gpt-oss", "qwen3-next", "qwen3-next-mixed"}
+UNFUSED = {"gemma2", "gpt-oss"}
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)
@@ -373,6 +382,8 @@ def rates_and_decays_swapped(model):
 DELTA_MISTAKES = (
     queries_and_gates_swapped, keys_of_other_heads, decays_of_other_heads, taps_reversed, rates_and_decays_swapped,
 )  # fmt: skip
+
+
 def shared_expert_forgotten(model):
     for layer in model.layers[1:]:
         layer.mlp.shared_expert = None

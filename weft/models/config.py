@@ -171,8 +171,7 @@ class DecoderConfig:
     def lacking(self) -> tuple[str, ...]:
         """Options of the model that weft's kernels do not compute: torch's operations do."""
         of_experts = () if self.experts is None else self.experts.lacking
-        of_linear = () if self.linear_attention is None else self.linear_attention.lacking
-        return (*self.attention.lacking, *self.block.lacking, *of_experts, *of_linear)
+        return (*self.attention.lacking, *self.block.lacking, *of_experts)
 
     def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
         """Bytes of the matrices of consecutive layers, in `dtype` where they are not quantized."""

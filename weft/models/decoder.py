@@ -27,7 +27,8 @@ from weft.models.memory import check_memory
 from weft.models.mtp_layouts import is_of_head
 from weft.models.stacked_experts import as_stored
 from weft.ops.attention.qk_norm_rope import check_head_dim
-from weft.ops.linear_attention.delta_rule import DeltaSizes
+from weft.ops.linear_attention.delta_rule import DeltaSizes, check_head_dims
+from weft.ops.linear_attention.sequence_chunks import SequenceChunks
 from weft.parallel.delta_net import DeltaStates
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats
@@ -195,6 +196,8 @@ class Decoder(nn.Module):
         self.runs_kernels = self.plan(1).fused
         if self.runs_kernels:
             check_head_dim(config.head_dim, "; pass fused=False")
+            if (linear := config.linear_attention) is not None:
+                check_head_dims(linear.key_dim, linear.value_dim, linear.taps)
             if self.cache_dtype == E4M3:
                 check_cache_dtype(dtype, team)
         self.span = range(config.num_hidden_layers) if layers is None else layers
@@ -395,15 +398,25 @@ class Decoder(nn.Module):
         plan = self.plan(tokens)
         spread_over = None if self._spread_over is None else (self._spread_over, self.window)
         step = Step.prefill(spans, pages, page_size, self.angles, plan, self.group, self.dtype, spread_over)
-        return self._with_states(step, len(spans), slots)
+        return self._with_states(step, len(spans), slots, spans)
 
-    def _with_states(self, step: Step, sequences: int, slots: Sequence[int] | None = None) -> Step:
+    def _with_states(
+        self,
+        step: Step,
+        sequences: int,
+        slots: Sequence[int] | None = None,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Step:
         """The step, with the slots of its sequences' states."""
+        device = self.team.device
         if not self.has_states:
             return step
+        if spans is not None and step.plan.fused:
+            chunks = SequenceChunks.make(spans, list(range(sequences)) if slots is None else slots).to(device)
+            return replace(step, state_slots=chunks.slots, state_chunks=chunks)
         if slots is None:
-            return replace(step, state_slots=torch.arange(sequences, dtype=torch.int32, device=self.team.device))
-        return replace(step, state_slots=upload(torch.tensor(slots, dtype=torch.int32), self.team.device))
+            return replace(step, state_slots=torch.arange(sequences, dtype=torch.int32, device=device))
+        return replace(step, state_slots=upload(torch.tensor(slots, dtype=torch.int32), device))
 
     def forward(
         self, tokens: torch.Tensor, step: Step, cache: PagedCache, rows: torch.Tensor | None = None

@@ -59,7 +59,6 @@ class AttentionOptions:
         asked = {
             "softcap": self.softcap is not None,
             "sinks": self.sinks,
-            "gated attention": self.gated,
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -115,11 +114,6 @@ class LinearAttentionOptions:
         """Number of weights of a layer's matrices, over the hidden size."""
         values = self.value_heads * self.value_dim
         return 2 * self.key_heads * self.key_dim + 3 * values + 2 * self.value_heads
-
-    @property
-    def lacking(self) -> tuple[str, ...]:
-        """Options here that weft's kernels do not compute."""
-        return ("gated delta nets",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,24 +64,29 @@ def delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tenso
 
     projected  [T, columns], x @ w.qkv.T
     """
-    heads, values = w.sizes.value_heads, w.sizes.value_heads * w.sizes.V
-    qkv, z, b, a = projected.split([w.sizes.columns, values, heads, heads], dim=1)
-    outs = []
+    (qkv, z, gates), outs = parts_of(projected, w), []
     if step.is_prefill:
         for chunk in step.chunks:
             rows = slice(chunk.first_token, chunk.first_token + chunk.batch * chunk.length)
             slots = step.state_slots[chunk.first_sequence : chunk.first_sequence + chunk.batch].long()
             before = torch.full((chunk.batch,), chunk.before, device=slots.device)
-            outs.append(_of_sequences(qkv[rows], a[rows], b[rows], w, cache, slots, before))
+            outs.append(_of_sequences(qkv[rows], gates.rows(rows), w, cache, slots, before))
     else:
-        outs.append(_of_sequences(qkv, a, b, w, cache, step.state_slots.long(), step.lengths - 1))
-    out = torch.cat(outs).view(-1, heads, w.sizes.V)
+        outs.append(_of_sequences(qkv, gates, w, cache, step.state_slots.long(), step.lengths - 1))
+    out = torch.cat(outs)
     normed = F.rms_norm(out.float(), w.norm.weight.shape, None, w.norm.eps).to(out.dtype) * w.norm.weight
-    return (normed * F.silu(z.view(out.shape).float())).to(out.dtype).view(-1, values)
+    return (normed * F.silu(z.reshape(out.shape).float())).to(out.dtype).flatten(1)
+
+
+def parts_of(projected: Tensor, w: DeltaWeights) -> tuple[Tensor, Tensor, Gates]:
+    """(q, k and v before the convolution; the gate of the norm; the rule's gates), columns of x @ w.qkv.T."""
+    heads = w.sizes.value_heads
+    qkv, z, b, a = projected.split([w.sizes.columns, heads * w.sizes.V, heads, heads], dim=1)
+    return qkv, z, Gates(a, b, w.A_log, w.dt_bias)
 
 
 def _of_sequences(
-    qkv: Tensor, a: Tensor, b: Tensor, w: DeltaWeights, cache: tuple[Tensor, Tensor], slots: Tensor, before: Tensor
+    qkv: Tensor, gates: Gates, w: DeltaWeights, cache: tuple[Tensor, Tensor], slots: Tensor, before: Tensor
 ) -> Tensor:
     """Convolution and rule of sequences of equal length, [n * length, value heads, V], rows by sequence.
 
@@ -96,7 +101,7 @@ def _of_sequences(
     mixed = F.silu(F.conv1d(x.transpose(1, 2), w.conv[:, None], groups=x.shape[2])).permute(
         2, 0, 1
     )  # [length, n, columns]
-    by_token = (one.view(count, -1, one.shape[1]).transpose(0, 1).reshape(len(one), -1).float() for one in (a, b))
+    by_token = (one.view(count, -1, one.shape[1]).transpose(0, 1).reshape(len(one), -1).float() for one in gates[:2])
     whole = Recurrence.of(mixed.flatten(0, 1).float(), Gates(*by_token, w.A_log, w.dt_bias), w.sizes)
     steps = Recurrence(*(one.unflatten(0, (-1, count)) for one in whole))
     outs, state = [], torch.where(is_old[:, None, None, None], states, 0)

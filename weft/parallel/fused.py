@@ -17,6 +17,7 @@ from weft.kernels.fp8 import Fp8
 from weft.ops.attention.parts import attention_after
 from weft.ops.attention.qk_norm_rope import heads_dtype
 from weft.ops.elementwise.silu_mul import MAX_TOKEN
+from weft.parallel.delta_net import parts_of
 from weft.parallel.plain import (
     adjusted_logits,
     as_cached,
@@ -24,6 +25,7 @@ from weft.parallel.plain import (
     attend_to_prompts,
     attend_to_sequences,
     scaled,
+    without_gates,
 )
 from weft.parallel.plain import silu_mul as plain_silu_mul
 from weft.parallel.quantized import gemm_operands, grouped_operands, rows_between, rows_for
@@ -32,6 +34,7 @@ from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import (
     PLAIN_SCORES,
     AttentionWeights,
+    DeltaWeights,
     ExpertRows,
     Matrix,
     MLPWeights,
@@ -84,6 +87,8 @@ def matmul_split(x: Tensor | DeferredNorm, weight: Matrix) -> Tensor | SplitK | 
 
 def project(x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor | SplitK | DeferredNorm:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
+    if isinstance(w, DeltaWeights) or w.gated:  # their columns go to several kernels
+        return ops.matmul(*gemm_operands(x, w.qkv))
     # cuDNN, and a prefill over a spread cache, take the values as they are.
     whole = step.by_cudnn(w) or (step.spread is not None and step.is_prefill)
     # A norm over all heads is computed before; and beside one in fp32 nothing but qkv says what 16 bits an fp8 cache is of.
@@ -102,8 +107,15 @@ def attend(
     cached tokens or without cuDNN gathers pages between the two, and a decode step the queries of all heads. By cuDNN, of
     several new tokens of a sequence, and where the cache is spread, rows have 16 bits, also for an fp8 ``w.o``.
 
+    Gated attention is four launches more, of torch's operations: one joins q with k and v, three multiply by the gates.
+
     cache  as for weft.parallel.plain
     """
+    if isinstance(w, DeltaWeights):
+        return _delta_net(tensor_of(qkv), w, step, cache)
+    if w.gated:
+        qkv, gate = without_gates(tensor_of(qkv), w)
+        return attend(qkv, w._replace(gated=False), step, cache) * gate.sigmoid()
     if isinstance(step, Sequences):
         return attend_to_sequences(qkv, w, step)
     scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
@@ -116,6 +128,19 @@ def attend(
     projected = qkv if isinstance(qkv, DeferredNorm) else tensor_of(qkv)
     attended = way(projected, w, step, cache[:2], scales)
     return attended if isinstance(attended, Fp8) else attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def _delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
+    """``weft.parallel.delta_net.delta_net``: three launches of a decode step, four of a prefill."""
+    (conv, delta), (qkv, z, gates) = cache, parts_of(projected, w)
+    if step.is_prefill:
+        mixed = ops.causal_conv1d(qkv, w.conv, conv, step.state_chunks)
+        out = ops.gated_delta_rule(mixed, gates, delta, step.state_chunks)
+    else:
+        places = step.lengths, step.state_slots
+        mixed = ops.causal_conv1d_update(qkv, w.conv, conv, *places)
+        out = ops.recurrent_gated_delta_rule(mixed, gates, delta, *places)
+    return ops.rms_norm_gated(out, z, w.norm.weight, w.norm.eps).flatten(1)
 
 
 Scales = dict[str, Tensor]

@@ -108,9 +108,7 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
     if isinstance(w, DeltaWeights):
         return delta_net(qkv, w, step, cache)
     if w.gated:
-        heads, keys = w.heads * w.head_dim, w.kv_heads * w.head_dim
-        q, gate, keys_and_values = qkv.split([heads, heads, 2 * keys], dim=-1)
-        qkv = torch.cat((q, keys_and_values), dim=-1)
+        qkv, gate = without_gates(qkv, w)
         return attend(qkv, w._replace(gated=False), step, cache) * gate.sigmoid()
     if isinstance(step, Sequences):
         return attend_to_sequences(qkv, w, step)
@@ -137,6 +135,13 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
     else:
         attended = attend_to_pages(q, keys, values, step.pages, step.lengths, w.scores, k_scale, v_scale)
     return attended.reshape(step.tokens, w.heads * w.head_dim)
+
+
+def without_gates(qkv: Tensor, w: AttentionWeights) -> tuple[Tensor, Tensor]:
+    """(queries, keys and values; gates [T, heads * head_dim]) of gated attention."""
+    heads, keys = w.heads * w.head_dim, w.kv_heads * w.head_dim
+    q, gate, keys_and_values = qkv.split([heads, heads, 2 * keys], dim=-1)
+    return torch.cat((q, keys_and_values), dim=-1), gate
 
 
 def attend_to_sequences(qkv: Tensor, w: AttentionWeights, step: Sequences) -> Tensor:

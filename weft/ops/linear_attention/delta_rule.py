@@ -53,6 +53,10 @@ class Gates(NamedTuple):
     A_log: torch.Tensor
     dt_bias: torch.Tensor
 
+    def rows(self, rows: slice) -> Gates:
+        """The same of these tokens."""
+        return self._replace(a=self.a[rows], b=self.b[rows])
+
 
 @triton.jit
 def decay_and_rate(gates, strides, row, exists, head):
@@ -93,6 +97,15 @@ def check_delta_rule(op: str, qkv: torch.Tensor, gates: Gates, state: torch.Tens
         check_like(op, f"gates.{name}", tensor, qkv.device, (torch.float32,))
         check_shape(op, f"gates.{name}", tensor, (heads,))
     return sizes_of(qkv, state)
+
+
+def check_head_dims(K: int, V: int, taps: int) -> None:
+    """ValueError unless kernels take a model's heads, and its convolution."""
+    if K not in HEAD_DIMS or V not in HEAD_DIMS or not 2 <= taps <= 4:
+        raise ValueError(
+            f"linear_key_head_dim={K}, linear_value_head_dim={V}, linear_conv_kernel_dim={taps}: weft's kernels take heads of "
+            f"{', '.join(map(str, HEAD_DIMS))} and a convolution of 2 to 4; pass fused=False"
+        )
 
 
 def sizes_of(qkv: torch.Tensor, state: torch.Tensor) -> DeltaSizes:

@@ -134,7 +134,7 @@ KERNELS_SAMPLE = [
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
 ]  # fmt: skip
 # Families with options that weft's kernels lack.
-UNFUSED = {"gemma2", "gpt-oss"}
+UNFUSED = set()
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)

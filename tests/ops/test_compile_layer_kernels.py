@@ -8,7 +8,7 @@ import torch
 from tests.compiling import SHARED, TARGETS, compiled, stack_bytes, sums_of
 from tests.sampled import sampled
 from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
-from weft.kernels.online_softmax import PrefillTile
+from weft.kernels.online_softmax import PrefillTile, ScoreRule
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.projected import Projected, ProjectedSizes
 from weft.kernels.rotary import HeadNorms
@@ -32,10 +32,12 @@ KERNELS = (
     "paged_attention_few", "decode_attention", "decode_attention_of_parts",
     "paged_prefill_attention",
 )  # fmt: skip
-# Heads that are only rotated, with a bias; a window of 100 tokens; GELU; norms' weights in fp32.
+# Heads that are only rotated, with a bias; a window of 100 tokens; GELU; norms' weights in fp32; sinks and a soft cap.
 WITH_OPTIONS = (
     "qk_norm_rope_biased", "decode_attention_biased_window", "paged_attention_window", "paged_prefill_attention_window",
     "paged_attention_few_window", "silu_mul_gelu", "add_rms_norm_wide", "qk_norm_rope_wide", "decode_attention_wide",
+    "decode_attention_scored", "paged_attention_scored", "paged_attention_few_window_scored",
+    "paged_prefill_attention_window_scored",
 )  # fmt: skip
 # New tokens of a sequence in paged_attention_few.
 FEW = 4
@@ -61,7 +63,8 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         warps = warps_of(5120 * dtype.itemsize)
         constexprs = {"WIDTH": 5120, "BLOCK": 8192, "num_warps": warps}
         return compiled(add_rms_norm_kernel, x, x, weight, out, x, 1e-6, fp8, arch=arch, **constexprs, **options)
-    in_parts, biased, window = "of_parts" in name, "biased" in name, 100 if name.endswith("window") else None
+    in_parts, biased, window = "of_parts" in name, "biased" in name, 100 if "window" in name else None
+    scores = ScoreRule(0.1, 0.2, x) if name.endswith("scored") else ScoreRule(0.1)
     bias = x if biased else None
     qkv = ProjectedSizes(3, 0) if in_parts else ProjectedSizes(1, 20)
     sizes, cache, norms = (
@@ -80,14 +83,14 @@ def built(name, arch, dtype=torch.bfloat16, D=128, group=8, page=64, pairs=2):
         config = key_blocks_for(PrefillCall(2 * len(spans.tiles), 2, 128, D, dtype), caps)
         constexprs = {"SIZES": sizes, "TILE": PrefillTile(group, spans.block_m, config.block_n, window)}
         constexprs |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        arguments = x, cache, INTS, out, INTS, INTS, 40, 0.1, fp8
+        arguments = x, cache, INTS, out, INTS, INTS, 40, scores, fp8
         return compiled(paged_prefill_attention_kernel, *arguments, arch=arch, **constexprs, **options)
     config = split_kv_for(DecodingCall(pairs, 1 << 20, D, dtype), caps)
     queries = FEW if "_few" in name else 1
     tile = tile_of(config, group=group, D=D, window=window, queries=queries, q_heads=2 * group)
     tile = tile._replace(split=name != "paged_attention_whole")
     constexprs = {"SIZES": sizes, "TILE": tile, "num_warps": config.num_warps, "num_stages": config.num_stages}
-    arguments = cache, Sequences(INTS, INTS), out, Partials(FP32, FP32, INTS), 40, 0.1
+    arguments = cache, Sequences(INTS, INTS), out, Partials(FP32, FP32, INTS), 40, scores
     if name.startswith("paged_attention"):
         return compiled(paged_attention_kernel, x, *arguments, arch=arch, QUERIES=queries, **constexprs, **options)
     projected = Projected(FP32 if in_parts else x, (2 * group + 4) * D, 16 * D, FP32, 1e-6, bias)

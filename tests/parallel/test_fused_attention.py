@@ -25,6 +25,9 @@ OPTIONS = {
     "window": NO_NORMS | {"window": 11},
     "wide window": NORMS | {"window": 40},
     "scale": NO_NORMS | {"scale": 0.7},
+    "softcap": NO_NORMS | {"softcap": 0.8, "scale": 0.7},
+    "sinks": NO_NORMS | {"sinks": torch.linspace(-2, 3, HEADS)},
+    "sinks in a window": NORMS | {"window": 11, "sinks": torch.linspace(-2, 3, HEADS), "softcap": 1.5},
     "all": NORMS | BIAS | {"window": 11, "scale": 0.4},
 }
 # Prompts of two sequences: their (before, length), call by call.
@@ -62,6 +65,11 @@ def attended(local, options, calls, positions=(33, 20)):
     return weft.simulate(main, 1)[0]
 
 
+def takes_kernels(name):
+    """True for what cuDNN does not compute."""
+    return OPTIONS[name].get("window") == 11 or not {"softcap", "sinks"}.isdisjoint(OPTIONS[name])
+
+
 def check(options, calls):
     found, expected = (attended(local, options, calls) for local in (fused, plain))
     for ours, theirs in zip(found, expected, strict=True):
@@ -80,7 +88,7 @@ def test_prompts_for_cudnn_are_those_that_it_can_compute(options, monkeypatch):
     calls = []
     monkeypatch.setattr(fused, "attend_to_prompts", lambda *given: calls.append(1) or plain.attend_to_prompts(*given))
     check(OPTIONS[options], PROMPTS["at once"])
-    assert len(calls) == (0 if OPTIONS[options].get("window") == 11 else 1)
+    assert len(calls) == (0 if takes_kernels(options) else 1)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -98,8 +106,7 @@ def test_prompts_that_go_on_are_computed_in_parts(options, monkeypatch):
 
     monkeypatch.setattr(fused, "attention_after", counted)
     check(OPTIONS[options], ([(0, 16), (0, 7)], [(16, 10), (7, 6)], [(26, 7), (13, 7)]))
-    windowed = OPTIONS[options].get("window") == 11
-    assert calls == ([] if windowed else [[16], [7], [16, 10], [13]])
+    assert calls == ([] if takes_kernels(options) else [[16], [7], [16, 10], [13]])
 
 
 def test_which_prompts_are_computed_in_parts():

@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.compiling import compiled, compiled_exchange
 from weft.kernels.gemm_tile import Sizes, SplitK
-from weft.kernels.online_softmax import PrefillTile
+from weft.kernels.online_softmax import PrefillTile, ScoreRule
 from weft.kernels.operands import descriptor_or_self
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.split_kv import Partials
@@ -103,7 +103,7 @@ def of_sharded(view):
     tile = long_tile_of(SplitKV(block_n=64, num_warps=4, num_stages=2), 8, 64)
     return compiled(
         sharded_decode_attention.sharded_attention_kernel, HALVES, PagedCache(HALVES, HALVES),
-        Sequences(X, X), HALVES, Partials(FLOATS, FLOATS, X), 40, 0.1, WORDS, view, arch="sm_90",
+        Sequences(X, X), HALVES, Partials(FLOATS, FLOATS, X), 40, ScoreRule(0.1), WORDS, view, arch="sm_90",
         SIZES=CacheSizes(4, 64, 64), TILE=tile, HEADS=HEADS, FUSED=True, num_warps=4, num_stages=2,
     )  # fmt: skip
 

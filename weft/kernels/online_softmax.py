@@ -3,15 +3,40 @@
 The method is FlashAttention's (Dao et al., 2022).
 """
 
+from __future__ import annotations
+
+import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from weft.kernels.paged_cache import cells_at, pages_at
 
+LOG2_E = math.log2(math.e)
+
 # Rows of the smallest tile that tensor cores multiply.
 MIN_ROWS = tl.constexpr(16)
+
+
+class ScoreRule(NamedTuple):
+    """How x = q . key becomes a weight of the softmax: 2 ** (scale * x), or 2 ** (scale * tanh(inner * x)).
+
+    inner  of a soft cap; None: there is none
+    sinks  [query heads]: e ** sink is one more weight of each row, without a value; None: there are none
+    """
+
+    scale: float
+    inner: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, scale: float, softcap: float | None = None, sinks: torch.Tensor | None = None) -> ScoreRule:
+        """Rule of scores softcap * tanh(scale * x / softcap)."""
+        if softcap is None:
+            return cls(scale * LOG2_E, None, sinks)
+        return cls(softcap * LOG2_E, scale / softcap, sinks)
 
 
 class DecodeTile(NamedTuple):
@@ -56,6 +81,24 @@ class PrefillTile(NamedTuple):
     block_m: int
     block_n: int
     window: int | None = None
+
+
+@triton.jit
+def capped(x):
+    """tanh(x)"""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+
+
+@triton.jit
+def sinks_at(sinks, head, counted):
+    """Exponents of the sinks of query heads ``head``; -inf where they are not ``counted``."""
+    return tl.load(sinks + head, mask=counted, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def before_keys(sink):
+    """(largest exponent, sum of weights) of rows before their first key."""
+    return tl.maximum(sink, -1e30), tl.where(sink > -1e30, 1.0, 0.0)
 
 
 @triton.jit
@@ -107,10 +150,12 @@ def attend(
     TILE: tl.constexpr,
     begin=None,
     lengths=None,
+    inner=None,
+    sink=None,
 ):
     """(weighted mean of values [kept, D], log2 of the sum of weights [rows]) of rows ``x`` [rows, D].
 
-    A token's weight is 2 ** (score * scale), so ``scale`` holds log2(e). The program takes block_n tokens a step, from first,
+    A token's weight is that of a ``ScoreRule`` with scale and inner. The program takes block_n tokens a step, from first,
     first + stride, ... as far as they lie before ``length``; tokens before the window are left out. Without any token the mean
     is 0 and the sum has no meaning.
     table  the sequence's pages; page: of the first block, already loaded
@@ -118,6 +163,7 @@ def attend(
     begin  with TILE.window: first token of the window, where it is not TILE.window tokens before ``length``
     lengths  [rows] with TILE.queries > 1: a row attends to tokens before its length, in a window before that, from ``begin`` on
              and before ``length``
+    sink   [rows] of ``sinks_at``: counted by one partial of a row alone; None: there are none
 
     Each warp takes a share of the tokens and keeps a maximum and sums of it, which are joined at the end: no step
     waits for more than its loads. Shared out by rows or columns, as a plain dot is, a step has 4 CTA barriers.
@@ -132,6 +178,11 @@ def attend(
     # Not -inf: a way without a token has a difference of two such numbers to take.
     largest = tl.full((WAYS, ROWS), -1e30, tl.float32)
     total = tl.zeros((WAYS, ROWS), tl.float32)
+    if sink is not None:
+        largest_sink, counted = before_keys(sink)
+        first_way = tl.arange(0, WAYS)[:, None] == 0
+        largest = tl.where(first_way, largest_sink[None, :], largest)
+        total = tl.where(first_way, counted[None, :], total)
     acc = tl.zeros((WAYS, ROWS, D), tl.float32)
     for start in tl.range(first, length, stride):
         there = local < length - start
@@ -147,7 +198,10 @@ def attend(
         v = tl.load(cache.value_pages + at, mask=there[:, :, None], other=0.0)
         if cache.k_scale is not None:
             k, v = k.to(x.dtype), v.to(x.dtype)
-        score = tl.dot(x, tl.permute(k, (0, 2, 1)), input_precision="ieee") * scale
+        score = tl.dot(x, tl.permute(k, (0, 2, 1)), input_precision="ieee")
+        if inner is not None:
+            score = capped(score * inner)
+        score *= scale
         if lengths is None:
             seen = there[:, None, :]
         else:
@@ -172,7 +226,21 @@ def attend(
 
 
 @triton.jit
-def attend_many(x, cache, table, head, split, count, shortest, lengths, scale, SIZES: tl.constexpr, TILE: tl.constexpr):
+def attend_many(
+    x,
+    cache,
+    table,
+    head,
+    split,
+    count,
+    shortest,
+    lengths,
+    scale,
+    SIZES: tl.constexpr,
+    TILE: tl.constexpr,
+    inner=None,
+    sink=None,
+):
     """``attend`` of rows that warps share out: partial ``split`` of ``count``.
 
     A partial is a run of neighbouring blocks.
@@ -190,13 +258,18 @@ def attend_many(x, cache, table, head, split, count, shortest, lengths, scale, S
     start = (first + split * blocks) * BLOCK_N
     end = tl.minimum((first + (split + 1) * blocks) * BLOCK_N, length)
     zeros = tl.zeros((ROWS,), tl.float32)
-    state = tl.full((ROWS,), -1e30, tl.float32), zeros, tl.zeros((ROWS, D), tl.float32)
+    largest, total = tl.full((ROWS,), -1e30, tl.float32), zeros
+    if sink is not None:
+        largest, total = before_keys(sink)
+    state = largest, total, tl.zeros((ROWS, D), tl.float32)
     masked = tl.maximum(start, begin)
     if TILE.window is None:
         # All rows see the blocks before the first new token.
         masked = tl.maximum(start, tl.minimum(end, shortest // BLOCK_N * BLOCK_N))
-        state = over_keys(x, lengths - 1, cache, table, head, start, masked, scale, state, False, SIZES, TILE)
-    largest, total, acc = over_keys(x, lengths - 1, cache, table, head, masked, end, scale, state, True, SIZES, TILE)
+        state = over_keys(x, lengths - 1, cache, table, head, start, masked, scale, state, False, SIZES, TILE, inner)
+    largest, total, acc = over_keys(
+        x, lengths - 1, cache, table, head, masked, end, scale, state, True, SIZES, TILE, inner
+    )
     total = tl.where(lengths > 0, total, 0.0)
     mean = tl.where((total > 0)[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
     return mean, tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
@@ -216,11 +289,12 @@ def over_keys(
     MASKED: tl.constexpr,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
+    inner=None,
 ):
     """The online softmax of rows ``x`` [block_m, D] over keys start .. end - 1 more.
 
     Steps begin at multiples of block_n, and so does ``start`` unless TILE has a window. Without pages (SIZES.page = 0, and no
-    window) they begin at ``start``. A key's weight is 2 ** (score * scale), so ``scale`` holds log2(e).
+    window) they begin at ``start``. A key's weight is that of a ``ScoreRule`` with scale and inner.
     state   before and after: (largest exponent [block_m], sum of weights [block_m], weighted sum of values [block_m, D]), the
             sums relative to the exponent
     MASKED  row i sees keys up to position[i], from its window's first on; else all rows see all, and a step
@@ -251,6 +325,8 @@ def over_keys(
         if cache.k_scale is not None:
             k, v = k.to(x.dtype), v.to(x.dtype)
         score = tl.dot(x, k.T, input_precision="ieee")
+        if inner is not None:
+            score = capped(score * inner)
         if MASKED:
             seen = (at + local)[None, :] <= position[:, None]
             if TILE.window is not None:

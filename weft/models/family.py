@@ -56,11 +56,7 @@ class AttentionOptions:
     @property
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute: torch's operations do."""
-        asked = {
-            "softcap": self.softcap is not None,
-            "sinks": self.sinks,
-        }
-        return tuple(name for name, is_asked in asked.items() if is_asked)
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

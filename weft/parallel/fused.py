@@ -148,7 +148,7 @@ Scales = dict[str, Tensor]
 
 def _scores(w: AttentionWeights) -> dict[str, Any]:
     """Options of all attention ops that say how scores become weights."""
-    return {"scale": w.scale, "window": w.window}
+    return {"scale": w.scale, "window": w.window, "softcap": w.softcap, "sinks": w.sinks}
 
 
 def _head(w: AttentionWeights, step: Step) -> tuple[Tensor | None, Tensor | None, float, Tensor]:
@@ -173,7 +173,10 @@ def _decode_spread(
 ) -> Tensor:
     q = _queries(projected, w, step, cache, scales)
     places = *cache, step.pages, step.lengths, step.spread.team
-    return ops.sharded_decode_attention(step.spread.all_queries(q), *places, **_scores(w), **scales)
+    scores = _scores(w)
+    if w.sinks is not None:
+        scores["sinks"] = ops.all_gather(w.sinks, step.spread.team)
+    return ops.sharded_decode_attention(step.spread.all_queries(q), *places, **scores, **scales)
 
 
 def _attend_to_pages(

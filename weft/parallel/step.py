@@ -88,6 +88,8 @@ class Chunk(NamedTuple):
 
     def by_cudnn(self, w: AttentionWeights) -> bool:
         """True if cuDNN is to attend: it can, and beats weft's kernel."""
+        if w.softcap is not None or w.sinks is not None:
+            return False
         if w.window is not None and self.before + self.length > w.window:
             return False
         if self.before == 0:
@@ -140,7 +142,7 @@ class Step:
         return self.lengths is None
 
     def by_cudnn(self, w: AttentionWeights) -> bool:
-        """True if a fused pass leaves this attention to cuDNN, which knows no windows.
+        """True if a fused pass leaves this attention to cuDNN, which knows no windows, soft caps or sinks.
 
         After cached tokens: in parts (``fused.attend_after_cached``).
         """

@@ -32,10 +32,14 @@ def decoding(**fields):
     return cases.case_of(op, cases.SMALL, SPLIT, lengths=(130, 47), **fields)
 
 
-def prefill(window):
+def prefill(window=None, **fields):
     return cases.case_of(
-        "paged_prefill_attention", cases.SMALL, BLOCKS, chunks=((1, 40, 160),), window=window, block_m=16
+        "paged_prefill_attention", cases.SMALL, BLOCKS, chunks=((1, 40, 160),), window=window, block_m=16, **fields
     )
+
+
+def verifying(**fields):
+    return cases.case_of("paged_attention", cases.SMALL, SPLIT, lengths=(100, 101, 102), queries=3, **fields)
 
 
 def rotating(**fields):
@@ -44,6 +48,7 @@ def rotating(**fields):
 
 # Case, the module of device code that is changed (None: the op's), its text, and the replacement.
 NORMED = "scale = inverse_rms(squares_of(x), norms.eps, D)[:, None]\n        return scale * (x * cos + partner * sin)"
+MASKED = 'score = tl.where(seen, score, float("-inf"))\n        new = tl.maximum(largest, tl.'
 MUTATIONS = {
     "decode: window a token longer": (
         decoding(window=40), online_softmax, "length - TILE.window - start", "length - TILE.window - 1 - start",
@@ -78,6 +83,45 @@ MUTATIONS = {
         prefill(110), None, "tl.maximum(end - TILE.window, 0)", "tl.maximum(end - TILE.window - BLOCK_N, 0)",
     ),
     "prefill: values before the window loaded": (prefill(110), online_softmax, "local >= start - at", "local >= 0"),
+    "decode: a sink in each partial": (
+        decoding(sinks=True), None, "TILE.group + row, (row < TILE.group) & (split == 0)", "TILE.group + row, row < TILE.group",
+    ),
+    "verify: a sink in each partial": (
+        verifying(sinks=True), None, "row % HEADS, (row < TILE.group) & (split == 0)", "row % HEADS, row < TILE.group",
+    ),
+    "verify: sinks of neighbours": (
+        verifying(sinks=True), None, "head * HEADS + row % HEADS,", "head * HEADS + row // HEADS,",
+    ),
+    "decode: a sink with the new token": (
+        decoding(positions=131, sinks=True), None, "(row < TILE.group) & (split == 0)", "row < TILE.group",
+    ),
+    "decode: a sink in each way": (
+        dataclasses.replace(decoding(sinks=True), design=dataclasses.replace(SPLIT, block_n=32, least=32, num_warps=2)),
+        online_softmax, "first_way = tl.arange(0, WAYS)[:, None] == 0", "first_way = tl.arange(0, WAYS)[:, None] >= 0",
+    ),
+    "decode: soft cap after the mask": (
+        decoding(softcap=1.5), online_softmax, MASKED + "max(score, axis=2))", MASKED.replace('float("-inf")', "-scale")
+        + "max(score, axis=2))",
+    ),
+    "decode: no soft cap": (
+        decoding(softcap=1.5), online_softmax, "score = capped(score * inner)\n        score *= scale",
+        "score *= inner\n        score *= scale",
+    ),
+    "decode: scale twice": (
+        decoding(softcap=1.5), online_softmax, "        score *= scale\n", "        score *= scale * scale\n",
+    ),
+    "prefill: no soft cap": (
+        prefill(softcap=1.5), online_softmax, "score = capped(score * inner)\n        if MASKED",
+        "score *= inner\n        if MASKED",
+    ),
+    "prefill: soft cap of masked keys alone": (
+        prefill(softcap=1.5), None, "head, 0, whole, scale, state, False, SIZES, TILE, inner)",
+        "head, 0, whole, scale, state, False, SIZES, TILE)",
+    ),
+    "prefill: sinks of neighbours": (
+        prefill(sinks=True), None, "head * GROUP + row % GROUP, row >= 0", "head * GROUP + (row + 1) % GROUP, row >= 0",
+    ),
+    "prefill: a sink without weight": (prefill(sinks=True), None, "largest, total = before_keys(", "largest, _ = before_keys("),
     "rotating: bias before the deferred scale": (
         rotating(**EVERYTHING), None, "a += load_bias(projected, at, exists[:, None])",
         "a += factor * load_bias(projected, at, exists[:, None])",
@@ -197,6 +241,13 @@ def calls():
         ({"window": -1}, "window=-1 is not a positive integer"),
         ({"window": True}, "window=True is not a positive integer"),
         ({"window": 2.5}, "window=2.5 is not a positive integer"),
+        ({"softcap": 0.0}, "softcap=0.0 is not positive; pass None for scores without a cap"),
+        ({"softcap": -30.0}, "softcap=-30.0 is not positive"),
+        ({"softcap": "30"}, "softcap='30' is not a"),
+        ({"sinks": torch.ones(3)}, "sinks has shape (3,); it must be (4,)"),
+        ({"sinks": torch.ones(4).double()}, "sinks.dtype=torch.float64 is not one of"),
+        ({"sinks": torch.ones(8)[::2]}, "sinks has strides (2,); pass a contiguous row"),
+        ({"sinks": [0.0] * 4}, "sinks=[0.0, 0.0, 0.0, 0.0] is not a tensor"),
     ],
 )
 def test_wrong_options_are_refused(changed, message):
@@ -206,7 +257,7 @@ def test_wrong_options_are_refused(changed, message):
         if name in inspect.signature(function).parameters:
             taken += 1
             check_refused(lambda f=function, a=arguments: f(**{**a, **changed}), (), f"{function.__name__}: {message}")
-    assert taken == (3 if name == "window" else 2)
+    assert taken == (3 if name in ("window", "softcap", "sinks") else 2)
 
 
 def test_schemas_and_fakes_tell_the_truth():
@@ -224,6 +275,9 @@ def test_schemas_and_fakes_tell_the_truth():
         }
         for name, arguments in found.items():
             tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+            if name != "qk_norm_rope":
+                scored = {"softcap": 1.5, "sinks": torch.ones(4)}
+                torch.library.opcheck(getattr(torch.ops.weft, name).default, arguments, scored, test_utils=tests)
             torch.library.opcheck(getattr(torch.ops.weft, name).default, arguments, test_utils=tests)
 
     weft.simulate(main, 1)

@@ -13,6 +13,7 @@ from tests.ops.layer_cases import mutated
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles, check_machine_code
 from weft import ops
 from weft.kernels.block_cyclic import local_lengths, local_slots
+from weft.kernels.online_softmax import ScoreRule
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.split_kv import Partials
 from weft.ops.attention import cases, head_words
@@ -216,13 +217,26 @@ def test_the_check_finds_a_planted_bug(name, algorithm, tmp_path, monkeypatch):
 FLOATS, INTS = torch.zeros(16), torch.zeros(16, dtype=torch.int32)
 
 
-def built(arch, *, dtype=torch.bfloat16, D=128, group=8, kv_heads=4, page=64, fused=True, world_size=2, window=None):
+def built(
+    arch,
+    *,
+    dtype=torch.bfloat16,
+    D=128,
+    group=8,
+    kv_heads=4,
+    page=64,
+    fused=True,
+    world_size=2,
+    window=None,
+    scored=False,
+):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     split = split_kv_for(DecodingCall(kv_heads, 1 << 20, D, dtype), caps)
     heads = HeadSizes.of(group * kv_heads, kv_heads, 1, world_size)
     constants = {"SIZES": CacheSizes(kv_heads, page, D), "TILE": long_tile_of(split, group, D, window), "HEADS": heads}
     constants |= {"FUSED": fused, "num_warps": split.num_warps, "num_stages": split.num_stages, **launch_options(caps)}
-    places = PagedCache(x, x), Sequences(INTS, INTS), x, Partials(FLOATS, FLOATS, INTS), 40, 0.1
+    scores = ScoreRule(0.1, 0.2, x) if scored else ScoreRule(0.1)
+    places = PagedCache(x, x), Sequences(INTS, INTS), x, Partials(FLOATS, FLOATS, INTS), 40, scores
     words = HeadWords(FLOATS, FLOATS, INTS), a_view(world_size=world_size)
     return compiled(sharded_attention_kernel, x, *places, *words, arch=arch, **constants)
 
@@ -246,6 +260,7 @@ def test_kernels_compile_and_fit(arch, tmp_path):
         {"group": 16},
         {"group": 1, "kv_heads": 12, "D": 64},
         *windows,
+        {"window": 1000, "scored": True},
     ):
         for dtype in (torch.bfloat16, torch.float16):
             kernel = built(arch, dtype=dtype, **fields)

@@ -6,7 +6,6 @@ They are run as sequences of one KV head, shared by GROUP query heads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +14,12 @@ import torch
 from weft.arguments import check_int
 from weft.kernels.fp8 import COLUMNS, RowFormat
 from weft.ops.case import Case
+from weft.ops.local import check_like, check_shape
 from weft.ops.op import Op
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_scalar
 from weft.plan.planned import Machine, Planned
 
 GROUP, PAGE = 8, 64
-LOG2_E = math.log2(math.e)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_GROUP = 64
 
@@ -67,6 +66,29 @@ def check_window(op: str, window: int | None) -> None:
     """ValueError unless ``window`` is None or a positive integer, or a symbolic one of torch.compile."""
     if window is not None and not isinstance(window, torch.SymInt):
         check_int(f"{op}: window", window, 1, remedy="pass 1 or more tokens, or None for no window")
+
+
+def check_scores(
+    op: str,
+    q_heads: int,
+    device: torch.device,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """ValueError unless these make weights of scores: of ``q_heads`` query heads on ``device``."""
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None:
+            check_scalar(op, name, value)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{op}: softcap={softcap} is not positive; pass None for scores without a cap")
+    if softcap is not None and scale is not None and scale <= 0:
+        raise ValueError(f"{op}: scale={scale} is not positive, with softcap={softcap}; pass a positive scale")
+    if sinks is not None:
+        check_like(op, "sinks", sinks, device, FLOATS)
+        check_shape(op, "sinks", sinks, (q_heads,))
+        if not sinks.is_contiguous():
+            raise ValueError(f"{op}: sinks has strides {sinks.stride()}; pass a contiguous row")
 
 
 def hiding(window: int | None, keys: torch.Tensor, pages: torch.Tensor, ranks: int = 1) -> int | None:

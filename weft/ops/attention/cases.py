@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from weft.ops.case import BF16, FP16, FP32, Case, Draw, norm_dtype
 from weft.runtime.arithmetic import cdiv
 
 EPS = 1e-6
+NO_SCORES: Mapping[str, Any] = MappingProxyType({})
 # Most elements of a sequence's keys that a reference has in fp64 at once, as far as one KV head has fewer: 256 MiB.
 AT_ONCE = 1 << 25
 # (query heads, KV heads, head dim, page size) and dtype.
@@ -35,6 +37,13 @@ IN_FP8 = (
     (((4, 4, 64, 16), FP16), "group"),
     (QWEN, "static"),
     (QWEN, "token"),
+)
+
+# Heads, and what makes other weights of their scores.
+OF_SCORES: tuple[tuple[tuple[tuple[int, ...], torch.dtype], dict[str, Any]], ...] = (
+    (SMALL, {"sinks": True}),
+    (SMALL, {"softcap": 1.5}),
+    (HEADS[3], {"sinks": True, "softcap": 2.0}),
 )
 
 
@@ -101,10 +110,12 @@ def attended_by_head(
     pages: Sequence[torch.Tensor],
     lengths: Sequence[int],
     window: int | None = None,
+    scores: Mapping[str, Any] = NO_SCORES,
 ) -> torch.Tensor:
     """Attention of new tokens q [B, Hq, D] in fp64; of long contexts a KV head at a time.
 
-    keys, values, pages  each rank's; lengths: of whole sequences. Zeros for sequences without tokens. window: as of attended
+    keys, values, pages  each rank's; lengths: of whole sequences. Zeros for sequences without tokens. window, scores: as of
+                         attended
     """
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     heads = keys[0].shape[1]
@@ -116,17 +127,33 @@ def attended_by_head(
             caches = ([cache[:, head : head + step] for cache in of_ranks] for of_ranks in (keys, values))
             k, v = (tokens_of_ranks(cache, tables, length) for cache in caches)
             some = slice(head * group, (head + step) * group)
-            out[b : b + 1, some] = attended(q[b : b + 1, some], k, v, length - 1, window)
+            sinks = scores.get("sinks")
+            of_heads = {**scores, "sinks": None if sinks is None else sinks[some]}
+            out[b : b + 1, some] = attended(q[b : b + 1, some], k, v, length - 1, window, of_heads)
     return out
 
 
+def scores_of(case: Case, like: torch.Tensor) -> dict[str, Any]:
+    """Arguments softcap and sinks of a case, by its fields of these names: sinks from far below the scores to far above."""
+    if case.field("softcap") is None and case.field("sinks") is None:
+        return {}
+    heads = torch.linspace(-3, 4, case.sizes[0], device=like.device).to(case.dtype)
+    return {"softcap": case.field("softcap"), "sinks": heads if case.field("sinks") else None}
+
+
 def attended(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: int, window: int | None = None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    before: int,
+    window: int | None = None,
+    scores: Mapping[str, Any] = NO_SCORES,
 ) -> torch.Tensor:
     """Causal attention in fp64 of q [n, heads, D] after ``before`` tokens.
 
     keys, values  [tokens, kv_heads, D]
     window        tokens that each attends to, itself the last; None: all up to itself
+    scores        softcap and sinks, as of ``ops.paged_attention``
     """
     last = before + torch.arange(q.shape[0], device=q.device)[:, None]
     at = torch.arange(keys.shape[0], device=q.device)
@@ -134,8 +161,13 @@ def attended(
     used = seen.any(0)[:, None, None]  # rows that nothing reads may be NaN
     k, v = (torch.where(used, x.double(), 0.0).transpose(0, 1) for x in (keys, values))
     rows = q.double().unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, D]
-    scores = (rows.flatten(1, 2) @ k.transpose(1, 2)).view(*rows.shape[:3], len(at)) / q.shape[2] ** 0.5
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    x = (rows.flatten(1, 2) @ k.transpose(1, 2)).view(*rows.shape[:3], len(at)) / q.shape[2] ** 0.5
+    softcap, sinks = scores.get("softcap"), scores.get("sinks")
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    x = x.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        x = torch.cat((x, sinks.double().view(*rows.shape[:2], 1, 1).expand(*rows.shape[:3], 1)), dim=-1)
+    weights = x.softmax(-1)[..., : len(at)]
     return (weights.flatten(1, 2) @ v).view(rows.shape).permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -243,6 +275,10 @@ def decoding_cases(op: str, split_kv: type) -> Iterator[Case]:
     ):
         yield case_of(op, heads, design, lengths=(300, 0, 513), window=window, spare=1)
     yield case_of(op, QWEN, lengths=(200, 3), window=150)
+    # Over many partials, which count a sink once; in a window that begins in a late one; without any key.
+    for heads, kind in OF_SCORES:
+        yield case_of(op, heads, split, lengths=(0, 1, 33, 160), **kind)
+        yield case_of(op, heads, split, lengths=(160, 41), window=40, **kind)
     if op == "paged_attention":
         yield case_of(op, ((4, 1, 64, 16), FP16), split, lengths=(0, 70), fp8=True)
         yield case_of(op, QWEN, lengths=(130, 1), window=90, fp8=True)
@@ -252,6 +288,9 @@ def decoding_cases(op: str, split_kv: type) -> Iterator[Case]:
 def verifying_cases(op: str, split_kv: type) -> Iterator[Case]:
     """Cases of several new tokens of a sequence, whose lengths follow each other; 0: no token."""
     split = split_kv(block_n=16, least=16, splits=8, num_warps=1)
+    for heads, kind in OF_SCORES:
+        yield case_of(op, heads, split, lengths=(16, 17, 18, 64, 0, 0), queries=3, **kind)
+    yield case_of(op, QWEN, split, lengths=(60, 61, 62, 0), queries=4, sinks=True, softcap=1.5)
     for lengths, queries in (((1, 2), 2), ((15, 16, 17, 32, 33, 0, 0, 0, 0), 3), ((300, 301, 302, 0), 4)):
         yield case_of(op, SMALL, split, lengths=lengths, queries=queries)
     # Tokens of a sequence in one program and in several, the last with fewer; groups of 1, 3, 4 and 8 query heads.
@@ -293,6 +332,9 @@ def sharded_cases(op: str, one_kernel: type, two_kernels: type, split_kv: type) 
     # A window within a page of one rank, and one from within a block on, over several partials.
     yield sharded_case(op, 2, ((4, 1, 16, 16), BF16), "one_kernel", (40, 0, 7), window=9)
     yield sharded_case(op, 3, ((3, 1, 32, 16), BF16), two_kernels(split=wide), (200,), window=150)
+    # A sink counts once among ranks and partials, in the window too.
+    yield sharded_case(op, 2, ((4, 1, 16, 16), FP32), "one_kernel", (40, 0, 7), window=9, sinks=True)
+    yield sharded_case(op, 3, ((3, 1, 32, 16), BF16), two_kernels(split=wide), (200, 1), sinks=True, softcap=1.5)
 
 
 def more_sharded_cases(op: str, one_kernel: type, two_kernels: type, split_kv: type) -> Iterator[Case]:

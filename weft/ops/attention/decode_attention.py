@@ -27,7 +27,7 @@ from weft.kernels.fp8 import (
     quantized_parts,
     rows_argument,
 )
-from weft.kernels.online_softmax import attend, ways
+from weft.kernels.online_softmax import ScoreRule, attend, sinks_at, ways
 from weft.kernels.paged_cache import (
     PagedCache,
     Sequences,
@@ -42,7 +42,7 @@ from weft.kernels.projected import Projected
 from weft.kernels.rotary import HeadNorms, load_bias, load_heads, load_rotation, norm_and_rotate_heads
 from weft.kernels.split_kv import first_block, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding, writes_heads
+from weft.ops.attention.attention_op import check_heads, check_scores, check_window, hiding, writes_heads
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of
 from weft.ops.attention.qk_norm_rope import check_projected, heads_dtype, parts_of
@@ -73,13 +73,13 @@ def decode_attention_kernel(
     out,
     partials,
     max_pages,
-    scale,
+    scores,
     fp8,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
     QKV: tl.constexpr,
 ):
-    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b    grid: (B * heads, splits)
+    """out[b, h, :] = softmax(scores of q[b, h, :] . keys of b) @ values of b    grid: (B * heads, splits)
 
     ``paged_attention_kernel``, where q and the last key and value of sequence b come from its new token, projected[b].
 
@@ -139,8 +139,17 @@ def decode_attention_kernel(
             if projected.bias is not None:
                 new_value += load_bias(projected, k_at + SIZES.heads * D + column, column >= 0)
             write_token(cache, new_cell, key, new_value, D, dtype)
-        scale = scale_of_scores(scale, cache)
-        mean, log_sum = attend(x, cache, table, page, head, first, length, count * TILE.block_n, scale, SIZES, TILE)
+        scale, inner, sink = scores.scale, scores.inner, None
+        if inner is None:
+            scale = scale_of_scores(scale, cache)
+        else:
+            inner = scale_of_scores(inner, cache)
+        if scores.sinks is not None:
+            sink = sinks_at(scores.sinks, head * TILE.group + row, (row < TILE.group) & (split == 0))
+        step = count * TILE.block_n
+        mean, log_sum = attend(
+            x, cache, table, page, head, first, length, step, scale, SIZES, TILE, None, None, inner, sink
+        )
         store_or_join(as_values(mean, cache), log_sum, count, out, partials, fp8, SIZES.heads, TILE)
 
 
@@ -161,6 +170,8 @@ def decode_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     fp8: RowFormat | None = None,
 ) -> torch.Tensor | Fp8:
     """Attention [B, Hq, D] of each sequence's new token to all its tokens, itself included.
@@ -175,7 +186,7 @@ def decode_attention(
     pages               [B, max_pages] int32: token t of sequence b is at offset t % S of page pages[b, t // S]
     lengths             [B] int32: tokens to attend to, up to and with the new one; at most max_pages * S and
                         max_positions. 0, a padding row: nothing is written, and its result is zeros
-    scale, tickets      as for ``paged_attention``
+    scale, tickets, softcap, sinks  as for ``paged_attention``
     bias                [(Hq + 2 Hkv) * D], as for ``qk_norm_rope``
     window              as for ``paged_attention``
     k_scale, v_scale    of a cache in e4m3, and the result's dtype with it: as for ``qk_norm_rope``
@@ -199,12 +210,11 @@ def decode_attention(
     check_tickets(op, tickets, B * heads, rows.device)
     check_scalar(op, "eps", eps)
     check_window(op, window)
-    if scale is not None:
-        check_scalar(op, "scale", scale)
+    check_scores(op, rows.shape[-1] // D - 2 * heads, rows.device, scale, softcap, sinks)
     if squares is not None:
         check_scales(op, qkv.operand, rows)
     places = angles, keys, values, Sequences(pages, lengths)
-    options = D**-0.5 if scale is None else scale, tickets, bias, window, k_scale, v_scale
+    options = D**-0.5 if scale is None else scale, tickets, bias, window, k_scale, v_scale, softcap, sinks
     check_row_format(op, fp8, rows.device)
     given = DecodeArguments(rows, squares, norm_eps, norms, *places, *options)
     if fp8 is None:
@@ -233,6 +243,8 @@ class DecodeArguments(NamedTuple):
     window: int | None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class DecodeAttention(DecodingOp):
@@ -266,7 +278,9 @@ class DecodeAttention(DecodingOp):
                 page, offset = pages[b, (length - 1) // S].long(), (length - 1) % S
                 keys[page, :, offset], values[page, :, offset] = k[b], v[b]
                 held = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
-                out[b] = cases.attended(q[b : b + 1], *held, length - 1, case.field("window"))[0]
+                out[b] = cases.attended(
+                    q[b : b + 1], *held, length - 1, case.field("window"), cases.scores_of(case, q)
+                )[0]
         return out, keys, values
 
     def call(
@@ -281,7 +295,7 @@ class DecodeAttention(DecodingOp):
     ) -> tuple[torch.Tensor, ...]:
         """(result, keys, values)"""
         given = cases.Projection.of(case, *projection)
-        options = {"bias": given.bias, "window": case.field("window")}
+        options = {"bias": given.bias, "window": case.field("window"), **cases.scores_of(case, keys)}
         if isinstance(case.design, str):
             places = given.angles, keys, values, pages, lengths
             return decode_attention(given.qkv, *given.norms, *places, **options), keys, values
@@ -353,7 +367,8 @@ class DecodeAttention(DecodingOp):
                 decode_attention_kernel, design, out, cache, sequences, tickets, given.window, QKV=qkv_sizes
             )
             norms, angles = given.norms.contiguous(), given.angles.contiguous()
-            launch(grid, projected, norms, angles, *arguments, given.scale * LOG2_E, fp8)
+            scores = ScoreRule.of(given.scale, given.softcap, given.sinks)
+            launch(grid, projected, norms, angles, *arguments, scores, fp8)
         return out if format is None else (rows, scales)
 
     def forward(self, given: DecodeArguments) -> torch.Tensor:

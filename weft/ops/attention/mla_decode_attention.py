@@ -18,9 +18,10 @@ import triton.language as tl
 import weft.language as wl
 from weft.arguments import check_int
 from weft.kernels.latent_attention import HeadRows, LatentTile, attend_to_latents
+from weft.kernels.online_softmax import LOG2_E
 from weft.kernels.paged_cache import CacheSizes, Sequences
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, PAGE_SIZES
+from weft.ops.attention.attention_op import PAGE_SIZES
 from weft.ops.attention.merge_attention import merge_into
 from weft.ops.attention.mla_plan import LatentBlocks, MLACall, MLAPlan
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs

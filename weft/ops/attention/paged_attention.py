@@ -22,18 +22,18 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.arguments import check_int
-from weft.kernels.online_softmax import MIN_ROWS, attend, attend_many, ways
+from weft.kernels.online_softmax import MIN_ROWS, ScoreRule, attend, attend_many, sinks_at, ways
 from weft.kernels.paged_cache import Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import first_block, rows_at, split_count, store_or_join
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
+from weft.ops.attention.attention_op import check_heads, check_scores, check_window, hiding
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.case import BF16, Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_scalar
+from weft.ops.registration import FLOATS
 from weft.runtime.team.team import Team
 
 
@@ -45,12 +45,12 @@ def paged_attention_kernel(
     out,
     partials,
     max_pages,
-    scale,
+    scores,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """out[b, h, :] = softmax(q[b, h, :] . keys of b * scale) @ values of b    grid: (B * heads, splits)
+    """out[b, h, :] = softmax(scores of q[b, h, :] . keys of b) @ values of b    grid: (B * heads, splits)
 
     Program (b * heads + g, i) computes split-KV partial i of sequence b for its query heads g * group .. (g + 1) * group - 1. A
     sequence has one partial for each of ``splits``, or fewer, so that each has about TILE.least tokens; programs beyond them
@@ -65,6 +65,7 @@ def paged_attention_kernel(
     cache, SIZES    ``PagedCache`` and its ``CacheSizes``
     sequences       ``Sequences``: token t of b lies in page pages[b, t // page]
     partials        ``Partials``, not touched unless TILE.split
+    scores          ``ScoreRule``; a sink is counted by partial 0 of its row
     """
     pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     sequence, head = pair // SIZES.heads, pair % SIZES.heads
@@ -99,13 +100,26 @@ def paged_attention_kernel(
     x = tl.load(q + begins + at + column, mask=exists, other=0.0)
     length = tl.minimum(length, room)
     count = split_count(length, splits, TILE)
-    scale = scale_of_scores(scale, cache)
+    scale, inner, sink = scores.scale, scores.inner, None
+    if inner is None:
+        scale = scale_of_scores(scale, cache)
+    else:
+        inner = scale_of_scores(inner, cache)
+    if scores.sinks is not None:
+        if QUERIES == 1:
+            sink = sinks_at(scores.sinks, head * TILE.group + row, (row < TILE.group) & (split == 0))
+        else:
+            sink = sinks_at(scores.sinks, head * HEADS + row % HEADS, (row < TILE.group) & (split == 0))
     if split < count:
         step = count * TILE.block_n
         if TILE.rows == MIN_ROWS or QUERIES == 1:
-            mean, log_sum = attend(x, cache, table, page, head, first, length, step, scale, SIZES, TILE, begin, lengths)
+            mean, log_sum = attend(
+                x, cache, table, page, head, first, length, step, scale, SIZES, TILE, begin, lengths, inner, sink
+            )
         else:
-            mean, log_sum = attend_many(x, cache, table, head, split, count, shortest, lengths, scale, SIZES, TILE)
+            mean, log_sum = attend_many(
+                x, cache, table, head, split, count, shortest, lengths, scale, SIZES, TILE, inner, sink
+            )
         if QUERIES > 1:
             out += begins
         store_or_join(as_values(mean, cache), log_sum, count, out, partials, None, SIZES.heads, TILE, left)
@@ -123,6 +137,9 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     queries: int = 1,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for the newest token of each sequence.
 
@@ -139,6 +156,8 @@ def paged_attention(
                   times k_scale, a value its byte times v_scale
     queries       new tokens of each sequence: q is then [B * queries, Hq, D] and lengths [B * queries], the tokens of a
                   sequence one after the other. A token attends to its length of tokens, by one row of pages
+    softcap       positive; softcap * tanh(score / softcap) in place of a score, after ``scale``; None: scores as they are
+    sinks         [Hq], fp16, bf16 or fp32: one more score of each row, without a value; None: there are none
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
     run; B, max_pages, the window and the lengths decide how sums are split. ``pages`` and the cache beyond a length, and the
@@ -164,12 +183,11 @@ def paged_attention(
         check_shape(op, name, x, shape)
     check_tickets(op, tickets, B * heads, q.device)
     check_window(op, window)
-    if scale is not None:
-        check_scalar(op, "scale", scale)
+    check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
     scale = D**-0.5 if scale is None else scale
     sequences = Sequences(pages, lengths)
     return PAGED_ATTENTION.dispatch(
-        PagedArguments(q, keys, values, sequences, scale, tickets, window, k_scale, v_scale, queries)
+        PagedArguments(q, keys, values, sequences, scale, tickets, window, k_scale, v_scale, queries, softcap, sinks)
     )
 
 
@@ -186,6 +204,8 @@ class PagedArguments(NamedTuple):
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     queries: int = 1
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class PagedAttention(DecodingOp):
@@ -222,7 +242,9 @@ class PagedAttention(DecodingOp):
         for b, length in enumerate(case.field("lengths")):
             if length > 0:
                 held = (cases.tokens_of(x, pages[b], length) for x in (keys, values))
-                out[b] = cases.attended(q[b : b + 1], *held, length - 1, case.field("window"))[0]
+                out[b] = cases.attended(
+                    q[b : b + 1], *held, length - 1, case.field("window"), cases.scores_of(case, q)
+                )[0]
         return out
 
     def call(self, case: Case, team: Team, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
@@ -230,11 +252,13 @@ class PagedAttention(DecodingOp):
         if isinstance(case.design, str):
             keys, values, pages, lengths, *scales = cache
             named = dict(zip(("k_scale", "v_scale"), scales, strict=False)) | {"queries": queries}
+            named |= cases.scores_of(case, q)
             return paged_attention(q, keys, values, pages, lengths, window=window, **named)
         keys, values, pages, lengths, *scales = cache
         sequences, (k_scale, v_scale) = Sequences(pages, lengths), scales or (None, None)
         scale = q.shape[2] ** -0.5
         given = PagedArguments(q, keys, values, sequences, scale, None, window, k_scale, v_scale, queries)
+        given = given._replace(**cases.scores_of(case, q))
         return self.run(case.design, None, given)
 
     def cases(self) -> Iterator[Case]:
@@ -258,7 +282,7 @@ class PagedAttention(DecodingOp):
                 paged_attention_kernel, design, out, cache, given.sequences, given.tickets, given.window, given.queries,
                 QUERIES=given.queries,
             )  # fmt: skip
-            launch(grid, given.q.contiguous(), *arguments, given.scale * LOG2_E)
+            launch(grid, given.q.contiguous(), *arguments, ScoreRule.of(given.scale, given.softcap, given.sinks))
         return out
 
     def forward(self, given: PagedArguments) -> torch.Tensor:

@@ -29,10 +29,18 @@ from weft.kernels.fp8 import (
     rows_argument,
     store_groups,
 )
-from weft.kernels.online_softmax import PrefillTile, over_keys
+from weft.kernels.online_softmax import PrefillTile, ScoreRule, before_keys, over_keys, sinks_at
 from weft.kernels.paged_cache import CacheSizes, as_values, scale_of_scores
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import GROUP, LOG2_E, AttentionOp, check_heads, check_window, hiding, writes_heads
+from weft.ops.attention.attention_op import (
+    GROUP,
+    AttentionOp,
+    check_heads,
+    check_scores,
+    check_window,
+    hiding,
+    writes_heads,
+)
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
@@ -48,7 +56,7 @@ from weft.ops.local import (
     machine_on,
 )
 from weft.ops.op import Op, define, register
-from weft.ops.registration import FLOATS, check_scalar
+from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
@@ -98,18 +106,19 @@ def paged_prefill_attention_kernel(
     ranges,
     tiles,
     max_pages,
-    scale,
+    scores,
     fp8,
     SIZES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """out[t, h, :] = softmax(q[t, h, :] . keys of t's sequence up to t * scale) @ its values
+    """out[t, h, :] = softmax(scores of q[t, h, :] . keys of t's sequence up to t) @ its values
 
     grid: (N * heads,)
     q, out  [T, heads * group, D]. A sequence's rows are its tokens' query heads of one KV head, a token's one after the other;
             tile i has rows block_m * i and on
     window  with TILE.window a program begins at the block of the first key that its first row sees; keys and values before that
             key may be NaN
+    scores  ``ScoreRule``
     cache   ``PagedCache``, of SIZES ``CacheSizes``
     ranges  [B + 2, 3]: (first_token, length, before) of each sequence; the keys of one with before = -length are none, and its
             rows of out 0
@@ -122,7 +131,11 @@ def paged_prefill_attention_kernel(
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     wl.follow_previous_kernel()
-    scale = scale_of_scores(scale, cache)
+    scale, inner = scores.scale, scores.inner
+    if inner is None:
+        scale = scale_of_scores(scale, cache)
+    else:
+        inner = scale_of_scores(inner, cache)
     head = tl.program_id(0) % SIZES.heads
     tiles += 2 * (tl.program_id(0) // SIZES.heads)
     sequence, tile = tl.load(tiles), tl.load(tiles + 1)
@@ -146,22 +159,25 @@ def paged_prefill_attention_kernel(
     position = before + token
     # With a window not -inf: a row may see no key of the first step, and takes a difference of two maxima.
     largest = tl.full((BLOCK_M,), float("-inf") if TILE.window is None else -1e30, tl.float32)
-    state = largest, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if scores.sinks is not None:
+        largest, total = before_keys(sinks_at(scores.sinks, head * GROUP + row % GROUP, row >= 0))
+    state = largest, total, tl.zeros((BLOCK_M, D), tl.float32)
     x = tl.load(q + at, mask=exists, other=0.0)
     if TILE.window is None:
-        state = over_keys(x, position, cache, table, head, 0, whole, scale, state, False, SIZES, TILE)
+        state = over_keys(x, position, cache, table, head, 0, whole, scale, state, False, SIZES, TILE, inner)
     else:
         first = tl.maximum(before + tile * BLOCK_M // GROUP + 1 - TILE.window, 0)
-        # Keys from ``inner`` on lie in the window of the last row, and so of all rows up to themselves.
-        inner = tl.cdiv(tl.maximum(end - TILE.window, 0), BLOCK_N) * BLOCK_N
-        masked = (inner >= whole) | (end - first <= SHORT * BLOCK_N)
+        # Keys from ``inside`` on lie in the window of the last row, and so of all rows up to themselves.
+        inside = tl.cdiv(tl.maximum(end - TILE.window, 0), BLOCK_N) * BLOCK_N
+        masked = (inside >= whole) | (end - first <= SHORT * BLOCK_N)
         past = tl.cdiv(tl.maximum(end, 0), BLOCK_N) * BLOCK_N
-        inner, whole = tl.where(masked, past, inner), tl.where(masked, past, whole)
+        inside, whole = tl.where(masked, past, inside), tl.where(masked, past, whole)
         state = over_keys(
-            x, position, cache, table, head, first, tl.minimum(inner, end), scale, state, True, SIZES, TILE
+            x, position, cache, table, head, first, tl.minimum(inside, end), scale, state, True, SIZES, TILE, inner
         )
-        state = over_keys(x, position, cache, table, head, inner, whole, scale, state, False, SIZES, TILE)
-    state = over_keys(x, position, cache, table, head, whole, end, scale, state, True, SIZES, TILE)
+        state = over_keys(x, position, cache, table, head, inside, whole, scale, state, False, SIZES, TILE, inner)
+    state = over_keys(x, position, cache, table, head, whole, end, scale, state, True, SIZES, TILE, inner)
     _, total, acc = state
     total = tl.where(total > 0, total, 1.0)  # 0 where there is no key
     result = as_values(acc / total[:, None], cache)
@@ -189,6 +205,8 @@ def paged_prefill_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     fp8: RowFormat | None = None,
 ) -> torch.Tensor | Fp8:
     """softmax(q @ keys.T * scale) @ values -> [T, Hq, D], for T new tokens in a causal order.
@@ -202,6 +220,7 @@ def paged_prefill_attention(
     window        a token attends to this many tokens, itself the last, 1 or more; None: to all up to itself. Blocks of
                   keys before the window are not loaded
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``
+    softcap, sinks  as for ``paged_attention``
     fp8           rows [T, Hq * D] of the result are put in fp8 so, as for ``decode_attention``
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
@@ -234,14 +253,13 @@ def paged_prefill_attention(
     ):
         if given > limit:
             raise ValueError(f"{op}: spans have {given} {what}, and pages room for {limit}")
-    if scale is not None:
-        check_scalar(op, "scale", scale)
+    check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
     if scale is not None and scale <= 0:
         raise ValueError(f"{op}: scale={scale} is not positive; scores are compared before it is applied")
     check_window(op, window)
     scale = D**-0.5 if scale is None else scale
     ranges = spans.spans, spans.tiles, spans.block_m
-    given = PrefillArguments(q, keys, values, pages, *ranges, scale, window, k_scale, v_scale)
+    given = PrefillArguments(q, keys, values, pages, *ranges, scale, window, k_scale, v_scale, softcap, sinks)
     check_row_format(op, fp8, q.device)
     if fp8 is None:
         return PAGED_PREFILL_ATTENTION.dispatch(given)
@@ -263,6 +281,8 @@ class PrefillArguments(NamedTuple):
     window: int | None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 def key_blocks_for(call: PrefillCall, caps: Capabilities) -> KeyBlocks:
@@ -342,7 +362,8 @@ class PagedPrefillAttention(AttentionOp):
         out, first = torch.zeros(q.shape, dtype=torch.float64, device=q.device), 0
         for b, (before, length) in enumerate(_spans_of(case)):
             held = (cases.tokens_of(x, pages[b], before + length) for x in (keys, values))
-            out[first : first + length] = cases.attended(q[first : first + length], *held, before, case.field("window"))
+            options = case.field("window"), cases.scores_of(case, q)
+            out[first : first + length] = cases.attended(q[first : first + length], *held, before, *options)
             first += length
         return out
 
@@ -366,10 +387,10 @@ class PagedPrefillAttention(AttentionOp):
         ranges = SequenceRanges.make(_spans_of(case), group, q.dtype, block_m=case.field("block_m"), **sizes)
         here, window = ranges.to(q.device), case.field("window")
         if isinstance(case.design, str):
-            named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+            named = dict(zip(("k_scale", "v_scale"), scales, strict=False)) | cases.scores_of(case, q)
             return paged_prefill_attention(q, keys, values, pages, here, window=window, **named)
         sizes = here.spans, here.tiles, here.block_m, q.shape[2] ** -0.5, window
-        given = PrefillArguments(q, keys, values, pages, *sizes, *scales)
+        given = PrefillArguments(q, keys, values, pages, *sizes, *scales)._replace(**cases.scores_of(case, q))
         out = self.run(case.design, None, given)
         if format := format_of(case, q):
             out = agreed(out.flatten(1), fp8_of(*self.run(case.design, None, given, format), format), format)
@@ -400,6 +421,9 @@ class PagedPrefillAttention(AttentionOp):
         ):
             yield cases.case_of(self.name, cases.SMALL, chunks=chunks, **fields)
         yield cases.case_of(self.name, ((2, 1, 64, 16), BF16), chunks=((1, 5, 20), (1, 3, 0)), fp8=True, **few)
+        for heads, kind in cases.OF_SCORES:
+            yield cases.case_of(self.name, heads, chunks=((2, 5, 0), (1, 1, 40), (1, 30, 19)), **kind, **few)
+            yield cases.case_of(self.name, heads, chunks=((1, 40, 60), (1, 0, 3)), window=41, **kind, **few)
         for heads, kind in cases.IN_FP8:
             yield cases.case_of(self.name, heads, chunks=((1, 20, 4), (1, 3, 0)), fp8_rows=kind, **few)
         for heads in cases.HEADS:
@@ -461,7 +485,7 @@ class PagedPrefillAttention(AttentionOp):
         if programs:
             launch = launch_on(q.device, paged_prefill_attention_kernel, (design, sizes, tile), constants)
             arguments = q.contiguous(), cache, pages.contiguous(), out, spans, tiles, pages.shape[1]
-            launch(programs, *arguments, given.scale * LOG2_E, fp8)
+            launch(programs, *arguments, ScoreRule.of(given.scale, given.softcap, given.sinks), fp8)
         return out if format is None else (out, scales)
 
     def forward(self, given: PrefillArguments) -> torch.Tensor:

@@ -25,11 +25,11 @@ import triton.language as tl
 import weft.language as wl
 from weft.kernels.block_cyclic import local_length, local_lengths
 from weft.kernels.merged_parts import kept_of, merged
-from weft.kernels.online_softmax import DecodeTile, attend, ways
+from weft.kernels.online_softmax import DecodeTile, ScoreRule, attend, sinks_at, ways
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences, as_values, pages_at, scale_of_scores
 from weft.kernels.split_kv import joined, split_count, store_partial
 from weft.ops.attention import cases
-from weft.ops.attention.attention_op import LOG2_E, check_heads, check_window, hiding
+from weft.ops.attention.attention_op import check_heads, check_scores, check_window, hiding
 from weft.ops.attention.decoding import (
     SplitKV,
     scratch_of,
@@ -63,7 +63,7 @@ from weft.ops.case import BF16, FP16, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
-from weft.ops.registration import FLOATS, check_choice, check_scalar, check_team, check_tensor
+from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
 from weft.plan.planned import AUTO, machine_of
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -82,7 +82,7 @@ def sharded_attention_kernel(
     out,
     partials,
     max_pages,
-    scale,
+    scores,
     words,
     team,
     SIZES: tl.constexpr,
@@ -99,6 +99,7 @@ def sharded_attention_kernel(
     sequences    ``Sequences``: this rank's pages, and lengths of the whole sequences
     TILE         ``DecodeTile``; its window counts the tokens of all ranks. This rank's come in their order, so those in the
                  window are its last ones, from ``begin`` on
+    scores       ``ScoreRule``; a sink is counted by partial 0 of the team's first rank
     words, HEADS ``HeadWords`` and ``HeadSizes``; one rank alone in one kernel: not used
 
     signals   to the owner of each head: its words of this rank (Lamport), an empty part too
@@ -125,7 +126,14 @@ def sharded_attention_kernel(
         first += begin // TILE.block_n * TILE.block_n
     page = pages_at(table, first, max_pages * SIZES.page, ways(TILE.block_n, TILE.ways), SIZES.page)
     x = tl.load(queries + row[:, None] * SIZES.dim + column, mask=(row < TILE.group)[:, None], other=0.0)
-    scale = scale_of_scores(scale, cache)
+    scale, inner, sink = scores.scale, scores.inner, None
+    if inner is None:
+        scale = scale_of_scores(scale, cache)
+    else:
+        inner = scale_of_scores(inner, cache)
+    if scores.sinks is not None:
+        counted = (row < TILE.group) & (split == 0) & (me == 0) & (HEADS.node == 0)
+        sink = sinks_at(scores.sinks, head * TILE.group + row, counted)
     length = tl.minimum(held_of(length, me, ranks, SIZES, HEADS), max_pages * SIZES.page)
     if TILE.window is None:
         count = split_count(length, splits, TILE)
@@ -134,7 +142,9 @@ def sharded_attention_kernel(
     if split < count:
         stride = count * TILE.block_n
         began = wl.begin_tile(team)
-        mean, log_sum = attend(x, cache, table, page, head, first, length, stride, scale, SIZES, TILE, begin)
+        mean, log_sum = attend(
+            x, cache, table, page, head, first, length, stride, scale, SIZES, TILE, begin, None, inner, sink
+        )
         wl.end_tile(began, pair, split, team)
         if TILE.split:
             if store_partial(mean, log_sum, count, partials, TILE):
@@ -224,6 +234,9 @@ def sharded_decode_attention(
     algorithm: str = "auto",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq / W, D] of new tokens to all ranks' tokens, for this rank's heads. Collective.
 
@@ -238,6 +251,7 @@ def sharded_decode_attention(
                   before the window are not read
     algorithm     "auto", "one_kernel" (all programs resident, of one node) or "two_kernels"
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``; each rank's are of the bytes that it holds
+    softcap, sinks  as for ``paged_attention``: sinks of all heads, equal on all ranks
 
     Rank r gets heads r * Hq / W and on: the ones whose rows of the output projection it holds. Hkv divides Hq, W divides Hq,
     groups have at most 64 heads; D and S are powers of two from 16 to 256. Softmax and sums in fp32, the parts of ranks merged
@@ -259,13 +273,12 @@ def sharded_decode_attention(
         check_like(op, name, x, q.device, (torch.int32,))
         check_shape(op, name, x, shape)
     check_window(op, window)
-    if scale is not None:
-        check_scalar(op, "scale", scale)
+    check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
     check_choice(op, "algorithm", algorithm, SHARDED_DECODE_ATTENTION.algorithms)
     scale = D**-0.5 if scale is None else scale
     places = keys, values, Sequences(pages, lengths)
     return SHARDED_DECODE_ATTENTION.dispatch(
-        ShardedArguments(q, *places, scale, team.name, algorithm, k_scale, v_scale, window)
+        ShardedArguments(q, *places, scale, team.name, algorithm, k_scale, v_scale, window, softcap, sinks)
     )
 
 
@@ -282,6 +295,8 @@ class ShardedArguments(NamedTuple):
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 def check_own_heads(op: str, q_heads: int, world_size: int) -> None:
@@ -312,7 +327,7 @@ class ShardedDecodeAttention(ShardedPlan):
         q: torch.Tensor,
         cache: PagedCache,
         sequences: Sequences,
-        scale: float,
+        scores: ScoreRule,
         window: int | None = None,
     ) -> torch.Tensor:
         """``sharded_decode_attention`` of checked arguments.
@@ -326,8 +341,8 @@ class ShardedDecodeAttention(ShardedPlan):
         heads = HeadSizes.of(q_heads, cache.key_pages.shape[1], B, team.size)
         if isinstance(design, OverNodes):
             heads = HeadSizes.of(q_heads, heads.kv_heads, B, team.size, team.shape.nodes, team.rail.index)
-            return self._run_over_nodes(design, team, q, cache, sequences, scale, heads, window)
-        return self._run_in_node(design, team, q, cache, sequences, scale, heads, window)[0]
+            return self._run_over_nodes(design, team, q, cache, sequences, scores, heads, window)
+        return self._run_in_node(design, team, q, cache, sequences, scores, heads, window)[0]
 
     def _run_over_nodes(
         self,
@@ -336,12 +351,12 @@ class ShardedDecodeAttention(ShardedPlan):
         q: torch.Tensor,
         cache: PagedCache,
         sequences: Sequences,
-        scale: float,
+        scores: ScoreRule,
         heads: HeadSizes,
         window: int | None,
     ) -> torch.Tensor:
         """Merge of the nodes' parts, each of which has crossed once."""
-        results = self._run_in_node(design.node.design, team.node, q, cache, sequences, scale, heads, window)
+        results = self._run_in_node(design.node.design, team.node, q, cache, sequences, scores, heads, window)
         of_nodes = [[x.unflatten(1, (heads.nodes, heads.own))[:, node] for x in results] for node in range(heads.nodes)]
         local, parts = of_nodes[heads.node], {}
         for node, piece in swapped(team, [packed(part) for part in of_nodes], design.node):
@@ -355,7 +370,7 @@ class ShardedDecodeAttention(ShardedPlan):
         q: torch.Tensor,
         cache: PagedCache,
         sequences: Sequences,
-        scale: float,
+        scores: ScoreRule,
         heads: HeadSizes,
         window: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -388,7 +403,7 @@ class ShardedDecodeAttention(ShardedPlan):
         )  # fmt: skip
         sequences = Sequences(sequences.pages.contiguous(), sequences.lengths.contiguous())
         partials = scratch_of(q, pairs, split.splits, arrivals)
-        arguments = cache, sequences, out, partials, sequences.pages.shape[1], scale * LOG2_E, words, team.view
+        arguments = cache, sequences, out, partials, sequences.pages.shape[1], scores, words, team.view
         attention((pairs, split.splits), q.contiguous(), *arguments)
         if not fused:
             rows = min(MERGED_HEADS.value, next_power_of_2(heads.held))
@@ -409,7 +424,8 @@ class ShardedDecodeAttention(ShardedPlan):
         call = ShardedCall(len(q) * heads, tokens, D, keys.dtype, given.algorithm)
         design = self.plan(call, machine_of(team)).design
         cache = cache_of(self.name, keys, given.values, given.k_scale, given.v_scale)
-        return self.run(design, team, q, cache, sequences, given.scale, window)
+        scores = ScoreRule.of(given.scale, given.softcap, given.sinks)
+        return self.run(design, team, q, cache, sequences, scores, window)
 
     def fake(self, given: ShardedArguments) -> torch.Tensor:
         B, q_heads, D = given.q.shape
@@ -441,7 +457,8 @@ class ShardedDecodeAttention(ShardedPlan):
         q, own = by_rank[rank][0], case.sizes[0] // case.world_size
         keys, values = zip(*(read_back(*inputs[1:3], *inputs[5:]) for inputs in by_rank), strict=True)
         tables = [inputs[3] for inputs in by_rank]
-        out = cases.attended_by_head(q, keys, values, tables, case.field("lengths"), case.field("window"))
+        options = case.field("window"), cases.scores_of(case, q)
+        out = cases.attended_by_head(q, keys, values, tables, case.field("lengths"), *options)
         return out[:, rank * own : (rank + 1) * own].contiguous()
 
     def accuracy(self, case: Case) -> Accuracy:
@@ -450,11 +467,12 @@ class ShardedDecodeAttention(ShardedPlan):
     def call(self, case: Case, team: Team, q: torch.Tensor, *cache: torch.Tensor) -> torch.Tensor:
         if isinstance(case.design, str):
             named = dict(zip(("k_scale", "v_scale"), cache[4:], strict=False))
-            options = {"window": case.field("window"), "algorithm": case.design, **named}
+            options = {"window": case.field("window"), "algorithm": case.design, **named, **cases.scores_of(case, q)}
             return sharded_decode_attention(q, *cache[:4], team, **options)
         keys, values, pages, lengths, *scales = cache
         places = PagedCache(keys, values, *scales), Sequences(pages, lengths)
-        return self.run(case.design, team, q, *places, q.shape[2] ** -0.5, case.field("window"))
+        scores = ScoreRule.of(q.shape[2] ** -0.5, **cases.scores_of(case, q))
+        return self.run(case.design, team, q, *places, scores, case.field("window"))
 
     def cases(self) -> Iterator[Case]:
         return cases.sharded_cases(self.name, OneKernel, TwoKernels, SplitKV)

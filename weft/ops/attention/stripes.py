@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
-from weft.kernels.online_softmax import PrefillTile, over_keys
+from weft.kernels.online_softmax import LOG2_E, PrefillTile, over_keys
 from weft.kernels.paged_cache import CacheSizes, PagedCache
 from weft.kernels.tile_schedule import buffer_of
-from weft.ops.attention.attention_op import LOG2_E
 from weft.ops.attention.gathered_plan import GatheredArguments
 from weft.ops.attention.paged_prefill_attention import KeyBlocks
 from weft.runtime.capabilities import launch_options

@@ -2,8 +2,8 @@
 
     python helion_generate.py FOLDER RANKS
 
-It needs the package helion, and examples/distributed/all_reduce.py of its repository as FOLDER/helion/examples/all_reduce.py. Writes
-FOLDER/helion/generated/wRANKS_rRANK.py: helion makes the rank a constant of the code.
+It needs the package helion, and examples/distributed/all_reduce.py of its repository as FOLDER/helion/examples/all_reduce.py,
+and writes FOLDER/helion/generated/wRANKS_rRANK.py: helion makes the rank a constant of the code.
 """
 
 import importlib.util

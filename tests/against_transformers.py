@@ -66,6 +66,13 @@ ROUTED = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 CLAMPED = SOME_EXPERTS | {"intermediate_size": 48, "swiglu_alpha": 1.3, "swiglu_limit": 0.5}
+# Heads whose values have another size than their keys, and norms whose eps is not rms_norm_eps.
+LATENT = {
+    "kv_heads": 8, "head_dim": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 20,
+    "rms_norm_eps": 1e-3, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1, "initializer_range": 0.2,
+}  # fmt: skip
+YARN_MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 FAMILIES = {
     "llama-3": {"family": "Llama", "rope_parameters": LLAMA3},
     "llama-3-tied": {"family": "Llama", "rope_parameters": LLAMA3, "tied": True},
@@ -130,6 +137,24 @@ FAMILIES = {
     "glm4-moe": {"family": "Glm4Moe", **ROUTED, "attention_bias": True, "use_qk_norm": True},
     "glm4-moe-plain": {"family": "Glm4Moe", **ROUTED, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     "gpt-oss": {"family": "GptOss", **CLAMPED, **ALTERNATING, "rope_parameters": YARN},
+    "deepseek-v2-lite": {"family": "DeepseekV2", **LATENT, "q_lora_rank": None, "rope_parameters": YARN_MSCALE},
+    "deepseek-v2": {
+        "family": "DeepseekV2",
+        **LATENT,
+        "q_lora_rank": 24,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 3.0,
+    },
+    "deepseek-v3": {
+        "family": "DeepseekV3",
+        **LATENT,
+        "q_lora_rank": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN_MSCALE,
+    },
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
     "qwen3-next": {"family": "Qwen3Next", **SHARED, **DELTA_NETS, "kv_heads": 2},
     "qwen3-next-mixed": {"family": "Qwen3Next", **SHARED_SPARSE_NEXT, "layer_types": None, "num_hidden_layers": 4},

@@ -27,7 +27,7 @@ LENGTH, CUTS = 9, (4, 6)  # chunks that begin and end within the windows of 4 an
 def checkpoint_of(make_checkpoint, name, world_size=1, **changes):
     if world_size == 3:
         # Three ranks do not split the 8 heads of the others.
-        changes |= {"num_attention_heads": 6, "num_key_value_heads": 6 if name == "llama-2" else 3}
+        changes |= {"num_attention_heads": 6, "num_key_value_heads": 6 if FAMILIES[name].get("kv_heads") == 8 else 3}
         # transformers derives the number of LongRoPE's factors from hidden_size, whatever head_dim says.
         changes |= {"hidden_size": 96} if name.startswith("phi3") else {}
         if "linear_num_key_heads" in FAMILIES[name]:
@@ -66,6 +66,7 @@ SAMPLE = [
     ("qwen3-next", 2, "gemm_ar"), ("qwen3-next", 8, "torch"), ("qwen3-next-mixed", 4, "ag_rs"),
     ("olmoe", 2, "ag_rs"), ("granitemoe", 4, "gemm_ar"), ("glm4-moe", 2, "gemm_ar"), ("glm4-moe-plain", 3, "ag_rs"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
+    ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
 ]  # fmt: skip
 
 # On one rank those that are not in the sample over ranks, and two that are.
@@ -461,6 +462,35 @@ CLAMPED_MISTAKES = (
     with_swiglu(alpha=8.0),
     biases_of_every_slice,
 )
+
+
+def with_latent(name, **changes):
+    """Attention whose weights have other options."""
+
+    def change(model):
+        for layer in model.layers:
+            for attribute, value in changes.items():
+                setattr(layer.self_attn, attribute, value)
+
+    change.__name__ = name
+    return change
+
+
+def keys_and_values_swapped(model):
+    for layer in model.layers:
+        weight = layer.self_attn.kv_b_proj.weight.data
+        weight.copy_(weight.unflatten(0, (-1, 32)).flip(1).flatten(0, 1))
+
+
+def no_norm_of_queries(model):
+    for layer in model.layers:
+        layer.self_attn.q_a_layernorm.weight.data.fill_(1.0)
+
+
+LATENT_MISTAKES = (
+    with_latent("no_mscale", scale=28**-0.5), with_latent("partners_halves_apart", interleaved=False),
+    keys_and_values_swapped, shared_expert_forgotten,
+)  # fmt: skip
 EXPERTS_MISTAKES = (gate_and_up_swapped, neighbours_weights, not_renormalised, other_owner)
 MUTANTS = [
     ("mistral", wider_window),
@@ -482,6 +512,9 @@ MUTANTS = [
     *(("granite", without(*mistake)) for mistake in GRANITE_MISTAKES),
     *(("gemma2", mistake) for mistake in GEMMA_MISTAKES),
     *(("gemma2", without(*mistake)) for mistake in (("lm_head", "softcap"), ("attention", "softcap"))),
+    *(("deepseek-v2-lite", mistake) for mistake in LATENT_MISTAKES),
+    *(("deepseek-v2", mistake) for mistake in (no_norm_of_queries, with_gating(group_limit=4), with_gating(scale=1.0))),
+    *(("deepseek-v3", mistake) for mistake in ROUTED_MISTAKES),
     *(("gemma3", mistake) for mistake in (without_one_in_q_and_k, one_rotary_embedding)),
     ("smollm3", rotated_everywhere),
     *(("smollm3-window", mistake) for mistake in (windows_of_other_layers, no_bias_of_o)),

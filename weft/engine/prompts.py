@@ -329,8 +329,9 @@ class Prompts:
 def gathering_of(model: Decoder, entry_tokens: int) -> Gathering:
     """Sizes of the pages that prompts gather; `entry_tokens`: of a page of each rank."""
     attention = model.attentions[0]
-    kv_heads = attention.num_heads // attention.group  # to which this rank's queries attend
-    token_bytes = 2 * kv_heads * model.config.head_dim * model.cache_dtype.itemsize
+    # Of the KV heads to which this rank's queries attend.
+    ranks = model.config.num_key_value_heads // (attention.num_heads // attention.group)
+    token_bytes = model.config.cached_elements(ranks) * model.cache_dtype.itemsize
     # All stages of a pipeline take passes of the same shape, so the window is the whole model's.
     return Gathering(entry_tokens, entry_tokens * token_bytes, model.config.attention.longest_window)
 

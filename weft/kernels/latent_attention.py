@@ -1,7 +1,7 @@
 """Attention to latents, for multi-head latent attention (MLA) with absorbed weights.
 
 All heads attend to one row of a token. The row has a latent, which is key and value at once, and a rotary part, which is key
-only. The queries are already in the space of the latents, so that no head has keys of its own. The method is DeepSeek-V2's
+only. The queries are already in the space of the latents, so that heads have no keys. The method is DeepSeek-V2's
 (arXiv 2405.04434).
 """
 

@@ -193,7 +193,9 @@ class DecoderConfig:
         The embedding counts with the first layer, the head with the last.
         """
         gates = self.num_attention_heads if self.attention.gated else 0
-        attention = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads + gates)
+        attention, latents = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads + gates), 0
+        if (latent := self.attention.latent) is not None:
+            attention, latents = 0, len(layers) * latent.parameters(self.hidden_size, self.num_attention_heads)
         columns = len(layers) * (attention + 3 * self.intermediate_size)
         if (linear := self.linear_attention) is not None:
             columns += sum(linear.layers[layer] for layer in layers) * (linear.parameters - attention)
@@ -202,7 +204,16 @@ class DecoderConfig:
             of_experts = self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
             of_experts += 3 * (self.experts.shared_intermediate_size or 0) + self.experts.shared_gate
             columns += mixtures * (of_experts - 3 * self.intermediate_size)
-        return self._embeddings(layers) + self.hidden_size * columns
+        return self._embeddings(layers) + self.hidden_size * columns + latents
+
+    def cached_elements(self, ranks: int = 1) -> int:
+        """Elements of a token in the cache of one layer at a rank.
+
+        ranks  that share out the KV heads; latents are of all heads
+        """
+        if self.attention.latent is not None:
+            return self.attention.latent.width
+        return 2 * max(self.num_key_value_heads // ranks, 1) * self.head_dim
 
     def _embeddings(self, layers: range) -> int:
         """Number of weights in the embedding and the head that come with consecutive layers."""
@@ -296,7 +307,10 @@ class DecoderConfig:
         if not isinstance(tied := filled["tie_word_embeddings"], bool):
             raise CheckpointError(f"config.json: tie_word_embeddings={quoted(tied)} is not true or false")
         rotary, window_rotary = _rotaries(family, filled)
-        sizes = _sizes(family, filled)
+        sizes, attention = _sizes(family, filled), family.attention(filled)
+        if attention.latent is not None:
+            # One row of the cache for all heads; its rotary part is what rotary embedding counts as a head.
+            sizes |= {"num_key_value_heads": 1, "head_dim": attention.latent.qk_rope_head_dim}
         for one in filter(None, (rotary, window_rotary)):
             try:
                 one.frequencies(sizes["head_dim"], torch.device("cpu"), sizes["max_position_embeddings"])
@@ -310,7 +324,7 @@ class DecoderConfig:
             window_rotary=window_rotary,
             tie_word_embeddings=tied,
             dtype=DTYPES[dtype.removeprefix("torch.")],
-            attention=family.attention(filled),
+            attention=attention,
             block=family.block(filled),
             experts=family.experts(filled),
             linear_attention=family.linear_attention(filled),

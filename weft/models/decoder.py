@@ -6,7 +6,7 @@ A recipe of weft.parallel computes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from weft.arguments import quoted
 from weft.kernels.fp8 import E4M3, check_e4m3
 from weft.layers import TPMLP, MoE, TPAttention
 from weft.layers.delta_net import TPGatedDeltaNet
+from weft.layers.latent_attention import LatentAttention
 from weft.layers.moe import Layout, check_layout
 from weft.layers.norm import RMSNorm
 from weft.models.cache_scales import read_scale, scale_names
@@ -106,7 +107,7 @@ class DecoderLayer(nn.Module):
         self.mlp = _feed_forward(config, index, layout, team=team, mode=mode, dtype=dtype, formats=mlp)
 
     @property
-    def mixer(self) -> TPAttention | TPGatedDeltaNet:
+    def mixer(self) -> TPAttention | LatentAttention | TPGatedDeltaNet:
         """The layer's attention, of either kind."""
         return self.self_attn if self.linear_attn is None else self.linear_attn
 
@@ -190,6 +191,8 @@ class Decoder(nn.Module):
         if config.linear_attention is not None and (self.context_parallel or config.quantization is not None):
             asked = "context_parallel=True" if self.context_parallel else "quantized weights"
             raise ValueError(f"{asked}: weft does not run it in models with gated delta nets; leave it out")
+        if kv_cache_dtype == "fp8" and config.attention.latent is not None:
+            raise ValueError("kv_cache_dtype='fp8': a cache of latents has the dtype of the weights; leave it out")
         self.cache_dtype = E4M3 if kv_cache_dtype == "fp8" else dtype
         self.cache_scales: torch.Tensor | None = None  # [layers, 2] of a checkpoint
         # Local work runs in weft's kernels, not in torch's: the same for passes of any length.
@@ -329,15 +332,18 @@ class Decoder(nn.Module):
     def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE, slots: int = DEFAULT_SLOTS) -> PagedCache:
         """Cache of these pages; slots: of sequences' states, in models with gated delta nets."""
         where = {"device": self.team.device}
-        sizes = (len(self.attentions), pages, self.attentions[0].num_kv_heads, page_size, self.config.head_dim)
+        latent = self.config.attention.latent
+        parts, width = (2, self.config.head_dim) if latent is None else (1, latent.width)
+        sizes = len(self.attentions), pages, self.attentions[0].num_kv_heads, page_size, width
         states = None
         if nets := [layer.linear_attn for layer in self.layers if layer.linear_attn is not None]:
             has_state = [layer.linear_attn is not None for layer in self.layers]
             states = DeltaStates(has_state, slots, nets[0].sizes, nets[0].conv1d.shape[1], dtype=self.dtype, **where)
-        return PagedCache(*sizes, dtype=self.cache_dtype, scales=self.cache_scales, states=states, **where)
+        options = {"scales": self.cache_scales, "states": states, "parts": parts}
+        return PagedCache(*sizes, dtype=self.cache_dtype, **options, **where)
 
     @property
-    def attentions(self) -> list[TPAttention]:
+    def attentions(self) -> list[TPAttention | LatentAttention]:
         """Attentions of the layers that have keys and values."""
         return [layer.self_attn for layer in self.layers if layer.self_attn is not None]
 
@@ -493,8 +499,18 @@ def _attention(
     dtype: torch.dtype,
     context_parallel: bool,
     formats: Formats | None,
-) -> TPAttention:
+) -> TPAttention | LatentAttention:
     """Attention of a layer."""
+    if (latent := config.attention.latent) is not None:
+        return LatentAttention(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            **asdict(latent),
+            team=team,
+            mode=mode,
+            dtype=dtype,
+            formats=formats,
+        )
     rotary = config.rotary_of(index)
     return TPAttention(
         hidden_size=config.hidden_size,

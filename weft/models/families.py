@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.arguments import did_you_mean, quoted
+from weft.models.deepseek_v2 import DEEPSEEK_V2
+from weft.models.deepseek_v3 import DEEPSEEK_V3
 from weft.models.gemma2 import GEMMA2
 from weft.models.gemma3 import GEMMA3_TEXT
 from weft.models.glm4 import GLM4
@@ -38,6 +40,7 @@ FAMILIES = {
         *(OLMO2, OLMO3, GEMMA2, GEMMA3_TEXT, GRANITE),
         *(SMOLLM3, PHI3, GLM4, QWEN3_NEXT),
         *(OLMOE, GRANITEMOE, GLM4_MOE, GPT_OSS),
+        *(DEEPSEEK_V2, DEEPSEEK_V3),
     )
 }
 """model_type -> the tables of its family."""

@@ -14,6 +14,31 @@ from weft.models.joined import Joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentOptions:
+    """Latent attention (MLA): arguments of ``LatentAttention``, under the names of config.json."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float
+    q_lora_rank: int | None = None
+    rope_interleave: bool = True
+
+    @property
+    def width(self) -> int:
+        """Elements of a token in the cache."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def parameters(self, hidden_size: int, heads: int) -> int:
+        """Number of weights in the matrices of a layer."""
+        q = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        of_q = hidden_size * q if self.q_lora_rank is None else self.q_lora_rank * (hidden_size + q)
+        of_kv = hidden_size * self.width + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return of_q + of_kv + hidden_size * heads * self.v_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
     """Options of a model's attention.
 
@@ -29,6 +54,7 @@ class AttentionOptions:
     rotated  by layer, and repeated for more layers: False where there is no rotary embedding
     inputs   rows of hidden_size side by side that q_proj, k_proj and v_proj take
     gated    q_proj gives a gate beside each query head, and attention times its sigmoid goes into o_proj
+    latent   latent attention, which has no other option here; None: attention of heads
     """
 
     qk_norm: bool = False
@@ -43,6 +69,7 @@ class AttentionOptions:
     rotated: tuple[bool, ...] = (True,)
     inputs: int = 1
     gated: bool = False
+    latent: LatentOptions | None = None
 
     def window(self, layer: int) -> int | None:
         """Window of a layer."""
@@ -56,7 +83,7 @@ class AttentionOptions:
     @property
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute: torch's operations do."""
-        return ()
+        return () if self.latent is None else ("latent attention",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

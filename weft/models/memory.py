@@ -41,8 +41,8 @@ def check_cache(
     context_parallel: bool = False,
 ) -> None:
     """ValueError if these layers' KV cache of `pages` pages alone exceeds the memory of `check_memory`."""
-    kv_heads = config.num_key_value_heads if context_parallel else max(config.num_key_value_heads // team.size, 1)
-    page_bytes = 2 * len(layers) * kv_heads * page_size * config.head_dim * dtype.itemsize
+    elements = config.cached_elements(1 if context_parallel else team.size)
+    page_bytes = len(layers) * page_size * elements * dtype.itemsize
     virtual = team.device.type != "cuda"
     memory = memory_of_this_machine() if virtual else free_bytes(team.device)
     if memory is not None and (most := memory // (page_bytes * (team.size if virtual else 1))) < pages:

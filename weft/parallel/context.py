@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.ops.collectives.ahead import InFlight, travels_ahead
-from weft.parallel.tensors import AttentionWeights
+from weft.parallel.tensors import AttentionWeights, MLAWeights
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.copying import upload
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 Cache = tuple[Tensor, ...]
+Weights = AttentionWeights | MLAWeights
 
 
 def gathered_entries(before: int, entry: int, window: int | None = None) -> range:
@@ -136,21 +137,22 @@ class SpreadPages:
             entries = table[rows, columns].long()
         return cls(team=team, entries=entries, slots=slots, pages=layout.pages)
 
-    def heads(self, w: AttentionWeights, rank: int | None = None) -> slice:
+    def heads(self, w: Weights, rank: int | None = None) -> slice:
         """KV heads that the query heads of a rank, this one by default, attend to."""
         rank = self.team.rank if rank is None else rank
         group = w.heads * self.team.size // w.kv_heads
         first = rank * w.heads // group
         return slice(first, first + max(1, w.heads // group))
 
-    def gathered(self, w: AttentionWeights, cache: Cache, keys: Tensor, values: Tensor) -> Cache:
+    def gathered(self, w: Weights, cache: Cache, *new: Tensor) -> Cache:
         """Keys and values of this rank's KV heads by this prefill's page table, cached and new ones.
 
-        keys, values  of the new tokens, [T, this rank's KV heads, head_dim], as the cache holds them
+        Of a cache of latents their rows.
+        new  keys and values of the new tokens, [T, this rank's KV heads, head_dim], as the cache holds them
         """
-        W, n = self.team.size, len(self.entries)
-        keys, values, size = _as_bits(keys), _as_bits(values), cache[0].shape[2]
-        gathered = keys.new_empty((2, self.pages, keys.shape[1], size, keys.shape[2]))
+        W, n, size = self.team.size, len(self.entries), cache[0].shape[2]
+        new = tuple(map(_as_bits, new))
+        gathered = new[0].new_empty((len(new), self.pages, new[0].shape[1], size, new[0].shape[2]))
         if n > 0:
             by_rank = gathered[:, : W * n].unflatten(1, (W, n)).transpose(0, 1)
             if self.ahead is None:
@@ -160,35 +162,36 @@ class SpreadPages:
         # Padding after a prompt in its pages: a masked-out NaN times the zero weight of the softmax would still be NaN.
         gathered[:, W * n :].zero_()
         page, offset = self.slots // size, self.slots % size
-        for part, new in zip(gathered, (keys, values), strict=True):
-            part[page, :, offset] = new
-        gathered = gathered.view(cache[0].dtype)
-        return gathered[0], gathered[1]
+        for part, rows in zip(gathered, new, strict=True):
+            part[page, :, offset] = rows
+        return tuple(gathered.view(cache[0].dtype))
 
-    def ahead_of(self, w: AttentionWeights, layers: Sequence[Cache]) -> SpreadPages:
+    def ahead_of(self, w: Weights, layers: Sequence[Cache]) -> SpreadPages:
         """The same for a pass through ``layers``, whose attentions have the sizes of ``w``. Collective."""
         if self.entries is None or len(self.entries) == 0:
             return self
         heads, (_, _, *row) = self.heads(w), layers[0][0].shape
-        part = 2 * len(self.entries) * (heads.stop - heads.start) * math.prod(row) * layers[0][0].itemsize
+        part = (
+            len(layers[0][:2]) * len(self.entries) * (heads.stop - heads.start) * math.prod(row) * layers[0][0].itemsize
+        )
         return replace(self, ahead=LayersAhead(self, w, layers)) if travels_ahead(part, self.team) else self
 
-    def all_pages(self, w: AttentionWeights, cache: Cache, table: Tensor) -> tuple[Cache, Tensor]:
+    def all_pages(self, w: Weights, cache: Cache, table: Tensor) -> tuple[Cache, Tensor]:
         """(keys and values of all pages of ``table`` [B, n], of this rank's KV heads; their page table)."""
         W, (B, n) = self.team.size, table.shape
         received = ops.all_to_all(replace(self, entries=table.flatten().long()).sent(w, cache), self.team)
-        keys, values = received.view(cache[0].dtype).transpose(0, 1).flatten(1, 2)
+        parts = received.view(cache[0].dtype).transpose(0, 1).flatten(1, 2)
         page = torch.arange(n * W, device=table.device)
         row = torch.arange(B, device=table.device)[:, None]
         pages = (page % W * (B * n) + row * n + page // W).to(torch.int32)
-        return (keys, values), pages
+        return tuple(parts), pages
 
     def all_queries(self, q: Tensor) -> Tensor:
         """Queries of all heads [T, W * heads, head_dim] of this rank's [T, heads, head_dim]."""
         by_rank = ops.all_gather(q, self.team).view(self.team.size, *q.shape)
         return by_rank.transpose(0, 1).flatten(1, 2)
 
-    def sent(self, w: AttentionWeights, cache: Cache) -> Tensor:
+    def sent(self, w: Weights, cache: Cache) -> Tensor:
         """[W, 2, n, heads, page_size, head_dim]: this rank's pages of ``entries``, for each rank its KV heads."""
         pages = torch.stack([_as_bits(part)[self.entries] for part in cache[:2]])
         return torch.stack([pages[:, :, self.heads(w, rank)] for rank in range(self.team.size)])
@@ -200,7 +203,7 @@ class LayersAhead:
     A pass writes pages of its new tokens alone, and no attention reads these from the exchange.
     """
 
-    def __init__(self, spread: SpreadPages, w: AttentionWeights, layers: Sequence[Cache]) -> None:
+    def __init__(self, spread: SpreadPages, w: Weights, layers: Sequence[Cache]) -> None:
         self._spread, self._w, self._layers = spread, w, iter(layers)
         self._send()
 

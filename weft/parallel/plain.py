@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.ops.moe.routing import ClampedSwiGLU, Routing
+from weft.parallel import latent
 from weft.parallel.delta_net import delta_net
 from weft.parallel.quantized import expert_of, linear
 from weft.parallel.rotary import apply_rotary, table_of
@@ -25,6 +26,7 @@ from weft.parallel.tensors import (
     DeltaWeights,
     Gating,
     Matrix,
+    MLAWeights,
     MLPWeights,
     MoEWeights,
     NormWeights,
@@ -100,11 +102,15 @@ def norm_all_heads(
     return torch.cat((q, k, v), dim=-1), w._replace(q_norm=None, k_norm=None, norm_all_heads=False)
 
 
-def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None) -> Tensor:
+def attend(
+    qkv: Tensor, w: AttentionWeights | MLAWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None
+) -> Tensor:
     """Bias, norm, rotary embedding, cache write (padding: page 0), attention: [T, heads * head_dim].
 
-    cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale); None for ``Sequences``
+    cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale); of latents (rows,); None for ``Sequences``
     """
+    if isinstance(w, MLAWeights):
+        return latent.attend(qkv, w, step, cache)
     if isinstance(w, DeltaWeights):
         return delta_net(qkv, w, step, cache)
     if w.gated:

@@ -28,6 +28,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 class PagedCache:
     """Paged keys and values of all layers: data[layers, 2, pages, kv_heads_local, page_size, head_dim].
 
+    With ``parts`` 1 in place of 2: rows of latents and rotary keys, as of one head of which keys and values are parts.
     A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is reserved for padding:
     unfused layers write it there. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
     scales[layers, 2], fp32, which are 1 unless given. ValueError for a page size that is not a power of two from 16 to 256.
@@ -47,10 +48,11 @@ class PagedCache:
         device: torch.device | str,
         scales: torch.Tensor | None = None,
         states: DeltaStates | None = None,
+        parts: int = 2,
     ) -> None:
         check_page_size(page_size)
         # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
-        self.data = torch.zeros(layers, 2, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
+        self.data = torch.zeros(layers, parts, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
         self.scales = None
         if dtype.itemsize == 1:
             self.scales = torch.ones(layers, 2, device=device) if scales is None else scales
@@ -69,7 +71,7 @@ class PagedCache:
             if (states := self.states.layer(index)) is not None:
                 return states
             index = self.states.number[index]
-        pages = self.data[index, 0], self.data[index, 1]
+        pages = tuple(self.data[index])
         return pages if self.scales is None else (*pages, self.scales[index, :1], self.scales[index, 1:])
 
 

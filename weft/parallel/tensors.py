@@ -174,6 +174,52 @@ class DeltaWeights(NamedTuple):
         return y
 
 
+class MLAWeights(NamedTuple):
+    """One rank's heads of latent attention, which attend to one latent and one rotary key of a token.
+
+    qkv      rows of queries of these heads, [heads * (nope + rope), H], or q_a [q_lora_rank, H], which every rank has whole;
+             then kv_a [latent + rope, H], of every rank
+    q_norm   [q_lora_rank], of the RMSNorm of what q_a gives; q_b [heads * (nope + rope), q_lora_rank]. None: no q_a
+    kv_norm  [latent], of the latent's RMSNorm, with ``eps`` as of q_norm
+    kv_b     [heads, nope + value, latent], not quantized: keys without rotation, then values, from the latent
+    o        [H, heads * value]
+    scale    of scores
+    interleaved  partners of the rotary embedding are neighbours in qkv
+    """
+
+    qkv: Matrix
+    o: Matrix
+    q_norm: Tensor | None
+    q_b: Matrix | None
+    kv_norm: Tensor
+    kv_b: Tensor
+    eps: float
+    heads: int
+    nope: int
+    rope: int
+    scale: float
+    interleaved: bool
+
+    # As of ``AttentionWeights``: one latent for all heads, and none of its options.
+    kv_heads = 1
+    window = None
+    norm_all_heads = False
+
+    def with_o_bias(self, y: Tensor) -> Tensor:
+        """``y``: there is no bias."""
+        return y
+
+    @property
+    def latent(self) -> int:
+        """Elements of a token's latent."""
+        return self.kv_norm.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of an expanded query or key."""
+        return self.nope + self.rope
+
+
 class MLPWeights(NamedTuple):
     """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N].
 
@@ -235,7 +281,7 @@ class LayerWeights(NamedTuple):
     """
 
     input_norm: NormWeights | None
-    attention: AttentionWeights | DeltaWeights
+    attention: AttentionWeights | DeltaWeights | MLAWeights
     post_norm: NormWeights | None
     mlp: MLPWeights | MoEWeights
     attention_out_norm: NormWeights | None = None

@@ -1,0 +1,131 @@
+"""DeepSeek-V2 and V2-Lite: the tables of their family, and what V3 shares with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
+from weft.models.family import (
+    AttentionOptions,
+    Content,
+    Family,
+    LatentOptions,
+    WeightNames,
+    count_of,
+)
+from weft.models.routed_experts import PREDICTION, READS, SOFTMAX_SUPPORTED, softmax_experts
+
+LATENT_KEYS = (
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
+)  # fmt: skip
+# Of losses in training.
+TRAINING_KEYS = ("aux_loss_alpha", "seq_aux")
+# hidden, intermediate of dense layers, layers, heads, q_lora_rank, experts, intermediate of an expert, groups, groups of a
+# token, scale: config.json of deepseek-ai/DeepSeek-V2-Lite and deepseek-ai/DeepSeek-V2.
+SIZES = {
+    "deepseek-v2-lite": (2048, 10944, 27, 16, None, 64, 1408, 1, 1, 1.0),
+    "deepseek-v2": (5120, 12288, 60, 128, 1536, 160, 1536, 8, 3, 16.0),
+}
+
+
+def attention(content: Content) -> AttentionOptions:
+    return latent_attention(content, True)
+
+
+def latent_attention(content: Content, rope_interleave: bool) -> AttentionOptions:
+    """Latent attention in a config.json."""
+    heads, kv_heads = content["num_attention_heads"], content["num_key_value_heads"]
+    if kv_heads not in (None, heads):
+        raise CheckpointError(
+            f"config.json: num_key_value_heads={quoted(kv_heads)} is not supported; weft runs latent attention with "
+            f"num_attention_heads={heads}"
+        )
+    nope, rope = count_of(content, "qk_nope_head_dim"), count_of(content, "qk_rope_head_dim")
+    if rope % 2:
+        raise CheckpointError(f"config.json: qk_rope_head_dim={rope} is odd; rotary embedding takes halves of a head")
+    latent = LatentOptions(
+        kv_lora_rank=count_of(content, "kv_lora_rank"),
+        q_lora_rank=None if content["q_lora_rank"] is None else count_of(content, "q_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=count_of(content, "v_head_dim"),
+        scale=(nope + rope) ** -0.5 * scale_of_yarn(content.get("rope_scaling") or content.get("rope_parameters")),
+        rope_interleave=rope_interleave,
+    )
+    return AttentionOptions(latent=latent)
+
+
+def scale_of_yarn(parameters: object) -> float:
+    """Factor of the softmax's scale, by mscale_all_dim of YaRN's parameters, which are checked elsewhere."""
+    given = parameters if isinstance(parameters, Mapping) else {}
+    mscale, factor = given.get("mscale_all_dim") or 0.0, given.get("factor") or 1.0
+    numbers = all(type(value) in (int, float) for value in (mscale, factor))
+    return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if numbers and factor > 1 else 1.0
+
+
+DEEPSEEK_V2 = Family(
+    name="DeepSeek-V2",
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": 1407,
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+    },
+    attention=attention,
+    experts=softmax_experts,
+    reads=(*LATENT_KEYS, *{*READS} - {*SOFTMAX_SUPPORTED}, *PREDICTION, *TRAINING_KEYS, "topk_method"),
+    supported=SOFTMAX_SUPPORTED,
+    weights=WeightNames(shared_expert="shared_experts"),
+    published={
+        name: {
+            "model_type": "deepseek_v2",
+            "vocab_size": 102400,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "q_lora_rank": q_lora_rank,
+            "n_routed_experts": total,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": of_expert,
+            "first_k_dense_replace": 1,
+            "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
+            "n_group": groups,
+            "topk_group": limit,
+            "routed_scaling_factor": scale,
+            "max_position_embeddings": 163840,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
+        }
+        for name, (
+            hidden_size, intermediate_size, layers, heads, q_lora_rank, total, of_expert, groups, limit, scale,
+        ) in SIZES.items()
+    },
+)  # fmt: skip

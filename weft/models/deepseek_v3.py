@@ -1,0 +1,73 @@
+"""DeepSeek-V3 and R1: the tables of their family."""
+
+from __future__ import annotations
+
+from weft.models.deepseek_v2 import LATENT_KEYS, TRAINING_KEYS, latent_attention
+from weft.models.family import AttentionOptions, Content, Family, WeightNames, flag
+from weft.models.routed_experts import PREDICTION, READS, SIGMOID_SUPPORTED, sigmoid_experts
+
+SIZES = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "moe_intermediate_size": 2048,
+}
+
+
+def attention(content: Content) -> AttentionOptions:
+    return latent_attention(content, flag(content, "rope_interleave"))
+
+
+DEEPSEEK_V3 = Family(
+    name="DeepSeek-V3",
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    defaults={
+        "num_key_value_heads": 128,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    attention=attention,
+    experts=sigmoid_experts,
+    reads=(*LATENT_KEYS, *READS, *PREDICTION, *TRAINING_KEYS, "rope_interleave"),
+    supported=SIGMOID_SUPPORTED,
+    weights=WeightNames(shared_expert="shared_experts"),
+    published={
+        "deepseek-v3": {
+            **SIZES,
+            "model_type": "deepseek_v3",
+            "max_position_embeddings": 163840,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        }
+    },
+)

@@ -125,6 +125,7 @@ ONE_LAYER = {
         for name in ("qwen3-window", "olmo3", "gemma2", "gemma3", "gpt-oss")
     },
     **dict.fromkeys(("glm4-moe", "glm4-moe-plain"), {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
+    **{name: {"num_hidden_layers": 1, "first_k_dense_replace": 0} for name in FAMILIES if name.startswith("deepseek")},
 }
 # A shared expert over kernels: tests/layers/test_moe.py.
 KERNELS_SAMPLE = [
@@ -133,6 +134,7 @@ KERNELS_SAMPLE = [
     ("smollm3-window", 2, "gemm_ar", True), ("gpt-oss", 2, "ag_rs", False), ("glm4-moe", 2, "gemm_ar", True),
     ("granite", 2, "gemm_ar", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
+    ("deepseek-v2-lite", 2, "ag_rs", True), ("deepseek-v3", 2, "gemm_ar", True),
 ]  # fmt: skip
 # Families with options that weft's kernels lack.
 UNFUSED = set()

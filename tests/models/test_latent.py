@@ -88,13 +88,14 @@ def test_what_weft_does_not_run_is_refused(changes, message):
 
 # 16 tokens a page: rank 0 holds all of the first 16, and chunks begin and end within pages of several ranks.
 LENGTH, CUTS = 53, (15, 34)
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
 FP8 = Fp8Format(scheme="block", scale="weight_scale_inv")
 
 
-def logits(team, directory, mode, tokens):
-    model = Decoder.from_pretrained(directory, team, mode=mode, fused=False, context_parallel=True)
+def logits(team, directory, mode, tokens, cuts=CUTS, fused=False):
+    model = Decoder.from_pretrained(directory, team, mode=mode, fused=fused, context_parallel=True)
     assert model.new_cache(4, 16).data.shape[1:] == (1, 4, 1, 16, 48)
-    return in_three_ways(model, tokens, CUTS)
+    return in_three_ways(model, tokens, cuts)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,19 @@ def test_latents_spread_over_ranks_give_the_logits_of_transformers(make_checkpoi
     tokens = prompt(2, LENGTH)
     expected = reference_logits(reference, tokens)
     for result in weft.simulate(logits, world_size, args=(directory, mode, tokens)):
+        for way, one in zip(("at once", "in chunks", "by decoding"), result, strict=True):
+            assert relative_rms(one, expected) <= TOLERANCE, way
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("deepseek-v2-lite", 2), pytest.param("deepseek-v3", 4, marks=pytest.mark.sweep)]
+)
+def test_kernels_attend_to_latents_of_all_ranks(make_checkpoint, name, world_size):
+    """Results and their log-sums go to the owners of the heads, which merge them."""
+    directory, reference = make_checkpoint(**FAMILIES[name] | ONE_LAYER)
+    tokens = prompt(1, 20)
+    expected = reference_logits(reference, tokens)
+    for result in weft.simulate(logits, world_size, args=(directory, "replicated", tokens, (5, 18), True)):
         for way, one in zip(("at once", "in chunks", "by decoding"), result, strict=True):
             assert relative_rms(one, expected) <= TOLERANCE, way
 
@@ -143,6 +157,17 @@ def test_engines_answer_as_transformers_does(make_checkpoint, plain_ops, world_s
         ]
     for result in weft.simulate(answers, world_size, args=(directory, prompts, options)):
         assert result == (spread, expected)
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_engines_answer_the_same_by_kernels(make_checkpoint, speculative):
+    """Prompts of several lengths in one pass; with speculation several new tokens of a sequence in one step."""
+    directory, _ = make_checkpoint(**FAMILIES["deepseek-v2-lite"] | ONE_LAYER)
+    prompts = [prompt(1, length)[0].tolist() for length in (3, 20)]
+    options = {"fused": True, "max_batch": 2, "max_seq_len": 64, "speculative": speculative}
+    [(_, result)] = weft.simulate(answers, 1, args=(directory, prompts, options))
+    [(_, expected)] = weft.simulate(answers, 1, args=(directory, prompts, {"mode": "torch"}))
+    assert result == expected
 
 
 def test_an_fp8_cache_is_refused(make_checkpoint):

@@ -228,7 +228,7 @@ class Prompts:
         if self._pipeline.model.has_states:
             return None  # the slots of states are no tensor of a graph
         shape = shape_of_new(chunks)
-        if shape in self._warm or not self._pipeline.model.runs_kernels:
+        if shape in self._warm or not self._pipeline.model.prefills_in_kernels:
             return shape  # unfused attention takes its sequence lengths from the host
         if self._graphs.warm:
             tokens = sum(len(chunk.tokens) for chunk in chunks)
@@ -242,7 +242,7 @@ class Prompts:
     def attends_in_parts(self, chunks: Sequence[PrefillChunk]) -> bool:
         """True if cuDNN attends to these chunks after cached tokens, whose number a graph would hold."""
         model = self._pipeline.model
-        if not model.runs_kernels or all(chunk.before == 0 for chunk in chunks):
+        if not model.prefills_in_kernels or all(chunk.before == 0 for chunk in chunks):
             return False
         shapes = [Chunk(1, len(chunk.tokens), chunk.before, 0, 0) for chunk in chunks]
         attentions = model.attentions
@@ -290,13 +290,13 @@ class Prompts:
             return [], []
         longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len, self._pipeline.most_uncut)
         lengths = single_lengths(min(longest, self.max_seq_len))
-        if not model.runs_kernels:
+        if not model.prefills_in_kernels:
             shapes = [Shape.of_new(1, length) for length in reversed(lengths)]
         else:
             heads = model.attentions[0].num_heads
             shapes = prompt_shapes(longest, self.max_batch, [n for n in lengths if cudnn_attends(n * heads)])
         sizes = [(shape, kind) for shape in shapes for kind in WARM_KINDS]
-        if self.gathering is None or not model.runs_kernels:
+        if self.gathering is None or not model.prefills_in_kernels:
             return [], sizes
         # Of one kind, which serves greedy requests too: there are many of these shapes.
         entries = self._decoding.slots.table.shape[1]

@@ -27,6 +27,7 @@ from weft.models.dummy import fill_dummy
 from weft.models.memory import check_memory
 from weft.models.mtp_layouts import is_of_head
 from weft.models.stacked_experts import as_stored
+from weft.ops.attention.mla_decode_attention import check_latent_sizes
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.linear_attention.delta_rule import DeltaSizes, check_head_dims
 from weft.ops.linear_attention.sequence_chunks import SequenceChunks
@@ -198,7 +199,10 @@ class Decoder(nn.Module):
         # Local work runs in weft's kernels, not in torch's: the same for passes of any length.
         self.runs_kernels = self.plan(1).fused
         if self.runs_kernels:
-            check_head_dim(config.head_dim, "; pass fused=False")
+            if (latent := config.attention.latent) is None:
+                check_head_dim(config.head_dim, "; pass fused=False")
+            else:
+                check_latent_sizes(latent.kv_lora_rank, latent.qk_rope_head_dim, "; pass fused=False")
             if (linear := config.linear_attention) is not None:
                 check_head_dims(linear.key_dim, linear.value_dim, linear.taps)
             if self.cache_dtype == E4M3:
@@ -323,6 +327,8 @@ class Decoder(nn.Module):
             plan = replace(plan, reason=f"{plan.reason}; unfused: weft's kernels do not compute {lacking}")
         if self.config.block.residual_scale is not None:  # of whole sums
             plan = plan.of_single_layers()
+        if self.config.attention.latent is not None and plan.fused:
+            plan = replace(plan, reason=f"{plan.reason}; prompts attend to expanded latents by torch's operations")
         quantization = self.config.quantization
         if quantization is None or not quantization.format.static_inputs:
             return plan
@@ -351,6 +357,11 @@ class Decoder(nn.Module):
     def has_states(self) -> bool:
         """True if some layers have a state in place of keys and values."""
         return self.config.linear_attention is not None
+
+    @property
+    def prefills_in_kernels(self) -> bool:
+        """True if attention of prompts takes lengths from the device; else the host knows each prompt's."""
+        return self.runs_kernels and self.config.attention.latent is None
 
     @property
     def group(self) -> int:

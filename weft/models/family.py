@@ -83,7 +83,7 @@ class AttentionOptions:
     @property
     def lacking(self) -> tuple[str, ...]:
         """Options here that weft's kernels do not compute: torch's operations do."""
-        return () if self.latent is None else ("latent attention",)
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

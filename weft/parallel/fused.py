@@ -17,6 +17,7 @@ from weft.kernels.fp8 import Fp8
 from weft.ops.attention.parts import attention_after
 from weft.ops.attention.qk_norm_rope import heads_dtype
 from weft.ops.elementwise.silu_mul import MAX_TOKEN
+from weft.parallel import fused_latent
 from weft.parallel.delta_net import parts_of
 from weft.parallel.plain import (
     adjusted_logits,
@@ -37,6 +38,7 @@ from weft.parallel.tensors import (
     DeltaWeights,
     ExpertRows,
     Matrix,
+    MLAWeights,
     MLPWeights,
     MoEWeights,
     NormWeights,
@@ -85,9 +87,11 @@ def matmul_split(x: Tensor | DeferredNorm, weight: Matrix) -> Tensor | SplitK | 
     return SplitK(product) if isinstance(product, Tensor) and product.dim() == 3 else product
 
 
-def project(x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights, step: Step) -> Tensor | SplitK | DeferredNorm:
+def project(
+    x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights | MLAWeights, step: Step
+) -> Tensor | SplitK | DeferredNorm:
     """Queries, keys and values of all tokens: [T, (heads + 2 kv_heads) * head_dim], for ``attend``."""
-    if isinstance(w, DeltaWeights) or w.gated:  # their columns go to several kernels
+    if isinstance(w, (DeltaWeights, MLAWeights)) or w.gated:  # their columns go to several kernels
         return ops.matmul(*gemm_operands(x, w.qkv))
     # cuDNN, and a prefill over a spread cache, take the values as they are.
     whole = step.by_cudnn(w) or (step.spread is not None and step.is_prefill)
@@ -99,7 +103,10 @@ def project(x: Tensor | Fp8 | DeferredNorm, w: AttentionWeights, step: Step) -> 
 
 
 def attend(
-    qkv: Tensor | SplitK | DeferredNorm, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None
+    qkv: Tensor | SplitK | DeferredNorm,
+    w: AttentionWeights | MLAWeights,
+    step: Step | Sequences,
+    cache: tuple[Tensor, ...] | None,
 ) -> Tensor | Fp8:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim], as ``w.o`` takes it.
 
@@ -111,6 +118,8 @@ def attend(
 
     cache  as for weft.parallel.plain
     """
+    if isinstance(w, MLAWeights):
+        return fused_latent.attend(tensor_of(qkv), w, step, cache)
     if isinstance(w, DeltaWeights):
         return _delta_net(tensor_of(qkv), w, step, cache)
     if w.gated:

@@ -8,6 +8,7 @@ decode step would cost more than its attention, so there the keys' half multipli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from weft.parallel.quantized import linear
 from weft.parallel.rotary import apply_rotary, table_of
-from weft.parallel.tensors import MLAWeights
+from weft.parallel.tensors import Matrix, MLAWeights
 
 if TYPE_CHECKING:
     from weft.parallel.step import Chunk, Step
@@ -48,11 +49,16 @@ def attend(projected: Tensor, w: MLAWeights, step: Step, cache: tuple[Tensor, ..
     return with_values(attended, w)
 
 
-def queries(projected: Tensor, w: MLAWeights) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """((queries [T, heads, nope], their rotary parts [T, heads, rope] before rotation), rows of kv_a)."""
+def queries(
+    projected: Tensor, w: MLAWeights, multiply: Callable[[Tensor, Matrix], Tensor] = linear
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """((queries [T, heads, nope], their rotary parts [T, heads, rope] before rotation), rows of kv_a).
+
+    multiply  (rows, weight) -> rows @ weight.T
+    """
     q, kv = projected.split([projected.shape[1] - w.latent - w.rope, w.latent + w.rope], dim=-1)
     if w.q_b is not None:
-        q = linear(F.rms_norm(q, w.q_norm.shape, w.q_norm, w.eps), w.q_b)
+        q = multiply(F.rms_norm(q, w.q_norm.shape, w.q_norm, w.eps), w.q_b)
     return q.unflatten(-1, (w.heads, w.head_dim)).split([w.nope, w.rope], dim=-1), kv
 
 

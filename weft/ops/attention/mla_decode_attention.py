@@ -137,15 +137,20 @@ def mla_decode_attention(
 def check_latents(op: str, cache: torch.Tensor, like: torch.Tensor, latent: int, rope: int) -> None:
     """ValueError unless ``cache`` is a paged cache of latents beside ``like`` that kernels take."""
     check_like(op, "cache", cache, like.device, (like.dtype,))
-    for name, size, known in (("L", latent, LATENTS), ("R", rope, ROPES)):
-        if size not in known:
-            raise ValueError(f"{op}: {name}={size} is not one of {', '.join(map(str, known))}")
+    check_latent_sizes(latent, rope, op=f"{op}: ")
     check_shape(op, "cache", cache, ("pages", "page_size", latent + rope))
     if cache.shape[0] == 0 or cache.shape[1] not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         raise ValueError(f"{op}: cache has shape {tuple(cache.shape)}; it has 1 or more pages, each of {sizes} tokens")
     if not cache.is_contiguous():
         raise ValueError(f"{op}: cache has strides {cache.stride()}; it is used in place, so it must be contiguous")
+
+
+def check_latent_sizes(latent: int, rope: int, remedy: str = "", op: str = "") -> None:
+    """ValueError unless kernels take latents and rotary parts of these sizes, L and R."""
+    for name, size, known in (("L", latent, LATENTS), ("R", rope, ROPES)):
+        if size not in known:
+            raise ValueError(f"{op}{name}={size} is not one of {', '.join(map(str, known))}{remedy}")
 
 
 class MLAArguments(NamedTuple):

@@ -15,7 +15,7 @@ from weft.models.family import (
     WeightNames,
     count_of,
 )
-from weft.models.routed_experts import PREDICTION, READS, SOFTMAX_SUPPORTED, softmax_experts
+from weft.models.routed_experts import READS, SOFTMAX_SUPPORTED, softmax_experts
 
 LATENT_KEYS = (
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
@@ -91,7 +91,7 @@ DEEPSEEK_V2 = Family(
     },
     attention=attention,
     experts=softmax_experts,
-    reads=(*LATENT_KEYS, *{*READS} - {*SOFTMAX_SUPPORTED}, *PREDICTION, *TRAINING_KEYS, "topk_method"),
+    reads=(*LATENT_KEYS, *{*READS} - {*SOFTMAX_SUPPORTED}, *TRAINING_KEYS, "topk_method"),
     supported=SOFTMAX_SUPPORTED,
     weights=WeightNames(shared_expert="shared_experts"),
     published={

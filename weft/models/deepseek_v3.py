@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.models.deepseek_v2 import LATENT_KEYS, TRAINING_KEYS, latent_attention
 from weft.models.family import AttentionOptions, Content, Family, WeightNames, flag
-from weft.models.routed_experts import PREDICTION, READS, SIGMOID_SUPPORTED, sigmoid_experts
+from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
 
 SIZES = {
     "vocab_size": 129280,
@@ -50,7 +50,7 @@ DEEPSEEK_V3 = Family(
     },
     attention=attention,
     experts=sigmoid_experts,
-    reads=(*LATENT_KEYS, *READS, *PREDICTION, *TRAINING_KEYS, "rope_interleave"),
+    reads=(*LATENT_KEYS, *READS, *TRAINING_KEYS, "rope_interleave"),
     supported=SIGMOID_SUPPORTED,
     weights=WeightNames(shared_expert="shared_experts"),
     published={

@@ -314,19 +314,14 @@ def experts(x: Tensor, w: MoEWeights) -> Tensor:
     """This rank's summand of a mixture of experts: what its experts, or their slices, add to x's rows.
 
     Six launches, four with few rows by the plan of matmul_route_schedule, and two of a shared expert, three with many rows.
-    With a bias of the router's logits seven.
     """
     return summand_of(expert_rows(x, w))
 
 
 def expert_rows(x: Tensor, w: MoEWeights) -> ExpertRows:
     """``experts`` without the last two launches, the second GEMM and the sum."""
-    if w.logit_bias is None:
-        gating = {"bias": w.bias, **w.gating._asdict()}
-        routing, schedule, gate = ops.matmul_route_schedule(x, w.router, w.experts, tickets=w.tickets, **gating)
-    else:
-        routing, gate = choose(ops.matmul(x, w.router), w)
-        schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
+    gating = {"bias": w.bias, "logit_bias": w.logit_bias, **w.gating._asdict()}
+    routing, schedule, gate = ops.matmul_route_schedule(x, w.router, w.experts, tickets=w.tickets, **gating)
     format = rows_between(w.gate_up, w.down, x.dtype)
     h = ops.grouped_matmul_silu_mul(*grouped_operands(x, w.gate_up), schedule, fp8=format, **w.of_first)
     shared = None if w.shared is None else ops.matmul(*gemm_operands(_shared_gated(x, w.shared), w.shared.down))

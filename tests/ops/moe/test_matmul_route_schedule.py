@@ -26,6 +26,8 @@ MUTANTS = {
     "no last columns": ("(part + 1) * steps // FORM.parts", "(part + 1) * (steps - 1) // FORM.parts"),
     "an expert's logits for the gate's": ("one * FORM.rows + FORM.experts", "one * FORM.rows + FORM.experts - 1"),
     "no renormalisation": ("if SCORING.renormalize:", "if False:"),
+    "a bias in each part": ("(row < FORM.experts) & (part == 0)", "row < FORM.experts"),
+    "a bias of the gate": ("(row < FORM.experts) & (part == 0)", "part == 0"),
     "padding that chooses": ("(place > 0) & (token < T)", "(place > 0)"),
     "other ranks' experts": ("taken & (expert >= first) & (expert < first + FORM.count)", "taken & (expert >= first)"),
     "tokens in no order": ("tl.cumsum(number, 0) - number", "tl.cumsum(number, 0) * 0"),
@@ -204,10 +206,10 @@ def built(arch, tokens, H, E, k, dtype=torch.bfloat16, name="fused"):
     )
     design = MATMUL_ROUTE_SCHEDULE.default(name, call, machine(caps_of(arch), 1))
     sizes = design.parts, design.rows_of, design.step
-    form = RouterForm(E, E // 2, E + 1, k, next_power_of_2(tokens), 16, *sizes, True)
+    form = RouterForm(E, E // 2, E + 1, k, next_power_of_2(tokens), 16, *sizes, True, E == 128)
     scoring = Scoring(False, True, True, 8, 4) if E == 256 else Scoring(True, False, True, 1, 1)
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps_of(arch))}
-    rows, found = Rows(x, H, x, H, sums), Found(ints, x, x, ints, ints, ints, ints)
+    rows, found = Rows(x, H, x, H, sums, x), Found(ints, x, x, ints, ints, ints, ints)
     if name == "split":
         return compiled(router_parts_kernel, rows, sums, tokens, H, arch=arch, FORM=form, **options)
     given = rows, found, sums, ints, tokens, H, 64, 1.0

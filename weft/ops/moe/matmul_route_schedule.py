@@ -145,6 +145,7 @@ def matmul_route_schedule(
     groups: int = 1,
     group_limit: int = 1,
     scale: float = 1.0,
+    logit_bias: torch.Tensor | None = None,
     block: int | None = None,
     tickets: torch.Tensor | None = None,
     algorithm: str = "auto",
@@ -156,11 +157,13 @@ def matmul_route_schedule(
              come back as ``gate``, else None
     experts  the ones to schedule
     k, scoring, renormalize, bias, groups, group_limit, scale   of ``weft.ops.route``
+    logit_bias  [E] of x's dtype, added to the experts' logits; by "sequential" after they have been rounded, and rounded again.
+             None: there is none
     block, tickets   of ``weft.ops.moe_schedule``
     algorithm  "auto", "fused" (one kernel), "split" (the GEMM in parts of H, which ``route`` adds up, for up to
                128 tokens) or "sequential" (``matmul``, ``route``, ``moe_schedule``)
 
-    Logits are fp32 sums, rounded once to x's dtype, before experts are chosen. The same from run to run; the order of a sum
+    Logits are fp32 sums, rounded once to x's dtype, before experts are chosen; The same from run to run; the order of a sum
     depends on the design, so a logit's last bit may, and where two experts are that close the choice. Ranks with equal x and
     router choose alike. Nothing is read by the host. Gradients flow from weights and gate to x and router, by the sequential
     design. ValueError for arguments that do not fit.
@@ -182,16 +185,21 @@ def matmul_route_schedule(
     if bias is not None:
         check_like(op, "bias", bias, x.device, (torch.float32,))
         check_shape(op, "bias", bias, (E,))
+    if logit_bias is not None:
+        check_like(op, "logit_bias", logit_bias, x.device, (x.dtype,))
+        check_shape(op, "logit_bias", logit_bias, (E,))
     check_choice(op, "algorithm", algorithm, MATMUL_ROUTE_SCHEDULE.algorithms)
     here = machine_on(x.device)
     block = block or MOE_SCHEDULE.plan(ScheduleCall(len(x) * k, E), here).design.block
-    trained = torch.is_grad_enabled() and (x.requires_grad or router.requires_grad)
+    asked = [one for one in (x, router, logit_bias) if one is not None]
+    trained = torch.is_grad_enabled() and any(one.requires_grad for one in asked)
     if trained and algorithm in ("fused", "split"):
         raise ValueError(
             f"{op}: algorithm={algorithm!r} has no backward; take 'auto', or call it under torch.no_grad()"
         )
     call = RouterCall(*x.shape, E, k, x.dtype, algorithm)
-    given = RouterArguments(x, router, E, experts.first, experts.count, bias, gating, block, tickets, algorithm)
+    held = E, experts.first, experts.count
+    given = RouterArguments(x, router, *held, bias, gating, block, tickets, algorithm, logit_bias)
     if trained or isinstance(MATMUL_ROUTE_SCHEDULE.plan(call, here).design, ThreeLaunches):
         return in_three(given)
     ids, weights, gate, *lists = MATMUL_ROUTE_SCHEDULE.dispatch(given)
@@ -211,13 +219,15 @@ class RouterArguments(NamedTuple):
     block: int
     tickets: torch.Tensor | None
     algorithm: str
+    logit_bias: torch.Tensor | None = None
 
 
 def in_three(given: RouterArguments) -> Routed:
     """``Routed`` by matmul, route and moe_schedule, of checked arguments."""
     x, router, total = given.x, given.router, given.total
     logits = matmul(x, router) if len(x) > 0 else x @ router.T
-    routing = Routing(*ROUTE.dispatch(logits[:, :total], given.bias, given.gating))
+    of_experts = logits[:, :total] if given.logit_bias is None else logits[:, :total] + given.logit_bias
+    routing = Routing(*ROUTE.dispatch(of_experts, given.bias, given.gating))
     lists = MOE_SCHEDULE.dispatch(routing.ids, given.first, given.count, given.block, 0, given.tickets)
     gate = logits[:, total] if len(router) > total else None
     return Routed(routing, Schedule(*lists, given.gating.k, given.block), gate)
@@ -304,7 +314,7 @@ class MatmulRouteSchedule(MoeOp):
     def run(self, design: RouterParts | ThreeLaunches, team: None, given: RouterArguments) -> Found:
         """Results of checked arguments."""
         self.check_design(design)
-        x, router, E, first, count, bias, gating, block, tickets, _ = given
+        x, router, E, first, count, bias, gating, block, tickets, _, added = given
         (T, H), R = x.shape, len(router)
         if isinstance(design, ThreeLaunches) or T == 0:
             (ids, weights), schedule, gate = in_three(given)
@@ -313,12 +323,14 @@ class MatmulRouteSchedule(MoeOp):
         parts, stride = min(design.parts, cdiv(H, design.step)), row_stride(router)
         ahead = router.data_ptr() % 16 == 0 and stride * router.itemsize % 16 == 0
         tokens = next_power_of_2(T)
-        form = RouterForm(E, count, R, gating.k, tokens, block, parts, design.rows_of, design.step, ahead)
+        of_parts = parts, design.rows_of, design.step, ahead, added is not None
+        form = RouterForm(E, count, R, gating.k, tokens, block, *of_parts)
         options = {"FORM": form, "num_warps": design.num_warps, "num_stages": design.num_stages}
         caps = capabilities_of(x.device)
         partials = x.new_empty((parts, T, R), dtype=torch.float32)
         programs = cdiv(R, design.rows_of) * parts
-        rows = Rows(x, row_stride(x), router, stride, partials if bias is None else bias.contiguous())
+        biases = (partials if one is None else one.contiguous() for one in (bias, added))
+        rows = Rows(x, row_stride(x), router, stride, *biases)
         if isinstance(design, RouteOfParts):
             launch = launch_on(
                 x.device, router_parts_kernel, (form, design), lambda: {**options, **launch_options(caps)}
@@ -365,7 +377,8 @@ class MatmulRouteSchedule(MoeOp):
         T, H, E, _ = case.sizes
         x = draw.own("x", (T, H), 1.5).round()
         router = draw.own("router", (E + bool(case.field("gated")), H), 0.7).round() / 8
-        return (x, router, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (x, router)
+        tensors: Inputs = (x, router, draw.own("bias", (E,), dtype=FP32)) if case.field("biased") else (x, router)
+        return (*tensors, draw.own("logit_bias", (E,)).round()) if case.field("added") else tensors
 
     def reference(self, case: Case, rank: int, by_rank: Sequence[Inputs]) -> tuple[torch.Tensor, ...]:
         """(weights by expert [T, E], zeros [4]), and the logits of the gate [T] where there is one.
@@ -374,7 +387,10 @@ class MatmulRouteSchedule(MoeOp):
         """
         x, router, *bias = by_rank[rank]
         T, _, E, k = case.sizes
-        logits = (x.double() @ router.double().T).to(case.dtype)
+        logits = x.double() @ router.double().T
+        if case.field("added"):
+            logits[:, :E] += bias.pop().double()
+        logits = logits.to(case.dtype)
         weights = ROUTE.reference(replace(case, sizes=(T, E, k)), 0, [(logits[:, :E], *bias)])
         return (weights, x.new_zeros(4), *logits[:, E:].T)
 
@@ -398,13 +414,15 @@ class MatmulRouteSchedule(MoeOp):
         """(ids, weights, pairs, counts, tiles, tile_count), and the gate where there is one."""
         _, _, E, k = case.sizes
         experts = experts_of(case, E, 0 if team is None else team.rank)
+        *bias, added = bias if case.field("added") else (*bias, None)
         gating, shift = gating_of(case, k), bias[0] if bias else None
         if isinstance(case.design, str):
             named = {"bias": shift, "block": case.field("block"), "tickets": tickets, "algorithm": case.design}
+            named["logit_bias"] = added
             routed = matmul_route_schedule(x, router, experts, **gating._asdict(), **named)
             return (*routed.routing, *routed.schedule[:4], *([] if routed.gate is None else [routed.gate]))
         given = RouterArguments(
-            x, router, E, experts.first, experts.count, shift, gating, self._block(case), tickets, AUTO
+            x, router, E, experts.first, experts.count, shift, gating, self._block(case), tickets, AUTO, added
         )
         ids, weights, gate, *lists = self.run(case.design, None, given)
         return (ids, weights, *lists, *([gate] if len(router) > E else []))
@@ -443,6 +461,8 @@ class MatmulRouteSchedule(MoeOp):
         for design in ("fused", "split", "sequential"):
             yield case(BF16, 9, 72, 20, 3, design=design, gated=True, local=(4, 9), block=16)
             yield case(FP32, 7, 64, 64, 6, design=design, scoring="sigmoid", biased=True, groups=(8, 3), scale=2.5)
+            yield case(BF16, 9, 272, 20, 3, design=design, gated=True, added=True, local=(4, 9), block=16)
+        yield case(FP32, 7, 64, 64, 6, design="split", scoring="sigmoid", biased=True, added=True, groups=(8, 3))
         yield case(BF16, 33, 16, 8, 2, design="fused", renormalize=False, tickets=False)
         for dtype in (FP16, BF16, FP32):
             yield case(dtype, 19, 136, 60, 8, design="split")

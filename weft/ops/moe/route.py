@@ -37,6 +37,7 @@ class Rows(NamedTuple):
     x       [T, H], rows ``x_stride`` apart
     router  [E or E + 1, H], rows ``stride`` apart; row E is that of the shared expert's gate
     bias    fp32 [E], any tensor if not SCORING.biased
+    added   [E], added to the logits; any tensor if not FORM.added
     """
 
     x: torch.Tensor
@@ -44,6 +45,7 @@ class Rows(NamedTuple):
     router: torch.Tensor
     stride: int
     bias: torch.Tensor
+    added: torch.Tensor
 
 
 class Found(NamedTuple):
@@ -67,6 +69,7 @@ class RouterForm(NamedTuple):
     parts    programs that share a tile of logits, each with its share of H
     rows_of, step  rows of the router that a program multiplies, columns at a time: powers of two, at least 16
     ahead    the router's rows begin on 16 bytes, so that they can be prefetched
+    added    the experts' logits have a bias
     """
 
     experts: int
@@ -79,13 +82,14 @@ class RouterForm(NamedTuple):
     rows_of: int
     step: int
     ahead: bool
+    added: bool = False
 
 
 @triton.jit
 def part_of_logits(rows, partials, T, H, program, FORM: tl.constexpr):
     """Store partials[part, t, r] = x[t, share] @ router[r, share].
 
-    For a tile of the router's rows and a share of H.
+    For a tile of the router's rows and a share of H. The first part begins with the bias of the experts' logits, if any.
     partials  fp32 [FORM.parts, T, FORM.rows]
     """
     TOKENS: tl.constexpr = max(16, FORM.tokens)
@@ -100,6 +104,8 @@ def part_of_logits(rows, partials, T, H, program, FORM: tl.constexpr):
         prefetch_columns(rows.router, rows.stride, tile * TILE, FORM.rows, first, columns, TILE)
     wl.follow_previous_kernel()
     acc = tl.zeros([TILE, TOKENS], tl.float32)
+    if FORM.added:
+        acc += tl.load(rows.added + row, mask=(row < FORM.experts) & (part == 0), other=0.0).to(tl.float32)[:, None]
     of_router = rows.router + row.to(tl.int64)[:, None] * rows.stride
     of_x = rows.x + token.to(tl.int64)[:, None] * rows.x_stride
     for k in range(first, last, STEP):
@@ -113,7 +119,7 @@ def part_of_logits(rows, partials, T, H, program, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def router_parts_kernel(rows, partials, T, H, FORM: tl.constexpr):
-    """partials[part, t, r] = x[t, share] @ router[r, share], each part a share of H
+    """partials[part, t, r] = x[t, share] @ router[r, share], each part a share of H, a bias in the first one
 
     grid      (tiles of rows * FORM.parts,)
     rows      ``Rows``
@@ -130,7 +136,8 @@ def matmul_route_schedule_kernel(
 ):
     """``Routing`` of x @ router.T, and its ``Schedule`` of experts first .. first + FORM.count - 1
 
-    logits = x @ router.T is added up in fp32 in the order of the parts, and rounded once to x's dtype.
+    logits = x @ router.T, with a bias if FORM.added, are added up in fp32 in the order of the parts, and rounded once to x's
+    dtype.
 
     grid      (tiles of experts * FORM.parts,): each program multiplies its part, and the last one to end does the rest
     rows      ``Rows``; results: ``Found``, as ``route_kernel`` and ``moe_schedule_kernel`` give them, tokens in their order

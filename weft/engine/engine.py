@@ -335,7 +335,7 @@ class Engine:
             prompt_tokens=sum(len(answer.prompt) for answer in answers),
             new_tokens=new_tokens,
             preemptions=scheduler.preemptions - preempted,
-            hit_tokens=sum(answer.hit_tokens or 0 for answer in answers),
+            hit_tokens=_hit_tokens(answers),
             speculation=None if drafted is None else self.batch.speculation.since(drafted),
         )
 
@@ -392,6 +392,11 @@ def _check_tokenizer(tokenizer: Tokenizer, checkpoint: Checkpoint, vocab_size: i
         raise CheckpointError(
             f"{checkpoint.directory}: tokenizer.json has {size} tokens, but config.json says vocab_size={vocab_size}"
         )
+
+
+def _hit_tokens(answers: Sequence[Answer]) -> int:
+    """Tokens of prompts whose keys and values were cached."""
+    return sum(answer.hit_tokens or 0 for answer in answers)
 
 
 def _drained(pieces: list[Piece]) -> list[Piece]:

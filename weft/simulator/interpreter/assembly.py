@@ -92,13 +92,10 @@ class Assembly:
         by_thread = differ or running.needs_threads(code)
         if active is None:
             active = np.ones(position.threads, np.bool_)
-        passes = [slice(0, size)]
-        count = size
-        if by_thread:
-            count = position.threads
-            passes = [slice(first, first + count) for first in range(0, size, count)]
+        count = position.threads if by_thread else size
         parts: list[list[np.ndarray]] = []
-        for part in passes:
+        for first in range(0, size, count):
+            part = slice(first, first + count)
             operands = [None] * len(kinds) + [_bits(x, shape, part, count) for x in args]
             mask = active if by_thread else elements_of(active, size)
             by_thread = by_thread and port.diverge(active)

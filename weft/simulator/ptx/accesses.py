@@ -57,6 +57,16 @@ class Memory(Protocol):
         """Addresses, at each member, of multicast addresses."""
 
 
+def _operation(modifiers: tuple[str, ...]) -> str | None:
+    """Name of an atomic operation for values of its type; None: it is not known."""
+    op, dtype = next((_ATOMICS[one] for one in modifiers if one in _ATOMICS), None), TYPES.get(modifiers[-1])
+    if op == "add" and dtype is not None and dtype.kind not in "iu":
+        return "fadd"
+    if op in ("min", "max") and dtype is not None and dtype.kind == "u":
+        return "u" + op
+    return op
+
+
 def _semantics(modifiers: tuple[str, ...]) -> str:
     return next((one for one in modifiers if one in _SEMANTICS), "relaxed")
 
@@ -123,15 +133,11 @@ class Accesses:
         self, modifiers: tuple[str, ...], addresses: np.ndarray, operands: list[Bits], active: np.ndarray
     ) -> Bits | None:
         """Old values of ``atom`` or ``red``; None for a form that is not known."""
-        op = next((_ATOMICS[one] for one in modifiers if one in _ATOMICS), None)
+        op = _operation(modifiers)
         if op is None or not _is_known(modifiers) or _width(modifiers) > 1 or len(operands) != 1 + (op == "cas"):
             return None
         kind = modifiers[-1]
         dtype = TYPES[kind]
-        if op == "add" and dtype.kind not in "iu":
-            op = "fadd"
-        elif op in ("min", "max") and dtype.kind == "u":
-            op = "u" + op
         sem, scope = _semantics(modifiers), _scope(modifiers, "gpu")
         old = np.zeros(addresses.shape, np.uint64)
         chosen = np.flatnonzero(active)

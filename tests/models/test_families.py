@@ -64,13 +64,14 @@ SAMPLE = [
     ("smollm3", 2, "gemm_ar"), ("smollm3-window", 4, "ag_rs"), ("phi3", 3, "ag_rs"), ("phi3-long", 4, "gemm_ar"),
     ("glm4", 8, "ag_rs"),
     ("qwen3-next", 2, "gemm_ar"), ("qwen3-next", 8, "torch"), ("qwen3-next-mixed", 4, "ag_rs"),
+    ("qwen3.5", 4, "gemm_ar"), ("qwen3.5-moe", 2, "ag_rs"),
     ("olmoe", 2, "ag_rs"), ("granitemoe", 4, "gemm_ar"), ("glm4-moe", 2, "gemm_ar"), ("glm4-moe-plain", 3, "ag_rs"),
     ("gpt-oss", 4, "ag_rs"), ("gpt-oss", 3, "gemm_ar"),
     ("deepseek-v2-lite", 2, "ag_rs"), ("deepseek-v2", 4, "gemm_ar"), ("deepseek-v3", 3, "gemm_ar"),
 ]  # fmt: skip
 
 # On one rank those that are not in the sample over ranks, and two that are.
-ALONE = {*FAMILIES} - {name for name, *_ in SAMPLE} | {"llama-3", "qwen3-moe"}
+ALONE = {*FAMILIES} - {name for name, *_ in SAMPLE} | {"llama-3", "qwen3-moe", "qwen3-next"}
 
 
 @pytest.mark.parametrize("name", sampled(((name,) for name in FAMILIES), lambda name: name in ALONE))
@@ -118,7 +119,7 @@ ONE_LAYER = {
             "layer_types": ["linear_attention", "full_attention"],
             "mlp_only_layers": [0, 1],
         }
-        for name in ("qwen3-next", "qwen3-next-mixed")
+        for name in ("qwen3-next", "qwen3-next-mixed", "qwen3.5", "qwen3.5-moe")
     },
     **{
         name: {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}

@@ -388,6 +388,8 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         given = {**given, "original_max_position_embeddings": positions}
         if given.get("factor") is None and type(positions) is int and positions > 0:
             given["factor"] = max(1.0, content["max_position_embeddings"] / positions)
+    # Keys of rope_parameters, too, may change nothing.
+    given = {key: value for key, value in given.items() if key not in family.without_effect}
     partly = "partial_rotary_factor" in family.reads
     common = {"rope_theta": content["rope_theta"]}
     if partly:

@@ -28,6 +28,7 @@ from weft.models.phi3 import PHI3
 from weft.models.qwen2 import QWEN2
 from weft.models.qwen2_moe import QWEN2_MOE
 from weft.models.qwen3 import QWEN3
+from weft.models.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from weft.models.qwen3_moe import QWEN3_MOE
 from weft.models.qwen3_next import QWEN3_NEXT
 from weft.models.seed_oss import SEED_OSS
@@ -38,7 +39,7 @@ FAMILIES = {
     for family in (
         *(QWEN3, QWEN3_MOE, QWEN2, QWEN2_MOE, LLAMA, MISTRAL, MIXTRAL, SEED_OSS),
         *(OLMO2, OLMO3, GEMMA2, GEMMA3_TEXT, GRANITE),
-        *(SMOLLM3, PHI3, GLM4, QWEN3_NEXT),
+        *(SMOLLM3, PHI3, GLM4, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT),
         *(OLMOE, GRANITEMOE, GLM4_MOE, GPT_OSS),
         *(DEEPSEEK_V2, DEEPSEEK_V3),
     )

@@ -102,7 +102,7 @@ def layer_of(weights, options, team, mode, spread=False):
     return layer
 
 
-def attended(team, options, mode, x, cuts, spread=False):
+def attended(team, options, mode, x, cuts, spread=False, fused=False):
     """Attention of x [batch, length, hidden] in chunks cut at ``cuts``, then of two tokens at once, then token by token."""
     attention = layer_of(weights_of(options), options, team, mode, spread)
     pages = torch.tensor([[4, 2, 6], [1, 5, 3]], dtype=torch.int32)
@@ -120,24 +120,24 @@ def attended(team, options, mode, x, cuts, spread=False):
 
     for end in cuts:
         spans = [(before, end - before)] * BATCH
-        plan = plan_layer(BATCH * (end - before), mode=mode, team=team, fused=False)
+        plan = plan_layer(BATCH * (end - before), mode=mode, team=team, fused=fused)
         spread_over = (team, options.get("window")) if spread else None
         step = Step.prefill(spans, pages, PAGE, TABLES, plan, attention.group, torch.float32, spread_over)
         parts.append(call(x[:, before:end], step))
         before = end
     for queries in (2, *(LENGTH - before - 2) * (1,)):
         positions = torch.arange(before, before + queries).repeat(BATCH)
-        plan = plan_layer(len(positions), mode=mode, team=team, fused=False)
+        plan = plan_layer(len(positions), mode=mode, team=team, fused=fused)
         step = Step.decode(positions, pages, PAGE, TABLES, plan, attention.num_kv_heads, over, queries=queries)
         parts.append(call(x[:, before : before + queries], step))
         before += queries
     return torch.cat(parts, dim=1)
 
 
-def check(options, mode, world_size, cuts, spread=False):
+def check(options, mode, world_size, cuts, spread=False, fused=False):
     x = torch.randn(BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(2))
     expected = by_definition(weights_of(options), x, **options)
-    for y in weft.simulate(attended, world_size, args=(options, mode, x, cuts, spread)):
+    for y in weft.simulate(attended, world_size, args=(options, mode, x, cuts, spread, fused)):
         torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -158,6 +158,13 @@ def test_all_options_over_ranks(mode, world_size):
 )
 def test_an_option_over_a_spread_cache(name):
     check(OPTIONS[name], "replicated", 2, (7, 33), spread=True)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "spread"), [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.sweep)]
+)
+def test_all_options_in_kernels(world_size, spread):
+    check(OPTIONS["all"], "replicated", world_size, (7, 34), spread, fused=True)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -12,6 +12,7 @@ from tests.documents import ROOT
 from tests.limits import ANSWER
 from tests.serve.conftest import until
 from weft.engine import Load
+from weft.engine.params import SamplingParams
 from weft.engine.speculation.drafting import Speculation
 from weft.serve import fields
 from weft.serve.metrics import Metrics
@@ -183,7 +184,7 @@ BODIES = [
     ({"prompt": "1", "model": 1}, 400, "model=1 is not a string"),
     ({"prompt": "1", "n": 0}, 400, "n=0 is not an integer in 1 .. 128"),
     ({"prompt": "1", "stream": 1}, 400, "stream=1 is not True or False"),
-    ({"prompt": "1", "stream_options": {}}, 400, "stream_options is for streams"),
+    ({"prompt": "1", "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage=1 is not True or False"),
     ({"prompt": "1", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x is not supported"),
     ({"prompt": "1", "temperature": "hot"}, 400, "temperature='hot' is not a number"),
     ({"prompt": "1", "max_tokens": -1}, 400, "max_tokens=-1 is not a positive integer"),
@@ -191,7 +192,9 @@ BODIES = [
     ({"prompt": "1", "logprobs": 30}, 400, "logprobs=30 is not"),
     ({"prompt": "1", "response_format": {"type": "xml"}}, 400, "response_format.type='xml' is not text, json_object or"),
     ({"prompt": "1", "structured_outputs": {"xml": "x"}}, 400, "structured_outputs: "),
-    ({"prompt": "1", "user": "me"}, 400, "user='me' is not supported; leave it out"),
+    ({"prompt": "1", "user": 5}, 400, "user=5 is not a string"),
+    ({"prompt": "1", "metadata": "x"}, 400, "metadata='x' is not an object"),
+    ({"prompt": "1", "store": True}, 400, "store=True is not supported; leave it out"),
     ({"prompt": "1", "bad_words": "\ud800"}, 400, "bad_words is not text that UTF-8 can hold"),
     ({"prompt": "1", "stop": ["1", "\ud800"]}, 400, "stop is not text that UTF-8 can hold"),
     ({"prompt": "1", "\ud800": 1}, 400, "\\ud800 is not a field of this request"),
@@ -202,7 +205,8 @@ MESSAGES = [
     ([{"content": "x"}], "messages[0]={'content': 'x'} is not an object with a role and content"),
     ([{"role": "user"}], "messages[0].content=None is not text"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content holds {'type': 'image_url'}; only text"),
-    ([{"role": "user", "content": "x", "name": "me"}], "messages[0].name is not supported"),
+    ([{"role": "user", "content": "x", "name": 5}], "messages[0].name=5 is not a string"),
+    ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls is not supported"),
     ([{"role": "user", "content": "What?"}], "prompt='What?' has 'W', 'h', 'a', 't', '?', which this model"),
     ([{"role": "system", "content": "x"}], "the chat template refuses these messages: no system messages"),
 ]  # fmt: skip
@@ -246,8 +250,14 @@ def test_a_client_that_leaves_within_its_body_is_no_error_in_the_log(served, cap
 def test_neutral_values_of_unsupported_fields_are_taken(client):
     neutral = {name: values[0] for name, values in fields.UNSUPPORTED.items() if values}
     neutral |= {"frequency_penalty": 0, "logit_bias": {}, "logprobs": False, "response_format": {"type": "text"}}
-    found = client.completions.create(model="adder", prompt="123+456=", extra_body={**neutral, "user": None})
-    assert found.choices[0].text == "579"
+    neutral |= {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "flex", "safety_identifier": "x"}
+    neutral |= {"prompt_cache_key": "k", "parallel_tool_calls": True, "stream_options": {"include_usage": True}}
+    answer = client.completions.create(model="adder", prompt="123+456=", extra_body=neutral)
+    assert answer.choices[0].text == "579" and answer.usage.completion_tokens > 0
+    message = {"role": "user", "content": "123+456=", "name": "me", "reasoning_content": "a sum"}
+    assert fields.Asked.of({"messages": [message]}, True, SamplingParams()).messages == [message]  # for the template
+    chat = client.chat.completions.create(model="adder", messages=[message], extra_body={"tool_choice": "auto"})
+    assert chat.choices[0].message.content == "579"
 
 
 def test_a_client_that_leaves_ends_its_request_and_metrics_count_it(client, served):

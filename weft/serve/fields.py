@@ -44,6 +44,16 @@ OF_BOTH = (
 )  # fmt: skip
 OF_CHAT = (*OF_BOTH, "messages", "chat_template_kwargs", "top_logprobs")
 OF_COMPLETIONS = (*OF_BOTH, "prompt")
+# Fields that say something of the client and ask for nothing of the model, with their type in JSON.
+NOT_OF_THE_MODEL: dict[str, type] = {
+    "metadata": dict,
+    "parallel_tool_calls": bool,  # without tools nothing is called
+    "prompt_cache_key": str,
+    "safety_identifier": str,
+    "service_tier": str,
+    "user": str,
+}
+JSON_TYPES = {dict: "an object", bool: "true or false", str: "a string"}
 # Fields of the API that are not supported, with values that ask for nothing, beside null.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -51,28 +61,26 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (),
     "prediction": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
-    "user": (),
     "verbosity": (),
     "web_search_options": (),
 }
+
+
+# Of a message, beside role and content: the chat template may use them.
+OF_TEMPLATES = ("name", "reasoning_content")
 
 
 class BadField(ValueError):
@@ -111,7 +119,9 @@ class Asked:
         given = {name: value for name, value in body.items() if value is not None}
         own = OF_CHAT if chat else OF_COMPLETIONS
         for name, value in given.items():
-            if name not in own and name not in SAMPLING:
+            if (kind := NOT_OF_THE_MODEL.get(name)) is not None:
+                _checked(name, _of_type(kind), value)
+            elif name not in own and name not in SAMPLING:
                 _refuse(name, value)
         stream = _checked("stream", check_bool, given.get("stream", False))
         needed = "messages" if chat else "prompt"
@@ -147,27 +157,29 @@ def _checked(name: str, check: Callable[[str, Any], Any], value: Any) -> Any:
     return value if checked is None else checked
 
 
-def _text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"{name}={quoted(value)} is not a string")
+def _of_type(kind: type) -> Callable[[str, object], None]:
+    """Check of a value of a type in JSON."""
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={quoted(value)} is not {JSON_TYPES[kind]}")
+
+    return check
 
 
-def _object(name: str, value: object) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}={quoted(value)} is not an object")
+_text, _object = _of_type(str), _of_type(dict)
 
 
 def _include_usage(options: object, stream: bool) -> bool:
     if options is None:
         return False
     _checked("stream_options", _object, options)
-    if not stream:
-        raise BadField("stream_options is for streams; send stream=true, or leave it out", "stream_options")
     for name, value in options.items():
         if name != "include_usage" and value not in (None, False):
             raise BadField(f"stream_options.{shortened(name)} is not supported; leave it out", "stream_options")
     usage = options.get("include_usage")
-    return usage is not None and _checked("stream_options.include_usage", check_bool, usage)
+    # Of an answer that is no stream the usage is always there.
+    return usage is not None and _checked("stream_options.include_usage", check_bool, usage) and stream
 
 
 def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> SamplingParams:
@@ -261,8 +273,12 @@ def _message(name: str, message: object) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadField(f"{name}={quoted(message)} is not an object with a role and content", "messages")
     for key, value in message.items():
-        if key not in ("role", "content") and value not in (None, []):
+        if key not in ("role", "content", *OF_TEMPLATES) and value not in (None, []):
             raise BadField(f"{name}.{shortened(key)} is not supported; a message has role and content", "messages")
+    beside = {key: message[key] for key in OF_TEMPLATES if message.get(key) is not None}
+    for key, value in beside.items():
+        if not isinstance(value, str):
+            raise BadField(f"{name}.{key}={quoted(value)} is not a string", "messages")
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
@@ -271,4 +287,4 @@ def _message(name: str, message: object) -> dict[str, Any]:
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise BadField(f"{name}.content={quoted(content)} is not text", "messages")
-    return {"role": message["role"], "content": content}
+    return {"role": message["role"], "content": content, **beside}

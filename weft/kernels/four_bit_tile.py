@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -34,9 +34,9 @@ class Grid(NamedTuple):
     has_zeros      else ``zeros`` are not read
     """
 
-    scales: Any
-    zeros: Any
-    row: Any
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    row: int
     columns: tl.constexpr
     has_zeros: tl.constexpr
 

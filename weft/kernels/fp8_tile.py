@@ -8,7 +8,7 @@ accumulator then holds at most 128 terms. Without groups the scales are applied 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,15 +29,15 @@ class Fp8Scales(NamedTuple):
     expert        elements from the scales of one expert's weight to the next expert's
     """
 
-    x: Any
-    x_row: Any
-    x_column: Any
-    weight: Any
-    weight_row: Any
+    x: torch.Tensor
+    x_row: int
+    x_column: int
+    weight: torch.Tensor
+    weight_row: int
     weight_rows: tl.constexpr
     columns: tl.constexpr
     uniform: tl.constexpr
-    expert: Any = 0
+    expert: int = 0
 
 
 def scales_of_gemm(x: torch.Tensor, weight: Fp8, block_n: int, gated: bool) -> Fp8Scales:

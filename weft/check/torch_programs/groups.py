@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from weft.check.torch_programs.ranks import Ranks
 
 _Op = dist.ReduceOp
+# A group as functions of torch.distributed take it: None for all ranks.
+Named = dist.ProcessGroup | str | None
 
 
 class Group(dist.ProcessGroup):
@@ -69,7 +71,7 @@ class Groups:
     def is_initialized(self) -> bool:
         return self._ranks.here.world is not None
 
-    def destroy(self, group: Any = None) -> None:
+    def destroy(self, group: Named = None) -> None:
         if group is None or group is self._ranks.here.world:
             self._ranks.here.world = None
 
@@ -79,7 +81,7 @@ class Groups:
 
     NON_GROUP_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 
-    def of(self, group: Any) -> Group:
+    def of(self, group: Named) -> Group:
         """Group of an argument: a group, its name, or None for all ranks."""
         here = self._ranks.here
         if isinstance(group, Group):
@@ -101,21 +103,21 @@ class Groups:
         here.kept["group", name] = group = Group(name, members, here.rank)
         return group
 
-    def rank(self, group: Any = None) -> int:
+    def rank(self, group: Named = None) -> int:
         return self.of(group).place
 
-    def size(self, group: Any = None) -> int:
+    def size(self, group: Named = None) -> int:
         return len(self.of(group).members)
 
-    def members(self, group: Any = None) -> list[int]:
+    def members(self, group: Named = None) -> list[int]:
         return list(self.of(group).members)
 
-    def global_rank(self, group: Any, rank: int) -> int:
+    def global_rank(self, group: Named, rank: int) -> int:
         return self.of(group).members[rank]
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
-    def meet(self, what: str, group: Any, item: object = None) -> list[Any]:
+    def meet(self, what: str, group: Named, item: object = None) -> list[Any]:
         """Items of all members, whose main streams meet."""
         group, items = self.of(group), []
         if self._ranks.here.stream is not None:
@@ -126,33 +128,37 @@ class Groups:
         )  # fmt: skip
         return items
 
-    def barrier(self, group: Any = None, async_op: bool = False, **_: object) -> Done:
+    def barrier(self, group: Named = None, async_op: bool = False, **_: object) -> Done:
         self.meet("barrier", group)
         self._machine.observer.host_waited(self._machine.rank)
         return Done()
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = _Op.SUM, group: Any = None, async_op: bool = False) -> Done:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: object = _Op.SUM, group: Named = None, async_op: bool = False
+    ) -> Done:
         tensor.copy_(_reduced(self.meet("all_reduce", group, tensor.detach().clone()), op))
         return Done()
 
-    def reduce(self, tensor: torch.Tensor, dst: int, op: Any = _Op.SUM, group: Any = None, **_: object) -> Done:
+    def reduce(self, tensor: torch.Tensor, dst: int, op: object = _Op.SUM, group: Named = None, **_: object) -> Done:
         result = _reduced(self.meet("reduce", group, tensor.detach().clone()), op)
         if self._ranks.here.rank == dst:
             tensor.copy_(result)
         return Done()
 
-    def all_gather(self, tensors: list, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Done:
+    def all_gather(self, tensors: list, tensor: torch.Tensor, group: Named = None, async_op: bool = False) -> Done:
         for to, part in zip(tensors, self.meet("all_gather", group, tensor.detach().clone()), strict=True):
             to.copy_(part)
         return Done()
 
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, group: Any = None, **_: object) -> Done:
+    def all_gather_into_tensor(
+        self, output: torch.Tensor, input: torch.Tensor, group: Named = None, **_: object
+    ) -> Done:
         parts = self.meet("all_gather_into_tensor", group, input.detach().clone())
         output.copy_(torch.cat([part.reshape(-1) for part in parts]).view(output.shape))
         return Done()
 
     def reduce_scatter_tensor(
-        self, output: torch.Tensor, input: torch.Tensor, op: Any = _Op.SUM, group: Any = None, **_: object
+        self, output: torch.Tensor, input: torch.Tensor, op: object = _Op.SUM, group: Named = None, **_: object
     ) -> Done:
         total = _reduced(self.meet("reduce_scatter_tensor", group, input.detach().clone()), op)
         group = self.of(group)
@@ -160,7 +166,7 @@ class Groups:
         return Done()
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, *_: object, group: Any = None, **__: object
+        self, output: torch.Tensor, input: torch.Tensor, *_: object, group: Named = None, **__: object
     ) -> Done:
         parts = self.meet("all_to_all_single", group, input.detach().clone())
         group = self.of(group)
@@ -168,15 +174,15 @@ class Groups:
         output.copy_(torch.cat(own).view(output.shape))
         return Done()
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0, group: Any = None, *_: object, **__: object) -> Done:
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, group: Named = None, *_: object, **__: object) -> Done:
         parts = self.meet("broadcast", group, tensor.detach().clone())
         tensor.copy_(parts[self.of(group).members.index(src)])
         return Done()
 
-    def all_gather_object(self, objects: list, obj: object, group: Any = None) -> None:
+    def all_gather_object(self, objects: list, obj: object, group: Named = None) -> None:
         objects[:] = self.meet("all_gather_object", group, obj)
 
-    def broadcast_object_list(self, objects: list, src: int = 0, group: Any = None, **_: object) -> None:
+    def broadcast_object_list(self, objects: list, src: int = 0, group: Named = None, **_: object) -> None:
         objects[:] = self.meet("broadcast_object_list", group, list(objects))[self.of(group).members.index(src)]
 
     # --- names in torch ----------------------------------------------------------------------------------------------
@@ -194,7 +200,7 @@ class Groups:
         }  # fmt: skip
 
 
-def _reduced(parts: list[torch.Tensor], op: Any) -> torch.Tensor:
+def _reduced(parts: list[torch.Tensor], op: object) -> torch.Tensor:
     """Reduction in the order of ranks, in fp32 for narrower floats."""
     wide = [part.float() if part.is_floating_point() and part.dtype != torch.float64 else part for part in parts]
     total = wide[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from weft.check.torch_programs import streams
-from weft.check.torch_programs.groups import Group
+from weft.check.torch_programs.groups import Group, Named
 from weft.simulator.machine.memory import Extent
 from weft.simulator.machine.tasks import Waiting
 from weft.simulator.places import one_place
@@ -48,7 +48,7 @@ class SymmetricMemory:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def empty(self, *size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
+    def empty(self, *size: object, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
         shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
         return self.empty_strided(shape, None, dtype or torch.get_default_dtype())
 
@@ -91,7 +91,7 @@ class SymmetricMemory:
 
     # --- handles -----------------------------------------------------------------------------------------------------
 
-    def rendezvous(self, tensor: torch.Tensor, group: Any = None) -> Handle:
+    def rendezvous(self, tensor: torch.Tensor, group: Named = None) -> Handle:
         group, own, here = self.groups.of(group), self.allocation_of(tensor), self.ranks.here
         key = ("handle", own.number, group.group_name)
         if key not in here.kept:
@@ -100,12 +100,12 @@ class SymmetricMemory:
         handle = here.kept[key]
         return handle.at(tensor.data_ptr() - own.base)
 
-    def remote_tensors(self, tensor: torch.Tensor, group_name: Any) -> list[torch.Tensor]:
+    def remote_tensors(self, tensor: torch.Tensor, group_name: Named) -> list[torch.Tensor]:
         """``torch.ops.symm_mem.get_remote_tensors``: the tensor on each rank of the group."""
         handle = self.rendezvous(tensor, group_name)
         return [handle.get_remote_tensor(peer, tensor.shape, tensor.dtype) for peer in range(handle.world_size)]
 
-    def workspace(self, group_name: Any, min_size: int) -> Handle:
+    def workspace(self, group_name: Named, min_size: int) -> Handle:
         here, group = self.ranks.here, self.groups.of(group_name)
         key = ("workspace", group.group_name)
         known = here.kept.get(key)
@@ -138,7 +138,7 @@ class SymmetricMemory:
         streams.copy(self.ranks, f"write of {val}", target, value, signal=True)
         return tensor
 
-    def on_stream(self, label: str, operation: Any) -> None:
+    def on_stream(self, label: str, operation: Callable[[], object]) -> None:
         streams.current_stream(self.ranks).issue(label, operation, [])
 
     # --- signals of the host -----------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from weft.ops.moe.overlapped import (
     MAX_HEAD,
     GatherArguments,
     OverlappedOp,
+    Size,
     case_experts,
     case_start,
     first_rank,
@@ -273,7 +274,7 @@ class AllGatherGroupedMatmulSiluMul(OverlappedOp):
     gemm, overlapped, alone = GROUPED_MATMUL_SILU_MUL, "fused", "nothing to gather"
 
     @staticmethod
-    def gemm_sizes(hidden: Any, features: Any) -> tuple[Any, Any]:
+    def gemm_sizes(hidden: Size, features: Size) -> tuple[Size, Size]:
         return features, hidden
 
     # --- choosing ----------------------------------------------------------------------------------------------------

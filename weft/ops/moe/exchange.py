@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import triton
@@ -25,6 +25,7 @@ from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.knobs import around, check_knobs, either, halved, knob, powers
 from weft.ops.local import check_sizes
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing
+from weft.ops.op import Call
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import launch_options
@@ -251,13 +252,23 @@ PIPELINED_BYTES = 4 << 20
 QUICK_PUSHES = ((1, 1024, 4), (4, 1024, 8), (16, 512, 8))
 
 
+class ExchangeCall(Call, Protocol):
+    """Call of an exchange. tp: ranks that hold slices of the same experts."""
+
+    tokens: int
+    choices: int
+    width: int
+    tp: int
+
+    def _replace(self, **fields: object) -> ExchangeCall: ...
+
+
 class ExchangeOp(MoeOp):
     """Rows by the ranks that need them ("push"), or all rows to or from all ranks.
 
-    calls  type of the calls
+    calls  type of the calls, ``ExchangeCall``
 
-    Calls have ``tokens``, ``choices``, ``width``, ``dtype`` and ``tp``, the ranks that hold slices of the same experts; sizes
-    of a case: max_tokens, k, experts, H.
+    Sizes of a case: max_tokens, k, experts, H.
     """
 
     calls: ClassVar[type[tuple]]
@@ -280,14 +291,14 @@ class ExchangeOp(MoeOp):
         call = self.call_of((tokens, k, H), case.dtype, machine, case.design)
         return call._replace(tp=case.field("tp") or 1)
 
-    def choose(self, call: Any, machine: Machine) -> Planned:
+    def choose(self, call: ExchangeCall, machine: Machine) -> Planned:
         if machine.nodes == 1:
             return super().choose(call, machine)
         # Where ranks of several nodes hold slices of an expert, each node has all of it.
         node = self.plan(call._replace(tp=min(call.tp, machine.node.world_size)), machine.node)
         return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each")
 
-    def rule(self, call: Any, machine: Machine) -> tuple[str, str]:
+    def rule(self, call: ExchangeCall, machine: Machine) -> tuple[str, str]:
         share = share_of_rows(call.choices, machine.world_size // call.tp)
         reason = f"a rank has an expert for {share:.2f} of another's tokens if all experts are chosen alike"
         if machine.world_size == 1 or not self.needs_nearly_all(call, machine):
@@ -298,33 +309,33 @@ class ExchangeOp(MoeOp):
         return "pipelined", f"{reason}; {part:,} bytes for each"
 
     @abstractmethod
-    def for_all_rows(self, call: Any) -> str:
+    def for_all_rows(self, call: ExchangeCall) -> str:
         """Name of the design for all rows that needs little of the heap."""
 
-    def needs_nearly_all(self, call: Any, machine: Machine) -> bool:
+    def needs_nearly_all(self, call: ExchangeCall, machine: Machine) -> bool:
         """True if a rank has an expert for more than three quarters of another's tokens.
 
         Then all are sent, in larger pieces.
         """
         return share_of_rows(call.choices, machine.world_size // call.tp) > 0.75
 
-    def token_bytes(self, call: Any) -> int:
+    def token_bytes(self, call: ExchangeCall) -> int:
         """Bytes of a token's row as it is sent, and what goes with it."""
         return call.width * call.dtype.itemsize
 
-    def default(self, name: str, call: Any, machine: Machine) -> Any:
+    def default(self, name: str, call: ExchangeCall, machine: Machine) -> Any:
         return self.designs[name]()
 
-    def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+    def table_key(self, call: ExchangeCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         return self.name, (call.tokens, call.choices, call.width), machine.world_size
 
-    def tuned(self, call: Any, machine: Machine) -> Planned | None:
+    def tuned(self, call: ExchangeCall, machine: Machine) -> Planned | None:
         # Rows of tables were measured with whole experts.
         planned = super().tuned(call, machine) if call.tp == 1 else None
         # Choices decide how many rows a rank needs, the width which designs can send them.
         return planned if planned is None or planned.row.shape[1:] == (call.choices, call.width) else None
 
-    def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+    def space(self, call: ExchangeCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield self.default("pipelined", call, machine)
         pushes = QUICK_PUSHES if quick else PUSHES
         for chunk, block, num_warps in pushes:

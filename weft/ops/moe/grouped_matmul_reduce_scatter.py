@@ -32,7 +32,7 @@ from weft.ops.moe.moe_combine import MOE_COMBINE, CombineCall
 from weft.ops.moe.moe_dispatch import Dispatched, check_routing
 from weft.ops.moe.moe_schedule import block_for
 from weft.ops.moe.moe_sum import Shared, add_up, check_shared, moe_sum
-from weft.ops.moe.overlapped import OverlappedOp, ScatterArguments, case_experts, case_start, schedule_of
+from weft.ops.moe.overlapped import OverlappedOp, ScatterArguments, Size, case_experts, case_start, schedule_of
 from weft.ops.moe.routing import Experts, Routing, Schedule, draw_ids
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_team, check_tensor
@@ -290,7 +290,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
     gemm, overlapped, alone = GROUPED_MATMUL, "slabs", "nothing to send"
 
     @staticmethod
-    def gemm_sizes(hidden: Any, features: Any) -> tuple[Any, Any]:
+    def gemm_sizes(hidden: Size, features: Size) -> tuple[Size, Size]:
         return hidden, features
 
     # --- choosing ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from weft.ops.moe.grouped.rule import tiles
 from weft.ops.moe.grouped_matmul import GroupedOp
 from weft.ops.moe.moe_schedule import MOE_SCHEDULE, Lists
 from weft.ops.moe.routing import Experts, MoeOp, MoeShape, Routing, Schedule
+from weft.ops.op import Call
 from weft.ops.registration import FLOATS
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
@@ -33,7 +34,11 @@ from weft.transport.copy_channel import CopyChannel
 if TYPE_CHECKING:
     from weft.ops.moe.grouped.gemms import GroupedCall
     from weft.plan.planned import Machine
+    from weft.plan.table import Row
     from weft.runtime.team.team import Team
+
+# A size of a case, or its name.
+Size = TypeVar("Size")
 
 
 class GatherArguments(NamedTuple):
@@ -99,6 +104,14 @@ class ScatterArguments(NamedTuple):
         return Experts(self.total, self.first, self.count)
 
 
+class OverlapCall(Call, Protocol):
+    """Call of an op that overlaps a grouped GEMM. held: experts of a rank."""
+
+    held: int
+
+    def gemm(self, machine: Machine) -> GroupedCall: ...
+
+
 class OverlappedOp(MoeOp):
     """Op with a design whose GEMM runs under the exchange, and "sequential", of nested plans.
 
@@ -121,17 +134,17 @@ class OverlappedOp(MoeOp):
 
     @staticmethod
     @abstractmethod
-    def gemm_sizes(hidden: Any, features: Any) -> tuple[Any, Any]:
+    def gemm_sizes(hidden: Size, features: Size) -> tuple[Size, Size]:
         """(N, K) of the GEMM, in which order a case has them too."""
 
-    def choose(self, call: Any, machine: Machine) -> Planned:
+    def choose(self, call: OverlapCall, machine: Machine) -> Planned:
         if machine.nodes > 1:
             return self.over_nodes(call, machine)
         if machine.world_size == 1:
             return Planned("sequential", self.default("sequential", call, machine), f"one rank: {self.alone}")
         return super().choose(call, machine)
 
-    def over_nodes(self, call: Any, machine: Machine) -> Planned:
+    def over_nodes(self, call: OverlapCall, machine: Machine) -> Planned:
         """Plan of a team of several nodes."""
         if call.design == self.overlapped:
             raise ValueError(
@@ -145,18 +158,18 @@ class OverlappedOp(MoeOp):
             name, reason = "over_nodes", f"{machine.nodes} nodes: a GEMM for each node's rows while other rows cross"
         return Planned(name, self.default(name, call, machine), reason)
 
-    def table_key(self, call: Any, machine: Machine) -> tuple[str, tuple[int, ...], int]:
+    def table_key(self, call: OverlapCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         gemm = call.gemm(machine)
         name = "+".join([self.name, *(one for one in self.variants if getattr(call, one))])
         return name, (gemm.pairs, gemm.block, call.held, gemm.N, gemm.K), machine.world_size
 
-    def tuned(self, call: Any, machine: Machine) -> Planned | None:
+    def tuned(self, call: OverlapCall, machine: Machine) -> Planned | None:
         planned = super().tuned(call, machine)
         # Tiles of other rows take another shape, and other experts have other numbers of pairs.
         wanted = call.gemm(machine).block, call.held
         return planned if planned is None or planned.row.shape[1:3] == wanted else None
 
-    def from_row(self, row: Any, call: Any, machine: Machine) -> Any:
+    def from_row(self, row: Row, call: OverlapCall, machine: Machine) -> Any:
         # The row decides that the steps are sequential; each step has a plan.
         sequential = row.design == "sequential"
         return self.default(row.design, call, machine) if sequential else super().from_row(row, call, machine)
@@ -164,7 +177,7 @@ class OverlappedOp(MoeOp):
     def config_of(self, design: Any) -> dict[str, Any]:
         return {} if isinstance(design, self.designs["sequential"]) else super().config_of(design)
 
-    def space(self, call: Any, machine: Machine, quick: bool = False) -> Iterator[Any]:
+    def space(self, call: OverlapCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
         yield from (self.default(name, call, machine) for name in self.algorithms[1:])
         base = self.default(self.overlapped, call, machine)
         for one in tiles(base.tiles, call.gemm(machine), machine.caps, quick, self.gemm.gated):

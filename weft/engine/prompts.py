@@ -252,7 +252,7 @@ class Prompts:
     def _read_padded(
         self, chunks: Sequence[PrefillChunk], shape: Shape
     ) -> tuple[torch.Tensor, torch.Tensor, Iterable[int]]:
-        """Next token [shape.batch] after each chunk, with or without `choose`; logprobs; the chunks' first rows."""
+        """Next token [shape.batch] after each chunk, also without `choose`; logprobs; first rows of chunks."""
         kind = self._graphs.kind_for(shape, _kind_of(chunks))
         prefill = self._warm.get(shape)
         if prefill is None:

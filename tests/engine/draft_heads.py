@@ -139,7 +139,7 @@ def eagle3_shapes(config=EAGLE3, layer="midlayer"):
 def random_tensors(shapes, seed):
     generator = torch.Generator().manual_seed(seed)
     return {
-        f"{name}.weight": torch.rand(shape, generator=generator) + 0.5
+        name if name.endswith("bias") else f"{name}.weight": torch.rand(shape, generator=generator) + 0.5
         if "norm" in name
         else torch.randn(shape, generator=generator) * 0.2
         for name, shape in shapes.items()
@@ -261,4 +261,22 @@ def sparse(byte_model, directory):
             shapes[name] = tuple(x.shape)
     save_file(random_tensors(shapes, 9), directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def glm(byte_model, directory):
+    """A GLM-4.5 of the byte model's sizes, its first layer dense."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    shutil.copytree(byte_model, directory)
+    config = Glm4MoeConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True, rms_norm_eps=EPS, rope_theta=THETA,
+        partial_rotary_factor=0.5, max_position_embeddings=96,
+    )  # fmt: skip
+    Glm4MoeForCausalLM(config).save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}))
+    shapes = {name.removesuffix(".weight"): x.shape for name, x in load_file(directory / "model.safetensors").items()}
+    save_file(random_tensors(shapes, 11), directory / "model.safetensors")
     return directory

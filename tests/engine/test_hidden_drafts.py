@@ -3,7 +3,17 @@
 import pytest
 
 import weft
-from tests.engine.draft_heads import PlainEagle3, PlainMtp, Target, deeper, drafts_after, save_eagle3, save_mtp, sparse
+from tests.engine.draft_heads import (
+    PlainEagle3,
+    PlainMtp,
+    Target,
+    deeper,
+    drafts_after,
+    glm,
+    save_eagle3,
+    save_mtp,
+    sparse,
+)
 from tests.engine.test_speculative import PROMPTS, Oracle, sequences_of
 from weft.engine import Engine, SamplingParams
 from weft.models.mtp_layouts import LAYOUTS
@@ -141,16 +151,17 @@ def test_drafts_are_those_of_an_mtp_layer_of_transformers(target, tmp_path, layo
 
 
 @pytest.mark.parametrize(
-    ("world_size", "engine"),
+    ("family", "world_size", "engine"),
     [
-        (2, {"mode": "sequence_parallel", "fused": False}),
-        (2, {"mode": "replicated"}),
-        (4, {}),
+        (sparse, 2, {"mode": "sequence_parallel", "fused": False}),
+        (sparse, 2, {"mode": "replicated"}),
+        (sparse, 4, {}),
+        (glm, 2, {}),
     ],
     ids=str,
 )
-def test_mtp_heads_of_a_mixture_of_experts(byte_model, tmp_path, world_size, engine):
-    directory = sparse(byte_model, tmp_path / "sparse")
+def test_mtp_heads_of_mixtures_of_experts(byte_model, tmp_path, family, world_size, engine):
+    directory = family(byte_model, tmp_path / "bare")
     prompts, params = PROMPTS[:2], [SamplingParams(max_tokens=5, temperature=0.5, seed=3)] * 2
     [(plain, *_)] = draft(directory, prompts, params)
     head, answers = save_mtp(tmp_path / "head", directory, LAYOUTS[0]), sequences_of(prompts, plain)

@@ -151,7 +151,6 @@ def test_keys_that_transformers_does_not_read_change_nothing(caplog):
         ({"hidden_act": ""}, "hidden_act='' is not supported"),
         ({"sliding_window": 4096}, "sliding_window=4096 is a key that weft does not know"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is a key that weft does not know"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is a key that weft does not know"),
         ({"use_qk_norm": True}, "use_qk_norm=True is a key that weft does not know"),
         (
             {"model_type": "qwen3_moe", "use_qk_norm": False},

@@ -77,7 +77,7 @@ def add_norm(
 
 
 def output(x: Tensor, norm: NormWeights | None, scale: float | None) -> Tensor:
-    """Rows that attention or MLP give, as they are added to the residual: normed, then scaled, a launch each."""
+    """Rows of attention or MLP as they are added to the residual: normed, then scaled, a launch each."""
     return scaled(x if norm is None else add_norm(x, None, norm)[0], scale)
 
 

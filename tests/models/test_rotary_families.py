@@ -5,8 +5,11 @@ import copy
 import pytest
 import torch
 
+import weft
+from tests.against_transformers import FAMILIES, relative_rms
 from weft.errors import CheckpointError
-from weft.models import DecoderConfig
+from weft.kernels.fp8 import Fp8
+from weft.models import Decoder, DecoderConfig
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 8,
@@ -94,3 +97,29 @@ def test_a_config_means_what_it_means_to_transformers(name, changes):
 def test_keys_that_a_family_does_not_run_are_refused_by_name(model_type, changes, message):
     with pytest.raises(CheckpointError, match="^config.json: .*" + message):
         DecoderConfig.from_dict({"model_type": model_type} | SMALL | changes)
+
+
+def dequantized(team, directory, quantization):
+    """Rows of q, k and v of the first layer, in fp32."""
+    model = Decoder.from_pretrained(directory, team, mode="reference", quantization=quantization)
+    matrix = model.layers[0].self_attn.qkv_proj.matrix
+    return matrix.dequantized(torch.float32) if isinstance(matrix, Fp8) else matrix.detach().clone()
+
+
+@pytest.mark.parametrize("name", ["glm4", "phi3-long"])
+@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_block"])
+def test_rows_in_another_order_keep_their_scales(make_checkpoint, name, quantization):
+    directory, _ = make_checkpoint(**FAMILIES[name])
+    for world_size in (1, 2):
+        whole = weft.simulate(dequantized, world_size, args=(directory, None))
+        for rows, rounded in zip(
+            whole, weft.simulate(dequantized, world_size, args=(directory, quantization)), strict=True
+        ):
+            assert relative_rms(rounded, rows) < 0.04
+
+
+@pytest.mark.parametrize("name", ["glm4", "phi3-long"])
+def test_scales_of_parts_of_rows_are_refused(make_checkpoint, name):
+    directory, _ = make_checkpoint(**FAMILIES[name])
+    with pytest.raises(ValueError, match="q_proj and k_proj whose scales are not of whole heads or of single rows"):
+        weft.simulate(dequantized, 1, args=(directory, "int4"))

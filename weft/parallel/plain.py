@@ -185,7 +185,8 @@ def causal_mask(before: int, length: int, window: int | None, device: torch.devi
 def softmax_attention(q: Tensor, keys: Tensor, values: Tensor, scores: Scores, seen: Any = None) -> Tensor:
     """softmax(scores) @ values, of the scores where ``seen`` [..., length, keys]; None: causal.
 
-    q [batch, heads, length, head_dim], keys and values [batch, kv_heads, keys, head_dim]
+    q [batch, heads, length, head_dim], keys and values [batch, kv_heads, keys, head_dim]. Rows of a head of q may be its group
+    of query heads, whose sinks these are then.
     """
     if scores.softcap is None and scores.sinks is None:
         causal, grouped = seen is None, q.shape[1] != keys.shape[1]
@@ -328,8 +329,6 @@ def attend_to_pages(
         seen &= at >= lengths - scores.window
     # Query heads of one KV head are rows of one attention.
     q = q.view(batch, keys.shape[1], -1, head_dim)
-    if scores.sinks is not None:
-        scores = scores._replace(sinks=scores.sinks.view(q.shape[1:3]))
     return softmax_attention(q, keys, values, scores, seen[:, None, None]).reshape(batch, heads, head_dim)
 
 

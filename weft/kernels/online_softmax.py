@@ -21,7 +21,7 @@ MIN_ROWS = tl.constexpr(16)
 
 
 class ScoreRule(NamedTuple):
-    """How x = q . key becomes a weight of the softmax: 2 ** (scale * x), or 2 ** (scale * tanh(inner * x)).
+    """How x = q . key becomes a weight: 2 ** (scale * x), or 2 ** (scale * tanh(inner * x)).
 
     inner  of a soft cap; None: there is none
     sinks  [query heads]: e ** sink is one more weight of each row, without a value; None: there are none

@@ -134,7 +134,7 @@ def attended_by_head(
 
 
 def scores_of(case: Case, like: torch.Tensor) -> dict[str, Any]:
-    """Arguments softcap and sinks of a case, by its fields of these names: sinks from far below the scores to far above."""
+    """Arguments softcap and sinks of a case: sinks from far below the scores to far above."""
     if case.field("softcap") is None and case.field("sinks") is None:
         return {}
     heads = torch.linspace(-3, 4, case.sizes[0], device=like.device).to(case.dtype)

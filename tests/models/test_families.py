@@ -132,7 +132,7 @@ ONE_LAYER = {
 KERNELS_SAMPLE = [
     ("qwen2.5", 2, "gemm_ar", True), ("qwen2.5-window", 2, "ag_rs", True), ("seed-oss", 2, "ag_rs", False),
     ("qwen3-moe", 2, "gemm_ar", True), ("mixtral", 2, "ag_rs", True), ("phi3-long", 2, "ag_rs", True),
-    ("smollm3-window", 2, "gemm_ar", True), ("gpt-oss", 2, "ag_rs", False), ("glm4-moe", 2, "gemm_ar", True),
+    ("smollm3-window", 2, "gemm_ar", True), ("gpt-oss", 2, "ag_rs", True), ("glm4-moe", 2, "gemm_ar", True),
     ("granite", 2, "gemm_ar", True), ("olmo3", 2, "gemm_ar", True), ("gemma3", 2, "ag_rs", True),
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
     ("deepseek-v2-lite", 2, "ag_rs", True), ("deepseek-v3", 2, "gemm_ar", True),

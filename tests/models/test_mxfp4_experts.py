@@ -105,6 +105,16 @@ def test_answers_are_those_of_transformers(published, world_size, mode, layout):
         assert torch.equal(generated.T, ids)
 
 
+def test_answers_by_weft_s_kernels_alone_are_those_of_transformers(published):
+    directory, model = published()
+    tokens = prompt(1, 4)
+    logits, ids = reference_logits(model, tokens), reference_greedy(model, tokens, 2)
+    arguments = directory, "gemm_ar", tokens, 2, True, {"expert_layout": "slices"}
+    for answered, generated in weft.simulate(answers, 2, args=arguments):
+        assert relative_rms(answered, logits) <= 1e-5
+        assert torch.equal(generated.T, ids)
+
+
 def test_only_experts_are_in_four_bits(published):
     def main(team):
         model = Decoder.from_pretrained(published()[0], team, mode="torch")

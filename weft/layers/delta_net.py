@@ -77,7 +77,7 @@ class TPGatedDeltaNet(nn.Module):
         }
 
     def _channel_starts(self) -> tuple[tuple[int, int], ...]:
-        """(first row, rows) of this rank's q, k and v among those of all heads."""
+        """(first row, rows) of the q, k and v of this rank in the rows of all heads."""
         sizes, rank = self.sizes, self.team.rank
         keys, values = sizes.key_heads * sizes.K, sizes.value_heads * sizes.V
         all_keys = keys * self.team.size
@@ -113,7 +113,10 @@ class TPGatedDeltaNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelShard(Shard):
-    """target = rows of the whole tensor at several places, one after another; starts: (first row, rows) of each place."""
+    """target = rows of the whole tensor at several places, one after another.
+
+    starts  (first row, rows) of a place
+    """
 
     starts: tuple[tuple[int, int], ...]
 

@@ -31,7 +31,7 @@ from weft.ops.attention.mla_decode_attention import check_latent_sizes
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.linear_attention.delta_rule import DeltaSizes, check_head_dims
 from weft.ops.linear_attention.sequence_chunks import SequenceChunks
-from weft.parallel.delta_net import DeltaStates
+from weft.parallel.delta_states import DeltaStates
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats
 from weft.parallel.recipe import StepPlan

@@ -1,4 +1,4 @@
-"""Qwen3-Next: the tables of its family. Three of four layers are gated delta nets (docs/linear-attention.md)."""
+"""Qwen3-Next: the tables of its family, whose layers are mostly gated delta nets."""
 
 from __future__ import annotations
 

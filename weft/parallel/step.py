@@ -12,7 +12,7 @@ import torch
 from weft import ops
 from weft.kernels.block_cyclic import local_slots, slots_in
 from weft.parallel.context import GatheredLayout, SpreadPages
-from weft.parallel.delta_net import DeltaStates
+from weft.parallel.delta_states import DeltaStates
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import Angles
 from weft.parallel.tensors import AttentionWeights

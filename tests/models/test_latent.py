@@ -6,6 +6,7 @@ import torch
 import weft
 from tests.against_transformers import FAMILIES, TOLERANCE, prompt, reference_logits, relative_rms
 from tests.teacher_forced import in_three_ways
+from weft.bench.models.roofline import Limits, roofline, weights
 from weft.engine import Engine
 from weft.errors import CheckpointError
 from weft.layers.latent_attention import LatentAttention
@@ -213,3 +214,18 @@ def test_kv_b_in_blocks_of_fp8_is_dequantized_once():
 
     weft.simulate(main, 1)
     weft.simulate(main, 2)
+
+
+def test_the_roofline_counts_latents():
+    """One H200: DeepSeek-V2-Lite reads 576 elements a token; in a step all heads multiply them, in prompts expanded ones."""
+    limits, config = (
+        Limits(memory=4.8e12, flops=989e12, link=450e9, latency=1e-6),
+        DecoderConfig.named("deepseek-v2-lite"),
+    )
+    latent = config.attention.latent
+    sizes = weights(config, 1)
+    assert sizes["qkv"] + sizes["o"] == latent.parameters(config.hidden_size, config.num_attention_heads)
+    step = roofline("attn", config, 1, (8, 4096, 1), "bf16", limits).attention
+    assert step == pytest.approx(8 * 4096 * 576 * 2 / 4.8e12 * 1e6)
+    read = roofline("attn", config, 1, (1, 8192, 8192), "bf16", limits).attention
+    assert read == pytest.approx(2 * 16 * (192 + 128) * 8192 * 8193 / 2 / 989e12 * 1e6)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def attend(projected: Tensor, w: MLAWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
-    """Norms, rotary embedding, cache write, attention: [T, heads * value]; arguments as of weft.parallel.latent.
+    """Norms, rotary embedding, cache write, attention: [T, heads * value]. By kernels.
 
     A decode step is five launches: mla_norm_rope, a GEMM of each head, mla_decode_attention in two, a GEMM of each head; with
     q_a a norm and a GEMM before. Where the cache is spread over the ranks, the queries of all heads are gathered, and results

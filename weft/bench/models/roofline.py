@@ -50,9 +50,16 @@ def weights(config: DecoderConfig, world_size: int) -> dict[str, int]:
     experts = config.experts
     features = config.intermediate_size if experts is None else experts.num_experts * experts.intermediate_size
     shared = 0 if experts is None else (experts.shared_intermediate_size or 0) // world_size
+    qkv, o = (
+        (heads + 2 * kv_heads) * config.head_dim * (hidden + config.attention.bias),
+        heads * config.head_dim * hidden,
+    )
+    if (latent := config.attention.latent) is not None:
+        o = heads * latent.v_head_dim * hidden
+        qkv = latent.parameters(hidden, heads) - o
     return {
-        "qkv": (heads + 2 * kv_heads) * config.head_dim * (hidden + config.attention.bias),
-        "o": heads * config.head_dim * hidden,
+        "qkv": qkv,
+        "o": o,
         "gate_up": (2 * features // world_size + (0 if experts is None else experts.num_experts)) * hidden,
         "down": features // world_size * hidden,
         "shared_gate_up": 2 * shared * hidden,
@@ -97,17 +104,21 @@ def roofline(
             times[name] = gemm(weights(config, world_size)[name], tokens * share, read, stored)
     attention = 0.0
     if level != "mlp":
-        kv_heads, heads = max(config.num_key_value_heads // world_size, 1), config.num_attention_heads // world_size
+        heads, elements = config.num_attention_heads // world_size, config.cached_elements(world_size)
+        operations = 4.0 * config.head_dim
+        if (latent := config.attention.latent) is not None:
+            expanded = latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
+            operations = 2.0 * (latent.width + latent.kv_lora_rank if new == 1 else expanded)
         windows = [config.attention.window(layer) for layer in range(config.num_hidden_layers)]
 
         def attend(window: int | None) -> float:
             window = min(window or length, length)
-            nbytes = 2 * batch * min(length, window + new - 1) * kv_heads * config.head_dim * itemsize
+            nbytes = batch * min(length, window + new - 1) * elements * itemsize
             # Token i of a sequence sees i + 1 tokens, itself the last, and at most the window.
             whole = length - max(window, length - new)
             growing = new - whole
             pairs = batch * (whole * window + growing * (length - new) + growing * (growing + 1) / 2)
-            return max(nbytes / limits.memory, 4.0 * pairs * heads * config.head_dim / limits.flops) * 1e6
+            return max(nbytes / limits.memory, operations * pairs * heads / limits.flops) * 1e6
 
         attention = sum(map(attend, windows)) / len(windows)
     wire = latency = exposed = 0.0

@@ -63,7 +63,10 @@ def linear_attention(content: Content) -> LinearAttentionOptions:
 
 
 def linear_layers(content: Content) -> tuple[bool, ...]:
-    """By layer: True for a gated delta net. Without layer_types every full_attention_interval-th layer has attention."""
+    """By layer: True for a gated delta net.
+
+    Without layer_types every full_attention_interval-th layer has attention.
+    """
     layers, types = content["num_hidden_layers"], content.get("layer_types")
     if types is None:
         interval = count_of(content, "full_attention_interval")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
-    """Convolution, gated delta rule and gated norm: [T, value heads * V], for ``w.o``. Writes states in place.
+    """Convolution, gated delta rule, gated norm: [T, value heads * V], for ``w.o``. Writes states.
 
     projected  [T, columns], x @ w.qkv.T
     """

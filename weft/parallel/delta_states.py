@@ -1,4 +1,4 @@
-"""States of gated delta nets by slot: the last rows that went into the convolution, and the rule's matrices in fp32.
+"""States of gated delta nets by slot: last rows of the convolution, the rule's matrices in fp32.
 
 ``Step.state_slots`` says which slots the sequences of a step have.
 """
@@ -17,7 +17,7 @@ class DeltaStates:
     """States of the layers that have one, by slot.
 
     conv   [layers, slots, taps - 1, columns of q, k and v]; delta: fp32 [layers, slots, value heads, K, V]
-    number of a layer among those with a state, or among those with pages, by its index; has_state: which it is
+    number of a layer among the layers with a state, or with pages, by its index; has_state: which it is
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class AttentionWeights(NamedTuple):
     window, scale, softcap, sinks  as of ``Scores``
     o_bias          [H], added to the sum over the ranks; None: there is none
     rotary          number of the step's table of angles
-    gated           rows of gates [heads * head_dim] lie between those of q and of k
+    gated           rows of gates [heads * head_dim] lie between the rows of q and of k
     """
 
     qkv: Matrix
@@ -153,7 +153,7 @@ class AttentionWeights(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """One rank's heads of a gated delta net: qkv [columns of q, k, v, of the gate z, of b and a, H], o [H, value heads * V].
+    """One rank's heads of a gated delta net: qkv [columns of q, k, v, z, b and a, H], o [H, heads * V].
 
     conv           [columns of q, k and v, taps]
     A_log, dt_bias [value heads] fp32

@@ -128,7 +128,7 @@ class VerifyGraph:
         slots.positions[:batch].add_(counts)
 
     def _synthetic_rows(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """`rows` with the drafts that synthetic_acceptance_length accepts equal to the chosen tokens, and other ones not.
+        """`rows`, of which the drafts that synthetic_acceptance_length accepts equal the chosen tokens.
 
         By a rule of the position, equal on all ranks: the golden ratio's multiples fill 0 .. 1 evenly.
         """

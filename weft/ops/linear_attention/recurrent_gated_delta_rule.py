@@ -37,7 +37,7 @@ def recurrent_gated_delta_rule_kernel(
     qkv, stride, gates, strides, lengths, slots, after, state, out, scale, SIZES: tl.constexpr, COLUMNS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES tokens of one sequence and value head, COLUMNS elements of its values; delta_rule.py has the equation.
+    """QUERIES tokens of one sequence and value head, COLUMNS elements of its values: delta_rule.py.
 
     grid: (sequences, value heads * V / COLUMNS). qkv [sequences * QUERIES, columns] with rows ``stride`` apart
     state fp32 [slots, value heads, K, V]: read once at slots, written at ``after`` of each token, so they may be the same

@@ -414,7 +414,7 @@ class GroupedMatmulReduceScatter(OverlappedOp):
         return Accuracy(terms=case.sizes[4] * case.sizes[1], partials=case.world_size, levels=levels, by_row=True)
 
     def arguments(self, case: Case, team: Team, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        """h, down, and the schedule, routing and experts of this rank; then shared and its gate, and biases, if any."""
+        """h, down, this rank's schedule, routing and experts; then shared and its gate, biases, if any."""
         h, down, ids, weights, *shared = with_matrix(case, tensors, 1)
         h = quantized_rows_of(case, h) if case.field("fp8") else h
         experts = case_experts(case, team.rank)

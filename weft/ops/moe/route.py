@@ -119,7 +119,7 @@ def part_of_logits(rows, partials, T, H, program, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def router_parts_kernel(rows, partials, T, H, FORM: tl.constexpr):
-    """partials[part, t, r] = x[t, share] @ router[r, share], each part a share of H, a bias in the first one
+    """partials[part, t, r] = x[t, share] @ router[r, share], shares of H; a bias in the first part
 
     grid      (tiles of rows * FORM.parts,)
     rows      ``Rows``

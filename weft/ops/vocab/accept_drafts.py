@@ -1,4 +1,4 @@
-"""accept_drafts: the drafts that equal the tokens chosen at their places, and what a step gives each sequence."""
+"""accept_drafts: the drafts that equal the tokens chosen at their places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.runtime.team.team import Team
 
 @triton.jit(do_not_specialize=["width"])
 def accept_drafts_kernel(chosen, rows, newest, results, counts, width, ROWS: tl.constexpr, PLACES: tl.constexpr):
-    """counts[b] = 1 + (number of leading i with rows[b, i + 1] = chosen[b, i]);  newest[b] = chosen[b, counts[b] - 1]
+    """counts[b] = 1 + number of leading i with rows[b, i + 1] = chosen[b, i]
 
     grid: (B,). rows[b, i] is -1 where there is no token: it equals no chosen one. Where rows[b, 0] is -1, counts[b] = 0 and
     newest stays. results[b] = [*chosen[b], …, counts[b], number of drafts], of `width` columns: the ones between stay.
@@ -48,7 +48,7 @@ def accept_drafts_kernel(chosen, rows, newest, results, counts, width, ROWS: tl.
 def accept_drafts(
     chosen: torch.Tensor, rows: torch.Tensor, newest: torch.Tensor, results: torch.Tensor
 ) -> torch.Tensor:
-    """Number of tokens that a step gives each sequence, [B] int64: its accepted drafts and one more; 0: no sequence.
+    """Tokens that a step gives each sequence, [B] int64: accepted drafts and one more; 0: no sequence.
 
     chosen   [B, n] int64: the token chosen after each row
     rows     [B, n] int64: tokens of the rows, a sequence's newest one and its drafts; -1: a row that is not used
@@ -96,7 +96,7 @@ class AcceptDrafts(Op):
         batch, places = case.sizes
         chosen, rows = (draw.own(name, (batch, places), dtype=torch.int64) % 2 for name in ("chosen", "rows"))
         row, place = torch.arange(batch, device=draw.device)[:, None], torch.arange(places, device=draw.device)
-        # All of the first sequence's drafts are accepted; others have 0, 1, … drafts, and every fifth has no row.
+        # All drafts of the first sequence are accepted; the next ones have 0, 1, … drafts, and every fifth has no row.
         rows[0, 1:] = chosen[0, :-1]
         rows = torch.where((row > 0) & ((place > row % (places + 1)) | (row % 5 == 4)), -1, rows)
         newest, results = (

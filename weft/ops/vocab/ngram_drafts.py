@@ -1,4 +1,4 @@
-"""ngram_drafts: tokens that followed the longest earlier n-gram of a sequence, for speculative decoding."""
+"""ngram_drafts: tokens that followed the longest earlier n-gram of a sequence."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class NgramDrafts(Op):
     mutates = ("history",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
-        """History, newest tokens, positions. sizes: sequences, places; field "tokens": number of different tokens."""
+        """History, newest tokens, positions. sizes: sequences, places; field "tokens": different tokens."""
         batch, length = case.sizes
         shapes = (("history", (batch, length)), ("newest", (batch,)))
         history, newest = (draw.own(*named, dtype=torch.int64) % case.field("tokens") + 1 for named in shapes)

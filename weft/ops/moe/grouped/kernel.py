@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """Biases of experts' weights, an argument of the kernel. first: [experts, rows of a weight], stride: of an expert."""
+    """Biases of experts' weights. first: [experts, rows of a weight], stride: of an expert."""
 
     first: torch.Tensor
     stride: int
@@ -120,7 +120,7 @@ def scales_at(fp8, rows, expert, column, N, k, FORM: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def biases_at(biases, expert, row, there, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Biases of an expert's ``there`` rows from ``row`` on in fp32, as a row of results, or if TRANSPOSED as a column."""
+    """Biases of an expert's ``there`` rows from ``row`` on, in fp32: a row, or if TRANSPOSED a column."""
     offset = tl.arange(0, ROWS)
     bias = tl.load(
         biases.first + expert.to(tl.int64) * biases.stride + row + offset, mask=offset < there, other=0.0
@@ -175,7 +175,7 @@ def grouped_matmul_kernel(
     BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """out[row] = x[row] @ weight[e].T + bias[e] of each pair of expert e, gated as FORM says    grid: (programs,)
+    """out[row] = x[row] @ weight[e].T + bias[e] of expert e's pairs, gated by FORM    grid: (programs,)
 
     x         [T, K] if FORM.choices, and rows of out are in the order of the schedule; else rows in that order, and row p of
               out is pair p's. A descriptor if FORM.described

@@ -87,7 +87,7 @@ class Assembly:
         position, active = port.position(), port.active_threads()
         blocks = [x.handle.data.shape for x in args if x.type is not x.dtype]
         shape = np.broadcast_shapes(*blocks) if blocks else None
-        size = int(np.prod(shape)) if blocks else 1
+        size = int(np.prod(shape or ()))
         differ = any(x.type is x.dtype and x.handle.data.size > 1 for x in args)
         by_thread = differ or running.needs_threads(code)
         if active is None:

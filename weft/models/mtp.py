@@ -59,6 +59,7 @@ class Mtp(nn.Module):
             experts=sizes.experts and replace(sizes.experts, layers=(sizes.experts.in_layer(last),)),
             attention=replace(of, windows=(of.window(last),), rotated=(of.rotated[last % len(of.rotated)],)),
             quantization=sizes.quantization if quantized else None,
+            linear_attention=None,  # heads of models with gated delta nets attend
         )
         self.team, self.layout, self.index = model.team, layout, last + 1
         self.layers = (self.index,)

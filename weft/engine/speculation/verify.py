@@ -128,7 +128,7 @@ class VerifyGraph:
         slots.positions[:batch].add_(counts)
 
     def _synthetic_rows(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """`rows`, of which the drafts that synthetic_acceptance_length accepts equal the chosen tokens.
+        """`rows`, in which the drafts that are to be accepted equal the chosen tokens, and the rest do not.
 
         By a rule of the position, equal on all ranks: the golden ratio's multiples fill 0 .. 1 evenly.
         """

@@ -1,4 +1,4 @@
-"""accept_drafts: the drafts that equal the tokens chosen at their places."""
+"""accept_drafts: drafts that equal the tokens chosen at their places, and the result of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from weft.runtime.team.team import Team
 
 @triton.jit(do_not_specialize=["width"])
 def accept_drafts_kernel(chosen, rows, newest, results, counts, width, ROWS: tl.constexpr, PLACES: tl.constexpr):
-    """counts[b] = 1 + number of leading i with rows[b, i + 1] = chosen[b, i]
+    """counts[b] = 1 + (number of leading i with rows[b, i + 1] = chosen[b, i])
+
+    newest[b] = chosen[b, counts[b] - 1]
 
     grid: (B,). rows[b, i] is -1 where there is no token: it equals no chosen one. Where rows[b, 0] is -1, counts[b] = 0 and
     newest stays. results[b] = [*chosen[b], …, counts[b], number of drafts], of `width` columns: the ones between stay.

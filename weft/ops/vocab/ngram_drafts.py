@@ -1,4 +1,4 @@
-"""ngram_drafts: tokens that followed the longest earlier n-gram of a sequence."""
+"""ngram_drafts: tokens that followed the longest earlier n-gram of a sequence, as drafts."""
 
 from __future__ import annotations
 

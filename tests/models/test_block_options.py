@@ -11,7 +11,6 @@ from tests.teacher_forced import all_logits
 from weft.engine import Engine
 from weft.errors import CheckpointError
 from weft.models import Decoder, DecoderConfig
-from weft.models.family import BlockOptions
 from weft.parallel.tensors import NormWeights
 
 SMALL = {
@@ -190,17 +189,3 @@ def test_quantized_matrices_beside_these_options(make_checkpoint, plain_ops, nam
 
     [whole], [quantized] = (weft.simulate(main, 1, args=("reference", form)) for form in (None, "fp8"))
     assert 0.001 < relative_rms(quantized, whole) < 0.2
-
-
-def test_the_plan_names_what_the_kernels_lack(make_checkpoint, monkeypatch):
-    directory, _ = make_checkpoint()
-    monkeypatch.setattr(BlockOptions, "lacking", property(lambda self: ("a new norm",)))
-
-    def main(team):
-        model = Decoder.from_pretrained(directory, team, mode="replicated")
-        with pytest.raises(ValueError, match="fused=True: weft's kernels do not compute a new norm; leave it out"):
-            Decoder.from_pretrained(directory, team, mode="replicated", fused=True)
-        return str(model.plan(4))
-
-    [plan] = weft.simulate(main, 1)
-    assert plan.endswith("unfused: weft's kernels do not compute a new norm")

@@ -137,12 +137,10 @@ KERNELS_SAMPLE = [
     ("qwen3-next", 2, "gemm_ar", True), ("qwen3-next-mixed", 2, "ag_rs", True),
     ("deepseek-v2-lite", 2, "ag_rs", True), ("deepseek-v3", 2, "gemm_ar", True),
 ]  # fmt: skip
-# Families with options that weft's kernels lack.
-UNFUSED = set()
 KERNELS = [
     (name, world_size, mode, fused)
     for name in FAMILIES for world_size in (1, 2, 3, 4, 8) for mode in MODES[1:] for fused in (False, True)
-    if not (fused and name in {"llama-2", *UNFUSED})  # llama-2's heads of 6 elements are no power of two
+    if not (fused and name == "llama-2")  # llama-2's heads of 6 elements are no power of two
 ]  # fmt: skip
 
 

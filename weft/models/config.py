@@ -167,12 +167,6 @@ class DecoderConfig:
         """The different rotary embeddings of the layers."""
         return tuple(dict.fromkeys(map(self.rotary_of, range(self.num_hidden_layers))))
 
-    @property
-    def lacking(self) -> tuple[str, ...]:
-        """Options of the model that weft's kernels do not compute: torch's operations do."""
-        of_experts = () if self.experts is None else self.experts.lacking
-        return (*self.attention.lacking, *self.block.lacking, *of_experts)
-
     def weight_bytes(self, layers: range, dtype: torch.dtype) -> int:
         """Bytes of the matrices of consecutive layers, in `dtype` where they are not quantized."""
         whole = self.parameters_of(layers)

@@ -180,10 +180,8 @@ class Decoder(nn.Module):
                 f"dtype={dtype} with weights in {config.quantization.format.name}: they run in bfloat16 and float16; pass "
                 f"one, or leave it out"
             )
-        if fused and config.lacking:
-            raise ValueError(f"fused=True: weft's kernels do not compute {', '.join(config.lacking)}; leave it out")
         self.config, self.team, self.mode, self.dtype = config, team, mode_named(mode), dtype
-        self.fused = False if config.lacking else fused
+        self.fused = fused
         self.context_parallel = context_parallel and team.size > 1
         if self.context_parallel and self.mode == "reference":
             raise ValueError(
@@ -322,9 +320,6 @@ class Decoder(nn.Module):
             team=self.team,
             fused=self.fused,
         )
-        if self.config.lacking and self.mode != "reference":
-            lacking = ", ".join(self.config.lacking)
-            plan = replace(plan, reason=f"{plan.reason}; unfused: weft's kernels do not compute {lacking}")
         if self.config.block.residual_scale is not None:  # of whole sums
             plan = plan.of_single_layers()
         if self.config.attention.latent is not None and plan.fused:

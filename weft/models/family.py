@@ -80,11 +80,6 @@ class AttentionOptions:
         """Most tokens that a token attends to in any layer; None: all before it."""
         return None if None in self.windows else max(self.windows)
 
-    @property
-    def lacking(self) -> tuple[str, ...]:
-        """Options here that weft's kernels do not compute: torch's operations do."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOptions:
@@ -107,11 +102,6 @@ class BlockOptions:
     embedding_scale_rounded: bool = False
     logits_divisor: float | None = None
     logits_softcap: float | None = None
-
-    @property
-    def lacking(self) -> tuple[str, ...]:
-        """Options here that weft's kernels do not compute."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +160,6 @@ class ExpertOptions:
 
     def in_layer(self, layer: int) -> bool:
         return self.layers[layer % len(self.layers)]
-
-    @property
-    def lacking(self) -> tuple[str, ...]:
-        """Options here that weft's kernels do not compute."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

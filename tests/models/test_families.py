@@ -546,7 +546,9 @@ def test_a_mutant_with_experts_in_groups_is_far_beyond_it_too(make_checkpoint, m
 
 
 def check_mutant(make_checkpoint, name, mutate, world_size, layout=None):
-    directory, reference = make_checkpoint(**FAMILIES[name])
+    # Beside large weights the biases of gpt-oss hardly count.
+    changes = {"initializer_range": 0.1} if name == "gpt-oss" else {}
+    directory, reference = make_checkpoint(**FAMILIES[name] | changes)
     tokens = prompt(3, 40)
 
     def main(team):

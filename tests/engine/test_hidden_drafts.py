@@ -158,7 +158,7 @@ def test_drafts_are_those_of_an_mtp_layer_of_transformers(target, tmp_path, layo
         (sparse, 4, {}),
         (glm, 2, {}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_mtp_heads_of_mixtures_of_experts(byte_model, tmp_path, family, world_size, engine):
     directory = family(byte_model, tmp_path / "bare")

@@ -9,6 +9,8 @@ from typing import Any
 
 # Most characters of a value that a message repeats.
 LONGEST = 200
+# Names of choices in a message.
+MOST_LISTED = 32
 # Devices that ranks run on.
 DEVICES = ("auto", "cuda", "sim")
 
@@ -30,6 +32,13 @@ def quoted(value: object) -> str:
         return shortened(repr(value))
     except Exception:  # an integer of more than 4,300 digits, or an object whose repr or attributes raise
         return f"<{type(value).__name__}>"
+
+
+def listed(choices: Iterable[Any], most: int = MOST_LISTED) -> str:
+    """Choices in a message, at most `most` by name."""
+    names = [str(choice) for choice in choices]
+    rest = len(names) - most
+    return ", ".join(names) if rest <= 0 else f"{', '.join(names[:most])} or {rest} more"
 
 
 def did_you_mean(value: object, choices: Iterable[Any]) -> str:

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from weft.arguments import DEVICES, did_you_mean, quoted, shortened
+from weft.arguments import DEVICES, did_you_mean, listed, quoted, shortened
 from weft.errors import CannotWrite, WeftError
 from weft.runtime import logs
 from weft.runtime.files import check_target
@@ -91,10 +91,8 @@ def words(flag: str, text: str | None) -> tuple[str, ...]:
 def one_of(name: str, value: str, allowed: Iterable[str]) -> None:
     """ValueError unless a flag has one of the values that it takes."""
     if value not in (allowed := tuple(allowed)):
-        listed = ", ".join(allowed)
-        raise ValueError(
-            f"--{name} {shortened(value)} is unknown; choose one of {listed}{did_you_mean(value, allowed)}"
-        )
+        near = did_you_mean(value, allowed)
+        raise ValueError(f"--{name} {shortened(value)} is unknown; choose one of {listed(allowed)}{near}")
 
 
 def check_simulable(model: str, config: DecoderConfig, small: str) -> None:

@@ -32,6 +32,11 @@ from weft.models import Qwen3ForCausalLM
 SAMPLE = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
 
 
+def cache_of(pages, page_size, slots):
+    """Cache of 400 bytes a page, without states."""
+    return SimpleNamespace(data=torch.zeros(pages, 100), states=None)
+
+
 def on_one_rank(main, directory, fused=False):
     def rank(team):
         mode = "gemm_ar" if fused else "torch"
@@ -149,7 +154,7 @@ def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
         reserved = runner._graph_bytes()
         assert not len(runner.graphs) and runner.cache.pages == 2
         device = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages])
-        of = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
+        of = SimpleNamespace(new_cache=cache_of)
         on_gpu = SimpleNamespace(model=of, decoding=SimpleNamespace(page_size=16), team=device, verifying=None)
         return sizes, reserved, Runner._affordable_pages(on_gpu, 0.5, reserved)
 
@@ -466,7 +471,7 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(9_000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000 + sum(emptied), 1 << 40))
-    model = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
+    model = SimpleNamespace(new_cache=cache_of)
     team = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages, 1_000])
     runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=team, verifying=None)
     assert Runner._affordable_pages(runner, 0.8) == 20
@@ -475,7 +480,7 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
 def test_all_ranks_have_the_pages_that_fit_where_least_is_free(monkeypatch):
     free = [70_000, 30_000, 50_000]
     monkeypatch.setattr(runner_module, "free_bytes", lambda device: free[device.index])
-    model = SimpleNamespace(new_cache=lambda pages, page_size: SimpleNamespace(data=torch.zeros(pages, 100)))
+    model = SimpleNamespace(new_cache=cache_of)
 
     def main(team, fraction):
         on_gpu = SimpleNamespace(device=torch.device("cuda", team.rank), exchange=team.exchange)

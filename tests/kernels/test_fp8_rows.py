@@ -25,11 +25,11 @@ from weft.ops.op import find_op
 
 GROUP, TOKEN = RowFormat("group"), RowFormat("token")
 WRITERS = {
-    "add_rms_norm": add_rms_norm,
     "silu_mul": silu_mul,
     "matmul_silu_mul": small_m,
     "all_reduce_rms_norm": norm_kernel,
 }
+ROW_WRITERS = {"add_rms_norm": add_rms_norm}
 HEAD_WRITERS = {"decode_attention": split_kv, "paged_prefill_attention": paged_prefill_attention}
 
 
@@ -178,10 +178,34 @@ OF_HEADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *OF_HEADS])
+# Of the kernel that stores a whole row.
+OF_A_ROW = {
+    "scales of a row swapped": ("scales + group * fp8.column", "scales + (group ^ 1) * fp8.column"),
+    "scales of the row before": ("scales = fp8.scales + row * fp8.row", "scales = fp8.scales + (row ^ 1) * fp8.row"),
+    "stale scales of a row": ("mask=group * fp8.group < WIDTH)", "mask=group * fp8.group < 0)"),
+    "scales of a row rounded": (
+        "tl.store(scales + group * fp8.column, scale,",
+        "tl.store(scales + group * fp8.column, tl.exp2(tl.ceil(tl.log2(scale))),"),
+    "a token's scale by its first group": ("scale_for(tl.max(largest, axis=0, keep_dims=True))", "scale_for(tl.sum(tl.where("
+        "tl.arange(0, x.shape[0])[:, None] == 0, largest, 0.0), axis=0, keep_dims=True))"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, *OF_HEADS, *OF_A_ROW])
 def test_the_cases_catch_a_planted_mistake(name, tmp_path, monkeypatch):
-    writers, function = (WRITERS, "store_rows") if name in MUTANTS else (HEAD_WRITERS, "store_groups")
-    mutant, caught = mutated(fp8, *{**MUTANTS, **OF_HEADS}[name], f"fp8_rows_mutant_{len(name)}", tmp_path), {}
+    writers, function = next(
+        (writers, function)
+        for mistakes, writers, function in (
+            (MUTANTS, WRITERS, "store_rows"),
+            (OF_HEADS, HEAD_WRITERS, "store_groups"),
+            (OF_A_ROW, ROW_WRITERS, "store_row"),
+        )
+        if name in mistakes
+    )
+    mutant, caught = (
+        mutated(fp8, *{**MUTANTS, **OF_HEADS, **OF_A_ROW}[name], f"fp8_rows_mutant_{len(name)}", tmp_path),
+        {},
+    )
     for module in writers.values():
         monkeypatch.setattr(module, function, getattr(mutant, function))
 

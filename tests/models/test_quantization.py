@@ -54,7 +54,7 @@ BLOCK = CONFIGS["block"]
             "quant_method='awq' is not supported; weft runs weights in fp8 and 4 bits of 'fp8'",
         ),
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
-        ({"quant_method": "mxfp4"}, "quant_method='mxfp4'"),
+        ({"quant_method": "nvfp4"}, "quant_method='nvfp4'"),
         (BLOCK | {"weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\] is not supported; weft runs"),
         (BLOCK | {"weight_block_size": [128.0, 128]}, None),
         (BLOCK | {"activation_scheme": "static"}, "activation_scheme='static' is not supported; weft runs .*'dynamic'"),

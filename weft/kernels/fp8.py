@@ -76,7 +76,7 @@ def quantized(x, GROUP: tl.constexpr = COLUMNS):
     size = tl.abs(x)
     finite = size < float("inf")
     largest = tl.max(tl.where(finite, size, 0.0), axis=2, keep_dims=True)
-    scale = scale_for(in_one_layout(largest))
+    scale = scale_for(largest)
     return by_scale(x, scale).reshape(ROWS, WIDTH), scale.reshape(ROWS, WIDTH // GROUP)
 
 
@@ -152,7 +152,7 @@ def by_given_scale(x, scale):
 def in_one_layout(x):
     """``x``, after a loop of one round, through which Triton does not move changes of layout.
 
-    Scales are stored in a layout of their own, for which Triton would compute all that leads to them once more, with a whole
+    Scales and bytes are stored in two layouts. For the scales' one Triton would compute all that leads to x again, with a whole
     group in each thread: rows of 5,120 took 187 us in place of 43 (H200, 4,096 rows, benchmarks/fp8_rows.py).
     """
     result = tl.zeros(x.shape, x.dtype)
@@ -188,7 +188,7 @@ def store_rows(x, out, at, mask, fp8, token, exists, first, end, SUMMED: tl.cons
     elif fp8.group == 0:
         store_bytes(out, at, by_given_scale(x, tl.load(fp8.scales)), mask, SUMMED)
     else:
-        rows, scales = quantized(x, fp8.group)
+        rows, scales = quantized(in_one_layout(x), fp8.group)
         group = first // fp8.group + tl.arange(0, x.shape[1] // fp8.group)
         to = fp8.scales + token.to(tl.int64)[:, None] * fp8.row + group[None, :] * fp8.column
         store_bytes(out, at, rows, mask, SUMMED)
@@ -230,7 +230,7 @@ def store_groups(x, out, fp8, token, column, exists, width):
     if fp8.group == 0:
         tl.store(out + at, by_given_scale(x, tl.load(fp8.scales)), mask=exists[:, None])
     else:
-        rows, scales = quantized(x, 128)
+        rows, scales = quantized(in_one_layout(x), 128)
         to = fp8.scales + token * fp8.row + column // 128 * fp8.column
         tl.store(out + at, rows, mask=exists[:, None])
         tl.store(to[:, None], scales, mask=exists[:, None])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.arguments import did_you_mean, quoted
+from weft.arguments import did_you_mean, listed, quoted
 from weft.models.deepseek_v2 import DEEPSEEK_V2
 from weft.models.deepseek_v3 import DEEPSEEK_V3
 from weft.models.gemma2 import GEMMA2
@@ -55,6 +55,6 @@ def published(name: object) -> Mapping[str, Any]:
     if content is None:
         raise ValueError(
             f"model {quoted(name)} is not one whose sizes are known; choose one of "
-            f"{', '.join(PUBLISHED)}{did_you_mean(name, PUBLISHED)}"
+            f"{listed(PUBLISHED)}{did_you_mean(name, PUBLISHED)}"
         )
     return content

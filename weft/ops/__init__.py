@@ -67,8 +67,7 @@ __all__ = [
     "merge_attention", "mla_decode_attention", "mla_norm_rope", "moe_combine", "moe_dispatch", "moe_schedule",
     "moe_sum", "ngram_drafts", "note_tokens", "paged_attention", "paged_prefill_attention", "qk_norm_rope",
     "recurrent_gated_delta_rule", "reduce_scatter", "rms_norm_gated", "route", "sample_argmax", "sequence_to_heads",
-    "sharded_decode_attention", "silu_mul", "top_p_mass",
-    "vocab_embedding", "warm_up",
+    "sharded_decode_attention", "silu_mul", "top_p_mass", "vocab_embedding", "warm_up",
 ]  # fmt: skip
 
 # Former names, which stay importable.

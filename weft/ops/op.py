@@ -23,7 +23,7 @@ from torch._C import (
     _len_torch_function_stack,
 )
 
-from weft.arguments import did_you_mean, quoted
+from weft.arguments import did_you_mean, listed, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.layout import Given, Layout, autograd_formula, flat
 from weft.plan import table
@@ -443,4 +443,4 @@ def find_op(name: str) -> Op:
             return op
     aliases = sorted(op.alias for op in _OPS.values())
     near = did_you_mean(name, [*aliases, *(op.name for op in _OPS.values())])
-    raise ValueError(f"op={quoted(name)} is not one of {', '.join(aliases)}{near}")
+    raise ValueError(f"op={quoted(name)} is not one of {listed(aliases)}{near}")

@@ -6,6 +6,7 @@ It needs the package helion, and examples/distributed/all_reduce.py of its repos
 and writes FOLDER/helion/generated/wRANKS_rRANK.py: helion makes the rank a constant of the code.
 """
 
+import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -31,4 +32,8 @@ def main(folder, ranks):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) / "helion", int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the fetched projects")
+    parser.add_argument("ranks", type=int)
+    options = parser.parse_args()
+    main(options.folder / "helion", options.ranks)

@@ -91,7 +91,7 @@ def logging(monkeypatch):
     for op, name in ((AllGatherGroupedMatmulSiluMul, "fused"), (GroupedMatmulReduceScatter, "slabs")):
         monkeypatch.setattr(op, "rule", lambda op, call, machine, name=name: (name, "enough to overlap"))
     forget()
-    logged(by_nodes.grouped, "run", "GEMM")
+    logged(by_nodes.gemms, "run", "GEMM")
     logged(Rail, "exchange", "rail")
     logged(Rail, "after", "await")
 

@@ -93,7 +93,7 @@ FAMILIES = {
     "seed-oss-no-bias": {"family": "SeedOss", "attention_bias": False},
     "olmo2": {"family": "Olmo2", "kv_heads": 4},
     "olmo3": {"family": "Olmo3", **ALTERNATING, "rope_parameters": YARN_OF_TYPES},
-    "granite": {"family": "Granite", **GRANITE, "tied": True},
+    "granite": {"family": "Granite", "initializer_range": 0.2, **GRANITE, "tied": True},
     "gemma2": {
         "family": "Gemma2",
         **ALTERNATING,
@@ -102,7 +102,7 @@ FAMILIES = {
         "final_logit_softcapping": 2.0,
         "tied": True,
     },
-    "smollm3": {"family": "SmolLM3", "no_rope_layers": [1, 0, 1], "tied": True},
+    "smollm3": {"family": "SmolLM3", "initializer_range": 0.2, "no_rope_layers": [1, 0, 1], "tied": True},
     "smollm3-window": {
         "family": "SmolLM3",
         "no_rope_layer_interval": 2,

@@ -165,7 +165,7 @@ FAMILIES = {
     "gemma3": {"family": "Gemma3Text", **ALTERNATING, "query_pre_attn_scalar": 24, "rope_parameters": ROPE_OF_TYPES},
     "qwen3-next": {"family": "Qwen3Next", **SHARED, **DELTA_NETS, "kv_heads": 2},
     "qwen3.5": {"family": "Qwen3_5Text", **DELTA_NETS, "initializer_range": 0.2},
-    "qwen3.5-moe": {"family": "Qwen3_5MoeText", **SHARED, **DELTA_NETS, "kv_heads": 2},
+    "qwen3.5-moe": {"family": "Qwen3_5MoeText", **SHARED, **DELTA_NETS, "kv_heads": 2, "initializer_range": 0.15},
     "qwen3-next-mixed": {"family": "Qwen3Next", **SHARED_SPARSE_NEXT, "layer_types": None, "num_hidden_layers": 4},
 }
 """Name -> arguments of make_checkpoint: what differs between families, once each."""

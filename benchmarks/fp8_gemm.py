@@ -120,7 +120,7 @@ def compile_one(job: tuple[SmallM, int, bool]) -> str:
 
 
 def run_design(design: SmallM, x: Any, weight: Fp8, gated: bool) -> torch.Tensor:
-    return small_m.run(ScaledMatrix(x), weight, design, gated=gated, dtype=torch.bfloat16)
+    return small_m.run(ScaledMatrix(x), weight, design, activation="silu" if gated else None, dtype=torch.bfloat16)
 
 
 def problem_of(M: int, weights: list[Fp8], gated: bool) -> Problem:

@@ -10,7 +10,7 @@ from typing import Any
 # Most characters of a value that a message repeats.
 LONGEST = 200
 # Names of choices in a message.
-MOST_LISTED = 32
+MOST_LISTED = 44
 # Devices that ranks run on.
 DEVICES = ("auto", "cuda", "sim")
 

@@ -12,6 +12,7 @@ from weft.errors import CheckpointError
 from weft.layers.latent_attention import LatentAttention
 from weft.models import Decoder, DecoderConfig
 from weft.models.memory import check_cache
+from weft.parallel.latent_sizes import LatentSizes
 from weft.parallel.quantized import Fp8Format
 
 # config.json of the published checkpoints, as far as transformers reads it.
@@ -196,9 +197,9 @@ def test_pages_of_latents_count_as_what_they_are(monkeypatch):
 
 def test_kv_b_in_blocks_of_fp8_is_dequantized_once():
     def main(team):
+        sizes = LatentSizes(kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, scale=0.1)
         layer = LatentAttention(
-            hidden_size=128, num_attention_heads=4, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
-            scale=0.1, team=team, mode="replicated", dtype=torch.float32,
+            hidden_size=128, num_attention_heads=4, sizes=sizes, team=team, mode="replicated", dtype=torch.float32,
             formats=lambda names: FP8 if names == ("kv_b_proj",) else None,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from weft.parallel.latent_sizes import LatentSizes
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, split_evenly
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats
@@ -27,10 +28,9 @@ class LatentAttention(nn.Module):
     (latent, k) = (norm(kv_a[:latent]), kv_a[latent:]), kv_a = x @ kv_a_proj.T;  keys, values: rows of kv_b_proj, by head
     q = x @ q_proj.T, or norm(x @ q_a_proj.T) @ q_b_proj.T; the last qk_rope_head_dim elements of a head are rotated
 
-    q_lora_rank      columns of q_b_proj; None: q_proj
-    rope_interleave  partners of the rotary embedding are neighbours
-    formats          of the weights; None: they are in `dtype`. kv_b_proj is in `dtype` in any case: it is absorbed into queries
-                     and results, so a quantized one is dequantized once it is there
+    sizes    with q_lora_rank the queries have a latent: q_a_proj and q_b_proj in place of q_proj
+    formats  of the weights; None: they are in `dtype`. kv_b_proj is in `dtype` in any case: it is absorbed into queries and
+             results, so a quantized one is dequantized once it is there
 
     A rank has num_attention_heads / W query heads, and all of kv_a_proj and q_a_proj: every rank computes the latents of all
     tokens. They are cached on each rank, or, with context_parallel, spread over the ranks by pages. For inference, as a part of
@@ -42,49 +42,43 @@ class LatentAttention(nn.Module):
         *,
         hidden_size: int,
         num_attention_heads: int,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        scale: float,
+        sizes: LatentSizes,
         team: Team,
         mode: Mode,
         dtype: torch.dtype,
-        q_lora_rank: int | None = None,
-        rope_interleave: bool = True,
         formats: Formats | None = None,
     ) -> None:
         super().__init__()
+        latent, nope, rope, value = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
         check_layer(
-            team, mode, dtype, hidden_size=hidden_size, num_attention_heads=num_attention_heads,
-            kv_lora_rank=kv_lora_rank, qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim,
-            v_head_dim=v_head_dim,
+            team, mode, dtype, hidden_size=hidden_size, num_attention_heads=num_attention_heads, kv_lora_rank=latent,
+            qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value,
         )  # fmt: skip
         self.team, self.mode = team, mode_named(mode)
         self.num_heads = split_evenly("num_attention_heads", num_attention_heads, team)
         # One latent of a token for all heads; no windows.
         self.num_kv_heads, self.group, self.window = 1, self.num_heads, None
         self.eps = EPS
-        self.nope, self.rope, self.scale, self.interleaved = qk_nope_head_dim, qk_rope_head_dim, scale, rope_interleave
+        self.nope, self.rope, self.scale, self.interleaved = nope, rope, sizes.scale, sizes.rope_interleave
         options = {"team": team, "dtype": dtype, "formats": formats}
 
         def by_head(name: str, features: int) -> Rows:
             return Rows.even(name, num_attention_heads * features, team)
 
-        q_rows, kv_a = by_head("q_proj", qk_nope_head_dim + qk_rope_head_dim), kv_lora_rank + qk_rope_head_dim
-        first = {"q_proj": q_rows} if q_lora_rank is None else {"q_a_proj": Rows(q_lora_rank, 0, q_lora_rank)}
+        q_rows, of_q = by_head("q_proj", nope + rope), sizes.q_lora_rank
+        first = {"q_proj": q_rows} if of_q is None else {"q_a_proj": Rows(of_q, 0, of_q)}
         self.qkv_proj = ColumnParallelLinear(
-            hidden_size, first | {"kv_a_proj_with_mqa": Rows(kv_a, 0, kv_a)}, **options
+            hidden_size, first | {"kv_a_proj_with_mqa": Rows(sizes.width, 0, sizes.width)}, **options
         )
         self.q_a_layernorm = self.q_b_proj = None
         norm = {"eps": self.eps, "device": team.device, "dtype": dtype}
-        if q_lora_rank is not None:
-            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, **norm).requires_grad_(False)
-            self.q_b_proj = ColumnParallelLinear(q_lora_rank, {"q_b_proj": q_rows}, **options)
-        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, **norm).requires_grad_(False)
-        kv_b = {"kv_b_proj": by_head("kv_b_proj", qk_nope_head_dim + v_head_dim)}
-        self.kv_b_proj = ColumnParallelLinear(kv_lora_rank, kv_b, **options)
-        self.o_proj = RowParallelLinear("o_proj", num_attention_heads * v_head_dim, hidden_size, **options)
+        if of_q is not None:
+            self.q_a_layernorm = nn.RMSNorm(of_q, **norm).requires_grad_(False)
+            self.q_b_proj = ColumnParallelLinear(of_q, {"q_b_proj": q_rows}, **options)
+        self.kv_a_layernorm = nn.RMSNorm(latent, **norm).requires_grad_(False)
+        kv_b = {"kv_b_proj": by_head("kv_b_proj", nope + value)}
+        self.kv_b_proj = ColumnParallelLinear(latent, kv_b, **options)
+        self.o_proj = RowParallelLinear("o_proj", num_attention_heads * value, hidden_size, **options)
         self._dtype, self._kv_b = dtype, None
 
     @property

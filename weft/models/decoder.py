@@ -6,7 +6,7 @@ A recipe of weft.parallel computes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +37,7 @@ from weft.parallel.quantized import Formats
 from weft.parallel.recipe import StepPlan
 from weft.parallel.rotary import rotary_angles
 from weft.parallel.sharding import Shard, under
-from weft.parallel.step import PagedCache, Step
+from weft.parallel.step import LatentCache, PagedCache, Step
 from weft.parallel.step_plan import plan_step
 from weft.parallel.tensors import LayerWeights, NormWeights, tensor_of
 from weft.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
@@ -334,14 +334,15 @@ class Decoder(nn.Module):
         """Cache of these pages; slots: of sequences' states, in models with gated delta nets."""
         where = {"device": self.team.device}
         latent = self.config.attention.latent
-        parts, width = (2, self.config.head_dim) if latent is None else (1, latent.width)
+        kind, width = (PagedCache, self.config.head_dim) if latent is None else (LatentCache, latent.width)
         sizes = len(self.attentions), pages, self.attentions[0].num_kv_heads, page_size, width
-        states = None
+        cache = kind(*sizes, dtype=self.cache_dtype, scales=self.cache_scales, **where)
         if nets := [layer.linear_attn for layer in self.layers if layer.linear_attn is not None]:
             has_state = [layer.linear_attn is not None for layer in self.layers]
-            states = DeltaStates(has_state, slots, nets[0].sizes, nets[0].conv1d.shape[1], dtype=self.dtype, **where)
-        options = {"scales": self.cache_scales, "states": states, "parts": parts}
-        return PagedCache(*sizes, dtype=self.cache_dtype, **options, **where)
+            cache.states = DeltaStates(
+                has_state, slots, nets[0].sizes, nets[0].conv1d.shape[1], dtype=self.dtype, **where
+            )
+        return cache
 
     @property
     def attentions(self) -> list[TPAttention | LatentAttention]:
@@ -511,7 +512,7 @@ def _attention(
         return LatentAttention(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
-            **asdict(latent),
+            sizes=latent,
             team=team,
             mode=mode,
             dtype=dtype,

@@ -11,11 +11,11 @@ from weft.models.family import (
     AttentionOptions,
     Content,
     Family,
-    LatentOptions,
     WeightNames,
     count_of,
 )
 from weft.models.routed_experts import READS, SOFTMAX_SUPPORTED, softmax_experts
+from weft.parallel.latent_sizes import LatentSizes
 
 LATENT_KEYS = (
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
@@ -45,7 +45,7 @@ def latent_attention(content: Content, rope_interleave: bool) -> AttentionOption
     nope, rope = count_of(content, "qk_nope_head_dim"), count_of(content, "qk_rope_head_dim")
     if rope % 2:
         raise CheckpointError(f"config.json: qk_rope_head_dim={rope} is odd; rotary embedding takes halves of a head")
-    latent = LatentOptions(
+    latent = LatentSizes(
         kv_lora_rank=count_of(content, "kv_lora_rank"),
         q_lora_rank=None if content["q_lora_rank"] is None else count_of(content, "q_lora_rank"),
         qk_nope_head_dim=nope,
@@ -55,6 +55,19 @@ def latent_attention(content: Content, rope_interleave: bool) -> AttentionOption
         rope_interleave=rope_interleave,
     )
     return AttentionOptions(latent=latent)
+
+
+def yarn(mscale: float) -> dict[str, str | float]:
+    """rope_scaling of a published file."""
+    return {
+        "type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
 
 
 def scale_of_yarn(parameters: object) -> float:
@@ -114,15 +127,7 @@ DEEPSEEK_V2 = Family(
             "routed_scaling_factor": scale,
             "max_position_embeddings": 163840,
             "rope_theta": 10000.0,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 40.0,
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-            },
+            "rope_scaling": yarn(0.707),
         }
         for name, (
             hidden_size, intermediate_size, layers, heads, q_lora_rank, total, of_expert, groups, limit, scale,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.models.deepseek_v2 import LATENT_KEYS, TRAINING_KEYS, latent_attention
+from weft.models.deepseek_v2 import LATENT_KEYS, TRAINING_KEYS, latent_attention, yarn
 from weft.models.family import AttentionOptions, Content, Family, WeightNames, flag
 from weft.models.routed_experts import READS, SIGMOID_SUPPORTED, sigmoid_experts
 
@@ -59,15 +59,7 @@ DEEPSEEK_V3 = Family(
             "model_type": "deepseek_v3",
             "max_position_embeddings": 163840,
             "rope_theta": 10000.0,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 40.0,
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
+            "rope_scaling": yarn(1.0),
         }
     },
 )

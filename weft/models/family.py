@@ -11,31 +11,7 @@ from typing import Any
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.models.joined import Joined
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentOptions:
-    """Latent attention (MLA): arguments of ``LatentAttention``, under the names of config.json."""
-
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    scale: float
-    q_lora_rank: int | None = None
-    rope_interleave: bool = True
-
-    @property
-    def width(self) -> int:
-        """Elements of a token in the cache."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    def parameters(self, hidden_size: int, heads: int) -> int:
-        """Number of weights in the matrices of a layer."""
-        q = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
-        of_q = hidden_size * q if self.q_lora_rank is None else self.q_lora_rank * (hidden_size + q)
-        of_kv = hidden_size * self.width + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return of_q + of_kv + hidden_size * heads * self.v_head_dim
+from weft.parallel.latent_sizes import LatentSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +45,7 @@ class AttentionOptions:
     rotated: tuple[bool, ...] = (True,)
     inputs: int = 1
     gated: bool = False
-    latent: LatentOptions | None = None
+    latent: LatentSizes | None = None
 
     def window(self, layer: int) -> int | None:
         """Window of a layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy
 import torch
@@ -28,13 +28,14 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 class PagedCache:
     """Paged keys and values of all layers: data[layers, 2, pages, kv_heads_local, page_size, head_dim].
 
-    With ``parts`` 1 in place of 2: rows of latents and rotary keys, as of one head of which keys and values are parts.
     A sequence's tokens lie in the pages that its row of a page table names, in that order. Page 0 is reserved for padding:
     unfused layers write it there. In fp8 (torch.float8_e4m3fn) each layer has a scale of its keys and one of its values in
     scales[layers, 2], fp32, which are 1 unless given. ValueError for a page size that is not a power of two from 16 to 256.
 
     states  of the layers that have a state in place of pages, which `layers` does not count; None: there are no such layers
     """
+
+    PARTS: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -47,16 +48,15 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         scales: torch.Tensor | None = None,
-        states: DeltaStates | None = None,
-        parts: int = 2,
     ) -> None:
         check_page_size(page_size)
         # Zeros: a masked-out NaN times the zero weight of the softmax would still be NaN.
-        self.data = torch.zeros(layers, parts, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
+        self.data = torch.zeros(layers, self.PARTS, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
         self.scales = None
         if dtype.itemsize == 1:
             self.scales = torch.ones(layers, 2, device=device) if scales is None else scales
-        self.page_size, self.states = page_size, states
+        self.page_size = page_size
+        self.states: DeltaStates | None = None
 
     @property
     def pages(self) -> int:
@@ -73,6 +73,15 @@ class PagedCache:
             index = self.states.number[index]
         pages = tuple(self.data[index])
         return pages if self.scales is None else (*pages, self.scales[index, :1], self.scales[index, 1:])
+
+
+class LatentCache(PagedCache):
+    """Paged rows of latents and rotary keys, as of one head: data[layers, 1, …].
+
+    Keys and values are parts of a row.
+    """
+
+    PARTS = 1
 
 
 class Chunk(NamedTuple):

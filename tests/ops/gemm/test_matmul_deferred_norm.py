@@ -99,10 +99,10 @@ def test_every_design_divides_its_rows(design, gated):
         for M, N, K in SHAPES[:4]:
             x, b = rows(M, K, BF16)[0], matrix((2 if gated else 1) * N, K, BF16)
             eighth = torch.full((M, 5), 64 / 5)
-            out = small_m.run(ScaledMatrix(x, RowScales(eighth, 0.0)), b, design, gated=gated)
+            out = small_m.run(ScaledMatrix(x, RowScales(eighth, 0.0)), b, design, activation="silu" if gated else None)
             assert_close(out, reference(x.double() / 8, b, gated), K, what=f"{M}x{N}x{K}")
             each = torch.arange(1, M + 1)[:, None].float().square()
-            out = small_m.run(ScaledMatrix(x, RowScales(each, 0.0)), b, design, gated=gated)
+            out = small_m.run(ScaledMatrix(x, RowScales(each, 0.0)), b, design, activation="silu" if gated else None)
             expected = reference(x.double() / torch.arange(1, M + 1)[:, None], b, gated)
             assert_close(out, expected, K, what=f"{M}x{N}x{K}")
 
@@ -310,7 +310,7 @@ def test_the_schemas_and_fakes_tell_the_truth():
         norm = factored(x, weight, 3)
         calls = {
             torch.ops.weft.all_reduce_deferred_norm.default: (x, x, weight, team.name, "auto"),
-            torch.ops.weft.matmul_deferred_norm.default: (norm.scaled, norm.squares, EPS, b, True),
+            torch.ops.weft.matmul_deferred_norm.default: (norm.scaled, norm.squares, EPS, b, "silu"),
             torch.ops.weft.matmul_parts.default: (norm.scaled, b, norm.squares, EPS),
         }
         in_parts = torch.randn(3, *x.shape)

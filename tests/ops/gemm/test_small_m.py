@@ -66,9 +66,14 @@ def test_ragged_shapes(design, dtype, gated):
     def main():
         for call, (M, N, K) in enumerate(SHAPES):
             x, weight = operands(M, N, K, dtype, call, gated)
-            out = small_m.run(ScaledMatrix(x), weight, design, gated=gated)
+            given, activation = (ScaledMatrix(x), weight, design), "silu" if gated else None
+            out = small_m.run(*given, activation=activation)
             assert_close(out, reference(x, weight, gated), K, what=f"{M}x{N}x{K}")
-            assert_identical(small_m.run(ScaledMatrix(x), weight, design, gated=gated), out, what=f"{M}x{N}x{K} again")
+            assert_identical(
+                small_m.run(ScaledMatrix(x), weight, design, activation="silu" if gated else None),
+                out,
+                what=f"{M}x{N}x{K} again",
+            )
 
     alone(main)
 
@@ -348,7 +353,7 @@ def test_the_same_bits_with_and_without_programmatic_dependent_launch(gated, mon
     def chain(x, weights, design):
         for weight in weights:
             x = torch.ops.weft.add_rms_norm(x, x, torch.ones_like(x[0]), 1e-6)[0]
-            x = small_m.run(ScaledMatrix(x), weight, design, gated=gated)
+            x = small_m.run(ScaledMatrix(x), weight, design, activation="silu" if gated else None)
         return x
 
     for M in (1, 16, 33, 64):

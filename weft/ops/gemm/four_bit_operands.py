@@ -32,10 +32,11 @@ def by_design(
     rows, scales = x
     if isinstance(design, SmallM):
         design = replace(design, block_k=BLOCK)
-        return small_m.run(ScaledMatrix(described(rows), scales), weight, design, gated=gated, summed=summed)
+        given = ScaledMatrix(described(rows), scales), weight, design
+        return small_m.run(*given, activation="silu" if gated else None, summed=summed)
     wide = dequantized(weight, rows.dtype, capabilities_of(rows.device))
     if scales is not None:
-        return torch.ops.weft.matmul_deferred_norm.default(rows, *scales, wide, gated)
+        return torch.ops.weft.matmul_deferred_norm.default(rows, *scales, wide, "silu" if gated else None)
     return (torch.ops.weft.matmul_silu_mul if gated else torch.ops.weft.matmul).default(rows, wide)
 
 

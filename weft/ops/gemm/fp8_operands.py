@@ -143,7 +143,7 @@ def by_design(
             design = replace(design, block_k=columns_of(weight))  # a step is under one scale
         weight = weight._replace(data=described(weight.data), scales=weight.scales.contiguous())
         rows = rows._replace(data=described(rows.data))
-        options = {"gated": gated, "summed": summed, "dtype": dtype, "out": out}
+        options = {"activation": "silu" if gated else None, "summed": summed, "dtype": dtype, "out": out}
         given = ScaledMatrix(rows, scales), weight, design
         if format is None or small_m.writes(design, weight.shape[1], format):
             return small_m.run(*given, **options, format=format)

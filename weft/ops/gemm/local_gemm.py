@@ -102,10 +102,9 @@ class LocalGemm(GemmOp):
         if isinstance(b, FourBit):
             return four_bit_operands.by_design(design, operand, b, gated=self.gated, summed=summed)
         a, b = rows_contiguous(a), rows_contiguous(b)
-        activation = case.field("activation") or "silu"
+        activation = (case.field("activation") or "silu") if self.gated else None
         if isinstance(design, SmallM):
-            options = {"gated": self.gated, "summed": summed, "activation": activation}
-            return small_m.run(operand._replace(data=a), b, design, **options)
+            return small_m.run(operand._replace(data=a), b, design, activation=activation, summed=summed)
         more = (activation,) if self.gated else ()
         return self.run(design, None, normed(a, squares[0], EPS) if squares else a, b, *more)
 

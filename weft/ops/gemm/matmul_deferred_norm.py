@@ -19,9 +19,9 @@ from weft.ops.op import Op, define
 from weft.plan.planned import machine
 
 
-def product(x: ScaledMatrix, weight: torch.Tensor, *, gated: bool = False, activation: str = "silu") -> torch.Tensor:
-    """``matmul``, or if ``gated`` ``matmul_silu_mul``, of checked arguments with scales."""
-    return _MATMUL_DEFERRED_NORM.dispatch(x.data, x.scales.squares, x.scales.eps, weight, gated, activation)
+def product(x: ScaledMatrix, weight: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
+    """``matmul``, or with an ``activation`` ``matmul_silu_mul``, of checked arguments with scales."""
+    return _MATMUL_DEFERRED_NORM.dispatch(x.data, x.scales.squares, x.scales.eps, weight, activation)
 
 
 class MatmulDeferredNorm(Op):
@@ -33,22 +33,22 @@ class MatmulDeferredNorm(Op):
         squares: torch.Tensor,
         eps: float,
         weight: torch.Tensor,
-        gated: bool,
-        activation: str = "silu",
+        activation: str | None,
     ) -> torch.Tensor:
+        gated = activation is not None
         scaled, weight = rows_contiguous(scaled), rows_contiguous(weight)
         (M, K), N = scaled.shape, weight.shape[0] // (2 if gated else 1)
         call = GemmCall(M, N, K, scaled.dtype, can_describe(scaled, weight), deferred_norm=True)
         design = local_gemm(gated).plan(call, machine(capabilities_of(scaled.device), 1)).design
         if isinstance(design, SmallM):
             operand = ScaledMatrix(scaled, RowScales(squares.contiguous(), eps))
-            return small_m.run(operand, weight, design, gated=gated, activation=activation)
+            return small_m.run(operand, weight, design, activation=activation)
         if gated:
             return torch.ops.weft.silu_mul.default(cublas.run(design, scaled, weight), squares, eps, activation)
         return torch.ops.weft.matmul.default(normed(scaled, squares, eps), weight)
 
-    def fake(self, scaled, squares, eps, weight, gated, activation="silu"):
-        return scaled.new_empty((scaled.shape[0], weight.shape[0] // (2 if gated else 1)))
+    def fake(self, scaled, squares, eps, weight, activation):
+        return scaled.new_empty((scaled.shape[0], weight.shape[0] // (1 if activation is None else 2)))
 
 
 _MATMUL_DEFERRED_NORM = MatmulDeferredNorm()

@@ -121,7 +121,7 @@ class MatmulParts(Op):
             return small_m.run(ScaledMatrix(x, scales), weight, design, summed=False)
         if squares is None:
             return torch.ops.weft.matmul.default(x, weight)
-        return torch.ops.weft.matmul_deferred_norm.default(x, squares, eps, weight, False)
+        return torch.ops.weft.matmul_deferred_norm.default(x, squares, eps, weight, None)
 
     def fake(self, x, weight, squares, eps):
         M, N = x.shape[0], weight.shape[0]

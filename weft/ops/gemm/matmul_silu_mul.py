@@ -80,7 +80,7 @@ def matmul_silu_mul(
     check_scales("matmul_silu_mul", operand, weight)
     if operand.scales is None:
         return MATMUL_SILU_MUL.dispatch(rows, weight, activation)
-    return matmul_deferred_norm.product(operand, weight, gated=True, activation=activation)
+    return matmul_deferred_norm.product(operand, weight, activation=activation)
 
 
 def _by_two_launches(
@@ -130,7 +130,7 @@ class MatmulSiluMul(LocalGemm):
         """``matmul_silu_mul`` with checked arguments, of dense rows, by ``design``."""
         self.check_design(design)
         if isinstance(design, SmallM):
-            return small_m.run(ScaledMatrix(x), weight, design, gated=True, activation=activation)
+            return small_m.run(ScaledMatrix(x), weight, design, activation=activation)
         return torch.ops.weft.silu_mul.default(cublas.run(design, x, weight), None, 0.0, activation)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, activation: str = "silu") -> torch.Tensor:

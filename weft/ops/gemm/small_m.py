@@ -261,19 +261,20 @@ def run(
     weight: torch.Tensor | Fp8 | FourBit,
     design: SmallM,
     *,
-    gated: bool = False,
+    activation: str | None = None,
     summed: bool = True,
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     format: RowFormat | None = None,
-    activation: str = "silu",
 ) -> torch.Tensor | Fp8:
     """GEMM of operands with dense rows, each on 16 bytes, and contiguous scales: out[M, N].
 
     If not ``summed``, the split-K partials fp32 [partials, M, N]. With an ``Fp8`` weight x is ``Fp8`` too; with a ``FourBit``
     weight block_k is 128.
-    dtype: that of a new ``out``, x's by default. format: ``gated`` results are put in fp8 so, where the design ``writes`` that.
+    activation: of the gate; None: not gated. dtype: that of a new ``out``, x's by default. format: gated results are put in fp8
+    so, where the design ``writes`` that.
     """
+    gated, activation = activation is not None, activation or "silu"
     x, scales = operand
     fp8, grid, dtype = None, None, dtype or x.dtype
     width = design.block_k

@@ -150,8 +150,9 @@ def causal_conv1d_update(
     lengths  [T] int32: tokens of the sequence up to and with a row's; 1: its state begins as zeros; 0: padding, its row of
              the result is undefined
     slots    [B] int32: index of a sequence's state before the step
-    after    [T] int32: where the state after a token goes, each index once in a step; None: all in ``slots``, for one
-             token each. So tokens that turn out wrong are undone by going on from another index
+    after    [T] int32: where the state after a token goes, each index once in a step, and none that is another sequence's
+             slot, which may not have been read yet; None: all in ``slots``, for one token each. So tokens that turn out
+             wrong are undone by going on from another index
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """

@@ -83,11 +83,7 @@ def recurrent_gated_delta_rule(
     """``gated_delta_rule`` of few new tokens of each of B sequences, [T, value heads, V]: token by token.
 
     qkv, gates, state  as for ``gated_delta_rule``; T is a multiple of B, tokens of a sequence in rows that follow each other
-    lengths  [T] int32: tokens of the sequence up to and with a row's; 1: its state begins as zeros; 0: padding, its row of
-             the result is undefined
-    slots    [B] int32: index of a sequence's state before the step
-    after    [T] int32: where the state after a token goes, each index once in a step; None: all in ``slots``, for one
-             token each. So tokens that turn out wrong are undone by going on from another index
+    lengths, slots, after  as for ``causal_conv1d_update``
 
     No backward. ValueError for shapes, dtypes or devices that do not fit.
     """

@@ -71,11 +71,12 @@ def causal_conv1d_kernel(
     if begin == 0:
         tl.debug_barrier()  # all threads have read the state
         for row in tl.static_range(TAPS - 1):
-            # A row of the old state moves up: each is read before it is written.
+            # A row of the old state moves up: every thread reads it before any thread writes it.
             new = length - (TAPS - 1) + row
             from_x = tl.load(x + (first + new) * stride + column, mask=inside & (new >= 0), other=0)
             from_state = inside & (new < 0) & (before > 0)
             from_x += tl.load(old + (length + row) * CHANNELS + column, mask=from_state, other=0)
+            tl.debug_barrier()
             tl.store(old + row * CHANNELS + column, from_x, mask=inside)
 
 
@@ -100,6 +101,7 @@ def causal_conv1d_update_kernel(
     one = tl.load(old + (TAPS - 2) * CHANNELS, mask=kept & (TAPS > 1), other=0)
     two = tl.load(old + (TAPS - 3) * CHANNELS, mask=kept & (TAPS > 2), other=0)
     three = tl.load(old + (TAPS - 4) * CHANNELS, mask=kept & (TAPS > 3), other=0)
+    tl.debug_barrier()  # all threads have read the state
     taps = weight + column * TAPS + (TAPS - 1)
     of_token = tl.load(taps, mask=inside, other=0).to(tl.float32)
     of_one = tl.load(taps - 1, mask=inside & (TAPS > 1), other=0).to(tl.float32)

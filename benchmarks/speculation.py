@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class OneToken:
     def allocate(self, pages: int) -> None:
         pass
 
-    def read(self, chunks: Sequence[Any]) -> None:
+    def read(self, chunks: Sequence[Any], rows: Mapping[int, int]) -> None:
         pass
 
     def propose(self, batch: int, drafts: int) -> torch.Tensor:

@@ -124,7 +124,7 @@ def test_a_mistake_is_seen(mistake, tmp_path, monkeypatch):
         ("schedule has 3 tokens with 2 choices and ids shape (2, 2)", 3, lambda x: ops.Routing(x.ids[:2], x.weights[:2])),
         ("experts=6 is not an Experts of the 3 that weight has", 4, lambda x: 6),
         ("residual has shape (3, 303); it must be (3, 304)", 5, lambda x: x[:, 1:]),
-        ("norm.dtype=torch.float32 is not one of bfloat16", 6, lambda x: x.float()),
+        ("norm.dtype=torch.float16 is not one of bfloat16, float32", 6, lambda x: x.half()),
         ("eps='0' is not a finite number", 7, lambda x: "0"),
     ],
 )  # fmt: skip

@@ -85,7 +85,7 @@ def inverse_of_unit_lower(L, ROWS: tl.constexpr, PRECISION: tl.constexpr):
     return tl.dot(rest, D, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def prepare_kernel(
     qkv, stride, gates, strides, rows, chunks, parts, scale, tokens, SIZES: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -141,7 +141,7 @@ def prepare_kernel(
     tl.store(parts.factors + 2 * kept + cell, tl.exp(total) + tl.zeros_like(G), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def scan_kernel(
     qkv, stride, rows, slots, parts, state, out, tokens, SIZES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,

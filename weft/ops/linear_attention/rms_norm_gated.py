@@ -23,7 +23,7 @@ CELLS = 2048  # elements of a program
 CASES_EPS = 1e-6
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_gated_kernel(
     x,
     gate,

@@ -24,7 +24,7 @@ from weft.arguments import quoted
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.fp8 import E4M3, Fp8
 from weft.kernels.pair_sums import PairSum
-from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
+from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, norm_dtype
 from weft.ops.collectives.all_reduce_rms_norm import (
     ALL_REDUCE_RMS_NORM,
     CASES_EPS,
@@ -32,7 +32,7 @@ from weft.ops.collectives.all_reduce_rms_norm import (
     check_factored,
     check_row,
 )
-from weft.ops.local import check_shape, check_sizes
+from weft.ops.local import check_shape, check_sizes, norm_dtypes
 from weft.ops.moe.grouped.cases import exact_operands, quantized_rows_of, with_matrix, with_scales
 from weft.ops.moe.grouped.check import check_grouped
 from weft.ops.moe.grouped.gemms import GroupedArguments
@@ -133,7 +133,7 @@ def grouped_matmul_all_reduce_rms_norm(
     schedule   of ``moe_schedule(routing.ids, experts)``
     routing    of all T tokens, the same on all ranks: ids int32 [T, k], weights [T, k] of any of these dtypes
     experts    this rank's
-    residual   [T, H] of x's dtype, the same on all ranks; norm [H] of that dtype; eps is added to the mean square
+    residual   [T, H] of x's dtype, the same on all ranks; norm [H] of that dtype or fp32; eps is added to the mean square
     shared     [T, H] of x's dtype, added to this rank's sums; gate [T] of that dtype, strided or not: shared[t] is multiplied
                by sigmoid(gate[t])
     bias       [experts.count, H] of x's dtype, added to the experts' results before they are weighted: of slices one rank has
@@ -160,7 +160,8 @@ def grouped_matmul_all_reduce_rms_norm(
             f"{tuple(routing.ids.shape)}; pass the schedule of these ids"
         )
     for name, tensor, shape in (("residual", residual, (tokens, H)), ("norm", norm, (H,))):
-        check_tensor(op, name, tensor, team, (gemm.dtype,), over_nodes=True)
+        dtypes = norm_dtypes(gemm.dtype) if name == "norm" else (gemm.dtype,)
+        check_tensor(op, name, tensor, team, dtypes, over_nodes=True)
         check_shape(op, name, tensor, shape)
     check_shared(op, residual, (tokens, H), shared, gate)
     check_row(H, residual.itemsize)
@@ -276,7 +277,14 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
         same = Draw(case, 0, draw.call, draw.device)
         ids, weights = draw_ids(same, T, k, total), same.own("weights", (T, k)).abs()
         x, weight = draw.own("x", (T * k, K)), draw.own("weight", (experts_of(case, total, rank).count, H, K), K**-0.5)
-        inputs = x, weight, ids, weights, draw.shared("residual", (T, H)), 1 + draw.shared("norm", (H,)) / 8
+        inputs = (
+            x,
+            weight,
+            ids,
+            weights,
+            draw.shared("residual", (T, H)),
+            1 + draw.shared("norm", (H,), dtype=norm_dtype(case)) / 8,
+        )
         if case.field("shared"):
             inputs += (draw.own("shared", (T, H)),)
         if case.field("shared") == "gated":
@@ -368,6 +376,8 @@ class GroupedMatmulAllReduceRMSNorm(MoeOp):
             {"block_fp8": True},
         ):
             yield case(2, BF16, 5, 3, 4, 136, 272, bias=True, **fields)
+        for design in ("in_norm", "sequential"):
+            yield case(2, BF16, 5, 3, 4, 72, 24, design=design, held=2, wide_norm=True, deferred=design == "in_norm")
         yield case(2, BF16, 0, 2, 4, 48, 16, held=2)
         yield case(8, BF16, 2, 8, 8, 40, 16, held=1)
 

@@ -112,3 +112,13 @@ def test_world_sizes_and_drafts_that_do_not_fit_are_refused(made):
 
     weft.simulate(main, 2)
     assert EngineConfig().prefix_caching
+
+
+def test_more_sequences_than_states_are_refused(made):
+    def main(team):
+        model = Decoder.from_pretrained(made[0], team, mode="torch")
+        step = model.decode_step(torch.tensor([3, 3]), torch.tensor([[1], [2]], dtype=torch.int32))
+        with pytest.raises(ValueError, match="2 sequences of a step, and a cache with states of 1;.*slots=2"):
+            model(torch.tensor([1, 2]), step, model.new_cache(3, 16, slots=1))
+
+    weft.simulate(main, 1)

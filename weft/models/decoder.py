@@ -470,6 +470,8 @@ class Decoder(nn.Module):
         Keys and values go into `cache`.
         """
         recipe, residual = step.plan.recipe, None
+        if cache.states is not None:
+            cache.states.check_holds(step.state_slots)
         if step.is_prefill and step.spread is not None:
             caches = [cache.layer(index) for index in range(len(self.layers))]
             step = replace(step, spread=step.spread.ahead_of(self.attentions[0].weights, caches))

@@ -41,6 +41,14 @@ class DeltaStates:
         """Bytes of a sequence's states."""
         return (self.conv.nbytes + self.delta.nbytes) // self.conv.shape[1]
 
+    def check_holds(self, slots: Tensor) -> None:
+        """ValueError for more sequences than there are slots. Values of ``slots`` may be on a device, and are not read."""
+        if len(slots) > self.conv.shape[1]:
+            raise ValueError(
+                f"{len(slots)} sequences of a step, and a cache with states of {self.conv.shape[1]}; make it with "
+                f"new_cache(pages, slots={len(slots)}) or more"
+            )
+
     def layer(self, index: int) -> tuple[Tensor, Tensor] | None:
         """conv and delta [slots, …] of a layer; None: it has pages."""
         number = self.number[index]

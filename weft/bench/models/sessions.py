@@ -107,7 +107,7 @@ class WeftSession:
     def __init__(self, model: Decoder, batch: int, max_len: int) -> None:
         self.model, self.batch = model, batch
         each = -(-max_len // (DEFAULT_PAGE_SIZE * (model.team.size if model.context_parallel else 1)))
-        self.cache = model.new_cache(1 + batch * each)
+        self.cache = model.new_cache(1 + batch * each, slots=batch)
         shuffled = torch.randperm(batch * each, generator=torch.Generator().manual_seed(5))
         self.pages = (1 + shuffled).view(batch, each).to(model.team.device, torch.int32)
 
@@ -144,6 +144,9 @@ class WeftSession:
 
     def fill_at_random(self) -> None:
         self.cache.data.normal_()
+        if self.cache.states is not None:
+            for part in (self.cache.states.conv, self.cache.states.delta):
+                part.normal_()
 
     def is_sharded(self, tokens: int) -> bool:
         return self.model.plan(tokens).mode == "sequence_parallel"

@@ -27,7 +27,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128):
     match name:
         case "prepare":
             arguments = *given, gates, strides, INTS, INTS, parts, 0.1, 640
-            return compiled(delta.prepare_kernel, *arguments, **shared, **delta.PREPARE)
+            return compiled(delta.prepare_kernel, *arguments, **shared, **delta.prepare_options(dtype))
         case "scan":
             shared |= {"COLUMNS": delta.columns_of(sizes, dtype), **delta.scan_options(sizes, dtype)}
             return compiled(delta.scan_kernel, *given, INTS, INTS, parts, FP32, x, 640, **shared)

@@ -41,7 +41,7 @@ from weft.ops.op import Op, register
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.team.team import Team
 
-BLOCK = tl.constexpr(16)  # of T's diagonal, inverted row by row
+LEVELS = tl.constexpr(6)  # CHUNK = 2^LEVELS
 
 
 class Prepared(NamedTuple):
@@ -59,30 +59,21 @@ class Prepared(NamedTuple):
 
 
 @triton.jit
-def inverse_of_unit_lower(L, ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 of a strictly lower triangular L [ROWS, ROWS], fp32.
+def inverse_of_unit_lower(L, ROWS: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 of a strictly lower triangular L [ROWS, ROWS] in fp32; dots of ``dtype``.
 
-    Blocks of 16 x 16 on the diagonal row by row, which stays exact where powers of L would grow; the rest by its four powers:
-    with D the inverse of these blocks and M = D (L below the blocks), M^4 = 0 and (I + M)^-1 = (I - M) (I + M^2).
+    By blocks that double: with D the inverse of the blocks of s rows on the diagonal, and C what L has below them in blocks of
+    2 s rows, the inverse of the latter is D - D C D. No power of L is taken: those would grow.
     """
-    COUNT: tl.constexpr = ROWS // BLOCK
-    block, at = tl.arange(0, COUNT), tl.arange(0, BLOCK)
-    here = block[:, None, None, None] == block[None, None, :, None]
-    diagonal = tl.sum(tl.where(here, tl.reshape(L, [COUNT, BLOCK, COUNT, BLOCK]), 0.0), axis=2)  # [COUNT, BLOCK, BLOCK]
-    inverse = tl.where((at[:, None] == at[None, :])[None], 1.0, 0.0) + tl.zeros([COUNT, BLOCK, BLOCK], tl.float32)
-    for i in range(1, BLOCK):
-        # Row i of L times the rows above it, which are final.
-        row = tl.sum(tl.where((at == i)[None, :, None], diagonal, 0.0), axis=1)  # [COUNT, BLOCK]
-        made = tl.sum(row[:, :, None] * inverse, axis=1)
-        inverse = tl.where((at == i)[None, :, None], inverse - made[:, None, :], inverse)
-    D = tl.reshape(tl.where(here, inverse[:, :, None, :], 0.0), [ROWS, ROWS])
-    if COUNT == 1:
-        return D
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
-    M = tl.dot(D, tl.where(row // BLOCK > column // BLOCK, L, 0.0), input_precision=PRECISION)
-    one = tl.where(row == column, 1.0, 0.0)
-    rest = tl.dot(one - M, one + tl.dot(M, M, input_precision=PRECISION), input_precision=PRECISION)
-    return tl.dot(rest, D, input_precision=PRECISION)
+    D = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, L, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        between = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
+        C = tl.where(between, L, 0.0).to(dtype)
+        rounded = D.to(dtype)
+        CD = tl.dot(C, rounded, input_precision=PRECISION).to(dtype)
+        D -= tl.dot(rounded, CD, input_precision=PRECISION)
+    return D
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -102,43 +93,40 @@ def prepare_kernel(
     dtype: tl.constexpr = qkv.dtype.element_ty
     wl.follow_previous_kernel()
     sequence, begin = tl.load(chunks + 2 * place), tl.load(chunks + 2 * place + 1)
-    at = tl.arange(0, ROWS)
+    first = (tl.load(rows + 3 * sequence) + begin).to(tl.int64)  # rows are counted from here, in 32 bits
+    at, of_key, of_value = tl.arange(0, ROWS), tl.arange(0, K), tl.arange(0, V)
     exists = begin + at < tl.load(rows + 3 * sequence + 1)
-    row = (tl.load(rows + 3 * sequence) + begin + at).to(tl.int64)
-    g, beta = decay_and_rate(gates, strides, row, exists, head)
+    g, beta = decay_and_rate(gates, strides, first + at, exists, head)
     G = tl.cumsum(g, 0)
     total = tl.sum(g, 0)
-
-    of_key, of_value = tl.arange(0, K), tl.arange(0, V)
-    first = head // (H // SIZES.key_heads) * K
-    q = tl.load(qkv + row[:, None] * stride + first + of_key[None, :], mask=exists[:, None], other=0)
-    keys = qkv + SIZES.key_heads * K + first
-    k = tl.load(keys + row[:, None] * stride + of_key[None, :], mask=exists[:, None], other=0)
-    k_down = tl.load(keys + row[None, :] * stride + of_key[:, None], mask=exists[None, :], other=0)  # k.T
+    qkv += first * stride
+    queries = qkv + head // (H // SIZES.key_heads) * K + at[:, None] * stride + of_key[None, :]
+    q = tl.load(queries, mask=exists[:, None], other=0)
+    k = tl.load(queries + SIZES.key_heads * K, mask=exists[:, None], other=0)
     of_q = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS) * scale
     of_k = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+    cell = first * H + head
+    factors = parts.factors + cell + at * H
+    kept = tokens.to(tl.int64) * H
+    tl.store(factors, of_q * tl.exp(G), mask=exists)
+    tl.store(factors + kept, of_k * tl.exp(total - G), mask=exists)
+    tl.store(factors + 2 * kept, tl.exp(total) + tl.zeros_like(G), mask=exists)
 
-    below = at[:, None] >= at[None, :]
-    decay = tl.exp(tl.where(below, G[:, None] - G[None, :], 0.0)) * of_k[None, :]
-    decay = tl.where(below, decay, 0.0)
-    L = tl.dot(k, k_down, input_precision=PRECISION) * decay * (beta * of_k)[:, None]
-    # tf32 errs as much as the rounding of T to bf16 that follows; three times as many registers would not fit.
-    of_inverse: tl.constexpr = PRECISION if dtype.primitive_bitwidth == 32 or PRECISION == "ieee" else "tf32"
-    T = inverse_of_unit_lower(tl.where(at[:, None] > at[None, :], L, 0.0), ROWS, of_inverse)
-    P = tl.dot(q, k_down, input_precision=PRECISION) * decay * of_q[:, None]
-    cell = row * H + head
-    tl.store(parts.p + cell[:, None] * ROWS + at[None, :], P.to(dtype), mask=exists[:, None])
+    decay = tl.exp(tl.where(at[:, None] >= at[None, :], G[:, None] - G[None, :], float("-inf"))) * of_k[None, :]
+    P = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * of_q[:, None]
+    tl.store(parts.p + cell * ROWS + at[:, None] * (H * ROWS) + at[None, :], P.to(dtype), mask=exists[:, None])
+    L = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * (beta * of_k)[:, None]
+    # Elements of T, and of the inverses on the way, are products of contractions: none exceeds 1, so fp16 rounds less than the
+    # bf16 that T goes to.
+    of_inverse: tl.constexpr = tl.float32 if dtype.primitive_bitwidth == 32 else tl.float16
+    T = inverse_of_unit_lower(tl.where(at[:, None] > at[None, :], L, 0.0), ROWS, of_inverse, PRECISION)
     # Factors of a token go into T, so that inputs are not rounded a second time.
     W = tl.dot((T * (beta * of_k * tl.exp(G))[None, :]).to(dtype), k, input_precision=PRECISION)
-    tl.store(parts.w + cell[:, None] * K + of_key[None, :], W.to(dtype), mask=exists[:, None])
+    tl.store(parts.w + cell * K + at[:, None] * (H * K) + of_key[None, :], W.to(dtype), mask=exists[:, None])
     values = qkv + 2 * SIZES.key_heads * K + head * V
-    v = tl.load(values + row[:, None] * stride + of_value[None, :], mask=exists[:, None], other=0)
+    v = tl.load(values + at[:, None] * stride + of_value[None, :], mask=exists[:, None], other=0)
     U = tl.dot((T * beta[None, :]).to(dtype), v, input_precision=PRECISION)
-    tl.store(parts.u + cell[:, None] * V + of_value[None, :], U.to(dtype), mask=exists[:, None])
-    kept = tokens.to(tl.int64) * H
-    tl.store(parts.factors + cell, of_q * tl.exp(G), mask=exists)
-    tl.store(parts.factors + kept + cell, of_k * tl.exp(total - G), mask=exists)
-    tl.store(parts.factors + 2 * kept + cell, tl.exp(total) + tl.zeros_like(G), mask=exists)
+    tl.store(parts.u + cell * V + at[:, None] * (H * V) + of_value[None, :], U.to(dtype), mask=exists[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -277,7 +265,7 @@ class GatedDeltaRule(Op):
         rows, slots, chunks = (x.contiguous() for x in sequences)
         shared = {"SIZES": sizes, "ROWS": CHUNK, "PRECISION": precision_of(caps), **launch_options(caps)}
         inputs = qkv, qkv.stride(0), *kernel_gates(gates), rows, chunks, parts, sizes.K**-0.5, tokens
-        prepare_kernel[len(chunks), heads](*inputs, **shared, **PREPARE)
+        prepare_kernel[len(chunks), heads](*inputs, **shared, **prepare_options(qkv.dtype))
         columns = columns_of(sizes, qkv.dtype)
         grid = heads * (sizes.V // columns), len(rows)
         arguments = qkv, qkv.stride(0), rows, slots, parts, state, out, tokens
@@ -288,7 +276,9 @@ class GatedDeltaRule(Op):
         return qkv.new_empty((qkv.shape[0], state.shape[1], state.shape[3]))
 
 
-PREPARE = {"num_warps": 8}
+def prepare_options(dtype: torch.dtype) -> dict[str, Any]:
+    """Warps of ``prepare``: two programs of 16 bits fit an SM's registers."""
+    return {"num_warps": 4 if dtype.itemsize == 2 else 8}
 
 
 def scan_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:

@@ -282,11 +282,11 @@ def test_keys_limits_and_the_end_of_a_server(served, monkeypatch):
     """Its engine is that of `served`, since a process has virtual ranks once."""
     import httpx
 
-    from weft.serve import app
+    from weft.serve import app, routes
 
     options = served.service.options
     service = app.Service(served.llm, app.ServeOptions(model_name="adder", api_key="key-ä", max_waiting=1))
-    transport = httpx.ASGITransport(app.create_app(service))
+    transport = httpx.ASGITransport(routes.create_app(service))
     assert options.api_key is None
     begun = []
 

@@ -25,10 +25,10 @@ def http(served):
     """Client of the server's app, whose engine is that of `served`, since a process has virtual ranks once."""
     import httpx
 
-    from weft.serve import app
+    from weft.serve import app, routes
 
     service = app.Service(served.llm, app.ServeOptions(model_name="adder"))
-    transport = httpx.ASGITransport(app.create_app(service))
+    transport = httpx.ASGITransport(routes.create_app(service))
     return lambda: httpx.AsyncClient(transport=transport, base_url="http://weft")
 
 

@@ -1,9 +1,8 @@
-"""OpenAI's API over an AsyncLLM: routes, answers whole and as streams, errors."""
+"""OpenAI's API over an AsyncLLM: answers whole and as streams, errors."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import secrets
 import time
@@ -11,23 +10,19 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weft.arguments import positive, quoted, shortened
 from weft.engine.answers import Piece
 from weft.engine.async_llm import AsyncLLM
-from weft.engine.params import SamplingParams
 from weft.engine.tokenizer import TokenBytes
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
 from weft.serve import logprobs
 from weft.serve.choices import REASONS, Choices
-from weft.serve.fields import Asked, BadField
+from weft.serve.fields import Asked
 from weft.serve.metrics import Metrics
 
 MAX_BODY_BYTES = 16 << 20
@@ -221,91 +216,15 @@ COMPLETION = Shape(
 )
 
 
-def create_app(service: Service) -> FastAPI:
-    """Application that serves OpenAI's API, /health and /metrics."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    api = APIRouter(prefix="/v1", dependencies=[Depends(_authorised(service.options.api_key))])
-
-    @api.post("/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await _answer(service, request, CHAT)
-
-    @api.post("/completions")
-    async def completions(request: Request) -> Response:
-        return await _answer(service, request, COMPLETION)
-
-    @api.get("/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
-
-    @api.get("/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        _check_model(service, name)
-        return _model(service)
-
-    @app.get("/health")
-    async def health() -> Response:
-        service.check_ready()
-        return Response()
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    app.include_router(api)
-
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status)
-        return JSONResponse(error.content, error.status, headers)
-
-    @app.exception_handler(BadField)
-    async def bad_field(request: Request, error: BadField) -> Response:
-        return await refused(request, ApiError(400, shortened(error, 1000), error.param))
-
-    @app.exception_handler(ClientDisconnect)
-    async def left(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_LEFT)  # none is sent, but the log has no traceback
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {shortened(request.url.path)}: {error.detail}"
-        return await refused(request, ApiError(error.status_code, message))
-
-    return app
-
-
-def _authorised(api_key: str | None) -> Callable[[Request], None]:
-    async def check(request: Request) -> None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        # Header bytes reach here as Latin-1.
-        equal = api_key is None or hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
-        if not equal or (api_key is not None and scheme.lower() != "bearer"):
-            raise ApiError(
-                401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
-            )
-
-    return check
-
-
-def _model(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.options.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "weft",
-        "max_model_len": service.llm.max_seq_len,
-    }
-
-
-def _check_model(service: Service, name: str | None) -> None:
+def check_model(service: Service, name: str | None) -> None:
+    """ApiError for a model that is not served; None: any."""
     if name not in (None, served := service.options.model_name):
         raise ApiError(
             404, f"model {quoted(name)} is not served; the one that is: {served}", "model", "model_not_found"
         )
 
 
-async def _body(request: Request, limit: int) -> bytearray:
+async def body_of(request: Request, limit: int) -> bytearray:
     """Body of a request. ApiError for one that is too long or says that it is no JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which no page of another site can send unasked
@@ -318,28 +237,32 @@ async def _body(request: Request, limit: int) -> bytearray:
     return body
 
 
-def _asked(body: bytearray, chat: bool, defaults: SamplingParams) -> Asked:
-    """Fields of a body. ApiError for one that is no JSON, BadField as `Asked.of`."""
-    try:
-        decoded = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {shortened(error)}") from None
-    return Asked.of(decoded, chat, defaults)
+async def read(service: Service, request: Request, fields_of: Callable[[object], T]) -> T:
+    """Fields of a request, as `fields_of` takes them from its body. ApiError for a body that is no JSON."""
+    body = await service.unless_stopped(body_of(request, service.options.max_body_bytes))
+
+    def decoded() -> T:
+        try:
+            value = json.loads(body, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON: {shortened(error)}") from None
+        return fields_of(value)
+
+    # In a thread, since a long body takes a while; a thread takes longer than a short one.
+    return decoded() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(decoded)
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-async def _answer(service: Service, request: Request, shape: Shape) -> Response:
-    body = await service.unless_stopped(_body(request, service.options.max_body_bytes))
-    reading = body, shape is CHAT, service.llm.defaults
-    # In a thread, since a long body takes a while; a thread takes longer than a short one.
-    asked = _asked(*reading) if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(_asked, *reading)
-    _check_model(service, asked.model)
+async def answer_to(service: Service, request: Request, shape: Shape) -> Response:
+    """Response to a request to complete a conversation or prompts."""
+    asked = await read(service, request, lambda body: Asked.of(body, shape is CHAT, service.llm.defaults))
+    check_model(service, asked.model)
     answer_id = f"{shape.prefix}-{secrets.token_hex(12)}"
     try:
-        answer = await _unless_left(
+        answer = await unless_left(
             request, asyncio.create_task(service.unless_stopped(service.choices(asked, answer_id)))
         )
     except Exception as error:
@@ -351,7 +274,7 @@ async def _answer(service: Service, request: Request, shape: Shape) -> Response:
         events = _events(service, answer, asked, shape, {**head, "object": shape.chunk})
         return EventStream(events, lambda: service.end(answer))
     try:
-        choices = await _unless_left(request, asyncio.create_task(_whole(service, answer, asked, shape)))
+        choices = await unless_left(request, asyncio.create_task(_whole(service, answer, asked, shape)))
         if choices is None:
             return Response(status_code=CLIENT_LEFT)
         return JSONResponse({**head, "object": shape.object, "choices": choices, "usage": answer.usage()})
@@ -361,7 +284,7 @@ async def _answer(service: Service, request: Request, shape: Shape) -> Response:
         service.end(answer)
 
 
-async def _unless_left(request: Request, work: asyncio.Task[Any]) -> Any:
+async def unless_left(request: Request, work: asyncio.Task[Any]) -> Any:
     """Result of a task; None if the client leaves before it is there, which cancels it."""
 
     async def left() -> None:

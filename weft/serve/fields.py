@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.arguments import check_bool, check_int, check_optional, quoted, shortened
+from weft.arguments import check_bool, check_int, quoted, shortened
 from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, as_prompts, check_strings
+from weft.serve.checks import BadField, a_text, an_object, checked, given_of, of_type, refuse
 
 # OpenAI's.
 MOST_CHOICES = 128
@@ -53,7 +54,6 @@ NOT_OF_THE_MODEL: dict[str, type] = {
     "service_tier": str,
     "user": str,
 }
-JSON_TYPES = {dict: "an object", bool: "true or false", str: "a string"}
 # Fields of the API that are not supported, with values that ask for nothing, beside null.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -83,14 +83,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 OF_TEMPLATES = ("name", "reasoning_content")
 
 
-class BadField(ValueError):
-    """A request that cannot be answered as it is. ``param``: the field at fault."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """Fields of a request to complete a conversation or prompts.
@@ -114,72 +106,40 @@ class Asked:
     @classmethod
     def of(cls, body: object, chat: bool, defaults: SamplingParams) -> Asked:
         """Fields of a decoded JSON body. BadField for any that is wrong, unknown or not supported."""
-        if not isinstance(body, dict):
-            raise BadField(f"the body is {quoted(body)}; send a JSON object")
-        given = {name: value for name, value in body.items() if value is not None}
+        given = given_of(body)
         own = OF_CHAT if chat else OF_COMPLETIONS
         for name, value in given.items():
             if (kind := NOT_OF_THE_MODEL.get(name)) is not None:
-                _checked(name, _of_type(kind), value)
+                checked(name, of_type(kind), value)
             elif name not in own and name not in SAMPLING:
-                _refuse(name, value)
-        stream = _checked("stream", check_bool, given.get("stream", False))
+                refuse(name, value, UNSUPPORTED)
+        stream = checked("stream", check_bool, given.get("stream", False))
         needed = "messages" if chat else "prompt"
         if needed not in given:
             raise BadField(f"{needed} is missing", needed)
         return cls(
-            model=_checked("model", _text, given.get("model")),
-            messages=_messages(given["messages"]) if chat else None,
-            variables=_checked("chat_template_kwargs", _object, given.get("chat_template_kwargs")),
+            model=checked("model", a_text, given.get("model")),
+            messages=messages_of(given["messages"]) if chat else None,
+            variables=checked("chat_template_kwargs", an_object, given.get("chat_template_kwargs")),
             prompts=[] if chat else _prompts(given["prompt"]),
             params=_params(given, chat, replace(defaults, max_tokens=None if chat else COMPLETION_TOKENS, seed=None)),
-            n=_checked("n", lambda name, n: check_int(name, n, 1, MOST_CHOICES), given.get("n", 1)),
+            n=checked("n", lambda name, n: check_int(name, n, 1, MOST_CHOICES), given.get("n", 1)),
             stream=stream,
             include_usage=_include_usage(given.get("stream_options"), stream),
-            return_token_ids=_checked("return_token_ids", check_bool, given.get("return_token_ids", False)),
+            return_token_ids=checked("return_token_ids", check_bool, given.get("return_token_ids", False)),
         )
-
-
-def _refuse(name: str, value: object) -> None:
-    """Raise BadField for a field that is not supported, unless its value asks for nothing."""
-    if name not in UNSUPPORTED:
-        raise BadField(f"{shortened(name)} is not a field of this request; leave it out", shortened(name))
-    if not any(value == neutral and type(value) in (type(neutral), float) for neutral in UNSUPPORTED[name]):
-        raise BadField(f"{name}={quoted(value)} is not supported; leave it out", name)
-
-
-def _checked(name: str, check: Callable[[str, Any], Any], value: Any) -> Any:
-    """The value that `check(name, value)` returns, else `value`. BadField for its ValueError."""
-    try:
-        checked = check_optional(check, name, value)
-    except ValueError as error:
-        raise BadField(str(error), name) from None
-    return value if checked is None else checked
-
-
-def _of_type(kind: type) -> Callable[[str, object], None]:
-    """Check of a value of a type in JSON."""
-
-    def check(name: str, value: object) -> None:
-        if not isinstance(value, kind):
-            raise ValueError(f"{name}={quoted(value)} is not {JSON_TYPES[kind]}")
-
-    return check
-
-
-_text, _object = _of_type(str), _of_type(dict)
 
 
 def _include_usage(options: object, stream: bool) -> bool:
     if options is None:
         return False
-    _checked("stream_options", _object, options)
+    checked("stream_options", an_object, options)
     for name, value in options.items():
         if name != "include_usage" and value not in (None, False):
             raise BadField(f"stream_options.{shortened(name)} is not supported; leave it out", "stream_options")
     usage = options.get("include_usage")
     # Of an answer that is no stream the usage is always there.
-    return usage is not None and _checked("stream_options.include_usage", check_bool, usage) and stream
+    return usage is not None and checked("stream_options.include_usage", check_bool, usage) and stream
 
 
 def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> SamplingParams:
@@ -191,7 +151,7 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
             # JSON has text for keys.
             parameters[parameter] = _by_token_id(value) if name == "logit_bias" else value
     for name in ("stop", "bad_words"):
-        _checked(name, _few_strings, parameters.get(name))
+        checked(name, _few_strings, parameters.get(name))
     try:
         return replace(defaults, **parameters)
     except ValueError as error:
@@ -212,7 +172,7 @@ def _logprobs(given: Mapping[str, Any], chat: bool) -> Any:
     if not chat:
         return None if asked is False else asked
     if asked is not None:
-        _checked("logprobs", check_bool, asked)
+        checked("logprobs", check_bool, asked)
     if top is not None and not asked:
         if top == 0:
             return None
@@ -224,7 +184,7 @@ def _structure(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
     """Structure of the answer, by OpenAI's response_format or vLLM's structured_outputs."""
     asked, form = given.get("structured_outputs"), given.get("response_format")
     if form is not None:
-        _checked("response_format", _object, form)
+        checked("response_format", an_object, form)
         kind, schema = form.get("type"), form.get("json_schema")
         if kind not in ("text", "json_object", "json_schema"):
             raise BadField(
@@ -238,7 +198,7 @@ def _structure(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
             asked = {"json_object": True} if kind == "json_object" else {"json": schema["schema"]}
     if asked is None:
         return None
-    _checked("structured_outputs", _object, asked)
+    checked("structured_outputs", an_object, asked)
     try:
         return StructuredOutputsParams(**asked)
     except (TypeError, ValueError) as error:
@@ -262,7 +222,8 @@ def _prompts(value: object) -> list[Prompt]:
     return prompts
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
+def messages_of(value: object) -> list[dict[str, Any]]:
+    """Messages for the chat template. BadField for ones that it cannot get."""
     if not isinstance(value, list) or not value:
         raise BadField(f"messages={quoted(value)} is not a list of messages", "messages")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]

@@ -17,7 +17,8 @@ from weft.engine.async_llm import AsyncLLM
 from weft.engine.params import SamplingParams
 from weft.errors import WeftError
 from weft.runtime.logs import logger_of
-from weft.serve.app import Service, create_app
+from weft.serve.app import Service
+from weft.serve.routes import create_app
 
 # Seconds that connections have to close once their answers have been ended.
 GRACE_SECONDS = 5

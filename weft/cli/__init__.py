@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,13 +11,26 @@ from weft.bench.command import command as bench
 from weft.bench.serving.command import command as bench_serve
 from weft.check.command import command as check
 from weft.cli import doctor, generate, serve
-from weft.console import Commands, logged, single_valued
+from weft.cli.vllm_flags import COMMANDS, rewritten
+from weft.console import Commands, logged, one_line_errors, single_valued
 from weft.predict.command import predict
 from weft.trace.command import app as trace
 from weft.tune.command import command as tune
 
+
+class WeftCommands(Commands):
+    """Subcommands of `weft`; the ones that run an engine take vLLM's flags."""
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in COMMANDS:
+            with one_line_errors("--traceback" in rest):
+                rest = rewritten(rest, name)
+        return name, command, rest
+
+
 app = typer.Typer(
-    cls=Commands,
+    cls=WeftCommands,
     help="Overlapped multi-GPU kernels in plain Python, and a simulator for machines without a GPU.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,

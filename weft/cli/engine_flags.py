@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from weft.arguments import DEVICES
+from weft.cli.vllm_flags import spellings
 from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, layout_of, notices, one_of
 from weft.engine.config import DEFAULTS, every_tenth
 from weft.models.families import published
@@ -61,14 +62,32 @@ class EngineFlags:
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="Random weights of a published model's sizes, made on the device")
     ] = False
-    max_batch: Annotated[int, typer.Option(help="Prompts that run at once; further ones wait")] = DEFAULTS["max_batch"]
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", *spellings("max_batch"), help="Prompts that run at once; further ones wait")
+    ] = DEFAULTS["max_batch"]
     max_seq_len: Annotated[
         int | None,
-        typer.Option("--max-seq-len", "--max-model-len", help="Prompt and answer together [default: the model's]"),
+        typer.Option(
+            "--max-seq-len", *spellings("max_seq_len"), help="Prompt and answer together [default: the model's]"
+        ),
     ] = DEFAULTS["max_seq_len"]
-    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256")] = DEFAULTS[
-        "page_size"
-    ]
+    chunk_tokens: Annotated[
+        int,
+        typer.Option("--chunk-tokens", *spellings("chunk_tokens"), help="Prompt tokens that a step reads at most"),
+    ] = DEFAULTS["chunk_tokens"]
+    page_size: Annotated[
+        int,
+        typer.Option(
+            "--page-size", *spellings("page_size"), help="Tokens in a page of the KV cache: 16, 32, 64, 128, 256"
+        ),
+    ] = DEFAULTS["page_size"]
+    memory_fraction: Annotated[
+        float, typer.Option(help="Share of the memory that is free beside the weights, for the KV cache")
+    ] = DEFAULTS["memory_fraction"]
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Share of a GPU's whole memory for weights, graphs and KV cache, in place of that"),
+    ] = DEFAULTS["gpu_memory_utilization"]
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: half the bytes of 16 bits")] = DEFAULTS[
         "kv_cache_dtype"
     ]
@@ -94,8 +113,16 @@ class EngineFlags:
         ),
     ] = DEFAULTS["context_parallel"]
     pipeline_parallel: Annotated[
-        int, typer.Option("--pipeline-parallel", help="Stages that the layers are split over: nodes, or parts of one")
+        int,
+        typer.Option(
+            "--pipeline-parallel",
+            *spellings("pipeline_parallel"),
+            help="Stages that the layers are split over: nodes, or parts of one",
+        ),
     ] = DEFAULTS["pipeline_parallel"]
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph/--no-cuda-graph", help="Replay decode steps and prompts as CUDA graphs")
+    ] = DEFAULTS["cuda_graph"]
     warm_up: Annotated[
         bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")
     ] = DEFAULTS["warm_up"]
@@ -151,7 +178,11 @@ PASSED_ON = (
     "mode",
     "max_batch",
     "max_seq_len",
+    "chunk_tokens",
     "page_size",
+    "memory_fraction",
+    "gpu_memory_utilization",
+    "cuda_graph",
     "kv_cache_dtype",
     "quantization",
     "prefix_caching",

@@ -45,6 +45,9 @@ class ServeFlags(EngineFlags):
     served_model_name: Annotated[
         str | None, typer.Option(help="In requests and answers [default: MODEL as typed, or adder]")
     ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Of requests that send none, one after the other [default: another each time]")
+    ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request")] = 16 << 20
     max_waiting: Annotated[int, typer.Option(help="Requests beyond a full batch; further ones get status 503")] = 1024
     keep_alive: Annotated[
@@ -76,6 +79,7 @@ def serve(flags: ServeFlags) -> None:
             max_body_bytes=flags.max_body_bytes,
             max_waiting=flags.max_waiting,
             keep_alive=flags.keep_alive,
+            seed=flags.seed,
         )
         config, model = flags.engine_config(), _model(flags)
         with server.bound(flags.host, flags.port) as at:

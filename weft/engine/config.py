@@ -65,6 +65,8 @@ class EngineConfig:
     quantization     "fp8" or "fp8_per_block", "fp8_per_channel", "mxfp4", "int4": weights of 16 or 32 bits are quantized as
                      they are read (docs/quantization.md); None: they are as the checkpoint has them
     memory_fraction  share of the GPU's free memory that the KV cache may take, in (0, 1]; virtual ranks take up to 256 MiB
+    gpu_memory_utilization  share of the GPU's whole memory for weights, graphs and KV cache together, in (0, 1], as of vLLM, in
+                     place of memory_fraction; without effect on virtual ranks. None: memory_fraction
     chunk_tokens     prompt tokens read in one step, before the running sequences decode their next token
     mixed_chunk_tokens  the same, fewer, of a prompt that arrives while sequences decode: bounds the time between two tokens
     prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
@@ -98,6 +100,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     memory_fraction: float = 0.8
+    gpu_memory_utilization: float | None = None
     chunk_tokens: int = 4096
     mixed_chunk_tokens: int = 1024
     prefix_caching: bool = True
@@ -151,6 +154,8 @@ class EngineConfig:
                 )
         check_number("grammar_seconds", self.grammar_seconds, 1e-3, 3600, "in [0.001, 3600] seconds")
         check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
+        if self.gpu_memory_utilization is not None:
+            check_number("gpu_memory_utilization", self.gpu_memory_utilization, 1e-9, 1, "in (0, 1]")
 
     @classmethod
     def of(cls, config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

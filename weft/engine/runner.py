@@ -25,7 +25,7 @@ from weft.engine.speculation.ngram import NgramDrafter
 from weft.engine.speculation.verify import Verify, VerifyGraph
 from weft.models import Decoder
 from weft.models.checkpoint import Progress
-from weft.models.memory import check_cache, free_bytes
+from weft.models.memory import check_cache, free_bytes, memory_of
 from weft.parallel.step import PagedCache
 from weft.runtime.copying import upload
 from weft.runtime.logs import logger_of
@@ -296,7 +296,7 @@ class Runner:
         if config.pages is None:
             reserved = self._graph_bytes() if config.warm_up and self.cuda_graph else 0
             most = 1 + self.max_batch * self.slots.table.shape[1]
-            return min(most, self._affordable_pages(config.memory_fraction, reserved))
+            return min(most, self._affordable_pages(config, reserved))
         check_cache(
             self.model.config,
             self.model.team,
@@ -330,13 +330,28 @@ class Runner:
         graphs = sum(2 * self.pipeline.stages - 1 if isinstance(size, Turn) else 1 for size, _ in sizes)
         return max(0, first) + max(0, second) * (graphs - 1)
 
-    def _affordable_pages(self, fraction: float, reserved: int = 0) -> int:
-        """Number of KV pages that fit on the rank with the least free memory; equal on every rank."""
+    def _affordable_pages(self, config: EngineConfig, reserved: int = 0) -> int:
+        """Number of KV pages that fit on the rank with the least memory for them; equal on every rank."""
         cache = self.model.new_cache(1, self.decoding.page_size, 1)
         states = 0 if cache.states is None else cache.states.slot_bytes * self.max_batch
         page_bytes = cache.data.nbytes + (0 if self.verifying is None else self.verifying.drafter.page_bytes)
+        budget = VIRTUAL_CACHE_BYTES
         if self.team.device.type == "cuda":
-            budget = int((free_bytes(self.team.device) - reserved - states) * fraction)
-        else:
-            budget = VIRTUAL_CACHE_BYTES
-        return max(2, min(self.team.exchange(budget // page_bytes)))
+            budget = cache_budget(config, *memory_of(self.team.device), reserved + states)
+        pages = min(self.team.exchange(budget // page_bytes))
+        if pages < 2 and config.gpu_memory_utilization is not None:
+            raise ValueError(
+                f"gpu_memory_utilization={config.gpu_memory_utilization} leaves no memory for the KV cache beside weights and "
+                f"graphs; raise it, or shard the model over more ranks"
+            )
+        return max(2, pages)
+
+
+def cache_budget(config: EngineConfig, free: int, whole: int, reserved: int) -> int:
+    """Bytes for the KV cache on a GPU of `whole` bytes, of which `free` are free beside the weights.
+
+    reserved  bytes for graphs and states, of the free ones
+    """
+    if (share := config.gpu_memory_utilization) is None:
+        return int((free - reserved) * config.memory_fraction)
+    return free - reserved - int(whole * (1 - share))

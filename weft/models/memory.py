@@ -54,8 +54,13 @@ def check_cache(
 
 def free_bytes(device: torch.device) -> int:
     """Bytes for a new tensor on a GPU, torch's cache given back first. CUDA graphs keep theirs."""
+    return memory_of(device)[0]
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """(`free_bytes` of a GPU, all its bytes)."""
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+    return torch.cuda.mem_get_info(device)
 
 
 def memory_of_this_machine() -> int | None:

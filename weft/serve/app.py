@@ -7,16 +7,17 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from weft.arguments import positive, quoted, shortened
+from weft.arguments import check_int, check_optional, positive, quoted, shortened
 from weft.engine.answers import Piece
 from weft.engine.async_llm import AsyncLLM
+from weft.engine.params import SamplingParams, derived
 from weft.engine.tokenizer import TokenBytes
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
@@ -30,6 +31,8 @@ MAX_WAITING = 1024
 # Seconds: longer than the 60 that proxies keep a connection, which would otherwise send a request into one that closes.
 KEEP_ALIVE = 75
 LONG_BODY_BYTES = 1 << 16
+# Between the seeds of two requests: odd, unlike the strides between prompts and between answers of one.
+SEED_STRIDE = 0xBF58476D1CE4E5B9
 # Status of a request whose client has left, as in the log of nginx.
 CLIENT_LEFT = 499
 as_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -61,6 +64,7 @@ class ServeOptions:
     max_body_bytes  of a request
     max_waiting     requests beyond a full batch; a further one gets status 503
     keep_alive      seconds that a connection without a request stays open
+    seed            from which requests without one get theirs, in the order of their arrival; None: random ones
     """
 
     model_name: str
@@ -68,10 +72,12 @@ class ServeOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     max_waiting: int = MAX_WAITING
     keep_alive: int = KEEP_ALIVE
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_waiting", "keep_alive"):
             positive(name, getattr(self, name))
+        check_optional(check_int, "seed", self.seed, 0, (1 << 63) - 1)
         for name in ("model_name", "api_key"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty; pass some text")
@@ -86,6 +92,7 @@ class Service:
         self.created = int(time.time())
         self.token_bytes = None if llm.tokenizer is None else TokenBytes(llm.tokenizer)
         self._answers: set[Choices] = set()
+        self._seeded = 0  # requests that have got a seed
         self._entering = 0  # choices that the engine has not accepted yet
         self._begun: set[asyncio.Task[Any]] = set()  # whose answers have not begun
         self._stopping = False
@@ -130,7 +137,8 @@ class Service:
             prompts = asked.prompts
             if asked.messages is not None:
                 prompts = [await self.llm.chat_prompt(asked.messages, asked.variables)]
-            answer = await Choices.of(self.llm, prompts, asked.params, asked.n, answer_id, self.metrics)
+            params = self._with_seed(asked.params)
+            answer = await Choices.of(self.llm, prompts, params, asked.n, answer_id, self.metrics)
         except CheckpointError:  # its text names folders of this machine
             raise ApiError(400, "the model has no chat template; send text to /v1/completions") from None
         except ValueError as error:
@@ -142,6 +150,13 @@ class Service:
         if self._stopping:
             self.end(answer)
         return answer
+
+    def _with_seed(self, params: SamplingParams) -> SamplingParams:
+        """The parameters, with a seed that follows from the server's where they have none."""
+        if params.seed is not None or self.options.seed is None:
+            return params
+        self._seeded += 1
+        return replace(params, seed=derived(self.options.seed, self._seeded, SEED_STRIDE))
 
     def end(self, answer: Choices) -> None:
         """Forget an answer, and cancel what of it has not ended."""

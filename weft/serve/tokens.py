@@ -1,4 +1,4 @@
-"""Paths /tokenize and /detokenize, in vLLM's forms: token ids of a text or a conversation, and their text."""
+"""Paths /tokenize and /detokenize in vLLM's forms: token ids of texts and chats, and their text."""
 
 from __future__ import annotations
 

@@ -1,0 +1,121 @@
+"""Flags of vLLM: equal ones are spellings, some become words of weft, and the rest are refused with what comes near."""
+
+import re
+from dataclasses import fields
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.documents import ROOT
+from weft.cli import app, engine_flags, generate, serve, vllm_flags
+from weft.cli.vllm_flags import FLAGS, rewritten
+from weft.console import WORLD_SIZE
+from weft.engine.config import EngineConfig
+from weft.engine.runner import cache_budget
+
+OPTIONS = {one.name for kind in (serve.ServeFlags, generate.GenerateFlags) for one in fields(kind)}
+# Flags and values as they stand in public launch scripts of `vllm serve`, and what is left of them.
+SCRIPTS = [
+    (
+        "Qwen/Qwen2.5-3B-Instruct --dtype auto --max-model-len 4096 --gpu-memory-utilization 0.85 --enable-auto-tool-choice",
+        "Qwen/Qwen2.5-3B-Instruct --dtype auto --max-model-len 4096 --gpu-memory-utilization 0.85",
+    ),
+    (
+        "--model meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 256 --max-num-batched-tokens 4096",
+        "meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 256 --max-num-batched-tokens 4096",
+    ),
+    (
+        "M --served-model-name S --tensor-parallel-size 8 --trust-remote-code --dtype bfloat16 --kv-cache-dtype fp8 "
+        "--enable-expert-parallel --no-enable-prefix-caching --max-num-seqs 32 --host 0.0.0.0 --port 8000",
+        "M --served-model-name S --tensor-parallel-size 8 --dtype bfloat16 --kv-cache-dtype fp8 "
+        "--expert-layout whole --no-enable-prefix-caching --max-num-seqs 32 --host 0.0.0.0 --port 8000",
+    ),
+    (
+        "M --host 0.0.0.0 --port 8000 --gpu-memory-utilization 0.9 --tensor-parallel-size=4 --max-num-seqs 512 "
+        "--disable-log-requests",
+        "M --host 0.0.0.0 --port 8000 --gpu-memory-utilization 0.9 --tensor-parallel-size=4 --max-num-seqs 512",
+    ),
+    (
+        "M --gpu-memory-utilization 0.9 --max_model_len 8192 --swap-space 0 --enforce-eager --kv-cache-dtype=fp8_e4m3",
+        "M --gpu-memory-utilization 0.9 --max-model-len 8192 --no-cuda-graph --kv-cache-dtype fp8",
+    ),
+    ("M --seed 42 --block-size 16 -pp 2 --load-format dummy", "M --seed 42 --block-size 16 -pp 2 --dummy-weights"),
+    ("M --prompt=--swap-space -- --swap-space 4", "M --prompt=--swap-space -- --swap-space 4"),
+]
+REFUSED = {
+    "--swap-space 16": "--swap-space 16 is a flag of vLLM that weft has not; near it: none: a preempted request",
+    "--hf-overrides {}": "near it: none: edit config.json in a copy",
+    "--limit-mm-per-prompt {}": "near it: none: weft serves text",
+    "--generation-config vllm": "near it: none: generation_config.json of the checkpoint applies",
+    "--distributed-executor-backend ray": "near it: none: a process per GPU on this machine, and torchrun between",
+    "--data-parallel-size=2": "--data-parallel-size 2 is a flag of vLLM that weft has not; near it: none: start a server",
+    "--enable-lora": "--enable-lora is a flag of vLLM that weft has not; near it: none: merge an adapter",
+    "--revision main": "near it: MODEL@REVISION comes near",
+}
+
+
+@pytest.mark.parametrize(("script", "left"), SCRIPTS)
+def test_flags_of_launch_scripts_are_taken_as_weft_has_them(script, left):
+    assert rewritten(script.split()) == left.split()
+    command = typer.main.get_command(app).commands["serve"]
+    known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    if "--prompt" not in script:
+        assert {word.partition("=")[0] for word in left.split() if word.startswith("-")} <= known
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_flag_that_weft_has_not_is_refused_with_what_comes_near(flags):
+    for command in ("serve", "generate"):
+        result = CliRunner().invoke(app, [command, *flags.split()])
+        assert result.exit_code == 2 and result.stderr.startswith("weft: ") and result.stderr.count("\n") == 1
+        assert REFUSED[flags] in result.stderr
+
+
+def test_each_flag_stands_once_and_spells_an_option_that_is_there():
+    names = [name for flag in FLAGS for name in flag.names]
+    assert len(names) == len({*names})
+    for flag in FLAGS:
+        assert flag.field is None or flag.field in OPTIONS, flag
+        assert flag.field is None or flag.words is None
+    assert {*vllm_flags.spellings("world_size")} < {*WORLD_SIZE}
+
+
+def test_every_flag_that_the_messages_name_is_weft_s():
+    known = set()
+    for name in ("serve", "generate"):
+        command = typer.main.get_command(app).commands[name]
+        known |= {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    for flag in FLAGS:
+        for named in re.findall(r"(?<![\w-])(?:--[a-z-]+|-[a-z]+)", flag.note):
+            assert named in {*known, "-v", "-vv", "-q"}, (flag.names, named)
+        if flag.words is not None and not flag.valued:
+            assert {word for word in flag.words("") if word.startswith("-")} <= known
+
+
+def test_two_values_of_a_flag_under_two_names_are_refused():
+    for first, second in (("--max-batch", "--max-num-seqs"), ("--chunk-tokens", "--max-num-batched-tokens")):
+        result = CliRunner().invoke(app, ["generate", first, "2", second, "3", "--device", "sim"])
+        assert result.stderr == f"weft: {first} (also {second}) is given as 2 and 3; give one value\n"
+
+
+def test_the_share_of_a_whole_gpu_counts_what_is_taken_already():
+    free, whole = 100 << 30, 140 << 30
+    assert cache_budget(EngineConfig(), free, whole, 10 << 30) == int((90 << 30) * 0.8)
+    share = EngineConfig(gpu_memory_utilization=0.9)
+    # 40 GiB are taken, 10 are reserved, 14 stay free: the cache gets the rest of 140.
+    assert cache_budget(share, free, whole, 10 << 30) == pytest.approx((140 - 40 - 10 - 14) << 30, abs=1)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=1.5 is not in \(0, 1\]"):
+        EngineConfig(gpu_memory_utilization=1.5)
+
+
+def test_options_of_the_engine_reach_it():
+    flags = engine_flags.EngineFlags(
+        chunk_tokens=512, gpu_memory_utilization=0.5, cuda_graph=False, memory_fraction=0.7
+    )
+    config = flags.engine_config()
+    assert (config.chunk_tokens, config.gpu_memory_utilization, config.cuda_graph) == (512, 0.5, False)
+
+
+def test_the_page_lists_the_table():
+    assert vllm_flags.table() in (ROOT / "docs" / "serving.md").read_text()

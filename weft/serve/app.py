@@ -23,6 +23,7 @@ from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
 from weft.serve import logprobs
 from weft.serve.choices import REASONS, Choices
+from weft.serve.echo import Echo
 from weft.serve.fields import Asked
 from weft.serve.metrics import Metrics
 
@@ -292,7 +293,7 @@ async def answer_to(service: Service, request: Request, shape: Shape) -> Respons
         choices = await unless_left(request, asyncio.create_task(_whole(service, answer, asked, shape)))
         if choices is None:
             return Response(status_code=CLIENT_LEFT)
-        return JSONResponse({**head, "object": shape.object, "choices": choices, "usage": answer.usage()})
+        return JSONResponse({**head, "object": shape.object, "choices": choices, "usage": _usage(answer, asked)})
     except Exception as error:
         raise service.failure(error) from None
     finally:
@@ -323,7 +324,9 @@ async def _whole(service: Service, answer: Choices, asked: Asked, shape: Shape) 
         pieces[index] += arrived
     choices = []
     for index, ones in enumerate(pieces):
-        choice = _choice(service, index, shape, shape.whole(_text(ones)), ones, asked)
+        choice = _choice(service, index, shape, shape.whole(_text(ones, asked)), ones, asked)
+        if asked.echo:
+            choice = await _echoed(service, answer, asked, index, choice, ones[0])
         if asked.return_token_ids:
             choice["prompt_token_ids"] = list(answer.choices[index].request.prompt)
         choices.append(choice)
@@ -342,15 +345,38 @@ async def _events(
     try:
         for index in range(len(answer.choices) if shape.first else 0):
             yield event([_choice(service, index, shape, shape.first, [], asked)])
+        unbegun = {*range(len(answer.choices))} if asked.echo else set()
         async for index, pieces in answer.arrivals():
-            yield event([_choice(service, index, shape, shape.part(_text(pieces)), pieces, asked)])
+            choice = _choice(service, index, shape, shape.part(_text(pieces, asked)), pieces, asked)
+            if index in unbegun:
+                unbegun.remove(index)
+                choice = await _echoed(service, answer, asked, index, choice, pieces[0])
+            yield event([choice])
             _check(pieces)
         if asked.include_usage:
-            rest = {"usage": answer.usage()}
+            rest = {"usage": _usage(answer, asked)}
             yield event([])
     except Exception as error:
         yield f"data: {as_json(service.failure(error).content)}\n\n"
     yield "data: [DONE]\n\n"
+
+
+async def _echoed(
+    service: Service, answer: Choices, asked: Asked, index: int, choice: dict[str, Any], first: Piece
+) -> dict[str, Any]:
+    """JSON of a choice with its prompt before it."""
+    tokens, prompt = answer.choices[index].request.prompt, asked.prompts[index // asked.n]
+    # In a thread, since a long prompt takes a while.
+    echo = await asyncio.to_thread(Echo.of, prompt, tokens, asked.params, service.llm.tokenizer)
+    return echo.begin(choice, first, asked.params.logprobs, service.token_bytes)
+
+
+def _usage(answer: Choices, asked: Asked) -> dict[str, int]:
+    """Tokens of prompts and answers."""
+    usage = answer.usage()
+    if asked.prompt_only:
+        return {"prompt_tokens": usage["prompt_tokens"], "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+    return usage
 
 
 def _check(pieces: list[Piece]) -> None:
@@ -361,9 +387,9 @@ def _check(pieces: list[Piece]) -> None:
         raise ApiError(400 if error.of_request else 500, error.message)
 
 
-def _text(pieces: list[Piece]) -> str:
-    """Text of pieces; empty without a tokenizer."""
-    return "".join(piece.text or "" for piece in pieces)
+def _text(pieces: list[Piece], asked: Asked) -> str:
+    """Text of pieces that is asked for; empty without a tokenizer."""
+    return "" if asked.prompt_only else "".join(piece.text or "" for piece in pieces)
 
 
 def _choice(
@@ -373,7 +399,7 @@ def _choice(
     choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
     if pieces:
         choice["finish_reason"] = REASONS.get(pieces[-1].finish_reason)
-        pieces = [piece for piece in pieces if piece.token_id is not None]
+        pieces = [piece for piece in pieces if piece.token_id is not None and not asked.prompt_only]
         if asked.params.logprobs is not None:
             choice["logprobs"] = shape.logprobs(pieces, asked.params.logprobs, service.token_bytes)
         if asked.return_token_ids:

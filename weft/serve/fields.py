@@ -44,7 +44,7 @@ OF_BOTH = (
     "model", "n", "stream", "stream_options", "return_token_ids", "logprobs", "response_format", "structured_outputs"
 )  # fmt: skip
 OF_CHAT = (*OF_BOTH, "messages", "chat_template_kwargs", "top_logprobs")
-OF_COMPLETIONS = (*OF_BOTH, "prompt")
+OF_COMPLETIONS = (*OF_BOTH, "prompt", "echo")
 # Fields that say something of the client and ask for nothing of the model, with their type in JSON.
 NOT_OF_THE_MODEL: dict[str, type] = {
     "metadata": dict,
@@ -91,6 +91,8 @@ class Asked:
     prompts              of completions; empty of a conversation
     include_usage        a stream ends with its usage
     return_token_ids     choices have their token ids, as of vLLM
+    echo                 the prompt stands before its completion, with its log-probabilities where they are asked for
+    prompt_only          max_tokens is 0: the answer is the echo alone
     """
 
     model: str | None
@@ -102,6 +104,8 @@ class Asked:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    echo: bool = False
+    prompt_only: bool = False
 
     @classmethod
     def of(cls, body: object, chat: bool, defaults: SamplingParams) -> Asked:
@@ -117,7 +121,13 @@ class Asked:
         needed = "messages" if chat else "prompt"
         if needed not in given:
             raise BadField(f"{needed} is missing", needed)
+        echo = not chat and checked("echo", check_bool, given.get("echo", False))
+        prompt_only = echo and type(given.get("max_tokens")) is int and given["max_tokens"] == 0
+        if prompt_only:
+            given["max_tokens"] = 1  # a pass over the prompt chooses a token, which is left out
         return cls(
+            echo=echo,
+            prompt_only=prompt_only,
             model=checked("model", a_text, given.get("model")),
             messages=messages_of(given["messages"]) if chat else None,
             variables=checked("chat_template_kwargs", an_object, given.get("chat_template_kwargs")),
@@ -146,6 +156,8 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
     if given.get("max_tokens", tokens := given.get("max_completion_tokens")) != tokens and tokens is not None:
         raise BadField("max_tokens and max_completion_tokens differ; send the latter alone", "max_tokens")
     parameters: dict[str, object] = {"logprobs": _logprobs(given, chat), "structured_outputs": _structure(given)}
+    if not chat and given.get("echo"):
+        parameters["prompt_logprobs"] = parameters["logprobs"]
     for name, value in given.items():
         if (parameter := SAMPLING.get(name)) is not None:
             # JSON has text for keys.

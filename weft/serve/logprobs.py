@@ -41,8 +41,17 @@ def _entries(piece: Piece, tokens: TokenBytes | None) -> list[dict[str, Any]]:
 def _entry(token: int, logprob: float, tokens: TokenBytes | None) -> dict[str, Any]:
     """JSON of a token; without text or bytes where it has none."""
     data = None if tokens is None else tokens[token]
-    text = _named(token) if data is None else _text(data)
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": None if data is None else list(data)}
+    return {
+        "token": token_text(token, tokens),
+        "logprob": max(logprob, LEAST),
+        "bytes": None if data is None else list(data),
+    }
+
+
+def token_text(token: int, tokens: TokenBytes | None) -> str:
+    """Text of a token; its id where it has none."""
+    data = None if tokens is None else tokens[token]
+    return _named(token) if data is None else _text(data)
 
 
 def _named(token: int) -> str:

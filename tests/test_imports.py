@@ -30,6 +30,7 @@ LAYERS = (
     "parallel",
     "ops",
     "tiles",
+    "costs",
     "plan",
     "transport",
     "kernels",

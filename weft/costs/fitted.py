@@ -1,0 +1,147 @@
+"""Constants of weft's kernels, fitted to committed rows by ``python -m benchmarks.costs``.
+
+Factors have no unit, times are µs. They belong to kernels, not to a GPU: what a GPU changes stands in ``Gpu``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+FILE = Path(__file__).parent / "fitted.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemms:
+    """GEMMs.
+
+    tile     time of a tile besides its multiplications; smaller: factor of a tile of half the size
+    few      time of a small-M GEMM besides its loads; rows: share of its arithmetic that the loads do not hide
+    call     time of a pipelined GEMM besides
+    add      rate at which received rows are added up, over the memory's
+    triton   factor of a tile of a fused GEMM; fused: time of a call besides
+    """
+
+    tile: float = 1.465
+    smaller: float = 0.986
+    few: float = 3.3
+    rows: float = 0.3
+    call: float = 9.7
+    add: float = 1.3
+    triton: float = 1.05
+    fused: float = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushes:
+    """Kernels that store to peers and wait for words.
+
+    ramp, ramp_bytes  of a call of many bytes besides: up to ``ramp`` µs, half of it at ``ramp_bytes``
+    peer              of each further peer
+    second            hop of a two-shot all-reduce besides the first
+    owner             factor of the wire in a two-shot all-reduce
+    norm              of an all-reduce with a norm besides
+    engine            of a copy-engine collective besides its copies; reduce: of one that adds up
+    """
+
+    ramp: float = 1.0
+    ramp_bytes: float = 2e5
+    peer: float = 0.1
+    second: float = 1.0
+    owner: float = 1.0
+    norm: float = 1.2
+    engine: float = 14.0
+    reduce: float = 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanges:
+    """Kernels of moe_dispatch and moe_combine.
+
+    words, choices   of "lamport": factor of the wire; share of the sums' loads that the wire does not hide
+    crossing         of "lamport" sums whose tiles go across tokens: ns of 1,000 elements and choices
+    sums, sums_base  of moe_sum: factor of the memory's time; of a call
+    base, step, load, rate  of combine's "push": of a call; of a block of columns; of a choice in it; share of the memory's rate
+    send, send_step  of dispatch's "push": of a call; of a block of columns; of each further peer
+    pieces, piece_sums  of "pipelined": of a call; share of the sums that copies do not hide
+    rounding         of fp8 rows: factor of the memory's time of what is read
+    """
+
+    words: float = 1.0
+    choices: float = 0.25
+    crossing: float = 0.8
+    sums: float = 1.0
+    sums_base: float = 1.0
+    base: float = 8.0
+    step: float = 0.5
+    load: float = 0.35
+    rate: float = 0.5
+    send: float = 6.0
+    send_step: float = 0.2
+    send_wire: float = 1.0
+    pieces: float = 16.0
+    piece_step: float = 0.1
+    piece_sums: float = 0.5
+    rounding: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouped:
+    """Grouped GEMMs.
+
+    expert   factor of a tile whose rows are gathered; weights: share of the memory's rate at which experts' weights are read
+    call     of a grouped GEMM besides
+    ag, rs   of an AG-MoE, an MoE-RS besides its parts
+    slabs    share of the sums and their copies that the GEMM does not hide
+    """
+
+    expert: float = 1.3
+    weights: float = 0.93
+    call: float = 5.5
+    ag: float = 8.0
+    rs: float = 2.0
+    slabs: float = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Attention.
+
+    cache    rate at which decode attention reads keys and values, over the memory's; call: time of a call besides
+    merge    time of the exchange of parts between ranks besides a hop
+    prefill  rate of a prompt's attention, over that of a large GEMM
+    """
+
+    cache: float = 1.08
+    call: float = 11.8
+    merge: float = 1.2
+    prefill: float = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """All groups."""
+
+    gemms: Gemms = dataclasses.field(default_factory=Gemms)
+    pushes: Pushes = dataclasses.field(default_factory=Pushes)
+    exchanges: Exchanges = dataclasses.field(default_factory=Exchanges)
+    grouped: Grouped = dataclasses.field(default_factory=Grouped)
+    attention: Attention = dataclasses.field(default_factory=Attention)
+
+
+@lru_cache
+def read(file: Path = FILE) -> Fitted:
+    """Fitted constants that weft ships."""
+    document = json.loads(file.read_text())
+    kinds = {"gemms": Gemms, "pushes": Pushes, "exchanges": Exchanges, "grouped": Grouped, "attention": Attention}
+    return Fitted(**{name: kind(**document[name]) for name, kind in kinds.items()})
+
+
+def to_json(fitted: Fitted) -> str:
+    """Text of ``FILE``, rounded to what a fit can tell."""
+    known = dataclasses.asdict(fitted)
+    rounded = {group: {name: float(f"{value:.4g}") for name, value in of.items()} for group, of in known.items()}
+    return json.dumps(rounded, indent=1) + "\n"

@@ -1,0 +1,97 @@
+"""Grouped GEMMs of a mixture of experts, alone and with the exchange of rows: µs by design.
+
+Tokens choose alike among all experts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from weft.costs import exchanges, pushes
+from weft.costs.fitted import Fitted
+from weft.costs.gpu import Gpu
+from weft.runtime.arithmetic import cdiv
+
+# Columns of a tile, and blocks of pairs (weft.ops.moe.moe_schedule).
+COLUMNS, BLOCKS, SLABS = 256, (16, 32, 64, 128), 4
+
+
+class Experts(NamedTuple):
+    """Experts of one layer.
+
+    tokens  that a rank sees: all ranks' together, where rows are gathered
+    held    experts of a rank, of ``experts``; item, weight: bytes of an element of rows and of weights
+    """
+
+    tokens: int
+    choices: int
+    experts: int
+    held: int
+    hidden: int
+    features: int
+    item: int = 2
+    weight: float = 2.0
+
+    @property
+    def pairs(self) -> float:
+        """Tokens and choices that a rank computes."""
+        return self.tokens * self.choices * self.held / self.experts
+
+    @property
+    def hit(self) -> float:
+        """Experts of a rank that a token chose."""
+        return self.held * (1 - (1 - self.choices / self.experts) ** self.tokens)
+
+
+def grouped(gpu: Gpu, fitted: Fitted, experts: Experts, N: int, K: int) -> float:
+    """Grouped GEMM [pairs, K] @ [held, N, K] of a rank."""
+    of = fitted.grouped
+    mean = experts.tokens * experts.choices / experts.experts
+    block = next((rows for rows in BLOCKS[:-1] if 2 * mean <= rows), BLOCKS[-1])
+    # Of an expert with more than a block of pairs the last tile is half full in the mean.
+    tiles = math.ceil(max(experts.hit, experts.pairs / block + experts.hit / 2)) * cdiv(N, COLUMNS)
+    tile = block * COLUMNS * K * 2 * gpu.sms / gpu.flops * of.expert
+    moved = experts.hit * N * K * experts.weight + experts.pairs * (K + N) * experts.item
+    return of.call + max(cdiv(tiles, gpu.sms) * tile, moved / (of.weights * gpu.memory))
+
+
+def gate_up(gpu: Gpu, fitted: Fitted, experts: Experts) -> float:
+    """With gate and up, and their product."""
+    return grouped(gpu, fitted, experts, 2 * experts.features, experts.hidden)
+
+
+def down(gpu: Gpu, fitted: Fitted, experts: Experts) -> float:
+    """With down."""
+    return grouped(gpu, fitted, experts, experts.hidden, experts.features)
+
+
+def ag_moe(gpu: Gpu, fitted: Fitted, experts: Experts, world_size: int) -> float:
+    """Rows of all ranks, and their grouped GEMM with gate and up as they arrive."""
+    work = gate_up(gpu, fitted, experts)
+    if world_size == 1:
+        return work
+    rows = experts.tokens / world_size * experts.hidden * experts.item
+    arrived = clock = 0.0
+    for _ in range(world_size):
+        clock = max(clock, arrived) + work / world_size
+        arrived += gpu.copy + rows / gpu.link
+    whole = pushes.one_hop(gpu, fitted.pushes, (world_size - 1) * rows, world_size)
+    return fitted.grouped.ag + min(clock, whole + work)
+
+
+def moe_rs(gpu: Gpu, fitted: Fitted, experts: Experts, world_size: int) -> dict[str, float]:
+    """Grouped GEMM with down, summed over choices and ranks."""
+    work = down(gpu, fitted, experts)
+    rows = exchanges.Rows(cdiv(experts.tokens, world_size), experts.choices, experts.hidden, experts.item, world_size)
+    combined = exchanges.combine(gpu, fitted.exchanges, fitted.pushes, rows)
+    summed = (experts.pairs + experts.tokens) * experts.hidden * experts.item / gpu.memory
+    if world_size == 1:
+        return {"sequential": work + gpu.launch + summed}
+    message = experts.tokens / world_size * experts.hidden * experts.item
+    copies = (world_size - 1) * (SLABS * gpu.copy + message / gpu.link)
+    hidden = max(work, copies) + (summed + copies) * fitted.grouped.slabs
+    return {
+        "sequential": fitted.grouped.rs + work + min(combined.values()),
+        "slabs": fitted.gemms.call + hidden + (world_size + 1) * message / gpu.memory,
+    }

@@ -1,0 +1,279 @@
+"""Predicted time of a call of an op, in seconds, with an error bar.
+
+    predict("matmul_reduce_scatter", (8192, 5120, 12800), world_size=2, gpu="h200").seconds
+
+Times are of a call in a row of a CUDA graph, as in a model's step: a call alone takes some 5 µs more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from weft.arguments import did_you_mean, quoted
+from weft.costs import attention, exchanges, fitted, gemms, grouped, pushes
+from weft.costs.gpu import Gpu, named
+from weft.plan.memo import remembered
+
+# Errors on committed rows: op -> world size -> (rows, mean of the absolute error, of rows that the fit had not seen, largest).
+ERRORS = Path(__file__).parent / "errors.json"
+# Error bars of what no committed row shows: of an op, of a world size of a known op, and of a GPU without rows, which adds.
+UNKNOWN_OP, UNKNOWN_SIZE, UNKNOWN_GPU = 0.25, 0.15, 0.2
+# GPUs of the committed rows.
+MEASURED = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+# Names of variants -> (bytes of a weight, GEMMs in fp8).
+WEIGHTS = {"block_fp8": (1.0, True), "channel_fp8": (1.0, True), "four_bit": (0.5625, False), "int4": (0.5625, False)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """Time of a call.
+
+    seconds  by the fastest design, or by the one that was asked for
+    error    relative: about two thirds of calls are expected within seconds * (1 ± error)
+    design   of ``seconds``; "" for an op with one
+    by_design  seconds of each design
+    """
+
+    seconds: float
+    error: float
+    design: str
+    by_design: Mapping[str, float]
+
+
+def predict(
+    op: str,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    world_size: int = 1,
+    gpu: str = "NVIDIA H200",
+    design: str = "auto",
+) -> Predicted:
+    """Predicted time of a call of ``op``.
+
+    op      name in weft.ops, with a variant as ``weft bench`` names it: moe_dispatch+fp8, matmul+block_fp8, matmul+four_bit.
+            Also "memory", a kernel that reads and writes (bytes,), such as a norm
+    shape   as ``weft bench`` has it for the op:
+            (M, N, K) of a GEMM, M rows of the whole GEMM, N and K of one rank's; (bytes,) of a collective's whole tensor;
+            (M, H) of all_reduce_rms_norm; (tokens, k, experts, held, hidden, features) of a mixture of experts, tokens of a
+            rank where rows are sent and of all ranks elsewhere; (sequences times KV heads, tokens, head_dim) of decode
+            attention; (sequences, q_heads, kv_heads, head_dim, context) of sharded_decode_attention; (tokens, q_heads,
+            kv_heads, head_dim) of a prompt's attention, of this rank's heads or, gathered, of all ranks'
+    gpu     a shipped GPU ("h200", "b200"), or a driver's name; constants of another GPU are the nearest shipped one's
+    design  "auto": the fastest
+
+    ValueError for an op, a shape or a design that there is not.
+    """
+    name, _, variant = op.replace("-", "_").partition("+")
+    if name not in OPS:
+        raise ValueError(f"op={quoted(op)} has no costs; pass one of {', '.join(OPS)}{did_you_mean(name, OPS)}")
+    times = _times(name, variant, tuple(shape), dtype, world_size, named(gpu), fitted.read())
+    if design != "auto" and design not in times:
+        raise ValueError(f"design={quoted(design)} of {name} has no costs; pass one of auto, {', '.join(times)}")
+    chosen = min(times, key=lambda one: times[one]) if design == "auto" else design
+    by_design = {one: us * 1e-6 for one, us in times.items()}
+    return Predicted(
+        seconds=by_design[chosen], error=error_of(name, world_size, named(gpu).gpu), design=chosen, by_design=by_design
+    )
+
+
+def error_of(op: str, world_size: int, gpu: str) -> float:
+    """Relative error bar of an op's predicted times."""
+    known = errors().get(op, {})
+    if str(world_size) in known:
+        error = max(known[str(world_size)][1:3])
+    else:
+        error = UNKNOWN_SIZE + min((row[2] for row in known.values()), default=UNKNOWN_OP - UNKNOWN_SIZE)
+    return error if gpu in MEASURED else error + UNKNOWN_GPU
+
+
+@lru_cache
+def errors(file: Path = ERRORS) -> dict[str, dict[str, tuple[int, float, float, float]]]:
+    """Errors of the shipped constants on committed rows; none where the file is missing."""
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+@remembered
+def _times(
+    op: str, variant: str, shape: tuple[int, ...], dtype: torch.dtype, world_size: int, gpu: Gpu, of: fitted.Fitted
+) -> Mapping[str, float]:
+    """µs by design."""
+    count, made = OPS[op]
+    if len(shape) < count:
+        raise ValueError(f"shape={shape} of {op} has {len(shape)} sizes; pass {count}")
+    return made(gpu, of, Asked(op, variant, shape, dtype.itemsize, world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One call. item: bytes of an element of the rows."""
+
+    op: str
+    variant: str
+    shape: tuple[int, ...]
+    item: int
+    world_size: int
+
+    @property
+    def gemm(self) -> gemms.Size:
+        weight, fp8 = WEIGHTS.get(self.variant, (float(self.item), False))
+        return gemms.Size(*self.shape[:3], self.item, weight, fp8)
+
+    @property
+    def experts(self) -> grouped.Experts:
+        """Experts, with ``tokens`` of the shape."""
+        weight, _ = WEIGHTS.get(self.variant, (float(self.item), False))
+        return grouped.Experts(*self.shape[:6], self.item, weight)
+
+    @property
+    def every(self) -> grouped.Experts:
+        """Experts, with the tokens of all ranks where the shape has one rank's."""
+        experts = self.experts
+        return experts._replace(tokens=experts.tokens * self.world_size)
+
+    @property
+    def rows(self) -> exchanges.Rows:
+        tokens, k, _, _, hidden, *_ = self.shape
+        return exchanges.Rows(tokens, k, hidden, self.item, self.world_size, fp8=self.variant == "fp8")
+
+
+def _one(us: float) -> dict[str, float]:
+    return {"": us}
+
+
+def _gemm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return _one(gemms.gemm(gpu, of.gemms, asked.gemm))
+
+
+def _gemm_silu(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    # N counts results, of gate and up each.
+    return _one(gemms.gemm(gpu, of.gemms, asked.gemm._replace(N=2 * asked.shape[1])))
+
+
+def _overlapped(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    if asked.world_size == 1:
+        return {"sequential": gemms.gemm(gpu, of.gemms, asked.gemm)}
+    time = {
+        "all_gather_matmul": gemms.ag_gemm,
+        "matmul_reduce_scatter": gemms.gemm_rs,
+        "matmul_all_reduce": gemms.gemm_ar,
+    }
+    return time[asked.op](gpu, of.gemms, of.pushes, asked.gemm, asked.world_size)
+
+
+def _collective(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    if asked.op == "all_reduce":
+        return pushes.all_reduce(gpu, of.pushes, asked.shape[0], asked.world_size)
+    return pushes.exchange(gpu, of.pushes, asked.shape[0], asked.world_size, adds=asked.op == "reduce_scatter")
+
+
+def _norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return pushes.all_reduce_rms_norm(gpu, of.pushes, *asked.shape[:2], asked.item, asked.world_size)
+
+
+def _dispatch(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return exchanges.dispatch(gpu, of.exchanges, of.pushes, asked.rows)
+
+
+def _combine(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return exchanges.combine(gpu, of.exchanges, of.pushes, asked.rows)
+
+
+def _grouped(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return _one((grouped.down if asked.op == "grouped_matmul" else grouped.gate_up)(gpu, of, asked.experts))
+
+
+def _ag_moe(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return _one(grouped.ag_moe(gpu, of, asked.every, asked.world_size))
+
+
+def _moe_rs(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return grouped.moe_rs(gpu, of, asked.every, asked.world_size)
+
+
+def _moe_norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    tokens, _, _, _, hidden, *_ = asked.shape
+    norm = min(pushes.all_reduce_rms_norm(gpu, of.pushes, tokens, hidden, asked.item, asked.world_size).values())
+    work = grouped.down(gpu, of, asked.experts)
+    read = asked.experts.pairs * hidden * asked.item / gpu.memory
+    return {"in_norm": work + norm + read, "sequential": work + norm + read + gpu.launch}
+
+
+def _routing(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    tokens, k, experts, _, hidden, *_ = asked.shape
+    chosen = gpu.launch + 2.9 + tokens * experts * (asked.item + 4) / gpu.memory
+    listed = gpu.launch + 1.8 + tokens * 1.3e-3
+    if asked.op == "route":
+        return _one(chosen)
+    if asked.op == "moe_schedule":
+        return _one(listed)
+    if asked.op == "moe_sum":
+        loads = (tokens * k + tokens) * hidden * asked.item
+        return _one(gpu.launch + of.exchanges.sums * loads / gpu.memory)
+    router = gemms.gemm(gpu, of.gemms, gemms.Size(tokens, experts, hidden, asked.item, float(asked.item)))
+    return {"sequential": router + chosen + listed, "split": router + chosen, "fused": router + chosen}
+
+
+def _decode(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    pairs, tokens, dim = asked.shape[:3]
+    return _one(attention.decode(gpu, of, 2 * pairs * tokens * dim * asked.item))
+
+
+def _sharded(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    batch, q_heads, kv_heads, dim, context = asked.shape[:5]
+    cached = 2 * batch * context * kv_heads * dim * asked.item / asked.world_size
+    part = 4 * batch * q_heads / asked.world_size * (dim + 1)
+    return _one(attention.sharded_decode(gpu, of, cached, part, asked.world_size))
+
+
+def _prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    tokens, q_heads, kv_heads, dim = asked.shape[:4]
+    alone = attention.prefill(gpu, of, tokens, q_heads, dim)
+    if asked.op == "paged_prefill_attention" or asked.world_size == 1:
+        return _one(alone)
+    keys = 2 * tokens * kv_heads * dim * asked.item
+    gathered = min(pushes.exchange(gpu, of.pushes, keys, asked.world_size).values())
+    return _one(max(alone / asked.world_size, gathered) + min(alone / asked.world_size, gathered) / asked.world_size)
+
+
+def _memory(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return _one(gpu.launch + 0.8 + asked.shape[0] / gpu.memory)
+
+
+# Name -> (number of sizes, µs by design).
+OPS = {
+    "matmul": (3, _gemm),
+    "matmul_silu_mul": (3, _gemm_silu),
+    "all_gather_matmul": (3, _overlapped),
+    "matmul_reduce_scatter": (3, _overlapped),
+    "matmul_all_reduce": (3, _overlapped),
+    "all_reduce": (1, _collective),
+    "all_gather": (1, _collective),
+    "reduce_scatter": (1, _collective),
+    "all_to_all": (1, _collective),
+    "sequence_to_heads": (1, _collective),
+    "heads_to_sequence": (1, _collective),
+    "all_reduce_rms_norm": (2, _norm),
+    "moe_dispatch": (6, _dispatch),
+    "moe_combine": (6, _combine),
+    "grouped_matmul": (6, _grouped),
+    "grouped_matmul_silu_mul": (6, _grouped),
+    "all_gather_grouped_matmul_silu_mul": (6, _ag_moe),
+    "grouped_matmul_reduce_scatter": (6, _moe_rs),
+    "grouped_matmul_all_reduce_rms_norm": (6, _moe_norm),
+    "route": (6, _routing),
+    "moe_schedule": (6, _routing),
+    "moe_sum": (6, _routing),
+    "matmul_route_schedule": (6, _routing),
+    "decode_attention": (3, _decode),
+    "paged_attention": (3, _decode),
+    "sharded_decode_attention": (5, _sharded),
+    "paged_prefill_attention": (4, _prefill),
+    "gathered_prefill_attention": (4, _prefill),
+    "memory": (1, _memory),
+}

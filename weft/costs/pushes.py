@@ -1,0 +1,56 @@
+"""Collectives: µs by design. nbytes: of the whole tensor, as in ``weft bench``."""
+
+from __future__ import annotations
+
+from weft.costs.fitted import Pushes
+from weft.costs.gpu import Gpu
+
+
+def one_hop(gpu: Gpu, fitted: Pushes, sent: float, world_size: int) -> float:
+    """A kernel that stores ``sent`` bytes to its peers and waits for theirs."""
+    if world_size == 1:
+        return gpu.launch
+    many = fitted.ramp * sent / (sent + fitted.ramp_bytes)
+    return gpu.hop + fitted.peer * (world_size - 2) + many + sent / gpu.wire(world_size)
+
+
+def exchange(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int, adds: bool = False) -> dict[str, float]:
+    """All-gather or all-to-all, with ``adds`` reduce-scatter: a part of the tensor to each peer."""
+    if world_size == 1:
+        return {"copy": gpu.launch + 2 * nbytes / gpu.memory}
+    part = nbytes / world_size
+    copies = (world_size - 1) * (gpu.copy + part / gpu.link)
+    added = fitted.reduce * (world_size - 1) + (world_size + 1) * part / gpu.memory if adds else 0.0
+    return {
+        "push": one_hop(gpu, fitted, (world_size - 1) * part, world_size),
+        "copy_engine": fitted.engine + copies + added,
+    }
+
+
+def all_reduce(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int) -> dict[str, float]:
+    """Sum over the ranks, on every rank."""
+    if world_size == 1:
+        return {"copy": gpu.launch + 2 * nbytes / gpu.memory}
+    both = exchange(gpu, fitted, nbytes, world_size)["copy_engine"]
+    share = 2 * (world_size - 1) / world_size * nbytes
+    return {
+        "one_shot": one_hop(gpu, fitted, (world_size - 1) * nbytes, world_size),
+        "two_shot": fitted.second
+        + fitted.peer * (world_size - 2) * 2
+        + one_hop(gpu, fitted, fitted.owner * share, world_size),
+        "copy_engine": both
+        + exchange(gpu, fitted, nbytes, world_size, adds=True)["copy_engine"]
+        - (fitted.engine if world_size == 2 else 0.0) / 2,
+    }
+
+
+def all_reduce_rms_norm(
+    gpu: Gpu, fitted: Pushes, rows: int, width: int, item: int, world_size: int
+) -> dict[str, float]:
+    """All-reduce of rows, residual and norm."""
+    nbytes = rows * width * item
+    times = all_reduce(gpu, fitted, nbytes, world_size)
+    norm = fitted.norm + 3 * nbytes / gpu.memory
+    if world_size == 1:
+        return {"one_shot": gpu.launch + norm}
+    return {name: times[name] + norm for name in ("one_shot", "two_shot")}

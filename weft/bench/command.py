@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from weft.bench.models.flags import ModelFlags
 from weft.bench.models.names import is_model
 from weft.bench.names import DTYPES, MEASURED, OPS, TRAIN, VARIED, complete_op, shapes_by_op, unknown_op
 from weft.bench.ranks import leave, ranks
+from weft.bench.regret.command import RegretFlags
 from weft.console import (
     WORLD_SIZE,
     check_output,
@@ -116,6 +118,7 @@ class BenchFlags:
     ] = False
     node_size: Annotated[int | None, typer.Option(help="Ranks of a logical node [with --nodes]")] = None
     of_models: ModelFlags = field(default_factory=ModelFlags)
+    of_regret: RegretFlags = field(default_factory=RegretFlags)
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error")] = False
 
     def __post_init__(self) -> None:
@@ -132,6 +135,7 @@ class BenchFlags:
         one_of("device", self.device, DEVICES)
         one_of("dtype", self.dtype, DTYPES)
         self.of_models.check_ops(self.shapes_by_op(), self.eager)
+        self.of_regret.check(tuple(self.shapes_by_op()))
         from weft.bench.harness.machine import check_clean
         from weft.bench.render.plot import check_matplotlib
 
@@ -205,6 +209,8 @@ def bench(asked: BenchFlags) -> None:
 
         # Everything that can be refused is refused here, before the first rank starts.
         sizes, simulated = ranks(numbers("world-size", asked.world_size), asked.device)
+        if asked.of_regret.regret:
+            return _regret(asked, sizes, simulated)
         runs = [(size, asked.workloads(size, simulated)) for size in sizes]
         if asked.list_providers:
             return _list_providers(runs)
@@ -228,6 +234,35 @@ def bench(asked: BenchFlags) -> None:
 
 
 command = from_flags(BenchFlags, bench)
+
+
+def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
+    """Run ``weft bench --regret``. ValueError for flags that do not fit, or for its shapes without GPUs."""
+    from weft.bench.regret import command as regret
+
+    shapes = asked.shapes_by_op()
+    for flag, given in {
+        "--out": asked.out,
+        "--plot": asked.plot,
+        "--nodes": asked.nodes,
+        "--eager": asked.eager,
+    }.items():
+        if given:
+            raise ValueError(f"{flag} does not go with --regret; leave it out, and write rows with --json FILE")
+    if simulated and not asked.check_only and not all(shapes.values()):
+        raise ValueError(
+            "--regret times designs at shapes of published models, which takes GPUs; pass --check-only for their plans, or "
+            "small shapes as in all-gather@4KiB"
+        )
+    here = {size: regret.machine_here(size, simulated) for size in sizes}
+    runs = [(size, regret.workloads(asked.of_regret, shapes, asked.dtype, here[size])) for size in sizes]
+    if asked.check_only:
+        for size, made in runs:
+            for line in regret.listing(asked.of_regret, made, here[size]):
+                typer.echo(line)
+        return
+    more = regret.Asked(file=asked.json, algorithm_cache=asked.algorithm_cache, quick=asked.quick)
+    regret.measure(asked.of_regret, runs, simulated, more)
 
 
 def _list_providers(runs: Runs) -> None:

@@ -75,7 +75,7 @@ _used: dict[str, Gpu] = {}
 
 
 def use(gpu: Gpu | None) -> None:
-    """Let plans of this process read ``gpu``'s constants from now on, which all ranks have; None: no change."""
+    """Let plans of this process read ``gpu``'s constants from now on, on all ranks; None: no change."""
     if gpu is not None and _used.get(gpu.gpu) != gpu:
         _used[gpu.gpu] = gpu
         forget()

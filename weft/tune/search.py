@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 
-import weft
 from weft.bench.harness import machine
 from weft.bench.harness.bench import Bench, Options
 from weft.bench.harness.runner import started
@@ -127,7 +125,7 @@ def search_one(
 ) -> Iterator[list[Outcome]]:
     """Outcomes so far, after every shape; the last ones are `reconciled`."""
     workload = OpWorkload(name=plan.op, shapes=plan.shapes, dtype=plan.dtype, words=("weft",))
-    bench, versions = Bench(team, workload, Options(quick=plan.quick), empty_us), versions_of()
+    bench, versions = Bench(team, workload, Options(quick=plan.quick), empty_us), machine.versions()
     outcomes: list[Outcome] = []
     for number, shape in enumerate(plan.shapes):
         begin = time.perf_counter()
@@ -274,7 +272,7 @@ def write_tried(path: Path, team: Team, tried: Sequence[tuple[TunePlan, Sequence
         "gpu": team.caps.device_name,
         "world_size": team.size,
         "simulated": team.is_simulated,
-        "versions": versions_of(),
+        "versions": machine.versions(),
     }
     put(path, json.dumps(head | {"shapes": shapes}, indent=1, ensure_ascii=False) + "\n")
 
@@ -282,11 +280,6 @@ def write_tried(path: Path, team: Team, tried: Sequence[tuple[TunePlan, Sequence
 def world_of(op: str, world_size: int) -> int:
     """World size under which a row is kept: 1 for an op that knows of no other ranks."""
     return world_size if op_of(op).collective else 1
-
-
-def versions_of() -> str:
-    revision = machine.revision(Path(weft.__file__).parent)
-    return f"weft {weft.__version__} {revision}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def told(outcome: Outcome) -> str:

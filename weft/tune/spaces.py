@@ -6,14 +6,15 @@ the op's rule, and the one that calls get now, are among the first.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
+from weft.bench.ops.labels import label
 from weft.bench.ops.problem import OpProblem
 from weft.bench.ops.shapes import op_of
 from weft.ops.op import Op
-from weft.plan.planned import Machine, Planned, machine_of
+from weft.plan.planned import Machine, machine_of
+
+__all__ = ["around", "call_of", "default", "first", "label", "parse"]
 
 # Former names of variants.
 RENAMED = {"own_first": "local_first"}
@@ -31,22 +32,6 @@ def parse(word: str) -> tuple[str, tuple[str, ...]]:
             known = ", ".join(op.variants) or "none"
             raise ValueError(f"op {word!r} is unknown: {op.alias} has the variants {known}, not {variant!r}")
     return op.alias, tuple(name for name in op.variants if name in variants)
-
-
-def label(op: Op, design: object) -> str:
-    """Short text of a design: its name, and the fields that are not the default."""
-    return " ".join([op.name_of(design), *(f"{name}={value}" for name, value in _fields(design))])
-
-
-def _fields(design: object) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(design):
-        value = getattr(design, field.name)
-        if isinstance(value, Planned):
-            continue
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value)
-        elif value != field.default:
-            yield field.name, ":".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def call_of(problem: OpProblem) -> tuple[Any, Machine]:

@@ -41,6 +41,12 @@ def describe(team: Team) -> dict[str, Any]:
     }
 
 
+def versions() -> str:
+    """Versions of weft, with its revision, of torch and of Triton, for rows of files."""
+    sources = revision(Path(weft.__file__).parent)
+    return f"weft {weft.__version__} {sources}, torch {torch.__version__}, triton {triton.__version__}"
+
+
 def state() -> str | None:
     """Current clock, power and temperature of the first GPU: large GEMMs are limited by power."""
     return _nvidia_smi("clocks.sm,power.draw,temperature.gpu")

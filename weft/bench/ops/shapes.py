@@ -263,6 +263,11 @@ def _parts(op: Op, name: str, world_size: int) -> dict[str, tuple[int, int]]:
             f"--world-size {world_size}: {name} has query={model.query}, key_value={model.key_value} and "
             f"intermediate={model.intermediate}, which do not divide into equal shares; take 1, 2, 4 or 8, or --shapes M,N,K"
         )
+    return parts_of(gemm, model, world_size)
+
+
+def parts_of(gemm: GemmOp, model: Model, world_size: int) -> dict[str, tuple[int, int]]:
+    """Projection that ``gemm`` computes -> (N, K) of one rank's GEMM in a model."""
     everything = {
         "qkv": ((model.query + 2 * model.key_value) // world_size, model.hidden),
         # Of a gated GEMM N counts the results.

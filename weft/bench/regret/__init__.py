@@ -1,0 +1,1 @@
+"""Regret of weft's choices: the time of a call by its plan over that of its best design."""

@@ -1,0 +1,181 @@
+"""``weft bench --regret``: its flags, the shapes of each op, the run on all ranks, the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from weft.arguments import check_int
+from weft.bench.names import MEASURED
+from weft.console import notices, progress, talks
+
+if TYPE_CHECKING:
+    from weft.bench.ops.workload import OpWorkload
+    from weft.bench.regret.measure import Row
+    from weft.plan.planned import Machine
+    from weft.runtime.team.team import Team
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegretFlags:
+    """Flags of ``weft bench --regret`` as typed."""
+
+    regret: Annotated[
+        bool,
+        typer.Option(
+            "--regret",
+            help="Time weft's choice and all designs, at shapes of published models that no row has, and print the choice's "
+            "time over the best design's. With --json FILE it goes on where the file ends; with --check-only it lists plans",
+        ),
+    ] = False
+    seed: Annotated[int, typer.Option(help="Of the shapes that are drawn [with --regret]")] = 0
+    listed: Annotated[int, typer.Option(help="Listed shapes of an op, at most 30 [with --regret]")] = 30
+    drawn: Annotated[int, typer.Option(help="Drawn shapes of an op [with --regret]")] = 30
+    search: Annotated[
+        int, typer.Option(help="Designs of an op's search space besides the named ones [with --regret]")
+    ] = 4
+    seconds: Annotated[
+        float | None, typer.Option(help="Begin no further shape after this time [with --regret; default: no limit]")
+    ] = None
+
+    def check(self, ops: Sequence[str]) -> None:
+        """ValueError for numbers out of range, and for ops without designs to choose from."""
+        check_int("--seed", self.seed, 0)
+        check_int("--listed", self.listed, 0, 30)
+        check_int("--drawn", self.drawn, 0, 1000)
+        check_int("--search", self.search, 0, 100)
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"--seconds {self.seconds} is not positive; pass a time such as 120")
+        if not self.regret:
+            return
+        from weft.bench.regret.published import planned_ops
+
+        planned = list(planned_ops())
+        for op in ops:
+            if op.partition("+")[0] not in planned:
+                known = ", ".join(one for one in planned if one in MEASURED)
+                raise ValueError(f"op {op!r} has no designs to choose from; --regret takes {known}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Flags of ``weft bench`` that a run of regrets takes. file: of the rows."""
+
+    file: Path | None = None
+    algorithm_cache: Path | None = None
+    quick: bool = False
+
+
+def workloads(
+    flags: RegretFlags, shapes_by_op: dict[str, tuple[str, ...]], dtype: str, here: Machine
+) -> tuple[OpWorkload, ...]:
+    """Workload of each op, with the shapes that its word names, or the listed and drawn ones."""
+    from weft.bench.ops.shapes import parse_shapes
+    from weft.bench.ops.workload import OpWorkload
+    from weft.bench.regret.published import drawn, listed
+
+    made = []
+    for op, words in shapes_by_op.items():
+        workload = OpWorkload(name=op, shapes=(), dtype=dtype, words=("weft",))
+        if words:
+            shapes = parse_shapes(op, words, here.world_size, dtype=dtype)
+        else:
+            first = listed(workload.op, here, dtype, workload.fields, flags.listed)
+            more = drawn(workload.op, here, dtype, workload.fields, flags.seed, flags.drawn, first)
+            shapes = (*first, *more)
+        made.append(replace(workload, shapes=shapes))
+    return tuple(made)
+
+
+def machine_here(world_size: int, simulated: bool) -> Machine:
+    """Machine whose plans are listed: this one's GPU, or an H200 where there is none."""
+    from weft.plan.planned import machine
+    from weft.runtime import capabilities
+
+    caps = capabilities.simulated(world_size) if simulated else capabilities.probe(0, range(world_size))
+    return machine(caps, world_size)
+
+
+def listing(flags: RegretFlags, made: Sequence[OpWorkload], here: Machine) -> Iterator[str]:
+    """Lines with each shape's plan, its reason, and all designs that would be timed."""
+    from weft.bench.regret.measure import planned
+
+    for workload in made:
+        yield f"{workload.name} W={here.world_size} {workload.dtype}, {here.caps.device_name}: {len(workload.shapes)} shapes"
+        for shape, designs, reason, refused in planned(workload, here, flags.search):
+            auto, *more = designs.values()
+            yield f"  {shape.label}: {auto} ({reason})"
+            yield f"    against {'; '.join(more) or 'no other design'}"
+            yield from (f"    without {name}: {why}" for name, why in refused.items())
+
+
+def measure(
+    flags: RegretFlags,
+    runs: Sequence[tuple[int, tuple[OpWorkload, ...]]],
+    simulated: bool,
+    asked: Asked,
+) -> None:
+    """Time shapes that the file lacks, and print all rows. After a WeftError the file has the rows so far."""
+    from weft.bench.harness.runner import heap_bytes
+    from weft.bench.regret.file import Kept, read, summary
+    from weft.runtime.launch import launch
+
+    file = asked.file
+    before: list[Kept] = [] if file is None else read(file)
+    console = Console(highlight=False)
+    for size, made in runs:
+        gpu = "simulated" if simulated else machine_here(size, simulated).caps.device_name
+        known = {kept.row.key for kept in before if kept.gpu == gpu}
+        left = [
+            replace(
+                one,
+                shapes=tuple(shape for shape in one.shapes if (one.name, size, one.dtype, shape.size) not in known),
+            )
+            for one in made
+        ]
+        if talks() and (done := sum(len(one.shapes) for one in made) - sum(len(one.shapes) for one in left)):
+            notices.info("weft: %d of %d shapes are in %s", done, sum(len(one.shapes) for one in made), file)
+        rows: list[Row] = []
+        if any(one.shapes for one in left):
+            rows = launch(
+                on_rank, size, "sim" if simulated else "cuda",
+                args=(tuple(left), flags, asked, gpu),
+                heap_bytes=None if simulated else heap_bytes(left),
+            )[0]  # fmt: skip
+        names = {(one.name, size, one.dtype, shape.size) for one in made for shape in one.shapes}
+        every = [kept.row for kept in before if kept.gpu == gpu and kept.row.key in names] + rows
+        for line in _lines(every):
+            console.print(line, soft_wrap=True)
+        for line in summary(every):
+            console.print(line, soft_wrap=True)
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[str]:
+    from weft.bench.regret.measure import told
+
+    for row in rows:
+        yield f"{row.op} W={row.world_size} {told(row)}"
+
+
+def on_rank(team: Team, made: tuple[OpWorkload, ...], flags: RegretFlags, asked: Asked, gpu: str) -> list[Row]:
+    """Measure on one rank. Rank 0 writes the file after each shape."""
+    from weft.bench.harness import machine
+    from weft.bench.harness.bench import Options
+    from weft.bench.regret.file import Kept, read, write
+    from weft.bench.regret.measure import run
+    from weft.ops import warm_up
+
+    warm_up(team, algorithm_cache=asked.algorithm_cache)
+    versions = machine.versions()
+
+    def save(row: Row) -> None:
+        if asked.file is not None:
+            write(asked.file, [*read(asked.file), Kept(gpu=gpu, versions=versions, row=row)])
+
+    with progress(team.rank == 0) as say:
+        return run(team, made, Options(quick=asked.quick), flags.search, flags.seconds, save, say)

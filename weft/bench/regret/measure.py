@@ -1,0 +1,242 @@
+"""Designs of a call, timed in turns on each rank, and the regret of the plan's choice.
+
+The best design is the fastest one of the even rounds. Its time and the plan's are taken in the odd rounds, since of many
+equal designs one always reads fastest.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.bench.harness import meters
+from weft.bench.harness.bench import Bench, Entrant, Options
+from weft.bench.harness.provider import Provider
+from weft.bench.harness.runner import started
+from weft.bench.harness.workload import DTYPES, Failed, together
+from weft.bench.ops.labels import label
+from weft.bench.ops.providers import prepared
+from weft.bench.ops.workload import OpWorkload
+from weft.errors import WeftError
+from weft.plan.planned import AUTO, machine_of
+from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from weft.bench.harness.workload import Shape
+    from weft.bench.ops.problem import OpProblem
+    from weft.ops.case import Case
+    from weft.ops.op import Op
+    from weft.plan.planned import Machine
+    from weft.runtime.team.team import Team
+
+# Fewest rounds of each half.
+ROUNDS = 4
+Times = Mapping[str, tuple[float, float]]
+
+
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One shape.
+
+    auto, best  labels of the plan's design and of the fastest one; auto_us, best_us: their times in the odd rounds
+    reason      of the plan, or why there is no time
+    us          (even rounds, odd rounds) by label; dropped: reasons by label
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    label: str
+    world_size: int
+    dtype: str
+    auto: str
+    reason: str
+    best: str = ""
+    auto_us: float | None = None
+    best_us: float | None = None
+    us: Times = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def regret(self) -> float | None:
+        """Time by the plan over that of the best design; None without times."""
+        return None if self.auto_us is None or self.best_us is None else self.auto_us / self.best_us
+
+    @property
+    def key(self) -> tuple[str, int, str, tuple[int, ...]]:
+        return self.op, self.world_size, self.dtype, self.shape
+
+
+def candidates(op: Op, case: Case, here: Machine, search: int) -> tuple[dict[Any, str], str, dict[str, str]]:
+    """({design: label}, reason of the plan, {name of a design that does not fit: why}).
+
+    The plan's design comes first, then each design that a caller can ask for, then up to ``search`` of the op's space.
+    """
+    call = op.call_of_case(case, here)
+    auto = op.plan(call, here)
+    every, refused = {auto.design: label(op, auto.design)}, {}
+    variants = [name for name, given in case.fields if given is True]
+    for name in op.algorithms:
+        if name == AUTO or not op.offers(name, variants):
+            continue
+        try:
+            design = op.plan(op.call_of_case(replace(case, design=name), here), here).design
+        except ValueError as error:
+            refused[name] = " ".join(str(error).split())
+            continue
+        every.setdefault(design, label(op, design))
+    more = (design for design in op.space(call, here, quick=True) if design not in every)
+    every.update((design, label(op, design)) for design in islice(dict.fromkeys(more), search))
+    return _apart(every), auto.reason, refused
+
+
+def _apart(designs: Mapping[Any, str]) -> dict[Any, str]:
+    """Designs with labels of which no two are equal: plans within a design are not part of a label."""
+    seen: Counter[str] = Counter()
+    made = {}
+    for design, name in designs.items():
+        seen[name] += 1
+        made[design] = name if seen[name] == 1 else f"{name} #{seen[name]}"
+    return made
+
+
+def best_of(times: Times, auto: str) -> tuple[str, float, float]:
+    """(label of the fastest design of the even rounds, the plan's time in the odd ones, that design's)."""
+    best = min(times, key=lambda name: (times[name][0], name != auto))
+    return best, times[auto][1], times[best][1]
+
+
+def run(
+    team: Team, workloads: Sequence[OpWorkload], options: Options, search: int, seconds: float | None,
+    save: Callable[[Row], None], say: Callable[[str], None],
+) -> list[Row]:  # fmt: skip
+    """Rows of all shapes, one op after the other. Collective.
+
+    seconds  after which no further shape is begun
+    save     called by rank 0 with each row; a shape whose kernels do not end gets a row before the error is raised
+    """
+    empty_us, rows, begin = started(team), [], time.perf_counter()
+    for workload in workloads:
+        bench = Bench(team, workload, options, empty_us)
+        for number, shape in enumerate(workload.shapes):
+            if seconds is not None and team.exchange(time.perf_counter() - begin)[0] > seconds:
+                return rows
+            row = blank(workload, shape, team.size)
+            try:
+                row = measured(bench, shape, search, row)
+            except WeftError as error:
+                if team.rank == 0:
+                    save(replace(row, reason=f"not measured: {error}"))
+                raise
+            rows.append(row)
+            if team.rank == 0:
+                save(row)
+                say(f"{workload.name} W={team.size} {told(row)}: {number + 1} of {len(workload.shapes)}")
+    return rows
+
+
+def blank(workload: OpWorkload, shape: Shape, world_size: int) -> Row:
+    """Row of a shape before it is measured."""
+    return Row(
+        op=workload.name, shape=shape.size, label=shape.label, world_size=world_size, dtype=workload.dtype, auto="",
+        reason="",
+    )  # fmt: skip
+
+
+def planned(
+    workload: OpWorkload, here: Machine, search: int
+) -> Iterator[tuple[Shape, dict[Any, str], str, dict[str, str]]]:
+    """Each shape with its ``candidates``, for a machine without GPUs too."""
+    op = workload.op
+    for shape in workload.shapes:
+        case = op.case_of(shape.size, DTYPES[workload.dtype], here.world_size, **workload.fields)
+        yield shape, *candidates(op, case, here, search)
+
+
+def measured(bench: Bench, shape: Shape, search: int, row: Row) -> Row:
+    """``row`` with the times of all designs."""
+    team, workload = bench.team, bench.workload
+    try:
+        problem: OpProblem = together(team, lambda: workload.problem(shape, team))
+        problem.expect()
+        op, case = problem.op, problem.case
+        designs, reason, refused = together(team, lambda: candidates(op, case, machine_of(team), search))
+    except Failed as error:
+        return replace(row, reason=str(error))
+    row = replace(row, auto=next(iter(designs.values())), reason=reason)
+    entrants, dropped = {}, dict(refused)
+    for design, name in designs.items():
+        entrant = entered(bench, problem, design, name)
+        if entrant.single is None:
+            dropped[name] = entrant.row.reason or "it has no time"
+            entrant.leave()
+        else:
+            entrants[name] = entrant
+    problem.forget()
+    row = replace(row, dropped=dropped)
+    if row.auto in entrants:
+        times = halves(bench, entrants)
+        best, auto_us, best_us = best_of(times, row.auto)
+        row = replace(row, best=best, auto_us=auto_us, best_us=best_us, us=times)
+    for entrant in entrants.values():
+        entrant.leave()
+    del problem, entrants
+    if team.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    return row
+
+
+def entered(bench: Bench, problem: OpProblem, design: Any, name: str) -> Entrant:
+    """Entrant of a checked design, with its meters; no ``single`` if it was dropped. Collective."""
+    provider = Provider(name=name, ops=(problem.op.alias,), role="weft", make=lambda problem: prepared(problem, design))
+    entrant = bench.enter(problem, provider)
+    if entrant.row.reason is None:
+        bench.set_up(problem, entrant)
+        if problem.computes:
+            entrant.chain = None  # calls in a row would double the time without affecting the choice
+    return entrant
+
+
+def halves(bench: Bench, entrants: Mapping[str, Entrant]) -> dict[str, tuple[float, float]]:
+    """µs of each entrant in the even and in the odd rounds: the maximum over the ranks of the median.
+
+    Where calls were timed in a row too, the geometric mean of a call alone and one in a row, as in ``weft tune``.
+    """
+    timed = [meter for entrant in entrants.values() for meter in entrant.meters()]
+    rounds = 2 if bench.team.is_simulated else 2 * max(ROUNDS, math.ceil(bench.rounds(timed) / 2))
+    samples: list[tuple[list[float], list[float]]] = [([], []) for _ in timed]
+    for number in range(rounds):
+        # Both halves see the same neighbours.
+        bench.round([timed[place] for place in meters.in_turn(len(timed), number // 2)])
+        for meter, taken in zip(timed, samples, strict=True):
+            taken[number % 2].extend(meter.samples())
+    medians = [tuple(meters.spread(half).median for half in taken) for taken in samples]
+    slowest = [tuple(map(max, zip(*ranks, strict=True))) for ranks in zip(*bench.team.exchange(medians), strict=True)]
+    by_meter = dict(zip(map(id, timed), slowest, strict=True))
+    in_a_row = all(entrant.chain is not None for entrant in entrants.values())
+    return {name: _deciding(entrant, by_meter, in_a_row) for name, entrant in entrants.items()}
+
+
+def _deciding(entrant: Entrant, by_meter: Mapping[int, tuple], in_a_row: bool) -> tuple[float, float]:
+    single = by_meter[id(entrant.single)]
+    if not in_a_row:
+        return single
+    return tuple(math.sqrt(one * two) for one, two in zip(single, by_meter[id(entrant.chain)], strict=True))
+
+
+def told(row: Row) -> str:
+    """One line on a row."""
+    if row.regret is None:
+        return f"{row.label}: {row.reason}"
+    same = row.best == row.auto
+    best = "the best" if same else f"{row.best} {row.best_us:.4g}"
+    return f"{row.label}: {row.auto} {row.auto_us:.4g} µs, {best}: {row.regret:.3f}"

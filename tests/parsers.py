@@ -59,7 +59,8 @@ def parse_values(command):
     arguments = filled(command.words[command.words.index("weft") + 1 :])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-        for module, run_ranks in ((weft.bench.command, "_measure"), (weft.tune.command, "_tune")):
+        of_tune = ((weft.tune.command, name) for name in ("_tune", "_tune_model"))
+        for module, run_ranks in ((weft.bench.command, "_measure"), *of_tune):
             patch.setattr(module, "ranks", lambda sizes, device: (sizes or (2,), False))
             patch.setattr(module, run_ranks, lambda *_: None)
         result = CliRunner().invoke(app, arguments)

@@ -213,3 +213,18 @@ def test_without_the_simulator_s_packages_it_is_exit_2(monkeypatch):
     assert result.exit_code == 2
     assert "weft: the simulator needs weft.simulator.machine.machine, which is not installed" in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ((), "weft tune takes ops or --model, and got neither; pass one"),
+        (("gemm", "--model", "qwen3-8b"), "got --model qwen3-8b and ops; pass one"),
+        (("--model", "qwen3-8b", "--shapes", "1,2,3"), "--shapes is for ops, and the model names its calls"),
+        (("--model", "qwen3-8b", "--device", "sim"), "virtual ranks search nothing, since their times mean nothing"),
+    ],
+)
+def test_a_model_takes_the_place_of_ops(flags, reason):
+    result = CliRunner().invoke(app, ["tune", *flags])
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.split())

@@ -26,7 +26,7 @@ from rich.text import Text
 from weft.arguments import DEVICES
 from weft.cli.vllm_flags import spellings
 from weft.console import DTYPES, WORLD_SIZE, complete_device, draws, layout_of, notices, one_of
-from weft.engine.config import DEFAULTS, every_tenth
+from weft.engine.config import DEFAULTS, TUNE_SECONDS, every_tenth
 from weft.models.families import published
 from weft.models.hub import find_checkpoint
 from weft.parallel.modes import MODES, OLD_MODES
@@ -140,6 +140,19 @@ class EngineFlags:
     heap_bytes: Annotated[
         int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 512 MiB on simulated ranks]")
     ] = None
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Search the designs of this model's ops on these GPUs first, and keep them for the next start",
+        ),
+    ] = False
+    tune_seconds: Annotated[
+        float | None, typer.Option(help=f"Longest time of that search; goes with --tune [default: {TUNE_SECONDS}]")
+    ] = None
+    tune_cache: Annotated[
+        Path | None, typer.Option(help="Folder that keeps what it finds [default: ~/.cache/weft]")
+    ] = None
     algorithm_cache: Annotated[
         Path | None,
         typer.Option(
@@ -152,6 +165,8 @@ class EngineFlags:
         one_of("device", self.device, DEVICES)
         one_of("mode", self.mode, (*MODES, *OLD_MODES))
         one_of("dtype", self.dtype, ("auto", *DTYPES))
+        if self.tune_seconds is not None and not self.tune:
+            raise ValueError(f"--tune-seconds {self.tune_seconds:g} goes with --tune; pass both, or neither")
         if self.dummy_weights and self.model is not None:
             published(self.model)
         elif self.model is not None:
@@ -169,6 +184,7 @@ class EngineFlags:
             speculative=SpeculativeConfig.of("--speculative-config", self.speculative_config)
             if self.speculative_config is not None
             else None,
+            tune=self.tune if self.tune_seconds is None else self.tune_seconds,
             **{name: getattr(self, name) for name in PASSED_ON},
         )
 
@@ -190,6 +206,7 @@ PASSED_ON = (
     "pipeline_parallel",
     "warm_up",
     "grammar_seconds",
+    "tune_cache",
     "algorithm_cache",
 )
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from weft.parallel.modes import Mode
 
 MAX_BATCH = 1 << 16
+# Seconds of a search without a number.
+TUNE_SECONDS = 60
 # vLLM's names of options, for the message that refuses them.
 VLLM_NAMES = {
     "tensor_parallel_size": "world_size, of LLM",
@@ -85,6 +87,10 @@ class EngineConfig:
     grammar_seconds  longest time that a grammar of structured_outputs may take to compile; other requests go on meanwhile
     speculative      SpeculativeConfig, or a mapping of its fields: tokens are drafted, and several of a sequence verified in a
                      step (docs/speculation.md), not with pipeline_parallel; None: a step gives a token
+    tune             True, or a number of seconds (True: 60): the designs of the ops that this model's steps call are searched
+                     on these GPUs at start, collectively, within that time, and kept for the next start (docs/tuning.md). Not
+                     with pipeline_parallel; virtual ranks search nothing
+    tune_cache       folder of the results; None: ~/.cache/weft
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """
@@ -111,6 +117,8 @@ class EngineConfig:
     warm_up: bool = False
     grammar_seconds: float = 10.0
     speculative: SpeculativeConfig | None = None
+    tune: bool | float = False
+    tune_cache: str | PathLike[str] | None = None
     algorithm_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +135,13 @@ class EngineConfig:
         check_optional(check_bool, "fused", self.fused)
         check_optional(check_layout, "expert_layout", self.expert_layout)
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
+        check_optional(check_instance, "tune_cache", self.tune_cache, (str, PathLike), "the path of a folder")
+        if not isinstance(self.tune, bool):
+            check_number("tune", self.tune, 1, 86400, "in [1, 86400] seconds, True or False")
+        if self.tune and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"tune with pipeline_parallel={self.pipeline_parallel}: a search is for one stage; leave out one"
+            )
         check_optional(check_bool, "context_parallel", self.context_parallel)
         for name in ("prefix_caching", "cuda_graph", "warm_up"):
             check_bool(name, getattr(self, name))
@@ -156,6 +171,11 @@ class EngineConfig:
         check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
         if self.gpu_memory_utilization is not None:
             check_number("gpu_memory_utilization", self.gpu_memory_utilization, 1e-9, 1, "in (0, 1]")
+
+    @property
+    def tune_seconds(self) -> float:
+        """Budget of the search at start; 0: there is none."""
+        return TUNE_SECONDS * self.tune if isinstance(self.tune, bool) else self.tune
 
     @classmethod
     def of(cls, config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

@@ -39,6 +39,7 @@ from weft.engine.pipeline import Pipeline
 from weft.engine.runner import Runner
 from weft.engine.speculation.loading import load_draft
 from weft.engine.tokenizer import has_tokenizer, load_tokenizer
+from weft.engine.tuning import search
 from weft.errors import CheckpointError
 from weft.kernels.fp8 import E4M3
 from weft.models import Decoder, DecoderConfig
@@ -141,7 +142,8 @@ class Engine:
             for line in warnings:
                 logger.warning(line)
         draft = load_draft(config, self.model, checkpoint, self.tokenizer, partial(_open, team=team))
-        self.batch = Batch(Runner(self.model, config, pipeline, draft), config)
+        searching = partial(search, config=config) if config.tune_seconds else None
+        self.batch = Batch(Runner(self.model, config, pipeline, draft, searching), config)
         if config.algorithm_cache is not None:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)

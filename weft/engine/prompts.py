@@ -318,12 +318,19 @@ class Prompts:
 
         They write to page 0 of the cache, and choose no tokens.
         """
+        for tokens in self.padding_sizes(most):
+            self.run_padding_of(tokens)
+
+    def padding_sizes(self, most: int) -> list[int]:
+        return sorted({min(1 << n, most) for n in range(8, max(8, most.bit_length()) + 1)})
+
+    def run_padding_of(self, tokens: int) -> None:
+        """``run_padding`` of one size."""
         entries, device = self._decoding.slots.table.shape[1], self._pipeline.team.device
-        for tokens in sorted({min(1 << n, most) for n in range(8, max(8, most.bit_length()) + 1)}):
-            sequences = [(0, min(self.max_seq_len, tokens - at)) for at in range(0, tokens, self.max_seq_len)]
-            pages = torch.zeros(len(sequences), entries, dtype=torch.int32, device=device)
-            zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
-            self._pipeline.prefill(zeros, sequences, pages, self._decoding.cache, [])
+        sequences = [(0, min(self.max_seq_len, tokens - at)) for at in range(0, tokens, self.max_seq_len)]
+        pages = torch.zeros(len(sequences), entries, dtype=torch.int32, device=device)
+        zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self._pipeline.prefill(zeros, sequences, pages, self._decoding.cache, [])
 
 
 def gathering_of(model: Decoder, entry_tokens: int) -> Gathering:

@@ -58,8 +58,12 @@ class Runner:
         config: EngineConfig,
         pipeline: Pipeline | None = None,
         draft: Draft | None = None,
+        before_cache: Callable[[Runner], object] | None = None,
     ) -> None:
-        """`pipeline`: of which the model is a stage; None: it is whole. `draft`: model of config.speculative."""
+        """`pipeline`: of which the model is a stage; None: it is whole. `draft`: model of config.speculative.
+
+        before_cache  called once before the KV cache takes its memory, with a cache of two pages
+        """
         check_instance("model", model, Decoder, "a decoder of weft.models")
         check_instance("config", config, EngineConfig, "an EngineConfig")
         if model.has_states and config.speculative is not None:
@@ -89,6 +93,9 @@ class Runner:
             most, synthetic = speculative.num_speculative_tokens, speculative.synthetic_acceptance_length
             self.verifying = VerifyGraph(self.decoding, drafter, most, synthetic)
             self._draft_lengths = speculative.lengths
+        if before_cache is not None:
+            self._allocate(2)
+            before_cache(self)
         self._allocate(self._pages(config))
         self._flight = Flight(self.decoding, self.graphs)
 
@@ -145,9 +152,15 @@ class Runner:
         gathering, prompts = self.prompts.warm_sizes()
         decoding = [*self._warm_flights(), *reversed(self.buckets)]
         if self.verifying is not None:
-            lengths = reversed(self._draft_lengths)
-            decoding = [Verify(batch, length) for length in lengths for batch in reversed(self.buckets)]
+            sizes = (self.decode_sizes(batch) for batch in reversed(self.buckets))
+            decoding = [size for of_length in zip(*sizes, strict=True) for size in of_length]
         return [*gathering, *prompts, *((size, kind) for size in decoding for kind in WARM_KINDS)]
+
+    def decode_sizes(self, batch: int) -> list[int | Verify]:
+        """Decode steps of `batch` slots: with speculation one for each number of drafts, the largest first."""
+        if self.verifying is None:
+            return [batch]
+        return [Verify(batch, length) for length in reversed(self._draft_lengths)]
 
     def _warm_flights(self) -> list[Turn]:
         """First turn of a decode step in flight for each bucket, which stands for all; the largest first."""
@@ -188,6 +201,11 @@ class Runner:
         if self.adjustments is not None:
             for chunk in chunks:
                 self.adjustments.enter(chunk.slot, chunk.entry)
+
+    def run_empty(self, size: int | Verify) -> None:
+        """Run a decode step of empty slots, without a graph; all slots are empty. Collective."""
+        with without_autograd(self.team.device), self.decoding.on_empty_slots():
+            self._graph_of(size).run(size, Kind.GREEDY)
 
     def run_padding(self, most: int) -> None:
         """Run prompts of padding, as ``Prompts.run_padding``."""

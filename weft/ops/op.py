@@ -26,7 +26,7 @@ from torch._C import (
 from weft.arguments import did_you_mean, listed, quoted
 from weft.ops.case import Accuracy, Case, Draw, Inputs
 from weft.ops.layout import Given, Layout, autograd_formula, flat
-from weft.plan import table
+from weft.plan import asked, table
 from weft.plan.memo import once
 from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.logs import logger_of
@@ -109,6 +109,8 @@ class Op:
 
         Pure: nothing is timed, allocated or sent. Equal arguments get the same object.
         """
+        if asked.RECORDS:
+            asked.note(self.name, call, machine)
         return once((self.name, call, machine), lambda: self._chosen(call, machine))
 
     def _chosen(self, call: Call, machine: Machine) -> Planned:

@@ -9,7 +9,8 @@ A row was measured at ``shape`` and stands for its bucket: the same N and K, and
 the nearest power of two. A call gets the nearest row, by the logarithms of its sizes, that is at most a factor of two away in
 each size. Where the GPU's table has none, the table of a GPU with the same processor decides (``SAME_PROCESSOR``). Plans
 without a row, as on unknown GPUs, follow rules. A row of design "cublas" names an algorithm of cuBLAS and stands for one
-shape only. Rows come from ``weft tune``, except rows whose ``versions`` name a file in
+shape only. Rows of a search on this machine (``use``) come before the tables where they are exact, and after the
+tables elsewhere. Rows come from ``weft tune``, except rows whose ``versions`` name a file in
 benchmarks/lab and the commit that has it.
 """
 
@@ -175,18 +176,53 @@ def find(
 
     ranks_differ_in_k  as in ``nearest``
     """
-    return lookup(caps.device_name, world_size, op, name_of(dtype), tuple(shape), ranks_differ_in_k)
+    place = caps.device_name, world_size, caps.is_simulated
+    return lookup(*place, op, name_of(dtype), tuple(shape), ranks_differ_in_k)
+
+
+# Rows of searches on this machine, and their file, by (GPU, world size, simulated).
+_searched: dict[tuple[str, int, bool], tuple[Path, tuple[Row, ...]]] = {}
+
+
+def use(rows: Iterable[Row], file: Path, world_size: int, caps: Capabilities) -> None:
+    """Let plans of this GPU and world size read ``rows`` as well, from now on; equal on all ranks."""
+    place = caps.device_name, world_size, caps.is_simulated
+    known = {row.key: row for row in (*_searched.get(place, (file, ()))[1], *rows)}
+    _searched[place] = file, tuple(known.values())
+    forget()
 
 
 @remembered
 def lookup(
-    gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...], ranks_differ_in_k: bool = False
+    gpu: str,
+    world_size: int,
+    simulated: bool,
+    op: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    ranks_differ_in_k: bool = False,
 ) -> Found | None:
-    """Nearest row for ``op`` and ``dtype`` in the tables for ``gpu`` at ``world_size``; None beyond REACH.
+    """Nearest row for ``op`` and ``dtype``; None beyond REACH.
 
-    Where no row of ``dtype`` is near, a bf16 row of as many bytes is taken: for collectives, and for fp16 GEMMs unless the row
-    names an algorithm of cuBLAS.
+    Of the rows of ``use`` if it is exact, else of the tables for ``gpu`` at ``world_size``, else of the rows of ``use``. Where
+    no row of ``dtype`` is near in a table, a bf16 row of as many bytes is taken: for collectives, and for fp16 GEMMs unless the
+    row names an algorithm of cuBLAS.
     """
+    searched = None
+    if (known := _searched.get((gpu, world_size, simulated))) is not None:
+        searched = nearest(known[1], op, dtype, shape, known[0], ranks_differ_in_k)
+    if searched is not None:
+        # Ranks with other shares of K must take the same row.
+        same = bucket(searched.row.shape)[:2] == bucket(shape)[:2]
+        if searched.exact or (ranks_differ_in_k and same):
+            return searched
+    return _in_tables(gpu, world_size, op, dtype, shape, ranks_differ_in_k) or searched
+
+
+def _in_tables(
+    gpu: str, world_size: int, op: str, dtype: str, shape: tuple[int, ...], ranks_differ_in_k: bool
+) -> Found | None:
+    """Nearest row in the tables."""
     for file in files_for(gpu, world_size):
         rows = _shipped(file).rows
         hit = nearest(rows, op, dtype, shape, file, ranks_differ_in_k)

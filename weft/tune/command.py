@@ -30,12 +30,17 @@ from weft.console import (
     progress,
     talks,
 )
+from weft.engine.config import DEFAULTS
 from weft.errors import SimulatorMissing, WeftError
 
 if TYPE_CHECKING:
     from weft.plan.algorithms import Entry
     from weft.runtime.team.team import Team
+    from weft.tune.model import ModelSearch
     from weft.tune.search import Outcome, TunePlan
+
+# Symmetric memory of a rank for a model's search: receive buffers of all candidates.
+MODEL_HEAP_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class TuneFlags:
     """
 
     ops: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="OP[@SHAPES]...",
             help="As in weft bench; ag-gemm+local_first: the order of rows in an MLP; gemm+partials, gemm+deferred_norm: small "
@@ -54,7 +59,21 @@ class TuneFlags:
             "searched in one launch, as in ag-gemm@qwen3-32b:1024,2048 gemm-rs",
             autocompletion=complete_tuned_op,
         ),
-    ]
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of ops: search the calls of a model, qwen3-32b, a checkpoint directory or OWNER/NAME, and keep "
+            "the results where weft generate --tune and weft serve --tune read them"
+        ),
+    ] = None
+    seconds: Annotated[float, typer.Option(help="Longest time of the search for --model")] = 600.0
+    max_batch: Annotated[int, typer.Option(help="Of --model: sequences that decode at once")] = DEFAULTS["max_batch"]
+    max_seq_len: Annotated[int | None, typer.Option(help="Of --model: prompt and answer [default: the model's]")] = None
+    quantization: Annotated[str | None, typer.Option(help="Of --model: as to weft generate")] = None
+    tune_cache: Annotated[
+        Path | None, typer.Option(help="Of --model: folder of the results [default: ~/.cache/weft]")
+    ] = None
     world_size: Annotated[str | None, typer.Option(*WORLD_SIZE, help="2 or 2,4 [default: all GPUs]")] = None
     shapes: Annotated[
         list[str] | None, typer.Option(help="As in weft bench: SET, SET/PART, SET:M,M; M,N,K; 64KiB,1MiB")
@@ -75,6 +94,17 @@ class TuneFlags:
 
     def __post_init__(self) -> None:
         # First what needs no torch, which takes seconds to load.
+        if (self.model is None) == (not self.ops):
+            given = f"--model {self.model}" if self.ops else "neither"
+            raise ValueError(
+                f"weft tune takes ops or --model, and got {given}{' and ops' if self.ops else ''}; pass one"
+            )
+        if self.model is not None:
+            for flag, value in (("--shapes", self.shapes), ("--out", self.out), ("--json", self.json)):
+                if value is not None:
+                    raise ValueError(
+                        f"--model {self.model}: {flag} is for ops, and the model names its calls; leave it out"
+                    )
         words = self.shapes_by_op()
         for word in words:
             if word.partition("+")[0] not in OPS:
@@ -103,7 +133,7 @@ class TuneFlags:
         return numbers("world-size", self.world_size)
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        return shapes_by_op(self.ops, self.shapes or ())
+        return shapes_by_op(self.ops or (), self.shapes or ())
 
 
 def tune(options: TuneFlags) -> None:
@@ -111,6 +141,10 @@ def tune(options: TuneFlags) -> None:
 
     Exit status 1: the search ended early; the file holds the results so far.
     """
+    if options.model is not None:
+        with one_line_errors(options.traceback):
+            _tune_model(options.model, *plan_model(options))
+        return
     with one_line_errors(options.traceback):
         from weft.bench.ops.shapes import stand_ins
         from weft.tune.spaces import parse
@@ -129,6 +163,42 @@ def tune(options: TuneFlags) -> None:
 
 
 command = from_flags(TuneFlags, tune)
+
+
+def plan_model(options: TuneFlags) -> tuple[tuple[int, ...], ModelSearch]:
+    """World sizes and the search of --model; refuses what can be refused before the first rank starts."""
+    from weft.engine.config import EngineConfig
+    from weft.tune import model
+
+    sizes, simulated = ranks(options.world_sizes, options.device)
+    if simulated:
+        raise ValueError(
+            f"--model {options.model}: virtual ranks search nothing, since their times mean nothing; run it on GPUs"
+        )
+    engine = EngineConfig(
+        tune=options.seconds,
+        tune_cache=options.tune_cache,
+        max_batch=options.max_batch,
+        max_seq_len=options.max_seq_len,
+        quantization=options.quantization,
+        pages=2,
+    )
+    return sizes, model.ModelSearch(model=model.config_of(options.model), engine=engine)
+
+
+def _tune_model(name: str, sizes: tuple[int, ...], asked: ModelSearch) -> None:
+    """Search the calls of a model, one world size after the other."""
+    from weft.runtime.launch import launch
+    from weft.tune import model
+
+    for size in sizes:
+        made = launch(model.on_rank, size, "cuda", args=(asked,), heap_bytes=MODEL_HEAP_BYTES)[0]
+        if talks():
+            typer.echo(f"{name}, world size {size}: {made}; kept in {asked.folder}")
+            for entry in made.entries:
+                if (row := entry.row) is not None:
+                    gain = f", {row.default_us / row.us:.2f}x of the rule's" if row.default_us else ""
+                    typer.echo(f"  {row.key}: {row.design}, {row.us:.4g} µs{gain}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 # Rounds after the first, each around the best of the previous one; if quick, only if neighbours compile fast.
 MOVES, QUICK_MOVES = 3, 1
+# Candidates between two looks at the clock, where the search has a budget: they are compiled together.
+AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +188,13 @@ def with_design(row: tuned.Row, design: object) -> tuned.Row:
     return replace(row, design=op.name_of(design), config=op.config_of(design))
 
 
-def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Outcome:
-    """Search one shape in rounds of candidates. Collective."""
+def tune_shape(
+    bench: Bench, shape: Shape, plan: TunePlan, versions: str, go_on: Callable[[], bool] | None = None
+) -> Outcome:
+    """Search one shape in rounds of candidates. Collective.
+
+    go_on  asked before every AT_ONCE candidates but the first; False ends the search with the best so far. Collective
+    """
     team, op, quick = bench.team, op_of(plan.op), plan.quick or bench.team.is_simulated
     fields = dict.fromkeys(plan.variants, True)
     try:
@@ -204,18 +211,19 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
     moves = QUICK_MOVES if quick else MOVES
     for _ in range(1 + moves):
         fresh = [design for design in candidates if design not in seen]
-        seen.update(fresh)
-        if not fresh:
-            break
-        # Together with the designs that it must beat, at the same clocks.
-        times, failed = timing.timed(bench, problem, list(dict.fromkeys([default, best, *fresh])), default_us)
-        dropped += [(name, why) for name, why in failed if (name, why) not in dropped]
-        if not times:
-            break
-        known |= times
-        before, (best, us) = best, agreed(team, times, default)
-        default_us = times.get(default, default_us)
-        if best == before and best != default:
+        before, any_ran, ended = best, False, False
+        for part in parted(fresh, AT_ONCE if go_on is not None else len(fresh)):
+            if ended := go_on is not None and us is not None and not go_on():
+                break
+            seen.update(part)
+            # Together with the designs that it must beat, at the same clocks.
+            times, failed = timing.timed(bench, problem, list(dict.fromkeys([default, best, *part])), default_us)
+            dropped += [(name, why) for name, why in failed if (name, why) not in dropped]
+            if times:
+                any_ran, (best, us) = True, agreed(team, times, default)
+                known |= times
+                default_us = times.get(default, default_us)
+        if ended or not any_ran or (best == before and best != default):
             break
         candidates = team.exchange(spaces.around(problem, best, quick))[0]
     dtype = tuned.name_of(problem.dtype)
@@ -235,6 +243,11 @@ def tune_shape(bench: Bench, shape: Shape, plan: TunePlan, versions: str) -> Out
         versions=versions,
     )  # fmt: skip
     return Outcome(row=row, winner=spaces.label(op, best), times=known, **common)
+
+
+def parted(designs: Sequence[Any], most: int) -> list[Sequence[Any]]:
+    """``designs`` in parts of at most ``most``."""
+    return [designs[at : at + most] for at in range(0, len(designs), most)] if designs else []
 
 
 def agreed(team: Team, times: dict[Any, float], default: object) -> tuple[Any, float]:

@@ -1,0 +1,95 @@
+"""Predicted steps: the launches are the recipe's, and the errors on committed steps are what the page says."""
+
+import dataclasses
+import statistics
+
+import pytest
+import torch
+
+import weft
+from benchmarks import step_errors
+from weft.bench.models.steps import TINY_CONFIG, config_of
+from weft.engine.config import EngineConfig
+from weft.engine.runner import Runner
+from weft.models import Decoder, DecoderConfig
+from weft.models.families import PUBLISHED
+from weft.parallel.step_plan import plan_step
+from weft.plan.asked import recorded
+from weft.predict.steps import Layout, launches, recipe_of, step_time, tokens_of
+
+ROWS = step_errors.rows()
+SEEN = [row for row in ROWS if row.is_fitted]
+UNSEEN = [row for row in ROWS if not row.is_fitted and not row.is_alike]
+RECIPES = {"FusedNorm": "fused_norm", "Replicated": "replicated", "SequenceParallel": "sequence_parallel"}
+
+
+@pytest.mark.parametrize("rows", [SEEN, UNSEEN], ids=["seen", "unseen"])
+def test_errors_on_committed_steps(rows):
+    """Else fit again: python -m benchmarks.step_errors --fit."""
+    errors = [abs(step_errors.error(row)) for row in rows]
+    assert len(errors) > 20
+    assert statistics.mean(errors) < 0.07
+    assert sum(one <= step_errors.GOAL for one in errors) >= 0.8 * len(errors)
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 129, 600, 1024, 1025, 2047, 2048, 8192])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_recipe_is_the_plan_s(tokens, world_size):
+    def main(team):
+        return plan_step(tokens, mode="auto", hidden_size=4096, dtype=torch.bfloat16, team=team).recipe
+
+    recipe = weft.simulate(main, world_size)[0]
+    assert RECIPES[type(recipe).__name__] == recipe_of(tokens, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_launches_of_a_decode_step_are_the_ops_that_a_decoder_runs(world_size):
+    """Elementwise kernels apart, which have no plan."""
+
+    def main(team):
+        runner = Runner(Decoder(TINY_CONFIG, team).fill_dummy(), EngineConfig(max_batch=2, max_seq_len=64, pages=4))
+        with recorded() as calls:
+            runner.run_empty(2)
+        return {op for op, _, _ in calls}
+
+    # Parts of other ops' plans, and the order of choices.
+    planned = weft.simulate(main, world_size)[0] - {"matmul_parts", "embed", "sample_argmax"}
+    listed = {one.op for one in launches(TINY_CONFIG, (2, 64, 1), Layout(world_size=world_size))}
+    assert planned - {"all_reduce_rms_norm"} == listed - {"memory", "all_reduce_rms_norm"}
+    assert ("all_reduce_rms_norm" in listed) == (world_size > 1)
+
+
+def test_a_dense_layer_has_seven_launches():
+    config = dataclasses.replace(config_of("qwen3-32b"), num_hidden_layers=1)
+    ops = [one.what for one in launches(config, (1, 128, 1), Layout(world_size=2))]
+    assert ops[:7] == ["all-reduce + norm", "qkv", "attention", "o", "all-reduce + norm", "gate, up", "down"]
+    assert ops[7:] == ["embedding", "last norm", "head", "choice", "choice over ranks"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_model_has_a_time(name):
+    config = DecoderConfig.named(name)
+    for world_size in (1, 2):
+        for step in ((1, 512, 1), (64, 2048, 1), (1, 1024, 1024), (4, 1024, 512), (8, 512, 1, 4)):
+            made = step_time(config, step, Layout(world_size=world_size), "h200")
+            assert 1e-5 < made.seconds < 60
+            assert 0 < made.error < 1
+            assert made.seconds == pytest.approx(sum(part.seconds for part in made.parts))
+
+
+def test_more_work_takes_longer_and_more_ranks_less():
+    config = config_of("qwen3-32b")
+    times = [step_time(config, (batch, 1024, 1), Layout(world_size=2), "h200").seconds for batch in (1, 8, 64, 512)]
+    assert times == sorted(times)
+    by_ranks = [step_time(config, (8, 1024, 1), Layout(world_size=w), "h200").seconds for w in (1, 2, 4)]
+    assert by_ranks == sorted(by_ranks, reverse=True)
+    assert step_time(config, (8, 1024, 1), Layout(quantization="fp8"), "h200").seconds < by_ranks[0]
+    longer = step_time(config, (8, 1 << 17, 1), Layout(world_size=2), "h200").seconds
+    assert longer > step_time(config, (8, 1024, 1), Layout(world_size=2), "h200").seconds
+
+
+def test_drafts_cost_less_than_steps_of_their_own():
+    config, layout = config_of("qwen3-8b"), Layout(world_size=2)
+    one, four = (step_time(config, (1, 2048, 1, queries), layout, "h200").seconds for queries in (1, 4))
+    assert one < four < 2 * one
+    assert tokens_of((2, 2048, 1, 4)) == 8

@@ -1,0 +1,61 @@
+"""Costs of whole steps beside the costs of their launches, fitted by ``python -m benchmarks.step_errors --fit``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from weft.runtime.files import put
+
+FILE = Path(__file__).parent / "step_costs.json"
+# Tokens of a pass from which all multiplications run at the clocks that the power allows.
+SUSTAINED_TOKENS = 2048
+# Rows up to which a GEMM reads its weights for longer than it multiplies.
+FEW_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Costs of a step.
+
+    gap        µs of a launch among different ones, beside its own time; negative: it begins before the previous one ends
+    attention  the same for decode attention
+    sustained  factor of GEMMs and grouped GEMMs in passes of SUSTAINED_TOKENS tokens and more
+    fp8        factor of GEMMs of fp8 weights and more than FEW_ROWS rows
+    errors     relative errors by kind of step, of committed rows that the fit has not seen
+    """
+
+    gap: float = 0.0
+    attention: float = 0.0
+    sustained: float = 1.0
+    fp8: float = 1.0
+    errors: tuple[tuple[str, float], ...] = ()
+
+    def seconds(self, op: str, seconds: float, tokens: int) -> float:
+        """Time of a launch of ``op`` in a step of ``tokens`` tokens, from its time in a row of its kind."""
+        factor = 1.0
+        if "matmul" in op and tokens >= SUSTAINED_TOKENS:
+            factor *= self.sustained
+        if "fp8" in op and tokens > FEW_ROWS:
+            factor *= self.fp8
+        beside = self.attention if op in ("decode_attention", "sharded_decode_attention") else self.gap
+        return max(0.5e-6, factor * seconds + beside * 1e-6)
+
+    def error(self, kind: str) -> float:
+        """Error bar of a kind of step; the largest for another kind."""
+        known = dict(self.errors)
+        return known.get(kind, max(known.values(), default=0.2))
+
+
+@lru_cache
+def fitted(file: Path = FILE) -> StepCosts:
+    """The costs that weft ships."""
+    content = json.loads(file.read_text())
+    return StepCosts(**{**content, "errors": tuple(content["errors"].items())})
+
+
+def write(costs: StepCosts, file: Path = FILE) -> None:
+    content = {name: float(f"{value:.4g}") for name, value in asdict(costs).items() if name != "errors"}
+    put(file, json.dumps({**content, "errors": dict(costs.errors)}, indent=1) + "\n")

@@ -61,7 +61,7 @@ class Launch:
                 compiled, run, head = ready
                 width, height = (programs, 1) if type(programs) is int else programs
                 stream = _C._cuda_getCurrentRawStream(_C._cuda_getDevice())
-                if _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:  # a profiler's
+                if is_profiled():
                     arguments = (*varying[:before], *self._fixed, *varying[before:], *self._constexprs)
                     compiled[(width, height, 1)](*arguments, stream=stream)
                 else:
@@ -73,6 +73,11 @@ class Launch:
         made = self._kernel[grid](*arguments, **self._constants)
         if isinstance(made, CompiledKernel) and JITFunction.run is _TRITON_RUN:
             self._compiled[tuple(kind)] = made, *launcher_of(made)
+
+
+def is_profiled() -> bool:
+    """True if a profiler has hooks that Triton calls at every launch."""
+    return bool(_HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls)
 
 
 def _with_addresses(arguments: tuple) -> tuple:

@@ -128,11 +128,18 @@ class Halves:
         filled = team.local((len(buffers[0]), -(-programs // 4) * 4), torch.int32).unbind()
         each = zip(zip(*(buffer.unbind() for buffer in buffers), strict=True), filled, strict=True)
         halves = tuple((parts, Half(landed.view, entered, words)) for parts, words in each)
-        return cls(buffers=buffers, landed=landed, halves=halves)
+        made = cls(buffers=buffers, landed=landed, halves=halves)
+        team.workspace("halves", list).append(made)  # replayed calls count too: weft.transport.replays
+        return made
+
+    @property
+    def turn(self) -> int:
+        """Number of the next call's half."""
+        return self.calls % len(self.halves)
 
     def next(self) -> tuple[tuple[torch.Tensor, ...], Half]:
         """The next call's half of each buffer, and the argument of its kernels."""
-        half = self.halves[self.calls % len(self.halves)]
+        half = self.halves[self.turn]
         self.calls += 1
         return half
 

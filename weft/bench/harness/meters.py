@@ -8,13 +8,13 @@ ChainMeter   one CUDA graph of [prepare all, barrier, event, op, op, …, event]
 AroundMeter  if events cannot be recorded inside a graph: a graph of [prepare all, barrier, op, op, …] minus one of
              [prepare all, barrier], timed from outside and divided
 EagerMeter   like GraphMeter without a graph, so it includes the host's launches
+EagerRow     like ChainMeter without a graph, and the host's time in which it submits a call
 HostMeter    the simulator: the host's clock, which means nothing
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import statistics
 import time
@@ -27,6 +27,7 @@ import torch
 from weft.bench.harness.provider import Prepared, Result
 from weft.errors import WeftError
 from weft.ops import barrier
+from weft.runtime import graphs
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ PATIENCE_SECONDS = 20.0
 # Calls that take less than LONG_US alone are also timed in a row: as many as fill ROW_US, between FEW_CALLS and MANY_CALLS.
 # They share the first one's extra 5 µs.
 LONG_US, ROW_US = 2000.0, 4000.0
+# Calls in a row without a graph: no more than the GPU's queue holds launches of (about 1,000), or the host would wait for it.
+# Rounds before the clock, in which what is kept from call to call comes to be.
+EAGER_CALLS, EAGER_ROUNDS = 16, 4
 FEW_CALLS, MANY_CALLS = 8, 64
 OVERRUN = 1.4
 
@@ -139,29 +143,14 @@ def event(external: bool) -> torch.cuda.Event:
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Scope that records work into ``graph``.
-
-    ``torch.cuda.graph`` would empty caches each time, which costs milliseconds.
-    """
+    """Scope that records work into ``graph``, on a stream that is ordered with the current one."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    collected = gc.isenabled()
-    gc.disable()  # its frees are not allowed during a capture
     try:
-        with torch.cuda.stream(stream):
-            # Other threads (NCCL's watchdog) keep calling the driver.
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                yield
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        with graphs.capturing(graph, stream):
+            yield
     finally:
-        if collected:
-            gc.enable()
-    torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def _prepare(prepared: Prepared, numbers: Sequence[int]) -> None:
@@ -226,6 +215,39 @@ class ChainMeter:
 
     def samples(self) -> list[float]:
         return [self._start.elapsed_time(self._end) * 1e3 / self._count]
+
+
+class EagerRow:
+    """Calls in a row as a program makes them: the time of a call, and what of it the host takes to submit it."""
+
+    def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
+        self._team, self._prepared, self._numbers = team, prepared, numbers
+        self._start, self._end = event(False), event(False)
+        self._host_us: list[float] = []
+        self.out: Result | None = None
+
+    def replay(self) -> None:
+        _prepare(self._prepared, sorted(set(self._numbers), reverse=True))
+        finish(self._team, "the work before a row of calls")  # otherwise earlier work would hide the host's
+        barrier(self._team)
+        self._start.record()
+        begin = time.perf_counter()
+        for number in self._numbers:
+            self.out = self._prepared.run(number)
+        self._host_us.append((time.perf_counter() - begin) * 1e6 / len(self._numbers))
+        self._end.record()
+
+    def warm_up(self) -> None:
+        for _ in range(EAGER_ROUNDS):
+            self.replay()
+        self._host_us.clear()
+
+    def samples(self) -> list[float]:
+        return [self._start.elapsed_time(self._end) * 1e3 / len(self._numbers)]
+
+    def host_us(self) -> float:
+        """Median of the host's microseconds of a call in all rounds."""
+        return statistics.median(self._host_us)
 
 
 class AroundMeter:

@@ -177,12 +177,13 @@ class AllReduce(Collective):
     def function(self, x: torch.Tensor, team: Team, algorithm: str) -> torch.Tensor:
         return all_reduce(x, team, algorithm)
 
-    def run(self, design: Any, team: Team, x: torch.Tensor) -> torch.Tensor:
-        """All-reduce of ``x``, checked, any strides: a new contiguous tensor of its shape."""
+    def run(self, design: Any, team: Team, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """All-reduce of ``x``, checked, any strides: ``into``, or a new contiguous tensor of its shape."""
         self.check_design(design)
         if isinstance(design, multimem.Multimem) and x.numel() > 0:
-            return multimem.all_reduce(x.detach().contiguous(), team, design)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            total = multimem.all_reduce(x.detach().contiguous(), team, design)
+            return total if into is None else into.copy_(total)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
         if isinstance(design, Copy):
             return out.copy_(x)
         if isinstance(design, ScatterGather):
@@ -232,13 +233,15 @@ class AllReduce(Collective):
         reason = f"{machine.nodes} nodes: 1 / {machine.node.world_size} of the bytes goes over each rail"
         return Planned("over_nodes", ScatterGather(scatter=scatter, gather=gather), reason)
 
-    def run_of_partials(self, x: torch.Tensor, dtype: torch.dtype, team: Team) -> torch.Tensor:
-        """All-reduce of the sum of split-K partials ``x``, fp32 [partials, ...], contiguous; W > 1.
+    def run_of_partials(
+        self, x: torch.Tensor, dtype: torch.dtype, team: Team, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """All-reduce of the sum of split-K partials ``x``, fp32 [partials, ...], contiguous; W > 1. into: as of ``run``.
 
         A rank's sum x[0] + x[1] + … is rounded to ``dtype`` before it is sent. One-shot, since two-shot's partials would not
         fit the registers.
         """
-        out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
+        out = torch.empty(x.shape[1:], dtype=dtype, device=x.device) if into is None else into
         call = CollectiveCall(out.nbytes, dtype, "one_shot")
         _push(out.numel(), dtype, team, self.plan(call, machine_of(team)).design, partials=x.shape[0])(x, out)
         return out

@@ -155,15 +155,19 @@ class Matmul(LocalGemm):
     def large_cases(self) -> Iterator[Case]:
         yield Case(op=self.name, world_size=1, dtype=torch.bfloat16, sizes=(4096, 4096, 4096))
 
-    def run(self, design: Any, team: None, a: torch.Tensor | Fp8, b: torch.Tensor | Fp8) -> torch.Tensor:
-        """``matmul`` with checked arguments by ``design``."""
+    def run(
+        self, design: Any, team: None, a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``matmul`` with checked arguments by ``design``. out: the result; None: a new tensor."""
         self.check_design(design)
         if isinstance(b, Fp8):
-            return by_design(design, ScaledMatrix(a), b)
+            return by_design(design, ScaledMatrix(a), b, out=out)
         if isinstance(design, Cublas):
-            return cublas.run(design, a, b)
+            return cublas.run(design, a, b, out)
         a, b = rows_contiguous(a), rows_contiguous(b)
-        return small_m.run(ScaledMatrix(a), b, design) if isinstance(design, SmallM) else _run_persistent(design, a, b)
+        if isinstance(design, SmallM):
+            return small_m.run(ScaledMatrix(a), b, design, out=out)
+        return _run_persistent(design, a, b, out)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         caps = capabilities_of(a.device)
@@ -221,10 +225,13 @@ def gradient_dtype(weight: torch.Tensor) -> torch.dtype:
     return torch.float32 if weight.is_leaf and weight.grad_dtype == torch.float32 else weight.dtype
 
 
-def _run_persistent(design: Persistent, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _run_persistent(
+    design: Persistent, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     M, N, tile, caps = a.shape[0], b.shape[0], design.tile, capabilities_of(a.device)
     tiles = make_tiles(M, N, panels=1, block_m=tile.block_m, block_n=tile.block_n, group=tile.group)
-    out = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    if out is None:
+        out = torch.empty((M, N), dtype=a.dtype, device=a.device)
     programs = min(caps.sms, tiles.count * (MAX_PARTIALS.value if design.split else 1))
     tiles = persistent.with_split(tiles, programs, design.split)
     operands, descriptors = persistent.operands(a, b, tile)

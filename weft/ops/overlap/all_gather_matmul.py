@@ -23,6 +23,7 @@ from weft.ops.knobs import counts, flipped, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import Op, define, register
 from weft.ops.overlap import cases
+from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.gathered import begin_gather, gathered_in_sequence, with_scales
 from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, quantized
@@ -196,25 +197,24 @@ class AllGatherMatmul(Overlapped):
         gathers: bool = False,
         into: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """Results for each b (in ``into`` if that is given), then the gathered 16-bit rows if ``gathers``."""
+        """Results for each b, then the gathered 16-bit rows if ``gathers``; in ``into`` if that is given."""
         self.check_design(design)
         shard = a_shard if isinstance(a_shard, Fp8) else a_shard.contiguous()
+        results = list(into) or empty_results(shard, bs, team, gathers)
         if isinstance(design, Sequential):
-            results = _run_sequential(design, team, shard, bs, local_first, gathers)
-            for out, result in zip(into, results, strict=False):
-                out.copy_(result)
+            _run_sequential(design, team, shard, bs, results, local_first)
             return results
-        sizes = [(team.size * shard.shape[0], b.shape[0]) for b in bs]
-        outs = list(into) or [torch.empty(size, dtype=shard.dtype, device=shard.device) for size in sizes]
         if isinstance(design, OverNodes):
-            return self._run_over_nodes(design, team, shard, bs, outs, gathers)
-        gathered = _run_pipelined(design, team, with_scales(quantized(shard, bs[0]), bs[0]), bs, outs, local_first)
-        if not gathers:
-            return outs
-        # A copy, since later calls write over the workspace; the own shard is not in it.
-        panels = list(gathered.chunk(team.size))
-        panels[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard
-        return [*outs, torch.cat(panels)]
+            self._run_over_nodes(design, team, shard, bs, results)
+            return results
+        rows = with_scales(quantized(shard, bs[0]), bs[0])
+        gathered = _run_pipelined(design, team, rows, bs, results[: len(bs)], local_first)
+        if gathers:
+            # A copy, since later calls write over the workspace; the own shard is not in it.
+            panels = list(gathered.chunk(team.size))
+            panels[place_of.fn(team.rank, team.rank, team.size, local_first)] = shard.detach()
+            torch.cat(panels, out=results[-1])
+        return results
 
     def _run_over_nodes(
         self,
@@ -222,25 +222,26 @@ class AllGatherMatmul(Overlapped):
         team: Team,
         shard: torch.Tensor,
         bs: Sequence[torch.Tensor],
-        outs: list[torch.Tensor],
-        gathers: bool,
-    ) -> list[torch.Tensor]:
+        results: list[torch.Tensor],
+    ) -> None:
         """Run the op of the node for the rows of each node: this node's while the other nodes' cross.
 
         node k    | rows of k         | rows of k-1 | rows of k-2 |                each gathered in the node meanwhile
         rail      | own shard to k+1, from k-1 | to k+2, from k-2 |
         """
-        nodes, rows = team.shape.nodes, team.size * shard.shape[0]
-        gathered = [shard.new_empty((rows, shard.shape[1]))] if gathers else []
+        nodes, gathers = team.shape.nodes, len(results) > len(bs)
         for node, piece in swapped(team, [shard] * nodes, design.node):
-            into = [out.chunk(nodes)[node] for out in outs]
-            results = self.run_several(design.node.design, team.node, piece, bs, gathers=gathers, into=into)
-            for whole in gathered:
-                whole.chunk(nodes)[node].copy_(results[-1])
-        return [*outs, *gathered]
+            into = [result.chunk(nodes)[node] for result in results]
+            self.run_several(design.node.design, team.node, piece, bs, gathers=gathers, into=into)
 
     def planned(
-        self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool, gathers: bool = False
+        self,
+        team: Team,
+        a: Operand,
+        bs: Sequence[Operand],
+        own_first: bool,
+        gathers: bool = False,
+        into: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
         rows, names = a.shape[0], ("a_shard.shape[0]", "b.shape[0]", "b.shape[1]", "dtype", "own_first")
         for b in bs if team.size > 1 else ():
@@ -249,10 +250,26 @@ class AllGatherMatmul(Overlapped):
             agree(self.name, team, (*names, "b has dense rows", "b's scales are of"), sizes)
         # The design of the widest b serves all.
         call = call_of(team.size * rows, a, max(bs, key=lambda b: b.shape[0]), own_first)
-        return self.run_several(self.plan(call, machine_of(team)).design, team, a, bs, own_first, gathers)
+        return self.run_several(self.plan(call, machine_of(team)).design, team, a, bs, own_first, gathers, into)
+
+    def eager(
+        self, a_shard: torch.Tensor, bs: Sequence[torch.Tensor], team: str, own_first: bool, gathers: bool = False
+    ) -> list[torch.Tensor]:
+        """``planned``, replayed where the same tensors come again."""
+        members, shard = find_team(team), a_shard.contiguous()
+        results = empty_results(shard, bs, members, gathers)
+        fields = own_first, len(bs)
+        submit(
+            self.name,
+            members,
+            (shard, *bs, *results),
+            fields,
+            lambda: self.planned(members, shard, bs, own_first, gathers, results),
+        )
+        return results
 
     def forward(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-        return self.planned(find_team(team), a_shard.contiguous(), (b,), own_first)[0]
+        return self.eager(a_shard, (b,), team, own_first)[0]
 
     def fake(self, a_shard: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         return a_shard.new_empty((a_shard.shape[0] * find_team(team).size, b.shape[0]))
@@ -282,7 +299,7 @@ class AllGatherMatmulSeveral(Op):
     def forward(
         self, a_shard: torch.Tensor, bs: Sequence[torch.Tensor], team: str, own_first: bool
     ) -> list[torch.Tensor]:
-        return ALL_GATHER_MATMUL.planned(find_team(team), a_shard.contiguous(), bs, own_first, gathers=True)
+        return ALL_GATHER_MATMUL.eager(a_shard, bs, team, own_first, gathers=True)
 
     def fake(self, a_shard, bs, team, own_first):
         rows = a_shard.shape[0] * find_team(team).size
@@ -311,23 +328,40 @@ define(_SEVERAL)
 _FP8 = OverlappedFp8(ALL_GATHER_MATMUL)
 
 
+def empty_results(shard: Operand, bs: Sequence[Operand], team: Team, gathers: bool = False) -> list[torch.Tensor]:
+    """A new result for each b, then one for the gathered rows if ``gathers``."""
+    rows, columns = team.size * shard.shape[0], [b.shape[0] for b in bs]
+    if gathers:
+        columns.append(shard.shape[1])
+    return [torch.empty((rows, width), dtype=shard.dtype, device=shard.device) for width in columns]
+
+
 def _run_sequential(
-    design: Sequential, team: Team, shard: Operand, bs: Sequence[Operand], local_first: bool, gathers: bool
-) -> list[torch.Tensor]:
-    gathered = shard
+    design: Sequential,
+    team: Team,
+    shard: Operand,
+    bs: Sequence[Operand],
+    results: Sequence[torch.Tensor],
+    local_first: bool,
+) -> None:
+    """Compute the results for each b, and the gathered rows if there is one more."""
+    gathered, outs, whole = shard, results[: len(bs)], results[len(bs) :]
     if design.collective is not None and isinstance(bs[0], Fp8):
         own = with_scales(quantized(shard, bs[0]), bs[0])
         rows = gathered_in_sequence(design.collective.design, team, own, local_first)
-        sizes = [(len(rows.data), b.shape[0]) for b in bs]
-        outs = [torch.empty(size, dtype=shard.dtype, device=shard.device) for size in sizes]
-        return [by_design(design.gemm.design, ScaledMatrix(rows), b, out=out) for b, out in zip(bs, outs, strict=True)]
+        for b, out in zip(bs, outs, strict=True):
+            by_design(design.gemm.design, ScaledMatrix(rows), b, out=out)
+        return
     if design.collective is not None:
-        gathered = ALL_GATHER.run(design.collective.design, team, shard)
+        into = whole[0] if whole and not local_first else None
+        gathered = ALL_GATHER.run(design.collective.design, team, shard, into)
         if local_first:
             gathered = gathered.roll(-team.rank * shard.shape[0], 0)
-    outs = [MATMUL.run(design.gemm.design, None, gathered, b) for b in bs]
-    # On one rank the rows are the caller's tensor, which no result may alias.
-    return [*outs, gathered.clone() if gathered is shard else gathered] if gathers else outs
+    for b, out in zip(bs, outs, strict=True):
+        MATMUL.run(design.gemm.design, None, gathered, b, out)
+    for rows in whole:
+        if rows is not gathered:
+            rows.copy_(gathered.detach())
 
 
 def _run_pipelined(

@@ -26,6 +26,7 @@ from weft.ops.knobs import counts, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
+from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
@@ -215,34 +216,50 @@ class MatmulAllReduce(Overlapped):
     # --- running -----------------------------------------------------------------------------------------------------
 
     def run(
-        self, design: Fused | Pipelined | Sequential | ScatterGather, team: Team, a: Operand, b: Operand
+        self,
+        design: Fused | Pipelined | Sequential | ScatterGather,
+        team: Team,
+        a: Operand,
+        b: Operand,
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``matmul_all_reduce`` with checked arguments by ``design``, the same on all ranks.
+        """``matmul_all_reduce`` with checked arguments by ``design``, the same on all ranks: ``into``, or a new tensor.
 
         ValueError for a fused design with receive buffers of more than MOST_ELEMENTS.
         """
         self.check_design(design)
         if isinstance(design, Sequential):
-            return _run_sequential(design, team, a, b)
+            return _run_sequential(design, team, a, b, into)
         if isinstance(design, ScatterGather):
             rows = padded_to(a, team.size)
             sums = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, rows, b)
-            return ALL_GATHER.run(design.gather.design, team, sums)[: a.shape[0]]
-        out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device)
+            total = ALL_GATHER.run(design.gather.design, team, sums)[: a.shape[0]]
+            return total if into is None else into.copy_(total)
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device) if into is None else into
         run = _run_fused if isinstance(design, Fused) else _run_pipelined
         run(design, team, quantized(a, b), b, out)
         return out
 
-    def planned(self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool = False) -> list[torch.Tensor]:
+    def planned(
+        self,
+        team: Team,
+        a: Operand,
+        bs: Sequence[Operand],
+        own_first: bool = False,
+        into: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         (b,), M = bs, a.shape[0]
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of")
             agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b)))
         call = call_of(M, a, b)._replace(dense=True)
-        return [self.run(self.plan(call, machine_of(team)).design, team, a, b)]
+        return [self.run(self.plan(call, machine_of(team)).design, team, a, b, into)]
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
-        return self.planned(find_team(team), a, (b,))[0]
+        members = find_team(team)
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device)
+        submit(self.name, members, (a, b, out), None, lambda: self.planned(members, a, (b,), into=out))
+        return out
 
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
@@ -264,7 +281,9 @@ def buffer_elements(M: int, N: int, world_size: int, tile: Tile) -> tuple[int, i
     return buffer_size, (world_size - 1) * capacity_for(buffer_size)
 
 
-def _run_sequential(design: Sequential, team: Team, a: Operand, b: Operand) -> torch.Tensor:
+def _run_sequential(
+    design: Sequential, team: Team, a: Operand, b: Operand, into: torch.Tensor | None = None
+) -> torch.Tensor:
     gemm, collective = design.gemm.design, design.collective
     if isinstance(gemm, SmallM) and collective is not None and collective.name == "one_shot":
         if isinstance(b, Fp8):
@@ -272,10 +291,12 @@ def _run_sequential(design: Sequential, team: Team, a: Operand, b: Operand) -> t
         else:
             partial = small_m.run(ScaledMatrix(rows_contiguous(a)), rows_contiguous(b), gemm, summed=False)
         if partial.dim() == 3:
-            return ALL_REDUCE.run_of_partials(partial, a.dtype, team)
+            return ALL_REDUCE.run_of_partials(partial, a.dtype, team, into)
+    elif collective is None:
+        return MATMUL.run(gemm, None, a, b, into)
     else:
         partial = MATMUL.run(gemm, None, a, b)
-    return partial if collective is None else ALL_REDUCE.run(collective.design, team, partial)
+    return ALL_REDUCE.run(collective.design, team, partial, into)
 
 
 def _run_fused(design: Fused, team: Team, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

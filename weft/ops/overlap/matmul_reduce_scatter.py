@@ -25,6 +25,7 @@ from weft.ops.layout import Given
 from weft.ops.op import register
 from weft.ops.overlap import cases, fused_reduce
 from weft.ops.overlap.all_gather_matmul import gathered_rows
+from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
 from weft.ops.overlap.operands import Operand, call_of, form_of, grain_of, multiply, quantized, rows_at
@@ -192,18 +193,19 @@ class MatmulReduceScatter(Overlapped):
         a: Operand,
         b: Operand,
         local_first: bool = False,
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``matmul_reduce_scatter`` with checked arguments by ``design``, the same on all ranks."""
+        """``matmul_reduce_scatter`` with checked arguments by ``design``, the same on all ranks: ``into``, or a new tensor."""
         self.check_design(design)
         if isinstance(design, Sequential):
-            partial = MATMUL.run(design.gemm.design, None, a, b)
             if design.collective is None:
-                return partial
+                return MATMUL.run(design.gemm.design, None, a, b, into)
+            partial = MATMUL.run(design.gemm.design, None, a, b)
             if local_first:
                 partial = partial.roll(team.rank * (a.shape[0] // team.size), 0)
-            return REDUCE_SCATTER.run(design.collective.design, team, partial)
+            return REDUCE_SCATTER.run(design.collective.design, team, partial, into)
         M = a.shape[0]
-        out = torch.empty((M // team.size, b.shape[0]), dtype=a.dtype, device=a.device)
+        out = torch.empty((M // team.size, b.shape[0]), dtype=a.dtype, device=a.device) if into is None else into
         if isinstance(design, OverNodes):
             # Other nodes' rows first: their sums cross while the node's own rows are computed.
             nodes = team.shape.nodes
@@ -217,17 +219,27 @@ class MatmulReduceScatter(Overlapped):
         run(design, team, quantized(a, b), b, out, local_first)
         return out
 
-    def planned(self, team: Team, a: Operand, bs: Sequence[Operand], own_first: bool) -> list[torch.Tensor]:
+    def planned(
+        self,
+        team: Team,
+        a: Operand,
+        bs: Sequence[Operand],
+        own_first: bool,
+        into: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         (b,) = bs
         dense = isinstance(b, Fp8) or has_dense_rows(b)
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "own_first", "b has dense rows", "b's scales are of")
             agree(self.name, team, names, (a.shape[0], b.shape[0], a.dtype, own_first, dense, form_of(b)))
         design = self.plan(call_of(a.shape[0], a, b, own_first), machine_of(team)).design
-        return [self.run(design, team, a, b, own_first)]
+        return [self.run(design, team, a, b, own_first, into)]
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
-        return self.planned(find_team(team), a, (b,), own_first)[0]
+        members = find_team(team)
+        out = torch.empty((a.shape[0] // members.size, b.shape[0]), dtype=a.dtype, device=a.device)
+        submit(self.name, members, (a, b, out), own_first, lambda: self.planned(members, a, (b,), own_first, out))
+        return out
 
     def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, own_first: bool = False) -> torch.Tensor:
         return a.new_empty((a.shape[0] // find_team(team).size, b.shape[0]))

@@ -1,0 +1,35 @@
+"""Eager calls of the overlapped ops: replayed as graphs where the same tensors come again (weft.transport.replays)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.plan.memo import generation
+from weft.runtime.launching import is_profiled
+from weft.runtime.recording import recorder
+from weft.transport.replays import replays_of
+
+if TYPE_CHECKING:
+    from weft.runtime.team.team import Team
+
+
+def submit(op: str, team: Team, tensors: Sequence[torch.Tensor], fields: Hashable, run: Callable[[], object]) -> None:
+    """Call ``run``, or replay a graph of what it submits.
+
+    tensors  all that it reads and writes beside workspaces: it returns no tensor of its own
+    fields   further arguments of the call on which it depends
+
+    A captured call is recorded launch by launch, and so is one that is traced or profiled.
+    """
+    replays = replays_of(team)
+    if replays is None or team.is_capturing() or recorder() is not None or is_profiled():
+        run()
+        return
+    # Beside the call: the choices that were made, which the tables may change, and the workspaces.
+    key = [op, fields, generation(), team.heap_changes]
+    for x in tensors:
+        key += (x.data_ptr(), x.dtype, x.shape, x.stride())
+    replays.submit(tuple(key), run)

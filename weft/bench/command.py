@@ -16,7 +16,7 @@ from rich.console import Console
 from weft.arguments import DEVICES
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.names import is_model
-from weft.bench.names import DTYPES, MEASURED, OPS, TRAIN, VARIED, complete_op, shapes_by_op, unknown_op
+from weft.bench.names import DTYPES, EAGER, MEASURED, OPS, TRAIN, VARIED, complete_op, shapes_by_op, unknown_op
 from weft.bench.ranks import leave, ranks
 from weft.bench.regret.command import RegretFlags
 from weft.console import (
@@ -47,13 +47,15 @@ if TYPE_CHECKING:
 NODE_OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ag-gemm", "gemm-rs", "gemm-ar")
 # Other providers know one node, or would need names of weft's designs in a node.
 NODE_PROVIDERS = ("weft.auto", "nccl", "cublas+nccl")
+# Providers of ``--eager`` without ops.
+EAGER_PROVIDERS = ("weft.auto", "nccl", "cublas+nccl", "torch.fused", "torch.one_shot", "torch.two_shot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchFlags:
     """Flags of `weft bench` as typed. ValueError for values that are wrong on any machine.
 
-    ops     OP or OP@SHAPES; shapes of one op are measured together; none with ``nodes``: NODE_OPS
+    ops     OP or OP@SHAPES; shapes of one op are measured together; none with ``nodes``: NODE_OPS, with ``eager``: EAGER
     shapes  for ops without their own
     """
 
@@ -100,7 +102,9 @@ class BenchFlags:
     plot: Annotated[Path | None, typer.Option(help="Plot the results to this file (SVG)")] = None
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the answers, measure nothing")] = False
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds")] = False
-    eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs")] = False
+    eager: Annotated[bool, typer.Option("--eager", help="Also time without CUDA graphs [default: a set of ops]")] = (
+        False
+    )
     one_by_one: Annotated[
         bool,
         typer.Option(
@@ -124,7 +128,9 @@ class BenchFlags:
     def __post_init__(self) -> None:
         # First what needs no torch, which takes seconds to load.
         if not self.shapes_by_op():
-            raise ValueError("no op is named; name one, or pass --nodes for the ops over nodes")
+            raise ValueError(
+                "no op is named; name one, or pass --nodes for the ops over nodes, or --eager for eager calls"
+            )
         if self.node_size is not None and not self.nodes:
             raise ValueError(f"--node-size {self.node_size} is of --nodes; pass both")
         for op in self.shapes_by_op():
@@ -154,7 +160,7 @@ class BenchFlags:
             check_matplotlib()
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        ops = self.ops or (MEASURED if self.list_providers else NODE_OPS if self.nodes else ())
+        ops = self.ops or (MEASURED if self.list_providers else NODE_OPS if self.nodes else EAGER if self.eager else ())
         return shapes_by_op(ops, self.shapes or ())
 
     def workloads(self, world_size: int, simulated: bool) -> tuple[Workload, ...]:
@@ -176,7 +182,7 @@ class BenchFlags:
                 made.append(TrainWorkload(name=op, shapes=layers, dtype=self.dtype, words=providers))
             else:
                 parsed = parse_shapes(op, shapes, world_size, dtype=self.dtype, tiny=simulated)
-                asked = providers or (NODE_PROVIDERS if self.nodes else ())
+                asked = providers or (NODE_PROVIDERS if self.nodes else EAGER_PROVIDERS if self.eager and not self.ops else ())
                 made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=asked))
         workloads = tuple(replace(one, baselines=self.baselines) for one in made)
         check_words(workloads, providers)

@@ -44,6 +44,12 @@ VARIED = (
     "gemm-ar+block_fp8", "gemm-ar+channel_fp8",
 )  # fmt: skip
 TRAIN = "train"
+# What `weft bench --eager` measures where no op is named, N and K of one of two ranks: eager calls from short to long.
+EAGER = (
+    "ag-gemm@512,2048,4096", "ag-gemm@4096,4096,4096", "ag-gemm@8192,7168,4096",
+    "gemm-rs@512,4096,2048", "gemm-rs@4096,4096,4096", "gemm-rs@8192,4096,7168",
+    "gemm-ar@512,4096,2048", "gemm-ar@4096,4096,4096", "gemm-ar@8192,4096,7168", "all-reduce@64KiB,4MiB,32MiB,64MiB",
+)  # fmt: skip
 # What `weft bench` measures.
 MEASURED = (*OPS, *VARIED, *LEVELS, TRAIN)
 DTYPES = ("bf16", "fp16", "fp32")

@@ -141,6 +141,7 @@ def test_times_as_on_gpus(fake_gpus, others):
         assert row.median_us == pytest.approx(7.0)
         assert row.chain_us == pytest.approx(7 / 64)  # the 7 µs between two events, over 64 calls
         assert row.eager_us == pytest.approx(7.0)
+        assert row.eager_row_us == pytest.approx(7 / 16) and row.host_us > 0
         assert row.samples >= 3 * 8
         assert row.max_abs_error < 0.1
     assert rows["wrong"].reason.startswith("wrong answer: rank 0: ")

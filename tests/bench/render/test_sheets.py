@@ -124,6 +124,24 @@ def test_the_renderer_asks_the_workload_and_compares_no_name_of_an_op():
         assert not re.search(r"\bop\s*(==|!=|in\b|not in\b)", file.read_text()), file.name
 
 
+def test_eager_calls_in_a_row_have_their_own_table_with_the_hosts_time():
+    times = (
+        ("weft.auto", "weft", 5.0, 60.0, 55.0),
+        ("nccl", "other", 9.0, 48.0, 47.5),
+        ("torch.fused", "other", 8.0, None, None),
+    )
+    rows = [
+        canned.row((4096,), name, role, us, label="4 KiB", eager_row_us=eager, host_us=host)
+        for name, role, us, eager, host in times
+    ]
+    _, made = sheets(canned.report("all-reduce", 2, rows))
+    assert made.title.endswith("eager, µs a call [of the host]")
+    assert made.header == ("shape", "weft.auto", "nccl", "torch.fused", "speed-up")
+    assert made.rows == (("4 KiB", "60.0 [55.0]", "48.0 [47.5]", "–", "0.80x"),)
+    assert made.slower == {(0, 4)}
+    assert len(sheets(canned.all_reduce())) == 1
+
+
 def test_eager_times_have_their_own_speed_up():
     """Over the fastest baseline without a graph, which may be another one."""
     small = (4096,)

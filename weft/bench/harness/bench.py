@@ -39,20 +39,22 @@ class Options:
 
 @dataclass(slots=True, kw_only=True)
 class Entrant:
-    """Provider that gave the right answer, with its meters: single calls, calls in a row, without a graph."""
+    """Provider that gave the right answer, with its meters: single calls, calls in a row, both without a graph."""
 
     row: Row
     prepared: Prepared | None = None
     single: Meter | None = None
     chain: Meter | None = None
     eager: Meter | None = None
+    row_of_calls: meters.EagerRow | None = None
 
     def meters(self) -> list[Meter]:
-        return [meter for meter in (self.single, self.chain, self.eager) if meter is not None]
+        every = self.single, self.chain, self.eager, self.row_of_calls
+        return [meter for meter in every if meter is not None]
 
     def leave(self) -> None:
         """Free its graphs and buffers."""
-        self.single = self.chain = self.eager = None
+        self.single = self.chain = self.eager = self.row_of_calls = None
         if self.prepared is not None:
             self.prepared.release()
             self.prepared = None
@@ -218,6 +220,10 @@ class Bench:
         entrant.single, entrant.chain = meter, chain
         if self.options.eager and mode in ("graph", "around"):
             entrant.eager = meters.EagerMeter(team, prepared, numbers)
+            if entrant.chain is not None:
+                in_a_row = meters.order(len(problem.sets), meters.EAGER_CALLS)
+                entrant.row_of_calls = meters.EagerRow(team, prepared, in_a_row)
+                together(team, entrant.row_of_calls.warm_up)
 
     def replayed(self, problem: Problem, entrant: Entrant, meter: Meter, complaint: str) -> Row:
         """Row after a round of ``meter`` and a check of its last answer; with a reason if it is excluded."""
@@ -267,11 +273,15 @@ class Bench:
         single, *more = [max(ranks, key=lambda s: s.median) for ranks in zip(*all_ranks, strict=True)]
         chain = more.pop(0).median if entrant.chain is not None else None
         eager = more.pop(0).median if entrant.eager is not None else None
+        in_a_row = more.pop(0).median if entrant.row_of_calls is not None else None
+        host = None
+        if entrant.row_of_calls is not None:
+            host = max(self.team.exchange(entrant.row_of_calls.host_us()))
         if entrant.row.mode == "eager":
             eager = single.median
         entrant.row = replace(
             entrant.row, median_us=single.median, p10_us=single.p10, p90_us=single.p90, samples=single.samples,
-            chain_us=chain, eager_us=eager,
+            chain_us=chain, eager_us=eager, eager_row_us=in_a_row, host_us=host,
         )  # fmt: skip
 
     def rounds(self, timed: Sequence[Meter]) -> int:

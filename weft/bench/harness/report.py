@@ -33,6 +33,7 @@ class Row:
     median_us  of one call, on the rank with the largest median; p10_us and p90_us are that rank's (extremes of few samples)
     chain_us   per call of several in a row, for short calls
     eager_us   without a graph, if requested
+    eager_row_us, host_us: per call of several in a row without a graph, and what of it the host takes to submit the call
     parts_us   breakdown of a step by kind of kernel, of rank 0, if requested
     first_us, tokens_per_second: of generate, whose median_us is that of a token after the first
     figures    of the inputs: pairs, active experts and tile fill of a grouped GEMM
@@ -50,6 +51,8 @@ class Row:
     samples: int = 0
     chain_us: float | None = None
     eager_us: float | None = None
+    eager_row_us: float | None = None
+    host_us: float | None = None
     max_abs_error: float | None = None
     rms_error: float | None = None
     parts_us: dict[str, float] | None = None

@@ -51,8 +51,8 @@ class Sheet:
 
 
 def sheets(report: Report) -> list[Sheet]:
-    """All tables of a report: the times, and the breakdown if it was measured."""
-    return [made for made in (sheet(report), breakdown_sheet(report)) if made is not None]
+    """All tables of a report: the times, and eager rows and the breakdown if they were measured."""
+    return [made for made in (sheet(report), eager_sheet(report), breakdown_sheet(report)) if made is not None]
 
 
 def sheet(report: Report) -> Sheet:
@@ -149,6 +149,34 @@ def spread(row: Row | None, milli: bool) -> str:
     if row is None or row.p10_us is None or row.p90_us is None:
         return NONE
     return f"{_time(row.p10_us, milli)}–{_time(row.p90_us, milli)}"
+
+
+def eager_sheet(report: Report) -> Sheet | None:
+    """Table of calls in a row without a graph, with the host's time; None if they were not measured."""
+    if all(row.eager_row_us is None for row in report.rows):
+        return None
+    providers = [name for name in providers_of(report) if any(row_of(report, s, name) for s in shapes_of(report))]
+    rows, slower = [], set()
+    for number, shape in enumerate(shapes_of(report)):
+        gain = ratio(weft_row(report, shape), best_other(report, shape, "eager_row_us"), "eager_row_us")
+        if gain is not None and gain < 1:
+            slower.add((number, 1 + len(providers)))
+        cells = [eager_cell(row_of(report, shape, name)) for name in providers]
+        rows.append((label_of(report, shape), *cells, plain(gain, "{:.2f}x")))
+    return Sheet(
+        title=f"{title_of(report)}, eager, µs a call [of the host]",
+        header=("shape", *providers, "speed-up"),
+        rows=tuple(rows),
+        slower=frozenset(slower),
+        notes=("Calls in a row without a CUDA graph. In brackets: the host's time to submit a call.",),
+    )
+
+
+def eager_cell(row: Row | None) -> str:
+    """Time of a call in a row, and the host's in brackets."""
+    if row is None or row.eager_row_us is None or row.host_us is None:
+        return "" if row is None else NONE
+    return f"{microseconds(row.eager_row_us)} [{microseconds(row.host_us)}]"
 
 
 def breakdown_sheet(report: Report) -> Sheet | None:

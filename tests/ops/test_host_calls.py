@@ -1,0 +1,87 @@
+"""What an eager call costs the host: calls of the driver, and Python frames (about 0.1 us each).
+
+Times are measured by ``weft bench --eager``. On a host of H200s torch.add takes 9 us, a launch of Triton's 4, an event 2.
+"""
+
+import pytest
+import torch
+
+from tests.ops.host_calls import counted_team
+from weft import ops
+from weft.runtime import virtual_rank
+from weft.transport.replays import Replays, all_halves
+
+
+def empty(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(virtual_rank, "is_running", lambda: True)  # ops without a team ask for a device's capabilities
+    return counted_team(monkeypatch)
+
+
+COLLECTIVES = {
+    "all_reduce": lambda team: ops.all_reduce(empty(32 << 10), team),
+    "all_gather": lambda team: ops.all_gather(empty(32 << 10), team),
+    "reduce_scatter": lambda team: ops.reduce_scatter(empty(32 << 10), team),
+    "all_to_all": lambda team: ops.all_to_all(empty(32 << 10), team),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_small_collective_is_one_launch_and_few_frames(counted, name):
+    team, host = counted
+    for _ in range(3):
+        COLLECTIVES[name](team)
+    counts = host.counted(lambda: COLLECTIVES[name](team))
+    frames = counts.pop("frames")
+    assert counts == {"launches": 1}
+    assert frames <= (28 if name == "all_reduce" else 42), frames
+
+
+# M, N and K of a rank; the most driver calls of a launched call, and Python frames.
+OVERLAPPED = {
+    "all_gather_matmul 512": (lambda team, a, b: ops.all_gather_matmul(a[: len(a) // 2], b, team), 512, 2, 85),
+    "all_gather_matmul 4096": (lambda team, a, b: ops.all_gather_matmul(a[: len(a) // 2], b, team), 4096, 25, 240),
+    "matmul_reduce_scatter 512": (lambda team, a, b: ops.matmul_reduce_scatter(a, b, team), 512, 2, 75),
+    "matmul_reduce_scatter 4096": (lambda team, a, b: ops.matmul_reduce_scatter(a, b, team), 4096, 40, 420),
+    "matmul_all_reduce 512": (lambda team, a, b: ops.matmul_all_reduce(a, b, team), 512, 2, 110),
+    "matmul_all_reduce 4096": (lambda team, a, b: ops.matmul_all_reduce(a, b, team), 4096, 1, 140),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_an_overlapped_call_that_comes_again_is_one_launch_of_a_graph(counted, name):
+    team, host = counted
+    call, M, driver_calls, most_frames = OVERLAPPED[name]
+    a, b = empty(M, 512), empty(1024, 512)
+    team._workspaces["replays"] = None
+    for _ in range(3):
+        call(team, a, b)
+    launched = host.counted(lambda: call(team, a, b))
+    assert launched.pop("frames") <= most_frames
+    assert 1 <= sum(launched.values()) <= driver_calls, launched
+
+    replayed = []
+
+    def record(run):
+        run()
+        return lambda: replayed.append(1)
+
+    team._workspaces["replays"] = graphs = Replays(record, all_halves(team), lambda: None)
+    held = torch.empty  # results at the same address again and again, as an allocator gives them out in a loop
+    results = {}
+
+    def again(*shape, **options):
+        return results.setdefault(str(shape), held(*shape, **options))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "empty", again)
+        for _ in range(6):
+            call(team, a, b)
+        replayed.clear()
+        counts = host.counted(lambda: call(team, a, b))
+    assert counts.pop("frames") <= 38
+    assert not counts and len(replayed) == 2 and not graphs.failures

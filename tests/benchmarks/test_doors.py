@@ -1,0 +1,54 @@
+"""The scripts of benchmarks/doors on virtual ranks, with small shapes and one call each: what they compare must be equal."""
+
+import json
+
+import pytest
+import torch
+from torch.distributed import _symmetric_memory as symm_mem
+
+from benchmarks.doors import timing, torch_tp
+from tests.integrations.virtual_groups import simulate_mesh  # noqa: F401
+from weft.integrations import torch as door
+
+
+@pytest.fixture
+def one_call(monkeypatch):
+    for name in ("CALLS", "ROUNDS", "WARM_UP"):
+        monkeypatch.setattr(timing, name, 1)
+    monkeypatch.setattr(timing.in_a_row, "__defaults__", (1, 1))
+
+
+@pytest.fixture
+def torchs_ops_on_cpus():
+    """torch's fused ops, whose kernels are CUDA's, by torch's own decomposition."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", symm_mem._fused_all_gather_matmul_fallback, "CPU")
+    library.impl("fused_matmul_reduce_scatter", symm_mem._fused_matmul_reduce_scatter_fallback, "CPU")
+    yield
+    door.uninstall()
+    library._destroy()
+
+
+def test_torchs_ops_and_styles_have_the_same_answers_on_weft(
+    simulate_mesh,  # noqa: F811
+    one_call,
+    torchs_ops_on_cpus,
+    tmp_path,
+    capsys,
+):
+    sizes = {"gathers": ((16, 32, 32),), "scatters": ((16, 32, 32),), "layers": ((16, 32, 64),)}
+    file = tmp_path / "torch.json"
+
+    def main(mesh, team):
+        return torch_tp.measure(team, mesh, ["ops", "styles"], sizes, file)
+
+    rows, _ = simulate_mesh(main, 2, sms=4)
+    assert [row["what"] for row in rows[:3]] == [
+        "AG-GEMM 16x32x32",
+        "GEMM-RS 16x32x32",
+        "16x32x64, sharded tokens, forward",
+    ]
+    assert all(row["on weft"] for row in rows[:2]) and len(rows) == 6
+    assert json.loads(file.read_text())["rows"] == rows
+    printed = capsys.readouterr().out
+    assert "| what | torch | weft | gain |" in printed and "16x32x64, replicated, forward and backward" in printed

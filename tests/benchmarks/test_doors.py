@@ -52,3 +52,25 @@ def test_torchs_ops_and_styles_have_the_same_answers_on_weft(
     assert json.loads(file.read_text())["rows"] == rows
     printed = capsys.readouterr().out
     assert "| what | torch | weft | gain |" in printed and "16x32x64, replicated, forward and backward" in printed
+
+
+def test_a_llama_by_its_plan_and_with_replaced_layers_has_the_same_logits(simulate_mesh, one_call, monkeypatch, capsys):  # noqa: F811
+    pytest.importorskip("transformers", "5.23")
+    from benchmarks.doors import transformers_llama
+
+    sizes = transformers_llama.SIZES | {
+        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 48,
+    }  # fmt: skip
+    monkeypatch.setattr(transformers_llama, "NEW", 1)
+    monkeypatch.setattr(transformers_llama, "REPEATS", 1)
+    ways = transformers_llama.ways_of
+    monkeypatch.setattr(transformers_llama, "ways_of", lambda *of: list(ways(*of))[:3])  # none of the compiler's
+
+    def main(mesh, team):
+        return transformers_llama.measure(team, mesh, 1, sizes, (((2, 8),), ((1, 4),)), None)
+
+    rows, _ = simulate_mesh(main, 2, sms=4)
+    assert [row["what"] for row in rows] == ["prompt 2x8", "token 1x4", "static 1x4"]
+    assert all(row[way] for row in rows[:2] for way in ("tp_plan", "tp_plan on weft", "replace")), rows
+    assert "| what | tp_plan | tp_plan on weft | replace | gain |" in capsys.readouterr().out

@@ -179,6 +179,17 @@ class NotEnoughGPUs(WeftError):
         self.world_size, self.available = world_size, available
 
 
+class NoEnd(WeftError):
+    """Ranks that were killed because they ran longer than they may: a deadlock, or too few seconds."""
+
+    def __init__(self, world_size: int, seconds: float) -> None:
+        super().__init__(
+            f"{world_size} ranks did not end within {seconds:g} s and were killed: a deadlock, or work that takes longer; "
+            f"--gpu-seconds gives them more time"
+        )
+        self.world_size, self.seconds = world_size, seconds
+
+
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 

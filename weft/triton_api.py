@@ -11,6 +11,7 @@ CodeGenerator   ``weft.language.lowering.debug_site`` looks for it on the Python
 ASTSource, create_function_from_signature, driver, find_paths_if, make_backend
                 ``weft.simulator.front_end`` takes kernels to Triton IR with them
 builder         ``weft.language.lowering.stock`` reads the ``options`` of ``_semantic.builder``
+gsan            ``weft.runtime.platforms.sanitized`` takes heaps from it, and ``weft.check.gpu`` looks whether it is there
 builtin         decorates the functions of ``weft.language`` that run as a kernel is compiled
 target_info     ``weft.language.lowering`` asks it for the GPU that a kernel is compiled for
 standard        ``weft.runtime.triton_interpret`` looks whether its functions are interpreted
@@ -19,6 +20,7 @@ standard        ``weft.runtime.triton_interpret`` looks whether its functions ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -41,7 +43,7 @@ __all__ = [
     "TRITON_BUILTIN", "ASTSource", "CodeGenerator", "CompilationError", "CompiledKernel", "GPUTarget",
     "IncompatibleTypeErrorImpl", "InterpretedFunction", "InterpreterBuilder", "InterpreterOptions", "JITFunction",
     "TensorHandle", "TensorWrapper", "TritonSemantic", "base_value", "builtin", "canonicalize_dtype", "combine_max",
-    "combine_min", "combine_sum", "core", "create_function_from_signature", "driver", "find_paths_if", "ir", "knobs",
+    "combine_min", "combine_sum", "core", "create_function_from_signature", "driver", "find_paths_if", "gsan", "ir", "knobs",
     "launcher_of", "make_backend", "standard", "target_info", "tensor_descriptor_base", "wrap_axis",
 ]  # fmt: skip
 
@@ -63,6 +65,14 @@ def launcher_of(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple]:
         how = run.launch_cooperative_grid, run.launch_pdl, None, None  # no scratch memory of either kind
         return run.launch, (compiled.function, *how, compiled.packed_metadata, None, None, None)
     return run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+
+def gsan() -> ModuleType:
+    """GSan, Triton's sanitizer for races of global memory: its allocator, and ``symmetric_memory``. ImportError before 3.8."""
+    import triton.experimental.gsan
+    import triton.experimental.gsan.symmetric_memory
+
+    return triton.experimental.gsan
 
 
 def __getattr__(name: str) -> Any:

@@ -5,9 +5,7 @@ weft.cli registers it.
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from rich.text import Text
 
 from weft.arguments import shortened
 from weft.check.explanations import explain
+from weft.check.script import load
 from weft.console import WORLD_SIZE, check_output, draws, from_flags, one_line_errors
 from weft.errors import SimulatorMissing
 from weft.runtime.files import put
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from weft.check.report import Report
 
 _SCHEDULES = 50
-_MODULE = "weft_checked_script"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +40,10 @@ class CheckFlags:
         bool,
         typer.Option("--torch", help="Run a program on torch.distributed and its symmetric memory, as torchrun would"),
     ] = False
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Also run main on real GPUs, under GSan, Triton's sanitizer for races")
+    ] = False
+    gpu_seconds: Annotated[float, typer.Option(help="With --gpu: most seconds of a run on GPUs")] = 120.0
     world_size: Annotated[str, typer.Option(*WORLD_SIZE, help="2 or 2,4")] = "2"
     schedules: Annotated[int, typer.Option(help="Runs for each world size")] = _SCHEDULES
     strategy: Annotated[str, typer.Option(help="mix, uniform, pct, slow, delay or exhaustive")] = "mix"
@@ -73,7 +75,7 @@ class CheckFlags:
 
 
 def check(flags: CheckFlags) -> None:
-    """Look for races, deadlocks and lost signals, without a GPU.
+    """Look for races, deadlocks and lost signals, without a GPU, and with --gpu also on GPUs.
 
     Exit status 0: clean, 1: findings, 2: wrong usage.
     """
@@ -90,11 +92,15 @@ def check(flags: CheckFlags) -> None:
             raise typer.Exit(0)
         for name in ("json", "html", "sarif"):
             check_output(f"--{name}", getattr(flags, name))
+        if flags.gpu:
+            _check_gpu(flags)
         report = _checked(
             _main(flags), world_size=_sizes(flags.world_size), script=named,
             deterministic=not flags.any_results, compile=not flags.no_compile,
             **{name: getattr(flags, name) for name in same},
         )  # fmt: skip
+        if flags.gpu:
+            report = _on_gpus(flags, report)
         _show(report)
         _write(flags, report)
     raise typer.Exit(0 if report.ok else 1)
@@ -131,26 +137,36 @@ def _main(flags: CheckFlags) -> Callable[..., Any]:
     return TorchProgram(flags.script, flags.function, tuple(shlex.split(flags.args)))
 
 
-def load(script: Path, function: str) -> Callable[..., Any]:
-    """``function`` of a script, imported as a module. ValueError if there is none."""
-    if not script.is_file():
-        raise ValueError(f"{script}: no such file; pass a Python file that defines {function}(team)")
-    spec = importlib.util.spec_from_file_location(_MODULE, script)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{script} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE] = module
-    sys.path.insert(0, str(script.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{script} cannot be imported: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.pop(0)
-    main = getattr(module, function, None)
-    if not callable(main):
-        raise ValueError(f"{script} defines no {function}(team); write one, or name another with --function")
-    return main
+def _check_gpu(flags: CheckFlags) -> None:
+    """ValueError for flags that --gpu excludes, Unsupported where GSan cannot run."""
+    from weft.arguments import MOST_RANKS_PER_GPU
+    from weft.check.gpu.runs import check_available
+
+    if flags.torch:
+        raise ValueError(
+            "--gpu runs main(team), and --torch a program on torch's symmetric memory; leave one of them out"
+        )
+    if flags.node_size is not None:
+        raise ValueError(
+            f"--node-size {flags.node_size} with --gpu: GSan follows the GPUs of one node; leave one of them out"
+        )
+    if not flags.gpu_seconds > 0:
+        raise ValueError(f"--gpu-seconds {flags.gpu_seconds:g} must be more than 0")
+    check_available()
+    import torch
+
+    most = MOST_RANKS_PER_GPU * torch.cuda.device_count()
+    if max(_sizes(flags.world_size)) > most:
+        raise ValueError(f"--world-size {flags.world_size} with --gpu: at most {most} ranks fit on the GPUs here")
+
+
+def _on_gpus(flags: CheckFlags, report: Report) -> Report:
+    from weft.check.gpu.check import check_on_gpus
+    from weft.check.gpu.runs import Program
+
+    assert flags.script is not None
+    program = Program(script=flags.script.resolve(), function=flags.function or "main")
+    return check_on_gpus(program, _sizes(flags.world_size), report, seconds=flags.gpu_seconds)
 
 
 def _checked(main: Callable[..., Any], **options: Any) -> Report:

@@ -12,6 +12,8 @@ from weft.check.picture import picture
 DEFAULT_SMS = 8  # resident programs of a rank by default
 # weft.runtime.capabilities.NVLINK and DEFAULT_GPU, whose module needs torch, which the command's help does without.
 DEFAULT_LINK, DEFAULT_GPU = "nvlink", "h200"
+# Strategy of a finding that GPUs have shown: their own schedule.
+ON_GPUS = "gpu"
 # What a search by strategy "exhaustive" has left out, by the way it ended.
 _UNEXPLORED = {
     "exhausted": ", except for what the model leaves out: atomics take effect at once and loads are never early, so that store "
@@ -36,6 +38,8 @@ class Schedule:
 
     def command(self, script: str) -> str:
         """Replay command: for the shell, the marker of a pytest node, or Python if ``script`` is empty."""
+        if self.strategy == ON_GPUS:
+            return f"weft check {script or 'FILE'} --gpu --world-size {self.world_size}"
         values = {"world_size": self.world_size, "strategy": self.strategy, "seed": self.seed, "schedules": self.runs}
         if self.strategy in ("pct", "mix"):
             values["depth"] = self.depth
@@ -77,6 +81,7 @@ class Report:
     schedules   number of runs
     exhaustive  "exhausted": every schedule of the reduced space was run; "bounded": the search stopped early; "" otherwise
     script      name of the script in replay commands
+    notes       lines about the runs on GPUs (``--gpu``): their end, the slowdown, what GSan has not shown
     """
 
     findings: tuple[Found, ...]
@@ -84,6 +89,7 @@ class Report:
     world_sizes: tuple[int, ...]
     exhaustive: str = ""
     script: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def wrong(self) -> tuple[Found, ...]:
@@ -116,6 +122,7 @@ class Report:
             if entry.finding.allowed is not None:
                 where = ", ".join(sorted({str(side.place) for side in entry.finding.sides}))
                 lines.append(f"allowed: {entry.finding.kind} at {where}: {entry.finding.allowed}")
+        lines += self.notes
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -128,6 +135,7 @@ class Report:
                 "schedules": self.schedules,
                 "world_sizes": self.world_sizes,
                 "exhaustive": self.exhaustive,
+                "notes": self.notes,
                 "findings": [plain(f) for f in self.findings],
             },
             indent=2,

@@ -40,14 +40,14 @@ def lamport_load(ptr, mask, team, words=None):
     """
     check_lamport("lamport_load", mask, ptr=ptr)
     began, rounds = tracing.begin(team), 0
-    x = stock.load_volatile(ptr, mask, 0.0)
+    x = stock.load_flagged(ptr, mask)
     if team.patience_us > 0:
         started, least = stock.microseconds(), tl.min(ptr.to(tl.int64))
         missing = stock.count_unwritten(x)
         while missing > 0:
             if team.trace is not None:
                 rounds += 1
-            x = stock.load_volatile(ptr, mask, 0.0)
+            x = stock.load_flagged(ptr, mask)
             missing = stock.count_unwritten(x)
             if (missing > 0) & (stock.microseconds() - started > team.patience_us):
                 stock.give_up(least, 0, ">=", -missing, team)
@@ -55,7 +55,7 @@ def lamport_load(ptr, mask, team, words=None):
         while stock.count_unwritten(x) > 0:
             if team.trace is not None:
                 rounds += 1
-            x = stock.load_volatile(ptr, mask, 0.0)
+            x = stock.load_flagged(ptr, mask)
     x = _seen_by_all(x, ptr, mask)
     _record_wait(words, began, rounds, team)
     return x
@@ -75,7 +75,7 @@ def _seen_by_all(x, ptr, mask):
         # Several warps load the same element of a small block, and a warp may continue after another warp saw it arrive. So
         # each loads once more, and none may clear the block before all have seen it.
         tl.debug_barrier()
-        x = stock.load_volatile(ptr, mask, 0.0)
+        x = stock.load_flagged(ptr, mask)
         tl.debug_barrier()
     return x
 
@@ -92,7 +92,7 @@ def lamport_receive(ptr, old, mask, team, ordered=True, words=None):
     check_lamport("lamport_receive", mask, ptr=ptr, old=old)
     lamport_clear(old, mask)
     if ordered:
-        while stock.count_written(stock.load_volatile(old, mask, 0.0), mask) > 0:
+        while stock.count_written(stock.load_flagged(old, mask), mask) > 0:
             pass
     return lamport_load(ptr, mask, team, words)
 
@@ -108,12 +108,12 @@ def lamport_receive_keyed(ptr, old, mask, key, old_key, key_mask, team, ordered=
     lamport_clear(old, mask)
     lamport_clear(old_key, key_mask)
     if ordered:
-        y = stock.load_volatile(old_key, key_mask, 0.0)
-        while stock.count_written(stock.load_volatile(old, mask, 0.0), mask) > 0:
+        y = stock.load_flagged(old_key, key_mask)
+        while stock.count_written(stock.load_flagged(old, mask), mask) > 0:
             pass
         left = stock.count_written(y, key_mask)
         while left > 0:
-            left = stock.count_written(stock.load_volatile(old_key, key_mask, 0.0), key_mask)
+            left = stock.count_written(stock.load_flagged(old_key, key_mask), key_mask)
     return lamport_load_keyed(ptr, mask, key, key_mask, team, words)
 
 
@@ -130,19 +130,19 @@ def lamport_load_keyed(ptr, mask, key, key_mask, team, words=None):
         y = lamport_load(key, key_mask, team)
     else:
         began, rounds = tracing.begin(team), 0
-        x = stock.load_volatile(ptr, mask, 0.0)
-        y = stock.load_volatile(key, key_mask, 0.0)
+        x = stock.load_flagged(ptr, mask)
+        y = stock.load_flagged(key, key_mask)
         while stock.count_unwritten(x) > 0:
             if team.trace is not None:
                 rounds += 1
-            x = stock.load_volatile(ptr, mask, 0.0)
-            y = stock.load_volatile(key, key_mask, 0.0)
+            x = stock.load_flagged(ptr, mask)
+            y = stock.load_flagged(key, key_mask)
         x = _seen_by_all(x, ptr, mask)
         # Apart from the block: warps load different keys, and each continues after what it has itself seen.
         while stock.count_unwritten(y) > 0:
             if team.trace is not None:
                 rounds += 1
-            y = stock.load_volatile(key, key_mask, 0.0)
+            y = stock.load_flagged(key, key_mask)
         _record_wait(words, began, rounds, team)
     # A fast warp gets here while a slow one still loads the key, which must not be cleared yet.
     tl.debug_barrier()

@@ -32,7 +32,7 @@ from weft.arguments import (
     check_seed,
     positive,
 )
-from weft.errors import NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
+from weft.errors import NoEnd, NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import logs
 from weft.runtime import simulate as simulation
 from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local, stand_for_machine
@@ -140,6 +140,49 @@ def launch_on_pipes(
     return _spawn(main, len(pipes), args, heap_bytes, False, None, pipes, started)
 
 
+def launch_watched(
+    main: Callable[..., Any],
+    world_size: int,
+    *,
+    args: Sequence[Any] = (),
+    heap_bytes: int | None = None,
+    sanitized: bool = False,
+    errors: str,
+    seconds: float,
+) -> list[Any]:
+    """Run ``main(team, *args)`` as ``launch`` does on GPUs, which ranks share where there are too few, within ``seconds``.
+
+    sanitized  under GSan (`weft.runtime.platforms.sanitized`)
+    errors     folder that gets each rank's standard error, as ``rank0`` and so on
+
+    NoEnd, and the ranks are killed, if they run longer.
+    """
+    gpus = torch.cuda.device_count()
+    _check_gpus(world_size, gpus, True)
+    started: list[BaseProcess] = []
+    expired = threading.Event()
+
+    def kill() -> None:
+        expired.set()
+        for process in started:
+            process.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    with private_folder() as folder:
+        run = Given(folder, secrets.token_bytes(32), sanitized)
+        job = _Job(run, world_size, gpus, heap_bytes, False, verbosity=logs.verbosity(), errors=errors)
+        timer.start()
+        try:
+            return _run(world_size, (_on_gpu, job, _pickled(main, args)), started=started)
+        except WeftError as error:
+            if expired.is_set():
+                raise NoEnd(world_size, seconds) from error
+            raise
+        finally:
+            timer.cancel()
+
+
 def is_simulated(world_size: int | None, device: str) -> bool:
     """True if `launch` makes virtual ranks for these arguments."""
     if device != "auto" or coordinates() is not None:
@@ -176,19 +219,23 @@ def _spawn(
     pipes: Sequence[Connection] = (),
     started: list[BaseProcess] | None = None,
 ) -> list[Any]:
-    try:
-        work = pickle.dumps((main, tuple(args)))
-    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"launch(device='cuda') starts processes, so main and its args must be picklable ({error}); define main at the top "
-            f"level of a module, or use torchrun"
-        ) from error
+    work = _pickled(main, args)
     gpus = torch.cuda.device_count()
     with private_folder() as folder:
         job = _Job(
             Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug, node_size, logs.verbosity()
         )
         return _run(world_size, (_on_gpu, job, work), pipes, started)
+
+
+def _pickled(main: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    try:
+        return pickle.dumps((main, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"launch(device='cuda') starts processes, so main and its args must be picklable ({error}); define main at the top "
+            f"level of a module, or use torchrun"
+        ) from error
 
 
 def _run(
@@ -268,6 +315,7 @@ class _Job:
     """Description of a run for the processes of its ranks.
 
     verbosity  of the command that runs; None: the program configures logging, in each process
+    errors     folder that gets each rank's standard error; None: it stays where it is
     """
 
     given: Given
@@ -277,6 +325,7 @@ class _Job:
     debug: bool | float
     node_size: int | None = None
     verbosity: int | None = None
+    errors: str | None = None
 
 
 def _worker(
@@ -318,13 +367,24 @@ def _end_with_parent(folder: str) -> None:
 
 def _on_gpu(job: _Job, rank: int) -> Any:
     """Team of a rank with one GPU, which other ranks may share."""
+    if job.errors is not None:
+        # The driver writes a kernel's assertions to the descriptor.
+        with open(os.path.join(job.errors, f"rank{rank}"), "wb") as file:
+            os.dup2(file.fileno(), 2)
     torch.cuda.set_device(rank % job.gpus)
     if job.world_size > job.gpus:
         allow_shared_gpus()
         stand_for_machine(rank)  # NCCL refuses two ranks on one GPU of one machine
     elif job.node_size is not None:
         stand_for_machine(rank // job.node_size)
-    connect("nccl", job.given, rank, job.world_size)
+    if job.given.sanitized:
+        from weft.runtime.platforms import sanitized  # needs a GPU build of torch
+
+        sanitized.instrument(job.given.folder)
+        connect(sanitized.BACKEND, job.given, rank, job.world_size)
+        sanitized.number_ranks()
+    else:
+        connect("nccl", job.given, rank, job.world_size)
     return init_main(heap_bytes=job.heap_bytes, debug=job.debug, node_size=job.node_size)
 
 

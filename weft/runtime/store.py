@@ -59,12 +59,14 @@ class FolderStore:
 class Given(NamedTuple):
     """Private data of a run that `launch` gives to each rank's process.
 
-    folder  of the run, mode 0700
-    secret  of the run, the key of the ranks' HMACs
+    folder     of the run, mode 0700
+    secret     of the run, the key of the ranks' HMACs
+    sanitized  teams' heaps are GSan's, which instruments the kernels (`weft.runtime.platforms.sanitized`)
     """
 
     folder: str
     secret: bytes
+    sanitized: bool = False
 
 
 # None if torchrun or the user has started the ranks.

@@ -28,6 +28,40 @@ def store_release_sys(ptr, value):
 
 
 @triton.jit
+def store_unseen(ptr, x, mask):
+    """``st.volatile`` of each element of 2 or 4 bytes where ``mask`` is true. GSan instruments Triton's stores alone."""
+    bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    if bits == 32:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred here; setp.ne.s32 here, $3, 0; @here st.volatile.global.b32 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r,r", [ptr, x.to(tl.int32, bitcast=True), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred here; setp.ne.s32 here, $3, 0; @here st.volatile.global.b16 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,h,r", [ptr, x.to(tl.int16, bitcast=True), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_unseen(ptr, mask):
+    """``ld.volatile`` of each element of 2 or 4 bytes, 0 where ``mask`` is false. For GSan, like ``store_unseen``."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    here = tl.broadcast_to(mask, ptr.shape).to(tl.int32)
+    if dtype.primitive_bitwidth == 32:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .pred here; setp.ne.s32 here, $2, 0; mov.b32 $0, 0; @here ld.volatile.global.b32 $0, [$1]; }",
+            "=&r,l,r", [ptr, here], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .pred here; setp.ne.s32 here, $2, 0; mov.b16 $0, 0; @here ld.volatile.global.b16 $0, [$1]; }",
+            "=&h,l,r", [ptr, here], dtype=tl.int16, is_pure=False, pack=1,
+        )  # fmt: skip
+    return bits.to(dtype, bitcast=True)
+
+
+@triton.jit
 def drain_bulk_stores():
     """``cp.async.bulk.wait_group 0``: this thread's bulk stores are complete and visible.
 

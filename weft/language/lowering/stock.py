@@ -10,13 +10,27 @@ from weft.language.lowering.debug_site import kernel_line, kernel_name_int64
 from weft.triton_api import builtin, target_info
 
 
+@builtin
+def is_sanitized(_semantic=None):
+    """True in kernels that GSan instruments (``weft check --gpu``): it follows Triton's accesses, and no assembly.
+
+    A compile-time constant.
+    """
+    mode = getattr(_semantic.builder.options, "instrumentation_mode", None) or ""
+    return tl.constexpr("gsan" in mode.split(","))
+
+
 @triton.jit
 def load_acquire(ptr):
     """Load with acquire order at system scope, for all threads.
 
-    ``ld.acquire.sys`` and a CTA barrier on NVIDIA.
+    ``ld.acquire.sys`` and a CTA barrier on NVIDIA. For GSan an atomic load, of Triton 3.9: to GSan an addition of 0 is a write,
+    and each look of a wait would take one of its 65,535 clocks.
     """
-    return tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+    if is_sanitized():
+        return tl.atomic_load(ptr, sem="acquire", scope="sys")
+    else:
+        return tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -26,13 +40,16 @@ def load_acquire_each(ptr, mask):
     The caller adds a CTA barrier. Triton lets one thread load each element and gives the value to all that hold it. Loads by
     several threads could differ, and with them the program's scalars from warp to warp.
     """
-    return tl.atomic_add(ptr, tl.zeros(ptr.shape, ptr.dtype.element_ty), mask=mask, sem="acquire", scope="sys")
+    if is_sanitized():
+        return tl.atomic_load(ptr, mask=mask, sem="acquire", scope="sys")
+    else:
+        return tl.atomic_add(ptr, tl.zeros(ptr.shape, ptr.dtype.element_ty), mask=mask, sem="acquire", scope="sys")
 
 
 @triton.jit
 def store_release(ptr, value):
     """Store with release order at system scope, by one thread, after ``gather_stores``."""
-    if target_info.is_cuda():
+    if target_info.is_cuda() and not is_sanitized():
         ptx.store_release_sys(ptr, value)
     else:
         tl.atomic_xchg(ptr, tl.cast(value, ptr.dtype.element_ty), sem="release", scope="sys")
@@ -48,8 +65,11 @@ def store_flagged(ptr, x, mask):
     """Store elements that are their own flag (lamport.py).
 
     On NVIDIA a plain store, on AMD one at system scope (``sc0 sc1``). The simulator's checker tells it from other stores.
+    Assembly for GSan, which would take it for a race with the loads that wait for it.
     """
-    if target_info.is_hip():
+    if is_sanitized():
+        ptx.store_unseen(ptr, x, mask)
+    elif target_info.is_hip():
         tl.store(ptr, x, mask=mask, cache_modifier=".wt")
     else:
         tl.store(ptr, x, mask=mask)
@@ -65,6 +85,15 @@ def load_volatile(ptr, mask=None, other=None):
         return tl.load(ptr, mask=mask, other=other, volatile=True, cache_modifier=".cv")
     else:
         return tl.load(ptr, mask=mask, other=other, volatile=True)
+
+
+@triton.jit
+def load_flagged(ptr, mask):
+    """Load elements that are their own flag; 0 where masked off."""
+    if is_sanitized():
+        return ptx.load_unseen(ptr, mask)
+    else:
+        return load_volatile(ptr, mask, 0.0)
 
 
 @triton.jit

@@ -177,30 +177,36 @@ class CudaPlatform:
             self._make_node(heap_bytes)
 
     def _make_heap(self, heap_bytes: int) -> None:
-        import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
-
         places = self.exchange("places", Place(socket.gethostname(), self.device.index))
         check_peers(self.rank, places, torch.cuda.can_device_access_peer)
-        self.heap = symm_mem.empty(heap_bytes, dtype=torch.uint8, device=self.device)
-        with _private_files():
-            self._handle = symm_mem.rendezvous(self.heap, self.group)
-        pointers = [int(p) for p in self._handle.buffer_ptrs]
-        # A handle has the pointers of the allocation; the tensor may start later in it.
-        self._offset = self.heap.data_ptr() - pointers[self.rank]
-        self.deltas = [p - pointers[self.rank] for p in pointers]
+        multicast = self._map_heap(heap_bytes)
+        start = self.heap.data_ptr()
+        self.deltas = [peer.data_ptr() - start for peer in self._peers]
         if any(delta % 16 for delta in self.deltas):
             raise WeftError(f"rank {self.rank}: peers' heaps are not 16-byte aligned to each other: {self.deltas}")
+        self.multimem = int(multicast is not None)
+        if multicast is not None:
+            self.deltas.append(multicast)
+        self.caps = capabilities.probe(self.device, [place.index for place in places], multicast=multicast is not None)
+        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        self.copy_engine = CudaCopyEngine(self)
+
+    def _map_heap(self, heap_bytes: int) -> int | None:
+        """Allocate the heap and map the peers' heaps; the offset of its multicast address, if it has one."""
+        import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
+
+        self.heap = symm_mem.empty(heap_bytes, dtype=torch.uint8, device=self.device)
+        with private_files():
+            self._handle = symm_mem.rendezvous(self.heap, self.group)
+        # A handle has the pointers of the allocation; the tensor may start later in it.
+        first = int(self._handle.buffer_ptrs[self.rank])
+        offset = self.heap.data_ptr() - first
         self._peers = [
-            self.heap if r == self.rank else self._handle.get_buffer(r, (heap_bytes,), torch.uint8, self._offset)
+            self.heap if r == self.rank else self._handle.get_buffer(r, (heap_bytes,), torch.uint8, offset)
             for r in range(self.size)
         ]
         multicast = int(getattr(self._handle, "multicast_ptr", 0) or 0)
-        self.multimem = int(multicast != 0)
-        if multicast:
-            self.deltas.append(multicast - pointers[self.rank])
-        self.caps = capabilities.probe(self.device, [place.index for place in places], multicast=multicast != 0)
-        self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
-        self.copy_engine = CudaCopyEngine(self)
+        return multicast - first if multicast else None
 
     def _make_node(self, heap_bytes: int) -> None:
         size = self.shape.node_size
@@ -326,7 +332,7 @@ class CudaPlatform:
 
 
 @contextmanager
-def _private_files() -> Iterator[None]:
+def private_files() -> Iterator[None]:
     """Give files that are made meanwhile the mode 0600.
 
     torch's ranks pass memory handles over sockets in the folder for temporary files, which other users must not reach.

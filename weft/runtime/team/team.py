@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,11 +26,15 @@ from weft.runtime import virtual_rank
 from weft.runtime.dense import check_dense
 from weft.runtime.logs import logger_of
 from weft.runtime.platforms.platform import CopyEngine, Library, Platform, address_of, at_peer
+from weft.runtime.store import given
 from weft.runtime.team.channel import Channel
 from weft.runtime.team.heap import HeapLayout
 from weft.runtime.team.rail import Rail
 from weft.runtime.team.view import MAX_BARRIER_PROGRAMS, TakenByView, TeamView, make_view
 from weft.runtime.triton_interpret import refuse_triton_interpret
+
+if TYPE_CHECKING:
+    from weft.runtime.platforms.cuda import CudaPlatform
 
 T = TypeVar("T")
 logger = logger_of(__name__)
@@ -440,11 +444,22 @@ def init(
     if virtual is not None:
         _refuse_group(group)
         return Team(virtual, seconds)
-    from weft.runtime.platforms.cuda import CudaPlatform, refuse_untested  # needs a GPU build of torch
+    from weft.runtime.platforms.cuda import refuse_untested  # needs a GPU build of torch
 
     if not untested:
         refuse_untested()
-    return Team(CudaPlatform.join(group, heap_bytes, node_size), seconds)
+    return Team(_platform_of_this_process().join(group, heap_bytes, node_size), seconds)
+
+
+def _platform_of_this_process() -> type[CudaPlatform]:
+    run = given()
+    if run is not None and run.sanitized:
+        from weft.runtime.platforms.sanitized import SanitizedPlatform
+
+        return SanitizedPlatform
+    from weft.runtime.platforms.cuda import CudaPlatform
+
+    return CudaPlatform
 
 
 def init_main(*, heap_bytes: int | None = None, debug: bool | float = False, node_size: int | None = None) -> Team:

@@ -1,0 +1,165 @@
+"""``weft check --gpu``: GSan's words, refusals, and findings beside the simulator's. The last mile needs a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from typer.testing import CliRunner
+
+import weft.check
+from tests.zoo import publishing
+from tests.zoo.catalogue import EXHIBITS
+from tests.zoo.on_gpus import declared, ended
+from weft.check.gpu import check as joining
+from weft.check.gpu import comparison, runs
+from weft.check.gpu.assertions import LIMITS, UNFOLLOWED, assertions, finding_of, findings, limits
+from weft.check.report import Report
+from weft.cli import app
+from weft.errors import NoEnd, Unsupported
+
+KERNEL = publishing.__file__
+LOAD = 1 + Path(KERNEL).read_text().splitlines().index("        tl.store(got + at, tl.load(data + at))  # here")
+
+
+def words(line, message="Read after write race detected", thread=0, block=0, file=KERNEL):
+    """A device assertion as CUDA's driver writes it."""
+    return f"{file}:{line}: : block: [{block},0,0], thread: [{thread},0,0] Assertion `{message}` failed.\n"
+
+
+def a_run(*texts, error=None, seconds=None):
+    said = tuple(one for rank, text in enumerate(texts) for one in assertions(text, rank))
+    return runs.Run(said=said, error=error, seconds=seconds, errors=texts)
+
+
+def case(name):
+    return next(one for one in EXHIBITS if one.name == name)
+
+
+def joined(report, run, plain=None):
+    program = runs.Program(module="tests.zoo.publishing", function="tile_published_without_barrier", args=(True,))
+    return joining.joined(program, (2,), report, lambda program, size: (run, plain), "a GPU")
+
+
+def test_lines_of_one_assertion_are_one():
+    text = "noise\n" + "".join(words(LOAD, thread=thread, block=3) for thread in range(32)) + words(LOAD + 1)
+    first, second = assertions(text, 1)
+    assert (first.rank, first.line, first.threads, first.program) == (1, LOAD, 32, 3)
+    assert second.threads == 1 and second.line == LOAD + 1
+
+
+@pytest.mark.parametrize(
+    ("message", "verbs"),
+    [
+        ("Read after write race detected", ("store", "load")),
+        ("Write after read race detected", ("load", "store")),
+        ("Write after write race detected", ("store", "store")),
+    ],
+)
+def test_a_race_in_words_of_weft(message, verbs):
+    (finding,) = findings(assertions(words(LOAD, message), 1))
+    assert (finding.kind, tuple(side.verb for side in finding.sides)) == ("race", verbs)
+    place = finding.sides[1].place
+    assert (place.line, place.function, place.text) == (
+        LOAD,
+        "publish_without_barrier",
+        "tl.store(got + at, tl.load(data + at))  # here",
+    )
+    assert finding.sides[1].task == "rank 1 kernel publish_without_barrier program 0" and finding.sides[0].place is None
+
+
+def test_assertions_that_are_no_races():
+    (finding,) = findings(assertions(words(LOAD, UNFOLLOWED), 0))
+    assert finding.kind == "unfollowed"
+    (finding,) = findings(assertions(words(LOAD, "index out of range"), 0))
+    assert finding.kind == "error" and "index out of range" in finding.message
+    said = assertions("".join(words(LOAD, message) for message in LIMITS), 0)
+    assert findings(said) == [] and len(limits(said)) == len(LIMITS) == len(said)
+
+
+def test_a_primitive_is_named_by_what_it_does():
+    from weft.language.lowering import stock
+
+    lines = Path(stock.__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "tl.atomic_xchg" in text)
+    (said,) = assertions(words(line, "Write after write race detected", file=stock.__file__), 0)
+    assert finding_of(said).sides[1].verb == "notify"
+
+
+def test_the_simulator_and_gsan_have_one_finding_each():
+    bug = case("release_that_is_relaxed")
+    simulated = weft.check.check(bug.main, 2, schedules=4, args=(True,))
+    assert [entry.finding.kind for entry in simulated.wrong] == ["relaxed-order"]
+    line = max(bug.lines)
+    report = joined(simulated, a_run("", words(line)))
+    assert len(report.wrong) == 1 and not report.ok
+    assert f"shown by GSan on 2 ranks of a GPU: load by rank 1, publishing.py:{line}" in str(report)
+    assert "1 finding(s), all of which the simulator has" in report.summary
+
+
+def test_what_gsan_alone_has_is_a_finding():
+    report = joined(Report(findings=(), schedules=4, world_sizes=(2,), script="push.py"), a_run("", words(LOAD)))
+    (entry,) = report.wrong
+    assert entry.finding.kind == "race" and "weft check push.py --gpu --world-size 2" in str(report)
+    assert "1 of which the simulator lacks" in report.summary
+    assert '"notes"' in report.to_json()
+
+
+def test_what_the_simulator_alone_has_comes_with_the_reason():
+    bug = case("tile_published_without_barrier")
+    simulated = weft.check.check(bug.main, 2, schedules=4, args=(True,))
+    report = joined(simulated, a_run("", ""), None)
+    assert "not shown by GSan: missing-barrier data" in report.summary
+    assert comparison.UNMODELLED["missing-barrier"] in report.summary
+
+
+def test_a_clean_run_prints_the_slowdown():
+    clean = Report(findings=(), schedules=4, world_sizes=(2, 3))
+    report = joined(clean, a_run("", "", seconds=0.5), a_run("", "", seconds=0.01))
+    assert report.ok and "no race; main takes 50 times as long as without GSan" in report.summary
+
+
+def test_ends_of_a_run_that_are_no_race():
+    clean = Report(findings=(), schedules=4, world_sizes=(2,))
+    assert [entry.finding.kind for entry in joined(clean, a_run("", error=NoEnd(2, 60))).wrong] == ["deadlock"]
+    assert [entry.finding.kind for entry in joined(clean, a_run("", error=AssertionError("no"))).wrong] == ["error"]
+    overflow = a_run(words(LOAD, "Vector clock overflowed"), error=RuntimeError("device-side assert triggered"))
+    assert "more than 65,535 releases" in joined(clean, overflow).summary and joined(clean, overflow).ok
+    with pytest.raises(Unsupported, match="sub-team"):
+        joined(clean, a_run("", error=Unsupported("a sub-team")))
+
+
+def test_the_reason_of_each_difference():
+    kinds = {"race": case("release_of_gpu_scope"), "undrained-tma": case("signal_overtakes_descriptor_store")}
+    for exhibit in kinds.values():
+        said, alike = ended(exhibit, a_run("", ""), True)
+        assert said.startswith("no race: ") and alike
+        assert ended(exhibit, a_run("", ""), False) == ("clean", True)
+    said, alike = ended(kinds["race"], a_run("", words(1)), True)
+    assert said.startswith("race at publishing.py:1") and not alike
+    inside = f"{comparison._LANGUAGE}/lowering/stock.py"
+    assert ended(kinds["race"], a_run("", words(30, file=inside)), True)[1]
+    assert declared(kinds["race"]).finding.kind == "scope"
+
+
+def test_refusals_are_one_line(monkeypatch, tmp_path):
+    script = tmp_path / "push.py"
+    script.write_text("def main(team):\n    pass\n")
+
+    def refused(*flags):
+        done = CliRunner().invoke(app, ["check", str(script), "--gpu", *flags])
+        assert done.exit_code == 2 and len(done.output.strip().splitlines()) == 1, done.output
+        return done.output
+
+    assert "--torch" in refused("--torch")
+    assert "--node-size" in refused("--node-size", "1")
+    assert "--gpu-seconds" in refused("--gpu-seconds", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "finds no GPU" in refused()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def lacking():
+        raise ImportError
+
+    monkeypatch.setattr(runs.triton_api, "gsan", lacking)
+    assert f"this is Triton {triton.__version__}" in refused()

@@ -1,0 +1,128 @@
+"""The zoo on real GPUs under GSan: ``python -m tests.zoo.on_gpus --jobs 8 --shard 1/2 --json FILE``.
+
+Runs each planted bug and its twin, and compares what GSan says with the finding that the exhibit declares, which the simulator
+shows (`test_zoo`). A table of the results, with the reason of each difference, goes to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import linecache
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.zoo.catalogue import EXHIBITS
+from tests.zoo.exhibit import Exhibit
+from weft.check.detector.findings import RACES, Finding, Place, Side
+from weft.check.gpu.check import found_by
+from weft.check.gpu.comparison import compare
+from weft.check.gpu.runs import Program, Run, check_available, device_name, run
+from weft.check.report import Found, Schedule
+
+HEAP_BYTES = 16 << 20
+# Exhibits that no GPU can run, and why.
+SKIPPED = {
+    "railing": "teams of several nodes, which GSan does not follow",
+    "sticking": "deadlocks, which GSan does not look for",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Result of an exhibit. bug, twin: what GSan says; ``alike``: nothing that the simulator lacks."""
+
+    name: str
+    kind: str
+    bug: str
+    twin: str
+    alike: bool
+    seconds: float
+
+
+def declared(case: Exhibit) -> Found:
+    """The simulator's finding of an exhibit."""
+    file = case.main.__code__.co_filename
+    places = [
+        Place(file=file, line=line, function="", text=linecache.getline(file, line).strip())
+        for line in sorted(case.lines)
+    ]
+    sides = tuple(Side(rank=0, task="rank 0 kernel any program 0", verb="", place=place, sync="") for place in places)
+    finding = Finding(kind=case.kind, message=case.what, tensor=case.tensor, sides=sides)
+    also = tuple(Finding(kind=kind, message="", sides=sides) for kind in case.also)
+    schedule = Schedule(world_size=case.world_size, strategy="mix", seed=0)
+    return Found(finding=finding, count=1, schedules=1, replay=schedule, also=also)
+
+
+def ended(case: Exhibit, done: Run, bug: bool) -> tuple[str, bool]:
+    """What GSan says of a run, and whether that is no more than the simulator says."""
+    listed = found_by(done)
+    compared = compare([declared(case)] if bug else [], listed)
+    if races := [finding for finding in listed if finding.kind in RACES]:
+        where = ", ".join(f"{finding.sides[-1].place} {finding.sides[-1].verb}" for finding in races)
+        alike = all(finding.kind not in RACES for finding in compared.only_gpu)
+        return f"race at {where}", alike
+    if listed:
+        return f"{listed[0].kind}: {listed[0].message}"[:160], True
+    if done.said:
+        return done.said[0].message, True
+    reasons = [reason for _, reason in compared.only_sim]
+    return ("clean" if not reasons else f"no race: {reasons[0]}"), True
+
+
+def row_of(case: Exhibit, seconds: float) -> Row:
+    began = time.monotonic()
+    ends = {}
+    for bug in (True, False):
+        program = Program(module=case.main.__module__, function=case.name, args=(bug,))
+        done = run(program, case.world_size, sanitized=True, seconds=seconds, twice=False, heap_bytes=HEAP_BYTES)
+        ends[bug] = ended(case, done, bug)
+    (said, alike), (twin, _) = ends[True], ends[False]
+    row = Row(
+        name=f"{case.main.__module__.rpartition('.')[2]}.{case.name}", kind=case.kind, bug=said, twin=twin, alike=alike,
+        seconds=time.monotonic() - began,
+    )  # fmt: skip
+    mark = "" if row.alike else "  <- the simulator lacks it"
+    print(f"{row.name}: {row.kind}: {row.bug}{mark}; twin {row.twin} ({row.seconds:.0f} s)", flush=True)
+    return row
+
+
+def summary(rows: list[Row]) -> str:
+    races = [row for row in rows if row.bug.startswith("race")]
+    lines = [
+        f"{len(rows)} exhibits on {device_name()}: GSan shows {len(races)} races, "
+        f"{sum(not row.alike for row in races)} of which the simulator lacks; "
+        f"{sum(row.twin == 'clean' for row in rows)} twins clean"
+    ]
+    lines += [f"twin not clean: {row.name}: {row.twin}" for row in rows if row.twin != "clean"]
+    missed = Counter(row.bug for row in rows if row.kind in RACES and not row.bug.startswith("race"))
+    return "\n".join([*lines, *(f"{count} x {why}" for why, count in missed.most_common())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the zoo under GSan")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--shard", default="1/1", help="part I of N, as in 1/2")
+    parser.add_argument("--only", default="", help="part of an exhibit's name or kind")
+    parser.add_argument("--seconds", type=float, default=60.0, help="most seconds of a run")
+    parser.add_argument("--json", type=Path)
+    flags = parser.parse_args()
+    check_available()
+    part, parts = map(int, flags.shard.split("/"))
+    cases = [
+        case
+        for case in sorted(EXHIBITS, key=lambda case: case.kind not in RACES)
+        if case.main.__module__.rpartition(".")[2] not in SKIPPED and flags.only in f"{case.name} {case.kind}"
+    ][part - 1 :: parts]
+    with ThreadPoolExecutor(flags.jobs) as pool:
+        rows = list(pool.map(lambda case: row_of(case, flags.seconds), cases))
+    print(summary(rows))
+    if flags.json is not None:
+        flags.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Checked script, imported as a module."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_MODULE = "weft_checked_script"
+
+
+def load(script: Path, function: str) -> Callable[..., Any]:
+    """``function`` of a script, imported as a module. ValueError if there is none."""
+    if not script.is_file():
+        raise ValueError(f"{script}: no such file; pass a Python file that defines {function}(team)")
+    spec = importlib.util.spec_from_file_location(_MODULE, script)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{script} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE] = module
+    sys.path.insert(0, str(script.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{script} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    main = getattr(module, function, None)
+    if not callable(main):
+        raise ValueError(f"{script} defines no {function}(team); write one, or name another with --function")
+    return main

@@ -1,6 +1,8 @@
 """Two real processes of ranks without GPUs, for tests of an engine's pipes."""
 
+import os
 import pickle
+import time
 
 from weft.runtime import launch
 from weft.runtime.store import Given, private_folder
@@ -17,6 +19,13 @@ class Alone:
 
     def close(self):
         pass
+
+
+def say_and_wait(team, seconds):
+    """Main that writes to standard error, and then takes ``seconds``."""
+    os.write(2, f"from rank {team.rank}\n".encode())
+    time.sleep(seconds)
+    return team.rank
 
 
 def launch_two(main, pipes, started, args, heap_bytes):

@@ -68,7 +68,7 @@ def launcher_of(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple]:
 
 
 def gsan() -> ModuleType:
-    """GSan, Triton's sanitizer for races of global memory: its allocator, and ``symmetric_memory``. ImportError before 3.8."""
+    """GSan, Triton's sanitizer for races of global memory. ImportError before Triton 3.8."""
     import triton.experimental.gsan
     import triton.experimental.gsan.symmetric_memory
 

@@ -1,22 +1,31 @@
 """``weft check --gpu``: GSan's words, refusals, and findings beside the simulator's. The last mile needs a GPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 from typer.testing import CliRunner
 
 import weft.check
+import weft.language as wl
+from tests import spawning
+from tests.compiling import a_view
+from tests.limits import ANSWER
 from tests.zoo import publishing
 from tests.zoo.catalogue import EXHIBITS
 from tests.zoo.on_gpus import declared, ended
+from weft import triton_api
 from weft.check.gpu import check as joining
 from weft.check.gpu import comparison, runs
 from weft.check.gpu.assertions import LIMITS, UNFOLLOWED, assertions, finding_of, findings, limits
 from weft.check.report import Report
 from weft.cli import app
 from weft.errors import NoEnd, Unsupported
+from weft.runtime import launch
+from weft.simulator import front_end
 
 KERNEL = publishing.__file__
 LOAD = 1 + Path(KERNEL).read_text().splitlines().index("        tl.store(got + at, tl.load(data + at))  # here")
@@ -140,6 +149,69 @@ def test_the_reason_of_each_difference():
     inside = f"{comparison._LANGUAGE}/lowering/stock.py"
     assert ended(kinds["race"], a_run("", words(30, file=inside)), True)[1]
     assert declared(kinds["race"]).finding.kind == "scope"
+
+
+@pytest.fixture
+def without_gpus(monkeypatch):
+    """`launch_watched` in processes that have no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "_on_gpu", spawning.Alone)
+
+
+def test_a_run_that_does_not_end_is_killed(without_gpus, tmp_path):
+    with pytest.raises(NoEnd, match="2 ranks did not end within 10 s"):
+        launch.launch_watched(spawning.say_and_wait, 2, args=(1000.0,), errors=str(tmp_path), seconds=10)
+
+
+def test_standard_error_of_each_rank_is_kept(without_gpus, tmp_path):
+    ended = launch.launch_watched(spawning.say_and_wait, 2, args=(0.0,), errors=str(tmp_path), seconds=ANSWER)
+    assert ended == [0, 1]
+    assert [f"from rank {rank}" in (tmp_path / f"rank{rank}").read_text() for rank in ended] == [True, True]
+
+
+@triton.jit
+def primitives(words, signals, out, team, N: tl.constexpr):
+    at = tl.arange(0, N)
+    wl.lamport_store(wl.symm_at(words, 1, team) + at, at.to(tl.float32), at < N)
+    tl.store(out + at, wl.lamport_load(words + at, at < N, team))
+    wl.notify(signals, 1, 3, team)
+    wl.wait(signals, 3, team)
+    wl.wait_all(signals, 4, 3, team)
+
+
+def triton_ir(kernel, signature, constants, mode):
+    """Triton IR of a kernel for sm_90, instrumented as ``mode`` says."""
+    properties = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 232448})
+    stub = SimpleNamespace(get_current_target=lambda: front_end.TARGET, get_current_device=lambda: 0, utils=properties)
+    backend = triton_api.make_backend(front_end.TARGET)
+    context = triton_api.ir.context()
+    triton_api.ir.load_dialects(context)
+    backend.load_dialects(context)
+    before = triton_api.driver._active
+    triton_api.driver.set_active(stub)
+    try:
+        options = backend.parse_options({"instrumentation_mode": mode})
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        source = triton_api.ASTSource(kernel, signature, constants)
+        return str(source.make_ir(front_end.TARGET, options, functions, modules, context))
+    finally:
+        triton_api.driver._active = before
+
+
+def test_gsan_sees_signals_and_does_not_see_lamport_words():
+    pytest.importorskip("triton.experimental.gsan")
+    binder = triton_api.create_function_from_signature(
+        primitives.signature, primitives.params, triton_api.make_backend(front_end.TARGET)
+    )
+    words, signals = torch.zeros(32), torch.zeros(4, dtype=torch.int32)
+    bound, specialisation, _ = binder(words, signals, words, a_view(), 32)
+    kinds = [kind for kind, _ in specialisation]
+    paths = triton_api.find_paths_if(kinds, lambda _, kind: kind == "constexpr")
+    constants = {path: front_end._at(list(bound.values()), path) for path in paths}
+    signature = dict(zip(bound, kinds, strict=True))
+    plain, seen = (triton_ir(primitives, signature, constants, mode) for mode in ("", "gsan"))
+    assert "st.release.sys" in plain and "tt.atomic_load" not in plain and "st.volatile" not in plain
+    assert "st.release.sys" not in seen and "tt.atomic_load" in seen and "st.volatile" in seen and "ld.volatile" in seen
 
 
 def test_refusals_are_one_line(monkeypatch, tmp_path):

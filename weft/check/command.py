@@ -143,13 +143,9 @@ def _check_gpu(flags: CheckFlags) -> None:
     from weft.check.gpu.runs import check_available
 
     if flags.torch:
-        raise ValueError(
-            "--gpu runs main(team), and --torch a program on torch's symmetric memory; leave one of them out"
-        )
+        raise ValueError("--gpu runs main(team), and --torch a program on torch's symmetric memory; leave one out")
     if flags.node_size is not None:
-        raise ValueError(
-            f"--node-size {flags.node_size} with --gpu: GSan follows the GPUs of one node; leave one of them out"
-        )
+        raise ValueError(f"--node-size {flags.node_size} with --gpu: GSan follows the GPUs of one node; leave one out")
     if not flags.gpu_seconds > 0:
         raise ValueError(f"--gpu-seconds {flags.gpu_seconds:g} must be more than 0")
     check_available()

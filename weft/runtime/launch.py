@@ -150,7 +150,9 @@ def launch_watched(
     errors: str,
     seconds: float,
 ) -> list[Any]:
-    """Run ``main(team, *args)`` as ``launch`` does on GPUs, which ranks share where there are too few, within ``seconds``.
+    """Run ``main(team, *args)`` as ``launch`` does on GPUs, for ``seconds`` at most.
+
+    Ranks share GPUs where there are too few.
 
     sanitized  under GSan (`weft.runtime.platforms.sanitized`)
     errors     folder that gets each rank's standard error, as ``rank0`` and so on
@@ -334,6 +336,10 @@ def _worker(
     """Body of a rank's process. ``join`` makes its team; ``main`` gets ``given`` after it."""
     error: BaseException | None = None
     value = team = None
+    if job.errors is not None:
+        # The driver writes a kernel's assertions to the descriptor.
+        with open(os.path.join(job.errors, f"rank{rank}"), "wb") as file:
+            os.dup2(file.fileno(), 2)
     threading.Thread(target=_end_with_parent, args=(job.given.folder,), name="weft parent watch", daemon=True).start()
     if job.verbosity is not None:
         logs.show(job.verbosity)
@@ -367,10 +373,6 @@ def _end_with_parent(folder: str) -> None:
 
 def _on_gpu(job: _Job, rank: int) -> Any:
     """Team of a rank with one GPU, which other ranks may share."""
-    if job.errors is not None:
-        # The driver writes a kernel's assertions to the descriptor.
-        with open(os.path.join(job.errors, f"rank{rank}"), "wb") as file:
-            os.dup2(file.fileno(), 2)
     torch.cuda.set_device(rank % job.gpus)
     if job.world_size > job.gpus:
         allow_shared_gpus()

@@ -21,7 +21,7 @@ Runs = Callable[[Program, int], tuple[Run, Run | None]]
 def check_on_gpus(
     program: Program, world_sizes: Sequence[int], simulated: Report, *, seconds: float = DEFAULT_SECONDS
 ) -> Report:
-    """The simulator's report with what GSan has shown of it, and with what GSan alone has found.
+    """The simulator's report, joined with what GSan has shown on these GPUs.
 
     seconds  of a run, after which its ranks are killed
 
@@ -38,7 +38,7 @@ def check_on_gpus(
 
 
 def joined(program: Program, world_sizes: Sequence[int], simulated: Report, runs: Runs, device: str) -> Report:
-    """The simulator's report joined with what ``runs`` give for each world size: under GSan, and without it."""
+    """The simulator's report joined with ``runs`` of each world size: under GSan, and without it."""
     entries, notes = list(simulated.findings), []
     unshown: dict[tuple, str] = {}
     shown: set[tuple] = set()

@@ -29,7 +29,10 @@ def store_release_sys(ptr, value):
 
 @triton.jit
 def store_unseen(ptr, x, mask):
-    """``st.volatile`` of each element of 2 or 4 bytes where ``mask`` is true. GSan instruments Triton's stores alone."""
+    """``st.volatile`` of each element of 2 or 4 bytes where ``mask`` is true.
+
+    GSan instruments Triton's stores alone.
+    """
     bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
     if bits == 32:
         tl.inline_asm_elementwise(
@@ -45,7 +48,10 @@ def store_unseen(ptr, x, mask):
 
 @triton.jit
 def load_unseen(ptr, mask):
-    """``ld.volatile`` of each element of 2 or 4 bytes, 0 where ``mask`` is false. For GSan, like ``store_unseen``."""
+    """``ld.volatile`` of each element of 2 or 4 bytes, 0 where ``mask`` is false.
+
+    For GSan, like ``store_unseen``.
+    """
     dtype: tl.constexpr = ptr.dtype.element_ty
     here = tl.broadcast_to(mask, ptr.shape).to(tl.int32)
     if dtype.primitive_bitwidth == 32:

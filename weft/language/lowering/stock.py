@@ -12,9 +12,9 @@ from weft.triton_api import builtin, target_info
 
 @builtin
 def is_sanitized(_semantic=None):
-    """True in kernels that GSan instruments (``weft check --gpu``): it follows Triton's accesses, and no assembly.
+    """True in kernels that GSan instruments (``weft check --gpu``), a compile-time constant.
 
-    A compile-time constant.
+    GSan follows Triton's accesses, and no assembly.
     """
     mode = getattr(_semantic.builder.options, "instrumentation_mode", None) or ""
     return tl.constexpr("gsan" in mode.split(","))

@@ -1,4 +1,4 @@
-"""Platform whose heap is GSan's, Triton's sanitizer for races, which instruments the kernels of these ranks.
+"""Platform of GPUs under GSan, Triton's sanitizer for races, which holds the heap.
 
 GSan keeps clocks for each 4 bytes of the memory that its allocator has given out, and maps them with the heap at the peers.
 An access that no release and acquire order after another one ends the kernel by a device assertion, in words on standard error.
@@ -72,7 +72,7 @@ class SanitizedPlatform(CudaPlatform):
     def exchange(self, what: str, item: object) -> list[Any]:
         items = super().exchange(what, item)
         if what == "barrier":
-            # Hosts order what comes before and after it. GSan learns that from a kernel of its own.
+            # Hosts order what comes before and after it. GSan learns that from a kernel that it launches.
             self._handle.barrier()
         return items
 

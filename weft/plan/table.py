@@ -23,6 +23,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
@@ -109,7 +110,7 @@ class Row:
 
 def built(kind: type[T], fields: Mapping[str, Any]) -> T:
     """Dataclass ``kind`` from ``fields`` in JSON's form: nested dataclasses are dicts, tuples are lists."""
-    types = get_type_hints(kind)
+    types = _types_of(kind)
     values = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -117,6 +118,9 @@ def built(kind: type[T], fields: Mapping[str, Any]) -> T:
             value = built(next(kind for kind in (*get_args(types[name]), types[name]) if is_dataclass(kind)), value)
         values[name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
+
+
+_types_of = cache(get_type_hints)
 
 
 def agreed_of(row: Row) -> tuple:
@@ -224,10 +228,9 @@ def _in_tables(
 ) -> Found | None:
     """Nearest row in the tables."""
     for file in files_for(gpu, world_size):
-        rows = _shipped(file).rows
-        hit = nearest(rows, op, dtype, shape, file, ranks_differ_in_k)
+        hit = nearest(_shipped_rows(file, op, dtype), op, dtype, shape, file, ranks_differ_in_k)
         if hit is None and (len(shape) == 1 or dtype == "float16"):
-            scalable = (row for row in rows if row.design != EXACT)
+            scalable = (row for row in _shipped_rows(file, op, "bfloat16") if row.design != EXACT)
             hit = nearest(scalable, op, "bfloat16", shape, file, ranks_differ_in_k)
         if hit is not None:
             return hit
@@ -374,3 +377,8 @@ def write(path: Path, table: Table) -> None:
 @remembered
 def _shipped(path: Path) -> Table:
     return read(path)
+
+
+@remembered
+def _shipped_rows(path: Path, op: str, dtype: str) -> tuple[Row, ...]:
+    return tuple(row for row in _shipped(path).rows if (row.op, row.dtype) == (op, dtype))

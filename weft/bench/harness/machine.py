@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,7 @@ def describe(team: Team) -> dict[str, Any]:
 
     ``uuid``: of the first GPU, which tells machines apart.
     """
-    on_gpus, package = team.device.type == "cuda", Path(weft.__file__).parent
-    commit, clean = commit_of(package)
+    on_gpus = team.device.type == "cuda"
     return {
         "gpu": team.caps.device_name,
         "simulated": team.is_simulated,
@@ -35,9 +35,7 @@ def describe(team: Team) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpus else None,
         "python": platform.python_version(),
         "weft": weft.__version__,
-        "revision": revision(package),
-        "commit": commit,
-        "clean": clean,
+        **_running_sources(),
     }
 
 
@@ -45,6 +43,13 @@ def versions() -> str:
     """Versions of weft, with its revision, of torch and of Triton, for rows of files."""
     sources = revision(Path(weft.__file__).parent)
     return f"weft {weft.__version__} {sources}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+@cache  # they were read when this process imported them
+def _running_sources() -> dict[str, Any]:
+    package = Path(weft.__file__).parent
+    commit, clean = commit_of(package)
+    return {"revision": revision(package), "commit": commit, "clean": clean}
 
 
 def state() -> str | None:

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import filterfalse
 from types import ModuleType
 from typing import Any
 
@@ -60,7 +61,7 @@ class Process:
     def _taken_out(self, shared: set[str]) -> dict[str, ModuleType]:
         """Modules that this rank has imported, taken out of ``sys.modules``."""
         own = {}
-        for name in [name for name in sys.modules if name not in shared]:
+        for name in list(filterfalse(shared.__contains__, sys.modules)):
             if _is_installed(sys.modules[name]):
                 shared.add(name)
             else:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import weft
+from tests.sampled import leave_grids_to_the_sweep
+from tests.samples import SAMPLES
 
 # A shell that starts `make test` in the background has SIGINT ignored, and tests of interrupts would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -74,6 +76,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if not is_triton_sensitive(item)])
         items[:] = kept
     leave_to_the_sweep(items, config.getoption("--triton-sensitive"))
+    leave_grids_to_the_sweep(items, SAMPLES)
 
 
 def pytest_collection_finish(session):

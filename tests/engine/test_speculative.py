@@ -426,8 +426,8 @@ def test_a_key_of_a_rejected_draft_that_is_read_later_is_found(byte_model, monke
     [(plain, _, _)] = ask(byte_model, PROMPTS[:2], params)
     answers, verify_step = sequences_of(PROMPTS[:2], plain), Decoder.verify_step
 
-    def without_first_key(self, positions, pages, page_size):
-        step = verify_step(self, positions, pages, page_size)
+    def without_first_key(self, positions, pages, page_size, states):
+        step = verify_step(self, positions, pages, page_size, states)
         page, offset = step.cells
         first = torch.arange(len(page)) % positions.shape[1] == 0
         return dataclasses.replace(step, cells=(page.masked_fill(first, 0), offset))

@@ -26,7 +26,7 @@ def made(make_checkpoint):
 
 
 def answers(team, directory, prompts, options):
-    engine = Engine(directory, team, mode="torch", **options)
+    engine = Engine(directory, team, **{"mode": "torch"} | options)
     return [one.token_ids for one in engine.generate(prompts, max_tokens=12, ignore_eos=True)]
 
 
@@ -45,6 +45,21 @@ def test_answers_are_those_of_transformers(made, world_size, options):
     directory, prompts, expected = made
     for found in weft.simulate(answers, world_size, args=(directory, prompts, options)):
         assert found == expected
+
+
+@pytest.mark.parametrize(("world_size", "mode", "chunk"), [(2, "replicated", 13), (4, "sequence_parallel", 64)])
+def test_a_spread_cache_beside_states(made, plain_ops, world_size, mode, chunk):
+    """Over four ranks there are fewer KV heads than ranks."""
+    directory, prompts, expected = made
+
+    def main(team):
+        options = {"context_parallel": True if world_size == 2 else None, "page_size": 16, "chunk_tokens": chunk}
+        engine = Engine(directory, team, mode=mode, fused=False, **options)
+        assert engine.cache_plan.context_parallel
+        return [one.token_ids for one in engine.generate(prompts[3:5], max_tokens=4, ignore_eos=True)]
+
+    for found in weft.simulate(main, world_size):
+        assert found == [answer[:4] for answer in expected[3:5]]
 
 
 def test_slots_move_with_their_states(made):
@@ -84,29 +99,25 @@ def test_a_prefix_in_the_cache_is_not_shared(made):
     assert both == [[expected[3]]] * 2
 
 
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("context_parallel=True: weft does not run it in models with gated delta nets", {"context_parallel": True}),
-        ("quantized weights: weft does not run it in models with gated delta nets", {"quantization": "fp8"}),
-    ],
-)
-def test_what_does_not_run_is_refused(made, message, options):
+def test_what_does_not_run_is_refused(made):
     def main(team):
         config = DecoderConfig.from_dict(weft.models.Checkpoint(made[0]).config)
-        with pytest.raises(ValueError, match=message):
-            Decoder(config, team, mode="gemm_ar", **options)
+        with pytest.raises(
+            ValueError, match="quantized weights: weft does not run them in models with gated delta nets"
+        ):
+            Decoder(config, team, mode="gemm_ar", quantization="fp8")
 
     weft.simulate(main, 2)
 
 
-def test_world_sizes_and_drafts_that_do_not_fit_are_refused(made):
+def test_world_sizes_and_draft_models_that_do_not_fit_are_refused(made):
     def main(team):
         config = DecoderConfig.from_dict({**weft.models.Checkpoint(made[0]).config, "linear_num_key_heads": 1})
         with pytest.raises(ValueError, match="linear_num_key_heads=1 is not divisible by world_size=2"):
             Decoder(config, team, mode="torch")
-        with pytest.raises(ValueError, match="drafts of models with gated delta nets"):
-            Engine(made[0], team, mode="torch", speculative={"method": "ngram", "num_speculative_tokens": 2})
+        drafting = {"method": "draft_model", "model": str(made[0]), "num_speculative_tokens": 2}
+        with pytest.raises(ValueError, match="has gated delta nets, whose states take no token twice"):
+            Engine(made[0], team, mode="torch", speculative=drafting)
         with pytest.raises(ValueError, match="models with gated delta nets run in one stage"):
             Engine(made[0], team, mode="torch", pipeline_parallel=2)
 

@@ -66,8 +66,6 @@ class Runner:
         """
         check_instance("model", model, Decoder, "a decoder of weft.models")
         check_instance("config", config, EngineConfig, "an EngineConfig")
-        if model.has_states and config.speculative is not None:
-            raise ValueError("speculative: drafts of models with gated delta nets are not verified yet; leave it out")
         self.model, self.max_batch = model, config.max_batch
         self.pipeline = Pipeline.whole(model) if pipeline is None else replace(pipeline, model=model)
         self.cuda_graph = config.cuda_graph and self.team.device.type == "cuda"
@@ -189,6 +187,8 @@ class Runner:
         self._enter([chunk for chunk in chunks if chunk.choose])
         with without_autograd(self.team.device):
             rows = self.prompts.read(chunks, cuda_graph=self.cuda_graph)
+            if self.cache.states is not None and self.verifying is not None:
+                self.cache.states.begin(upload(torch.tensor([chunk.slot for chunk in chunks]), self.team.device))
             if self.verifying is not None:
                 self.verifying.drafter.read(chunks, rows)
 
@@ -328,9 +328,14 @@ class Runner:
 
     def _allocate(self, pages: int) -> None:
         """Make the caches of the model and of the drafter."""
-        self.decoding.cache = self.model.new_cache(pages, self.decoding.page_size, self.max_batch)
+        self.decoding.cache = self.model.new_cache(pages, self.decoding.page_size, self.max_batch, self._most_drafts)
         if self.verifying is not None:
             self.verifying.drafter.allocate(pages)
+
+    @property
+    def _most_drafts(self) -> int:
+        """Drafts of a slot in a step at most."""
+        return 0 if self.verifying is None else self.verifying.most
 
     def _graph_bytes(self) -> int:
         """GPU memory that `warm_up` will take, by its first two graphs, captured here on a cache of two pages.
@@ -351,7 +356,7 @@ class Runner:
     def _affordable_pages(self, config: EngineConfig, reserved: int = 0) -> int:
         """Number of KV pages that fit on the rank with the least memory for them; equal on every rank."""
         cache = self.model.new_cache(1, self.decoding.page_size, 1)
-        states = 0 if cache.states is None else cache.states.slot_bytes * self.max_batch
+        states = 0 if cache.states is None else self.max_batch * (1 + self._most_drafts) * cache.states.nbytes_of_one
         page_bytes = cache.data.nbytes + (0 if self.verifying is None else self.verifying.drafter.page_bytes)
         budget = VIRTUAL_CACHE_BYTES
         if self.team.device.type == "cuda":

@@ -187,9 +187,8 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"context_parallel=True: mode={mode!r} keeps the cache split by heads; choose another mode"
             )
-        if config.linear_attention is not None and (self.context_parallel or config.quantization is not None):
-            asked = "context_parallel=True" if self.context_parallel else "quantized weights"
-            raise ValueError(f"{asked}: weft does not run it in models with gated delta nets; leave it out")
+        if config.linear_attention is not None and config.quantization is not None:
+            raise ValueError("quantized weights: weft does not run them in models with gated delta nets; leave it out")
         if kv_cache_dtype == "fp8" and config.attention.latent is not None:
             raise ValueError("kv_cache_dtype='fp8': a cache of latents has the dtype of the weights; leave it out")
         self.cache_dtype = E4M3 if kv_cache_dtype == "fp8" else dtype
@@ -330,8 +329,10 @@ class Decoder(nn.Module):
         # A static scale is of normed rows.
         return replace(plan, recipe=plan.recipe.without_deferred_scale())
 
-    def new_cache(self, pages: int, page_size: int = DEFAULT_PAGE_SIZE, slots: int = DEFAULT_SLOTS) -> PagedCache:
-        """Cache of these pages; slots: of sequences' states, in models with gated delta nets."""
+    def new_cache(
+        self, pages: int, page_size: int = DEFAULT_PAGE_SIZE, slots: int = DEFAULT_SLOTS, drafts: int = 0
+    ) -> PagedCache:
+        """Cache of these pages; slots: of sequences' states, in models with gated delta nets; drafts: of a slot in a step."""
         where = {"device": self.team.device}
         latent = self.config.attention.latent
         kind, width = (PagedCache, self.config.head_dim) if latent is None else (LatentCache, latent.width)
@@ -339,9 +340,8 @@ class Decoder(nn.Module):
         cache = kind(*sizes, dtype=self.cache_dtype, scales=self.cache_scales, **where)
         if nets := [layer.linear_attn for layer in self.layers if layer.linear_attn is not None]:
             has_state = [layer.linear_attn is not None for layer in self.layers]
-            cache.states = DeltaStates(
-                has_state, slots, nets[0].sizes, nets[0].conv1d.shape[1], dtype=self.dtype, **where
-            )
+            sizes = nets[0].sizes, nets[0].conv1d.shape[1]
+            cache.states = DeltaStates(has_state, slots, *sizes, drafts=drafts, dtype=self.dtype, **where)
         return cache
 
     @property
@@ -384,17 +384,26 @@ class Decoder(nn.Module):
         step = Step.decode(positions, pages, page_size, self.angles, plan, kv_heads, self._spread_over)
         return self._with_states(step, len(positions))
 
-    def verify_step(self, positions: torch.Tensor, pages: torch.Tensor, page_size: int = DEFAULT_PAGE_SIZE) -> Step:
+    def verify_step(
+        self,
+        positions: torch.Tensor,
+        pages: torch.Tensor,
+        page_size: int = DEFAULT_PAGE_SIZE,
+        states: DeltaStates | None = None,
+    ) -> Step:
         """Several new tokens of each sequence, at positions[B, n] int64 that follow each other; -1: padding.
 
         A token attends to earlier tokens of its row, too. pages and captures as of `decode_step`.
+        states  of the cache, in models with gated delta nets, for as many drafts
         """
-        if self.has_states:
-            raise ValueError("weft does not verify drafts of models with gated delta nets; leave out speculative")
-        kv_heads, (_, queries) = self.attentions[0].num_kv_heads, positions.shape
+        kv_heads, (batch, queries) = self.attentions[0].num_kv_heads, positions.shape
         plan = self.plan(positions.numel())
         places = positions.flatten(), pages, page_size, self.angles, plan, kv_heads, self._spread_over
-        return Step.decode(*places, queries=queries)
+        step = Step.decode(*places, queries=queries)
+        if states is None:
+            return step
+        before, after = states.verified(batch, queries)
+        return replace(step, state_slots=before, state_after=after)
 
     def prefill_step(
         self,
@@ -473,7 +482,7 @@ class Decoder(nn.Module):
         if cache.states is not None:
             cache.states.check_holds(step.state_slots)
         if step.is_prefill and step.spread is not None:
-            caches = [cache.layer(index) for index in range(len(self.layers))]
+            caches = [cache.layer(index) for index, layer in enumerate(self.layers) if layer.self_attn is not None]
             step = replace(step, spread=step.spread.ahead_of(self.attentions[0].weights, caches))
         x = recipe.embed(given, self.embed_tokens.weights) if self.is_first else recipe.take_over(given, step.tokens)
         tapped: list[Any] = []

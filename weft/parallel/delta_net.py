@@ -28,7 +28,9 @@ def delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tenso
             before = torch.full((chunk.batch,), chunk.before, device=slots.device)
             outs.append(_of_sequences(qkv[rows], gates.rows(rows), w, cache, slots, before))
     else:
-        outs.append(_of_sequences(qkv, gates, w, cache, step.state_slots.long(), step.lengths - 1))
+        lengths, slots = step.lengths.view(-1, step.queries), step.state_slots.long()
+        after = (slots if step.state_after is None else step.state_after.long()).view(lengths.shape)
+        outs.append(_of_sequences(qkv, gates, w, cache, slots, lengths[:, 0] - 1, (after, lengths > 0)))
     out = torch.cat(outs)
     normed = F.rms_norm(out.float(), w.norm.weight.shape, None, w.norm.eps).to(out.dtype) * w.norm.weight
     return (normed * F.silu(z.reshape(out.shape).float())).to(out.dtype).flatten(1)
@@ -42,27 +44,42 @@ def parts_of(projected: Tensor, w: DeltaWeights) -> tuple[Tensor, Tensor, Gates]
 
 
 def _of_sequences(
-    qkv: Tensor, gates: Gates, w: DeltaWeights, cache: tuple[Tensor, Tensor], slots: Tensor, before: Tensor
+    qkv: Tensor,
+    gates: Gates,
+    w: DeltaWeights,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+    before: Tensor,
+    each: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Convolution and rule of sequences of equal length, [n * length, value heads, V], rows by sequence.
 
-    before  tokens of each sequence before; -1: padding, of which states are kept
+    slots   where each sequence's states are read
+    before  tokens of each sequence before
+    each    of a step, [n, length] both: where the state after a token goes, and whether there is that token; None: the state
+            after the last token goes to `slots`
     """
     conv, delta = cache
     count, dtype = len(slots), qkv.dtype
-    kept, states = conv[slots], delta[slots]
-    is_old, is_real = before > 0, before >= 0
+    kept, is_old = conv[slots], before > 0
     x = torch.cat((torch.where(is_old[:, None, None], kept, 0), qkv.reshape(count, -1, qkv.shape[1])), dim=1)
-    conv[slots] = torch.where(is_real[:, None, None], x[:, x.shape[1] - kept.shape[1] :], kept)
     mixed = F.silu(F.conv1d(x.transpose(1, 2), w.conv[:, None], groups=x.shape[2])).permute(
         2, 0, 1
     )  # [length, n, columns]
     by_token = (one.view(count, -1, one.shape[1]).transpose(0, 1).reshape(len(one), -1).float() for one in gates[:2])
     whole = Recurrence.of(mixed.flatten(0, 1).float(), Gates(*by_token, w.A_log, w.dt_bias), w.sizes)
     steps = Recurrence(*(one.unflatten(0, (-1, count)) for one in whole))
-    outs, state = [], torch.where(is_old[:, None, None, None], states, 0)
-    for out, after in steps.steps(state):
+    outs, first = [], torch.where(is_old[:, None, None, None], delta[slots], 0)
+    last = x.shape[1] - kept.shape[1] - 1
+    for token, (out, state) in enumerate(steps.steps(first)):
         outs.append(out.to(dtype))
-        state = after
-    delta[slots] = torch.where(is_real[:, None, None, None], state, states)
+        if each is not None or token == last:
+            at, real = (slots, None) if each is None else (one[:, token] for one in each)
+            _write(conv, at, x[:, token + 1 : token + 1 + kept.shape[1]], real)
+            _write(delta, at, state, real)
     return torch.stack(outs, dim=1).flatten(0, 1)
+
+
+def _write(states: Tensor, at: Tensor, new: Tensor, real: Tensor | None) -> None:
+    """states[at] = new, but for sequences that are not ``real``."""
+    states[at] = new if real is None else torch.where(real.view(-1, *[1] * (new.dim() - 1)), new, states[at])

@@ -146,7 +146,7 @@ def _delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tens
         mixed = ops.causal_conv1d(qkv, w.conv, conv, step.state_chunks)
         out = ops.gated_delta_rule(mixed, gates, delta, step.state_chunks)
     else:
-        places = step.lengths, step.state_slots
+        places = step.lengths, step.state_slots, step.state_after
         mixed = ops.causal_conv1d_update(qkv, w.conv, conv, *places)
         out = ops.recurrent_gated_delta_rule(mixed, gates, delta, *places)
     return ops.rms_norm_gated(out, z, w.norm.weight, w.norm.eps).flatten(1)

@@ -125,7 +125,8 @@ class Step:
     chunks     prefill: the sequences, in runs of equal length; none where only the device knows them (spans)
     spans      fused prefill: the sequence ranges, for ops.paged_prefill_attention
     spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads
-    state_slots  [B] int32: slots of the sequences' states; None: no layer has any. state_chunks: fused prefill, the same
+    state_slots  [B] int32: indices of the sequences' states; None: no layer has any. state_chunks: fused prefill, the same
+    state_after  [T] int32: decode, where the state after each token goes; None: where it was
     plan       the recipe, and why
     """
 
@@ -142,6 +143,7 @@ class Step:
     spread: SpreadPages | None = None
     queries: int = 1
     state_slots: torch.Tensor | None = None
+    state_after: torch.Tensor | None = None
     state_chunks: ops.SequenceChunks | None = None
 
     @property

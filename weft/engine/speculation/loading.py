@@ -73,6 +73,11 @@ def _load_model(name: str, source: Checkpoint | DecoderConfig, model: Decoder, c
         raise ValueError(
             f"{name} has {sizes.max_position_embeddings} positions, and max_seq_len={config.max_seq_len}; lower that"
         )
+    if sizes.linear_attention is not None:
+        raise ValueError(
+            f"{name} has gated delta nets, whose states take no token twice; draft with method='mtp' or 'ngram', or a model of "
+            f"attention layers alone"
+        )
     draft = Decoder(
         replace(sizes, max_position_embeddings=config.max_seq_len),
         model.team,

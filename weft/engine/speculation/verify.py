@@ -6,7 +6,8 @@
     tokens           c_0 .. c_a, where a drafts are accepted; the slot goes on at p + a + 1 with c_a
 
 A row's token is chosen as without drafts, and it counts only where all tokens before it are the chosen ones. Keys and values of
-rejected drafts stay in the cache after the slot's position: they are written again before a row attends to them.
+rejected drafts stay in the cache after the slot's position: they are written again before a row attends to them. States of
+gated delta nets are kept after each row, and the slot goes on from the one after draft a (weft.parallel.delta_states).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class VerifyGraph:
         tokens = torch.cat((graph.tokens[:batch, None], proposed), 1)
         tokens[:, 1:].masked_fill_(~used[:, 1:], 0)
         self.drafts[:batch, :drafts].copy_(torch.where(used[:, 1:], proposed, -1))
-        step = graph.pipeline.model.verify_step(at, slots.table[:batch], graph.page_size)
+        step = graph.pipeline.model.verify_step(at, slots.table[:batch], graph.page_size, graph.cache.states)
         logits = graph.pipeline.run([Pass(tokens.flatten(), step)], graph.cache)
         rows = torch.where(used, tokens, -1)
         rows[:, 0].masked_fill_(used[:, 0], 0)  # the newest token may be none
@@ -120,6 +121,8 @@ class VerifyGraph:
             rows = self._synthetic_rows(rows, chosen)
         accepting = ops.accept_drafts if graph.pipeline.model.runs_kernels else accept
         counts = accepting(chosen, rows, graph.tokens[:batch], self.results[:batch])
+        if graph.cache.states is not None:
+            graph.cache.states.accept(counts)
         if Kind.LOGPROBS in kind:
             self.logprobs[:batch, : drafts + 1].copy_(
                 graph.pipeline.logprobs(logits, chosen.flatten()).view(batch, drafts + 1, WIDTH)

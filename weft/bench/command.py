@@ -182,7 +182,9 @@ class BenchFlags:
                 made.append(TrainWorkload(name=op, shapes=layers, dtype=self.dtype, words=providers))
             else:
                 parsed = parse_shapes(op, shapes, world_size, dtype=self.dtype, tiny=simulated)
-                asked = providers or (NODE_PROVIDERS if self.nodes else EAGER_PROVIDERS if self.eager and not self.ops else ())
+                asked = providers or (
+                    NODE_PROVIDERS if self.nodes else EAGER_PROVIDERS if self.eager and not self.ops else ()
+                )
                 made.append(OpWorkload(name=op, shapes=parsed, dtype=self.dtype, words=asked))
         workloads = tuple(replace(one, baselines=self.baselines) for one in made)
         check_words(workloads, providers)

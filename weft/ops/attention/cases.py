@@ -297,6 +297,8 @@ def verifying_cases(op: str, split_kv: type) -> Iterator[Case]:
     for heads in (QWEN, HEADS[1], HEADS[4], HEADS[6]):
         yield case_of(op, heads, split, lengths=(*range(70, 75), 17, 18, 0, 0, 0), queries=5)
     yield case_of(op, QWEN, lengths=(*range(500, 509), *range(1, 10)), queries=9, spare=1)
+    # More pairs than share out their new tokens: one tile of many rows.
+    yield case_of(op, QWEN, lengths=(30, 31, 32, 100, 101, 0) * 5, queries=3)
     # Windows that begin within a block and before it for tokens of one program.
     for window, lengths in ((1, (16, 17, 18)), (16, (15, 16, 17, 300, 301, 0)), (40, (39, 40, 41, 80, 81, 82))):
         yield case_of(op, SMALL, split, lengths=lengths, window=window, queries=3)

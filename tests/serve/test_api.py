@@ -206,7 +206,8 @@ MESSAGES = [
     ([{"role": "user"}], "messages[0].content=None is not text"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content holds {'type': 'image_url'}; only text"),
     ([{"role": "user", "content": "x", "name": 5}], "messages[0].name=5 is not a string"),
-    ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls is not supported"),
+    ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls of a message by 'user'; only an"),
+    ([{"role": "user", "content": "x", "audio": {}}], "messages[0].audio is not supported; a message has role and"),
     ([{"role": "user", "content": "What?"}], "prompt='What?' has 'W', 'h', 'a', 't', '?', which this model"),
     ([{"role": "system", "content": "x"}], "the chat template refuses these messages: no system messages"),
 ]  # fmt: skip

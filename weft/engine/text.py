@@ -127,7 +127,7 @@ class ChatTemplate:
 
     def __init__(self, directory: Path, renderer: Renderer | None = None) -> None:
         self.directory, self._renderer = directory, renderer or _RENDERER
-        self._special, self._sources = named_tokens(directory), _sources(directory)
+        self._special, self._sources = named_tokens(directory), template_sources(directory)
         for name in USES & self._sources.keys():
             try:
                 self._renderer.compile(self._sources[name])
@@ -188,8 +188,8 @@ def prompt_of(
     return token_ids_of(tokenizer, "the rendered conversation", text, special=False)
 
 
-def _sources(directory: Path) -> dict[str, str]:
-    """Templates by name; one alone is the default. CheckpointError for none."""
+def template_sources(directory: Path) -> dict[str, str]:
+    """Chat templates of a checkpoint by name; one alone is the default. CheckpointError for none."""
     path, separate = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     files = {"default": separate} if separate.exists() else {}
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}

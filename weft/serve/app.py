@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,10 +22,15 @@ from weft.engine.tokenizer import TokenBytes
 from weft.errors import CheckpointError, RequestCancelled
 from weft.runtime.logs import logger_of
 from weft.serve import logprobs
+from weft.serve.checks import BadField
 from weft.serve.choices import REASONS, Choices
+from weft.serve.dialect import Dialect
 from weft.serve.echo import Echo
 from weft.serve.fields import Asked
 from weft.serve.metrics import Metrics
+from weft.serve.parsing import NONE, reasoning_parsers, tool_parsers
+from weft.serve.parsing.reading import Delta
+from weft.serve.reply import Reply, delta_of, message_of
 
 MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 1024
@@ -66,6 +71,7 @@ class ServeOptions:
     max_waiting     requests beyond a full batch; a further one gets status 503
     keep_alive      seconds that a connection without a request stays open
     seed            from which requests without one get theirs, in the order of their arrival; None: random ones
+    tool_call_parser, reasoning_parser  names of weft.serve.parsing, or "none"; None: by the model's chat template
     """
 
     model_name: str
@@ -74,6 +80,8 @@ class ServeOptions:
     max_waiting: int = MAX_WAITING
     keep_alive: int = KEEP_ALIVE
     seed: int | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_waiting", "keep_alive"):
@@ -82,6 +90,9 @@ class ServeOptions:
         for name in ("model_name", "api_key"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty; pass some text")
+        for name, known in (("tool_call_parser", tool_parsers()), ("reasoning_parser", reasoning_parsers())):
+            if (value := getattr(self, name)) not in (None, NONE, *known):
+                raise ValueError(f"{name}={quoted(value)} is not a parser; pass one of {', '.join(known)} or {NONE}")
 
 
 class Service:
@@ -92,6 +103,7 @@ class Service:
         self.metrics = Metrics(options.model_name, lambda: llm.load)
         self.created = int(time.time())
         self.token_bytes = None if llm.tokenizer is None else TokenBytes(llm.tokenizer)
+        self.dialect = Dialect(llm.directory, llm.tokenizer, options.tool_call_parser, options.reasoning_parser)
         self._answers: set[Choices] = set()
         self._seeded = 0  # requests that have got a seed
         self._entering = 0  # choices that the engine has not accepted yet
@@ -135,11 +147,14 @@ class Service:
             raise ApiError(503, f"{active} requests run or wait; try again later", code="overloaded")
         self._entering += count
         try:
-            prompts = asked.prompts
+            prompts, params = asked.prompts, asked.params
             if asked.messages is not None:
-                prompts = [await self.llm.chat_prompt(asked.messages, asked.variables)]
-            params = self._with_seed(asked.params)
+                prompts = [await self.chat_prompt(asked)]
+                params = self.dialect.reading(asked, prompts[0]).params
+            params = self._with_seed(params)
             answer = await Choices.of(self.llm, prompts, params, asked.n, answer_id, self.metrics)
+        except BadField as error:
+            raise ApiError(400, shortened(error, 1000), error.param) from None
         except CheckpointError:  # its text names folders of this machine
             raise ApiError(400, "the model has no chat template; send text to /v1/completions") from None
         except ValueError as error:
@@ -158,6 +173,15 @@ class Service:
             return params
         self._seeded += 1
         return replace(params, seed=derived(self.options.seed, self._seeded, SEED_STRIDE))
+
+    async def chat_prompt(self, asked: Asked) -> list[int]:
+        """Token ids of a conversation, by the chat template. ValueError where it refuses it."""
+        variables = self.dialect.variables(asked)
+        return await self.llm.chat_prompt(self.dialect.messages(asked.messages), variables)
+
+    def reply(self, asked: Asked, prompt: Sequence[int]) -> Reply:
+        """Reader of one choice of an answer to this prompt."""
+        return self.dialect.reply(asked, prompt)
 
     def end(self, answer: Choices) -> None:
         """Forget an answer, and cancel what of it has not ended."""
@@ -198,7 +222,7 @@ class EventStream(StreamingResponse):
 class Shape:
     """Names by which an endpoint's answers differ.
 
-    whole, part  one choice as JSON: of an answer, from all its text; of a stream, from new text
+    whole, part  one choice as JSON: of an answer, from all its deltas; of a stream, from new ones
     first        JSON of a choice before its first piece; None: there is none
     logprobs     JSON of the log-probabilities of pieces, by (pieces, likeliest tokens, bytes of tokens)
     """
@@ -206,8 +230,8 @@ class Shape:
     prefix: str
     object: str
     chunk: str
-    whole: Callable[[str], dict[str, Any]]
-    part: Callable[[str], dict[str, Any]]
+    whole: Callable[[Sequence[Delta]], dict[str, Any]]
+    part: Callable[[Sequence[Delta]], dict[str, Any]]
     first: dict[str, Any] | None
     logprobs: Callable[[list[Piece], int, TokenBytes | None], dict[str, Any]]
 
@@ -216,8 +240,8 @@ CHAT = Shape(
     prefix="chatcmpl",
     object="chat.completion",
     chunk="chat.completion.chunk",
-    whole=lambda text: {"message": {"role": "assistant", "content": text}},
-    part=lambda text: {"delta": {"content": text}},
+    whole=lambda deltas: {"message": message_of(deltas)},
+    part=lambda deltas: {"delta": delta_of(deltas)},
     first={"delta": {"role": "assistant", "content": ""}},
     logprobs=logprobs.of_chat,
 )
@@ -225,8 +249,8 @@ COMPLETION = Shape(
     prefix="cmpl",
     object="text_completion",
     chunk="text_completion",
-    whole=lambda text: {"text": text},
-    part=lambda text: {"text": text},
+    whole=lambda deltas: {"text": _text(deltas)},
+    part=lambda deltas: {"text": _text(deltas)},
     first=None,
     logprobs=logprobs.of_completion,
 )
@@ -324,11 +348,13 @@ async def _whole(service: Service, answer: Choices, asked: Asked, shape: Shape) 
         pieces[index] += arrived
     choices = []
     for index, ones in enumerate(pieces):
-        choice = _choice(service, index, shape, shape.whole(_text(ones, asked)), ones, asked)
+        prompt = answer.choices[index].request.prompt
+        reply = service.reply(asked, prompt)
+        choice = _choice(service, index, shape, shape.whole(reply.push(ones)), ones, asked, reply)
         if asked.echo:
             choice = await _echoed(service, answer, asked, index, choice, ones[0])
         if asked.return_token_ids:
-            choice["prompt_token_ids"] = list(answer.choices[index].request.prompt)
+            choice["prompt_token_ids"] = list(prompt)
         choices.append(choice)
     return choices
 
@@ -343,11 +369,16 @@ async def _events(
         return f"data: {as_json({**head, 'choices': choices, **rest})}\n\n"
 
     try:
+        replies = [service.reply(asked, choice.request.prompt) for choice in answer.choices]
         for index in range(len(answer.choices) if shape.first else 0):
             yield event([_choice(service, index, shape, shape.first, [], asked)])
         unbegun = {*range(len(answer.choices))} if asked.echo else set()
         async for index, pieces in answer.arrivals():
-            choice = _choice(service, index, shape, shape.part(_text(pieces, asked)), pieces, asked)
+            reply = replies[index]
+            deltas = reply.push(pieces)
+            if not (deltas or pieces[-1].finish_reason or asked.params.logprobs is not None):
+                continue
+            choice = _choice(service, index, shape, shape.part(deltas), pieces, asked, reply)
             if index in unbegun:
                 unbegun.remove(index)
                 choice = await _echoed(service, answer, asked, index, choice, pieces[0])
@@ -387,18 +418,25 @@ def _check(pieces: list[Piece]) -> None:
         raise ApiError(400 if error.of_request else 500, error.message)
 
 
-def _text(pieces: list[Piece], asked: Asked) -> str:
-    """Text of pieces that is asked for; empty without a tokenizer."""
-    return "" if asked.prompt_only else "".join(piece.text or "" for piece in pieces)
+def _text(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
 def _choice(
-    service: Service, index: int, shape: Shape, content: dict[str, Any], pieces: list[Piece], asked: Asked
+    service: Service,
+    index: int,
+    shape: Shape,
+    content: dict[str, Any],
+    pieces: list[Piece],
+    asked: Asked,
+    reply: Reply | None = None,
 ) -> dict[str, Any]:
-    """JSON of a choice, or of its newest pieces."""
+    """JSON of a choice, or of its newest pieces. reply: which read them."""
     choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
     if pieces:
         choice["finish_reason"] = REASONS.get(pieces[-1].finish_reason)
+        if choice["finish_reason"] == "stop" and reply is not None and reply.called:
+            choice["finish_reason"] = "tool_calls"
         pieces = [piece for piece in pieces if piece.token_id is not None and not asked.prompt_only]
         if asked.params.logprobs is not None:
             choice["logprobs"] = shape.logprobs(pieces, asked.params.logprobs, service.token_bytes)

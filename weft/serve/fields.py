@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.arguments import check_bool, check_int, quoted, shortened
+from weft.arguments import check_bool, check_int, is_integer, quoted, shortened
 from weft.engine.params import Prompt, SamplingParams, StructuredOutputsParams, as_prompts, check_strings
 from weft.serve.checks import BadField, a_text, an_object, checked, given_of, of_type, refuse
+from weft.serve.conversation import messages_of
+from weft.serve.tools import Tools
 
 # OpenAI's.
 MOST_CHOICES = 128
@@ -43,12 +45,15 @@ SAMPLING = {
 OF_BOTH = (
     "model", "n", "stream", "stream_options", "return_token_ids", "logprobs", "response_format", "structured_outputs"
 )  # fmt: skip
-OF_CHAT = (*OF_BOTH, "messages", "chat_template_kwargs", "top_logprobs")
+OF_CHAT = (
+    *OF_BOTH, "messages", "chat_template_kwargs", "documents", "include_reasoning", "reasoning_effort", "thinking_token_budget",
+    "tool_choice", "tools", "top_logprobs",
+)  # fmt: skip
 OF_COMPLETIONS = (*OF_BOTH, "prompt", "echo")
 # Fields that say something of the client and ask for nothing of the model, with their type in JSON.
 NOT_OF_THE_MODEL: dict[str, type] = {
     "metadata": dict,
-    "parallel_tool_calls": bool,  # without tools nothing is called
+    "parallel_tool_calls": bool,  # for tools, which say what it asks
     "prompt_cache_key": str,
     "safety_identifier": str,
     "service_tier": str,
@@ -79,15 +84,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Of a message, beside role and content: the chat template may use them.
-OF_TEMPLATES = ("name", "reasoning_content")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """Fields of a request to complete a conversation or prompts.
 
     messages, variables  of a conversation; None of prompts
+    documents, effort    further variables of the chat template; None: not given
+    tools                functions that the model may call; None: none
+    thinking_budget      most tokens of reasoning; None: any number
+    include_reasoning    the answer has the reasoning, apart from its content
     prompts              of completions; empty of a conversation
     include_usage        a stream ends with its usage
     return_token_ids     choices have their token ids, as of vLLM
@@ -106,6 +111,11 @@ class Asked:
     return_token_ids: bool
     echo: bool = False
     prompt_only: bool = False
+    documents: list[Any] | None = None
+    effort: str | None = None
+    tools: Tools | None = None
+    thinking_budget: int | None = None
+    include_reasoning: bool = True
 
     @classmethod
     def of(cls, body: object, chat: bool, defaults: SamplingParams) -> Asked:
@@ -137,7 +147,25 @@ class Asked:
             stream=stream,
             include_usage=_include_usage(given.get("stream_options"), stream),
             return_token_ids=checked("return_token_ids", check_bool, given.get("return_token_ids", False)),
+            **(_of_chat(given) if chat else {}),
         )
+
+
+def _of_chat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a conversation alone."""
+    budget = checked("thinking_token_budget", _budget, given.get("thinking_token_budget"))
+    return {
+        "documents": checked("documents", of_type(list), given.get("documents")),
+        "effort": checked("reasoning_effort", a_text, given.get("reasoning_effort")),
+        "tools": Tools.of(given),
+        "thinking_budget": None if budget == -1 else budget,
+        "include_reasoning": checked("include_reasoning", check_bool, given.get("include_reasoning", True)),
+    }
+
+
+def _budget(name: str, value: object) -> None:
+    if not is_integer(value) or not -1 <= value < 1 << 31:
+        raise ValueError(f"{name}={quoted(value)} is not a number of tokens, or -1 for any number")
 
 
 def _include_usage(options: object, stream: bool) -> bool:
@@ -232,32 +260,3 @@ def _prompts(value: object) -> list[Prompt]:
     if not prompts or [] in prompts or "" in prompts:
         raise BadField(f"prompt={quoted(value)} is empty; a prompt needs at least one token", "prompt")
     return prompts
-
-
-def messages_of(value: object) -> list[dict[str, Any]]:
-    """Messages for the chat template. BadField for ones that it cannot get."""
-    if not isinstance(value, list) or not value:
-        raise BadField(f"messages={quoted(value)} is not a list of messages", "messages")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
-
-
-def _message(name: str, message: object) -> dict[str, Any]:
-    """Role and text of a message, for the chat template."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadField(f"{name}={quoted(message)} is not an object with a role and content", "messages")
-    for key, value in message.items():
-        if key not in ("role", "content", *OF_TEMPLATES) and value not in (None, []):
-            raise BadField(f"{name}.{shortened(key)} is not supported; a message has role and content", "messages")
-    beside = {key: message[key] for key in OF_TEMPLATES if message.get(key) is not None}
-    for key, value in beside.items():
-        if not isinstance(value, str):
-            raise BadField(f"{name}.{key}={quoted(value)} is not a string", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise BadField(f"{name}.content holds {quoted(part)}; only text is supported", "messages")
-        content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BadField(f"{name}.content={quoted(content)} is not text", "messages")
-    return {"role": message["role"], "content": content, **beside}

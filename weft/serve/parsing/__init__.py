@@ -20,8 +20,13 @@ _OF_REASONING = {
     HARMONY: ("<|channel|>",), "mistral": ("[THINK]",), "glm45": ("<arg_key>",), "deepseek_r1": ("<｜Assistant｜><think>",),
     "qwen3": ("</think>",),
 }  # fmt: skip
-# Formats whose marks are special tokens, which have text for their sake.
-_BY_SPECIAL_TOKENS = {"openai", HARMONY, "mistral", "llama3_json", "deepseek_v3", "deepseek_r1"}
+# Marks that are special tokens of some models, which then have text for their sake.
+SPECIAL_MARKS = frozenset((
+    "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>", "<|python_tag|>",
+    "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>", "<tool_call>", "</tool_call>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+))  # fmt: skip
 NONE = "none"
 
 
@@ -102,8 +107,3 @@ class Parser:
 def marks_of(reasoning: str | None) -> Marks | None:
     """Marks around the reasoning of a parser; None where it is a channel."""
     return MARKS.get(reasoning or "")
-
-
-def keeps_special_tokens(*parsers: str | None) -> bool:
-    """True if one of these parsers reads marks that are special tokens."""
-    return any(parser in _BY_SPECIAL_TOKENS for parser in parsers)

@@ -37,7 +37,7 @@ def llama3_json(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
 
 
 def mistral(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
-    """Read [TOOL_CALLS]name[ARGS]{…}, with [CALL_ID] or without, or [TOOL_CALLS][{"name": …, "arguments": {…}}, …]."""
+    """Read [TOOL_CALLS]name[ARGS]{…}, perhaps with [CALL_ID], or [TOOL_CALLS] and a list of objects."""
     mark = "[TOOL_CALLS]"
     while (yield from text.until((mark,), output.content)) is not None:
         text.begin_record()
@@ -61,7 +61,7 @@ def mistral(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
 
 
 def deepseek_v3(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
-    """Read the calls of DeepSeek V3, R1 (a function's name and a JSON block) and V3.1 (name, separator, JSON)."""
+    """Read the calls of DeepSeek V3 and R1, with a JSON block, and of V3.1, with JSON alone."""
     opening, begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     closing, separator = "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
     while (mark := (yield from text.until((opening, begin, closing), output.content))) is not None:
@@ -83,7 +83,10 @@ def deepseek_v3(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
 
 
 def qwen3_coder(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
-    """Read <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>, the outer tag at will."""
+    """Read <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>.
+
+    The outer tag may be missing.
+    """
     while (mark := (yield from text.until(("<tool_call>", "<function="), output.content))) is not None:
         text.begin_record()
         begun, inner = output.calls, None
@@ -105,7 +108,7 @@ def qwen3_coder(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
 
 
 def glm45(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
-    """Read <tool_call>NAME<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, with newlines or without."""
+    """Read <tool_call>NAME<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>."""
     end = "</tool_call>"
     while (mark := (yield from text.until(("<tool_call>",), output.content))) is not None:
         text.begin_record()
@@ -125,7 +128,7 @@ def glm45(text: Text, output: Output, schemas: Schemas) -> Reading[None]:
 
 
 def openai(text: Text, output: Output, schemas: Schemas | None) -> Reading[None]:
-    """Read gpt-oss's messages by channel: analysis is reasoning, commentary with a recipient a call, all else content.
+    """Read gpt-oss's messages: analysis is reasoning, one with a recipient a call, all else content.
 
     schemas  None: calls are content
     """
@@ -245,7 +248,7 @@ def _no_constant(name: str) -> None:
 
 
 def _object_or_content(text: Text, output: Output, mark: str, end: str) -> Reading[bool]:
-    """Read a call, and the mark that ends it. False where it is none, which becomes content with the mark before it."""
+    """Read a call and its end mark. False where it is none: then it is content, with the mark before it."""
     text.begin_record()
     begun = output.calls
     yield from call_object(text, output)

@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, readers of it, and what they make of it: deltas of content, reasoning and tool calls.
+"""Text that arrives in pieces, and deltas of content, reasoning and calls that readers make of it.
 
 A reader is a generator that yields where it needs more text. What it reads depends on the whole text alone, never on how it was
 cut into pieces, so an answer and its stream are the same.
@@ -127,7 +127,7 @@ class Text:
         return text
 
     def until(self, marks: Sequence[str], pass_on: PassOn) -> Reading[str | None]:
-        """Pass on the text before the first of some marks, and read the mark. None: the text has ended without one."""
+        """Pass on the text before the first of some marks, and read the mark. None: there is none."""
         while True:
             at, mark = self._first(marks)
             if mark is not None or self.ended:
@@ -163,7 +163,10 @@ class Text:
             yield
 
     def word(self, marks: Sequence[str]) -> Reading[tuple[str, str | None]]:
-        """(text before the first of some marks, the mark), both read. ("", None) where the text ends or is too long first."""
+        """(text before the first of some marks, the mark), both read.
+
+        ("", None) where the text ends before a mark, or is too long.
+        """
         parts: list[str] = []
         reading = self.until(marks, parts.append)
         while True:

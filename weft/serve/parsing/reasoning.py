@@ -30,10 +30,14 @@ MARKS = {
 HARMONY = "openai_gptoss"
 
 
+def is_closed(marks: Marks, prompt_end: str) -> bool:
+    """True if a prompt has ended the reasoning, so that an answer has none."""
+    return prompt_end.rstrip().endswith(marks.end)
+
+
 def is_open(marks: Marks, prompt_end: str) -> bool:
     """True if an answer begins within reasoning, by the end of its prompt."""
-    end = prompt_end.rstrip()
-    return end.endswith(marks.begin) or (marks.always and not end.endswith(marks.end))
+    return prompt_end.rstrip().endswith(marks.begin) or (marks.always and not is_closed(marks, prompt_end))
 
 
 def read_reasoning(text: Text, output: Output, marks: Marks, opened: bool) -> Reading[None]:

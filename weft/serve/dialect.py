@@ -1,0 +1,176 @@
+"""Forms in which the served model writes calls and reasoning: parsers, and grammars of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from weft.engine.params import SamplingParams, StructuredOutputsParams
+from weft.engine.text import template_sources
+from weft.errors import CheckpointError
+from weft.serve.checks import BadField
+from weft.serve.fields import Asked
+from weft.serve.parsing import NONE, SPECIAL_MARKS, Parser, marks_of, reasoning_parser_of, tool_parser_of
+from weft.serve.parsing.frames import CHANNEL, FRAMES, Frame, Thinking, Tokens, grammar_of, structure_rule
+from weft.serve.parsing.reasoning import HARMONY, is_closed, is_open
+from weft.serve.reply import Reply
+
+# Tokens at the end of a prompt that say whether it begins or ends reasoning.
+PROMPT_END = 16
+STRUCTURES = "response_format or structured_outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How one answer is read, and what it is held to.
+
+    params  of the request, with the grammar of its answer
+    calls, reasoning  parsers; None: their texts are content
+    opened  the prompt has begun the reasoning
+    """
+
+    params: SamplingParams
+    calls: str | None
+    reasoning: str | None
+    opened: bool
+
+
+class Dialect:
+    """Parsers of a model's answers, by its chat template or by name.
+
+    template   text of all its chat templates
+    """
+
+    def __init__(
+        self, directory: Path | None, tokenizer: Tokenizer | None, tool_parser: str | None, reasoning_parser: str | None
+    ) -> None:
+        self._tokenizer, self.template = tokenizer, _template_text(directory)
+        self._asked_for = tool_parser is not None
+        self.tool_parser = _named(tool_parser, tool_parser_of(self.template))
+        self.reasoning_parser = _named(reasoning_parser, reasoning_parser_of(self.template))
+        added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        count = 0 if tokenizer is None else tokenizer.get_vocab_size()
+        self._tokens = Tokens({token.content: token_id for token_id, token in added.items()}, count)
+
+    def variables(self, asked: Asked) -> dict[str, Any]:
+        """Variables of the chat template. BadField for a field that the template does not read."""
+        variables = dict(asked.variables or {})
+        if asked.documents is not None:
+            self._check_read("documents", "documents")
+            variables["documents"] = asked.documents
+        if asked.tools is not None:
+            if not self._asked_for:
+                self._check_read("tools", "tools")
+            variables["tools"] = asked.tools.listed
+        if asked.effort is not None:
+            if "reasoning_effort" in self.template:
+                variables["reasoning_effort"] = asked.effort
+            else:
+                self._check_read("reasoning_effort", "enable_thinking")
+                variables["enable_thinking"] = asked.effort != NONE
+        return variables
+
+    def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages for the template: a developer's are the system's where it does not know them."""
+        if "developer" in self.template:
+            return list(messages)
+        return [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+
+    def reading(self, asked: Asked, prompt: Sequence[int]) -> Reading:
+        """How the answer to this prompt is read. BadField for what the model's form of answers cannot hold."""
+        calls = None if asked.tools is None else self.tool_parser
+        opened = closed = False
+        marks = marks_of(self.reasoning_parser)
+        if marks is not None and self._tokenizer is not None:
+            end = self._tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
+            opened, closed = is_open(marks, end), is_closed(marks, end)
+        thinking = None if closed else self._thinking(asked, opened)
+        grammar, calls = self._grammar(asked, thinking, calls)
+        params = asked.params
+        if grammar is not None:
+            params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
+        reasoning = None if closed else self.reasoning_parser
+        if (calls or reasoning) and any(text in SPECIAL_MARKS for text in self._special.values()):
+            params = replace(params, skip_special_tokens=False)
+        return Reading(params=params, calls=calls, reasoning=reasoning, opened=opened)
+
+    def reply(self, asked: Asked, prompt: Sequence[int]) -> Reply:
+        """Reader of one choice of an answer."""
+        if asked.messages is None:
+            return Reply(None, {}, asked)
+        reading = self.reading(asked, prompt)
+        if reading.calls is None and reading.reasoning is None:
+            return Reply(None, {}, asked)
+        schemas = {} if asked.tools is None else asked.tools.schemas
+        hidden = {} if not asked.params.skip_special_tokens else self._special
+        hidden = {token_id: text for token_id, text in hidden.items() if text not in SPECIAL_MARKS}
+        return Reply(Parser(reading.calls, reading.reasoning, schemas, opened=reading.opened), hidden, asked)
+
+    def _check_read(self, field: str, variable: str) -> None:
+        if variable not in self.template:
+            raise BadField(f"{field} is not supported by this model: its chat template does not read it", field)
+
+    def _thinking(self, asked: Asked, opened: bool) -> Thinking | None:
+        """Reasoning that may stand before the answer, as a grammar has it."""
+        marks = CHANNEL if self.reasoning_parser == HARMONY else marks_of(self.reasoning_parser)
+        if marks is not None and self._tokens.has(marks.end):
+            return Thinking(begin=marks.begin, end=marks.end, opened=opened, budget=asked.thinking_budget)
+        if asked.thinking_budget is not None:
+            raise BadField(
+                "thinking_token_budget is for models that end their reasoning by a special token, with a reasoning parser, and "
+                "this one does not; leave it out", "thinking_token_budget",
+            )  # fmt: skip
+        return None
+
+    def _grammar(self, asked: Asked, thinking: Thinking | None, parser: str | None) -> tuple[str | None, str | None]:
+        """(grammar of the answer, parser of its calls); no grammar where the request's own serves."""
+        tools, structure = asked.tools, asked.params.structured_outputs
+        forced = tools is not None and bool(tools.forced)
+        if forced and structure is not None:
+            raise BadField(f"{STRUCTURES} with a tool_choice that forces a call; send one", "tool_choice")
+        if structure is None and not forced:
+            if asked.thinking_budget is None or thinking is None:
+                return None, parser
+            return grammar_of(self._tokens, thinking, None), parser
+        frame = FRAMES["openai"] if self.reasoning_parser == HARMONY else None
+        if tools is not None:
+            parser, frame = self._frame(parser)
+        answer = None
+        if structure is not None:
+            answer = structure_rule(structure)
+            if answer is None and (tools is not None or (thinking is not None and thinking.opened)):
+                raise BadField(
+                    "structured_outputs.grammar cannot stand beside tools or after reasoning; send json, regex or choice",
+                    "structured_outputs",
+                )
+            if answer is None or (frame is None and thinking is None):
+                return None, parser
+        calls, parallel = (None, False) if tools is None else (tools.called, tools.parallel)
+        return grammar_of(self._tokens, thinking, frame, calls, parallel=parallel, answer=answer), parser
+
+    def _frame(self, parser: str | None) -> tuple[str, Frame]:
+        """Parser and frame of calls that a grammar writes."""
+        if parser == "mistral" and "[ARGS]" not in self._tokens.added:
+            return parser, replace(FRAMES["json"], begin="[TOOL_CALLS][")
+        if parser == "deepseek_v3" and "```json" not in self.template:
+            call = "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>"
+            return parser, replace(FRAMES[parser], call=call, between="")
+        return (parser, FRAMES[parser]) if parser in FRAMES else ("json", FRAMES["json"])
+
+
+def _template_text(directory: Path | None) -> str:
+    if directory is None:
+        return ""
+    try:
+        return "\n".join(template_sources(directory).values())
+    except CheckpointError:
+        return ""
+
+
+def _named(name: str | None, by_template: str | None) -> str | None:
+    return by_template if name is None else None if name == NONE else name

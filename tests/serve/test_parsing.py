@@ -139,6 +139,10 @@ EXAMPLES = {
         "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>It is.<|return|>",
         None, "openai_gptoss", content="It is.", thought="So.",
     ),
+    "openai, marks in arguments": Example(
+        HARMONY.replace("Paris", "<|call|><|end|>"), "openai", "openai_gptoss", "Let me look.", "I need it.",
+        [("weather", {"city": "<|call|><|end|>", "days": 3})],
+    ),
     "openai, no arguments": Example(
         "<|start|>assistant to=functions.now<|channel|>commentary json<|message|><|call|>", "openai", made=[("now", {})]
     ),

@@ -147,10 +147,14 @@ def openai(text: Text, output: Output, schemas: Schemas | None) -> Reading[None]
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
         if recipient and schemas is not None:
             output.call(recipient[1])
-            if (yield from text.begins(ends)) is None:
-                yield from text.until(ends, output.arguments)
-            else:
+            if (yield from text.begins(ends)) is not None:
                 output.arguments("{}")
+                continue
+            if (yield from text.peek()) == "{":
+                yield from text.value(output.arguments)
+                yield from text.until(ends, lambda _: None)
+            else:
+                yield from text.until(ends, output.arguments)
         elif channel and channel[1] == "analysis":
             output.begin_reasoning()
             yield from text.until(ends, output.reasoning)

@@ -24,6 +24,8 @@ from weft.models import builtin
 NOT_RUN = {
     # What they do is tested by other means.
     r"weft serve.*": "serves until it is stopped; tests/serve",
+    r"python -m tests\.serve\.talking .*": "writes a checkpoint into the checkout, as tests/serve do elsewhere",
+    r"python scripts/clients\.py.*": "needs a server; tests/serve",
     r"weft bench serve.*": "needs a server; tests/bench/serving",
     r"weft --install-completion": "changes the reader's shell; tests/cli/test_completion.py",
     r"python -m benchmarks\.(over_nodes|performance|predict)": "writes pages, which tests/benchmarks compares",

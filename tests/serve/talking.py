@@ -5,9 +5,9 @@ It adds as before, and under a grammar it writes what the grammar leaves open at
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -46,4 +46,6 @@ def write(directory: Path, template: str = TEMPLATE) -> Path:
 
 
 if __name__ == "__main__":
-    print(write(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="new")
+    print(write(parser.parse_args().directory))

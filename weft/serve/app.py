@@ -376,7 +376,8 @@ async def _events(
         async for index, pieces in answer.arrivals():
             reply = replies[index]
             deltas = reply.push(pieces)
-            if not (deltas or pieces[-1].finish_reason or asked.params.logprobs is not None):
+            says_tokens = asked.return_token_ids or asked.params.logprobs is not None
+            if not (deltas or says_tokens or pieces[-1].finish_reason):
                 continue
             choice = _choice(service, index, shape, shape.part(deltas), pieces, asked, reply)
             if index in unbegun:

@@ -20,6 +20,7 @@ from weft.engine import ranks as ranks_module
 from weft.engine.config import every_tenth
 from weft.engine.llm import Calls
 from weft.errors import NotExchangeable, PeerFailed, WeftError
+from weft.runtime import launch
 from weft.runtime.codec import encode
 
 EIGHT = SamplingParams(max_tokens=8)
@@ -33,6 +34,8 @@ class CountedEngine:
     ran    steps of each call so far, begun ones included
     gates  step of a call: (an event to set, one to wait for)
     """
+
+    captures_left = 0
 
     def __init__(self, together):
         self.together, self.log, self.steps, self.left = together, [], 0, {}
@@ -104,7 +107,7 @@ class Ranks:
         self.told, self.stats, errors = [], [], []
         self.calls = Calls(lambda command: self.processes.put(command))
 
-        def launch_on_pipes(main, pipes, started, args, heap_bytes):
+        def launch_on_pipes(main, pipes, started, failed, args, heap_bytes):
             def run(rank):
                 try:
                     main(SimpleNamespace(rank=rank), pipes[rank], *args)
@@ -487,7 +490,7 @@ class CountingSteps:
         warm_up_progress(2, 20)
         self.file, self.rank, self.stats = folder / f"{team.rank}", team.rank, Stats(load_seconds=0.0)
 
-    has_work, load = False, Load()
+    has_work, load, captures_left = False, Load(), 0
 
     def cancel(self, number):
         """No request was submitted."""
@@ -528,6 +531,31 @@ def test_processes_answer_through_pipes_and_an_error_says_which_rank(tmp_path, m
     assert [first, cut] == list(other) and first == LONG and 1 <= cut < LONG
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
         assert "in rank 1:" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_is_told_at_once_also_while_the_other_hangs(tmp_path, monkeypatch, killed):
+    """A stopped rank stands for one whose GPU waits for the killed one."""
+    monkeypatch.setattr(loop, "launch_on_pipes", launch_two)
+    told, error = [], threading.Event()
+
+    def take(kind, value):
+        told.append((kind, value))
+        if kind == "error":
+            error.set()
+
+    ranks = loop.Processes(2, partial(CountingSteps, tmp_path), None, {}, take)
+    os.kill(ranks._started[1 - killed].pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    os.kill(ranks._started[killed].pid, signal.SIGKILL)
+    assert error.wait(timeout=ANSWER)
+    assert str(told[-1][1]).startswith(f"rank {killed}: its process died without a message (killed, or a crash")
+    # It was 3 s for a cause and 5 s for the other rank's end before that was told.
+    print(f"told after {time.monotonic() - begin:.2f} s")
+    assert time.monotonic() - begin < launch.CAUSE_SECONDS + launch.END_SECONDS
+    ranks.close()
+    assert [process.is_alive() for process in ranks._started] == [False, False]
+    assert [kind for kind, _ in told].count("error") == 1
 
 
 def test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import weft
+from tests.limits import ANSWER
 from tests.serve.conftest import serving, until
 from weft.engine.config import EngineConfig
 
@@ -28,6 +29,35 @@ def test_an_error_of_the_engine_ends_streams_and_the_server(directory, monkeypat
         monkeypatch.setattr(weft.Engine, "step", fails)
         with pytest.raises(openai.APIError, match="the engine has failed, and the server ends"):
             list(stream)
+        until(lambda: not served.thread.is_alive())
+    assert str(served.llm.error) == "a GPU fell off"
+
+
+def test_a_server_restarts_its_ranks_once(directory, monkeypatch):
+    import httpx
+
+    step, failing = weft.Engine.step, []
+
+    def step_or_fail(engine):
+        if failing:
+            raise RuntimeError("a GPU fell off")
+        return step(engine)
+
+    monkeypatch.setattr(weft.Engine, "step", step_or_fail)
+
+    def ask(url):
+        return httpx.post(f"{url}/v1/completions", json={"prompt": "123+456=", "max_tokens": 4}, timeout=ANSWER)
+
+    with serving(directory, world_size=1, restart=True) as served:
+        failing.append(True)
+        refused = ask(served.url)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "restarting"
+        failing.clear()
+        until(lambda: httpx.get(f"{served.url}/health").status_code == 200)
+        assert ask(served.url).json()["choices"][0]["text"] == "579" and served.thread.is_alive()
+        assert httpx.get(f"{served.url}/metrics").status_code == 200
+        failing.append(True)
+        assert ask(served.url).status_code == 500
         until(lambda: not served.thread.is_alive())
     assert str(served.llm.error) == "a GPU fell off"
 

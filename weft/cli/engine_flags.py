@@ -126,6 +126,12 @@ class EngineFlags:
     warm_up: Annotated[
         bool, typer.Option("--warm-up", help="Capture all CUDA graphs at start, so that no prompt waits for one")
     ] = DEFAULTS["warm_up"]
+    warm_up_late: Annotated[
+        bool,
+        typer.Option(
+            "--warm-up-late", help="With --warm-up: only graphs of small batches at start, the rest beside steps"
+        ),
+    ] = DEFAULTS["warm_up_late"]
     grammar_seconds: Annotated[float, typer.Option(help="Longest time to compile a request's grammar")] = DEFAULTS[
         "grammar_seconds"
     ]
@@ -205,6 +211,7 @@ PASSED_ON = (
     "context_parallel",
     "pipeline_parallel",
     "warm_up",
+    "warm_up_late",
     "grammar_seconds",
     "tune_cache",
     "algorithm_cache",

@@ -32,6 +32,13 @@ class ServeFlags(EngineFlags):
             "--warm-up/--no-warm-up", help="Capture all CUDA graphs at start, so that no request waits for one"
         ),
     ] = True
+    warm_up_late: Annotated[
+        bool,
+        typer.Option(
+            "--warm-up-late/--no-warm-up-late",
+            help="Listen once graphs of small batches are captured; the further ones are captured between steps",
+        ),
+    ] = False
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0: a free one")] = 8000
     api_key: Annotated[
@@ -50,6 +57,9 @@ class ServeFlags(EngineFlags):
     ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request")] = 16 << 20
     max_waiting: Annotated[int, typer.Option(help="Requests beyond a full batch; further ones get status 503")] = 1024
+    restart: Annotated[
+        bool, typer.Option("--restart", help="After the first error of a rank start all ranks again, and go on serving")
+    ] = False
     keep_alive: Annotated[
         int,
         typer.Option(
@@ -79,6 +89,7 @@ def serve(flags: ServeFlags) -> None:
             max_body_bytes=flags.max_body_bytes,
             max_waiting=flags.max_waiting,
             keep_alive=flags.keep_alive,
+            restart=flags.restart,
             seed=flags.seed,
         )
         config, model = flags.engine_config(), _model(flags)

@@ -132,7 +132,8 @@ class AsyncLLM:
         self._lock = threading.Lock()  # of `_requests` and `error`
         kind = Processes if self.device == "cuda" else VirtualRanks
         make = partial(Engine, placed.source, config=config)
-        self._ranks: Processes | VirtualRanks = kind(self.world_size, make, heap_bytes, watchers, self._take)
+        self._start = partial(kind, self.world_size, make, heap_bytes, watchers, self._take)
+        self._ranks: Processes | VirtualRanks = self._start()
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -208,6 +209,16 @@ class AsyncLLM:
             requests = [request for request in self._requests.values() if request.id == request_id]
         for request in requests:
             request.cancel()
+
+    def restart(self) -> None:
+        """Start all ranks again after an error of one, which has ended all requests. Blocks while the model loads."""
+        before = self.error
+        self._ranks.close()
+        ranks = self._start()
+        with self._lock:
+            self._ranks = ranks
+            if self.error is before:  # the new ranks have none
+                self.load, self.error = Load(), None
 
     def close(self) -> None:
         """End the ranks with the step that runs, and requests by an error. A second call does nothing."""

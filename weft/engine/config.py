@@ -84,6 +84,9 @@ class EngineConfig:
     warm_up          capture the CUDA graphs of all sizes of decode steps and prompts at start: 70 to 80 graphs, about 170 with
                      context_parallel, a fifth to a third of a second each, and no request waits for a capture. Their memory is
                      reserved before the KV cache's
+    warm_up_late     with warm_up: only graphs of small batches and short prompts are captured at start, the further ones while
+                     requests are answered, between steps: at once where there are none, else a twentieth of the time. Until
+                     then larger passes are launched kernel by kernel, or wait for their capture. Not with pipeline_parallel
     grammar_seconds  longest time that a grammar of structured_outputs may take to compile; other requests go on meanwhile
     speculative      SpeculativeConfig, or a mapping of its fields: tokens are drafted, and several of a sequence verified in a
                      step (docs/speculation.md), not with pipeline_parallel; None: a step gives a token
@@ -115,6 +118,7 @@ class EngineConfig:
     microbatch_tokens: int = 256
     cuda_graph: bool = True
     warm_up: bool = False
+    warm_up_late: bool = False
     grammar_seconds: float = 10.0
     speculative: SpeculativeConfig | None = None
     tune: bool | float = False
@@ -143,7 +147,7 @@ class EngineConfig:
                 f"tune with pipeline_parallel={self.pipeline_parallel}: a search is for one stage; leave out one"
             )
         check_optional(check_bool, "context_parallel", self.context_parallel)
-        for name in ("prefix_caching", "cuda_graph", "warm_up"):
+        for name in ("prefix_caching", "cuda_graph", "warm_up", "warm_up_late"):
             check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         check_optional(check_choice, "quantization", self.quantization, MADE)

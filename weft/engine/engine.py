@@ -148,7 +148,7 @@ class Engine:
             run = partial(self.batch.runner.run_padding, config.chunk_tokens)
             warm_up(team, run=run, algorithm_cache=config.algorithm_cache)
         if config.warm_up:
-            self.batch.runner.warm_up(warm_up_progress)
+            self.batch.runner.warm_up(warm_up_progress, late=config.warm_up_late)
         ready = time.perf_counter() - begin
         logger.info("engine ready in %.1f s, mode %s, up to %d requests at once", ready, config.mode, config.max_batch)
         self._entered = 0
@@ -273,6 +273,16 @@ class Engine:
     def has_work(self) -> bool:
         """True while some request has not ended, or some piece of a submitted one was not given out."""
         return self.batch.has_work or bool(self._held)
+
+    @property
+    def captures_left(self) -> int:
+        """Number of CUDA graphs that the configuration's warm_up_late leaves to `capture_next`."""
+        return self.batch.runner.captures_left
+
+    def capture_next(self) -> None:
+        """Capture a CUDA graph between two steps. Collective."""
+        self.settle()
+        self.batch.runner.capture_next()
 
     def step(self) -> list[Piece]:
         """Launch a chunk of the waiting prompts and a decode step; call it while `has_work`. Collective.

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 # ("submit", number, prompt, SamplingParams); ("call", number, prompts, [SamplingParams]); ("cancel", number) of either; from a
-# rank to all ranks ("prepared", number). Numbers are chosen by the caller.
+# rank to all ranks ("prepared", number) and ("capture", 0). Numbers are chosen by the caller.
 Command = tuple[Any, ...]
 # Seconds between two looks at grammars that are compiled while nothing else is done.
 PREPARING_SECONDS = 1e-3
+# Share of the time for captures of graphs beside requests: each holds up all streams, for a fifth of a second or so.
+CAPTURE_SHARE = 0.05
 # Takes what rank 0 tells, on the thread of the ranks; ("error", why) comes last, once.
 Take = Callable[[str, Any], None]
 # hear(wait, commands): commands before a step, the same on every rank: all that have arrived, and `commands` of one rank.
@@ -71,6 +73,7 @@ class RequestLoop:
         self._waiting: dict[int, tuple[list[Prompt], list[SamplingParams]]] = {}
         self._call: tuple[int, Generator[list[Piece], None, None]] | None = None  # the one that is computed
         self._load: Load | None = None
+        self._next_capture = 0.0  # by time.monotonic, of the rank whose commands all ranks take
 
     def run(self) -> None:
         try:
@@ -78,7 +81,10 @@ class RequestLoop:
                 done = [number for number, (*_, future) in self._preparing.items() if future is None or future.done()]
                 busy = self._engine.has_work or self._call or self._waiting
                 wait = 0.0 if busy else PREPARING_SECONDS if self._preparing else None
-                self._obey(self._hear(wait, [("prepared", number) for number in done]))
+                commands: list[Command] = [("prepared", number) for number in done]
+                if self._engine.captures_left and (not busy or time.monotonic() >= self._next_capture):
+                    commands.append(("capture", 0))
+                self._obey(self._hear(wait, commands))
                 self._step()
         except ParentClosed:
             if self._call is not None:
@@ -88,7 +94,9 @@ class RequestLoop:
     def _obey(self, commands: list[Command]) -> None:
         accepted: list[int] = []
         for kind, number, *what in commands:
-            if kind == "call":
+            if kind == "capture":
+                self._capture()
+            elif kind == "call":
                 self._waiting[number] = tuple(what)
             elif kind == "cancel":
                 self._cancel(number)
@@ -102,6 +110,13 @@ class RequestLoop:
                     self._tell("rejected", (number, str(error)))
         if accepted:
             self._tell("accepted", accepted)
+
+    def _capture(self) -> None:
+        """Capture a graph that was left for later, and wait with the next one while there are requests."""
+        begin = time.monotonic()
+        self._engine.capture_next()
+        now = time.monotonic()
+        self._next_capture = now + (now - begin) * (1 / CAPTURE_SHARE - 1)
 
     def _cancel(self, number: int) -> None:
         self._preparing.pop(number, None)
@@ -168,6 +183,7 @@ class Processes:
         self._take = take
         self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error: BaseException | None = None  # of the processes
+        self._over = threading.Event()  # they have ended, or failed and are being ended
         self._closed = False
         self._owner = os.getpid()
         self._started: list[BaseProcess] = []
@@ -178,9 +194,10 @@ class Processes:
 
         def run() -> None:
             try:
-                launch_on_pipes(serve, given, self._started, args=(make,), heap_bytes=heap_bytes)
+                launch_on_pipes(serve, given, self._started, failed=self._fail, args=(make,), heap_bytes=heap_bytes)
             except BaseException as error:
-                self._error = error
+                self._error = self._error or error
+            self._over.set()
             for end in theirs:
                 end.close()
 
@@ -213,15 +230,26 @@ class Processes:
         deadline = time.monotonic() + CLOSE_SECONDS
         self._closed = True
         self._commands.put(None)
-        for pipe in self._pipes:
-            with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)  # unlike close(), even while the talker reads
+        self._shut()
         self._processes.join(timeout=max(0.0, deadline - time.monotonic()))
         for process in self._started if self._processes.is_alive() else ():
             process.kill()  # it is stopped, or hangs
         self._processes.join(timeout=CLOSE_SECONDS)
         if self._talker.ident is not None:
             self._talker.join(timeout=30)
+
+    def _fail(self, error: BaseException) -> None:
+        """Have the talker tell the error now: ranks that wait on their GPUs take seconds to be ended."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+            self._shut()
+
+    def _shut(self) -> None:
+        """Shut this process's ends of the pipes to the ranks."""
+        for pipe in self._pipes:
+            with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # unlike close(), even while the talker reads
 
     def _send(self) -> None:
         with suppress(OSError):  # the ranks have ended, which `_talk` reports
@@ -249,7 +277,7 @@ class Processes:
         """Why there are no ranks any more."""
         if self._closed:
             return llm_closed()
-        self._processes.join(timeout=30)
+        self._over.wait(timeout=30)
         return self._error or WeftError("the workers have ended; make a new LLM")
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 # Default size of the KV cache on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
+# Slots of a decode step and tokens of prompts whose graphs are captured before the engine is ready: for its first requests.
+FIRST_BATCH, FIRST_TOKENS = 8, 256
 
 
 class Runner:
@@ -78,6 +80,7 @@ class Runner:
         self.prompts = Prompts(self.decoding, self.graphs, config, max_seq_len)
         self.verifying: VerifyGraph | None = None
         self._draft_lengths: list[int] = []
+        self._late: list[tuple[int | Verify | Shape | Turn, Kind]] = []  # graphs to capture beside steps
         if (speculative := config.speculative) is not None:
             places = slots, self.tokens, max_seq_len
             if draft is None:
@@ -126,24 +129,39 @@ class Runner:
         """Changes of logits by slot; None until a request asks for some."""
         return self.decoding.adjustments
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, late: bool = False) -> None:
         """Capture the graphs of all sizes of decode steps and prompts, for WARM_KINDS.
 
         progress  called with (graphs captured, graphs to capture)
+        late      only the graphs of `is_first` are captured now, and the further ones by `capture_next`
 
         Collective, before the first step. Afterwards every chunk of prompts runs in the smallest captured shape that holds it.
         Without effect where there are no graphs.
         """
         sizes = self._warm_sizes() if self.cuda_graph else []
+        first = [one for one in sizes if is_first(*one)] if late and self.pipeline.stages == 1 else sizes
+        self._late = [one for one in sizes if one not in first]  # the smallest last
         if sizes:
-            logger.info("warm-up: capturing %d CUDA graphs", len(sizes))
-        for done, (size, kind) in enumerate(sizes, 1):
+            logger.info("warm-up: capturing %d CUDA graphs, and %d later", len(first), len(self._late))
+        for done, (size, kind) in enumerate(first, 1):
             self._warm(size, kind)
             if progress is not None:
-                progress(done, len(sizes))
+                progress(done, len(first))
         self.graphs.warm = bool(sizes)
         if sizes:
             logger.info("warm-up: captured them in %.1f s", self.graphs.capture_seconds)
+
+    @property
+    def captures_left(self) -> int:
+        """Number of graphs that `capture_next` has still to capture."""
+        return len(self._late)
+
+    def capture_next(self) -> None:
+        """Capture the smallest graph that `warm_up` has left for later, beside running sequences. Collective."""
+        self.settle()
+        self._warm(*self._late.pop())
+        if not self._late:
+            logger.info("warm-up: captured the last graph, after %.1f s of captures", self.graphs.capture_seconds)
 
     def _warm_sizes(self) -> list[tuple[int | Verify | Shape | Turn, Kind]]:
         """Graphs that `warm_up` captures, the largest first: the rest fit into its memory."""
@@ -166,18 +184,20 @@ class Runner:
         return [Turn(batch, 0, None) for batch in reversed(self.buckets) if 1 < stages <= batch]
 
     def _warm(self, size: int | Verify | Shape | Turn, kind: Kind) -> None:
-        assert not self.slots.occupied, "a replay would advance them"
         with without_autograd(self.team.device):
             if isinstance(size, Turn):
+                assert not self.slots.occupied, "a turn would advance them"
                 for _ in range(2):
                     self._flight.run(size.batch, kind, cuda_graph=self.cuda_graph)
                 self.settle()
                 return
-            if isinstance(size, (int, Verify)):
-                self.capture(size, kind)
-            else:
+            if isinstance(size, Shape):
                 self.prompts.warm_up(size, kind)
-            self.graphs.replay((size, kind))  # the first one uploads it
+                self.graphs.replay((size, kind))  # the first one uploads it
+                return
+            self.capture(size, kind)
+            with self.decoding.on_empty_slots():  # it advances none
+                self.graphs.replay((size, kind))
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`.
@@ -368,6 +388,18 @@ class Runner:
                 f"graphs; raise it, or shard the model over more ranks"
             )
         return max(2, pages)
+
+
+def is_first(size: int | Verify | Shape | Turn, kind: Kind) -> bool:
+    """True if a graph is captured before the engine is ready, also where the further ones are captured late.
+
+    Of one kind, which serves greedy requests too.
+    """
+    if kind != WARM_KINDS[-1]:
+        return False
+    if isinstance(size, Shape):
+        return size.tokens <= FIRST_TOKENS and not size.entries
+    return (size if isinstance(size, int) else size.batch) <= FIRST_BATCH
 
 
 def cache_budget(config: EngineConfig, free: int, whole: int, reserved: int) -> int:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -46,6 +46,8 @@ from weft.runtime.triton_interpret import refuse_triton_interpret
 DEFAULT_VIRTUAL_RANKS = 4
 # Seconds that ranks have to end by themselves once their results are here or their parent was interrupted.
 END_SECONDS = 5.0
+# Seconds in which a further rank may tell the cause of an error. A process that died is a cause, and ranks wait for it in vain.
+CAUSE_SECONDS, DEATH_SECONDS = 3.0, 0.2
 
 
 def launch(
@@ -128,6 +130,7 @@ def launch_on_pipes(
     pipes: Sequence[Connection],
     started: list[BaseProcess],
     *,
+    failed: Callable[[BaseException], None],
     args: Sequence[Any] = (),
     heap_bytes: int | None = None,
 ) -> list[Any]:
@@ -136,8 +139,9 @@ def launch_on_pipes(
     Only the caller and its ranks hold such a pipe. The caller closes its copies of ``pipes`` when this returns.
 
     started  gets the process of each rank, in order, which the caller may kill
+    failed   called with the error of a rank before the other ranks are ended, which may take seconds
     """
-    return _spawn(main, len(pipes), args, heap_bytes, False, None, pipes, started)
+    return _spawn(main, len(pipes), args, heap_bytes, False, None, _Watched(pipes, started, failed))
 
 
 def launch_watched(
@@ -176,7 +180,7 @@ def launch_watched(
         job = _Job(run, world_size, gpus, heap_bytes, False, verbosity=logs.verbosity(), errors=errors)
         timer.start()
         try:
-            return _run(world_size, (_on_gpu, job, _pickled(main, args)), started=started)
+            return _run(world_size, (_on_gpu, job, _pickled(main, args)), _Watched(started=started))
         except WeftError as error:
             if expired.is_set():
                 raise NoEnd(world_size, seconds) from error
@@ -218,8 +222,7 @@ def _spawn(
     heap_bytes: int | None,
     debug: bool | float,
     node_size: int | None,
-    pipes: Sequence[Connection] = (),
-    started: list[BaseProcess] | None = None,
+    watched: _Watched | None = None,
 ) -> list[Any]:
     work = _pickled(main, args)
     gpus = torch.cuda.device_count()
@@ -227,7 +230,7 @@ def _spawn(
         job = _Job(
             Given(folder, secrets.token_bytes(32)), world_size, gpus, heap_bytes, debug, node_size, logs.verbosity()
         )
-        return _run(world_size, (_on_gpu, job, work), pipes, started)
+        return _run(world_size, (_on_gpu, job, work), watched)
 
 
 def _pickled(main: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -240,17 +243,22 @@ def _pickled(main: Callable[..., Any], args: Sequence[Any]) -> bytes:
         ) from error
 
 
-def _run(
-    world_size: int,
-    arguments: tuple,
-    pipes_for_main: Sequence[Connection] = (),
-    started: list[BaseProcess] | None = None,
-) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """Pipes, processes and error of ranks, for a caller that talks to them; fields as of ``launch_on_pipes``."""
+
+    pipes: Sequence[Connection] = ()
+    started: list[BaseProcess] = field(default_factory=list)
+    failed: Callable[[BaseException], None] = lambda error: None
+
+
+def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> list[Any]:
     """Results of `_worker` in processes of their own, which end with this call, and with this process.
 
     Private data reach them by a pipe that no other process can read, not by command line or environment.
     """
-    processes = [] if started is None else started
+    watched = watched or _Watched()
+    processes, seconds = watched.started, END_SECONDS
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # otherwise the first rank's start would start it, which ends the hold of signals
     pipes = []
@@ -260,7 +268,7 @@ def _run(
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_worker, args=(theirs, rank, *arguments, *pipes_for_main[rank : rank + 1]), daemon=True
+                target=_worker, args=(theirs, rank, *arguments, *watched.pipes[rank : rank + 1]), daemon=True
             )
             with held_for_children():
                 process.start()
@@ -268,8 +276,13 @@ def _run(
             processes.append(process)
             pipes.append(ours)
         return _collect(pipes)
+    except BaseException as error:
+        watched.failed(error)
+        if isinstance(error, _Died):
+            seconds = 0.0
+        raise
     finally:
-        _end_all(processes, END_SECONDS)
+        _end_all(processes, seconds)
         at_exit.cancel()
 
 
@@ -284,13 +297,18 @@ def _end_all(processes: Sequence[BaseProcess], seconds: float) -> None:
         process.join()
 
 
+class _Died(WeftError):
+    """The process of a rank has ended without a message. Ranks that wait for it do not end by themselves."""
+
+
 def _collect(pipes: list[Connection]) -> list[Any]:
     """Results of all ranks; raises the first error, but a cause rather than a PeerFailed that it led to."""
     results: dict[int, Any] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     first: Exception | None = None
+    patience: float | None = None
     while open_pipes:
-        ready = wait(list(open_pipes), timeout=None if first is None else 3.0)
+        ready = wait(list(open_pipes), timeout=patience)
         if not ready:
             break
         for pipe in ready:
@@ -299,14 +317,14 @@ def _collect(pipes: list[Connection]) -> list[Any]:
                 error, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 error, value = (
-                    WeftError(f"rank {rank}: its process died without a message (killed, or a crash in the driver)"),
+                    _Died(f"rank {rank}: its process died without a message (killed, or a crash in the driver)"),
                     None,
                 )
             results[rank] = value
             if error is not None and (
                 first is None or (isinstance(first, PeerFailed) and not isinstance(error, PeerFailed))
             ):
-                first = error
+                first, patience = error, DEATH_SECONDS if isinstance(error, _Died) else CAUSE_SECONDS
     if first is not None:
         raise first
     return [results[rank] for rank in range(len(pipes))]

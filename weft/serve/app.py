@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,7 @@ class ServeOptions:
     max_body_bytes  of a request
     max_waiting     requests beyond a full batch; a further one gets status 503
     keep_alive      seconds that a connection without a request stays open
+    restart         after the first error of a rank all ranks start again; after a second one the server ends
     seed            from which requests without one get theirs, in the order of their arrival; None: random ones
     tool_call_parser, reasoning_parser  names of weft.serve.parsing, or "none"; None: by the model's chat template
     """
@@ -79,6 +81,7 @@ class ServeOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     max_waiting: int = MAX_WAITING
     keep_alive: int = KEEP_ALIVE
+    restart: bool = False
     seed: int | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -105,6 +108,8 @@ class Service:
         self.token_bytes = None if llm.tokenizer is None else TokenBytes(llm.tokenizer)
         self.dialect = Dialect(llm.directory, llm.tokenizer, options.tool_call_parser, options.reasoning_parser)
         self._answers: set[Choices] = set()
+        self._restarts = int(options.restart)  # that are left
+        self._restarting: threading.Thread | None = None
         self._seeded = 0  # requests that have got a seed
         self._entering = 0  # choices that the engine has not accepted yet
         self._begun: set[asyncio.Task[Any]] = set()  # whose answers have not begun
@@ -133,10 +138,35 @@ class Service:
 
     def check_ready(self) -> None:
         """ApiError where no request can be served."""
+        if self._restarting is not None or (self.llm.error is not None and self._restarts):
+            raise ApiError(503, "the engine has failed and starts again; try again later", code="restarting")
         if self.llm.error is not None:
             raise ApiError(500, "the engine has failed, and the server ends; its log has the reason")
         if self._stopping:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    def recovers(self) -> bool:
+        """True while the engine answers, or starts again after an error; begins the start. In the server's event loop."""
+        if self._restarting is not None:
+            if self._restarting.is_alive():
+                return True
+            self._restarting = None
+        if self.llm.error is None:
+            return True
+        if not self._restarts:
+            return False
+        self._restarts -= 1
+        logger.error("a rank has failed, and all ranks start again: %s", self.llm.error)
+        # Not of asyncio's threads, whose end a signal would wait for.
+        self._restarting = threading.Thread(target=self._restart, name="weft restart", daemon=True)
+        self._restarting.start()
+        return True
+
+    def _restart(self) -> None:
+        try:
+            self.llm.restart()
+        except Exception as error:
+            logger.error("the ranks did not start again: %s", error)
 
     async def choices(self, asked: Asked, answer_id: str) -> Choices:
         """Submit what a request asks for. ApiError where it cannot be served."""

@@ -69,7 +69,7 @@ class Metrics:
 
     def text(self) -> bytes:
         preempted = self._load().preemptions
-        self._preemptions.inc(preempted - self._preempted)
+        self._preemptions.inc(max(0, preempted - self._preempted))  # fewer after a restart
         self._preempted = preempted
         if (counts := self._load().speculation) is not None:
             self._count_drafts(counts)
@@ -77,6 +77,7 @@ class Metrics:
 
     def _count_drafts(self, counts: Speculation) -> None:
         before, self._speculated = self._speculated, counts
+        before = before if before.drafts <= counts.drafts else Speculation()  # counts of ranks that have started again
         self._drafts.inc(counts.drafts - before.drafts)
         self._draft_tokens.inc(counts.draft_tokens - before.draft_tokens)
         self._accepted.inc(counts.accepted_tokens - before.accepted_tokens)

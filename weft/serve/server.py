@@ -28,8 +28,8 @@ logger = logger_of(__name__)
 class Server(uvicorn.Server):
     """HTTP server of a service.
 
-    A signal ends the answers that are being computed, and an error of the engine ends the server. It listens once its
-    first request has run, and then calls `listening`.
+    A signal ends the answers that are being computed. An error of the engine ends the server, unless the service recovers. It
+    listens once its first request has run, and then calls `listening`.
     """
 
     def __init__(self, service: Service, listening: Callable[[], None] = lambda: None) -> None:
@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._service.llm.error is not None
+        return await super().on_tick(counter) or not self._service.recovers()
 
 
 async def run_once(llm: AsyncLLM) -> None:

@@ -52,6 +52,12 @@ class ServeFlags(EngineFlags):
     served_model_name: Annotated[
         str | None, typer.Option(help="In requests and answers [default: MODEL as typed, or adder]")
     ] = None
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="Reader of calls in answers, or none [default: by the chat template]")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="Reader of reasoning in answers, or none [default: by the chat template]")
+    ] = None
     seed: Annotated[
         int | None, typer.Option(help="Of requests that send none, one after the other [default: another each time]")
     ] = None
@@ -90,6 +96,8 @@ def serve(flags: ServeFlags) -> None:
             max_waiting=flags.max_waiting,
             keep_alive=flags.keep_alive,
             restart=flags.restart,
+            tool_call_parser=flags.tool_call_parser,
+            reasoning_parser=flags.reasoning_parser,
             seed=flags.seed,
         )
         config, model = flags.engine_config(), _model(flags)

@@ -75,6 +75,8 @@ FLAGS = (
     _same("speculative_config", "--speculative-config"),
     _same("seed", "--seed"),
     _same("served_model_name", "--served-model-name"),
+    _same("tool_call_parser", "--tool-call-parser", note="without it, by the chat template"),
+    _same("reasoning_parser", "--reasoning-parser", note="without it, by the chat template"),
     _same("host", "--host"),
     _same("port", "--port"),
     _same("api_key", "--api-key"),

@@ -16,6 +16,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.grammars import GrammarGuard, Guides, TeamGuard
 from weft.engine.kv_cache import Sequence
 from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, check_prompt
+from weft.engine.pooling import vector_of
 from weft.engine.slots import Adjusted
 from weft.engine.speculation.drafting import Speculation
 from weft.engine.text import StopStrings, TextStream, TokenTexts, token_texts
@@ -67,6 +68,7 @@ class Completion:
     text           without the end-of-sequence or stop token, and cut before a stop string; None without a tokenizer
     token_ids      all generated tokens, these included
     finish_reason  "eos", "stop" (a stop string or token), "length" (`max_tokens`, or the model's limit) or "error"
+    embedding      the prompt's vector as fp32 numbers of 4 bytes (little-endian), if `pooling` asks for one
     error          why no token could be chosen, where finish_reason is "error"
     logprobs       of each generated token, if asked for
     prompt_logprobs  of each token of the prompt, if asked for; None for the first, which nothing predicts
@@ -79,6 +81,7 @@ class Completion:
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     error: Fault | None = None
+    embedding: bytes | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -94,7 +97,8 @@ class Piece(NamedTuple):
 
     `text` may be empty while a character or a stop string is undecided; None without a tokenizer. `logprobs` are the token's,
     and `prompt_logprobs` come with the first token, as in Completion. `index`: of the answer, among the n of its prompt.
-    `offset`: characters of the answer before the token's own; with `logprobs`.
+    `offset`: characters of the answer before the token's own; with `logprobs`. `embedding`: the vector of `pooling`, with the
+    first token, as fp32 numbers of 4 bytes (little-endian).
     """
 
     prompt: int
@@ -106,6 +110,7 @@ class Piece(NamedTuple):
     index: int = 0
     error: Fault | None = None
     offset: int | None = None
+    embedding: bytes | None = None
 
 
 # Values of several pieces, field by field; None for a field that is None in all pieces.
@@ -183,6 +188,7 @@ def _completion(index: int, pieces: list[Piece]) -> Completion:
         index=index,
         logprobs=[piece.logprobs for piece in tokens] if tokens and tokens[0].logprobs is not None else None,
         prompt_logprobs=pieces[0].prompt_logprobs if pieces else None,
+        embedding=pieces[0].embedding if pieces else None,
         error=pieces[-1].error if pieces else None,
     )
 
@@ -212,7 +218,8 @@ class Answer(Sequence):
         row    of weft.engine.sampling, where log-probabilities are asked for
         """
         rows = [row] if self.params.logprobs is not None else []
-        of_prompt = self._rows_of_prompt() if self.reads_all and not self.tokens else None
+        scores_prompt = self.params.prompt_logprobs is not None and not self.tokens
+        of_prompt = self._rows_of_prompt() if scores_prompt else None
         if (fault := self._fault(token, [*rows, *(of_prompt or ())])) is not None:
             return self._end(fault)
         self.tokens.append(token)
@@ -225,6 +232,8 @@ class Answer(Sequence):
             pairs = zip(of_prompt, self.prompt[1:], strict=True)
             scores = [logprobs_of(*pair, self.params.prompt_logprobs, self.decode) for pair in pairs]
             piece = piece._replace(prompt_logprobs=[None, *scores])
+        if self.params.pooling is not None and len(self.tokens) == 1:
+            piece = piece._replace(embedding=vector_of(self.params.pooling, self.pooled, len(self.prompt)))
         self.pieces.append(piece)
         return reason is not None
 
@@ -330,6 +339,10 @@ class Requests:
             raise ValueError(f"params={quoted(params)} is not a SamplingParams")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop={quoted(params.stop)} needs text, and {self._no_text}; pass stop_token_ids")
+        if params.pooling is not None and self._config.speculative is not None:
+            raise ValueError(
+                f"pooling={params.pooling!r}: an engine that drafts tokens gives no vectors; leave out speculative"
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if (largest := max(getattr(params, name) or (), default=0)) >= self._vocab_size:
                 raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {self._vocab_size - 1}")
@@ -338,7 +351,7 @@ class Requests:
             prompt=ids,
             params=params,
             budget=room if params.max_tokens is None else min(params.max_tokens, room),
-            reads_all=params.prompt_logprobs is not None,
+            reads_all=params.prompt_logprobs is not None or params.pooling == "mean",
             adjusted=self._adjusted(params),
             ends=dict.fromkeys(params.stop_token_ids, "stop")
             | ({} if params.ignore_eos else dict.fromkeys(self.ends, "eos")),

@@ -197,6 +197,19 @@ class AsyncLLM:
         pieces = [piece async for piece in self.stream(prompt, params, request_id=request_id)]
         return join_pieces(iter(pieces), 1)[0]
 
+    async def embed(
+        self, prompt: Prompt, *, pooling: str = "last", cache_salt: str | None = None, request_id: str | None = None
+    ) -> bytes:
+        """Vector of a prompt as fp32 numbers of 4 bytes (little-endian), not normalized.
+
+        pooling  "last" or "mean", as of SamplingParams; other arguments as of it and of `submit`
+        """
+        params = SamplingParams(max_tokens=1, pooling=pooling, cache_salt=cache_salt)
+        answer = await self.generate(prompt, params, request_id=request_id)
+        if answer.error is not None:
+            raise WeftError(answer.error.message)
+        return answer.embedding
+
     async def chat_prompt(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of the prompt that the checkpoint's chat template makes of a conversation."""
         if self.directory is None or self.tokenizer is None:

@@ -128,6 +128,10 @@ class Batch:
         self.settle()
         self.runner.prefill([_chunk(part) for part in ranges])
         for part in ranges:
+            if (vector := self.runner.prompts.pooled.get(part.sequence.slot)) is not None:
+                if part.start == 0:  # of a sequence that was preempted
+                    part.sequence.pooled.clear()
+                part.sequence.pooled.append(_host_memory_like(vector).copy_(vector, non_blocking=True))
             if (rows := self.runner.prompts.logprobs.get(part.sequence.slot)) is not None:
                 part.sequence.prompt_logprobs.append(_host_memory_like(rows).copy_(rows, non_blocking=True))
         return self._copy_to_host(Decoding([part.sequence for part in ranges if part.last]))
@@ -320,9 +324,16 @@ def _chunk(part: SequenceRange) -> PrefillChunk:
         params=sequence.params,
         choose=part.last,
         targets=_targets(part),
+        pooling=_pooling(part),
         entry=entry,
         following=None if part.last else tokens[part.start + part.length],
     )
+
+
+def _pooling(part: SequenceRange) -> str | None:
+    """How this range counts in the vector of its prompt; None: not at all."""
+    pooling = part.sequence.params.pooling
+    return None if part.sequence.tokens or (pooling == "last" and not part.last) else pooling
 
 
 def _targets(part: SequenceRange) -> list[int]:

@@ -152,10 +152,11 @@ class Sequence:
     budget    maximum tokens of the answer, by `params` and by the model
     tokens    answer, as far as the host knows it
     prompt_logprobs  rows of weft.engine.sampling of the prompt's tokens but the first, if asked for, in host memory
+    pooled    what its chunks give for the vector of its prompt, if one is asked for, in host memory
     launched  answer tokens whose computation has been launched
     cached    tokens of prompt and answer whose keys are in the cache, or will be once the launched kernels have run
     ahead     drafts of the steps in flight: as many more tokens may be launched and cached
-    reads_all  every token of the prompt is read, also a cached one: for its log-probability
+    reads_all  every token of the prompt is read, also a cached one: for its log-probability, or for a mean
     hit_tokens  tokens that it found in the cache when it was first admitted; None: not admitted yet
     digests   of its full pages, as far as they were needed
     published  number of its pages that other sequences can find
@@ -176,6 +177,7 @@ class Sequence:
     number: int = -1
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[torch.Tensor] = field(default_factory=list)
+    pooled: list[torch.Tensor] = field(default_factory=list)
     launched: int = 0
     cached: int = 0
     ahead: int = 0

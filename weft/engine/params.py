@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.arguments import (
     check_bool,
+    check_choice,
     check_instance,
     check_int,
     check_number,
@@ -41,6 +42,8 @@ MOST_LOGPROBS = 20
 MOST_BAD_WORDS = 128
 # The automaton that finds stop strings takes 300 bytes a character.
 MOST_STOPS, MOST_CHARACTERS = 1 << 12, 1 << 16
+# Vectors of prompts: of the last token, and the mean of all.
+POOLINGS = "last", "mean"
 # vLLM's limit of n.
 MOST_ANSWERS = 1 << 14
 
@@ -121,6 +124,8 @@ class SamplingParams:
     structured_outputs  StructuredOutputsParams: the answer's structure, such as a JSON schema; needs weft[guided]
     logprobs        each token comes with its log-probability and with this many tokens' greatest, up to 20. None: without
     prompt_logprobs  the same for the tokens of the prompt
+    pooling         "last" or "mean": with its first token comes a vector of the prompt, the last layer's normed output at the
+                    last token of the prompt, or its mean over all tokens; with max_tokens=1 for embeddings. None: without
     seed            of the random numbers, which depend on seed, position and token only; logits still round differently for
                     another world size, batch or GPU, so answers may differ there. None: another one each time
     stop            strings that end an answer; they are not part of it
@@ -147,6 +152,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: str | None = None
     seed: int | None = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -196,7 +202,7 @@ class SamplingParams:
         if self.n == 1:
             return [self]
         further = [
-            replace(self, n=1, prompt_logprobs=None, seed=derived(self.seed, index, 0xD1B54A32D192ED03))
+            replace(self, n=1, prompt_logprobs=None, pooling=None, seed=derived(self.seed, index, 0xD1B54A32D192ED03))
             for index in range(1, self.n)
         ]
         return [replace(self, n=1), *further]
@@ -365,6 +371,7 @@ _PLAIN: dict[str, Callable[[str, Any], Any]] = {
     "n": partial(check_int, low=1, high=MOST_ANSWERS),
     "logprobs": lambda name, value: check_optional(check_int, name, value, 0, MOST_LOGPROBS),
     "prompt_logprobs": lambda name, value: check_optional(check_int, name, value, 0, MOST_LOGPROBS),
+    "pooling": lambda name, value: check_optional(check_choice, name, value, POOLINGS) or value,
     "temperature": partial(_number, 0, MAX_TEMPERATURE, f"0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}"),
     "top_p": partial(_number, math.ulp(0.0), 1, "in (0, 1]; 1 keeps every token"),
     "top_k": _top_k,

@@ -191,7 +191,7 @@ class Pipeline:
         tokens, rows = choose_tokens(head, logits, choice, kind, fused=fused), None
         if Kind.LOGPROBS in kind:
             rows = self.logprobs(logits, tokens)
-        self._share(tokens)
+        self.share(tokens)
         return tokens, rows
 
     def chosen(self, count: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -199,8 +199,8 @@ class Pipeline:
         tokens, rows = torch.empty(count, dtype=torch.int64, device=self.team.device), None
         if Kind.LOGPROBS in kind:
             rows = torch.empty(count, WIDTH, device=self.team.device)
-            self._share(rows)
-        self._share(tokens)
+            self.share(rows)
+        self.share(tokens)
         return tokens, rows
 
     def logprobs(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ class Pipeline:
             rows = token_logprobs(self.model.lm_head, logits, tokens)
         else:
             rows = torch.empty(len(tokens), WIDTH, device=tokens.device)
-        self._share(rows)
+        self.share(rows)
         return rows
 
     def _receive(self, tokens: int) -> torch.Tensor:
@@ -227,7 +227,7 @@ class Pipeline:
         [mark] = self.rail.exchange([Piece(send=rows, to=self.rail.index + 1)])
         self.rail.after(mark)
 
-    def _share(self, x: torch.Tensor) -> None:
+    def share(self, x: torch.Tensor) -> None:
         """Have the last stage's `x` on all stages, in place."""
         if self.rail is None:
             return

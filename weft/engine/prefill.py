@@ -16,6 +16,7 @@ import torch
 
 from weft.engine.params import Kind, SamplingParams, joint_kind
 from weft.engine.pipeline import Pass, Pipeline
+from weft.engine.pooling import outputs_of, pooled
 from weft.engine.sampling import WIDTH, Choice
 from weft.engine.slots import DTYPES, SAMPLING, Adjustments, Entry
 from weft.ops import SequenceRanges
@@ -36,6 +37,7 @@ class PrefillChunk:
     following  token after the chunk where that is the prompt's; None: it is to be chosen
     targets  prompt tokens whose log-probabilities are asked for, each after one of the chunk's last tokens; with `choose` none
              follows the very last
+    pooling  of the prompt's vector: with "last" of the chunk that ends the prompt alone; None: none is asked for
     """
 
     slot: int
@@ -47,6 +49,7 @@ class PrefillChunk:
     entry: Entry | None = None
     following: int | None = None
     targets: Sequence[int] = ()
+    pooling: str | None = None
 
 
 class Prefilled(NamedTuple):
@@ -55,11 +58,13 @@ class Prefilled(NamedTuple):
     chosen           [n] int64, the next token after each of the n chunks with `choose`
     logprobs         [n, WIDTH] fp32, their log-probabilities; None: none is asked for
     prompt_logprobs  by slot, [targets, WIDTH] fp32 of a chunk's targets
+    pooled           by slot, as of weft.engine.pooling
     """
 
     chosen: torch.Tensor
     logprobs: torch.Tensor | None
     prompt_logprobs: dict[int, torch.Tensor]
+    pooled: dict[int, torch.Tensor]
 
 
 def prefill_eagerly(
@@ -74,7 +79,9 @@ def prefill_eagerly(
     tokens = upload(torch.tensor([token for chunk in chunks for token in chunk.tokens]), device)
     last, scored = _rows_of(chunks)
     sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
-    logits = pipeline.prefill(tokens, sequences, table, cache, last + scored, [chunk.slot for chunk in chunks])
+    with outputs_of(pipeline.model, any(chunk.pooling for chunk in chunks)) as outputs:
+        logits = pipeline.prefill(tokens, sequences, table, cache, last + scored, [chunk.slot for chunk in chunks])
+    vectors = pooled(pipeline, chunks, outputs)
     prompt_logprobs = {}
     if scored:
         having = [chunk for chunk in chunks if chunk.targets]
@@ -82,7 +89,7 @@ def prefill_eagerly(
         logits = None if logits is None else logits[: len(last)]
     chunks = [chunk for chunk in chunks if chunk.choose]
     if not chunks:
-        return Prefilled(tokens[:0], None, prompt_logprobs)
+        return Prefilled(tokens[:0], None, prompt_logprobs, vectors)
     params = [chunk.params for chunk in chunks]
     choice = Choice(
         **sampling_tensors(params, device),
@@ -91,7 +98,7 @@ def prefill_eagerly(
         rows=upload(torch.tensor([chunk.slot for chunk in chunks]), device),
     )
     chosen = pipeline.choose(logits, choice, joint_kind(params))
-    return Prefilled(*chosen, prompt_logprobs)
+    return Prefilled(*chosen, prompt_logprobs, vectors)
 
 
 def _rows_of(chunks: Sequence[PrefillChunk]) -> tuple[list[int], list[int]]:

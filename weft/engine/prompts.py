@@ -163,12 +163,13 @@ class Prompts:
     """Prompts of a batch: chunks go into the cache, and their next tokens into the slots. Collective.
 
     A shape has a graph once it has recurred (LAUNCHED_FIRST, RAGGED_FIRST), as long as it is recent (MOST_SHAPES). After
-    `warm_up`, prompts are padded to ``warm_sizes``. Longer prompts, and prompts with log-probabilities, are launched as they
-    are.
+    `warm_up`, prompts are padded to ``warm_sizes``. Longer prompts, and prompts with log-probabilities or a vector, are
+    launched as they are.
 
     gathering  sizes of the pages that are gathered from a spread cache; None: it is not spread
     longest    most tokens of one pass so far, padding included
     logprobs   of the prompts of the last `read`, by slot
+    pooled     parts of their vectors, by slot
     """
 
     def __init__(self, decoding: DecodeGraph, graphs: Graphs, config: EngineConfig, max_seq_len: int) -> None:
@@ -178,6 +179,7 @@ class Prompts:
         self.gathering = gathering_of(model, config.page_size * model.team.size) if model.context_parallel else None
         self.longest = 0
         self.logprobs: dict[int, torch.Tensor] = {}
+        self.pooled: dict[int, torch.Tensor] = {}
         self._recent: dict[Shape, StaticPrefill] = {}  # least recently used first
         self._launched: Counter[Shape | None] = Counter()
         self._warm: dict[Shape, StaticPrefill] = {}  # the largest first
@@ -187,9 +189,9 @@ class Prompts:
 
         Returns by slot the index of a chunk's first row in the pass.
         """
-        scored = any(chunk.targets for chunk in chunks)  # by all logits of the prompt
+        scored = any(chunk.targets or chunk.pooling for chunk in chunks)  # by all logits, or rows, of the prompt
         shape = self.shape_of(chunks) if cuda_graph and not scored else None
-        self.logprobs = {}
+        self.logprobs, self.pooled = {}, {}
         if shape in self._warm or (shape and self._launched[shape] >= _launched_first(shape)):
             chosen, logprobs, starts = self._read_padded(chunks, shape)
         else:
@@ -199,7 +201,7 @@ class Prompts:
             chunks = sorted(chunks, key=lambda chunk: (chunk.before, len(chunk.tokens)))
             starts = accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
             given = self._pipeline, self._decoding.cache, chunks, self._decoding.adjustments
-            chosen, logprobs, self.logprobs = prefill_eagerly(*given)
+            chosen, logprobs, self.logprobs, self.pooled = prefill_eagerly(*given)
         self._put(chunks, chosen, logprobs)
         return {chunk.slot: start for chunk, start in zip(chunks, starts, strict=False)}
 

@@ -28,6 +28,8 @@ SAID = ("rotary_emb.inv_freq", ".weight_shape")
 # Of int4 weights whose columns are in another order.
 COLUMN_ORDER = ".weight_g_idx"
 COMPARED_ROWS = 8192
+# Name of the embedding in a model that was saved without its head.
+BARE = "embed_tokens.weight"
 
 Progress = Callable[[int, int], None]
 """progress(bytes that this rank has read, bytes that it will read)"""
@@ -231,7 +233,7 @@ class Checkpoint:
                     self._left_out.append(stored)
                 else:
                     tensors[name] = opened, stored
-        return tensors
+        return tensors if BARE not in tensors else _with_head(tensors)
 
     def _open(self, name: str) -> Any:
         path = self.directory / name
@@ -242,6 +244,15 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: {name} is missing, though the index names it") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or damaged ({error}); download it again") from None
+
+
+def _with_head(tensors: Mapping[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
+    """Tensors of a model that was saved without its head, as embedding models are, by the names of the whole model.
+
+    Its head is the embedding, as of models whose weights are tied.
+    """
+    named = {name if name.startswith("lm_head.") else f"model.{name}": at for name, at in tensors.items()}
+    return {"lm_head.weight": tensors[BARE], **named}
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:

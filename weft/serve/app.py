@@ -374,7 +374,7 @@ async def _whole(service: Service, answer: Choices, asked: Asked, shape: Shape) 
     """Choices of an answer that is sent at once."""
     pieces: list[list[Piece]] = [[] for _ in answer.choices]
     async for index, arrived in answer.arrivals():
-        _check(arrived)
+        check_pieces(arrived)
         pieces[index] += arrived
     choices = []
     for index, ones in enumerate(pieces):
@@ -414,7 +414,7 @@ async def _events(
                 unbegun.remove(index)
                 choice = await _echoed(service, answer, asked, index, choice, pieces[0])
             yield event([choice])
-            _check(pieces)
+            check_pieces(pieces)
         if asked.include_usage:
             rest = {"usage": _usage(answer, asked)}
             yield event([])
@@ -441,7 +441,7 @@ def _usage(answer: Choices, asked: Asked) -> dict[str, int]:
     return usage
 
 
-def _check(pieces: list[Piece]) -> None:
+def check_pieces(pieces: list[Piece]) -> None:
     """ApiError if an error has ended the answer of these pieces: it ends the response, as vLLM's do."""
     if (error := pieces[-1].error) is not None:
         if not error.of_request:

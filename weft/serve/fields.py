@@ -118,6 +118,14 @@ class Asked:
     include_reasoning: bool = True
 
     @classmethod
+    def of_prompts(cls, prompts: list[Prompt], params: SamplingParams) -> Asked:
+        """Request to answer each prompt once."""
+        return cls(
+            model=None, messages=None, variables=None, prompts=prompts, params=params, n=1, stream=False, include_usage=False,
+            return_token_ids=False,
+        )  # fmt: skip
+
+    @classmethod
     def of(cls, body: object, chat: bool, defaults: SamplingParams) -> Asked:
         """Fields of a decoded JSON body. BadField for any that is wrong, unknown or not supported."""
         given = given_of(body)

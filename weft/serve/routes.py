@@ -17,6 +17,7 @@ from weft.arguments import shortened
 from weft.serve import tokens
 from weft.serve.app import CHAT, CLIENT_LEFT, COMPLETION, ApiError, Service, answer_to, check_model
 from weft.serve.checks import BadField
+from weft.serve.embeddings import embeddings
 
 
 def create_app(service: Service) -> FastAPI:
@@ -32,6 +33,10 @@ def create_app(service: Service) -> FastAPI:
     @api.post("/completions")
     async def completions(request: Request) -> Response:
         return await answer_to(service, request, COMPLETION)
+
+    @api.post("/embeddings")
+    async def vectors(request: Request) -> Response:
+        return await embeddings(service, request)
 
     @api.get("/models")
     async def models() -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""Vectors of prompts for embeddings: the normed output of the last layer, of the last token or the mean of all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from weft.models.decoder import Tap
+
+if TYPE_CHECKING:
+    from weft.engine.pipeline import Pipeline
+    from weft.engine.prefill import PrefillChunk
+    from weft.models import Decoder
+
+
+@contextmanager
+def outputs_of(model: Decoder, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    """Yield a list that gets the normed output of the last layer, in the passes of the block, if it is wanted."""
+    outputs: list[torch.Tensor] = []
+    if not wanted:
+        yield outputs
+        return
+    assert model.tap is None, "drafts by hidden states are refused beside pooling"
+    model.tap = Tap((model.config.num_hidden_layers,), lambda rows, step: outputs.extend(rows))
+    try:
+        yield outputs
+    finally:
+        model.tap = None
+
+
+def pooled(
+    pipeline: Pipeline, chunks: Sequence[PrefillChunk], outputs: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """By slot, [H] fp32 of each chunk with `pooling`: of its last token, or the sum of its tokens. Collective.
+
+    outputs  of the passes that read the chunks, one below another, on the last stage
+    """
+    having = [chunk for chunk in chunks if chunk.pooling is not None]
+    if not having:
+        return {}
+    if pipeline.is_last:
+        rows, vectors, end = torch.cat(list(outputs)), [], 0
+        for chunk in chunks:
+            begin, end = end, end + len(chunk.tokens)
+            if chunk.pooling is not None:
+                vectors.append(rows[end - 1].float() if chunk.pooling == "last" else rows[begin:end].float().sum(0))
+        vectors = torch.stack(vectors)
+    else:
+        size = len(having), pipeline.model.config.hidden_size
+        vectors = torch.empty(size, dtype=torch.float32, device=pipeline.team.device)
+    pipeline.share(vectors)
+    return {chunk.slot: vector for chunk, vector in zip(having, vectors, strict=True)}
+
+
+def vector_of(pooling: str, parts: Sequence[torch.Tensor], tokens: int) -> bytes:
+    """Vector of a prompt as fp32 numbers, from what its chunks have given."""
+    last = parts[-1] if pooling == "last" else torch.stack(list(parts)).sum(0) / tokens
+    return last.numpy().astype("<f4").tobytes()
+
+
+def unit_vector(vector: bytes, dimensions: int | None = None) -> numpy.ndarray:
+    """The first `dimensions` numbers of a vector, all if None, at length 1."""
+    numbers = numpy.frombuffer(vector, "<f4")[:dimensions]
+    length = float(numpy.linalg.norm(numbers.astype(numpy.float64)))
+    return (numbers / length if length > 0 else numbers).astype("<f4")

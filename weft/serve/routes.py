@@ -18,6 +18,7 @@ from weft.serve import tokens
 from weft.serve.app import CHAT, CLIENT_LEFT, COMPLETION, ApiError, Service, answer_to, check_model
 from weft.serve.checks import BadField
 from weft.serve.embeddings import embeddings
+from weft.serve.responses import responses
 
 
 def create_app(service: Service) -> FastAPI:
@@ -33,6 +34,10 @@ def create_app(service: Service) -> FastAPI:
     @api.post("/completions")
     async def completions(request: Request) -> Response:
         return await answer_to(service, request, COMPLETION)
+
+    @api.post("/responses")
+    async def response(request: Request) -> Response:
+        return await responses(service, request)
 
     @api.post("/embeddings")
     async def vectors(request: Request) -> Response:

@@ -224,7 +224,7 @@ class AsyncLLM:
             request.cancel()
 
     def restart(self) -> None:
-        """Start all ranks again after an error of one, which has ended all requests. Blocks while the model loads."""
+        """Start all ranks again after the error of one, which has ended all requests. Blocks meanwhile."""
         before = self.error
         self._ranks.close()
         ranks = self._start()

@@ -1,4 +1,4 @@
-"""Vectors of prompts for embeddings: the normed output of the last layer, of the last token or the mean of all tokens."""
+"""Vectors of prompts for embeddings: the last layer's normed output, of the last token or as a mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def outputs_of(model: Decoder, wanted: bool) -> Iterator[list[torch.Tensor]]:
-    """Yield a list that gets the normed output of the last layer, in the passes of the block, if it is wanted."""
+    """Yield a list that gets the last layer's normed output of the passes within, if it is wanted."""
     outputs: list[torch.Tensor] = []
     if not wanted:
         yield outputs
@@ -35,7 +35,7 @@ def outputs_of(model: Decoder, wanted: bool) -> Iterator[list[torch.Tensor]]:
 def pooled(
     pipeline: Pipeline, chunks: Sequence[PrefillChunk], outputs: Sequence[torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """By slot, [H] fp32 of each chunk with `pooling`: of its last token, or the sum of its tokens. Collective.
+    """By slot, [H] fp32 of a chunk with `pooling`: its last token, or its tokens' sum. Collective.
 
     outputs  of the passes that read the chunks, one below another, on the last stage
     """

@@ -391,7 +391,7 @@ class Runner:
 
 
 def is_first(size: int | Verify | Shape | Turn, kind: Kind) -> bool:
-    """True if a graph is captured before the engine is ready, also where the further ones are captured late.
+    """True if a graph is captured before the engine is ready, even where most are captured late.
 
     Of one kind, which serves greedy requests too.
     """

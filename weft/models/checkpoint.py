@@ -247,9 +247,9 @@ class Checkpoint:
 
 
 def _with_head(tensors: Mapping[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
-    """Tensors of a model that was saved without its head, as embedding models are, by the names of the whole model.
+    """Tensors of a model that was saved without its head, by the names of the whole model.
 
-    Its head is the embedding, as of models whose weights are tied.
+    Embedding models are saved so. The head is the embedding, as of models whose weights are tied.
     """
     named = {name if name.startswith("lm_head.") else f"model.{name}": at for name, at in tensors.items()}
     return {"lm_head.weight": tensors[BARE], **named}

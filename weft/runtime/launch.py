@@ -46,7 +46,7 @@ from weft.runtime.triton_interpret import refuse_triton_interpret
 DEFAULT_VIRTUAL_RANKS = 4
 # Seconds that ranks have to end by themselves once their results are here or their parent was interrupted.
 END_SECONDS = 5.0
-# Seconds in which a further rank may tell the cause of an error. A process that died is a cause, and ranks wait for it in vain.
+# Seconds in which a further rank may tell the cause of an error. A process that died is a cause.
 CAUSE_SECONDS, DEATH_SECONDS = 3.0, 0.2
 
 
@@ -245,7 +245,7 @@ def _pickled(main: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """Pipes, processes and error of ranks, for a caller that talks to them; fields as of ``launch_on_pipes``."""
+    """Pipes, processes and error of ranks, for a caller that talks to them, as of launch_on_pipes."""
 
     pipes: Sequence[Connection] = ()
     started: list[BaseProcess] = field(default_factory=list)

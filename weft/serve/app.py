@@ -146,7 +146,7 @@ class Service:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def recovers(self) -> bool:
-        """True while the engine answers, or starts again after an error; begins the start. In the server's event loop."""
+        """True while the engine answers, or starts again after an error, which this begins."""
         if self._restarting is not None:
             if self._restarting.is_alive():
                 return True

@@ -1,4 +1,4 @@
-"""Fields of a request to /v1/responses, as fields of a conversation: input items as messages, tools, text formats."""
+"""Fields of a request to /v1/responses as a conversation: messages, tools, text formats."""
 
 from __future__ import annotations
 

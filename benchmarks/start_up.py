@@ -56,6 +56,7 @@ def main() -> None:
                 say(what="launch", cache=cache, world_size=chosen.world_size, **_launch_seconds(chosen, folder))
                 continue
             say(what="serve", cache=cache, model=chosen.model, world_size=chosen.world_size, late=chosen.late,
+                early=chosen.early,
                 **_serve_seconds(chosen, folder, kill=cache == chosen.caches.split(",")[-1]))  # fmt: skip
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(rows, indent=1))
@@ -67,6 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--caches", default="cold,warm", help="runs, in order")
     parser.add_argument("--late", action="store_true", help="most graphs are captured beside requests")
+    parser.add_argument("--early", action="store_true", help="processes of ranks start with the server's")
     parser.add_argument("--launch", action="store_true", help="weft.launch of a small kernel in place of a server")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
@@ -140,6 +142,7 @@ def _server(chosen: argparse.Namespace, folder: str) -> Iterator[tuple[str, Log]
     else:
         command += ["--device", chosen.device]
     command += ["--warm-up-late"] if chosen.late else []
+    command += ["--early-ranks"] if chosen.early else []
     environment = {**os.environ, "TRITON_CACHE_DIR": folder}
     file = Path(folder) / "server.log"
     with file.open("wb") as output:

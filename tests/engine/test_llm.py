@@ -407,7 +407,7 @@ def as_processes(monkeypatch):
     """What talks to processes that stay, talking to a virtual rank that stays: only where it runs differs. One, because a
     virtual rank that waits for its parent keeps the others from running."""
 
-    def launch_on_pipes(main, pipes, started, failed, args, heap_bytes):
+    def launch_on_pipes(main, pipes, started, failed, early, args, heap_bytes):
         return weft.simulate(lambda team: main(team, pipes[team.rank], *args), len(pipes), heap_bytes=heap_bytes)
 
     monkeypatch.setattr(loop, "launch_on_pipes", launch_on_pipes)

@@ -107,7 +107,7 @@ class Ranks:
         self.told, self.stats, errors = [], [], []
         self.calls = Calls(lambda command: self.processes.put(command))
 
-        def launch_on_pipes(main, pipes, started, failed, args, heap_bytes):
+        def launch_on_pipes(main, pipes, started, failed, early, args, heap_bytes):
             def run(rank):
                 try:
                     main(SimpleNamespace(rank=rank), pipes[rank], *args)

@@ -10,9 +10,14 @@ import typer
 
 from weft.cli.engine_flags import EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
+from weft.runtime.early import early_processes
 
 if TYPE_CHECKING:
     from weft.models import DecoderConfig
+    from weft.runtime.early import EarlyProcesses
+
+# Modules that processes of ranks load before they have work.
+RANKS_LOAD = "weft.runtime.launch", "weft.engine.loop", "weft.engine.engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,13 @@ class ServeFlags(EngineFlags):
     ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request")] = 16 << 20
     max_waiting: Annotated[int, typer.Option(help="Requests beyond a full batch; further ones get status 503")] = 1024
+    early_ranks: Annotated[
+        bool,
+        typer.Option(
+            "--early-ranks/--no-early-ranks",
+            help="With --world-size: processes of ranks load torch while the server's process does",
+        ),
+    ] = False
     restart: Annotated[
         bool, typer.Option("--restart", help="After the first error of a rank start all ranks again, and go on serving")
     ] = False
@@ -86,37 +98,47 @@ def serve(flags: ServeFlags) -> None:
             raise ValueError(
                 f"--served-model-name {flags.served_model_name!r} names nothing; pass some text, or leave it out"
             )
-        from weft.engine import AsyncLLM
-        from weft.serve import app, server
+        count = flags.world_size if flags.early_ranks and flags.device != "sim" else None
+        with early_processes(count, RANKS_LOAD) as early:
+            _serve(flags, early)
 
-        options = app.ServeOptions(
-            model_name=flags.served_model_name or flags.model or "adder",
-            api_key=api_key_of(flags.api_key, flags.api_key_file),
-            max_body_bytes=flags.max_body_bytes,
-            max_waiting=flags.max_waiting,
-            keep_alive=flags.keep_alive,
-            restart=flags.restart,
-            tool_call_parser=flags.tool_call_parser,
-            reasoning_parser=flags.reasoning_parser,
-            seed=flags.seed,
-        )
-        config, model = flags.engine_config(), _model(flags)
-        with server.bound(flags.host, flags.port) as at:
-            with starting(True) as progress:
-                llm = AsyncLLM(
-                    model,
-                    flags.world_size,
-                    device=flags.device,
-                    heap_bytes=flags.heap_bytes,
-                    config=config,
-                    **progress,
-                )
-            try:
-                where = f"{llm.world_size} {'virtual ranks' if llm.device == 'sim' else 'GPUs'}"
-                said = "weft: %s on %s at %s/v1", options.model_name, where, server.url(at)
-                server.serve(app.Service(llm, options), at, lambda: notices.info(*said))
-            finally:
-                llm.close()
+
+def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
+    """Start the engine and serve it; `early`: processes for its ranks."""
+    from weft.engine import AsyncLLM
+    from weft.serve import app, server
+
+    options = app.ServeOptions(
+        model_name=flags.served_model_name or flags.model or "adder",
+        api_key=api_key_of(flags.api_key, flags.api_key_file),
+        max_body_bytes=flags.max_body_bytes,
+        max_waiting=flags.max_waiting,
+        keep_alive=flags.keep_alive,
+        restart=flags.restart,
+        tool_call_parser=flags.tool_call_parser,
+        reasoning_parser=flags.reasoning_parser,
+        seed=flags.seed,
+    )
+    config, model = flags.engine_config(), _model(flags)
+    with server.bound(flags.host, flags.port) as at:
+        with starting(True) as progress:
+            llm = AsyncLLM(
+                model,
+                flags.world_size,
+                device=flags.device,
+                heap_bytes=flags.heap_bytes,
+                config=config,
+                early=early,
+                **progress,
+            )
+        if early is not None:
+            early.close()  # fewer ranks than processes run on GPUs
+        try:
+            where = f"{llm.world_size} {'virtual ranks' if llm.device == 'sim' else 'GPUs'}"
+            said = "weft: %s on %s at %s/v1", options.model_name, where, server.url(at)
+            server.serve(app.Service(llm, options), at, lambda: notices.info(*said))
+        finally:
+            llm.close()
 
 
 command = single_valued(from_flags(ServeFlags, serve))

@@ -26,6 +26,7 @@ from weft.engine.tokenizer import PromptReader, check_room, has_tokenizer, load_
 from weft.errors import RequestCancelled, WeftError
 from weft.models import DecoderConfig
 from weft.models.checkpoint import Checkpoint, Progress
+from weft.runtime.early import EarlyProcesses
 
 
 class TokenIds(list[int]):
@@ -84,7 +85,7 @@ class Request:
 
 
 class AsyncLLM:
-    """Inference over several GPUs for an asyncio program; arguments as for LLM.
+    """Inference over several GPUs for an asyncio program; arguments as for LLM, and `early` (weft.runtime.early).
 
         llm = weft.AsyncLLM("path/of/Qwen3-32B", world_size=4)
         async for piece in llm.stream("The weft is", weft.SamplingParams(max_tokens=100)):
@@ -108,6 +109,7 @@ class AsyncLLM:
         progress: Progress | None = None,
         warm_up_progress: Progress | None = None,
         config: EngineConfig | None = None,
+        early: EarlyProcesses | None = None,
         **options: object,
     ) -> None:
         check_model(model)
@@ -133,7 +135,8 @@ class AsyncLLM:
         kind = Processes if self.device == "cuda" else VirtualRanks
         make = partial(Engine, placed.source, config=config)
         self._start = partial(kind, self.world_size, make, heap_bytes, watchers, self._take)
-        self._ranks: Processes | VirtualRanks = self._start()
+        start = self._start if early is None or kind is VirtualRanks else partial(self._start, early=early)
+        self._ranks: Processes | VirtualRanks = start()
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None

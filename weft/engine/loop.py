@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weft.engine.answers import Load, Piece
     from weft.engine.engine import Engine
     from weft.engine.params import Prompt, SamplingParams
+    from weft.runtime.early import EarlyProcesses
     from weft.runtime.team.team import Team
 
 # ("submit", number, prompt, SamplingParams); ("call", number, prompts, [SamplingParams]); ("cancel", number) of either; from a
@@ -179,7 +180,16 @@ class Processes:
     into a queue, as does a garbage collector that drops a stream at any line.
     """
 
-    def __init__(self, world_size: int, make: Make, heap_bytes: int | None, watchers: Watchers, take: Take) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        make: Make,
+        heap_bytes: int | None,
+        watchers: Watchers,
+        take: Take,
+        *,
+        early: EarlyProcesses | None = None,
+    ) -> None:
         self._take = take
         self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error: BaseException | None = None  # of the processes
@@ -194,7 +204,8 @@ class Processes:
 
         def run() -> None:
             try:
-                launch_on_pipes(serve, given, self._started, failed=self._fail, args=(make,), heap_bytes=heap_bytes)
+                options = {"failed": self._fail, "early": early, "heap_bytes": heap_bytes}
+                launch_on_pipes(serve, given, self._started, args=(make,), **options)
             except BaseException as error:
                 self._error = self._error or error
             self._over.set()

@@ -35,6 +35,7 @@ from weft.arguments import (
 from weft.errors import NoEnd, NotEnoughGPUs, NotExchangeable, PeerFailed, WeftError
 from weft.runtime import logs
 from weft.runtime import simulate as simulation
+from weft.runtime.early import EarlyProcesses
 from weft.runtime.environment import allow_shared_gpus, coordinates, keep_sockets_local, stand_for_machine
 from weft.runtime.mains import check_main, checked_result
 from weft.runtime.signals import held_for_children, leave_end_to_parent
@@ -131,6 +132,7 @@ def launch_on_pipes(
     started: list[BaseProcess],
     *,
     failed: Callable[[BaseException], None],
+    early: EarlyProcesses | None = None,
     args: Sequence[Any] = (),
     heap_bytes: int | None = None,
 ) -> list[Any]:
@@ -139,9 +141,10 @@ def launch_on_pipes(
     Only the caller and its ranks hold such a pipe. The caller closes its copies of ``pipes`` when this returns.
 
     started  gets the process of each rank, in order, which the caller may kill
+    early    processes that have been started, for the ranks
     failed   called with the error of a rank before the other ranks are ended, which may take seconds
     """
-    return _spawn(main, len(pipes), args, heap_bytes, False, None, _Watched(pipes, started, failed))
+    return _spawn(main, len(pipes), args, heap_bytes, False, None, _Watched(pipes, started, failed, early))
 
 
 def launch_watched(
@@ -250,6 +253,7 @@ class _Watched:
     pipes: Sequence[Connection] = ()
     started: list[BaseProcess] = field(default_factory=list)
     failed: Callable[[BaseException], None] = lambda error: None
+    early: EarlyProcesses | None = None
 
 
 def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> list[Any]:
@@ -267,11 +271,14 @@ def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> 
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_worker, args=(theirs, rank, *arguments, *watched.pipes[rank : rank + 1]), daemon=True
-            )
-            with held_for_children():
-                process.start()
+            given = watched.pipes[rank : rank + 1]
+            process = None
+            if watched.early is not None:
+                process = _taken(watched.early, theirs, (rank, *arguments), given)
+            if process is None:
+                process = context.Process(target=_worker, args=(theirs, rank, *arguments, *given), daemon=True)
+                with held_for_children():
+                    process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
@@ -284,6 +291,21 @@ def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> 
     finally:
         _end_all(processes, seconds)
         at_exit.cancel()
+
+
+def _taken(
+    early: EarlyProcesses, result: Connection, arguments: tuple, given: Sequence[tuple[Connection, ...]]
+) -> BaseProcess | None:
+    """Process of a rank that was started early, which gets the result's pipe and what is given to main."""
+    ends = [end for one in given for end in one]
+    return early.take(_worker_with_pipes, arguments, [result, *ends])
+
+
+def _worker_with_pipes(
+    result: Connection, rank: int, join: Callable[[_Job, int], Any], job: _Job, work: bytes, *ends: Connection
+) -> None:
+    """`_worker` in a process that was started early: pipes for main come one by one."""
+    _worker(result, rank, join, job, work, *((ends,) if ends else ()))
 
 
 def _end_all(processes: Sequence[BaseProcess], seconds: float) -> None:

@@ -1,0 +1,88 @@
+"""Processes of ranks that start before it is known what they run: they load torch while their parent does.
+
+Without torch itself, so that a command can start them first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import recv_handle, send_handle
+
+from weft.runtime.signals import held_for_children
+
+# Devices of NVIDIA's and AMD's drivers.
+DRIVERS = "/dev/nvidiactl", "/dev/kfd"
+
+
+class EarlyProcesses:
+    """Processes that have loaded modules and wait; each is taken once, and the rest end with `close`."""
+
+    def __init__(self, count: int, modules: Sequence[str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # otherwise the first start would start it, which ends the hold of signals
+        self._waiting: list[tuple[BaseProcess, Connection]] = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_wait_for_work, args=(theirs, tuple(modules)), daemon=True)
+            with held_for_children():
+                process.start()
+            theirs.close()
+            self._waiting.append((process, ours))
+
+    def take(self, target: object, arguments: Sequence[object], pipes: Sequence[Connection]) -> BaseProcess | None:
+        """Have a process call target(pipes[0], *arguments, *pipes[1:]), as with Process; None: there is none left."""
+        while self._waiting:
+            process, feed = self._waiting.pop(0)
+            try:
+                feed.send_bytes(pickle.dumps((target, tuple(arguments), len(pipes))))
+                for pipe in pipes:
+                    send_handle(feed, pipe.fileno(), process.pid)
+            except OSError:  # it has ended
+                process.join(timeout=1)
+                continue
+            finally:
+                feed.close()
+            return process
+        return None
+
+    def close(self) -> None:
+        """Let the processes that wait end."""
+        while self._waiting:
+            process, feed = self._waiting.pop()
+            feed.close()
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def early_processes(count: int | None, modules: Sequence[str]) -> Iterator[EarlyProcesses | None]:
+    """Yield processes for `count` ranks on GPUs; None where their number is unknown, or there is no driver."""
+    if count is None or not any(map(os.path.exists, DRIVERS)):
+        yield None
+        return
+    processes = EarlyProcesses(count, modules)
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+def _wait_for_work(feed: Connection, modules: Sequence[str]) -> None:
+    """Body of a process: load modules, wait for what to call, and call it."""
+    for module in modules:
+        importlib.import_module(module)
+    try:
+        target, arguments, count = pickle.loads(feed.recv_bytes())
+        first, *rest = (Connection(recv_handle(feed)) for _ in range(count))
+    except (EOFError, OSError):  # it is not needed
+        return
+    feed.close()
+    target(first, *arguments, *rest)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import secrets
 import socket
 import subprocess
 import sys
@@ -47,12 +48,12 @@ ADD = {
 NO_REASONING = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-def by_openai(url: str) -> str:
+def by_openai(url: str, key: str = "any") -> str:
     """Five calls that the server's grammar forces, and their sums."""
     from openai import OpenAI
 
     said, messages = [], [{"role": "user", "content": "Add some digits."}]
-    with OpenAI(base_url=url, api_key="any", timeout=120) as client:
+    with OpenAI(base_url=url, api_key=key, timeout=120) as client:
         for step in range(STEPS):
             asked = {
                 "model": "adder",
@@ -152,7 +153,8 @@ def by_litellm(url: str) -> str:
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "proxy.yaml"
-        path.write_text(json.dumps({"model_list": models}))  # YAML too
+        key = f"sk-{secrets.token_hex(16)}"  # without one the proxy does not start
+        path.write_text(json.dumps({"model_list": models, "general_settings": {"master_key": key}}))  # YAML too
         command = [
             Path(sys.executable).with_name("litellm"),
             "--config",
@@ -165,7 +167,7 @@ def by_litellm(url: str) -> str:
         with subprocess.Popen(list(map(str, command))) as proxy:
             try:
                 _wait(f"http://127.0.0.1:{port}/health/liveliness", proxy)
-                return by_openai(f"http://127.0.0.1:{port}/v1")
+                return by_openai(f"http://127.0.0.1:{port}/v1", key)
             finally:
                 proxy.terminate()
 

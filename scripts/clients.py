@@ -148,9 +148,7 @@ def by_litellm(url: str) -> str:
     with socket.socket() as end:
         end.bind(("127.0.0.1", 0))
         port = end.getsockname()[1]
-    models = [
-        {"model_name": "adder", "litellm_params": {"model": "hosted_vllm/adder", "api_base": url, "api_key": "any"}}
-    ]
+    models = [{"model_name": "adder", "litellm_params": {"model": "openai/adder", "api_base": url, "api_key": "any"}}]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "proxy.yaml"
         key = f"sk-{secrets.token_hex(16)}"  # without one the proxy does not start

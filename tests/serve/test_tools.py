@@ -1,9 +1,13 @@
 """OpenAI's own client gets calls of functions, reasoning and structured answers, whole and as streams."""
 
 import json
+import threading
+import time
 
+import httpx
 import pytest
 
+from tests.limits import ANSWER
 from tests.serve import talking
 from tests.serve.conftest import serving
 from weft.engine.params import SamplingParams
@@ -183,6 +187,66 @@ def test_a_loop_of_five_steps_ends_by_the_answer(client):
         and last.finish_reason == "stop"
         and last.message.content == str(sum(map(int, said[-1][:-1].split("+"))))
     )
+
+
+def schema_of(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+HOSTILE = {
+    "a regex of a million states": schema_of(a={"type": "string", "pattern": "^(([a-z]{1,500}){1,500}){1,500}$"}),
+    "a regex that is none": schema_of(a={"type": "string", "pattern": "(((("}),
+    "a reference to itself": schema_of(a={"$ref": "#/properties/a"}),
+    "a reference to nothing": schema_of(a={"$ref": "#/$defs/none"}),
+    "a reference to a file": schema_of(a={"$ref": "file:///etc/passwd"}),
+    "alternatives of alternatives": schema_of(
+        a={"allOf": [{"anyOf": [{"type": "integer", "multipleOf": a + b} for a in range(1, 30)]} for b in range(30)]}
+    ),
+    "a range without an end": schema_of(a={"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}}),
+    "a type that is none": schema_of(a={"type": "thing"}),
+    "an object with a million characters": schema_of(a={"enum": ["x" * 1_000_000]}),
+    "many properties": schema_of(**{f"p{n}": {"type": "string", "pattern": f"a{{{n}}}"} for n in range(3000)}),
+}  # fmt: skip
+
+
+def test_hostile_schemas_cost_one_error_and_no_time_of_other_requests(served, client):
+    """Some compile; then the answer is cut. Meanwhile another client gets its answers."""
+    served.llm._guard.seconds = 3.0  # the tests before have made it
+    wrong, errors = {}, []
+
+    def send():
+        for name, schema in HOSTILE.items():
+            tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+            body = {"messages": USER, "tools": [tool], "tool_choice": "required", "max_tokens": 2, **NO_REASONING}
+            answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=ANSWER)
+            said = answer.json()
+            if answer.status_code == 400:
+                errors.append(said["error"]["message"])
+            ended = answer.status_code == 200 and said["choices"][0]["finish_reason"] == "length"
+            if not (ended or (answer.status_code == 400 and "\n" not in errors[-1] and len(errors[-1]) < 1100)):
+                wrong[name] = answer.text[:500]
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    seconds = []
+    while sending.is_alive():
+        begin = time.monotonic()
+        assert chat(client).choices[0].message.content == "46"
+        seconds.append(time.monotonic() - begin)
+    sending.join()
+    assert wrong == {} and len(errors) >= 5 and any(one.startswith("tools, as a grammar: ") for one in errors), errors
+    assert len(seconds) >= 5 and sorted(seconds)[len(seconds) // 2] < 2.0
+
+
+def test_a_schema_at_the_depth_of_the_body_is_refused_before_the_template(client):
+    import openai
+
+    deep = {"type": "object"}
+    for _ in range(60):
+        deep = {"type": "object", "properties": {"x": deep}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    with pytest.raises(openai.BadRequestError, match="nested more than 64 deep"):
+        chat(client, tools=[tool])
 
 
 def asked(**body):

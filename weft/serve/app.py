@@ -189,7 +189,9 @@ class Service:
             raise ApiError(400, "the model has no chat template; send text to /v1/completions") from None
         except ValueError as error:
             self.check_ready()  # otherwise it may be the engine's end
-            raise ApiError(400, shortened(error, 1000)) from None
+            forced = asked.tools is not None and asked.tools.forced
+            message = str(error).replace("structured_outputs:", "tools, as a grammar:", 1) if forced else str(error)
+            raise ApiError(400, shortened(message, 1000), "tools" if forced else None) from None
         finally:
             self._entering -= count
         self._answers.add(answer)

@@ -96,9 +96,11 @@ def test_the_end_of_a_prompt_opens_or_closes_reasoning(dialect, tokenizer):
         ("<think>\n\n</think>\n\n", False, None),
         ("x", False, "qwen3"),
     ):
-        reading = qwen.reading(asked(), tokenizer.encode(f"x{end}").ids)
-        assert (reading.opened, reading.reasoning) == (opened, reasoning), end
-        assert reading.params.structured_outputs is None and reading.params.skip_special_tokens == (reasoning is None)
+        prompt = tokenizer.encode(f"x{end}").ids
+        params = qwen.params(asked(), prompt)
+        assert params.structured_outputs is None and params.skip_special_tokens == (reasoning is None)
+        said = message_of(qwen.reply(asked(), prompt).push(pieces(tokenizer, "a</think>b")))
+        assert said.get("reasoning_content") == ("a" if opened else None), end
 
 
 def test_special_tokens_that_are_no_marks_have_no_text(dialect, tokenizer):
@@ -129,9 +131,10 @@ def test_one_call_is_left_where_calls_may_not_be_parallel_and_reasoning_may_be_h
     ("{{ tools }}", "json", None),
 ])  # fmt: skip
 def test_forced_calls_have_the_form_of_the_model_or_are_a_list(dialect, tokenizer, template, parser, begins):
-    reading = dialect(template).reading(asked(tools=[NOW], tool_choice="required"), tokenizer.encode("x").ids)
-    calls = next(line for line in reading.params.structured_outputs.grammar.split("\n") if line.startswith("call0:"))
-    assert reading.calls == parser
+    known, offered = dialect(template), asked(tools=[NOW], tool_choice="required")
+    rules = known.params(offered, tokenizer.encode("x").ids).structured_outputs.grammar.split("\n")
+    calls = next(line for line in rules if line.startswith("call0:"))
+    assert known._frame()[0] == parser
     assert (f"<[{tokenizer.token_to_id(begins)}]>" if begins else '"{\\"name\\": \\"now\\"') in calls
 
 
@@ -144,5 +147,5 @@ def test_fields_that_cannot_go_together_are_refused(dialect):
     ]  # fmt: skip
     for template, body, message in wrong:
         with pytest.raises(BadField, match=message):
-            dialect(template).reading(asked(**body), [])
-    assert dialect("{{ x }}").reading(asked(**form), []).params.structured_outputs.json_object  # as it was asked for
+            dialect(template).params(asked(**body), [])
+    assert dialect("{{ x }}").params(asked(**form), []).structured_outputs.json_object  # as it was asked for

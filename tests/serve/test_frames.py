@@ -61,7 +61,7 @@ def written(tokenizer, vocabulary, grammar, draw):
 
 def tokens_of(tokenizer):
     added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-    return Tokens(added, tokenizer.get_vocab_size())
+    return Tokens(added, tokenizer.get_vocab_size(), [tokenizer.token_to_id("<eos>")])
 
 
 @pytest.mark.parametrize("name", FRAMES)
@@ -93,3 +93,35 @@ def test_an_answer_or_calls_where_both_are_given(tokenizer, vocabulary):
         parser.feed(written(tokenizer, vocabulary, grammar, random.Random(seed)), last=True)
         said.add(parser.called)
     assert said == {True, False}
+
+
+@pytest.mark.parametrize("name", ["qwen3", HARMONY])
+def test_reasoning_ends_within_its_budget_whether_the_prompt_or_the_answer_begins_it(tokenizer, vocabulary, name):
+    """Random tokens hardly end it by themselves."""
+    marks, frame = (CHANNEL, FRAMES["openai"]) if name == HARMONY else (MARKS[name], None)
+    after = "<|channel|>final<|message|>" if name == HARMONY else "<tool_call>x<think>"
+    for budget, opened in ((0, False), (3, False), (3, name != HARMONY)):
+        grammar = grammar_of(
+            tokens_of(tokenizer), Thinking(begin=marks.begin, end=marks.end, opened=opened, budget=budget), frame
+        )
+        matcher = compile_grammar(vocabulary, "grammar", grammar)
+
+        def allowed(text, matcher=matcher):
+            """Number of tokens of a text that the grammar allows, each by its mask; drafts before them change nothing."""
+            matcher.reset()
+            ids = tokenizer.encode(text).ids
+            for count, token in enumerate(ids):
+                if taken := matcher.try_consume_tokens(ids[count : count + 2]):
+                    matcher.rollback(taken)
+                if not int.from_bytes(matcher.compute_bitmask(), "little") >> token & 1:
+                    return count, len(ids)
+                matcher.consume_token(token)
+            return len(ids), len(ids)
+
+        begun = "" if opened else marks.begin
+        count, size = allowed(f"{begun}{'abcdef'[:budget]}{marks.end}{after}")
+        assert count == size, (budget, opened)
+        count, size = allowed(f"{begun}{'abcdef'[: budget + 1]}")
+        assert count == size - 1, (budget, opened)
+        count, size = allowed("<|channel|>final<|message|>" if name == HARMONY else "ab<think>")
+        assert opened or count == size

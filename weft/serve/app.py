@@ -180,7 +180,7 @@ class Service:
             prompts, params = asked.prompts, asked.params
             if asked.messages is not None:
                 prompts = [await self.chat_prompt(asked)]
-                params = self.dialect.reading(asked, prompts[0]).params
+                params = await asyncio.to_thread(self.dialect.params, asked, prompts[0])
             params = self._with_seed(params)
             answer = await Choices.of(self.llm, prompts, params, asked.n, answer_id, self.metrics)
         except BadField as error:

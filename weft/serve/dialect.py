@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -24,19 +24,11 @@ PROMPT_END = 16
 STRUCTURES = "response_format or structured_outputs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How one answer is read, and what it is held to.
+class Prompted(NamedTuple):
+    """Reasoning as the end of a prompt leaves it: begun (opened), ended (closed) or neither."""
 
-    params  of the request, with the grammar of its answer
-    calls, reasoning  parsers; None: their texts are content
-    opened  the prompt has begun the reasoning
-    """
-
-    params: SamplingParams
-    calls: str | None
-    reasoning: str | None
     opened: bool
+    closed: bool
 
 
 class Dialect:
@@ -54,8 +46,8 @@ class Dialect:
         self.reasoning_parser = _named(reasoning_parser, reasoning_parser_of(self.template))
         added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
-        count = 0 if tokenizer is None else tokenizer.get_vocab_size()
-        self._tokens = Tokens({token.content: token_id for token_id, token in added.items()}, count)
+        count = 0 if tokenizer is None else 1 + max(tokenizer.get_vocab().values())
+        self._tokens = Tokens({token.content: token_id for token_id, token in added.items()}, count, self._special)
 
     def variables(self, asked: Asked) -> dict[str, Any]:
         """Variables of the chat template. BadField for a field that the template does not read."""
@@ -81,35 +73,47 @@ class Dialect:
             return list(messages)
         return [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
 
-    def reading(self, asked: Asked, prompt: Sequence[int]) -> Reading:
-        """How the answer to this prompt is read. BadField for what the model's form of answers cannot hold."""
-        calls = None if asked.tools is None else self.tool_parser
-        opened = closed = False
-        marks = marks_of(self.reasoning_parser)
-        if marks is not None and self._tokenizer is not None:
-            end = self._tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
-            opened, closed = is_open(marks, end), is_closed(marks, end)
-        thinking = None if closed else self._thinking(asked, opened)
-        grammar, calls = self._grammar(asked, thinking, calls)
+    def params(self, asked: Asked, prompt: Sequence[int]) -> SamplingParams:
+        """Parameters of the request, with a grammar where the answer is held to one.
+
+        BadField for what the model's form of answers cannot hold.
+        """
+        prompted = self._prompted(prompt)
+        grammar = self._grammar(asked, None if prompted.closed else self._thinking(asked, prompted.opened))
         params = asked.params
         if grammar is not None:
             params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
-        reasoning = None if closed else self.reasoning_parser
-        if (calls or reasoning) and any(text in SPECIAL_MARKS for text in self._special.values()):
+        if any(self._parsers(asked, prompted)) and any(text in SPECIAL_MARKS for text in self._special.values()):
             params = replace(params, skip_special_tokens=False)
-        return Reading(params=params, calls=calls, reasoning=reasoning, opened=opened)
+        return params
 
     def reply(self, asked: Asked, prompt: Sequence[int]) -> Reply:
         """Reader of one choice of an answer."""
         if asked.messages is None:
             return Reply(None, {}, asked)
-        reading = self.reading(asked, prompt)
-        if reading.calls is None and reading.reasoning is None:
+        prompted = self._prompted(prompt)
+        calls, reasoning = self._parsers(asked, prompted)
+        if calls is None and reasoning is None:
             return Reply(None, {}, asked)
         schemas = {} if asked.tools is None else asked.tools.schemas
         hidden = {} if not asked.params.skip_special_tokens else self._special
         hidden = {token_id: text for token_id, text in hidden.items() if text not in SPECIAL_MARKS}
-        return Reply(Parser(reading.calls, reading.reasoning, schemas, opened=reading.opened), hidden, asked)
+        return Reply(Parser(calls, reasoning, schemas, opened=prompted.opened), hidden, asked)
+
+    def _prompted(self, prompt: Sequence[int]) -> Prompted:
+        marks = marks_of(self.reasoning_parser)
+        if marks is None or self._tokenizer is None:
+            return Prompted(False, False)
+        end = self._tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special_tokens=False)
+        return Prompted(is_open(marks, end), is_closed(marks, end))
+
+    def _parsers(self, asked: Asked, prompted: Prompted) -> tuple[str | None, str | None]:
+        """Parsers of the answer's calls and of its reasoning; None: it has none."""
+        calls = None
+        if asked.tools is not None:
+            by_grammar = asked.tools.forced or asked.params.structured_outputs is not None
+            calls = self._frame()[0] if by_grammar else self.tool_parser
+        return calls, None if prompted.closed else self.reasoning_parser
 
     def _check_read(self, field: str, variable: str) -> None:
         if variable not in self.template:
@@ -127,20 +131,19 @@ class Dialect:
             )  # fmt: skip
         return None
 
-    def _grammar(self, asked: Asked, thinking: Thinking | None, parser: str | None) -> tuple[str | None, str | None]:
-        """(grammar of the answer, parser of its calls); no grammar where the request's own serves."""
+    def _grammar(self, asked: Asked, thinking: Thinking | None) -> str | None:
+        """Grammar of the answer; None where the request's own serves."""
         tools, structure = asked.tools, asked.params.structured_outputs
         forced = tools is not None and bool(tools.forced)
         if forced and structure is not None:
             raise BadField(f"{STRUCTURES} with a tool_choice that forces a call; send one", "tool_choice")
-        if structure is None and not forced:
-            if asked.thinking_budget is None or thinking is None:
-                return None, parser
-            return grammar_of(self._tokens, thinking, None), parser
         frame = FRAMES["openai"] if self.reasoning_parser == HARMONY else None
-        if tools is not None:
-            parser, frame = self._frame(parser)
+        if structure is None and not forced:
+            limited = asked.thinking_budget is not None and thinking is not None
+            return grammar_of(self._tokens, thinking, frame) if limited else None
         answer = None
+        if tools is not None:
+            _, frame = self._frame()
         if structure is not None:
             answer = structure_rule(structure)
             if answer is None and (tools is not None or (thinking is not None and thinking.opened)):
@@ -149,12 +152,13 @@ class Dialect:
                     "structured_outputs",
                 )
             if answer is None or (frame is None and thinking is None):
-                return None, parser
+                return None
         calls, parallel = (None, False) if tools is None else (tools.called, tools.parallel)
-        return grammar_of(self._tokens, thinking, frame, calls, parallel=parallel, answer=answer), parser
+        return grammar_of(self._tokens, thinking, frame, calls, parallel=parallel, answer=answer)
 
-    def _frame(self, parser: str | None) -> tuple[str, Frame]:
+    def _frame(self) -> tuple[str, Frame]:
         """Parser and frame of calls that a grammar writes."""
+        parser = self.tool_parser
         if parser == "mistral" and "[ARGS]" not in self._tokens.added:
             return parser, replace(FRAMES["json"], begin="[TOOL_CALLS][")
         if parser == "deepseek_v3" and "```json" not in self.template:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from weft.engine.params import StructuredOutputsParams
@@ -76,12 +77,13 @@ class Thinking:
 class Tokens:
     """Tokens of a tokenizer with a text of their own.
 
-    added  ids by text
-    count  of all tokens
+    added    ids by text
+    count    of all tokens
+    special  ids of the ones that are no text, such as ends of an answer
     """
 
-    def __init__(self, added: Mapping[str, int], count: int) -> None:
-        self.added, self.count = added, count
+    def __init__(self, added: Mapping[str, int], count: int, special: Collection[int] = ()) -> None:
+        self.added, self.count, self.special = added, count, special
         texts = sorted((text for text in added if text), key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
 
@@ -91,9 +93,18 @@ class Tokens:
 
     def literal(self, text: str) -> str:
         """Grammar of a text."""
-        parts = self._split.split(text) if self._split else [text]
-        written = (f"<[{self.added[one]}]>" if one in self.added else _quoted(one) for one in parts if one)
+        written = (f"<[{self.added[one]}]>" if one in self.added else _quoted(one) for one in self.parts(text))
         return " ".join(written)
+
+    def without(self, *excluded: int) -> str:
+        """Grammar of a token that is none of these."""
+        bounds = [-1, *sorted({*excluded}), self.count]
+        spans = ((low + 1, high - 1) for low, high in pairwise(bounds) if high - low > 1)
+        return f"<[{','.join(f'{low}-{high}' for low, high in spans)}]>"
+
+    def parts(self, text: str) -> list[str]:
+        """Added tokens of a text, and the texts between."""
+        return [one for one in (self._split.split(text) if self._split else [text]) if one]
 
 
 def _quoted(text: str) -> str:
@@ -112,7 +123,7 @@ def grammar_of(
     """Grammar of an answer: reasoning, then calls of these functions or an answer, where both are given.
 
     calls   schemas of parameters by function; None: no calls
-    answer  grammar of an answer that is no call; None: none, or without calls any text
+    answer  grammar of an answer that is no call; None: none, or without calls any text; frame: of its form
     """
     rules: list[str] = []
     choices: list[str] = []
@@ -125,7 +136,7 @@ def grammar_of(
         rules.append(f"structure: {answer}")
     if not choices:
         choices.append("anything")
-        rules += ["anything: token*", f"token: <[0-{tokens.count - 1}]>"]
+        rules += _anything(tokens, thinking, frame)
     think = ""
     if thinking is not None:
         think = "think " if thinking.opened else "think? "
@@ -148,12 +159,26 @@ def _calls(tokens: Tokens, frame: Frame, calls: Mapping[str, Mapping[str, Any]],
     return rules
 
 
+def _anything(tokens: Tokens, thinking: Thinking | None, frame: Frame | None) -> list[str]:
+    """Rules of any answer, which does not begin as the reasoning before it does."""
+    rules = [f"token: {tokens.without()}"]
+    if thinking is None or thinking.opened:
+        return ["anything: token*", *rules]
+    if frame is not None and frame.answer:  # a message of another channel
+        mark, *_ = tokens.parts(thinking.begin)
+        return [f'anything: {tokens.literal(mark)} ("final" | "commentary") token*', *rules]
+    first = tokens.added[tokens.parts(thinking.begin)[0]]
+    return ["anything: (other token*)?", f"other: {tokens.without(first)}", *rules]
+
+
 def _thinking(tokens: Tokens, thinking: Thinking) -> list[str]:
+    """Rules of reasoning. Its tokens are counted by a repetition: llguidance takes back no drafts where it counts itself."""
     begin = "" if thinking.opened else tokens.literal(thinking.begin)
-    body = "" if thinking.budget == 0 else "thought"
-    limit = "" if thinking.budget is None else f"[max_tokens={thinking.budget}]"
+    times = "*" if thinking.budget is None else f"{{0,{thinking.budget}}}"
+    body = "" if thinking.budget == 0 else f"thought{times}"
+    end = tokens.added[tokens.parts(thinking.end)[0]]
     rules = [f"think: {begin} {body} {tokens.literal(thinking.end)}"]
-    return rules + ([f"thought{limit}: /(.|\\n)*/"] if body else [])
+    return [*rules, f"thought: {tokens.without(end, *tokens.special)}"] if body else rules
 
 
 def schema_rule(schema: Mapping[str, Any]) -> str:

@@ -83,6 +83,18 @@ def test_a_developer_is_the_system_where_the_template_does_not_know_it(dialect):
     assert dialect("developer").messages(messages) == messages
 
 
+def test_arguments_are_text_where_the_template_joins_them_to_text(dialect):
+    call = {"type": "function", "function": {"name": "now", "arguments": {"a": "é"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    joins = "{{ 'x' + tool['function']['arguments'] + 'y' }}"
+    assert dialect(joins).messages(messages)[0]["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
+    for template in (
+        "{{ tool.function.arguments | tojson }}",
+        "{% for key in call.arguments %}{{ a + b }}{% endfor %}",
+    ):
+        assert dialect(template).messages(messages) == messages
+
+
 def test_parsers_are_of_the_template_or_by_name(dialect):
     assert (dialect(QWEN).tool_parser, dialect(QWEN).reasoning_parser) == ("hermes", "qwen3")
     named = dialect(QWEN, "none", "deepseek_r1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,8 @@ from weft.serve.reply import Reply
 
 # Tokens at the end of a prompt that say whether it begins or ends reasoning.
 PROMPT_END = 16
+# In DeepSeek's templates; most write arguments by the filter tojson.
+_JOINED_ARGUMENTS = re.compile(r"\+\s*[\w.'\"\[\]]*\barguments\b['\"\]]*\s*\+")
 STRUCTURES = "response_format or structured_outputs"
 
 
@@ -68,10 +72,16 @@ class Dialect:
         return variables
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages for the template: a developer's are the system's where it does not know them."""
-        if "developer" in self.template:
-            return list(messages)
-        return [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+        """Messages for the template.
+
+        A developer's are the system's where it does not know them, and arguments of calls are text where it joins them to text.
+        """
+        messages = list(messages)
+        if "developer" not in self.template:
+            messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+        if _JOINED_ARGUMENTS.search(self.template):
+            messages = [_with_text(one) if "tool_calls" in one else one for one in messages]
+        return messages
 
     def params(self, asked: Asked, prompt: Sequence[int]) -> SamplingParams:
         """Parameters of the request, with a grammar where the answer is held to one.
@@ -165,6 +175,16 @@ class Dialect:
             call = "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>"
             return parser, replace(FRAMES[parser], call=call, between="")
         return (parser, FRAMES[parser]) if parser in FRAMES else ("json", FRAMES["json"])
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Message whose calls have their arguments as text."""
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls}
 
 
 def _template_text(directory: Path | None) -> str:

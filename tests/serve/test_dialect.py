@@ -97,6 +97,7 @@ def test_arguments_are_text_where_the_template_joins_them_to_text(dialect):
 
 def test_parsers_are_of_the_template_or_by_name(dialect):
     assert (dialect(QWEN).tool_parser, dialect(QWEN).reasoning_parser) == ("hermes", "qwen3")
+    assert dialect(QWEN, "qwen3_xml").tool_parser == "qwen3_coder"
     named = dialect(QWEN, "none", "deepseek_r1")
     assert (named.tool_parser, named.reasoning_parser) == (None, "deepseek_r1")
 

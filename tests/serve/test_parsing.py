@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.serve.parsing import (
+    ALIASES,
+    READERS,
     Parser,
     reasoning_parser_of,
     reasoning_parsers,
@@ -223,7 +225,7 @@ def test_a_call_that_is_cut_has_the_arguments_so_far():
 
 def test_a_text_of_many_marks_is_read_in_linear_time():
     text = "<tool_call>" * 20_000 + "{" * 20_000
-    for name in tool_parsers():
+    for name in READERS:
         parsed(Example(text, name), [text[at : at + 1000] for at in range(0, len(text), 1000)])
 
 
@@ -249,7 +251,9 @@ def test_parsers_follow_the_chat_template():
         ("Environment: ipython", "llama3_json", None),
     ):
         assert (tool_parser_of(template), reasoning_parser_of(template)) == (calls, reasoning), template
-    assert {"hermes", "qwen3_coder", "llama3_json", "mistral", "glm45", "deepseek_v3", "openai"} == set(tool_parsers())
+    assert {"hermes", "qwen3_coder", "llama3_json", "mistral", "glm45", "deepseek_v3", "openai"} == set(
+        tool_parsers()
+    ) - {*ALIASES}
     assert {"qwen3", "deepseek_r1", "glm45", "openai_gptoss"} < set(reasoning_parsers())
     assert is_open(MARKS["qwen3"], "<|im_start|>assistant\n<think>\n") and not is_open(
         MARKS["qwen3"], "<think>\n\n</think>\n\n"

@@ -209,6 +209,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hostile_schemas_cost_one_error_and_no_time_of_other_requests(served, client):
     """Some compile; then the answer is cut. Meanwhile another client gets its answers."""
     served.llm._guard.seconds = 3.0  # the tests before have made it

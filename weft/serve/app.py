@@ -180,7 +180,11 @@ class Service:
             prompts, params = asked.prompts, asked.params
             if asked.messages is not None:
                 prompts = [await self.chat_prompt(asked)]
-                params = await asyncio.to_thread(self.dialect.params, asked, prompts[0])
+                held = asked, prompts[0]
+                # In a thread, since grammars of many tools take a while to write.
+                params = (
+                    await asyncio.to_thread(self.dialect.params, *held) if asked.tools else self.dialect.params(*held)
+                )
             params = self._with_seed(params)
             answer = await Choices.of(self.llm, prompts, params, asked.n, answer_id, self.metrics)
         except BadField as error:

@@ -16,7 +16,7 @@ from weft.engine.text import template_sources
 from weft.errors import CheckpointError
 from weft.serve.checks import BadField
 from weft.serve.fields import Asked
-from weft.serve.parsing import NONE, SPECIAL_MARKS, Parser, marks_of, reasoning_parser_of, tool_parser_of
+from weft.serve.parsing import ALIASES, NONE, SPECIAL_MARKS, Parser, marks_of, reasoning_parser_of, tool_parser_of
 from weft.serve.parsing.frames import CHANNEL, FRAMES, Frame, Thinking, Tokens, grammar_of, structure_rule
 from weft.serve.parsing.reasoning import HARMONY, is_closed, is_open
 from weft.serve.reply import Reply
@@ -197,4 +197,4 @@ def _template_text(directory: Path | None) -> str:
 
 
 def _named(name: str | None, by_template: str | None) -> str | None:
-    return by_template if name is None else None if name == NONE else name
+    return by_template if name is None else None if name == NONE else ALIASES.get(name, name)

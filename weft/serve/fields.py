@@ -55,31 +55,36 @@ NOT_OF_THE_MODEL: dict[str, type] = {
     "metadata": dict,
     "parallel_tool_calls": bool,  # for tools, which say what it asks
     "prompt_cache_key": str,
+    "prompt_cache_retention": str,
     "safety_identifier": str,
     "service_tier": str,
     "user": str,
 }
 # Fields of the API that are not supported, with values that ask for nothing, beside null.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
+    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 

@@ -28,11 +28,13 @@ SPECIAL_MARKS = frozenset((
     "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
 ))  # fmt: skip
 NONE = "none"
+# vLLM's further names of parsers that read the same here.
+ALIASES = {"deepseek_v31": "deepseek_v3", "glm47": "glm45", "qwen3_xml": "qwen3_coder"}
 
 
 def tool_parsers() -> tuple[str, ...]:
     """Names of the parsers of tool calls."""
-    return tuple(READERS)
+    return (*READERS, *ALIASES)
 
 
 def reasoning_parsers() -> tuple[str, ...]:

@@ -22,6 +22,9 @@ from weft.models import builtin
 
 # Patterns of whole commands, with the reason not to run them.
 NOT_RUN = {
+    r"python -m benchmarks\.costs.*": "fits for a minute and writes files of the tree; tests/costs",
+    r"weft bench --regret (?!.*--check-only).*": "times designs, which takes GPUs; tests/bench/regret",
+    r"weft doctor --measure.*": "measures GPUs; tests/tune/test_constants.py",
     # What they do is tested by other means.
     r"weft serve.*": "serves until it is stopped; tests/serve",
     r"python -m tests\.serve\.talking .*": "writes a checkpoint into the checkout, as tests/serve do elsewhere",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.console import one_line_errors
+from weft.console import check_output, one_line_errors
 
 if TYPE_CHECKING:
     from weft.runtime.doctor import Finding
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False,
     nodes: Annotated[bool, typer.Option("--nodes", help="Under torchrun: measure the links between its ranks")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Measure in 20 s what predicted times of ops need, and write a file that plans read"
+        ),
+    ] = False,
+    costs: Annotated[
+        Path | None, typer.Option(help="The file of --measure [default: ~/.cache/weft/costs-GPU.json]")
+    ] = None,
 ) -> None:
     """Say what is here, what weft will use and why, and how to get what is missing.
 
@@ -27,6 +37,9 @@ def doctor(
     """
     if nodes:
         _print_links(as_json)
+        return
+    if measure:
+        _measure(costs, as_json)
         return
     from weft.runtime.doctor import examine, runnable
 
@@ -36,6 +49,20 @@ def doctor(
     else:
         _print_findings(findings)
     raise typer.Exit(0 if runnable(findings) else 1)
+
+
+def _measure(file: Path | None, as_json: bool) -> None:
+    """Measure this GPU, and print its constants and the file that has them."""
+    with one_line_errors(traceback=False):
+        from weft.tune.constants import measure
+
+        if file is not None:
+            check_output("--costs", file)
+        gpu, path = measure(file, (lambda line: None) if as_json else typer.echo)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(gpu), indent=2))
+    else:
+        typer.echo(f"{gpu.gpu}: {path}")
 
 
 def _print_links(as_json: bool) -> None:

@@ -27,6 +27,7 @@ class Rows(NamedTuple):
     world_size, tp  ranks; of which ``tp`` hold slices of the same experts
     fp8      rows are sent in one byte
     block    elements of a tile of "lamport" sums
+    weighted  False: a rank has a row for each token in place of one for each choice
     """
 
     tokens: int
@@ -37,6 +38,7 @@ class Rows(NamedTuple):
     tp: int = 1
     fp8: bool = False
     block: int = 256
+    weighted: bool = True
 
     @property
     def row_bytes(self) -> int:
@@ -66,14 +68,15 @@ def dispatch(gpu: Gpu, fitted: Exchanges, of_pushes: Pushes, rows: Rows) -> dict
     rounded = fitted.rounding * (fitted.sums_base + T * rows.width * rows.item / gpu.memory) if rows.fp8 else 0.0
     needed = (W - 1) * (rows.share * T * rows.row_bytes + choices)
     return {
-        "lamport": pushes.one_hop(gpu, of_pushes, fitted.words * (W - 1) * message, W)
-        + fitted.choices * stored
+        "lamport": fitted.gathered
+        + pushes.one_hop(gpu, of_pushes, fitted.words * (W - 1) * message, W)
+        + fitted.stored * stored
         + rounded,
         "push": fitted.send
         + (W - 1) * rows.blocks * fitted.send_step * (2 if rows.fp8 else 1)
         + fitted.send_wire * needed / gpu.wire(W)
         + rounded,
-        "pipelined": fitted.pieces + (W - 1) * gpu.copy + (W - 1) * message / gpu.link + 2 * rounded,
+        "pipelined": fitted.pieces + (W - 1) * gpu.copy + (W - 1) * message / gpu.link + rounded,
     }
 
 
@@ -81,7 +84,7 @@ def combine(gpu: Gpu, fitted: Exchanges, of_pushes: Pushes, rows: Rows) -> dict[
     """Weighted sums of each token's results back to its rank, and their sum."""
     W, T, row = rows.world_size, rows.tokens, rows.width * rows.item
     # A rank has T * k pairs in the mean, of W * T tokens.
-    loads = T * rows.choices * row * rows.tp / gpu.memory
+    loads = (T * rows.choices * rows.tp if rows.weighted else W * T * rows.share) * row / gpu.memory
     every = W * T * row
     sums = fitted.sums_base + fitted.sums * (loads + every / gpu.memory)
     if W == 1:
@@ -101,8 +104,8 @@ def combine(gpu: Gpu, fitted: Exchanges, of_pushes: Pushes, rows: Rows) -> dict[
         "sum_then_scatter": sums + scatter,
         "pipelined": fitted.pieces
         + (W - 1) * gpu.copy
-        + fitted.piece_step * min(T, 128)
+        + fitted.piece_step * min(T, 128) ** 0.5
         + message / gpu.link
         + fitted.piece_sums * (loads + every / gpu.memory),
-        "lamport": hop + fitted.choices * loads + crossing,
+        "lamport": fitted.first + hop + fitted.choices * loads + crossing,
     }

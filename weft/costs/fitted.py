@@ -21,6 +21,7 @@ class Gemms:
     tile     time of a tile besides its multiplications; smaller: factor of a tile of half the size
     few      time of a small-M GEMM besides its loads; rows: share of its arithmetic that the loads do not hide
     call     time of a pipelined GEMM besides
+    between  time of a GEMM and a collective after each other besides both
     add      rate at which received rows are added up, over the memory's
     triton   factor of a tile of a fused GEMM; fused: time of a call besides
     """
@@ -30,6 +31,7 @@ class Gemms:
     few: float = 3.3
     rows: float = 0.3
     call: float = 9.7
+    between: float = 2.0
     add: float = 1.3
     triton: float = 1.05
     fused: float = 6.0
@@ -43,8 +45,9 @@ class Pushes:
     peer              of each further peer
     second            hop of a two-shot all-reduce besides the first
     owner             factor of the wire in a two-shot all-reduce
-    norm              of an all-reduce with a norm besides
-    engine            of a copy-engine collective besides its copies; reduce: of one that adds up
+    norm, norm_rows   of an all-reduce with a norm besides; factor of the memory's time of the rows that a rank adds up
+    engine            of a copy-engine collective besides its copies
+    reduce, joined    of one that adds up, for each further peer; less for both halves of an all-reduce, of two ranks
     """
 
     ramp: float = 1.0
@@ -53,25 +56,33 @@ class Pushes:
     second: float = 1.0
     owner: float = 1.0
     norm: float = 1.2
+    norm_rows: float = 1.0
     engine: float = 14.0
-    reduce: float = 8.0
+    reduce: float = 4.0
+    joined: float = 12.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanges:
     """Kernels of moe_dispatch and moe_combine.
 
-    words, choices   of "lamport": factor of the wire; share of the sums' loads that the wire does not hide
-    crossing         of "lamport" sums whose tiles go across tokens: ns of 1,000 elements and choices
-    sums, sums_base  of moe_sum: factor of the memory's time; of a call
-    base, step, load, rate  of combine's "push": of a call; of a block of columns; of a choice in it; share of the memory's rate
-    send, send_step  of dispatch's "push": of a call; of a block of columns; of each further peer
-    pieces, piece_sums  of "pipelined": of a call; share of the sums that copies do not hide
-    rounding         of fp8 rows: factor of the memory's time of what is read
+    words, first, gathered  of "lamport": factor of the wire; time of a combine besides, of a dispatch
+    choices, stored  of "lamport": share of a combine's loads, of a dispatch's loads and stores, that the wire does not hide
+    crossing         of "lamport" sums whose tiles go across tokens: µs of 1,000,000 elements and choices on 132 SMs
+    sums, sums_base  of moe_sum: factor of the memory's time; time of a call
+    base, step, load, rate  of combine's "push": time of a call; of a block of columns; of a choice in it; share of the
+                     memory's rate
+    send, send_step, send_wire  of dispatch's "push": time of a call; of a block of columns; factor of the wire
+    pieces, piece_step, piece_sums  of "pipelined": time of a call; of the root of its tokens; share of the sums that copies
+                     do not hide
+    rounding         of fp8 rows: factor of the memory's time of the rows that are read
     """
 
     words: float = 1.0
+    first: float = 0.4
+    gathered: float = 0.2
     choices: float = 0.25
+    stored: float = 0.25
     crossing: float = 0.8
     sums: float = 1.0
     sums_base: float = 1.0
@@ -83,7 +94,7 @@ class Exchanges:
     send_step: float = 0.2
     send_wire: float = 1.0
     pieces: float = 16.0
-    piece_step: float = 0.1
+    piece_step: float = 1.6
     piece_sums: float = 0.5
     rounding: float = 0.5
 

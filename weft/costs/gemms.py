@@ -60,7 +60,7 @@ def ag_gemm(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
     rows = size.M * size.K * (1 if size.fp8 else size.item)
     gather = min(pushes.exchange(gpu, of_pushes, rows, world_size).values())
     return {
-        "sequential": gather + gemm(gpu, fitted, size),
+        "sequential": gather + gemm(gpu, fitted, size) + fitted.between,
         "pipelined": min(_gathering(gpu, fitted, size, world_size, chunks) for chunks in CHUNKS),
         "fused": _fused(gpu, fitted, size, rows * (world_size - 1) / world_size),
     }
@@ -71,7 +71,7 @@ def gemm_rs(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
     sums = size.M * size.N * size.item
     scatter = min(pushes.exchange(gpu, of_pushes, sums, world_size, adds=True).values())
     return {
-        "sequential": gemm(gpu, fitted, size) + scatter,
+        "sequential": gemm(gpu, fitted, size) + scatter + fitted.between,
         "pipelined": min(_scattering(gpu, fitted, size, world_size, chunks) for chunks in CHUNKS),
         "fused": _fused(gpu, fitted, size, sums * (world_size - 1) / world_size),
     }

@@ -25,6 +25,7 @@ from weft.runtime.logs import logger_of
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
+    from weft.runtime.team.team import Team
 
 logger = logger_of(__name__)
 SCHEMA = 1
@@ -81,9 +82,23 @@ def use(gpu: Gpu | None) -> None:
         forget()
 
 
+def agree(team: Team, file: Path | None = None) -> None:
+    """Let plans of all ranks read the constants in rank 0's file, if there is one. Collective.
+
+    file  None: ``default_file``. A damaged one is ignored with one warning. Virtual ranks plan by shipped constants
+    """
+    if team.device.type == "cpu":
+        return
+    name = team.caps.device_name
+    measured = load(file or default_file(name)) if team.rank == 0 else None
+    measured = team.exchange(measured)[0]
+    if measured is not None and measured.gpu == name:
+        use(measured)
+
+
 def gpu_of(caps: Capabilities) -> Gpu:
-    """Constants of a rank's GPU."""
-    return named(caps.device_name, caps.arch, caps.sms)
+    """Constants of a rank's GPU, equal on all ranks that have such a one."""
+    return named(caps.device_name, caps.arch, 0 if is_known(caps.device_name) else caps.sms)
 
 
 @remembered
@@ -160,7 +175,7 @@ def load(path: Path) -> Gpu | None:
     """Constants of a file; None if there is none, or, after one warning, if it is damaged."""
     try:
         return read(path) if path.exists() else None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KeyError, TypeError) as error:
         logger.warning("constants of this GPU are ignored: %s; remove it, or run weft doctor --measure again", error)
         return None
 

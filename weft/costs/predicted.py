@@ -206,7 +206,7 @@ def _moe_norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
 
 def _routing(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     tokens, k, experts, _, hidden, *_ = asked.shape
-    chosen = gpu.launch + 2.9 + tokens * experts * (asked.item + 4) / gpu.memory
+    chosen = gpu.launch + 3.1 + tokens * 0.66e-3
     listed = gpu.launch + 1.8 + tokens * 1.3e-3
     if asked.op == "route":
         return _one(chosen)
@@ -214,7 +214,7 @@ def _routing(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
         return _one(listed)
     if asked.op == "moe_sum":
         loads = (tokens * k + tokens) * hidden * asked.item
-        return _one(gpu.launch + of.exchanges.sums * loads / gpu.memory)
+        return _one(gpu.launch + 1.2 + loads / gpu.memory)
     router = gemms.gemm(gpu, of.gemms, gemms.Size(tokens, experts, hidden, asked.item, float(asked.item)))
     return {"sequential": router + chosen + listed, "split": router + chosen, "fused": router + chosen}
 

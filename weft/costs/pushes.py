@@ -20,7 +20,7 @@ def exchange(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int, adds: boo
         return {"copy": gpu.launch + 2 * nbytes / gpu.memory}
     part = nbytes / world_size
     copies = (world_size - 1) * (gpu.copy + part / gpu.link)
-    added = fitted.reduce * (world_size - 1) + (world_size + 1) * part / gpu.memory if adds else 0.0
+    added = fitted.reduce * (world_size - 2) + (world_size + 1) * part / gpu.memory if adds else 0.0
     return {
         "push": one_hop(gpu, fitted, (world_size - 1) * part, world_size),
         "copy_engine": fitted.engine + copies + added,
@@ -31,16 +31,15 @@ def all_reduce(gpu: Gpu, fitted: Pushes, nbytes: float, world_size: int) -> dict
     """Sum over the ranks, on every rank."""
     if world_size == 1:
         return {"copy": gpu.launch + 2 * nbytes / gpu.memory}
-    both = exchange(gpu, fitted, nbytes, world_size)["copy_engine"]
+    gathered = exchange(gpu, fitted, nbytes, world_size)["copy_engine"]
+    reduced = exchange(gpu, fitted, nbytes, world_size, adds=True)["copy_engine"]
     share = 2 * (world_size - 1) / world_size * nbytes
+    second = fitted.second + 2 * fitted.peer * (world_size - 2)
     return {
         "one_shot": one_hop(gpu, fitted, (world_size - 1) * nbytes, world_size),
-        "two_shot": fitted.second
-        + fitted.peer * (world_size - 2) * 2
-        + one_hop(gpu, fitted, fitted.owner * share, world_size),
-        "copy_engine": both
-        + exchange(gpu, fitted, nbytes, world_size, adds=True)["copy_engine"]
-        - (fitted.engine if world_size == 2 else 0.0) / 2,
+        "two_shot": second + one_hop(gpu, fitted, fitted.owner * share, world_size),
+        # Of two ranks one fork and join serves both halves.
+        "copy_engine": gathered + reduced - fitted.joined / (world_size - 1),
     }
 
 
@@ -50,7 +49,9 @@ def all_reduce_rms_norm(
     """All-reduce of rows, residual and norm."""
     nbytes = rows * width * item
     times = all_reduce(gpu, fitted, nbytes, world_size)
-    norm = fitted.norm + 3 * nbytes / gpu.memory
+    norm = fitted.norm + nbytes / gpu.memory
     if world_size == 1:
         return {"one_shot": gpu.launch + norm}
-    return {name: times[name] + norm for name in ("one_shot", "two_shot")}
+    # Each rank adds up all rows, or its share of them.
+    added = {"one_shot": world_size, "two_shot": 1}
+    return {name: times[name] + norm + fitted.norm_rows * count * nbytes / gpu.memory for name, count in added.items()}

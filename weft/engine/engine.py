@@ -23,6 +23,7 @@ from weft.arguments import (
     check_optional,
     quoted,
 )
+from weft.costs.gpu import agree
 from weft.engine.answers import Answer, Completion, Load, Piece, Requests, Stats, join_pieces
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig, plan_cache
@@ -141,6 +142,7 @@ class Engine:
             logger.info("KV cache %s", self.cache_plan)
             for line in warnings:
                 logger.warning(line)
+        agree(team)  # on the measured constants of this GPU, before the first plan
         draft = load_draft(config, self.model, checkpoint, self.tokenizer, partial(_open, team=team))
         searching = partial(search, config=config) if config.tune_seconds else None
         self.batch = Batch(Runner(self.model, config, pipeline, draft, searching), config)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from weft.arguments import check_callable, check_instance, check_optional, check_sequence, is_integer, quoted
+from weft.costs import gpu
 from weft.errors import Unsupported
 from weft.ops.case import error_bound
 from weft.ops.gemm import cublas, space
@@ -59,6 +60,7 @@ def warm_up(
     *,
     run: Callable[[], Any] | None = None,
     algorithm_cache: str | PathLike[str] | None = None,
+    costs: str | PathLike[str] | None = None,
 ) -> list[Entry]:
     """Find cuBLAS's fastest algorithms for some GEMMs, which plans then read. Collective.
 
@@ -66,6 +68,7 @@ def warm_up(
     run     called once; the GEMMs for which weft's ops ask cuBLAS in it are searched too
     algorithm_cache  JSON file that rank 0 reads first and adds its results to; None: results stay in memory. A damaged file is
                      ignored with one warning, and left as it is; so is one that cannot be written
+    costs   rank 0's file of ``weft doctor --measure``, by whose constants plans without a row choose; None: the usual one
 
     Rank 0 times what has neither a shipped row nor an entry of the file; all ranks get its choices and its file's. Returns the
     entries that were found now. Virtual ranks and fp32 have none. Unsupported while a CUDA graph is captured.
@@ -76,10 +79,12 @@ def warm_up(
     check_instance("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.bfloat16")
     check_optional(check_callable, "run", run, "run()")
     check_optional(check_instance, "algorithm_cache", algorithm_cache, (str, PathLike), "the path of a file")
+    check_optional(check_instance, "costs", costs, (str, PathLike), "the path of a file")
     if team.device.type == "cpu":
         return []
     if torch.cuda.is_current_stream_capturing():
         raise Unsupported(f"rank {team.rank}: warm_up times GEMMs, and a CUDA graph is captured; call it before")
+    gpu.agree(team, None if costs is None else Path(costs))
     return agree(team, gemms, run, None if algorithm_cache is None else Path(algorithm_cache))
 
 

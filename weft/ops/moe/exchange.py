@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.costs.choice import least
 from weft.kernels.fp8 import COLUMNS, scales_of
 from weft.ops.case import BF16, FP16, FP32, Case
 from weft.ops.collectives.over_nodes import OverNodes
@@ -246,9 +247,6 @@ PUSHES = (
     (1, 1024, 4), (1, 2048, 4), (2, 1024, 4), (2, 1024, 8), (4, 512, 4), (4, 1024, 8), (8, 1024, 8), (8, 512, 8), (8, 2048, 16),
     (16, 512, 8), (16, 1024, 16), (32, 512, 16),
 )  # fmt: skip
-# Least bytes for each peer by copy engine: 12 us of a link, beside some 4 for each flag. Not measured. Two ranks take "lamport"
-# up to limits of their own, which were.
-PIPELINED_BYTES = 4 << 20
 QUICK_PUSHES = ((1, 1024, 4), (4, 1024, 8), (16, 512, 8))
 
 
@@ -299,25 +297,17 @@ class ExchangeOp(MoeOp):
         return Planned("over_nodes", OverNodes(node=node), f"{machine.nodes} nodes: a token crosses once for each")
 
     def rule(self, call: ExchangeCall, machine: Machine) -> tuple[str, str]:
-        share = share_of_rows(call.choices, machine.world_size // call.tp)
-        reason = f"a rank has an expert for {share:.2f} of another's tokens if all experts are chosen alike"
-        if machine.world_size == 1 or not self.needs_nearly_all(call, machine):
-            return "push", reason
-        part = call.tokens * self.token_bytes(call)
-        if part < PIPELINED_BYTES or 2 * capacity_for(machine.world_size * part) > machine.heap_bytes // 4:
-            return self.for_all_rows(call), reason
-        return "pipelined", f"{reason}; {part:,} bytes for each"
+        """The least predicted time, of designs that take the call and whose buffers leave most of the heap."""
+        if machine.world_size == 1:
+            return "push", "one rank: nothing to send"
+        times = self.costs(call, machine)
+        if 2 * capacity_for(machine.world_size * call.tokens * self.token_bytes(call)) > machine.heap_bytes // 4:
+            times.pop("pipelined", None)
+        return least(times, machine.caps)
 
     @abstractmethod
-    def for_all_rows(self, call: ExchangeCall) -> str:
-        """Name of the design for all rows that needs little of the heap."""
-
-    def needs_nearly_all(self, call: ExchangeCall, machine: Machine) -> bool:
-        """True if a rank has an expert for more than three quarters of another's tokens.
-
-        Then all are sent, in larger pieces.
-        """
-        return share_of_rows(call.choices, machine.world_size // call.tp) > 0.75
+    def costs(self, call: ExchangeCall, machine: Machine) -> dict[str, float]:
+        """Predicted µs of each design that takes the call."""
 
     def token_bytes(self, call: ExchangeCall) -> int:
         """Bytes of a token's row as it is sent, and what goes with it."""
@@ -376,14 +366,6 @@ def rows_sent(sizes: Sequence[int], world_size: int) -> float:
     tokens, k, experts, _ = sizes
     elsewhere = experts - experts // world_size
     return (world_size - 1) * tokens * (1 - math.comb(elsewhere, k) / math.comb(experts, k))
-
-
-def share_of_rows(choices: int, groups: int) -> float:
-    """Share of a rank's tokens that another rank gets on average, where all experts are chosen alike.
-
-    groups  of ranks with the same experts
-    """
-    return 1 - (1 - 1 / max(1, groups)) ** choices
 
 
 def shared_experts(case: Case, rank: int) -> Experts:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
+from weft.costs import exchanges, fitted
+from weft.costs.gpu import gpu_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, added_over_nodes
 from weft.ops.collectives.reduce_scatter import reduce_scatter
@@ -47,6 +49,11 @@ from weft.runtime.team.team import find_team
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
+
+
+# Results of all ranks up to which "lamport" is a choice of more than two ranks: a program then holds the loads of several
+# owners' tokens, and beyond nothing was measured.
+MEASURED_BYTES = 2 << 20
 
 
 @exchangeable
@@ -123,21 +130,19 @@ class MoeCombine(ExchangeOp):
     calls = CombineCall
     dtypes = FLOATS
 
-    def rule(self, call: CombineCall, machine: Machine) -> tuple[str, str]:
-        """One kernel up to 2 MiB in all; of two ranks up to 128, or 4 where few rows are needed.
-
-        It sends all rows. Two H200s, by the tuner, one kernel and the next best: 128 tokens of 7168 12.5 and 16.3 us, 2048
-        tokens of 2048 37.0 and 54.2, 4096 67.4 and 90.8, 4096 of 7168 208 and 235.
-        """
-        whole, most = self.whole_bytes(call, machine), 2 << 20
-        if machine.world_size == 2:
-            most = 128 << 20 if self.needs_nearly_all(call, machine) else 4 << 20
-        if machine.world_size > 1 and whole <= most:
-            return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
-        return super().rule(call, machine)
-
-    def for_all_rows(self, call: CombineCall) -> str:
-        return "sum_then_scatter" if call.weighted else "push"
+    def costs(self, call: CombineCall, machine: Machine) -> dict[str, float]:
+        item = call.dtype.itemsize
+        rows = exchanges.Rows(
+            call.tokens, call.choices, call.width, item, machine.world_size, call.tp, weighted=call.weighted,
+            block=self.default("lamport", call, machine).row_bytes // item,
+        )  # fmt: skip
+        of = fitted.read()
+        times = exchanges.combine(gpu_of(machine.caps), of.exchanges, of.pushes, rows)
+        if not call.weighted:
+            del times["sum_then_scatter"]
+        if machine.world_size > 2 and self.whole_bytes(call, machine) > MEASURED_BYTES:
+            del times["lamport"]
+        return times
 
     def tuned(self, call: CombineCall, machine: Machine) -> Planned | None:
         row = super().tuned(call, machine)

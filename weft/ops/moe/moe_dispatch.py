@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.arguments import check_int, quoted
+from weft.costs import exchanges, fitted
+from weft.costs.gpu import gpu_of
 from weft.kernels.fp8 import COLUMNS, E4M3, by_torch, check_e4m3, quantize_rows, scales_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.collectives.over_nodes import OverNodes, packed, swapped, unpacked
@@ -190,21 +192,13 @@ class MoeDispatch(ExchangeOp):
     def call_of_case(self, case: Case, machine: Machine) -> DispatchCall:
         return super().call_of_case(case, machine)._replace(fp8=case.field("fp8") is True)
 
-    def rule(self, call: DispatchCall, machine: Machine) -> tuple[str, str]:
-        """By bytes in all, then by the share of rows that a rank needs.
-
-        2 MiB is where all-gathers of two H200s change from tiles of 512 bytes to larger ones; not measured here. Where two
-        ranks need nearly all rows, one kernel serves up to 40 MiB. Two H200s, by the tuner, and copy engines: 2048 tokens
-        of 2048 in bf16 31.9 and 42.6 us, 4096 57.0 and 66.6, in fp8 37.8 and 48.5.
-        """
-        W, whole = machine.world_size, self.whole_bytes(call, machine)
-        most = 40 << 20 if W == 2 and self.needs_nearly_all(call, machine) else 2 << 20
-        if W > 1 and whole <= most and row_bytes(call) % 4 == 0:
-            return "lamport", f"{whole:,} bytes in all: one kernel and one hop"
-        return super().rule(call, machine)
-
-    def for_all_rows(self, call: DispatchCall) -> str:
-        return "push" if row_bytes(call) % 4 else "lamport"
+    def costs(self, call: DispatchCall, machine: Machine) -> dict[str, float]:
+        rows = exchanges.Rows(
+            call.tokens, call.choices, call.width, call.dtype.itemsize, machine.world_size, call.tp, call.fp8
+        )
+        of = fitted.read()
+        times = exchanges.dispatch(gpu_of(machine.caps), of.exchanges, of.pushes, rows)
+        return times if row_bytes(call) % 4 == 0 else {name: us for name, us in times.items() if name != "lamport"}
 
     def whole_bytes(self, call: DispatchCall, machine: Machine) -> int:
         """Bytes of all ranks' rows, ids and weights."""

@@ -1,0 +1,286 @@
+"""Fit of weft.costs to committed rows, its errors on rows that the fit has seen and has not, and the regret of its choices.
+
+``python -m benchmarks.costs`` prints them; with --write it writes weft/costs/fitted.json and errors.json first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from weft.bench.harness.report import from_json
+from weft.bench.ops.shapes import op_of
+from weft.costs.fitted import FILE, Fitted, to_json
+from weft.costs.gpu import Gpu, named
+from weft.costs.predicted import ERRORS, OPS, Asked
+from weft.plan.planned import machine
+from weft.runtime import capabilities
+from weft.runtime.files import put
+
+ROOT = Path(__file__).resolve().parent
+# Folders of results that ask something else: other machines, eager calls, weights in 8 bits, other trees.
+OTHER = ("-machines", "-eager", "-fp8", "-recorded", "-peers", "-grouped")
+# Names of designs in lab files of earlier trees.
+RENAMED = {"segments": "pipelined", "library": "sequential"}
+# A call alone takes so many us more than one in a row (committed rows of exchanges: 4.6 to 7).
+ALONE = 5.5
+# Rows of experts that a skewed or recorded routing had are left out: costs are of tokens that choose alike.
+GROUPS = {
+    "gemms": ("cublas", "matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
+    "pushes": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_rms_norm"),
+    "exchanges": ("moe_dispatch", "moe_combine"),
+    "grouped": (
+        "grouped_matmul", "grouped_matmul_silu_mul", "all_gather_grouped_matmul_silu_mul", "grouped_matmul_reduce_scatter",
+    ),
+    "attention": ("sharded_decode_attention",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Measured time of one design at one shape. us: of a call in a row, where that was measured.
+
+    weft  False: cuBLAS's GEMM alone, at the shape of an overlapped op
+    """
+
+    op: str
+    variant: str
+    shape: tuple[int, ...]
+    world_size: int
+    gpu: str
+    design: str
+    us: float
+    source: str
+
+    @cached_property
+    def asked(self) -> Asked:
+        op = "matmul" if self.op == "cublas" else self.op
+        return Asked(op, self.variant, self.shape, 2, self.world_size)
+
+    @cached_property
+    def constants(self) -> Gpu:
+        return named(self.gpu)
+
+    @property
+    def held_out(self) -> bool:
+        """True for a third of the rows, by their shapes."""
+        return zlib.crc32(f"{self.op} {self.shape} {self.world_size}".encode()) % 3 == 0
+
+    @cached_property
+    def place(self) -> tuple:
+        return self.op, self.variant, self.shape, self.world_size, self.gpu, self.source
+
+
+def rows() -> list[Row]:
+    """Committed rows of weft's designs and of cuBLAS alone."""
+    return [*_results(), *_candidates(), *_choices()]
+
+
+def _results() -> Iterator[Row]:
+    for file in sorted(ROOT.glob("results/h?00-x*/*.json")):
+        folder = file.parent.name
+        if any(word in folder for word in OTHER):
+            continue
+        for report in from_json(file.read_text()):
+            alias, _, variant = report.op.partition("+")
+            try:
+                op = op_of(alias)
+            except ValueError:
+                continue
+            for row in report.rows:
+                if row.median_us is None or (op.form == "moe" and row.shape[-1] != 0):
+                    continue
+                family, _, design = row.provider.partition(".")
+                known = {"op": op.name, "design": design, "shape": row.shape}
+                if row.provider == "cublas":
+                    known = {"op": "cublas", "design": "", "shape": row.shape}
+                elif family != "weft" or op.name not in OPS or design not in ("auto", *op.designs):
+                    continue
+                yield Row(
+                    variant=variant, world_size=report.world_size, gpu=report.machine["gpu"],
+                    us=row.chain_us or row.median_us, source=folder, **known,
+                )  # fmt: skip
+
+
+def _candidates() -> Iterator[Row]:
+    """The best of each design among the candidates of earlier searches."""
+    for world_size in (2, 4):
+        file = ROOT / "lab" / f"h200-x{world_size}-candidates.json"
+        for row in json.loads(file.read_text())["rows"]:
+            best: dict[str, float] = {}
+            for label, us in row["us"].items():
+                design = RENAMED.get(label.split()[0], label.split()[0])
+                if design in ("pipelined", "sequential", "fused"):
+                    best[design] = min(us, best.get(design, math.inf))
+            # matmul_all_reduce's pipelined design of that day was another one.
+            for design, us in best.items() if row["op"] != "gemm-ar" else ():
+                yield Row(
+                    op=op_of(row["op"]).name, variant="", shape=tuple(row["shape"]), world_size=world_size,
+                    gpu="NVIDIA H200", design=design, us=us, source=file.stem,
+                )  # fmt: skip
+
+
+def _choices() -> Iterator[Row]:
+    file = ROOT / "lab" / "h200-choices.json"
+    for row in json.loads(file.read_text())["rows"]:
+        for design, us in row["us"].items():
+            yield Row(
+                op=op_of(row["op"]).name, variant="", shape=tuple(row["shape"]), world_size=row["world_size"],
+                gpu="NVIDIA H200", design=design, us=us - ALONE, source=file.stem,
+            )  # fmt: skip
+
+
+def times(fitted: Fitted, row: Row) -> Mapping[str, float]:
+    """Predicted µs by design at a row's shape."""
+    return OPS[row.asked.op][1](row.constants, fitted, row.asked)
+
+
+def predicted(fitted: Fitted, row: Row) -> float | None:
+    """Predicted µs of a row; None for a design without costs."""
+    of = times(fitted, row)
+    if len(of) == 1 and "" in of:
+        return of[""]
+    return min(of.values()) if row.design == "auto" else of.get(row.design)
+
+
+def fit(measured: Sequence[Row], start: Fitted) -> Fitted:
+    """Constants with the least squares of log errors, group after group, by steps along each that halve."""
+    for group, ops in GROUPS.items():
+        of_group = [row for row in measured if row.op in ops and predicted(start, row) is not None]
+        if not of_group:
+            continue
+        of_group.sort(key=lambda row: row.place)
+        best, step = _loss(start, of_group), 0.4
+        while step > 0.005:
+            before = best
+            for name in getattr(start, group).__dataclass_fields__:
+                for factor in (1 + step, 1 / (1 + step)):
+                    constants = getattr(start, group)
+                    moved = replace(constants, **{name: getattr(constants, name) * factor})
+                    other = replace(start, **{group: moved})
+                    if (loss := _loss(other, of_group)) < best:
+                        best, start = loss, other
+            if best > before * 0.9995:
+                step /= 2
+    return start
+
+
+def _loss(fitted: Fitted, measured: Sequence[Row]) -> float:
+    total, at, of = 0.0, None, {}
+    for row in measured:  # rows of one shape follow each other
+        if row.place != at:
+            at, of = row.place, times(fitted, row)
+        us = of[""] if "" in of else min(of.values()) if row.design == "auto" else of[row.design]
+        total += min(1.0, abs(math.log(us / row.us))) ** 2
+    return total
+
+
+# --- errors ------------------------------------------------------------------------------------------------------------
+
+
+def errors(fitted: Fitted, measured: Sequence[Row]) -> dict[str, dict[str, tuple[int, float, float, float]]]:
+    """As ``weft.costs.predicted.ERRORS`` has them."""
+    by_op: dict[str, dict[str, list[tuple[bool, float]]]] = {}
+    for row in measured:
+        if (us := predicted(fitted, row)) is not None:
+            by_op.setdefault(row.op, {}).setdefault(str(row.world_size), []).append((row.held_out, us / row.us - 1))
+    return {
+        op: {world: _errors(found) for world, found in sorted(worlds.items())} for op, worlds in sorted(by_op.items())
+    }
+
+
+def _errors(found: Sequence[tuple[bool, float]]) -> tuple[int, float, float, float]:
+    every = [error for _, error in found]
+    unseen = [abs(error) for held_out, error in found if held_out] or [abs(error) for error in every]
+    seen = [abs(error) for held_out, error in found if not held_out] or unseen
+    return (
+        len(every), round(statistics.mean(seen), 4), round(statistics.mean(unseen), 4), round(max(every, key=abs), 4)
+    )  # fmt: skip
+
+
+def by_design(fitted: Fitted, measured: Sequence[Row]) -> Iterator[str]:
+    """A line for each op, design and world size: mean errors of rows that the fit has seen and has not."""
+    groups: dict[tuple, list[tuple[bool, float]]] = {}
+    for row in measured:
+        if (us := predicted(fitted, row)) is not None:
+            key = f"{row.op}{'+' * bool(row.variant)}{row.variant}", row.design, row.world_size
+            groups.setdefault(key, []).append((row.held_out, us / row.us - 1))
+    for (op, design, world_size), found in sorted(groups.items()):
+        count, seen, unseen, largest = _errors(found)
+        head = f"{op:38} {design:17} W={world_size} {count:4} rows"
+        yield f"{head}  {seen:6.1%} fitted {unseen:6.1%} held out {largest:+6.0%} at most"
+
+
+# --- regret ------------------------------------------------------------------------------------------------------------
+
+
+def regrets(fitted: Fitted, measured: Sequence[Row]) -> Iterator[tuple[Row, str, str, str, dict[str, float]]]:
+    """(a row, design by the model, by the rule, the best, µs by design) of each shape with several designs."""
+    by_place: dict[tuple, dict[str, float]] = {}
+    some: dict[tuple, Row] = {}
+    for row in measured:
+        if row.op != "cublas" and row.design != "auto":
+            by_place.setdefault(row.place, {})[row.design] = row.us
+            some[row.place] = row
+    for place, us in by_place.items():
+        row = some[place]
+        costs = {name: time for name, time in times(fitted, row).items() if name in us}
+        if len(us) > 1 and costs:
+            rule = rule_of(row)
+            yield row, min(costs, key=lambda name: costs[name]), rule, min(us, key=lambda name: us[name]), us
+
+
+def rule_of(row: Row) -> str:
+    """Name of the design by the op's rule, without rows of tables."""
+    op, gpu = op_of(row.op), named(row.gpu)
+    like = next(like for like, known in capabilities.GPUS.items() if known.device_name == gpu.gpu)
+    here = machine(capabilities.simulated(row.world_size, like=like), row.world_size)
+    shape = row.shape + (0,) * (op.form == "moe" and len(row.shape) == 6)
+    import torch
+
+    case = op.case_of(shape, torch.bfloat16, row.world_size, **({row.variant: True} if row.variant else {}))
+    return op.rule(op.call_of_case(case, here), here)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    measured = rows()
+    fitted = fit([row for row in measured if not row.held_out], Fitted())
+    if asked.write:
+        put(FILE, to_json(fitted))
+        put(ERRORS, json.dumps(errors(fitted, measured), indent=1) + "\n")
+    for line in by_design(fitted, measured):
+        print(line)
+    print()
+    by_op: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for row, model, rule, best, us in regrets(fitted, measured):
+        of_model = us[model] / us[best]
+        of_rule = us[rule] / us[best] if rule in us else math.nan
+        by_op.setdefault((f"{row.op}{'+' * bool(row.variant)}{row.variant}", row.world_size), []).append(
+            (of_model, of_rule)
+        )
+        if of_model > 1.03 or of_rule > 1.03:
+            where = f"{row.op} {row.gpu} W={row.world_size} {row.shape}"
+            print(f"{where}: model {model} {of_model:.2f}, rule {rule} {of_rule:.2f}, best {best}")
+    for (op, world_size), found in sorted(by_op.items()):
+        model = math.exp(statistics.mean(math.log(one) for one, _ in found))
+        of_rule = [two for _, two in found if not math.isnan(two)]
+        rule = math.exp(statistics.mean(map(math.log, of_rule))) if of_rule else math.nan
+        worst, worst_rule = max(one for one, _ in found), max(of_rule, default=math.nan)
+        print(
+            f"{op:38} W={world_size} {len(found):3} shapes: regret of the model {model:.3f} (worst {worst:.2f}), "
+            f"of the rule {rule:.3f} (worst {worst_rule:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -15,12 +15,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from weft.bench.harness.report import from_json
+from weft.bench.ops.labels import label
 from weft.bench.ops.shapes import op_of
+from weft.bench.regret.file import read
 from weft.costs.fitted import FILE, Fitted, to_json
 from weft.costs.gpu import Gpu, named
 from weft.costs.predicted import ERRORS, OPS, Asked
-from weft.plan.planned import machine
+from weft.plan.planned import Machine, machine
 from weft.runtime import capabilities
 from weft.runtime.files import put
 
@@ -31,6 +35,8 @@ OTHER = ("-machines", "-eager", "-fp8", "-recorded", "-peers", "-grouped")
 RENAMED = {"segments": "pipelined", "library": "sequential"}
 # A call alone takes so many us more than one in a row (committed rows of exchanges: 4.6 to 7).
 ALONE = 5.5
+# Times over the fastest design's up to which a row counts more in the fit.
+NEAR, NEAR_WEIGHT = 1.25, 5.0
 # Rows of experts that a skewed or recorded routing had are left out: costs are of tokens that choose alike.
 GROUPS = {
     "gemms": ("cublas", "matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
@@ -80,7 +86,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Committed rows of weft's designs and of cuBLAS alone."""
-    return [*_results(), *_candidates(), *_choices()]
+    return [*_results(), *_candidates(), *_choices(), *_regrets()]
 
 
 def _results() -> Iterator[Row]:
@@ -115,8 +121,8 @@ def _candidates() -> Iterator[Row]:
         file = ROOT / "lab" / f"h200-x{world_size}-candidates.json"
         for row in json.loads(file.read_text())["rows"]:
             best: dict[str, float] = {}
-            for label, us in row["us"].items():
-                design = RENAMED.get(label.split()[0], label.split()[0])
+            for words, us in row["us"].items():
+                design = RENAMED.get(words.split()[0], words.split()[0])
                 if design in ("pipelined", "sequential", "fused"):
                     best[design] = min(us, best.get(design, math.inf))
             # matmul_all_reduce's pipelined design of that day was another one.
@@ -135,6 +141,33 @@ def _choices() -> Iterator[Row]:
                 op=op_of(row["op"]).name, variant="", shape=tuple(row["shape"]), world_size=row["world_size"],
                 gpu="NVIDIA H200", design=design, us=us - ALONE, source=file.stem,
             )  # fmt: skip
+
+
+def _regrets() -> Iterator[Row]:
+    """Designs with their default fields, of files of ``weft bench --regret``."""
+    for file in sorted((ROOT / "lab" / "h200-regret").glob("*.json")):
+        for kept in read(file):
+            row, (alias, _, variant) = kept.row, kept.row.op.partition("+")
+            op, here = op_of(alias), machine_of(kept.gpu, row.world_size)
+            case = op.case_of(row.shape, torch.bfloat16, row.world_size, **({variant: True} if variant else {}))
+            call = op.call_of_case(case, here)
+            for name in op.designs:
+                if name in op.internal or (halves := row.us.get(label(op, op.default(name, call, here)))) is None:
+                    continue
+                yield Row(
+                    op=op.name, variant=variant, shape=row.shape, world_size=row.world_size, gpu=kept.gpu, design=name,
+                    us=in_a_row(statistics.mean(halves)), source=file.stem,
+                )  # fmt: skip
+
+
+def in_a_row(us: float) -> float:
+    """Time in a row of a call whose geometric mean of that and of the time alone is ``us``."""
+    return (math.sqrt(ALONE**2 + 4 * us**2) - ALONE) / 2
+
+
+def machine_of(gpu: str, world_size: int) -> Machine:
+    like = next(like for like, known in capabilities.GPUS.items() if known.device_name == gpu)
+    return machine(capabilities.simulated(world_size, like=like), world_size)
 
 
 def times(fitted: Fitted, row: Row) -> Mapping[str, float]:
@@ -157,7 +190,8 @@ def fit(measured: Sequence[Row], start: Fitted) -> Fitted:
         if not of_group:
             continue
         of_group.sort(key=lambda row: row.place)
-        best, step = _loss(start, of_group), 0.4
+        weights = weights_of(of_group)
+        best, step = _loss(start, of_group, weights), 0.4
         while step > 0.005:
             before = best
             for name in getattr(start, group).__dataclass_fields__:
@@ -165,20 +199,28 @@ def fit(measured: Sequence[Row], start: Fitted) -> Fitted:
                     constants = getattr(start, group)
                     moved = replace(constants, **{name: getattr(constants, name) * factor})
                     other = replace(start, **{group: moved})
-                    if (loss := _loss(other, of_group)) < best:
+                    if (loss := _loss(other, of_group, weights)) < best:
                         best, start = loss, other
             if best > before * 0.9995:
                 step /= 2
     return start
 
 
-def _loss(fitted: Fitted, measured: Sequence[Row]) -> float:
+def weights_of(measured: Sequence[Row]) -> list[float]:
+    """Weight of each row: more of designs that are nearly the fastest at their shape, between which a choice is made."""
+    fastest: dict[tuple, float] = {}
+    for row in measured:
+        fastest[row.place] = min(row.us, fastest.get(row.place, math.inf))
+    return [NEAR_WEIGHT if row.us <= NEAR * fastest[row.place] else 1.0 for row in measured]
+
+
+def _loss(fitted: Fitted, measured: Sequence[Row], weights: Sequence[float]) -> float:
     total, at, of = 0.0, None, {}
-    for row in measured:  # rows of one shape follow each other
+    for row, weight in zip(measured, weights, strict=True):  # rows of one shape follow each other
         if row.place != at:
             at, of = row.place, times(fitted, row)
         us = of[""] if "" in of else min(of.values()) if row.design == "auto" else of[row.design]
-        total += min(1.0, abs(math.log(us / row.us))) ** 2
+        total += weight * min(1.0, abs(math.log(us / row.us))) ** 2
     return total
 
 
@@ -239,12 +281,8 @@ def regrets(fitted: Fitted, measured: Sequence[Row]) -> Iterator[tuple[Row, str,
 
 def rule_of(row: Row) -> str:
     """Name of the design by the op's rule, without rows of tables."""
-    op, gpu = op_of(row.op), named(row.gpu)
-    like = next(like for like, known in capabilities.GPUS.items() if known.device_name == gpu.gpu)
-    here = machine(capabilities.simulated(row.world_size, like=like), row.world_size)
+    op, here = op_of(row.op), machine_of(row.gpu, row.world_size)
     shape = row.shape + (0,) * (op.form == "moe" and len(row.shape) == 6)
-    import torch
-
     case = op.case_of(shape, torch.bfloat16, row.world_size, **({row.variant: True} if row.variant else {}))
     return op.rule(op.call_of_case(case, here), here)[0]
 

@@ -18,6 +18,7 @@ import weft.bench.command
 import weft.tune.command
 from tests.benchmarks.scripts import commands_of
 from tests.documents import ROOT, blocks
+from weft.bench.regret import command as regret
 from weft.cli import app
 
 # A file of the reader's own is one of these.
@@ -63,6 +64,9 @@ def parse_values(command):
         for module, run_ranks in ((weft.bench.command, "_measure"), *of_tune):
             patch.setattr(module, "ranks", lambda sizes, device: (sizes or (2,), False))
             patch.setattr(module, run_ranks, lambda *_: None)
+        here = regret.machine_here
+        patch.setattr(regret, "machine_here", lambda size, _: here(size, True))
+        patch.setattr(regret, "measure", lambda *_: None)
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
 

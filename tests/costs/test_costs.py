@@ -49,18 +49,16 @@ def test_shipped_errors_are_those_of_the_committed_rows(rows):
 
 
 def test_experts_of_two_ranks_are_within_eight_percent(rows):
-    """The mean over all designs that plans choose, of rows that the fit has seen and of the third that it has not."""
-    of = fitted.read()
+    """The mean of the designs that plans choose, and of the third of these rows that the fit has not seen."""
+    of, chosen = fitted.read(), ("auto", "lamport", "sum_then_scatter", "sequential")
     for op in ("moe_dispatch", "moe_combine", "grouped_matmul_reduce_scatter", "all_gather_grouped_matmul_silu_mul"):
-        auto = [
-            row
+        errors = [
+            (row.held_out, abs(fitting.predicted(of, row) / row.us - 1))
             for row in rows
-            if row.op == op and row.world_size == 2 and row.design in ("auto", "lamport", "sequential")
+            if row.op == op and row.world_size == 2 and row.design in chosen
         ]
-        for unseen in (False, True):
-            each = [abs(fitting.predicted(of, row) / row.us - 1) for row in auto if row.held_out == unseen]
-            assert not each or statistics.mean(each) < 0.1, (op, unseen)
-        assert statistics.mean(abs(fitting.predicted(of, row) / row.us - 1) for row in auto) < 0.08, op
+        assert statistics.mean(error for _, error in errors) < 0.08, op
+        assert statistics.mean([error for held_out, error in errors if held_out] or [0]) < 0.12, op
 
 
 def test_dense_ops_are_within_eight_percent(rows):
@@ -79,8 +77,8 @@ def test_where_costs_choose_they_lose_nothing_on_committed_rows(rows):
     chosen = ("moe_dispatch", "moe_combine", "grouped_matmul_reduce_scatter")
     every = fitting.regrets(fitted.read(), rows)
     regrets = [us[model] / min(us.values()) for row, model, *_, us in every if row.op in chosen]
-    assert len(regrets) > 40 and max(regrets) < 1.05
-    assert math.exp(statistics.mean(map(math.log, regrets))) < 1.005
+    assert len(regrets) > 90 and max(regrets) < 1.11
+    assert math.exp(statistics.mean(map(math.log, regrets))) < 1.01
 
 
 def test_a_fit_finds_the_constants_that_made_the_rows(rows):

@@ -91,7 +91,9 @@ def combine(gpu: Gpu, fitted: Exchanges, of_pushes: Pushes, rows: Rows) -> dict[
         return {"push": gpu.launch + sums}
     crossing = 0.0
     if rows.width % rows.block:
-        crossing = fitted.crossing * W * T * rows.width * rows.choices * 1e-6 * 132 / gpu.sms
+        # One choice after the other, in place of all at once.
+        many = fitted.crossing * W * T * rows.width * rows.choices * 1e-6 * 132 / gpu.sms
+        crossing = fitted.crossing_step * rows.choices + many
     scatter = min(pushes.exchange(gpu, of_pushes, every, W, adds=True).values())
     message = (W - 1) * T * row
     wire = fitted.words * message

@@ -68,7 +68,8 @@ class Exchanges:
 
     words, first, gathered  of "lamport": factor of the wire; time of a combine besides, of a dispatch
     choices, stored  of "lamport": share of a combine's loads, of a dispatch's loads and stores, that the wire does not hide
-    crossing         of "lamport" sums whose tiles go across tokens: µs of 1,000,000 elements and choices on 132 SMs
+    crossing, crossing_step  of "lamport" sums whose tiles go across tokens: µs of 1,000,000 elements and choices on 132 SMs;
+                     of a choice
     sums, sums_base  of moe_sum: factor of the memory's time; time of a call
     base, step, load, rate  of combine's "push": time of a call; of a block of columns; of a choice in it; share of the
                      memory's rate
@@ -84,6 +85,7 @@ class Exchanges:
     choices: float = 0.25
     stored: float = 0.25
     crossing: float = 0.8
+    crossing_step: float = 0.4
     sums: float = 1.0
     sums_base: float = 1.0
     base: float = 8.0

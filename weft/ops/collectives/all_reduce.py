@@ -17,11 +17,14 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.costs import fitted, pushes
+from weft.costs.choice import least
+from weft.costs.gpu import gpu_of
 from weft.kernels.partial_sums import rounded_sum
 from weft.ops.case import FP32, Case, Draw, Inputs, sum_of
 from weft.ops.collectives import cases, multimem
 from weft.ops.collectives.all_gather import ALL_GATHER
-from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot, shots_rule
+from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
 from weft.ops.collectives.over_nodes import ScatterGather
 from weft.ops.collectives.reduce_scatter import REDUCE_SCATTER
@@ -46,11 +49,6 @@ from weft.transport.push import (
     sum_of_ranks,
     tile_rest,
 )
-
-# Largest message for which one-shot is faster than two-shot, by world size: it starts sooner. Four H100s, 64 KiB in a row: 2.84
-# us, two-shot 4.82 (docs/performance/h100-x4.md). W=3 and W=8 are not measured; they follow from one-shot's bytes, which grow
-# with W - 1.
-ONE_SHOT_LIMIT = {2: 512 << 10, 3: 192 << 10, 4: 256 << 10, 8: 64 << 10}
 
 
 @triton.jit
@@ -159,8 +157,10 @@ class AllReduce(Collective):
         multimem.check(call.design, machine)
         return super().choose(call, machine)
 
-    def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
-        return shots_rule(whole, world_size, ONE_SHOT_LIMIT)
+    def push_rule(self, whole: int, machine: Machine) -> tuple[str, str]:
+        """The least predicted time of one hop and two. W=3 and W=8 are not measured."""
+        times = pushes.all_reduce(gpu_of(machine.caps), fitted.read().pushes, whole, machine.world_size)
+        return least({name: times[name] for name in ("one_shot", "two_shot")}, machine.caps)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         return (drawn(case, draw),)

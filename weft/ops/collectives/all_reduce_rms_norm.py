@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from weft.costs import fitted, pushes
+from weft.costs.choice import least
+from weft.costs.gpu import gpu_of
 from weft.kernels.deferred_norm import DeferredNorm
 from weft.kernels.fp8 import (
     COLUMNS,
@@ -36,7 +39,7 @@ from weft.kernels.pair_sums import PairSum
 from weft.ops.case import Accuracy, Case, Draw, Inputs, agreed, format_of, norm_dtype, sum_of
 from weft.ops.collectives import all_reduce, cases
 from weft.ops.collectives.all_reduce import ALL_REDUCE
-from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot, checked_shape, shots_rule
+from weft.ops.collectives.collective import CollectiveCall, OneShot, TwoShot, checked_shape
 from weft.ops.collectives.copy_engine import add_up
 from weft.ops.collectives.norm_kernel import Norm, Summands, all_reduce_rms_norm_kernel, sums_of
 from weft.ops.collectives.space import ROW_PARTS, pushes_around
@@ -69,10 +72,6 @@ CASES_EPS = 1e-6
 PART_BYTES = 512
 # Most programs of an SM that put rows in fp8 in two shots: W rows and their bytes are in registers at once.
 MOST_PER_SM_FP8 = 12
-# Largest x of the one-shot design, by world size: all_reduce's, except for two ranks, where whole decode steps were measured,
-# in which kernels overlap: two H200s, Qwen3-32B, 64 sequences 10.73 ms, by two hops 10.80 (lab/h200-128-rows.json@cd3ccc0).
-# (Rows tuned for the all-reduce have other tiles.)
-ONE_SHOT_LIMIT = all_reduce.ONE_SHOT_LIMIT | {2: 1 << 20}
 
 
 @exchangeable
@@ -152,7 +151,9 @@ class AllReduceRMSNorm(Op):
     def rule(self, call: NormCall, machine: Machine) -> tuple[str, str]:
         if machine.world_size == 1:
             return "one_shot", "one rank: nothing to send"
-        return shots_rule(call.nbytes, machine.world_size, ONE_SHOT_LIMIT)
+        width = call.row_bytes // call.dtype.itemsize
+        sizes = call.nbytes // call.row_bytes, width, call.dtype.itemsize, machine.world_size
+        return least(pushes.all_reduce_rms_norm(gpu_of(machine.caps), fitted.read().pushes, *sizes), machine.caps)
 
     def default(self, name: str, call: NormCall, machine: Machine) -> OneShot | TwoShot:
         # About PART_BYTES a part, and no more parts than SMs, so that all programs of a row are resident.
@@ -412,7 +413,7 @@ def all_reduce_rms_norm(
                order and rounded to residual's dtype before they are sent
     residual   the same on all ranks, of x's shape and dtype
     weight     [H] of residual's dtype, or fp32
-    algorithm  "auto" (by x's bytes: ONE_SHOT_LIMIT), "one_shot" or "two_shot"
+    algorithm  "auto" (the least predicted time), "one_shot" or "two_shot"
     factored   return a DeferredNorm in place of the normed rows, for the GEMMs that follow: faster, since no part of a row
                waits for another. fp16 may overflow, since hidden * weight is not yet divided. For a team of one node
     fp8        the normed rows, or the DeferredNorm's, are rounded to 16 bits, then put in fp8 so; ``row_format`` of the

@@ -275,13 +275,13 @@ class Collective(Op):
             return "copy", ONE_RANK
         whole, limit = self.whole(call, machine.world_size), of_world(self.copy_engine_from, machine.world_size)
         if whole < limit or not has_even_lines(whole, machine.world_size):
-            return self.push_rule(whole, machine.world_size)
+            return self.push_rule(whole, machine)
         if not self.copies_fit(call, machine):
-            name, _ = self.push_rule(whole, machine.world_size)
+            name, _ = self.push_rule(whole, machine)
             return name, f"{whole:,} bytes >= {limit:,}, but the heap has no room for copy engines' staging buffers"
         return "copy_engine", f"{whole:,} bytes >= {limit:,}: copy engines fill the links, one peer at a time"
 
-    def push_rule(self, whole: int, world_size: int) -> tuple[str, str]:
+    def push_rule(self, whole: int, machine: Machine) -> tuple[str, str]:
         """Name of the design that pushes ``whole`` bytes, and the reason."""
         return "push", "one hop, no flags"
 
@@ -316,14 +316,6 @@ def checked_shape(op: str, shape: object) -> tuple[int, ...]:
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{op}: shape={quoted(shape)} is no shape; pass a tuple of sizes")
     return tuple(shape)
-
-
-def shots_rule(nbytes: int, world_size: int, limits: dict[int, int]) -> tuple[str, str]:
-    """One-shot up to the limit of the world size, else two-shot; and the reason."""
-    limit = of_world(limits, world_size)
-    if nbytes <= limit:
-        return "one_shot", f"{nbytes:,} bytes <= {limit:,}: one hop beats two"
-    return "two_shot", f"{nbytes:,} bytes > {limit:,}: fewer bytes beat fewer hops at world_size={world_size}"
 
 
 def has_even_lines(whole: int, world_size: int) -> bool:

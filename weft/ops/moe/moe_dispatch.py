@@ -54,6 +54,11 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
+# Tokens of a rank from which "push" has larger chunks in narrower blocks. Four H200s, 6,400 of 2,880: 259 us, by default 281
+# (benchmarks/lab/h200-regret/regret-dispatch-w4.json).
+MANY_TOKENS = 1600
+
+
 class Dispatched(NamedTuple):
     """Tokens of all ranks as one rank has them. Row s * max_tokens + t is token t of rank s.
 
@@ -214,6 +219,8 @@ class MoeDispatch(ExchangeOp):
         if name == "push" and call.fp8:
             # With 1024 columns a thread that converts them has a stack on sm_90.
             return PushRows(block=512)
+        if name == "push" and call.tokens >= MANY_TOKENS:
+            return PushRows(chunk=16, block=512)
         if name == "pipelined" and not call.fp8:
             # Only choices pass the kernel.
             return DispatchPieces(chunk=32)

@@ -93,3 +93,14 @@ def test_drafts_cost_less_than_steps_of_their_own():
     one, four = (step_time(config, (1, 2048, 1, queries), layout, "h200").seconds for queries in (1, 4))
     assert one < four < 2 * one
     assert tokens_of((2, 2048, 1, 4)) == 8
+
+
+def test_the_page_has_the_errors_of_these_costs():
+    """Else write it again: python -m benchmarks.step_errors prints both tables."""
+    page = (step_errors.RESULTS.parent.parent / "docs" / "planning.md").read_text().splitlines()
+    for line in step_errors.summary(ROWS).splitlines()[2:]:
+        name, rows, mean, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        [written] = (row for row in page if row.startswith(f"| {name} |"))
+        _, rows_there, mean_there, *_ = (cell.strip() for cell in written.strip("|").split("|"))
+        assert rows_there == rows
+        assert abs(float(mean_there[:-1]) - float(mean[:-1])) < 2

@@ -14,6 +14,7 @@ from weft.cli import doctor, generate, serve
 from weft.cli.vllm_flags import COMMANDS, rewritten
 from weft.console import Commands, logged, one_line_errors, single_valued
 from weft.predict.command import predict
+from weft.predict.plan_command import command as plan
 from weft.trace.command import app as trace
 from weft.tune.command import command as tune
 
@@ -57,6 +58,7 @@ def root(
 for command in (bench, check, tune, predict):
     app.command()(logged(single_valued(command)))
 app.add_typer(trace, name="trace")
+app.command("plan")(logged(single_valued(plan)))
 app.command()(logged(generate.command))
 app.command()(logged(serve.command))
 app.command("bench serve")(logged(bench_serve))

@@ -146,6 +146,13 @@ class EngineFlags:
     heap_bytes: Annotated[
         int | None, typer.Option(help="Symmetric memory of a rank [default: 2 GiB on GPUs, 512 MiB on simulated ranks]")
     ] = None
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Follow a file of weft plan: its options are taken, other ones refused, and measured times printed beside its "
+            "at the end"
+        ),
+    ] = None
     tune: Annotated[
         bool,
         typer.Option(
@@ -184,7 +191,7 @@ class EngineFlags:
 
         from weft.engine import EngineConfig, SpeculativeConfig
 
-        return EngineConfig(
+        config = EngineConfig(
             dtype=None if self.dtype == "auto" else getattr(torch, DTYPES[self.dtype]),
             expert_layout=layout_of(self.expert_layout),
             speculative=SpeculativeConfig.of("--speculative-config", self.speculative_config)
@@ -193,6 +200,7 @@ class EngineFlags:
             tune=self.tune if self.tune_seconds is None else self.tune_seconds,
             **{name: getattr(self, name) for name in PASSED_ON},
         )
+        return config if self.plan is None else EngineConfig.of(config, {"plan": self.plan})
 
 
 # Flags that are options of the engine by the same names.

@@ -141,7 +141,10 @@ def generate(flags: GenerateFlags) -> None:
         options = GenerateOptions.of(flags)
         if flags.model is not None and is_simulated(flags.world_size, flags.device):
             _check_simulable(flags, options)
-        launch(generate_on_rank, flags.world_size, flags.device, args=(options,), heap_bytes=flags.heap_bytes)
+        world_size, plan = flags.world_size, options.engine.plan
+        if plan is not None:
+            world_size = plan.check_world_size(world_size)
+        launch(generate_on_rank, world_size, flags.device, args=(options,), heap_bytes=flags.heap_bytes)
 
 
 command = single_valued(from_flags(GenerateFlags, generate))
@@ -361,3 +364,5 @@ def _print_speed(engine: Engine, team: Team) -> None:
         f"prompts of {stats.prompt_tokens} tokens{chunks}: {engine.model.plan(runner.prompts.longest)}\n{decode}\n"
         f"KV cache {engine.cache_plan}",
     )
+    for line in engine.against_plan():
+        notices.info(line)

@@ -115,6 +115,8 @@ class AsyncLLM:
         check_model(model)
         watchers = watchers_of(progress, warm_up_progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
+        if config.plan is not None:
+            world_size = config.plan.check_world_size(world_size)
         placed = Placement.of(model, world_size, device, config.mode)
         if placed.torchrun:
             raise WeftError("AsyncLLM starts a process per GPU itself; run it without torchrun")

@@ -19,6 +19,8 @@ from weft.arguments import (
     positive,
     quoted,
 )
+from weft.engine import followed
+from weft.engine.followed import ServingPlan
 from weft.engine.speculation.options import SpeculativeConfig
 from weft.parallel.modes import mode_named
 from weft.runtime.arithmetic import cdiv
@@ -90,6 +92,8 @@ class EngineConfig:
     grammar_seconds  longest time that a grammar of structured_outputs may take to compile; other requests go on meanwhile
     speculative      SpeculativeConfig, or a mapping of its fields: tokens are drafted, and several of a sequence verified in a
                      step (docs/speculation.md), not with pipeline_parallel; None: a step gives a token
+    plan             file of ``weft plan``: its options are taken, and an option that differs is refused (`of`); at its end the
+                     engine says measured times beside the plan's (docs/planning.md). None: there is none
     tune             True, or a number of seconds (True: 60): the designs of the ops that this model's steps call are searched
                      on these GPUs at start, collectively, within that time, and kept for the next start (docs/tuning.md). Not
                      with pipeline_parallel; virtual ranks search nothing
@@ -121,6 +125,7 @@ class EngineConfig:
     warm_up_late: bool = False
     grammar_seconds: float = 10.0
     speculative: SpeculativeConfig | None = None
+    plan: ServingPlan | None = None
     tune: bool | float = False
     tune_cache: str | PathLike[str] | None = None
     algorithm_cache: str | PathLike[str] | None = None
@@ -171,6 +176,8 @@ class EngineConfig:
                 raise ValueError(
                     f"speculative with pipeline_parallel={self.pipeline_parallel}: drafts are for one stage; leave out one"
                 )
+        rule = "the path of a plan, for EngineConfig.of, LLM and Engine, or a ServingPlan"
+        check_optional(check_instance, "plan", self.plan, ServingPlan, rule)
         check_number("grammar_seconds", self.grammar_seconds, 1e-3, 3600, "in [0.001, 3600] seconds")
         check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
         if self.gpu_memory_utilization is not None:
@@ -186,6 +193,10 @@ class EngineConfig:
         """`config`, or the defaults, with `options` in place of its fields. TypeError for another name."""
         check_optional(check_instance, "config", config, cls, "an EngineConfig")
         known = [field.name for field in fields(cls)]
+        if isinstance(plan := options.get("plan"), (str, PathLike)):
+            plan = followed.read(plan)
+            given = {name: getattr(config or cls(), name) for name in known} | dict(options)
+            options = {**options, **followed.followed(plan, given, DEFAULTS), "plan": plan}
         if unknown := next((name for name in options if name not in known), None):
             name = VLLM_NAMES.get(unknown)
             rest = f"weft's name is {name}" if name else f"the options are {', '.join(known)}"

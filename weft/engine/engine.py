@@ -27,6 +27,7 @@ from weft.costs.gpu import agree
 from weft.engine.answers import Answer, Completion, Load, Piece, Requests, Stats, join_pieces
 from weft.engine.batch import Batch
 from weft.engine.config import EngineConfig, plan_cache
+from weft.engine.followed import Measured
 from weft.engine.params import (
     Prompt,
     SamplingParams,
@@ -98,6 +99,12 @@ class Engine:
         config = EngineConfig.of(config, options)
         checkpoint = None if isinstance(model, DecoderConfig) else _open(model, team)
         sizes = model if checkpoint is None else DecoderConfig.of(checkpoint)
+        self.measured: Measured | None = None
+        if config.plan is not None:
+            config.plan.check_model(sizes)
+            config.plan.check_gpu(team.caps.device_name)
+            config.plan.check_world_size(team.size)
+            self.measured = Measured(config.plan)
         config = replace(config, max_seq_len=_longest(config.max_seq_len, sizes.max_position_embeddings))
         if config.pipeline_parallel > 1 and sizes.linear_attention is not None:
             raise ValueError(
@@ -302,7 +309,14 @@ class Engine:
         """
         self.batch.settle()
 
+    def against_plan(self) -> list[str]:
+        """On rank 0, lines with decode steps beside the plan's; none without a plan or on virtual ranks."""
+        silent = self.measured is None or self.team.is_simulated or self.team.rank != 0
+        return [] if silent else self.measured.lines()
+
     def _step(self) -> None:
+        scheduler = self.batch.scheduler
+        reads = scheduler.has_prompts or bool(scheduler.waiting)
         try:
             for answers, tokens, rows in self.batch.advance():
                 for answer, token, row in zip(answers, tokens, rows or repeat(None), strict=False):
@@ -311,6 +325,10 @@ class Engine:
         except BaseException:
             self.batch.restart()
             raise
+        if self.measured is not None:
+            active = len(scheduler.active)
+            batch = self.batch.runner.bucket(active) if active else 0
+            self.measured.note(batch, time.perf_counter(), reads=reads)
 
     def _answer(self, answers: list[Answer]) -> Generator[list[Piece], None, None]:
         """Submit requests and step until all have ended. They leave when the caller stops drawing, too."""

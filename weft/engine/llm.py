@@ -153,6 +153,8 @@ class LLM:
         check_model(model)
         watchers = watchers_of(progress, warm_up_progress)
         config, heap_bytes = EngineConfig.of(config, options), check_heap_bytes(heap_bytes)
+        if config.plan is not None:
+            world_size = config.plan.check_world_size(world_size)
         placed = Placement.of(model, world_size, device, config.mode)
         self.world_size, self.device, self.directory = placed.world_size, placed.device, placed.directory
         self.defaults = SamplingParams() if self.directory is None else sampling_defaults(Checkpoint(self.directory))

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from weft.engine.answers import columns_of, pieces_of_columns
 from weft.engine.config import Watchers
 from weft.errors import PeerFailed, WeftError
+from weft.runtime import logs
 from weft.runtime.codec import decode, encode
 from weft.runtime.launch import launch_on_pipes
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 # ("submit", number, prompt, SamplingParams); ("call", number, prompts, [SamplingParams]); ("cancel", number) of either; from a
 # rank to all ranks ("prepared", number) and ("capture", 0). Numbers are chosen by the caller.
 Command = tuple[Any, ...]
+notices = logs.logger_of(logs.NOTICES)
 # Seconds between two looks at grammars that are compiled while nothing else is done.
 PREPARING_SECONDS = 1e-3
 # Share of the time for captures of graphs beside requests: each holds up all streams, for a fifth of a second or so.
@@ -91,6 +93,8 @@ class RequestLoop:
             if self._call is not None:
                 self._cancel(self._call[0])
             self._engine.settle()
+            for line in self._engine.against_plan():
+                notices.info(line)
 
     def _obey(self, commands: list[Command]) -> None:
         accepted: list[int] = []

@@ -1,4 +1,4 @@
-"""Costs of whole steps beside the costs of their launches, fitted by ``python -m benchmarks.step_errors --fit``."""
+"""Costs of whole steps beside their launches', fitted by ``python -m benchmarks.step_errors --fit``."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ from weft.parallel.thresholds import FUSED_NORM_TOKENS, splits_tokens
 from weft.predict.step_costs import FEW_ROWS, StepCosts, fitted
 from weft.runtime.arithmetic import cdiv
 
+# Small kernels of a step with drafts: look-up, positions, acceptance, slots. An estimate.
+DRAFTING = 8
 # Names of quantized weights -> variant of the ops.
 VARIANTS = {
     "fp8": "block_fp8", "fp8_per_block": "block_fp8", "fp8_per_channel": "channel_fp8", "mxfp4": "four_bit", "int4": "four_bit",
@@ -148,6 +150,8 @@ def launches(config: DecoderConfig, step: Sequence[int], layout: Layout) -> Iter
     columns = cdiv(config.vocab_size, layout.world_size)
     yield Launch("head", "matmul", (batch, columns, of.hidden))
     yield Launch("choice", "memory", (batch * columns * of.item,))
+    if len(step) > 3:
+        yield Launch("drafts and acceptance", "memory", (of.batch * columns * of.item,), DRAFTING)
     if layout.world_size > 1:
         yield Launch("choice over ranks", "all_gather", (16 * layout.world_size * batch,))
 
@@ -221,6 +225,8 @@ class _Layer:
                 yield Launch("all queries", "all_gather", (self.tokens * heads[0] * dim * self.item,))
                 yield Launch("attention", "sharded_decode_attention", (self.batch, *heads, dim, max(1, seen * share)))
                 return
+            if self.tokens > self.batch:  # rows that attend to keys of neighbouring rows
+                yield Launch("queries and keys", "memory", (2 * self.tokens * width * self.item,))
             yield Launch("attention", "decode_attention", (self.batch * self.kv_heads, max(1, seen * share), dim))
             return
         yield Launch("queries and keys", "memory", (2 * self.tokens * width * self.item,))

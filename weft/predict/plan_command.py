@@ -1,0 +1,112 @@
+"""Command ``weft plan MODEL``: how to serve a model on given GPUs under a load. weft.cli registers it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.console import check_output, from_flags, one_line_errors
+from weft.engine.config import DEFAULTS
+
+if TYPE_CHECKING:
+    from weft.models.config import DecoderConfig
+    from weft.predict.serving import Asked, Outlook
+
+MAX_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags:
+    """Flags of `weft plan`."""
+
+    model: Annotated[
+        str, typer.Argument(help="A published name such as qwen3-32b, a checkpoint directory, or OWNER/NAME[@REVISION]")
+    ]
+    gpus: Annotated[str, typer.Option(help="Of one machine, such as 4xH200; also H100, A100, B200, MI300X")]
+    load: Annotated[Path, typer.Option(help="JSON file of requests and targets (docs/planning.md)")]
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file, which weft serve --plan follows")] = (
+        None
+    )
+    max_batch: Annotated[int, typer.Option(help="Most sequences that run at once in a server")] = MAX_BATCH
+    page_size: Annotated[int, typer.Option(help="As to weft serve")] = DEFAULTS["page_size"]
+    kv_cache_dtype: Annotated[str, typer.Option(help="As to weft serve")] = DEFAULTS["kv_cache_dtype"]
+    quantization: Annotated[str | None, typer.Option(help="As to weft serve")] = DEFAULTS["quantization"]
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON")] = False
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
+
+
+def plan(flags: PlanFlags) -> None:
+    """Plan how to serve a model on some GPUs under a load, by predicted times. No GPU is needed.
+
+    Exit status 1: nothing fits, or the targets are missed.
+    """
+    with one_line_errors(flags.traceback):
+        check_output("--out", flags.out)
+        from weft.engine import followed
+        from weft.predict import plan_file
+
+        asked, every = planned(flags)
+        best = every[0]
+        if best.refused:
+            typer.echo(f"weft: {flags.model} does not fit on {asked.cluster}: {best.refused}", err=True)
+            raise typer.Exit(1)
+        content = plan_file.content_of(asked, every, flags.model, json.loads(flags.load.read_text()))
+        if flags.out is not None:
+            followed.write(flags.out, content)
+        if flags.as_json:
+            typer.echo(json.dumps(content, indent=1))
+        else:
+            for line in plan_file.lines(asked, every, flags.model):
+                typer.echo(line)
+            if flags.out is not None:
+                typer.echo(f"written to {flags.out}, for weft serve and weft generate with --plan {flags.out}")
+        raise typer.Exit(0 if best.meets(asked.load) else 1)
+
+
+def planned(flags: PlanFlags) -> tuple[Asked, list[Outlook]]:
+    """The question, and the outlooks of all candidates, the best first.
+
+    ValueError for a load that the model cannot take.
+    """
+    from weft.engine.config import EngineConfig
+    from weft.predict import load
+    from weft.predict.cluster import Cluster
+    from weft.predict.serving import Asked, ranked
+
+    config, read = config_of(flags.model), load.read(flags.load)
+    if read.longest > config.max_position_embeddings:
+        raise ValueError(
+            f"--load {flags.load}: a prompt and its answer have up to {read.longest:,} tokens, and {flags.model} has "
+            f"{config.max_position_embeddings:,} positions; shorten them"
+        )
+    engine = EngineConfig(
+        max_seq_len=min(config.max_position_embeddings, -(-read.longest // 64) * 64),
+        max_batch=flags.max_batch,
+        page_size=flags.page_size,
+        kv_cache_dtype=flags.kv_cache_dtype,
+        quantization=flags.quantization,
+    )
+    asked = Asked(config=config, cluster=Cluster.of(flags.gpus), load=read, engine=engine)
+    every = ranked(asked)
+    if not every:
+        raise ValueError(f"--gpus {flags.gpus}: no number of ranks divides {flags.model}; pass another count")
+    return asked, every
+
+
+def config_of(model: str) -> DecoderConfig:
+    """Configuration of a published model by its name, or of a checkpoint."""
+    from weft.models import DecoderConfig
+    from weft.models.checkpoint import Checkpoint
+    from weft.models.families import PUBLISHED
+    from weft.models.hub import find_checkpoint
+
+    if model.lower() in PUBLISHED:
+        return DecoderConfig.named(model)
+    return DecoderConfig.of(Checkpoint(find_checkpoint(model)))
+
+
+command = from_flags(PlanFlags, plan)

@@ -72,6 +72,7 @@ def place_of(team: Team, revision: str) -> dict[str, Any]:
         "arch": caps.arch,
         "sms": caps.sms,
         "world_size": team.size,
+        "heap_bytes": team.node.heap_bytes,
         "links": sorted(set(caps.links)),
         "multicast": caps.multicast,
         "simulated": caps.is_simulated,

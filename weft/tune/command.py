@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from weft.tune.model import ModelSearch
     from weft.tune.search import Outcome, TunePlan
 
-# Symmetric memory of a rank for a model's search: receive buffers of all candidates.
-MODEL_HEAP_BYTES = 8 << 30
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneFlags:
@@ -192,7 +189,7 @@ def _tune_model(name: str, sizes: tuple[int, ...], asked: ModelSearch) -> None:
     from weft.tune import model
 
     for size in sizes:
-        made = launch(model.on_rank, size, "cuda", args=(asked,), heap_bytes=MODEL_HEAP_BYTES)[0]
+        made = launch(model.on_rank, size, "cuda", args=(asked,))[0]  # with the heap of an engine
         if talks():
             typer.echo(f"{name}, world size {size}: {made}; kept in {asked.folder}")
             for entry in made.entries:

@@ -32,7 +32,7 @@ from weft.plan.searched import Entry
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.codec import exchangeable
 from weft.runtime.logs import logger_of
-from weft.tune.search import Outcome, TunePlan, reconciled, tune_shape, versions_of, world_of
+from weft.tune.search import Outcome, TunePlan, reconciled, tune_shape, world_of
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -159,10 +159,10 @@ def warm_search(
 
     groups = list(filter(unknown, _grouped(calls)))
     known, keeps = len(calls) - sum(map(len, groups)), team.rank == 0
-    empty_us = started(team) if groups else None
+    empty_us, versions = (started(team), sources.versions()) if groups else (None, "")
     entries: list[Entry] = []
     while groups and go_on():
-        fresh = _search_group(team, groups[0], empty_us, go_on)
+        fresh = _search_group(team, groups[0], empty_us, versions, go_on)
         use(team, fresh, file)
         entries += fresh
         # An error for each call would say the same.
@@ -176,10 +176,10 @@ def warm_search(
 
 
 def _search_group(
-    team: Team, group: Sequence[Wanted], empty_us: float | None, go_on: Callable[[], bool]
+    team: Team, group: Sequence[Wanted], empty_us: float | None, versions: str, go_on: Callable[[], bool]
 ) -> list[Entry]:
     """Entries of calls; of several, with one M and N and several K, on which ranks must agree."""
-    outcomes = [_search(team, one, empty_us, go_on) for one in group]
+    outcomes = [_search(team, one, empty_us, versions, go_on) for one in group]
     outcomes = reconciled(outcomes) if len(group) > 1 else outcomes
     return [
         Entry(op=one.op, dtype=one.dtype, size=one.size, row=outcome.row, reason=outcome.reason)
@@ -202,14 +202,14 @@ def use(team: Team, entries: Sequence[Entry], file: Path) -> None:
         table.use(rows, file, world, team.caps)
 
 
-def _search(team: Team, one: Wanted, empty_us: float | None, go_on: Callable[[], bool]) -> Outcome:
+def _search(team: Team, one: Wanted, empty_us: float | None, versions: str, go_on: Callable[[], bool]) -> Outcome:
     shape = Shape(size=one.size, label=str(one))
     dtype = next(name for name, kind in DTYPES.items() if table.name_of(kind) == one.dtype)
     alias = find_op(one.name).alias
     plan = TunePlan(op=alias, shapes=(shape,), dtype=dtype, quick=True, variants=one.variants)
     workload = OpWorkload(name=alias, shapes=(shape,), dtype=dtype, words=("weft",))
     bench = Bench(team, workload, Options(quick=True), empty_us)
-    return tune_shape(bench, shape, plan, versions_of(), go_on)
+    return tune_shape(bench, shape, plan, versions, go_on)
 
 
 def _wanted(team: Team, passes: Sequence[Pass], mixture: Mixture | None) -> list[Wanted]:

@@ -1,6 +1,7 @@
 """Plans that an engine follows: options taken, differences refused in a line, measured steps beside predicted ones."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -142,3 +143,10 @@ def test_steps_beside_prompts_and_after_changes_do_not_count():
     assert made.median(1) == 0.5
     assert made.median(4) == 0.25
     assert made.median(2) == 0.0
+
+
+def test_the_request_loop_says_measured_times_at_its_end(plan, monkeypatch, caplog):
+    monkeypatch.setattr(Engine, "against_plan", lambda engine: ["plan: a line"] * (engine.team.rank == 0))
+    with caplog.at_level(logging.INFO, "weft.cli"), weft.LLM(device="sim", plan=plan) as llm:
+        llm.generate("2+3=", weft.SamplingParams(max_tokens=2))
+    assert [record.getMessage() for record in caplog.records].count("plan: a line") == 1

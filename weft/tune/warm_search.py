@@ -142,7 +142,6 @@ def warm_search(
     folder   of the cache; None: ~/.cache/weft
     say      called by rank 0 with a line for each call
     """
-    begin = clock()
     place = team.exchange(searched.place_of(team, sources.tree(Path(weft.__file__).parent)[:12]))[0]
     file = searched.file_in(folder or searched.default_folder(), place)
     designs = {op.name: op.designs for op in registered()}
@@ -150,6 +149,7 @@ def warm_search(
     use(team, kept, file)
     without = {entry.key for entry in kept if entry.row is None}
     calls = _wanted(team, passes, mixture)
+    begin = clock()  # the passes compile what the first requests would
 
     def unknown(group: Sequence[Wanted]) -> bool:
         return not all(one.key in without or one.is_known(file, team.caps) for one in group)

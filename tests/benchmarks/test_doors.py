@@ -74,3 +74,51 @@ def test_a_llama_by_its_plan_and_with_replaced_layers_has_the_same_logits(simula
     assert [row["what"] for row in rows] == ["prompt 2x8", "token 1x4", "static 1x4"]
     assert all(row[way] for row in rows[:2] for way in ("tp_plan", "tp_plan on weft", "replace")), rows
     assert "| what | tp_plan | tp_plan on weft | replace | gain |" in capsys.readouterr().out
+
+
+def vllm_row(answers, likely, first=20.0):
+    steps = [[{str(token): p for token, p in step.items()} for step in of] for of in likely]
+    return {"prompts": 1, "tokens": 4, "first_ms": first, "per_token_ms": 2.0, "answers": answers, "likely": steps}
+
+
+def test_tokens_of_vllm_may_differ_at_a_near_tie_only():
+    from benchmarks.doors import vllm_plugin
+
+    def report(*row):
+        return {"vllm": "0.26.0", "model": "qwen3-8b", "world_size": 2, "gpu": "H", "rows": [vllm_row(*row)]}
+
+    off = report([[5, 7, 9]], [[{5: -1.0}, {7: -1.00, 8: -1.05}, {9: -1.0}]])
+    on = report([[5, 8, 3]], [[{5: -1.0}, {7: -1.04, 8: -1.00}, {3: -1.0}]], 16.0)
+    printed = vllm_plugin.table(off, on)
+    assert "| 1x4 | 20.0 / 2.00 | 16.0 / 2.00 | 1.25 / 1.00 | 1, from token 1 on, by 0.050 |" in printed
+    assert printed.splitlines()[-1].endswith("by 0.050 |") and vllm_plugin.table(off, off).endswith("| 0 |")
+    far = report([[6, 7, 9]], [[{6: -0.5, 5: -1.0}, {7: -1.0}, {9: -1.0}]])
+    with pytest.raises(ValueError, match=r"tokens differ by more than 0\.1 at 1x4"):
+        vllm_plugin.table(off, far)
+
+
+def test_the_entry_point_of_the_plugin_is_found_from_a_source_tree(tmp_path, monkeypatch):
+    from importlib.metadata import entry_points
+
+    from benchmarks.doors import vllm_plugin
+
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    vllm_plugin.offer_plugin(tmp_path)
+    offered = [one for one in entry_points(group="vllm.general_plugins") if one.dist.name == "weft-door"]
+    assert [one.load().__module__ for one in offered] == ["weft.integrations.vllm"]
+
+
+def test_modules_that_torchtitan_imports_and_does_not_use_have_stand_ins(monkeypatch):
+    import sys
+
+    from benchmarks.doors.torchtitan_llama import StandIns
+
+    monkeypatch.setattr(sys, "meta_path", [StandIns(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    import wandb
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    assert type("Mine", (StatefulDataLoader, wandb.Run), {})()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("wandb", "torchdata")]:
+        monkeypatch.delitem(sys.modules, name)

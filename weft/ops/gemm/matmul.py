@@ -170,11 +170,15 @@ class Matmul(LocalGemm):
         return _run_persistent(design, a, b, out)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.planned(a, b)
+
+    def planned(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """``run`` of 16- or 32-bit operands by their plan."""
         caps = capabilities_of(a.device)
         dense = has_dense_rows(a) and has_dense_rows(b)
         (M, K), N = a.shape, b.shape[0]
         call = GemmCall(M, N, K, a.dtype, can_describe(a, b), dense=dense)
-        return self.run(self.plan(call, machine(caps, 1)).design, None, a, b)
+        return self.run(self.plan(call, machine(caps, 1)).design, None, a, b, out)
 
     def fake(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
@@ -200,9 +204,7 @@ class WeightGradient(Op):
     saves = ("grad", "a")
 
     def forward(self, grad: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if dtype == a.dtype:
-            return MATMUL.forward(grad.t(), a.t())
-        return cublas.widened(grad.t(), a.t(), dtype)
+        return weight_gradient_of(grad, a, dtype)
 
     def fake(self, grad, a, dtype):
         return a.new_empty((grad.shape[1], a.shape[1]), dtype=dtype)
@@ -210,6 +212,16 @@ class WeightGradient(Op):
     def backward(self, given: Given, ways: torch.Tensor) -> dict[str, torch.Tensor]:
         ways, matmul = ways.to(given.a.dtype), torch.ops.weft.matmul.default
         return {"grad": matmul(given.a, ways), "a": matmul(given.grad, ways.t())}
+
+
+def weight_gradient_of(
+    grad: torch.Tensor, a: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``WeightGradient``, without a gradient: ``out``, or a new tensor."""
+    if dtype == a.dtype:
+        return MATMUL.planned(grad.t(), a.t(), out)
+    wide = cublas.widened(grad.t(), a.t(), dtype)
+    return wide if out is None else out.copy_(wide)
 
 
 def weight_gradient(grad: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

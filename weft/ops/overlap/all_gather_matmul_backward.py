@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,11 @@ from weft.arguments import did_you_mean
 from weft.kernels.operands import can_describe, has_dense_rows
 from weft.ops.gemm import cublas
 from weft.ops.gemm.gemm_op import GemmCall
-from weft.ops.gemm.matmul import weight_gradient
+from weft.ops.gemm.matmul import weight_gradient, weight_gradient_of
 from weft.ops.layout import Given
 from weft.ops.op import Op, define
 from weft.ops.overlap.all_gather_matmul import gathered_rows
+from weft.ops.overlap.eager import submit
 from weft.ops.overlap.gathered import begin_gather
 from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.ops.overlap.sequential import rows_overlap
@@ -102,7 +104,16 @@ class AllGatherMatmulBackward(Op):
         own_first: bool,
         dtype: torch.dtype,
     ) -> list[torch.Tensor]:
-        return self.run(AUTO, find_team(team), grad, a_shard, b, own_first, dtype)
+        members = find_team(team)
+        results = self.fake(grad, a_shard, b, team, own_first, dtype)
+        submit(
+            self.name,
+            members,
+            (grad, a_shard, b, *results),
+            (own_first, dtype),
+            lambda: self.run(AUTO, members, grad, a_shard, b, own_first, dtype, results),
+        )
+        return results
 
     def run(
         self,
@@ -113,22 +124,27 @@ class AllGatherMatmulBackward(Op):
         b: torch.Tensor,
         own_first: bool,
         dtype: torch.dtype,
+        into: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Gradients by the design of this name, the same on all ranks."""
+        """Gradients by the design of this name, the same on all ranks: ``into``, or new tensors."""
+        results = into or self.fake(grad, a_shard, b, team.name, own_first, dtype)
         (M, N), K, by_columns = grad.shape, b.shape[1], b.t()
         dense = has_dense_rows(by_columns)
         call = GemmCall(M, K, N, grad.dtype, can_describe(grad, by_columns), own_first, design=design, dense=dense)
         planned = self.plan(call, machine_of(team)).design
         if isinstance(planned, UnderScatter):
-            return _run_under_scatter(planned, team, grad, a_shard, b, own_first, dtype)
-        if isinstance(planned, ByShards):
-            return _run_by_shards(planned, team, grad, a_shard, b, own_first, dtype)
-        of_a = MATMUL_REDUCE_SCATTER.run(planned.scatter.design, team, grad, by_columns, own_first)
-        a = gathered_rows(a_shard, team.name, own_first)
-        return [of_a, torch.ops.weft.weight_gradient.default(grad, a, dtype)]
+            _run_under_scatter(planned, team, grad, a_shard, b, own_first, results)
+        elif isinstance(planned, ByShards):
+            _run_by_shards(planned, team, grad, a_shard, b, own_first, results)
+        else:
+            of_a, of_b = results
+            MATMUL_REDUCE_SCATTER.run(planned.scatter.design, team, grad, by_columns, own_first, of_a)
+            a = gathered_rows(a_shard, team.name, own_first)
+            weight_gradient_of(grad, a, dtype, of_b)
+        return results
 
     def fake(self, grad, a_shard, b, team, own_first, dtype):
-        return [torch.empty_like(a_shard), b.new_empty(b.shape, dtype=dtype)]
+        return [a_shard.new_empty(a_shard.shape), b.new_empty(b.shape, dtype=dtype)]
 
     def backward(self, given: Given, ways: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         grad, a_shard, b, where = given.grad, given.a_shard, given.b, (given.team, given.own_first)
@@ -147,8 +163,8 @@ def _run_under_scatter(
     a_shard: torch.Tensor,
     b: torch.Tensor,
     local_first: bool,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
+    results: Sequence[torch.Tensor],
+) -> None:
     """Run the two GEMMs, the gather beside the first.
 
     signals  copy engine of rank s, after its shard: as in all_gather_matmul's pipelined design, whose channel this is
@@ -158,14 +174,13 @@ def _run_under_scatter(
     copy  | s1 | s2 | s3 | o1 | o2 | o3 |                  shards that arrive, then GEMM-RS's partial results
     gemm  | o1 | o2 | o3 | own | of b |                    rank 0 of 4: A's gradient by owner, then B's
     """
-    world, shard = team.size, a_shard.contiguous()
+    world, shard, (of_a, of_b) = team.size, a_shard.contiguous(), results
     gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], local_first)
     gathered.data.view(world, *shard.shape)[own].copy_(shard.detach())
-    of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first)
+    MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first, of_a)
     await_chunk(landed, 0, (own + 1) % world, world - 1)
-    of_b = torch.ops.weft.weight_gradient.default(grad, gathered.data, dtype)
+    weight_gradient_of(grad, gathered.data, of_b.dtype, of_b)
     team.copy_engine.join()
-    return [of_a, of_b]
 
 
 def _run_by_shards(
@@ -175,8 +190,8 @@ def _run_by_shards(
     a_shard: torch.Tensor,
     b: torch.Tensor,
     local_first: bool,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
+    results: Sequence[torch.Tensor],
+) -> None:
     """Run a GEMM of B's gradient for each rank's rows, as they arrive, then GEMM-RS.
 
     B's gradient is a sum over the rows of A: each shard gives a summand of all of it, which cuBLAS adds in fp32.
@@ -188,17 +203,17 @@ def _run_by_shards(
     copy  | s1 | s2 | s3 |      | o1 | o2 | o3 |           shards that arrive, then GEMM-RS's partial results
     gemm  | s0 | s1 | s2 | s3 | o1 | o2 | o3 | own |       rank 0 of 4: summands of B's gradient, then A's by owner
     """
-    world, shard = team.size, a_shard.contiguous()
+    world, shard, (of_a, of_b) = team.size, a_shard.contiguous(), results
     gathered, landed, own = begin_gather(team, shard, [slice(0, len(shard))], local_first)
     panels, of_panels = gathered.data.view(world, *shard.shape), grad.view(world, len(shard), -1)
-    of_b = cublas.widened(of_panels[own].t(), shard.t(), torch.float32)
+    total = cublas.widened(of_panels[own].t(), shard.t(), torch.float32)
     for step in range(1, world):
         place = (own + step) % world
         await_chunk(landed, 0, place)
-        cublas.widened(of_panels[place].t(), panels[place].t(), torch.float32, of_b)
-    of_a = MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first)
+        cublas.widened(of_panels[place].t(), panels[place].t(), torch.float32, total)
+    of_b.copy_(total)
+    MATMUL_REDUCE_SCATTER.run(design.scatter.design, team, grad, b.t(), local_first, of_a)
     team.copy_engine.join()
-    return [of_a, of_b.to(dtype)]
 
 
 ALL_GATHER_MATMUL_BACKWARD = AllGatherMatmulBackward()

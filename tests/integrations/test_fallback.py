@@ -1,16 +1,14 @@
 """Which calls of an integration run on weft."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.doors import thresholds
 from weft.errors import HeapExhausted
 from weft.integrations.fallback import EAGER_FROM, Fallback, Kind
 
-EAGER_RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200-x2-eager"
 BIG = Kind("matmul_all_reduce", (4096, 5120, 12800), torch.bfloat16)
 SMALL = Kind("matmul_all_reduce", (16, 5120, 12800), torch.bfloat16)
 
@@ -65,26 +63,10 @@ def test_what_failed_once_is_left_to_the_original(capturing, caplog):
     ]
 
 
-@pytest.mark.parametrize(
-    ("op", "file"),
-    [
-        ("all_gather_matmul", "ag-gemm"),
-        ("matmul_reduce_scatter", "gemm-rs"),
-        ("matmul_all_reduce", "gemm-ar"),
-        ("all_reduce", "all-reduce"),
-    ],
-)
-def test_the_rule_is_that_of_the_committed_results(op, file):
+@pytest.mark.parametrize("op", EAGER_FROM)
+def test_the_rule_is_that_of_the_committed_results(op):
     """From EAGER_FROM on, no other provider is faster where calls are eager; it is the smallest such measured call."""
-    times = {}
-    for report in json.loads((EAGER_RESULTS / f"{file}.w2.json").read_text())["reports"]:
-        for row in report["rows"]:
-            times.setdefault(tuple(row["shape"]), {})[row["provider"]] = row["eager_us"]
-    ahead = {}
-    for shape, by_provider in times.items():
-        others = [us for name, us in by_provider.items() if not name.startswith("weft.") and name != "cublas"]
-        work = shape[0] if len(shape) == 1 else 2 * shape[0] * shape[1] * shape[2]
-        ahead[work] = by_provider["weft.auto"] <= min(others)
-        assert Kind(op, shape, torch.bfloat16).pays == (work >= EAGER_FROM[op])
-    smallest = min(work for work in ahead if all(fine for other, fine in ahead.items() if other >= work))
-    assert smallest == EAGER_FROM[op]
+    wins = thresholds.ahead(thresholds.RESULTS, op)
+    assert thresholds.threshold(wins) == EAGER_FROM[op]
+    for shape in wins:
+        assert Kind(op, shape, torch.bfloat16).pays == (thresholds.work_of(shape) >= EAGER_FROM[op])

@@ -84,4 +84,4 @@ def test_an_overlapped_call_that_comes_again_is_one_launch_of_a_graph(counted, n
         replayed.clear()
         counts = host.counted(lambda: call(team, a, b))
     assert counts.pop("frames") <= 38
-    assert not counts and len(replayed) == 2 and not graphs.failures
+    assert not counts and len(replayed) == 4 and not graphs.failures

@@ -18,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 MODULES = (
     "weft", "weft.ops", "weft.layers", "weft.models", "weft.tiles", "weft.language", "weft.language.shmem",
-    "weft.integrations.torch", "weft.integrations.transformers", "weft.integrations.vllm", "weft.errors",
+    "weft.integrations.torch", "weft.integrations.transformers", "weft.integrations.vllm", "weft.integrations.sglang",
+    "weft.errors",
 )  # fmt: skip
 # Docstrings are aligned text, so they are shown as they are.
 TEMPLATE = """{% extends "default/module.html.jinja2" %}

@@ -5,7 +5,7 @@
 TITAN holds torchtitan 0.3.0, spmd_types 0.2.3, einops, tyro, typeguard, docstring_parser and shtab (`pip install --no-deps
 --target TITAN`, 14 MB); what else torchtitan imports (datasets, torchdata, wandb, tensorboard) has a stand-in here, since none
 of it is used. The model, its tensor parallelism (`tp_gemm_backend="dist_gemm"`, or "default") and its loss are torchtitan's.
-The loop is this script's: generated tokens, bf16 weights, AdamW, no FSDP. Losses of 20 steps must be within 0.5 % of those
+The loop is this script's: generated tokens, bf16 weights, AdamW, no FSDP. Losses of 20 steps must be within 0.5 % of the losses
 without weft.
 """
 

@@ -50,6 +50,11 @@ def vllm_is_asked_for() -> bool:
     return os.environ.get("WEFT_VLLM", "0") == "1"
 
 
+def sglang_is_asked_for() -> bool:
+    """True with WEFT_SGLANG=1, as ``vllm_is_asked_for``."""
+    return os.environ.get("WEFT_SGLANG", "0") == "1"
+
+
 def api_key() -> str | None:
     """WEFT_API_KEY: unlike an argument, other users of the machine cannot read it. None if it is not set."""
     return os.environ.get("WEFT_API_KEY")

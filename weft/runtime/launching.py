@@ -43,7 +43,6 @@ class Launch:
     ) -> None:
         self._kernel, self._constants, self._fixed, self._before = kernel, dict(constants), fixed, before
         self._constexprs = tuple(constants[p.name] for p in kernel.params if p.is_constexpr and p.name in constants)
-        # Triton's launcher asks a tensor for its address and the driver about it, but takes an integer as it is.
         self._addresses = _with_addresses(fixed)
         self._compiled: dict[tuple, tuple[CompiledKernel, Callable[..., None], tuple]] = {}
 
@@ -55,7 +54,7 @@ class Launch:
         before = self._before
         if JITFunction.run is _TRITON_RUN:
             kind: list[Any] = []
-            _describe(varying, kind)
+            given = _describe(varying, kind)
             ready = self._compiled.get(tuple(kind))
             if ready is not None:
                 compiled, run, head = ready
@@ -65,7 +64,7 @@ class Launch:
                     arguments = (*varying[:before], *self._fixed, *varying[before:], *self._constexprs)
                     compiled[(width, height, 1)](*arguments, stream=stream)
                 else:
-                    arguments = (*varying[:before], *self._addresses, *varying[before:], *self._constexprs)
+                    arguments = (*given[:before], *self._addresses, *given[before:], *self._constexprs)
                     run(width, height, 1, stream, *head, *arguments)
                 return
         grid = programs if isinstance(programs, tuple) else (programs,)
@@ -88,18 +87,22 @@ def _with_addresses(arguments: tuple) -> tuple:
     )
 
 
-def _describe(arguments: tuple, kind: list[Any]) -> None:
+def _describe(arguments: tuple, kind: list[Any]) -> list[Any]:
     """Append to ``kind`` the properties of arguments for which Triton may compile another kernel.
 
-    These are dtypes, the alignment of pointers, and of integers whether they are 1, a multiple of 16, of 64 bits, unsigned or
-    bools. A team's view is the same at every call, but for its rings while it is traced.
+    Returns the arguments with the address of each tensor in its place, for which Triton's launcher would ask the tensor and the
+    driver. The properties are dtypes, the alignment of pointers, and of integers whether they are 1, a multiple of 16, of 64
+    bits, unsigned or bools. A team's view is the same at every call, but for its rings while it is traced.
     """
+    given: list[Any] = []
     for x in arguments:
         of = type(x)
         if of is torch.Tensor:
-            kind.append(x.dtype)
-            kind.append(x.data_ptr() & 15)
-        elif of is int:
+            address = x.data_ptr()
+            kind += (x.dtype, address & 15)
+            given.append(address)
+            continue
+        if of is int:
             if -(2**31) <= x < 2**31:
                 kind.append(1 if x == 1 else 16 * (x & 15 == 0))
             else:
@@ -116,13 +119,16 @@ def _describe(arguments: tuple, kind: list[Any]) -> None:
             kind.append(None)
         elif isinstance(x, tuple):
             kind.append(~len(x))  # unlike any integer's
-            _describe(x, kind)
+            x = tuple(_describe(x, kind))
         elif isinstance(x, torch.Tensor):  # a parameter
             kind += (x.dtype, x.data_ptr() & 15)
+            x = x.data_ptr()
         elif isinstance(x, float):  # NumPy's float64
             kind.append(float)
         else:  # a tensor descriptor, whose base is aligned
             kind += (x.base.dtype, *x.block_shape)
+        given.append(x)
+    return given
 
 
 def launch_of(team: Team, kernel: JITFunction, key: Hashable, constants: Callable[[], Mapping[str, Any]]) -> Launch:

@@ -13,7 +13,7 @@ import weft.check
 import weft.language as wl
 from tests import spawning
 from tests.compiling import a_view
-from tests.limits import ANSWER
+from tests.limits import ANSWER, PROCESS
 from tests.zoo import publishing
 from tests.zoo.catalogue import EXHIBITS
 from tests.zoo.on_gpus import declared, ended
@@ -212,6 +212,17 @@ def test_gsan_sees_signals_and_does_not_see_lamport_words():
     plain, seen = (triton_ir(primitives, signature, constants, mode) for mode in ("", "gsan"))
     assert "st.release.sys" in plain and "tt.atomic_load" not in plain and "st.volatile" not in plain
     assert "st.release.sys" not in seen and "tt.atomic_load" in seen and "st.volatile" in seen and "ld.volatile" in seen
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("bug", [True, False])
+def test_gpu_gsan_shows_the_race_and_no_race_of_the_twin(bug):
+    pytest.importorskip("triton.experimental.gsan")
+    exhibit = case("release_that_is_relaxed")
+    program = runs.Program(module=publishing.__name__, function=exhibit.name, args=(bug,))
+    done = runs.run(program, 2, sanitized=True, seconds=PROCESS, twice=False)
+    lines = {finding.sides[-1].line for finding in joining.found_by(done)}
+    assert lines <= exhibit.lines and bool(lines) == bug, done.errors
 
 
 def test_refusals_are_one_line(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from tests.zoo.exhibit import EXHIBITS, Exhibit
 from weft.check.detector.findings import RACES, Finding, Place, Side
 from weft.check.gpu.check import found_by
 from weft.check.gpu.comparison import compare
-from weft.check.gpu.runs import Program, Run, check_available, device_name, run
+from weft.check.gpu.runs import Program, Run, check_available, device_name, run, slowdown
 from weft.check.report import Found, Schedule
 
 HEAP_BYTES = 16 << 20
@@ -114,6 +114,19 @@ def summary(rows: list[Row]) -> str:
     return "\n".join([*lines, *(f"{count} x {why}" for why, count in missed.most_common())])
 
 
+def slowdowns(scripts: list[Path], seconds: float) -> None:
+    """Print how many times as long each script's main(team) takes on two ranks as without GSan."""
+    for script in scripts:
+        program = Program(script=script.resolve(), function="main")
+        sanitized, plain = (run(program, 2, sanitized=under, seconds=seconds, twice=True) for under in (True, False))
+        factor = slowdown(sanitized, plain)
+        ends = [f"{one.seconds:.4f} s" if one.seconds else f"{found_by(one)}" for one in (sanitized, plain)]
+        print(
+            f"{script}: {f'{factor:.3g} x' if factor else 'unknown'}: {ends[0]} under GSan, {ends[1]} without",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="the zoo under GSan")
     parser.add_argument("--jobs", type=int, default=8)
@@ -121,8 +134,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of an exhibit's name or kind")
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds of a run")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--slowdown", type=Path, nargs="+", default=[], help="time these scripts in place of the zoo")
     flags = parser.parse_args()
     check_available()
+    if flags.slowdown:
+        return slowdowns(flags.slowdown, flags.seconds)
     part, parts = map(int, flags.shard.split("/"))
     cases = [case for case in exhibits() if flags.only in f"{case.name} {case.kind}"][part - 1 :: parts]
     with ThreadPoolExecutor(flags.jobs) as pool:

@@ -22,7 +22,7 @@ from weft.errors import NoEnd, Unsupported
 from weft.runtime.launch import launch_watched
 
 # Bytes of symmetric memory of a rank. GSan keeps six bytes beside each.
-HEAP_BYTES = 64 << 20
+HEAP_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """``weft check --gpu``: GSan's words, refusals, and findings beside the simulator's. The last mile needs a GPU."""
 
+import fcntl
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,11 @@ from weft.check.report import Report
 from weft.cli import app
 from weft.errors import NoEnd, Unsupported
 from weft.runtime import launch
+from weft.runtime.platforms import sanitized
+from weft.runtime.platforms.cuda import CudaPlatform
+from weft.runtime.platforms.sanitized import SanitizedPlatform
+from weft.runtime.store import Given
+from weft.runtime.team import team
 from weft.simulator import front_end
 
 KERNEL = publishing.__file__
@@ -167,6 +173,44 @@ def test_standard_error_of_each_rank_is_kept(without_gpus, tmp_path):
     ended = launch.launch_watched(spawning.say_and_wait, 2, args=(0.0,), errors=str(tmp_path), seconds=ANSWER)
     assert ended == [0, 1]
     assert [f"from rank {rank}" in (tmp_path / f"rank{rank}").read_text() for rank in ended] == [True, True]
+
+
+def test_a_sanitized_run_takes_heaps_of_gsan(monkeypatch):
+    assert team._platform_of_this_process() is CudaPlatform
+    monkeypatch.setattr(team, "given", lambda: Given("folder", b"secret", sanitized=True))
+    assert team._platform_of_this_process() is SanitizedPlatform
+
+
+def test_gsan_learns_the_order_of_a_barrier_of_hosts(monkeypatch):
+    platform, barriers = SanitizedPlatform.__new__(SanitizedPlatform), []
+    monkeypatch.setattr(CudaPlatform, "exchange", lambda self, what, item: [item, item])
+    platform._handle, platform.rank = SimpleNamespace(barrier=lambda: barriers.append(1)), 0
+    assert platform.exchange("places", 3) == [3, 3] and not barriers
+    assert platform.exchange("barrier", None) == [None, None] and len(barriers) == 1
+    platform.caps = SimpleNamespace(sms=132)
+    assert platform.max_programs(4, 255) == 132
+    for refused in (lambda: platform.subset([0], 1), lambda: platform.rail_over([0]), lambda: platform._make_node(1)):
+        with pytest.raises(Unsupported, match="leave --gpu out"):
+            refused()
+
+
+def test_one_rank_compiles_at_a_time(monkeypatch, tmp_path):
+    made = SimpleNamespace(compilation=SimpleNamespace(), runtime=SimpleNamespace())
+    monkeypatch.setattr(sanitized, "knobs", made)
+    sanitized.instrument(str(tmp_path))
+    assert made.compilation.instrumentation_mode == "gsan"
+
+    def is_free():
+        with open(tmp_path / "compiling") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    assert not made.runtime.jit_cache_hook(key="of a kernel", repr="") and not is_free()
+    made.runtime.jit_post_compile_hook(key="of a kernel", repr="")
+    assert is_free()
 
 
 @triton.jit

@@ -120,6 +120,15 @@ def test_what_gsan_alone_has_is_a_finding():
     assert '"notes"' in report.to_json()
 
 
+def test_a_marker_allows_a_race_of_gsan(tmp_path):
+    (kernel := tmp_path / "kernel.py").write_text("x\ntl.store(best, mine)  # weft: allow(race) any value will do\n")
+    report = joined(
+        Report(findings=(), schedules=4, world_sizes=(2,)),
+        a_run(words(2, "Write after write race detected", file=str(kernel))),
+    )
+    assert report.ok and "allowed: race at kernel.py:2: any value will do" in report.summary
+
+
 def test_what_the_simulator_alone_has_comes_with_the_reason():
     bug = case("tile_published_without_barrier")
     simulated = weft.check.check(bug.main, 2, schedules=4, args=(True,))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from weft.check.detector.findings import Finding, Place, Side
+from weft.check.detector.findings import Finding, Place, Side, allowed_by
 
 # As CUDA's driver writes it: file, line, function (GSan's is empty), block, thread, message.
 _LINE = re.compile(
@@ -112,7 +112,8 @@ def finding_of(said: Assertion) -> Finding:
     later = Side(rank=said.rank, task=task, verb=_verb(place, second), place=place, sync="")
     earlier = Side(rank=said.rank, task="another program, which GSan does not name", verb=first, place=None, sync="")
     message = f"GSan, on the GPU: a {second} after a {first} that nothing orders before it"
-    return Finding(kind="race", message=message, rank=said.rank, sides=(earlier, later))
+    sides = earlier, later
+    return Finding(kind="race", message=message, rank=said.rank, sides=sides, allowed=allowed_by("race", sides))
 
 
 def _verb(place: Place, verb: str) -> str:

@@ -79,7 +79,8 @@ def _ended(sanitized: Run, plain: Run | None, compared: Comparison) -> str:
     if total:
         alone = f", {len(compared.only_gpu)} of which the simulator lacks" if compared.only_gpu else ""
         said = "all of which the simulator has" if not alone else alone[2:]
-        return f"{total} finding(s), {said}; GSan ends a program at the first race"
+        ends = "; GSan ends a program at the first race" if any(one.is_race for one in sanitized.said) else ""
+        return f"{total} finding(s), {said}{ends}"
     factor = slowdown(sanitized, plain) if plain is not None else None
     return "no race" + (f"; main takes {factor:.3g} times as long as without GSan" if factor is not None else "")
 

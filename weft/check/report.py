@@ -120,7 +120,7 @@ class Report:
             lines[0] += "; all powers of two: try world size 3 as well"
         for entry in self.findings:
             if entry.finding.allowed is not None:
-                where = ", ".join(sorted({str(side.place) for side in entry.finding.sides}))
+                where = ", ".join(sorted({str(side.place) for side in entry.finding.sides if side.place is not None}))
                 lines.append(f"allowed: {entry.finding.kind} at {where}: {entry.finding.allowed}")
         lines += self.notes
         return "\n".join(lines)

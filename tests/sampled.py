@@ -34,7 +34,8 @@ def leave_grids_to_the_sweep(items: list[pytest.Item], samples: dict[str, dict[s
     for item in items:
         file, _, name = item.nodeid.partition("::")
         function = name.partition("[")[0]
-        if function in samples.get(file, ()) and not item.get_closest_marker("sweep"):
+        marked = item.get_closest_marker("sweep") or item.get_closest_marker("gpu")
+        if function in samples.get(file, ()) and not marked:
             grids.setdefault((file, function), []).append(item)
     for (file, function), cases in grids.items():
         keep = samples[file][function]

@@ -24,6 +24,46 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_tokens_are_the_same_on_every_rank_and_for_every_world_size": ("greedy",),
         "test_fused_kernels_give_the_tokens_of_the_unfused_forms": ("1-ag_rs", "2-gemm_ar"),
     },
+    "tests/engine/test_hidden_drafts.py": {
+        "test_all_ranks_and_recipes_draft_alike": ("2-{}", "context_parallel"),
+        "test_drafts_are_those_of_an_mtp_layer_of_transformers": 1,
+        "test_mtp_heads_of_mixtures_of_experts": 1,
+    },
+    "tests/models/test_block_options.py": {
+        "test_an_engine_answers_as_transformers_does": 2,
+        "test_bfloat16_rounds_as_transformers_does": 3,
+    },
+    "tests/models/test_context_parallel.py": {
+        "test_logits_are_those_of_transformers": 2,
+        "test_an_engine_answers_as_one_rank_does": 1,
+    },
+    "tests/models/test_expert_options.py": {"test_an_engine_answers_as_transformers_does": 2},
+    "tests/models/test_families.py": {
+        # Each mechanism over kernels once: sinks and windows, latents, gated delta nets, norms after.
+        "test_the_recipes_agree_over_simulated_kernels": ("gpt-oss", "deepseek-v3", "qwen3-next-2", "gemma3"),
+        # Each family once, and one of its variants where that is another mechanism.
+        "test_the_recipes_agree_with_transformers": (
+            *("llama-3-2", "llama-2", "qwen2.5-4", "mistral", "qwen3-yarn", "seed-oss", "qwen3-moe-mixed", "mixtral"),
+            *("qwen2-moe-2", "olmo2-3", "olmo3", "granite-", "gemma2", "gemma3", "smollm3-2", "phi3-long", "glm4-8"),
+            *("qwen3-next-2", "qwen3.5-moe", "olmoe", "granitemoe", "glm4-moe-2", "gpt-oss-3", "deepseek-v2-lite"),
+            "deepseek-v3",
+        ),
+        "test_logits_and_64_greedy_tokens_are_those_of_transformers": ("llama-3", "qwen3-moe", "qwen3-next"),
+    },
+    "tests/models/test_four_bit_models.py": {
+        "test_mixtures_are_the_plain_model": 2,
+        "test_dequantized_weights_are_bit_for_bit_those_of_one_rank": 8,
+        "test_rows_of_16_bits_go_to_kernels_that_read_4_bits": 1,
+        "test_the_recipes_are_the_plain_model": 3,
+    },
+    "tests/models/test_fp8_models.py": {
+        "test_the_recipes_are_the_plain_model": 3,
+        "test_mixtures_are_the_plain_model": 2,
+        "test_experts_made_fp8_at_load_are_the_plain_model": 1,
+        "test_experts_of_16_bit_rows_go_to_kernels_that_take_fp8_weights": 2,
+        "test_rows_of_16_bits_go_to_kernels_that_take_fp8_weights": 1,
+        "test_dequantized_weights_are_bit_for_bit_those_of_one_rank": 6,
+    },
     "tests/ops/attention/test_paged_attention.py": {"test_arrival_counters_are_left_as_zeros_and_calls_repeat": 3},
     "tests/ops/attention/test_paged_prefill_attention.py": {"test_each_range_is_as_exact_as_its_keys_allow": 9},
     "tests/ops/attention/test_qk_norm_rope.py": {"test_other_cells_stay_and_values_are_only_rounded": 24},
@@ -55,4 +95,22 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_kernel_that_rounds_and_sends_rows_compiles": 1,
         "test_one_half_is_enough": 1,
     },
+    "tests/ops/overlap/test_compile_overlap.py": {
+        "test_compiles_and_fits": 4,
+        "test_machine_code_on_sm_90": 4,
+        "test_nothing_is_spilled_where_rows_were_tuned": 1,
+        "test_other_dtypes_and_world_sizes_compile": 1,
+        "test_pointer_loads_on_sm_90_keep_the_accumulator_in_registers": 1,
+    },
+    "tests/ops/overlap/test_fp8.py": {
+        "test_every_case_on_slow_ranks": 4,
+        "test_against_plain_torch": 3,
+        "test_over_nodes": 1,
+    },
+    "tests/ops/overlap/test_matmul_all_reduce.py": {
+        "test_one_buffer_serves_call_after_call_where_two_are_too_large": 2,
+        "test_replayed_calls_fill_the_same_half_each_time": 2,
+    },
+    "tests/ops/overlap/test_matmul_reduce_scatter.py": {"test_replayed_calls_fill_the_same_half_each_time": 2},
+    "tests/ops/overlap/test_overlap.py": {"test_mixed_shapes_back_to_back": 1},
 }

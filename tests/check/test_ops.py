@@ -3,6 +3,7 @@
 Other tests compile their kernels.
 """
 
+import dataclasses
 import inspect
 
 import pytest
@@ -14,6 +15,10 @@ from tests.check.calls import OPS
 from tests.runtime import behaviour
 from tests.sampled import sampled
 from weft import ops
+
+# Ops that write words which are their own flags, on stages that are used again in the eighth call. Of the others a schedule
+# sees four calls, two of each half of a workspace.
+STAGED = ("one_shot", "norm", "lamport", "fp32", "all_gather", "reduce_scatter", "all_to_all", "sharded", "merge")
 
 
 # Schedule i follows strategy i modulo 4: two ranks run one of the first two, three or four ranks one of the last. Of two calls
@@ -32,6 +37,8 @@ from weft import ops
     ],
 )
 def test_an_op_is_clean(call, world_size, schedules, seed):
+    if schedules == 1 and not any(word in call.name for word in STAGED):
+        call = dataclasses.replace(call, calls=min(call.calls, 4))
     report = weft.check.check(call, world_size, schedules=schedules, seed=seed, sms=call.sms, compile=False)
     assert report.ok, str(report)
 

@@ -29,6 +29,25 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_drafts_are_those_of_an_mtp_layer_of_transformers": 1,
         "test_mtp_heads_of_mixtures_of_experts": 1,
     },
+    "tests/layers/test_attention_options.py": {
+        "test_an_option_is_its_equation": 13,
+        "test_all_options_over_ranks": 2,
+        "test_an_option_in_sequences": 13,
+    },
+    "tests/layers/test_foreign.py": {"test_a_replaced_model_answers_as_the_untouched_one": 2},
+    "tests/layers/test_from_module.py": {"test_attention_that_is_the_same_gives_the_same": 14},
+    "tests/layers/test_layers.py": {
+        "test_an_mlp_over_ranks_is_the_whole_mlp": 4,
+        "test_an_mlp_of_many_tokens_takes_them_as_they_arrive": 2,
+        "test_attention_over_ranks_is_the_whole_attention": 4,
+        "test_a_step_from_the_cache_is_the_last_row_of_the_prompt": 2,
+    },
+    "tests/layers/test_moe.py": {
+        "test_a_mixture_over_ranks_is_the_whole_one": 3,
+        "test_a_shared_expert_over_ranks_is_the_whole_one": 1,
+    },
+    "tests/layers/test_moe_options.py": {"test_a_mixture_over_ranks_is_that_of_transformers": 5},
+    "tests/layers/test_sequences.py": {"test_layers_of_sequences_are_the_whole_layers": 3},
     "tests/models/test_block_options.py": {
         "test_an_engine_answers_as_transformers_does": 2,
         "test_bfloat16_rounds_as_transformers_does": 3,
@@ -139,4 +158,25 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_fp8_results_compile_and_fit_a_gpu_of_the_other_maker": 1,
     },
     "tests/ops/overlap/test_overlap.py": {"test_mixed_shapes_back_to_back": 1},
+    "tests/parallel/test_context.py": {"test_gathered_pages_hold_all_tokens_of_the_window": 8},
+    "tests/parallel/test_fused_attention.py": {
+        "test_fused_attention_is_that_of_torch": 10,
+        "test_prompts_that_go_on_are_computed_in_parts": 5,
+    },
+    "tests/parallel/test_mixture.py": {
+        "test_experts_in_fp8_take_rows_in_fp8": 2,
+        "test_rows_go_to_all_ranks_where_most_of_them_need_each": 2,
+    },
+    "tests/parallel/test_vocabulary.py": {"test_a_split_embedding_looks_up_every_token_id": 6},
+    "tests/simulator/test_simulate.py": {
+        "test_a_push_all_gather_gives_every_rank_everything": 4,
+        "test_teams_and_primitives_do_what_they_promise": 16,
+    },
+    "tests/transport/test_copy_channel.py": {"test_every_call_gets_its_own_data": 5},
+    "tests/transport/test_push.py": {"test_the_orders_of_sends_need_as_many_stages_as_the_proof_says": 3},
+    "tests/transport/test_replays.py": {"test_ranks_that_replay_and_ranks_that_launch_compute_the_same": 3},
+    "tests/tune/test_command.py": {
+        "test_every_op_is_searched_and_written": 7,
+        "test_a_model_takes_the_place_of_ops": 2,
+    },
 }

@@ -14,7 +14,7 @@ WORLD_SIZES = (1, 2, 3, 4, 8)
 # has many shapes of heads, one in four. At most MOST in all: then one in an odd number, since a shape's designs follow one
 # another. Four ranks take the code of three, so few cases; eight are left to the sweep.
 ONE_IN = {1: 2, 2: 2, 3: 2, 4: 3}
-MOST = {1: 3, 2: 4, 3: 2, 4: 1}
+MOST = {1: 2, 2: 3, 3: 2, 4: 1}
 FIRST = {1: 0, 2: 0, 3: 1, 4: 0}
 ATTENTION = ("decode_attention", "paged_attention", "paged_prefill_attention")
 

@@ -41,8 +41,7 @@ def describe(team: Team) -> dict[str, Any]:
 
 def versions() -> str:
     """Versions of weft, with its revision, of torch and of Triton, for rows of files."""
-    sources = revision(Path(weft.__file__).parent)
-    return f"weft {weft.__version__} {sources}, torch {torch.__version__}, triton {triton.__version__}"
+    return f"weft {weft.__version__} {_running_sources()['revision']}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 @cache  # they were read when this process imported them

@@ -196,4 +196,5 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_every_op_is_searched_and_written": 7,
         "test_a_model_takes_the_place_of_ops": 2,
     },
+    "tests/zoo/test_zoo.py": {"test_its_twin_is_clean": 48},
 }

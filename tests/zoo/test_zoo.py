@@ -13,11 +13,12 @@ FEW = 4
 def run(case, bug, schedules=None):
     """Check an exhibit under its own budget, the default one if it has none; at most ``schedules`` if that is given.
 
-    The kernels with the bug are compiled; its twin has the same ones.
+    The kernels with the bug are compiled under a whole budget, in the sweep that is; its twin has the same ones.
     """
+    compiles = bug and (schedules is None or case.kind == "compile-error")
     asked = [number for number in (case.schedules, schedules) if number is not None]
     budget = {"schedules": min(asked)} if asked else {}
-    return weft.check.check(case.main, case.world_size, sms=case.sms, args=(bug,), compile=bug, **budget)
+    return weft.check.check(case.main, case.world_size, sms=case.sms, args=(bug,), compile=compiles, **budget)
 
 
 def replay(case, schedule):

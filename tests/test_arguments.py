@@ -133,6 +133,8 @@ ENGINE = {
     "chunk_tokens": COUNT,
     "mixed_chunk_tokens": COUNT,
     "prefix_caching": FLAG,
+    "state_snapshot_bytes": (-1, 0.5, "x"),
+    "state_snapshot_tokens": COUNT,
     "cuda_graph": FLAG,
     "warm_up": FLAG,
     "grammar_seconds": (*NUMBER, 0, -1.0, 3601),

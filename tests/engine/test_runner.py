@@ -32,7 +32,7 @@ from weft.models import Qwen3ForCausalLM
 SAMPLE = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
 
 
-def cache_of(pages, page_size, slots, drafts=0):
+def cache_of(pages, page_size, slots, drafts=0, snapshots=0):
     """Cache of 400 bytes a page, without states."""
     return SimpleNamespace(data=torch.zeros(pages, 100), states=None)
 

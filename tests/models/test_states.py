@@ -87,18 +87,6 @@ def test_slots_move_with_their_states(made):
     assert moves > 0 and found == [answer[: 2 + 2 * index] for index, answer in enumerate(expected)]
 
 
-def test_a_prefix_in_the_cache_is_not_shared(made):
-    """Pages have no states: the same prompt again is read whole."""
-    directory, prompts, expected = made
-
-    def main(team):
-        engine = Engine(directory, team, mode="torch", page_size=16, max_batch=2)
-        return [[one.token_ids for one in engine.generate(prompts[3:4], max_tokens=12)] for _ in range(2)]
-
-    [both] = weft.simulate(main, 1)
-    assert both == [[expected[3]]] * 2
-
-
 def test_what_does_not_run_is_refused(made):
     def main(team):
         config = DecoderConfig.from_dict(weft.models.Checkpoint(made[0]).config)

@@ -105,6 +105,19 @@ class EngineFlags:
             help="Prompts share the pages of equal first tokens",
         ),
     ] = DEFAULTS["prefix_caching"]
+    state_snapshot_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Memory of a rank for states of gated delta nets that prefix caching keeps "
+            "[default: an eighth of the KV cache's]"
+        ),
+    ] = DEFAULTS["state_snapshot_bytes"]
+    state_snapshot_tokens: Annotated[
+        int,
+        typer.Option(
+            "--state-snapshot-tokens", "--mamba-block-size", help="Tokens of a prompt between two of these states"
+        ),
+    ] = DEFAULTS["state_snapshot_tokens"]
     context_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -216,6 +229,8 @@ PASSED_ON = (
     "kv_cache_dtype",
     "quantization",
     "prefix_caching",
+    "state_snapshot_bytes",
+    "state_snapshot_tokens",
     "context_parallel",
     "pipeline_parallel",
     "warm_up",

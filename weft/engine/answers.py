@@ -18,6 +18,7 @@ from weft.engine.kv_cache import Sequence
 from weft.engine.params import MOST_LOGPROBS, Prompt, SamplingParams, check_prompt
 from weft.engine.pooling import vector_of
 from weft.engine.slots import Adjusted
+from weft.engine.snapshots import SnapshotCounts
 from weft.engine.speculation.drafting import Speculation
 from weft.engine.text import StopStrings, TextStream, TokenTexts, token_texts
 from weft.engine.tokenizer import PromptReader, check_room, spellings
@@ -162,6 +163,7 @@ class Load(NamedTuple):
     running, waiting  requests in the batch, and requests that wait for room in it
     cache_usage       share of the KV cache's pages that are taken
     preemptions, speculation  as in Stats, of all requests so far
+    snapshots         of states; None: the model has none, or no prefix caching
     """
 
     running: int = 0
@@ -169,6 +171,7 @@ class Load(NamedTuple):
     cache_usage: float = 0.0
     preemptions: int = 0
     speculation: Speculation | None = None
+    snapshots: SnapshotCounts | None = None
 
 
 def join_pieces(pieces: Iterator[Piece], prompts: int) -> list[Completion]:

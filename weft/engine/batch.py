@@ -17,6 +17,7 @@ from weft.engine.prefill import PrefillChunk
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Scheduler
 from weft.engine.slots import Entry, SlotState
+from weft.engine.snapshots import Snapshots
 from weft.engine.speculation.drafting import DraftLength, Speculation
 
 
@@ -75,9 +76,12 @@ class Batch:
             runner.max_batch,
             config.chunk_tokens,
             mixed_chunk_tokens=config.mixed_chunk_tokens,
-            # A prefix in the cache has keys and values, and no state.
-            prefix_caching=config.prefix_caching and not runner.model.has_states,
+            # Without snapshots a prefix in the cache has keys and values, and no state.
+            prefix_caching=config.prefix_caching and (runner.snapshots > 0 or not runner.model.has_states),
             most_drafts=0 if config.speculative is None else config.speculative.num_speculative_tokens,
+            snapshots=Snapshots(runner.snapshots, runner.entry_tokens, config.state_snapshot_tokens)
+            if runner.snapshots > 0
+            else None,
         )
         self.draft_length = None if config.speculative is None else DraftLength(config.speculative)
         self._drafting: dict[int, Sequence] = {}  # sequences that the drafter has, by slot
@@ -126,7 +130,8 @@ class Batch:
     def _read(self, ranges: list[SequenceRange]) -> list[PendingTokens]:
         """Read chunks of prompts. Returns the first tokens of the prompts that end."""
         self.settle()
-        self.runner.prefill([_chunk(part) for part in ranges])
+        copies = None if self.scheduler.snapshots is None else self.scheduler.snapshots.take_copies()
+        self.runner.prefill([_chunk(part) for part in ranges], copies)
         for part in ranges:
             if (vector := self.runner.prompts.pooled.get(part.sequence.slot)) is not None:
                 if part.start == 0:  # of a sequence that was preempted

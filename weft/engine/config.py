@@ -13,6 +13,7 @@ from weft.arguments import (
     check_callable,
     check_choice,
     check_instance,
+    check_int,
     check_number,
     check_optional,
     is_integer,
@@ -45,6 +46,7 @@ VLLM_NAMES = {
     "max_num_batched_tokens": "chunk_tokens",
     "block_size": "page_size",
     "enable_prefix_caching": "prefix_caching",
+    "mamba_block_size": "state_snapshot_tokens",
     "decode_context_parallel_size": "context_parallel, on or off",
     "speculative_config": "speculative",
 }
@@ -75,6 +77,9 @@ class EngineConfig:
     mixed_chunk_tokens  the same, fewer, of a prompt that arrives while sequences decode: bounds the time between two tokens
     prefix_caching   a request shares the full pages that other prompts or answers with the same first tokens have left in the
                      KV cache, and only the rest of it is computed
+    state_snapshot_bytes  memory of a rank for snapshots of states, which prefix caching needs in models with gated delta nets
+                     (docs/engine.md); 0: no prefix caching there; None: an eighth of the KV cache's, and at least one state
+    state_snapshot_tokens  tokens between two snapshots of a prompt's states, rounded down to pages; one more is at its end
     context_parallel  the KV cache is spread over the ranks by pages and not by heads, so a sequence may fill the caches of all
                      ranks; None: where that makes it smaller, with fewer KV heads than ranks (`plan_cache`)
     pipeline_parallel  stages that the layers are split over, of world_size / pipeline_parallel ranks each: whole nodes, or
@@ -117,6 +122,8 @@ class EngineConfig:
     chunk_tokens: int = 4096
     mixed_chunk_tokens: int = 1024
     prefix_caching: bool = True
+    state_snapshot_bytes: int | None = None
+    state_snapshot_tokens: int = 4096
     context_parallel: bool | None = None
     pipeline_parallel: int = 1
     microbatch_tokens: int = 256
@@ -156,7 +163,8 @@ class EngineConfig:
             check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         check_optional(check_choice, "quantization", self.quantization, MADE)
-        for name in ("chunk_tokens", "mixed_chunk_tokens", "max_batch", "pipeline_parallel", "microbatch_tokens"):
+        counts = "chunk_tokens", "mixed_chunk_tokens", "max_batch", "pipeline_parallel", "microbatch_tokens"
+        for name in (*counts, "state_snapshot_tokens"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
         for name in ("max_seq_len", "pages"):
             object.__setattr__(self, name, check_optional(positive, name, getattr(self, name)))
@@ -178,6 +186,8 @@ class EngineConfig:
                 )
         rule = "the path of a plan, for EngineConfig.of, LLM and Engine, or a ServingPlan"
         check_optional(check_instance, "plan", self.plan, ServingPlan, rule)
+        if self.state_snapshot_bytes is not None:
+            check_int("state_snapshot_bytes", self.state_snapshot_bytes, 0, 1 << 62)
         check_number("grammar_seconds", self.grammar_seconds, 1e-3, 3600, "in [0.001, 3600] seconds")
         check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
         if self.gpu_memory_utilization is not None:

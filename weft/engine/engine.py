@@ -275,8 +275,14 @@ class Engine:
     def load(self) -> Load:
         scheduler = self.batch.scheduler
         used = 1 - scheduler.pool.free / scheduler.pool.capacity
-        counts = self.batch.speculation
-        return Load(len(scheduler.active), len(scheduler.waiting), used, scheduler.preemptions, counts)
+        return Load(
+            running=len(scheduler.active),
+            waiting=len(scheduler.waiting),
+            cache_usage=used,
+            preemptions=scheduler.preemptions,
+            speculation=self.batch.speculation,
+            snapshots=None if scheduler.snapshots is None else scheduler.snapshots.counts,
+        )
 
     @property
     def has_work(self) -> bool:

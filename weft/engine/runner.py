@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk
 from weft.engine.prompts import Prompts, Shape
 from weft.engine.slots import Adjustments, Slots
+from weft.engine.snapshots import Copies
 from weft.engine.speculation.draft_model import ModelDrafter
 from weft.engine.speculation.hidden import HiddenDrafter
 from weft.engine.speculation.loading import Draft
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 logger = logger_of(__name__)
+# Snapshots of states take this part of the bytes of the KV cache, where they are not given their bytes.
+SNAPSHOT_SHARE = 1 / 8
 # Default size of the KV cache on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
 # Slots of a decode step and tokens of prompts whose graphs are captured before the engine is ready: for its first requests.
@@ -52,6 +55,7 @@ class Runner:
     verifying       decode steps with drafts; None: without speculation
     buckets         batch sizes that decode steps are padded to
     largest_decode  most slots of one decode step so far, padding included
+    snapshots       states that prefix caching may keep, in models with gated delta nets
     """
 
     def __init__(
@@ -94,10 +98,14 @@ class Runner:
             most, synthetic = speculative.num_speculative_tokens, speculative.synthetic_acceptance_length
             self.verifying = VerifyGraph(self.decoding, drafter, most, synthetic)
             self._draft_lengths = speculative.lengths
+        self.snapshots = 0
         if before_cache is not None:
             self._allocate(2)
             before_cache(self)
-        self._allocate(self._pages(config))
+        pages = self._pages(config)
+        if model.has_states and config.prefix_caching:
+            self.snapshots = self._affordable_snapshots(config.state_snapshot_bytes, pages)
+        self._allocate(pages)
         self._flight = Flight(self.decoding, self.graphs)
 
     @property
@@ -199,18 +207,28 @@ class Runner:
             with self.decoding.on_empty_slots():  # it advances none
                 self.graphs.replay((size, kind))
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+    def prefill(self, chunks: Sequence[PrefillChunk], copies: Copies | None = None) -> None:
         """Write chunks of prompts into the cache, and next tokens, where `choose`, into `tokens[slot]`.
+
+        copies  of states from snapshots before, and to snapshots afterwards
 
         Log-probabilities, where they are asked for, go into `logprobs[slot]`, of prompts into `prompts.logprobs`.
         """
         self._enter([chunk for chunk in chunks if chunk.choose])
         with without_autograd(self.team.device):
+            states = self.cache.states
+            if copies is not None and copies.restored:
+                states.restore(self._on_device(copies.restored.values()), self._on_device(copies.restored))
             rows = self.prompts.read(chunks, cuda_graph=self.cuda_graph)
-            if self.cache.states is not None and self.verifying is not None:
-                self.cache.states.begin(upload(torch.tensor([chunk.slot for chunk in chunks]), self.team.device))
+            if states is not None and self.verifying is not None:
+                states.begin(self._on_device(chunk.slot for chunk in chunks))
+            if copies is not None and copies.saved:
+                states.save(self._on_device(copies.saved.values()), self._on_device(copies.saved))
             if self.verifying is not None:
                 self.verifying.drafter.read(chunks, rows)
+
+    def _on_device(self, values: Iterable[int]) -> torch.Tensor:
+        return upload(torch.tensor(list(values)), self.team.device)
 
     def _enter(self, chunks: Sequence[PrefillChunk]) -> None:
         """Fill the adjustments of the slots for which tokens are chosen, on the ranks that choose."""
@@ -348,7 +366,9 @@ class Runner:
 
     def _allocate(self, pages: int) -> None:
         """Make the caches of the model and of the drafter."""
-        self.decoding.cache = self.model.new_cache(pages, self.decoding.page_size, self.max_batch, self._most_drafts)
+        self.decoding.cache = self.model.new_cache(
+            pages, self.decoding.page_size, self.max_batch, self._most_drafts, self.snapshots
+        )
         if self.verifying is not None:
             self.verifying.drafter.allocate(pages)
 
@@ -377,7 +397,11 @@ class Runner:
         """Number of KV pages that fit on the rank with the least memory for them; equal on every rank."""
         cache = self.model.new_cache(1, self.decoding.page_size, 1)
         states = 0 if cache.states is None else self.max_batch * (1 + self._most_drafts) * cache.states.nbytes_of_one
-        page_bytes = cache.data.nbytes + (0 if self.verifying is None else self.verifying.drafter.page_bytes)
+        page_bytes = cache.data.nbytes
+        if cache.states is not None and config.prefix_caching:
+            states += config.state_snapshot_bytes or 0
+            page_bytes = int(page_bytes * (1 + (SNAPSHOT_SHARE if config.state_snapshot_bytes is None else 0)))
+        page_bytes += 0 if self.verifying is None else self.verifying.drafter.page_bytes
         budget = VIRTUAL_CACHE_BYTES
         if self.team.device.type == "cuda":
             budget = cache_budget(config, *memory_of(self.team.device), reserved + states)
@@ -388,6 +412,18 @@ class Runner:
                 f"graphs; raise it, or shard the model over more ranks"
             )
         return max(2, pages)
+
+    def _affordable_snapshots(self, given: int | None, pages: int) -> int:
+        """Number of snapshots of states beside these pages; `given`: their bytes. ValueError where it holds none."""
+        cache = self.model.new_cache(1, self.decoding.page_size, 1)
+        each = cache.states.nbytes_of_one
+        if given is None:
+            given = max(each, int(cache.data.nbytes * pages * SNAPSHOT_SHARE))
+        if 0 < given < each:
+            raise ValueError(
+                f"state_snapshot_bytes={given} holds no state, which has {each} bytes on a rank; raise it, or pass 0 for none"
+            )
+        return min(given // each, pages - 1)  # a snapshot is at the end of a page
 
 
 def is_first(size: int | Verify | Shape | Turn, kind: Kind) -> bool:

@@ -16,6 +16,9 @@ With prefix caching a request starts after the full pages of its first tokens th
 prompts or answers. At least its last token is read, since only a pass chooses the next one. Pages that a step fills are found
 from the next step on; a request that begins with such a page waits for it.
 
+Of models with states a request starts after the longest run of such pages that ends with a snapshot of the states
+(weft.engine.snapshots). Chunks end where a snapshot is due, and a request that begins with its tokens waits for it.
+
 Where all layers have windows, a sequence gives back the pages before the windows of all its tokens to come: their entries are
 0 from then on. It is admitted once there is room for its window and a chunk, and finds its first tokens in the cache where the
 pages of its window are there.
@@ -27,6 +30,7 @@ from collections import deque
 from itertools import chain
 
 from weft.engine.kv_cache import Changes, Decoding, PagePool, Sequence, SequenceRange, digest_of, digest_of_salt
+from weft.engine.snapshots import Snapshots
 from weft.runtime.logs import logger_of
 
 logger = logger_of(__name__)
@@ -44,8 +48,10 @@ class Scheduler:
         mixed_chunk_tokens: int | None = None,
         prefix_caching: bool = False,
         most_drafts: int = 0,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        """`most_drafts`: of a sequence in a decode step."""
+        """`most_drafts`: of a sequence in a decode step; `snapshots`: of states, with prefix caching; None: pages suffice."""
+        self.snapshots = snapshots
         self.pool, self.max_batch, self.prefix_caching = pool, max_batch, prefix_caching
         self.chunk_tokens, self.most_drafts = chunk_tokens, most_drafts
         self.mixed_chunk_tokens = min(chunk_tokens, mixed_chunk_tokens or chunk_tokens)
@@ -112,6 +118,7 @@ class Scheduler:
         self._admit_waiting(left, ranges)
         for part in ranges:
             self._publish(part.sequence)
+            self._save(part)
         self._has_read = bool(ranges)
         return ranges
 
@@ -123,8 +130,8 @@ class Scheduler:
             sequence = self.waiting[0]
             findable = 0 if sequence.reads_all else (sequence.to_read - 1) // self.pool.page_size
             digests = self._digests(sequence, findable)
-            shared = self.pool.find(digests)
-            if len(shared) < len(digests) and digests[len(shared)] in filling:
+            shared = self._found(digests)
+            if self._is_coming(digests[len(shared) :], filling):
                 break
             own = self._own_pages(sequence, shared)
             # One page more per sequence that may grow: otherwise this one could be preempted as soon as it has been read.
@@ -135,6 +142,32 @@ class Scheduler:
             left -= self._read(sequence, left, ranges)
             growing += self._may_grow(sequence)
             filling |= self._being_filled(ranges[-1:])
+
+    def _found(self, digests: list[bytes]) -> list[int]:
+        """Pages in the cache with which a sequence of these digests begins, as PagePool.find has them."""
+        shared = self.pool.find(digests)
+        return shared if self.snapshots is None else shared[: self.snapshots.longest(digests[: len(shared)])]
+
+    def _is_coming(self, digests: list[bytes], filling: set[bytes]) -> bool:
+        """True if a prompt that is being read will leave what a sequence goes on with: these digests, not found yet."""
+        if self.snapshots is None:
+            return bool(digests) and digests[0] in filling
+        ends = {digest for one in self.active if not one.running for digest in self._due(one).values()}
+        return not ends.isdisjoint(digests)
+
+    def _due(self, sequence: Sequence) -> dict[int, bytes]:
+        """Digests of the snapshots that a sequence's prompt is to leave from now on, by number of tokens."""
+        size = self.pool.page_size
+        digests = self._digests(sequence, (sequence.to_read - 1) // size)
+        ends = {pages * size: digests[pages - 1] for pages in self.snapshots.due(len(digests))}
+        return {end: digest for end, digest in ends.items() if end >= sequence.cached and digest not in self.snapshots}
+
+    def _save(self, part: SequenceRange) -> None:
+        """Take a snapshot after a chunk that ends where one is due."""
+        if self.snapshots is not None and not part.last:
+            end = part.start + part.length
+            if (digest := self._due(part.sequence).get(end)) is not None:
+                self.snapshots.save(digest, part.sequence.slot)
 
     def _may_grow(self, sequence: Sequence) -> bool:
         return sequence.held < self._most_pages(sequence)
@@ -181,6 +214,8 @@ class Scheduler:
                     "request %d: %d of %d tokens are in the prefix cache",
                     sequence.number, sequence.hit_tokens, sequence.to_read,
                 )  # fmt: skip
+        if self.snapshots is not None and shared:
+            self.snapshots.use(sequence.digests[len(shared) - 1], sequence.slot)
         self.active.append(sequence)
         self._unread += 1
 
@@ -193,6 +228,8 @@ class Scheduler:
         start, page_size = sequence.cached, self.pool.page_size
         self._release(sequence, start)
         wanted = min(limit, sequence.to_read - start)
+        if self.snapshots is not None:
+            wanted = min([wanted, *(end - start for end in self._due(sequence) if end > start)])
         if (missing := self.pool.needed(start + wanted) - len(sequence.pages)) > 0:
             sequence.pages = sequence.pages + self.pool.take(min(missing, self.pool.free))
         length = min(wanted, len(sequence.pages) * page_size - start)
@@ -314,6 +351,8 @@ class Scheduler:
             sequence.launched, sequence.ahead = len(sequence.tokens), 0
             self._preempt(sequence)
         self.pool.unpublish()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def compact(self) -> list[tuple[int, int]]:
         """Move sequences to lower free slots, for a smaller bucket. Returns pairs (from, to)."""
@@ -340,6 +379,8 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         if sequence.corrupt:
             self.pool.withdraw(sequence.pages)
+            if self.snapshots is not None:
+                self.snapshots.withdraw(sequence.digests)
         else:
             self._publish(sequence)
         self._stop(sequence)

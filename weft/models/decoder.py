@@ -330,9 +330,17 @@ class Decoder(nn.Module):
         return replace(plan, recipe=plan.recipe.without_deferred_scale())
 
     def new_cache(
-        self, pages: int, page_size: int = DEFAULT_PAGE_SIZE, slots: int = DEFAULT_SLOTS, drafts: int = 0
+        self,
+        pages: int,
+        page_size: int = DEFAULT_PAGE_SIZE,
+        slots: int = DEFAULT_SLOTS,
+        drafts: int = 0,
+        snapshots: int = 0,
     ) -> PagedCache:
-        """Cache of these pages; slots: of sequences' states, in models with gated delta nets; drafts: of a slot in a step."""
+        """Cache of these pages.
+
+        slots, drafts, snapshots  of sequences' states, in models with gated delta nets, as of DeltaStates
+        """
         where = {"device": self.team.device}
         latent = self.config.attention.latent
         kind, width = (PagedCache, self.config.head_dim) if latent is None else (LatentCache, latent.width)
@@ -341,7 +349,8 @@ class Decoder(nn.Module):
         if nets := [layer.linear_attn for layer in self.layers if layer.linear_attn is not None]:
             has_state = [layer.linear_attn is not None for layer in self.layers]
             sizes = nets[0].sizes, nets[0].conv1d.shape[1]
-            cache.states = DeltaStates(has_state, slots, *sizes, drafts=drafts, dtype=self.dtype, **where)
+            numbers = {"drafts": drafts, "snapshots": snapshots}
+            cache.states = DeltaStates(has_state, slots, *sizes, **numbers, dtype=self.dtype, **where)
         return cache
 
     @property

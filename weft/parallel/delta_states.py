@@ -3,6 +3,7 @@
     index                 state of
     b                     batch slot b, after a chunk of a prompt or after the first token of a step
     j * slots + b         batch slot b, after token j + 1 of a step with drafts, j = 1 … drafts
+    (1 + drafts) * slots + i   snapshot i: of a prompt's first tokens, for prefix caching
 
 A step with drafts reads a slot's newest state at ``current``, and writes a state after each of its tokens. The state after the
 last accepted token becomes the newest: states of rejected tokens are never read, and the host waits for nothing.
@@ -34,11 +35,13 @@ class DeltaStates:
         taps: int,
         *,
         drafts: int = 0,
+        snapshots: int = 0,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         """`drafts`: of a slot in a step at most."""
-        layers, states = sum(has_state), slots * (1 + drafts)
+        self._first_snapshot = slots * (1 + drafts)
+        layers, states = sum(has_state), self._first_snapshot + snapshots
         self.conv = torch.zeros(layers, states, taps - 1, sizes.columns, dtype=dtype, device=device)
         self.delta = torch.zeros(layers, states, sizes.value_heads, sizes.K, sizes.V, device=device)
         self.slots, self.current = slots, torch.arange(slots, dtype=torch.int32, device=device)
@@ -67,6 +70,14 @@ class DeltaStates:
         """Copy the newest states of slots ``sources`` to slots ``targets`` [n] int64."""
         self._copy(self.current[sources].long(), targets)
         self.begin(targets)
+
+    def restore(self, snapshots: Tensor, slots: Tensor) -> None:
+        """Copy snapshots to slots, for chunks of prompts; both [n] int64."""
+        self._copy(self._first_snapshot + snapshots, slots)
+
+    def save(self, slots: Tensor, snapshots: Tensor) -> None:
+        """Copy to snapshots what chunks of prompts have left in slots; both [n] int64."""
+        self._copy(slots, self._first_snapshot + snapshots)
 
     def begin(self, slots: Tensor) -> None:
         """Have slots [n] int64 go on from the states that chunks of prompts, or copies, have left there."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from weft.engine.answers import Load
+from weft.engine.snapshots import SnapshotCounts
 from weft.engine.speculation.drafting import Speculation
 
 # Bounds in seconds of a wait for a token, and of a whole request; and in tokens.
@@ -42,6 +43,17 @@ class Metrics:
         made(Gauge, "spec_decode_draft_length", "Tokens drafted for a sequence; 0: it does not pay").set_function(
             lambda: (load().speculation or Speculation()).draft_length
         )
+        self._snapshots, self._snapshot_counters = (
+            SnapshotCounts(),
+            {
+                "saved": made(Counter, "state_snapshots_saved", "Snapshots of states taken for prefix caching"),
+                "used": made(Counter, "state_snapshots_used", "Requests that began with a snapshot of states"),
+                "dropped": made(Counter, "state_snapshots_dropped", "Snapshots of states that gave way to newer ones"),
+            },
+        )
+        made(Gauge, "state_snapshots_usage_perc", "Share of the places for snapshots in use, in 0 .. 1").set_function(
+            lambda: (counts := load().snapshots or SnapshotCounts()).held / max(1, counts.places)
+        )
         self.corrupted = made(
             Counter, "corrupted_requests", "Requests that ended since their logits were NaN or infinite"
         )
@@ -73,6 +85,10 @@ class Metrics:
         self._preempted = preempted
         if (counts := self._load().speculation) is not None:
             self._count_drafts(counts)
+        if (counts := self._load().snapshots) is not None:
+            before, self._snapshots = self._snapshots, counts
+            for name, counter in self._snapshot_counters.items():
+                counter.inc(getattr(counts, name) - getattr(before, name))
         return generate_latest(self.registry)
 
     def _count_drafts(self, counts: Speculation) -> None:

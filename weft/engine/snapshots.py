@@ -1,0 +1,108 @@
+"""Snapshots of states beside the pages of prefix caching: what a sequence's states were after its first pages.
+
+    prompt of 150 tokens, pages of 16, interval of 64     read as 0 .. 64, 64 .. 128, 128 .. 144, 144 .. 150
+    snapshots after                                       64 tokens, 128, and 144: the end, by pages
+
+Pages hold keys and values of all tokens, but a state stands for all tokens before it. So a prompt is found as far as there are
+both its pages and a snapshot at their end. Prompts are read in chunks that end where a snapshot is due; the last token is never
+found, since a pass over it chooses the next one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from weft.runtime.codec import exchangeable
+
+
+@exchangeable
+class SnapshotCounts(NamedTuple):
+    """Counts of snapshots of states since the engine's start.
+
+    saved, used, dropped  snapshots made, requests that began with one, and snapshots that gave way to newer ones
+    held, places          snapshots there are, and may be
+    """
+
+    saved: int = 0
+    used: int = 0
+    dropped: int = 0
+    held: int = 0
+    places: int = 0
+
+
+class Copies(NamedTuple):
+    """Copies of states that a step makes.
+
+    restored  by batch slot, the snapshot that it begins with, before the step reads prompts
+    saved     by snapshot, the batch slot whose states it takes after that
+    """
+
+    restored: Mapping[int, int]
+    saved: Mapping[int, int]
+
+
+class Snapshots:
+    """Snapshots by the digest of the tokens before, the least recently used first to go.
+
+    Equal calls give equal places on every rank. Copies of a step are launched in the order of the calls, so a place is free for
+    the next snapshot as soon as it has been given back.
+    """
+
+    def __init__(self, places: int, page_size: int, interval: int) -> None:
+        """`interval`: tokens between two snapshots of a sequence, rounded down to pages."""
+        self.page_size, self.pages = page_size, max(1, interval // page_size)
+        self._free = list(range(places - 1, -1, -1))
+        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._counts = SnapshotCounts(places=places)
+        self._restored: dict[int, int] = {}
+        self._saved: dict[int, int] = {}
+
+    @property
+    def counts(self) -> SnapshotCounts:
+        return self._counts._replace(held=len(self._place_of))
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._place_of
+
+    def longest(self, digests: Sequence[bytes]) -> int:
+        """Most first pages, of these digests, after which there is a snapshot."""
+        return next((count for count in range(len(digests), 0, -1) if digests[count - 1] in self), 0)
+
+    def due(self, pages: int) -> list[int]:
+        """Numbers of first pages after which a prompt gets snapshots; `pages`: full ones before its last token."""
+        ends = list(range(self.pages, pages, self.pages))
+        return [*ends, pages] if pages else []
+
+    def use(self, digest: bytes, slot: int) -> None:
+        """Have a batch slot begin with a snapshot."""
+        self._place_of.move_to_end(digest)
+        self._restored[slot] = self._place_of[digest]
+        self._counts = self._counts._replace(used=self._counts.used + 1)
+
+    def save(self, digest: bytes, slot: int) -> None:
+        """Take a snapshot of a batch slot, which later steps find."""
+        if digest in self:
+            return
+        if not self._free:
+            self._free.append(self._place_of.popitem(last=False)[1])
+            self._counts = self._counts._replace(dropped=self._counts.dropped + 1)
+        self._place_of[digest] = place = self._free.pop()
+        self._saved[place] = slot
+        self._counts = self._counts._replace(saved=self._counts.saved + 1)
+
+    def withdraw(self, digests: Sequence[bytes]) -> None:
+        """Let no request find these."""
+        self._free += [self._place_of.pop(digest) for digest in digests if digest in self]
+
+    def clear(self) -> None:
+        """Let none be found, after an error that leaves their contents uncertain."""
+        self.withdraw(list(self._place_of))
+        self.take_copies()
+
+    def take_copies(self) -> Copies:
+        """Copies that have been asked for since the last call."""
+        copies = Copies(self._restored, self._saved)
+        self._restored, self._saved = {}, {}
+        return copies

@@ -87,17 +87,6 @@ def test_slots_move_with_their_states(made):
     assert moves > 0 and found == [answer[: 2 + 2 * index] for index, answer in enumerate(expected)]
 
 
-def test_what_does_not_run_is_refused(made):
-    def main(team):
-        config = DecoderConfig.from_dict(weft.models.Checkpoint(made[0]).config)
-        with pytest.raises(
-            ValueError, match="quantized weights: weft does not run them in models with gated delta nets"
-        ):
-            Decoder(config, team, mode="gemm_ar", quantization="fp8")
-
-    weft.simulate(main, 2)
-
-
 def test_world_sizes_and_draft_models_that_do_not_fit_are_refused(made):
     def main(team):
         config = DecoderConfig.from_dict({**weft.models.Checkpoint(made[0]).config, "linear_num_key_heads": 1})

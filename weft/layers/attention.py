@@ -29,6 +29,7 @@ from weft.parallel.sequences import Sequences
 from weft.parallel.sharding import Shard, fill_from_module, under
 from weft.parallel.step import Step
 from weft.parallel.tensors import AttentionWeights, tensor_of
+from weft.parallel.widened import widened
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -110,14 +111,18 @@ class TPAttention(nn.Module):
         projected = Rows.even("num_attention_heads", 2 * q_rows.total, team) if gated else q_rows
         kv_rows = Rows(num_key_value_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
         parts = {"q_proj": projected, "k_proj": kv_rows, "v_proj": kv_rows}
-        options = {"team": team, "dtype": dtype, "formats": formats}
-        self.qkv_proj = ColumnParallelLinear(inputs * hidden_size, parts, bias=bias, **options)
-        self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, bias=output_bias, **options)
+        options = {"team": team, "dtype": dtype}
+        # Queries and gates of gated attention change places: there the weight is in `dtype` whatever the checkpoint has.
+        self.widened = formats if gated else None
+        of_qkv = None if gated else formats
+        self.qkv_proj = ColumnParallelLinear(inputs * hidden_size, parts, bias=bias, formats=of_qkv, **options)
+        of_o = {"bias": output_bias, "formats": formats}
+        self.o_proj = RowParallelLinear("o_proj", q_rows.total, hidden_size, **of_o, **options)
         self.eps, self.window, self.scale, self.softcap, self.rotary = rms_norm_eps, window, scale, softcap, rotary
         self.norm_all_heads, self.gated = norm_all_heads, gated
-        if gated and (bias or formats is not None or norm_all_heads):
+        if gated and (bias or norm_all_heads):
             raise ValueError(
-                "gated attention with biases, quantized weights or norms over all heads: weft does not run it; leave these out"
+                "gated attention with biases or norms over all heads: weft does not run it; leave these out"
             )
         self.sinks = empty_parameter(self.num_heads, team=team, dtype=dtype) if sinks else None
         self.order = rotary_order(head_dim, head_dim if rotated is None else rotated, interleaved)
@@ -161,6 +166,8 @@ class TPAttention(nn.Module):
             queries = rows[:, 0] if self.order is None else rows[:, 0, self.order]
             order = torch.cat((queries.flatten(), rows[:, 1].flatten())).to(self.team.device)
             shards["q_proj.weight"] = replace(shards["q_proj.weight"], order=order)
+            names = [f"{name}.weight" for name in self.qkv_proj.parts]
+            shards |= widened({name: shards[name] for name in names}, self.widened)
         if self.sinks is not None:
             first, total = self.team.rank * self.num_heads, self.team.size * self.num_heads
             shards["sinks"] = Shard(target=self.sinks.data, shape=(total,), start=first)

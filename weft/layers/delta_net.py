@@ -13,8 +13,10 @@ from weft.ops.linear_attention.delta_rule import DeltaSizes
 from weft.parallel.linear import RowParallelLinear, empty_parameter, split_evenly
 from weft.parallel.sharding import Shard, under
 from weft.parallel.tensors import DeltaWeights, NormWeights
+from weft.parallel.widened import widened
 
 if TYPE_CHECKING:
+    from weft.parallel.quantized import Formats
     from weft.runtime.team.team import Team
 
 
@@ -23,6 +25,7 @@ class TPGatedDeltaNet(nn.Module):
 
     Rank r has key heads r * key_heads / W and on, with their value heads. ValueError where W does not divide key_heads.
     joined  as of LinearAttentionOptions. For inference
+    formats  of the weights; None: they are in `dtype`. Projections before the convolution are in `dtype` here in any case
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class TPGatedDeltaNet(nn.Module):
         joined: bool,
         team: Team,
         dtype: torch.dtype,
+        formats: Formats | None = None,
     ) -> None:
         super().__init__()
         key_heads = split_evenly("linear_num_key_heads", whole.key_heads, team)
@@ -48,7 +52,10 @@ class TPGatedDeltaNet(nn.Module):
             empty_parameter(sizes.value_heads, team=team, dtype=torch.float32) for _ in range(2)
         )
         self.norm = RMSNorm(sizes.V, rms_norm_eps, **options)
-        self.out_proj = RowParallelLinear("out_proj", whole.value_heads * whole.V, hidden_size, **options)
+        self.formats = formats
+        self.out_proj = RowParallelLinear(
+            "out_proj", whole.value_heads * whole.V, hidden_size, formats=formats, **options
+        )
 
     @property
     def weights(self) -> DeltaWeights:
@@ -68,7 +75,7 @@ class TPGatedDeltaNet(nn.Module):
         conv = {"target": self.conv1d.data, "shape": (whole.columns, 1, taps)}
         heads = {"shape": (whole.value_heads,), "start": rank * sizes.value_heads}
         return {
-            **(self._joined_shards() if self.joined else self._separate_shards()),
+            **widened(self._joined_shards() if self.joined else self._separate_shards(), self.formats),
             "conv1d.weight": ChannelShard(**conv, starts=self._channel_starts()),
             "A_log": Shard(target=self.A_log.data, **heads),
             "dt_bias": Shard(target=self.dt_bias.data, **heads),

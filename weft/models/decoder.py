@@ -82,9 +82,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.names, self.block = config.family.weights, config.block
         prefix, quantization = f"{self.names.layers}.{index}", config.quantization
-        attention, mlp = (
+        attention, mlp, net = (
             None if quantization is None else quantization.formats(f"{prefix}.{name}", self.names.joined)
-            for name in (self.names.attention, self.names.mlp)
+            for name in (self.names.attention, self.names.mlp, self.names.linear_attention)
         )
         block = config.block
         self.input_norm, self.post_norm = (_norm(config, team, dtype) if block.norms_before else None for _ in range(2))
@@ -102,6 +102,7 @@ class DecoderLayer(nn.Module):
                 joined=linear.joined,
                 team=team,
                 dtype=dtype,
+                formats=net,
             )
         else:
             self.self_attn = _attention(config, index, team, mode, dtype, context_parallel, attention)
@@ -187,8 +188,6 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"context_parallel=True: mode={mode!r} keeps the cache split by heads; choose another mode"
             )
-        if config.linear_attention is not None and config.quantization is not None:
-            raise ValueError("quantized weights: weft does not run them in models with gated delta nets; leave it out")
         if kv_cache_dtype == "fp8" and config.attention.latent is not None:
             raise ValueError("kv_cache_dtype='fp8': a cache of latents has the dtype of the weights; leave it out")
         self.cache_dtype = E4M3 if kv_cache_dtype == "fp8" else dtype

@@ -18,7 +18,7 @@ from weft.engine.pipeline import Pipeline
 from weft.engine.prefill import PrefillChunk
 from weft.engine.prompts import Prompts, Shape
 from weft.engine.slots import Adjustments, Slots
-from weft.engine.snapshots import Copies
+from weft.engine.snapshots import SNAPSHOT_SHARE, Copies, places_beside
 from weft.engine.speculation.draft_model import ModelDrafter
 from weft.engine.speculation.hidden import HiddenDrafter
 from weft.engine.speculation.loading import Draft
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 logger = logger_of(__name__)
-# Snapshots of states take this part of the bytes of the KV cache, where they are not given their bytes.
-SNAPSHOT_SHARE = 1 / 8
 # Default size of the KV cache on virtual ranks, whose memory is the host's.
 VIRTUAL_CACHE_BYTES = 256 << 20
 # Slots of a decode step and tokens of prompts whose graphs are captured before the engine is ready: for its first requests.
@@ -104,7 +102,7 @@ class Runner:
             before_cache(self)
         pages = self._pages(config)
         if model.has_states and config.prefix_caching:
-            self.snapshots = self._affordable_snapshots(config.state_snapshot_bytes, pages)
+            self.snapshots = places_beside(model.new_cache(1, config.page_size, 1), pages, config.state_snapshot_bytes)
         self._allocate(pages)
         self._flight = Flight(self.decoding, self.graphs)
 
@@ -412,18 +410,6 @@ class Runner:
                 f"graphs; raise it, or shard the model over more ranks"
             )
         return max(2, pages)
-
-    def _affordable_snapshots(self, given: int | None, pages: int) -> int:
-        """Number of snapshots of states beside these pages; `given`: their bytes. ValueError where it holds none."""
-        cache = self.model.new_cache(1, self.decoding.page_size, 1)
-        each = cache.states.nbytes_of_one
-        if given is None:
-            given = max(each, int(cache.data.nbytes * pages * SNAPSHOT_SHARE))
-        if 0 < given < each:
-            raise ValueError(
-                f"state_snapshot_bytes={given} holds no state, which has {each} bytes on a rank; raise it, or pass 0 for none"
-            )
-        return min(given // each, pages - 1)  # a snapshot is at the end of a page
 
 
 def is_first(size: int | Verify | Shape | Turn, kind: Kind) -> bool:

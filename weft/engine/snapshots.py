@@ -12,9 +12,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.runtime.codec import exchangeable
+
+if TYPE_CHECKING:
+    from weft.parallel.step import PagedCache
+
+# Snapshots take this part of the bytes of the KV cache, where they are not given their bytes.
+SNAPSHOT_SHARE = 1 / 8
 
 
 @exchangeable
@@ -106,3 +112,18 @@ class Snapshots:
         copies = Copies(self._restored, self._saved)
         self._restored, self._saved = {}, {}
         return copies
+
+
+def places_beside(page: PagedCache, pages: int, given: int | None) -> int:
+    """Number of snapshots beside a cache of `pages` pages; `given`: their bytes. ValueError where these hold none.
+
+    page  a cache of one page
+    """
+    each = page.states.nbytes_of_one
+    if given is None:
+        given = max(each, int(page.data.nbytes * pages * SNAPSHOT_SHARE))
+    if 0 < given < each:
+        raise ValueError(
+            f"state_snapshot_bytes={given} holds no state, which has {each} bytes on a rank; raise it, or pass 0 for none"
+        )
+    return min(given // each, pages - 1)  # a snapshot is at the end of a page

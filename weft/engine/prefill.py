@@ -19,7 +19,8 @@ from weft.engine.pipeline import Pass, Pipeline
 from weft.engine.pooling import outputs_of, pooled
 from weft.engine.sampling import WIDTH, Choice
 from weft.engine.slots import DTYPES, SAMPLING, Adjustments, Entry
-from weft.ops import SequenceRanges
+from weft.ops import SequenceChunks, SequenceRanges
+from weft.ops.linear_attention.sequence_chunks import CHUNK
 from weft.parallel.context import GatheredLayout, SpreadPages
 from weft.parallel.step import PagedCache, Step, cells_of, runs
 from weft.runtime.arithmetic import cdiv
@@ -150,6 +151,7 @@ class Inputs:
     lengths                               [S] int64: tokens including cached ones
     seed, temperature, top_p, top_k, min_p  [S]: sampling parameters
     batch_slots                           [S] int64: slots of the sequences, for their adjustments
+    state_rows, state_slots, state_chunks  of SequenceChunks, in models with states; else empty
     """
 
     tokens: torch.Tensor
@@ -168,6 +170,9 @@ class Inputs:
     top_k: torch.Tensor
     min_p: torch.Tensor
     batch_slots: torch.Tensor
+    state_rows: torch.Tensor
+    state_slots: torch.Tensor
+    state_chunks: torch.Tensor
 
     @property
     def nbytes(self) -> int:
@@ -258,6 +263,9 @@ class StaticPrefill:
             chunks=runs(self._padded),
             spans=replace(self._ranges, spans=now.spans, tiles=now.tiles) if fused else None,
             spread=spread,
+            state_chunks=SequenceChunks(now.state_rows, now.state_slots, now.state_chunks)
+            if self.model.has_states
+            else None,
         )
         logits = self.pipeline.run([Pass(now.tokens, step, now.rows)], self.cache)
         choice = Choice(
@@ -309,6 +317,7 @@ class StaticPrefill:
         if self.model.context_parallel:
             table, entries, gathered_slots = self._gathered(chunks, table)
         params, ranges = [chunk.params for chunk in chunks], self._ranges_of(chunks)
+        states = self._states_of(chunks) if self.model.has_states else (numpy.zeros(0, numpy.int32),) * 3
 
         def padded(values: list[float], value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values + [value] * (self.shape.batch - len(values)), dtype=dtype)
@@ -330,7 +339,28 @@ class StaticPrefill:
             top_k=padded([p.top_k for p in params], 0),
             min_p=padded([p.min_p for p in params], 0.0, torch.float32),
             batch_slots=padded([chunk.slot for chunk in chunks], 0),
+            **dict(zip(("state_rows", "state_slots", "state_chunks"), map(torch.from_numpy, states), strict=True)),
         )
+
+    def _states_of(self, chunks: Sequence[PrefillChunk]) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """SequenceChunks of these chunks, and of the padding between and after them, which has a state of its own.
+
+        So all rows of a pass are computed. Missing sequences have no rows, and missing chunks none of theirs.
+        """
+        tokens, batch, padding = self.shape.tokens, self.shape.batch, self.cache.states.padding
+        runs, end = [], 0  # (first row, rows, tokens before, index of the state)
+        for chunk, start in zip(chunks, self.starts(chunks), strict=False):
+            runs += [(end, start - end, 0, padding)] if start > end else []
+            runs.append((start, len(chunk.tokens), chunk.before, chunk.slot))
+            end = start + len(chunk.tokens)
+        runs += [(end, tokens - end, 0, padding)] if end < tokens else []
+        rows, slots = numpy.zeros((2 * batch + 2, 3), numpy.int32), numpy.full(2 * batch + 2, padding, numpy.int32)
+        cut = numpy.full((tokens // CHUNK + 2 * batch + 1, 2), (2 * batch + 1, CHUNK), numpy.int32)
+        rows[: len(runs)] = [run[:3] for run in runs]
+        slots[: len(runs)] = [run[3] for run in runs]
+        places = [(index, at) for index, run in enumerate(runs) for at in range(0, run[1], CHUNK)]
+        cut[: len(places)] = places
+        return rows, slots, cut
 
     def _gathered(
         self, chunks: Sequence[PrefillChunk], table: numpy.ndarray

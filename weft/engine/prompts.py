@@ -40,6 +40,10 @@ FEWEST_GATHERED = 2 << 20
 # longer than their launches, and padding to a power of two costs more than a graph saves.
 MOST_GATHERED = 128 << 20
 
+# Tokens of the longest pass with a graph in models with states: padding has chunks of the delta rule too, and a longer pass
+# takes the GPU longer than its launches take the host.
+MOST_OF_STATES = 1024
+
 
 class Gathering(NamedTuple):
     """Sizes of the pages that prompts gather from a spread cache.
@@ -227,8 +231,8 @@ class Prompts:
         """Shape of the CUDA graph that reads these chunks; None: no graph does."""
         if sum(len(chunk.tokens) for chunk in chunks) > self._pipeline.most_uncut or self.attends_in_parts(chunks):
             return None
-        if self._pipeline.model.has_states:
-            return None  # the slots of states are no tensor of a graph
+        if self._pipeline.model.has_states and not self._states_fit(sum(len(chunk.tokens) for chunk in chunks)):
+            return None
         shape = shape_of_new(chunks)
         if shape in self._warm or not self._pipeline.model.prefills_in_kernels:
             return shape  # unfused attention takes its sequence lengths from the host
@@ -240,6 +244,10 @@ class Prompts:
             fitting = (shape for shape in large if shape.entries >= entries)
             return min(fitting, key=lambda shape: (shape.entries, shape.tokens, shape.batch), default=None)
         return shape or ragged_shape_of(chunks, self.max_batch, self.gathering)
+
+    def _states_fit(self, tokens: int) -> bool:
+        """True if a pass of a model with states may have a graph."""
+        return self._pipeline.model.prefills_in_kernels and padded_tokens(tokens) <= MOST_OF_STATES
 
     def attends_in_parts(self, chunks: Sequence[PrefillChunk]) -> bool:
         """True if cuDNN attends to these chunks after cached tokens, whose number a graph would hold."""
@@ -263,6 +271,10 @@ class Prompts:
             if len(self._recent) > MOST_SHAPES:
                 self._evict(next(iter(self._recent)))
         self.longest = max(self.longest, shape.tokens)
+        if self._pipeline.model.has_states and (shape, kind) not in self._graphs:
+            # A capture runs the pass several times, and states go on with each.
+            prefill.load([])
+            self._graphs.capture((shape, kind), lambda: prefill.run(kind, self._decoding.adjustments))
         prefill.load(chunks)
         self._graphs.run((shape, kind), lambda: prefill.run(kind, self._decoding.adjustments))
         return prefill.chosen, prefill.logprobs, prefill.starts(chunks)
@@ -288,9 +300,11 @@ class Prompts:
         Of passes that gather cached tokens from a spread cache, then of all other passes.
         """
         model = self._pipeline.model
-        if model.has_states:
-            return [], []
         longest = min(self.chunk_tokens, self.max_batch * self.max_seq_len, self._pipeline.most_uncut)
+        if model.has_states:
+            if not model.prefills_in_kernels:
+                return [], []
+            longest = min(longest, MOST_OF_STATES)
         lengths = single_lengths(min(longest, self.max_seq_len))
         if not model.prefills_in_kernels:
             shapes = [Shape.of_new(1, length) for length in reversed(lengths)]

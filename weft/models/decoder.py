@@ -487,7 +487,7 @@ class Decoder(nn.Module):
         Keys and values go into `cache`.
         """
         recipe, residual = step.plan.recipe, None
-        if cache.states is not None:
+        if cache.states is not None and step.state_slots is not None:
             cache.states.check_holds(step.state_slots)
         if step.is_prefill and step.spread is not None:
             caches = [cache.layer(index) for index, layer in enumerate(self.layers) if layer.self_attn is not None]

@@ -4,6 +4,7 @@
     b                     batch slot b, after a chunk of a prompt or after the first token of a step
     j * slots + b         batch slot b, after token j + 1 of a step with drafts, j = 1 … drafts
     (1 + drafts) * slots + i   snapshot i: of a prompt's first tokens, for prefix caching
+    padding               no sequence: padding of prompts in CUDA graphs has it
 
 A step with drafts reads a slot's newest state at ``current``, and writes a state after each of its tokens. The state after the
 last accepted token becomes the newest: states of rejected tokens are never read, and the host waits for nothing.
@@ -41,7 +42,8 @@ class DeltaStates:
     ) -> None:
         """`drafts`: of a slot in a step at most."""
         self._first_snapshot = slots * (1 + drafts)
-        layers, states = sum(has_state), self._first_snapshot + snapshots
+        self.padding = self._first_snapshot + snapshots
+        layers, states = sum(has_state), self.padding + 1
         self.conv = torch.zeros(layers, states, taps - 1, sizes.columns, dtype=dtype, device=device)
         self.delta = torch.zeros(layers, states, sizes.value_heads, sizes.K, sizes.V, device=device)
         self.slots, self.current = slots, torch.arange(slots, dtype=torch.int32, device=device)
@@ -55,9 +57,9 @@ class DeltaStates:
 
     def check_holds(self, slots: Tensor) -> None:
         """ValueError for more sequences than there are slots. Values of ``slots`` may be on a device, and are not read."""
-        if len(slots) > self.conv.shape[1]:
+        if len(slots) > self.slots:
             raise ValueError(
-                f"{len(slots)} sequences of a step, and a cache with states of {self.conv.shape[1]}; make it with "
+                f"{len(slots)} sequences of a step, and a cache with states of {self.slots}; make it with "
                 f"new_cache(pages, slots={len(slots)}) or more"
             )
 

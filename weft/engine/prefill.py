@@ -343,9 +343,9 @@ class StaticPrefill:
         )
 
     def _states_of(self, chunks: Sequence[PrefillChunk]) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """SequenceChunks of these chunks, and of the padding between and after them, which has a state of its own.
+        """SequenceChunks of these chunks, and of the padding between and after them.
 
-        So all rows of a pass are computed. Missing sequences have no rows, and missing chunks none of theirs.
+        Padding has a state apart, so all rows of a pass are computed. Missing sequences have no rows, missing chunks no tokens.
         """
         tokens, batch, padding = self.shape.tokens, self.shape.batch, self.cache.states.padding
         runs, end = [], 0  # (first row, rows, tokens before, index of the state)

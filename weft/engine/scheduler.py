@@ -50,7 +50,10 @@ class Scheduler:
         most_drafts: int = 0,
         snapshots: Snapshots | None = None,
     ) -> None:
-        """`most_drafts`: of a sequence in a decode step; `snapshots`: of states, with prefix caching; None: pages suffice."""
+        """`most_drafts`: of a sequence in a decode step.
+
+        snapshots  of states, with prefix caching; None: pages suffice
+        """
         self.snapshots = snapshots
         self.pool, self.max_batch, self.prefix_caching = pool, max_batch, prefix_caching
         self.chunk_tokens, self.most_drafts = chunk_tokens, most_drafts
@@ -149,7 +152,7 @@ class Scheduler:
         return shared if self.snapshots is None else shared[: self.snapshots.longest(digests[: len(shared)])]
 
     def _is_coming(self, digests: list[bytes], filling: set[bytes]) -> bool:
-        """True if a prompt that is being read will leave what a sequence goes on with: these digests, not found yet."""
+        """True if a prompt that is being read will cache these digests, with which a sequence goes on."""
         if self.snapshots is None:
             return bool(digests) and digests[0] in filling
         ends = {digest for one in self.active if not one.running for digest in self._due(one).values()}

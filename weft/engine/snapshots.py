@@ -1,11 +1,11 @@
-"""Snapshots of states beside the pages of prefix caching: what a sequence's states were after its first pages.
+"""Snapshots of states for prefix caching: a sequence's states after its first pages.
 
     prompt of 150 tokens, pages of 16, interval of 64     read as 0 .. 64, 64 .. 128, 128 .. 144, 144 .. 150
     snapshots after                                       64 tokens, 128, and 144: the end, by pages
 
-Pages hold keys and values of all tokens, but a state stands for all tokens before it. So a prompt is found as far as there are
-both its pages and a snapshot at their end. Prompts are read in chunks that end where a snapshot is due; the last token is never
-found, since a pass over it chooses the next one.
+Pages hold keys and values of all tokens, but a state stands for all tokens before it. So a prompt begins after the longest run
+of cached pages that ends with a snapshot. Prompts are read in chunks that end where a snapshot is due; the last token is always
+read, since a pass over it chooses the next one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Snapshots:
         return next((count for count in range(len(digests), 0, -1) if digests[count - 1] in self), 0)
 
     def due(self, pages: int) -> list[int]:
-        """Numbers of first pages after which a prompt gets snapshots; `pages`: full ones before its last token."""
+        """Numbers of pages after which a prompt gets snapshots; `pages`: full ones before its last token."""
         ends = list(range(self.pages, pages, self.pages))
         return [*ends, pages] if pages else []
 
@@ -99,11 +99,11 @@ class Snapshots:
         self._counts = self._counts._replace(saved=self._counts.saved + 1)
 
     def withdraw(self, digests: Sequence[bytes]) -> None:
-        """Let no request find these."""
+        """Forget the snapshots of these digests."""
         self._free += [self._place_of.pop(digest) for digest in digests if digest in self]
 
     def clear(self) -> None:
-        """Let none be found, after an error that leaves their contents uncertain."""
+        """Forget all, after an error that leaves their contents uncertain."""
         self.withdraw(list(self._place_of))
         self.take_copies()
 
@@ -115,9 +115,10 @@ class Snapshots:
 
 
 def places_beside(page: PagedCache, pages: int, given: int | None) -> int:
-    """Number of snapshots beside a cache of `pages` pages; `given`: their bytes. ValueError where these hold none.
+    """Number of snapshots beside a cache of `pages` pages. ValueError where their bytes hold none.
 
-    page  a cache of one page
+    page   a cache of one page
+    given  bytes for snapshots; None: a share of the cache's
     """
     each = page.states.nbytes_of_one
     if given is None:

@@ -49,19 +49,29 @@ class StatefulDevice(Device):
         self.states[one.slot] = text[:end]
         super().run(one, start, end, chooses)
 
+    def keep(self):
+        for place, slot in self.scheduler.kept_states().items():
+            self.places[place] = self.states[slot]
+
+    def collect(self):
+        self.keep()
+        super().collect()
+
     def fail(self):
         super().fail()
         self.places.clear()
         self.states.clear()
 
     def check(self):
+        self.keep()
         super().check()
         snapshots = self.scheduler.snapshots
-        used = [*snapshots._place_of.values()]
+        used = [*snapshots._place_of.values(), *(one.snapshot[0] for one in self.open if one.snapshot is not None)]
+        assert snapshots._reserved == sum(one.snapshot is not None for one in self.open)
         assert sorted([*used, *snapshots._free]) == list(range(snapshots.counts.places)), (
             "each place is used or free, once"
         )
-        assert snapshots.counts.saved - snapshots.counts.dropped >= len(used)
+        assert snapshots.counts.saved - snapshots.counts.dropped >= snapshots.counts.held
 
 
 @settings(max_examples=150, deadline=None)

@@ -163,6 +163,8 @@ class Batch:
         if self.runner.pipeline.stages > 1 and not reads and not self.scheduler.has_prompts:
             entries = sum(sequence.held for sequence in decoding.sequences)
         self.runner.decode(decoding.size, decoding.kind, between, entries=entries, arrived=self._arrived, drafts=drafts)
+        if kept := self.scheduler.kept_states():
+            self.runner.keep_states(kept)
         if self.runner.in_flight:
             self._flying = decoding
             return []

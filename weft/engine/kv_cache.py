@@ -167,6 +167,7 @@ class Sequence:
     together  submitted by a call of several prompts, which may be read before they decode
     corrupt   its logits were not finite, so keys and values may not be either: no other sequence may share its pages
     kind      of the choice of its tokens
+    snapshot  (place, pages): where its states after its last full page are kept while it decodes; None: nowhere
     """
 
     prompt: list[int]
@@ -193,6 +194,7 @@ class Sequence:
     done: bool = False
     corrupt: bool = False
     kind: Kind = field(init=False)
+    snapshot: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         self.kind = self.params.kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -224,6 +224,11 @@ class Runner:
                 states.save(self._on_device(copies.saved.values()), self._on_device(copies.saved))
             if self.verifying is not None:
                 self.verifying.drafter.read(chunks, rows)
+
+    def keep_states(self, kept: Mapping[int, int]) -> None:
+        """Copy states to snapshots, after a decode step: by snapshot, the batch slot."""
+        with without_autograd(self.team.device):
+            self.cache.states.save(self._on_device(kept.values()), self._on_device(kept))
 
     def _on_device(self, values: Iterable[int]) -> torch.Tensor:
         return upload(torch.tensor(list(values)), self.team.device)

@@ -55,6 +55,7 @@ class Scheduler:
         snapshots  of states, with prefix caching; None: pages suffice
         """
         self.snapshots = snapshots
+        self._full_now: list[Sequence] = []  # their pages are full with the step that `next_decode` has returned
         self.pool, self.max_batch, self.prefix_caching = pool, max_batch, prefix_caching
         self.chunk_tokens, self.most_drafts = chunk_tokens, most_drafts
         self.mixed_chunk_tokens = min(chunk_tokens, mixed_chunk_tokens or chunk_tokens)
@@ -322,7 +323,28 @@ class Scheduler:
             sequence.cached += 1
             sequence.launched += 1
             sequence.ahead += drafts
+        self._full_now = [one for one in self._running if one.cached % size == 0 and self._keeps_states(one)]
         return self.decoding
+
+    def _keeps_states(self, sequence: Sequence) -> bool:
+        """True if the states after a decode step are kept. With drafts the host does not know which they are."""
+        if self.snapshots is None or self.most_drafts:
+            return False
+        place = self.snapshots.reserve() if sequence.snapshot is None else sequence.snapshot[0]
+        sequence.snapshot = None if place is None else (place, sequence.cached // self.pool.page_size)
+        return place is not None
+
+    def kept_states(self) -> dict[int, int]:
+        """By place, the batch slot whose states are copied there after the step that `next_decode` has returned."""
+        kept, self._full_now = {one.snapshot[0]: one.slot for one in self._full_now if one.snapshot is not None}, []
+        return kept
+
+    def _leave_snapshot(self, sequence: Sequence) -> None:
+        """Make a snapshot of the states that a sequence has kept, if the host knows all tokens before."""
+        if sequence.snapshot is not None:
+            (place, pages), sequence.snapshot = sequence.snapshot, None
+            digests = [] if sequence.corrupt else self._full(sequence)
+            self.snapshots.release(place, digests[pages - 1] if pages <= len(digests) else None)
 
     def verified(self, sequence: Sequence, tokens: int, drafts: int) -> None:
         """Take note of the number of tokens that a step with drafts has given a sequence."""
@@ -386,6 +408,7 @@ class Scheduler:
                 self.snapshots.withdraw(sequence.digests)
         else:
             self._publish(sequence)
+        self._leave_snapshot(sequence)
         self._stop(sequence)
         self._unread -= not sequence.running
         self.pool.give_back(sequence.pages[sequence.released :])

@@ -6,6 +6,9 @@
 Pages hold keys and values of all tokens, but a state stands for all tokens before it. So a prompt begins after the longest run
 of cached pages that ends with a snapshot. Prompts are read in chunks that end where a snapshot is due; the last token is always
 read, since a pass over it chooses the next one.
+
+While a sequence decodes, it keeps its states after its last full page in one place. When it leaves, that becomes a snapshot
+for the next turn of a conversation, or for the sequence itself after a preemption.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class Snapshots:
         self.page_size, self.pages = page_size, max(1, interval // page_size)
         self._free = list(range(places - 1, -1, -1))
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._counts = SnapshotCounts(places=places)
+        self._counts, self._reserved = SnapshotCounts(places=places), 0
         self._restored: dict[int, int] = {}
         self._saved: dict[int, int] = {}
 
@@ -89,14 +92,36 @@ class Snapshots:
 
     def save(self, digest: bytes, slot: int) -> None:
         """Take a snapshot of a batch slot, which later steps find."""
-        if digest in self:
-            return
+        if digest not in self:
+            place = self._take()
+            self._enter(digest, place)
+            self._saved[place] = slot
+
+    def _take(self) -> int:
+        """A place to write to."""
         if not self._free:
             self._free.append(self._place_of.popitem(last=False)[1])
             self._counts = self._counts._replace(dropped=self._counts.dropped + 1)
-        self._place_of[digest] = place = self._free.pop()
-        self._saved[place] = slot
+        return self._free.pop()
+
+    def _enter(self, digest: bytes, place: int) -> None:
+        self._place_of[digest] = place
         self._counts = self._counts._replace(saved=self._counts.saved + 1)
+
+    def reserve(self) -> int | None:
+        """A place for a sequence that decodes; None: such sequences have half of all."""
+        if 2 * (self._reserved + 1) > self._counts.places:
+            return None
+        self._reserved += 1
+        return self._take()
+
+    def release(self, place: int, digest: bytes | None) -> None:
+        """End a reservation: its states are a snapshot after the tokens of this digest; None: they are of no use."""
+        self._reserved -= 1
+        if digest is None or digest in self:
+            self._free.append(place)
+        else:
+            self._enter(digest, place)
 
     def withdraw(self, digests: Sequence[bytes]) -> None:
         """Forget the snapshots of these digests."""

@@ -327,7 +327,7 @@ class Scheduler:
         return self.decoding
 
     def _keeps_states(self, sequence: Sequence) -> bool:
-        """True if the states after a decode step are kept. With drafts the host does not know which they are."""
+        """True if the states after a decode step are kept: not with drafts, which the host does not know yet."""
         if self.snapshots is None or self.most_drafts:
             return False
         place = self.snapshots.reserve() if sequence.snapshot is None else sequence.snapshot[0]
@@ -335,7 +335,7 @@ class Scheduler:
         return place is not None
 
     def kept_states(self) -> dict[int, int]:
-        """By place, the batch slot whose states are copied there after the step that `next_decode` has returned."""
+        """By place, the batch slot whose states go there after the step that `next_decode` has returned."""
         kept, self._full_now = {one.snapshot[0]: one.slot for one in self._full_now if one.snapshot is not None}, []
         return kept
 

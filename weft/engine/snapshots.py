@@ -116,7 +116,7 @@ class Snapshots:
         return self._take()
 
     def release(self, place: int, digest: bytes | None) -> None:
-        """End a reservation: its states are a snapshot after the tokens of this digest; None: they are of no use."""
+        """End a reservation: its states become a snapshot of this digest; None: they are of no use."""
         self._reserved -= 1
         if digest is None or digest in self:
             self._free.append(place)

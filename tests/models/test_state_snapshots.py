@@ -24,11 +24,12 @@ def made(make_checkpoint):
     return directory
 
 
-def ask(directory, prompts=PROMPTS, params=PARAMS, world_size=1, together=False, **options):
-    """(completions, hit tokens of each prompt, counts of snapshots, preemptions) of every rank."""
+def ask(directory, prompts=PROMPTS, params=PARAMS, world_size=1, together=False, late=0, **options):
+    """(completions, hit tokens of each prompt, counts of snapshots, preemptions) of every rank; late: as on GPUs."""
 
     def main(team):
         engine = Engine(directory, team, **{"mode": "torch", "page_size": 16, "max_seq_len": 96} | options)
+        engine.batch._steps_late = late
         completions, hits = [], []
         groups = [range(len(prompts))] if together else [[index] for index in range(len(prompts))]
         for group in groups:
@@ -36,6 +37,8 @@ def ask(directory, prompts=PROMPTS, params=PARAMS, world_size=1, together=False,
             completions += join_pieces(pieces, len(group))
             hits.append(engine.stats.hit_tokens)
         scheduler = engine.batch.scheduler
+        while engine.has_work:
+            engine.step()
         assert scheduler.idle and scheduler.pool.free == scheduler.pool.capacity
         return completions, hits, engine.load.snapshots, engine.load.preemptions
 
@@ -88,11 +91,11 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("together", "late"), [(False, 0), (True, 1), (False, 1)])
 @pytest.mark.parametrize("options", SMALL, ids=str)
-def test_few_places_chunks_and_preemption(made, plain, plain_ops, options, together):
+def test_few_places_chunks_and_preemption(made, plain, plain_ops, options, together, late):
     """With drafts, too."""
-    given = {"state_snapshot_bytes": 1 << 20, **options}
+    given = {"state_snapshot_bytes": 1 << 20, "late": late, **options}
     for completions, hits, counts, preemptions in ask(made, together=together, **given):
         assert tokens_of(completions) == tokens_of(plain)
         assert (sum(hits) > 0) == (given["state_snapshot_bytes"] > 0) == (counts is not None)
@@ -115,7 +118,8 @@ def test_a_prompt_goes_on_after_an_answer(made):
     [([first], *_)] = ask(made, [BEGIN[:40]], params[:1], prefix_caching=False)
     turns = [BEGIN[:40], BEGIN[:40] + first.token_ids + [5, 6]]
     [(plain, *_)] = ask(made, turns, params, prefix_caching=False)
-    for options, found in (({}, 48), ({"speculative": NGRAM}, 32), ({"state_snapshot_bytes": 100_000}, 32)):
+    ways = ({}, 48), ({"late": 1}, 48), ({"speculative": NGRAM}, 32), ({"state_snapshot_bytes": 100_000}, 32)
+    for options, found in ways:
         [(completions, hits, _, _)] = ask(made, turns, params, **{"state_snapshot_bytes": 1 << 20} | options)
         assert tokens_of(completions) == tokens_of(plain) and hits == [0, found]
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of eager calls, replayed where a later call has the same arguments at the same addresses.
+"""CUDA graphs of eager calls, replayed where the same arguments come again at the same addresses.
 
 A call of a pipelined op is 20 to 60 calls of the driver, which take the host 100 to 400 us; its replay is one call. A graph
 reads and writes the addresses of the call that was captured, so a call is replayed only if all its tensors lie there. In a
@@ -61,7 +61,7 @@ class Replay(NamedTuple):
 
     @property
     def is_next(self) -> bool:
-        """True if the buffers' next turns are those of the captured call."""
+        """True if the buffers' next turns are the ones of the captured call."""
         return all(halves.turn == turn for halves, turn, _ in self.turns)
 
 
@@ -69,7 +69,7 @@ class Replays:
     """Graphs of a team's eager calls by key, the least recently used dropped first.
 
     record   captures what it is given, and returns the function that launches it
-    all      every ``Halves`` of the team, those made later too
+    all      every ``Halves`` of the team; later ones are added
     settle   waits for launched work, before graphs are dropped
     """
 
@@ -152,5 +152,5 @@ def _made(team: Team) -> Replays | None:
 
 
 def all_halves(team: Team) -> list[Halves]:
-    """Every ``Halves`` of the team; those made later are added."""
+    """Every ``Halves`` of the team; later ones are added."""
     return team.workspace("halves", list)

@@ -39,7 +39,7 @@ class Options:
 
 @dataclass(slots=True, kw_only=True)
 class Entrant:
-    """Provider that gave the right answer, with its meters: single calls, calls in a row, both without a graph."""
+    """Provider that gave the right answer, with its meters of single calls and of rows."""
 
     row: Row
     prepared: Prepared | None = None

@@ -218,7 +218,7 @@ class ChainMeter:
 
 
 class EagerRow:
-    """Calls in a row as a program makes them: the time of a call, and what of it the host takes to submit it."""
+    """Calls in a row as a program makes them: time of a call, and of the host to submit it."""
 
     def __init__(self, team: Team, prepared: Prepared, numbers: Sequence[int]) -> None:
         self._team, self._prepared, self._numbers = team, prepared, list(numbers)

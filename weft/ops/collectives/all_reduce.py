@@ -236,10 +236,10 @@ class AllReduce(Collective):
     def run_of_partials(
         self, x: torch.Tensor, dtype: torch.dtype, team: Team, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """All-reduce of the sum of split-K partials ``x``, fp32 [partials, ...], contiguous; W > 1. into: as of ``run``.
+        """All-reduce of the sum of split-K partials ``x``, fp32 [partials, ...], contiguous; W > 1.
 
-        A rank's sum x[0] + x[1] + … is rounded to ``dtype`` before it is sent. One-shot, since two-shot's partials would not
-        fit the registers.
+        into: as of ``run``. A rank's sum x[0] + x[1] + … is rounded to ``dtype`` before it is sent. One-shot, since partials
+        of two-shot would not fit the registers.
         """
         out = torch.empty(x.shape[1:], dtype=dtype, device=x.device) if into is None else into
         call = CollectiveCall(out.nbytes, dtype, "one_shot")

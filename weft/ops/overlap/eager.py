@@ -1,4 +1,4 @@
-"""Eager calls of the overlapped ops: replayed as graphs where the same tensors come again (weft.transport.replays)."""
+"""Eager calls of the overlapped ops, replayed where the same tensors come again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def submit(op: str, team: Team, tensors: Sequence[torch.Tensor], fields: Hashable, run: Callable[[], object]) -> None:
     """Call ``run``, or replay a graph of what it submits.
 
-    tensors  all that it reads and writes beside workspaces: it returns no tensor of its own
+    tensors  all that it reads and writes beside workspaces: it returns no tensor
     fields   further arguments of the call on which it depends
 
     A captured call is recorded launch by launch, and so is one that is traced or profiled.

@@ -223,7 +223,9 @@ class MatmulAllReduce(Overlapped):
         b: Operand,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``matmul_all_reduce`` with checked arguments by ``design``, the same on all ranks: ``into``, or a new tensor.
+        """``matmul_all_reduce`` of checked arguments by ``design``, the same on all ranks.
+
+        into: the result; None: a new tensor.
 
         ValueError for a fused design with receive buffers of more than MOST_ELEMENTS.
         """

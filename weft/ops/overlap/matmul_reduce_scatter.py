@@ -195,7 +195,10 @@ class MatmulReduceScatter(Overlapped):
         local_first: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``matmul_reduce_scatter`` with checked arguments by ``design``, the same on all ranks: ``into``, or a new tensor."""
+        """``matmul_reduce_scatter`` of checked arguments by ``design``, the same on all ranks.
+
+        into: the result; None: a new tensor.
+        """
         self.check_design(design)
         if isinstance(design, Sequential):
             if design.collective is None:

@@ -18,7 +18,7 @@ KERNELS = ("prepare", "scan", "recurrent", "conv", "update", "norm")
 STRIDE, CHANNELS = 12352, 1536
 
 
-def built(name, arch, dtype=torch.bfloat16, D=128):
+def built(name, arch, dtype=torch.bfloat16, D=128, queries=1):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
     sizes, gates, parts = DeltaSizes(2, 8, D, D), Gates(x, x, FP32, FP32), delta.Prepared(x, x, x, FP32)
     options = {"arch": arch, **launch_options(caps)}
@@ -32,7 +32,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128):
             shared |= {"COLUMNS": delta.columns_of(sizes, dtype), **delta.scan_options(sizes, dtype)}
             return compiled(delta.scan_kernel, *given, INTS, INTS, parts, FP32, x, 640, **shared)
         case "recurrent":
-            constants = {"SIZES": sizes, "COLUMNS": min(D, recurrent.CELLS // D), "QUERIES": 1}
+            constants = {"SIZES": sizes, "COLUMNS": min(D, recurrent.CELLS // D), "QUERIES": queries}
             arguments = *given, gates, strides, INTS, INTS, INTS, FP32, x, 0.1
             return compiled(recurrent.recurrent_gated_delta_rule_kernel, *arguments, **constants, **options)
         case "norm":
@@ -42,7 +42,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128):
     arguments = *given, x, x, INTS, INTS, INTS, x
     if name == "conv":
         return compiled(conv.causal_conv1d_kernel, *arguments, **constants, BLOCK=conv.CHANNELS, ROWS=64, **options)
-    constants |= {"BLOCK": conv.STEP_CHANNELS, "QUERIES": 1}
+    constants |= {"BLOCK": conv.STEP_CHANNELS, "QUERIES": queries}
     return compiled(conv.causal_conv1d_update_kernel, *arguments, **constants, **options)
 
 
@@ -69,6 +69,21 @@ def test_no_thread_has_a_stack(name, arch, tmp_path):
     if arch == "sm_90":
         check_machine_code(kernel, tmp_path)
     assert stack_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", ["recurrent", "update"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_steps_with_drafts_compile_without_a_stack(arch, name, tmp_path):
+    assert stack_bytes(built(name, arch, queries=4), tmp_path) == 0
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("name", ["recurrent", "update"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_steps_with_drafts_fit(arch, name):
+    kernel = built(name, arch, queries=4)
+    assert kernel.metadata.shared <= SHARED[arch]
+    check_compiles(kernel, arch)
 
 
 def transposed_results(ttir):

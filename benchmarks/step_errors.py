@@ -102,7 +102,7 @@ def error(row: Row, costs: StepCosts | None = None) -> float:
 def fit(seen: Sequence[Row]) -> StepCosts:
     """Costs with the least squares of log errors, by steps along each cost that halve."""
     costs = StepCosts()
-    steps = {"gap": 1.0, "attention": 4.0, "sustained": 0.1, "fp8": 0.2}
+    steps = {"attention": 4.0, "sustained": 0.1, "fp8": 0.2, "fp8_few": 0.05}
     best = _loss(costs, seen)
     for _ in range(8):
         moved = True

@@ -70,7 +70,7 @@ def decode_steps(asked: Asked, best: Outlook) -> list[dict[str, Any]]:
 
 
 def recipes(asked: Asked, best: Outlook, most: int) -> list[dict[str, Any]]:
-    """Recipes by the number of tokens of a pass, with the time of the first pass of each: a decode step, or one prompt."""
+    """Recipes by the tokens of a pass, with the time of the smallest: a decode step or a prompt."""
     layout, parts, begin = best.candidate.layout, [], 1
     for tokens in sorted({1, 128, 129, 512, 513, 1024, 1025, 2047, 2048, most}):
         name = recipe_of(tokens, layout.world_size)

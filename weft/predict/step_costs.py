@@ -20,17 +20,16 @@ FEW_ROWS = 128
 class StepCosts:
     """Costs of a step.
 
-    gap        µs of a launch among different ones, beside its own time; negative: it begins before the previous one ends
-    attention  the same for decode attention
+    attention  µs of decode attention in a step, beside its time in a row: negative, it begins before the previous kernel ends
     sustained  factor of GEMMs and grouped GEMMs in passes of SUSTAINED_TOKENS tokens and more
-    fp8        factor of GEMMs of fp8 weights and more than FEW_ROWS rows
+    fp8        factor of GEMMs of fp8 weights and more than FEW_ROWS rows; fp8_few: of fewer rows
     errors     relative errors by kind of step, of committed rows that the fit has not seen
     """
 
-    gap: float = 0.0
     attention: float = 0.0
     sustained: float = 1.0
     fp8: float = 1.0
+    fp8_few: float = 1.0
     errors: tuple[tuple[str, float], ...] = ()
 
     def seconds(self, op: str, seconds: float, tokens: int) -> float:
@@ -38,9 +37,9 @@ class StepCosts:
         factor = 1.0
         if "matmul" in op and tokens >= SUSTAINED_TOKENS:
             factor *= self.sustained
-        if "fp8" in op and tokens > FEW_ROWS:
-            factor *= self.fp8
-        beside = self.attention if op in ("decode_attention", "sharded_decode_attention") else self.gap
+        if "fp8" in op:
+            factor *= self.fp8 if tokens > FEW_ROWS else self.fp8_few
+        beside = self.attention if op in ("decode_attention", "sharded_decode_attention") else 0.0
         return max(0.5e-6, factor * seconds + beside * 1e-6)
 
     def error(self, kind: str) -> float:

@@ -1,5 +1,6 @@
 """OpenAI's own client gets calls of functions, reasoning and structured answers, whole and as streams."""
 
+import asyncio
 import json
 import threading
 import time
@@ -166,6 +167,35 @@ def test_forced_calls_and_structures_follow_the_reasoning(client):
         .message
     )
     assert both.tool_calls or 0 <= int(both.content) <= 9
+
+
+def test_a_call_that_the_model_writes_by_itself_is_parsed_by_the_parser_of_the_options(served):
+    """Here a choice of texts stands for the model; the engine is that of `served`, since a process has virtual ranks once."""
+    from weft.serve import app, routes
+
+    options = app.ServeOptions(model_name="adder", tool_call_parser="llama3_json", reasoning_parser="none")
+    transport = httpx.ASGITransport(routes.create_app(app.Service(served.llm, options)))
+    text = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    body = {"messages": USER, "tools": [ADD], "structured_outputs": {"choice": [text]}, "n": 2, "max_tokens": 200}
+
+    async def main():
+        async with httpx.AsyncClient(transport=transport, base_url="http://weft", timeout=ANSWER) as client:
+            whole = await client.post("/v1/chat/completions", json=body)
+            streamed = await client.post("/v1/chat/completions", json={**body, "stream": True})
+            return whole.json()["choices"], streamed.text
+
+    choices, events = asyncio.run(main())
+    for choice in choices:
+        [call] = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        assert call["type"] == "function" and call["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    chunks = [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n") if line.startswith("data: {")]
+    for index in range(2):
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        calls = [call for one in parts for call in one["delta"].get("tool_calls", ())]
+        assert [one["finish_reason"] for one in parts if one["finish_reason"]] == ["tool_calls"]
+        assert len(calls) > 3 and "".join(call["function"]["arguments"] for call in calls) == '{"a": 1, "b": 2}'
+        assert [call["function"].get("name") for call in calls] == ["add", *[None] * (len(calls) - 1)]
 
 
 def test_a_loop_of_five_steps_ends_by_the_answer(client):

@@ -50,7 +50,8 @@ class Dialect:
         self.reasoning_parser = _named(reasoning_parser, reasoning_parser_of(self.template))
         added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
-        count = 0 if tokenizer is None else 1 + max(tokenizer.get_vocab().values())
+        # The whole vocabulary would take 0.1 s to list; added tokens may leave ids out.
+        count = 0 if tokenizer is None else max(tokenizer.get_vocab_size(), *(token_id + 1 for token_id in added), 0)
         self._tokens = Tokens({token.content: token_id for token_id, token in added.items()}, count, self._special)
 
     def variables(self, asked: Asked) -> dict[str, Any]:

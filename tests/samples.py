@@ -32,6 +32,12 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_drafts_are_those_of_an_mtp_layer_of_transformers": 1,
         "test_mtp_heads_of_mixtures_of_experts": 1,
     },
+    "tests/language/test_grid_barrier.py": {"test_grids_of_any_size_share_a_counter": 2},
+    "tests/language/test_primitives_page.py": {"test_an_example_is_right_free_of_races_and_compiles": 7},
+    "tests/language/test_shmem.py": {
+        "test_waits_for_any_skip_what_status_marks": 2,
+        "test_signals_of_64_bits_are_sent_and_awaited_whole": 4,
+    },
     "tests/layers/test_attention_options.py": {
         "test_an_option_is_its_equation": 13,
         "test_all_options_over_ranks": 2,
@@ -46,6 +52,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_step_from_the_cache_is_the_last_row_of_the_prompt": 2,
     },
     "tests/layers/test_moe.py": {
+        "test_routing_like_deepseek_s_is_that_of_a_loop": 2,
         "test_a_mixture_over_ranks_is_the_whole_one": 3,
         "test_a_shared_expert_over_ranks_is_the_whole_one": 1,
     },
@@ -73,12 +80,14 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_logits_and_64_greedy_tokens_are_those_of_transformers": ("llama-3", "qwen3-moe", "qwen3-next"),
     },
     "tests/models/test_four_bit_models.py": {
+        "test_every_format_is_its_plain_model": 4,
         "test_mixtures_are_the_plain_model": 2,
         "test_dequantized_weights_are_bit_for_bit_those_of_one_rank": 8,
         "test_rows_of_16_bits_go_to_kernels_that_read_4_bits": 1,
         "test_the_recipes_are_the_plain_model": 3,
     },
     "tests/models/test_fp8_models.py": {
+        "test_every_format_is_its_plain_model": 4,
         "test_the_recipes_are_the_plain_model_over_simulated_kernels": 0,
         "test_the_recipes_are_the_plain_model": 3,
         "test_mixtures_are_the_plain_model": 2,
@@ -87,6 +96,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_rows_of_16_bits_go_to_kernels_that_take_fp8_weights": 1,
         "test_dequantized_weights_are_bit_for_bit_those_of_one_rank": 6,
     },
+    "tests/models/test_multimodal.py": {"test_the_text_model_of_a_multimodal_checkpoint_is_that_of_transformers": 3},
     "tests/models/test_mxfp4_experts.py": {
         "test_answers_by_weft_s_kernels_alone_are_those_of_transformers": 0,
         "test_answers_are_those_of_transformers": 1,
@@ -98,11 +108,14 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_modes_agree_with_transformers_over_simulated_kernels": 2,
         "test_the_modes_agree_with_transformers_whatever_has_to_be_padded": 4,
     },
+    "tests/models/test_stacked_experts.py": {"test_stacked_experts_are_quantized_as_they_are_read": 2},
     "tests/models/test_states.py": {"test_answers_are_those_of_transformers": 2},
     "tests/models/test_steps_in_flight.py": {"test_groups_in_flight_get_the_tokens_of_one_rank": 2},
     "tests/models/test_latent.py": {
+        "test_engines_answer_as_transformers_does": 2,
         "test_engines_answer_the_same_by_kernels": 1,
     },
+    "tests/models/test_windows.py": {"test_answers_need_the_pages_of_their_windows": 2},
     "tests/ops/attention/test_paged_attention.py": {"test_arrival_counters_are_left_as_zeros_and_calls_repeat": 3},
     "tests/ops/attention/test_paged_prefill_attention.py": {"test_each_range_is_as_exact_as_its_keys_allow": 9},
     "tests/ops/attention/test_qk_norm_rope.py": {"test_other_cells_stay_and_values_are_only_rounded": 24},
@@ -138,6 +151,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_experts_of_any_shape_are_the_dequantized_product": 2,
         "test_rows_written_in_fp8_are_the_quantized_ones": 3,
     },
+    "tests/ops/moe/test_matmul_route_schedule.py": {"test_no_program_reads_a_part_too_early": 1},
     "tests/ops/moe/test_moe_exchange.py": {
         "test_experts_shared_by_ranks_give_the_same_bits_by_every_algorithm_and_schedule": 0,
         "test_a_layer_over_ranks_is_the_whole_one_in_every_call": 2,
@@ -145,6 +159,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_one_half_is_enough": 1,
     },
     "tests/ops/moe/test_moe_ops.py": {
+        "test_a_layer_s_gradients_are_torch_s": 2,
         "test_every_schedule_gives_the_same_bits": 0,
         "test_grouped_gemms_with_biases_compile_and_fit": 1,
         "test_grouped_gemms_compile_and_fit": 1,
@@ -180,11 +195,18 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_fused_attention_is_that_of_torch": 10,
         "test_prompts_that_go_on_are_computed_in_parts": 5,
     },
+    "tests/parallel/test_launches.py": {
+        "test_launches_of_a_layer_in_fp8": 1,
+        "test_launches_of_a_layer": 2,
+        "test_launches_of_experts_in_fp8_beside_those_of_16_bits": 2,
+    },
     "tests/parallel/test_mixture.py": {
         "test_experts_in_fp8_take_rows_in_fp8": 2,
         "test_rows_go_to_all_ranks_where_most_of_them_need_each": 2,
     },
     "tests/parallel/test_vocabulary.py": {"test_a_split_embedding_looks_up_every_token_id": 6},
+    "tests/simulator/test_interpreter.py": {"test_matmul": 3},
+    "tests/simulator/test_launching.py": {"test_a_view_is_known_however_it_is_passed": 3},
     "tests/simulator/test_simulate.py": {
         "test_a_push_all_gather_gives_every_rank_everything": 4,
         "test_teams_and_primitives_do_what_they_promise": 16,

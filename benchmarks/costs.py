@@ -21,6 +21,7 @@ from weft.bench.harness.report import from_json
 from weft.bench.ops.labels import label
 from weft.bench.ops.shapes import op_of
 from weft.bench.regret.file import read
+from weft.costs.choice import chosen
 from weft.costs.fitted import FILE, Fitted, to_json
 from weft.costs.gpu import Gpu, named
 from weft.costs.predicted import ERRORS, OPS, Asked
@@ -276,7 +277,7 @@ def regrets(fitted: Fitted, measured: Sequence[Row]) -> Iterator[tuple[Row, str,
         costs = {name: time for name, time in times(fitted, row).items() if name in us}
         if len(us) > 1 and costs:
             rule = rule_of(row)
-            yield row, min(costs, key=lambda name: costs[name]), rule, min(us, key=lambda name: us[name]), us
+            yield row, chosen(costs), rule, min(us, key=lambda name: us[name]), us
 
 
 def rule_of(row: Row) -> str:

@@ -67,15 +67,14 @@ def dispatch(gpu: Gpu, fitted: Exchanges, of_pushes: Pushes, rows: Rows) -> dict
     stored = 2 * W * message / gpu.memory
     rounded = fitted.rounding * (fitted.sums_base + T * rows.width * rows.item / gpu.memory) if rows.fp8 else 0.0
     needed = (W - 1) * (rows.share * T * rows.row_bytes + choices)
+    steps = (W - 1) * cdiv(rows.width, BLOCK) * fitted.send_step * (2 if rows.fp8 else 1)
+    wire = fitted.send_wire * (fitted.send_fp8 if rows.fp8 else 1.0) * needed / gpu.wire(W)
     return {
         "lamport": fitted.gathered
         + pushes.one_hop(gpu, of_pushes, fitted.words * (W - 1) * message, W)
         + fitted.stored * stored
         + rounded,
-        "push": fitted.send
-        + (W - 1) * rows.blocks * fitted.send_step * (2 if rows.fp8 else 1)
-        + fitted.send_wire * needed / gpu.wire(W)
-        + rounded,
+        "push": fitted.send + max(steps, wire) + fitted.send_both * min(steps, wire) + rounded,
         "pipelined": fitted.pieces + (W - 1) * gpu.copy + (W - 1) * message / gpu.link + rounded,
     }
 
@@ -100,14 +99,14 @@ def combine(gpu: Gpu, fitted: Exchanges, of_pushes: Pushes, rows: Rows) -> dict[
     hop = pushes.one_hop(gpu, of_pushes, wire, W)
     needed = (W - 1) * rows.share * T * row
     return {
+        "lamport": fitted.first + hop + fitted.choices * loads + crossing,
+        "sum_then_scatter": sums + scatter,
         "push": fitted.base
         + W * rows.blocks * (fitted.step + fitted.load * rows.choices) * min(1.0, 0.5 + T / 64)
         + max(needed / gpu.wire(W), loads / fitted.rate),
-        "sum_then_scatter": sums + scatter,
         "pipelined": fitted.pieces
         + (W - 1) * gpu.copy
         + fitted.piece_step * min(T, 128) ** 0.5
         + message / gpu.link
         + fitted.piece_sums * (loads + every / gpu.memory),
-        "lamport": fitted.first + hop + fitted.choices * loads + crossing,
     }

@@ -73,7 +73,8 @@ class Exchanges:
     sums, sums_base  of moe_sum: factor of the memory's time; time of a call
     base, step, load, rate  of combine's "push": time of a call; of a block of columns; of a choice in it; share of the
                      memory's rate
-    send, send_step, send_wire  of dispatch's "push": time of a call; of a block of columns; factor of the wire
+    send, send_step, send_wire, send_fp8  of dispatch's "push": time of a call; of a block of columns; factor of the wire; a
+                     further one in fp8; send_both: share of the shorter of blocks and wire that the longer does not hide
     pieces, piece_step, piece_sums  of "pipelined": time of a call; of the root of its tokens; share of the sums that copies
                      do not hide
     rounding         of fp8 rows: factor of the memory's time of the rows that are read
@@ -95,6 +96,8 @@ class Exchanges:
     send: float = 6.0
     send_step: float = 0.2
     send_wire: float = 1.0
+    send_fp8: float = 1.1
+    send_both: float = 0.3
     pieces: float = 16.0
     piece_step: float = 1.6
     piece_sums: float = 0.5

@@ -88,8 +88,8 @@ def test_plans_of_few_tokens():
     assert names(1, 8, 2) == names(128, 8, 2) == ["lamport", "lamport"]
     assert names(64, 8, 4) == names(64, 1, 2) == ["lamport", "lamport"]
     assert names(600, 8, 2) == ["lamport", "lamport"] and names(4096, 1, 2) == ["push", "push"]
-    assert names(600, 8, 4) == ["lamport", "sum_then_scatter"] and names(4096, 8, 2) == ["lamport", "lamport"]
-    assert names(8192, 8, 2) == ["pipelined", "lamport"]
+    assert names(600, 8, 4) == ["lamport", "sum_then_scatter"] and names(2048, 8, 2) == ["lamport", "lamport"]
+    assert names(8192, 8, 2) == ["push", "lamport"]
     assert names(20000, 8, 2) == ["pipelined", "lamport"]
 
 
@@ -101,7 +101,7 @@ def test_words_of_many_tokens_are_larger():
         return op.plan(op.call_of((tokens, 8, 2048), torch.bfloat16, two)._replace(**fields), two).design
 
     gathered, sums = words.DispatchWords, words.CombineWords
-    assert [design(MOE_DISPATCH, tokens) for tokens in (128, 2048, 4096)] == [
+    assert [design(MOE_DISPATCH, tokens, design="lamport") for tokens in (128, 2048, 4096)] == [
         gathered(),
         gathered(row_bytes=1024, num_warps=2),
         gathered(row_bytes=4096, num_warps=8),

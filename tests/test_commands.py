@@ -37,7 +37,7 @@ NOT_RUN = {
     r"python -m tests\.simulator\.simulated_triton": "writes a page, which tests/simulator compares",
     r"python -m tests\.zoo\.table": "writes tables, which tests/zoo/test_zoo.py compares",
     # GPUs.
-    r"python -m (benchmarks\.(engines run|lab\.\w+|serving)|tests\.gpu\.suite).*": "GPUs",
+    r"python -m (benchmarks\.(engines run|lab\.\w+|serving|start_up)|tests\.gpu\.suite).*": "GPUs",
     r"weft bench .*--out benchmarks/results/.*": "GPUs, whose results it records",
     r"weft (bench|generate|tune) .*--model (qwen|llama|mistral|path).*": "GPUs: virtual ranks take small models only",
     r"python -m benchmarks\.(step_errors|planned_steps)": "prints docs/planning.md's table; tests/predict",

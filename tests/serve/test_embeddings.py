@@ -57,6 +57,16 @@ def test_numbers_come_as_a_list_or_as_bytes_and_as_many_as_are_asked_for(client,
     assert short.data[0].embedding == pytest.approx(expected / numpy.linalg.norm(expected), abs=1e-6)
 
 
+def test_a_program_gets_vectors_as_numbers(client, served):
+    import asyncio
+
+    from weft.engine.pooling import unit_vector
+
+    vector = unit_vector(asyncio.run(served.llm.embed("7+8=", pooling="mean")))
+    found = client.embeddings.create(model="adder", input="7+8=", extra_body={"pooling": "mean"})
+    assert numpy.dot(vector, found.data[0].embedding) > 0.999
+
+
 def test_inputs_of_several_groups_come_in_order(client):
     many = client.embeddings.create(model="adder", input=["1+1="] * 300)
     assert len(many.data) == 300

@@ -85,7 +85,7 @@ class Request:
 
 
 class AsyncLLM:
-    """Inference over several GPUs for an asyncio program; arguments as for LLM, and `early` (weft.runtime.early).
+    """Inference over several GPUs for an asyncio program; arguments as for LLM.
 
         llm = weft.AsyncLLM("path/of/Qwen3-32B", world_size=4)
         async for piece in llm.stream("The weft is", weft.SamplingParams(max_tokens=100)):
@@ -93,7 +93,8 @@ class AsyncLLM:
         llm.close()
 
     A request joins the running batch at the next step, and a cancelled one leaves it at the next step. Event loops of several
-    threads may submit requests. Without requests the ranks sleep.
+    threads may submit requests. Without requests the ranks sleep. Ranks on GPUs run in the processes of `early`
+    (weft.runtime.early), if there are some.
 
     The first error of a rank ends all requests: each raises it, as does every further one, and `error` holds it. WeftError
     under torchrun, since this process starts the ranks. While an AsyncLLM has virtual ranks, its process can start no more.

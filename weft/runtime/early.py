@@ -1,4 +1,4 @@
-"""Processes of ranks that start before it is known what they run: they load torch while their parent does.
+"""Processes of ranks that start before they have work, and load torch while their parent does.
 
 Without torch itself, so that a command can start them first.
 """
@@ -38,7 +38,7 @@ class EarlyProcesses:
             self._waiting.append((process, ours))
 
     def take(self, target: object, arguments: Sequence[object], pipes: Sequence[Connection]) -> BaseProcess | None:
-        """Have a process call target(pipes[0], *arguments, *pipes[1:]), as with Process; None: there is none left."""
+        """Have a process call target(pipes[0], *arguments, *pipes[1:]); None: there is none left."""
         while self._waiting:
             process, feed = self._waiting.pop(0)
             try:
@@ -64,7 +64,7 @@ class EarlyProcesses:
 
 @contextmanager
 def early_processes(count: int | None, modules: Sequence[str]) -> Iterator[EarlyProcesses | None]:
-    """Yield processes for `count` ranks on GPUs; None where their number is unknown, or there is no driver."""
+    """Yield processes for `count` ranks on GPUs; None without a number, or without a driver."""
     if count is None or not any(map(os.path.exists, DRIVERS)):
         yield None
         return

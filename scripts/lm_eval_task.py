@@ -40,8 +40,8 @@ doc_to_target: answer
 target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """
-# A token's log-probability in fp32 by other sums.
-TOLERANCE = 2e-3
+# Of a sum of log-probabilities in fp32, whose products are summed in another order; measured: 4e-5.
+TOLERANCE = 1e-3
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
             said = _evaluate(chosen.directory, model, url, tokenized=tokenized)
             worst = max(abs(one - other) for one, other in zip(said, expected, strict=True))
             print(f"token ids: {tokenized}; {len(said)} scores, farthest from transformers' {worst:.1e}")
-            if worst > TOLERANCE * 4:
+            if worst > TOLERANCE:
                 raise SystemExit("a score differs")
     finally:
         server.terminate()

@@ -45,6 +45,8 @@ NOT_RUN = {
     r"weft bench --nodes.*": "ranks of torchrun, or four GPUs",
     # Others.
     r"weft check tests/check/published/.*": "needs fetched files; tests/check/test_published.py",
+    r"weft check .*--gpu.*": "GPUs; tests/check/test_gpu.py",
+    r"python -m tests\.zoo\.on_gpus.*": "GPUs",
     r"weft check FILE --torch": "a file of the reader's",
     r"weft generate --model Qwen/.*": "a checkpoint of the hub",
     r"weft generate --expert-layout 2x4": "a flag of models of experts, on eight ranks",

@@ -29,7 +29,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, queries=1):
             arguments = *given, gates, strides, INTS, INTS, parts, 0.1, 640
             return compiled(delta.prepare_kernel, *arguments, **shared, **delta.prepare_options(dtype))
         case "scan":
-            shared |= {"COLUMNS": delta.columns_of(sizes, dtype), **delta.scan_options(sizes, dtype)}
+            shared |= {"COLUMNS": delta.columns_of(sizes, dtype), **delta.scan_options(sizes, dtype, arch)}
             return compiled(delta.scan_kernel, *given, INTS, INTS, parts, FP32, x, 640, **shared)
         case "recurrent":
             constants = {"SIZES": sizes, "COLUMNS": min(D, recurrent.CELLS // D), "QUERIES": queries}

@@ -1,6 +1,8 @@
 """``weft check --gpu``: GSan's words, refusals, and findings beside the simulator's. The last mile needs a GPU."""
 
 import fcntl
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from weft.check.gpu.assertions import LIMITS, UNFOLLOWED, assertions, finding_of
 from weft.check.report import Report
 from weft.cli import app
 from weft.errors import NoEnd, Unsupported
+from weft.language.lowering import stock
 from weft.runtime import launch
 from weft.runtime.platforms import sanitized
 from weft.runtime.platforms.cuda import CudaPlatform
@@ -34,6 +37,7 @@ from weft.runtime.team import team
 from weft.simulator import front_end
 
 KERNEL = publishing.__file__
+ROOT = Path(__file__).parent.parent.parent
 LOAD = 1 + Path(KERNEL).read_text().splitlines().index("        tl.store(got + at, tl.load(data + at))  # here")
 
 
@@ -93,8 +97,6 @@ def test_assertions_that_are_no_races():
 
 
 def test_a_primitive_is_named_by_what_it_does():
-    from weft.language.lowering import stock
-
     lines = Path(stock.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "tl.atomic_xchg" in text)
     (said,) = assertions(words(line, "Write after write race detected", file=stock.__file__), 0)
@@ -276,6 +278,21 @@ def test_gpu_gsan_shows_the_race_and_no_race_of_the_twin(bug):
     done = runs.run(program, 2, sanitized=True, seconds=PROCESS, twice=False)
     lines = {finding.sides[-1].line for finding in joining.found_by(done)}
     assert lines <= exhibit.lines and bool(lines) == bug, done.errors
+
+
+def test_the_races_that_gsan_has_shown_are_the_simulator_s():
+    """Recorded lines of benchmarks/results/check/gsan.json."""
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "check" / "gsan.json").read_text())["rows"]
+    exhibits = {f"{one.main.__module__.rpartition('.')[2]}.{one.name}": one for one in EXHIBITS}
+    races = [row for row in recorded if row["bug"].startswith("race at ")]
+    for row in races:
+        exhibit = exhibits[row["name"]]
+        texts = [
+            words(int(line), file=exhibit.main.__code__.co_filename if "stock" not in file else stock.__file__)
+            for file, line in re.findall(r"(\w+\.py):(\d+)", row["bug"])
+        ]
+        assert ended(exhibit, a_run("".join(texts)), True)[1], row
+    assert len(races) == 34 and sum(row["twin"] == "clean" for row in recorded) == 68
 
 
 def test_refusals_are_one_line(monkeypatch, tmp_path):

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import linecache
 import pkgutil
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
 
 import tests.zoo
 from tests.zoo.exhibit import EXHIBITS, Exhibit
@@ -24,6 +28,7 @@ from weft.check.gpu.check import found_by
 from weft.check.gpu.comparison import compare
 from weft.check.gpu.runs import Program, Run, check_available, device_name, run, slowdown
 from weft.check.report import Found, Schedule
+from weft.runtime.team.team import Team
 
 HEAP_BYTES = 16 << 20
 # Modules of the zoo that are left out, and why. Not imported: the first needs the simulator.
@@ -62,11 +67,38 @@ def declared(case: Exhibit) -> Found:
         Place(file=file, line=line, function="", text=linecache.getline(file, line).strip())
         for line in sorted(case.lines)
     ]
-    sides = tuple(Side(rank=0, task="rank 0 kernel any program 0", verb="", place=place, sync="") for place in places)
+    host, start = inspect.getsourcelines(case.main)
+    sides = tuple(
+        Side(rank=0, task="the host or the copy engine", verb="copy", place=place, sync="")
+        if start <= place.line < start + len(host) or "copy_engine" in place.text
+        else Side(rank=0, task="rank 0 kernel any program 0", verb=_verb(place), place=place, sync="")
+        for place in places
+    )
     finding = Finding(kind=case.kind, message=case.what, tensor=case.tensor, sides=sides)
     also = tuple(Finding(kind=kind, message="", sides=sides) for kind in case.also)
+    if case.kind == "unadvanced":  # its consequences are races of the same kernel
+        also += (Finding(kind="race", message="", sides=tuple(_sides_of(case))),)
     schedule = Schedule(world_size=case.world_size, strategy="mix", seed=0)
     return Found(finding=finding, count=1, schedules=1, replay=schedule, also=also)
+
+
+def _verb(place: Place) -> str:
+    return "lamport store" if "lamport_" in place.text else ""
+
+
+def _sides_of(case: Exhibit) -> Iterator[Side]:
+    """An access at each line of the exhibit's kernels."""
+    for kernel in case.kernels:
+        lines, first = inspect.getsourcelines(kernel.fn)
+        for number, text in enumerate(lines, first):
+            place = Place(file=case.main.__code__.co_filename, line=number, function=kernel.__name__, text=text.strip())
+            yield Side(rank=0, task="rank 0 kernel any program 0", verb="", place=place, sync="")
+
+
+def on_device(team: Team, module: str, name: str, bug: bool) -> None:
+    """Main of an exhibit, whose tensors are made on the team's device."""
+    with torch.device(team.device):
+        getattr(importlib.import_module(module), name)(team, bug)
 
 
 def ended(case: Exhibit, done: Run, bug: bool) -> tuple[str, bool]:
@@ -89,7 +121,7 @@ def row_of(case: Exhibit, seconds: float) -> Row:
     began = time.monotonic()
     ends = {}
     for bug in (True, False):
-        program = Program(module=case.main.__module__, function=case.name, args=(bug,))
+        program = Program(module="tests.zoo.on_gpus", function="on_device", args=(case.main.__module__, case.name, bug))
         done = run(program, case.world_size, sanitized=True, seconds=seconds, twice=False, heap_bytes=HEAP_BYTES)
         ends[bug] = ended(case, done, bug)
     (said, alike), (twin, _) = ends[True], ends[False]

@@ -300,7 +300,7 @@ def test_only_what_a_parent_and_its_own_ranks_send_by_pipe_is_unpickled():
         (1, "torch.load"), (2, "dist.all_gather_object"), (3, "yaml"),
     ]  # fmt: skip
     found = [f"{name_of(file)} {call}" for file in FILES for _, call in source_of(file).calls]
-    assert sorted(set(found)) == ["weft/runtime/launch.py pickle.loads"]
+    assert sorted(set(found)) == [f"weft/runtime/{name}.py pickle.loads" for name in ("early", "launch")]
 
 
 STAGES = (

@@ -80,6 +80,9 @@ class CountedEngine:
     def settle(self):
         """No step is in flight."""
 
+    def against_plan(self):
+        return []
+
     def step(self):
         self.together.wait(timeout=ANSWER)
         self.steps += 1
@@ -497,6 +500,9 @@ class CountingSteps:
 
     def settle(self):
         """No step is in flight."""
+
+    def against_plan(self):
+        return []
 
     def answer_in_steps(self, prompts, params):
         if prompts == ["fall"]:

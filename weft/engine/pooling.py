@@ -13,7 +13,6 @@ from weft.models.decoder import Tap
 
 if TYPE_CHECKING:
     from weft.engine.pipeline import Pipeline
-    from weft.engine.prefill import PrefillChunk
     from weft.models import Decoder
 
 
@@ -33,27 +32,28 @@ def outputs_of(model: Decoder, wanted: bool) -> Iterator[list[torch.Tensor]]:
 
 
 def pooled(
-    pipeline: Pipeline, chunks: Sequence[PrefillChunk], outputs: Sequence[torch.Tensor]
+    pipeline: Pipeline, chunks: Sequence[tuple[int, int, str | None]], outputs: Sequence[torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """By slot, [H] fp32 of a chunk with `pooling`: its last token, or its tokens' sum. Collective.
 
+    chunks   (slot, number of tokens, pooling) of each
     outputs  of the passes that read the chunks, one below another, on the last stage
     """
-    having = [chunk for chunk in chunks if chunk.pooling is not None]
+    having = [slot for slot, _, pooling in chunks if pooling is not None]
     if not having:
         return {}
     if pipeline.is_last:
         rows, vectors, end = torch.cat(list(outputs)), [], 0
-        for chunk in chunks:
-            begin, end = end, end + len(chunk.tokens)
-            if chunk.pooling is not None:
-                vectors.append(rows[end - 1].float() if chunk.pooling == "last" else rows[begin:end].float().sum(0))
+        for _, tokens, pooling in chunks:
+            begin, end = end, end + tokens
+            if pooling is not None:
+                vectors.append(rows[end - 1].float() if pooling == "last" else rows[begin:end].float().sum(0))
         vectors = torch.stack(vectors)
     else:
         size = len(having), pipeline.model.config.hidden_size
         vectors = torch.empty(size, dtype=torch.float32, device=pipeline.team.device)
     pipeline.share(vectors)
-    return {chunk.slot: vector for chunk, vector in zip(having, vectors, strict=True)}
+    return dict(zip(having, vectors, strict=True))
 
 
 def vector_of(pooling: str, parts: Sequence[torch.Tensor], tokens: int) -> bytes:

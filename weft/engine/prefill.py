@@ -82,7 +82,7 @@ def prefill_eagerly(
     sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
     with outputs_of(pipeline.model, any(chunk.pooling for chunk in chunks)) as outputs:
         logits = pipeline.prefill(tokens, sequences, table, cache, last + scored, [chunk.slot for chunk in chunks])
-    vectors = pooled(pipeline, chunks, outputs)
+    vectors = pooled(pipeline, [(chunk.slot, len(chunk.tokens), chunk.pooling) for chunk in chunks], outputs)
     prompt_logprobs = {}
     if scored:
         having = [chunk for chunk in chunks if chunk.targets]

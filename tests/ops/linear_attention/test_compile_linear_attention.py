@@ -29,7 +29,7 @@ def built(name, arch, dtype=torch.bfloat16, D=128, queries=1):
             arguments = *given, gates, strides, INTS, INTS, parts, 0.1, 640
             return compiled(delta.prepare_kernel, *arguments, **shared, **delta.prepare_options(dtype))
         case "scan":
-            shared |= {"COLUMNS": delta.columns_of(sizes, dtype), **delta.scan_options(sizes, dtype, arch)}
+            shared |= {"COLUMNS": delta.columns_of(sizes, dtype), **delta.scan_options(sizes, dtype)}
             return compiled(delta.scan_kernel, *given, INTS, INTS, parts, FP32, x, 640, **shared)
         case "recurrent":
             constants = {"SIZES": sizes, "COLUMNS": min(D, recurrent.CELLS // D), "QUERIES": queries}
@@ -57,7 +57,7 @@ def test_compiles_and_fits(arch, name):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["prepare", "scan", "recurrent"])
-@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 128), (torch.float16, 16), (torch.bfloat16, 256)])
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 128), (torch.float16, 16)])
 def test_other_heads_compile_and_fit(dtype, D, name):
     assert built(name, "sm_90", dtype, D).metadata.shared <= SHARED["sm_90"]
 

@@ -20,7 +20,7 @@ from weft.ops.local import check_like, check_shape
 from weft.ops.registration import FLOATS
 
 L2_EPS = tl.constexpr(1e-6)
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 128)
 
 
 class DeltaSizes(NamedTuple):

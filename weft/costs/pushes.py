@@ -52,6 +52,6 @@ def all_reduce_rms_norm(
     norm = fitted.norm + nbytes / gpu.memory
     if world_size == 1:
         return {"one_shot": gpu.launch + norm}
-    # Each rank adds up all rows, or its share of them.
+    # Each rank adds up all rows, or its share.
     added = {"one_shot": world_size, "two_shot": 1}
     return {name: times[name] + norm + fitted.norm_rows * count * nbytes / gpu.memory for name, count in added.items()}

@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logger_of(__name__)
 
-# An eager call takes the host up to 560 µs (benchmarks/lab/h200-host-time.json), which only a longer GEMM hides. FLOP of a
-# rank's GEMM, and bytes of an all-reduce, from which on every measured call is at least as fast as the alternatives: two H200s,
-# benchmarks/results/h200-x2-eager, when the host took up to 700 µs.
+# FLOP of a rank's GEMM, and bytes of an all-reduce, from which on every measured call is at least as fast as the alternatives: two
+# H200s, benchmarks/results/h200-x2-eager. The smallest GEMMs there are the limits; a call at new addresses is not replayed.
 EAGER_FROM = {
-    "all_gather_matmul": 2 * 4096 * 5120 * 5120,
-    "matmul_reduce_scatter": 2 * 4096 * 5120 * 4096,
-    "matmul_all_reduce": 2 * 1024 * 5120 * 12800,
-    "all_reduce": 16 << 20,
+    "all_gather_matmul": 2 * 512 * 2048 * 4096,
+    "matmul_reduce_scatter": 2 * 512 * 4096 * 2048,
+    "matmul_all_reduce": 2 * 512 * 4096 * 2048,
+    "all_reduce": 32 << 20,
 }
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -1,4 +1,4 @@
-"""Matrices that a checkpoint has in fp8 and that a rank has in 16 or 32 bits: byte * scale, rounded once.
+"""Matrices in fp8 of a checkpoint that a rank has in 16 or 32 bits: byte * scale, rounded once.
 
 Of gated delta nets and gated attention: their projections hold heads of several kinds, in another order than kernels take
 them, and small gates of 16 bits, so that a block of weights under one scale would end up in several places.
@@ -51,7 +51,7 @@ def _name_of_scales(name: str, format: Format) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BytesShard(Shard):
-    """Bytes of a weight as numbers of the target's dtype, which has them all. ``FactorShard`` of the weight comes next."""
+    """Bytes of a weight as numbers of the target's dtype; its ``FactorShard`` comes next."""
 
     weight: Shard
 

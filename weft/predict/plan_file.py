@@ -86,7 +86,7 @@ def recipes(asked: Asked, best: Outlook, most: int) -> list[dict[str, Any]]:
 
 
 def decisions(asked: Asked, every: Sequence[Outlook]) -> Iterator[Decision]:
-    """What was decided, and why: the best candidate beside the best one with another value."""
+    """Each decision and its reason: the best candidate beside the best one with another value."""
     best, load = every[0], asked.load
     candidate, layout = best.candidate, best.candidate.layout
     times = best.token_seconds, best.error

@@ -194,7 +194,7 @@ def outlook(asked: Asked, candidate: Candidate) -> Outlook:
 
 
 def _tokens_per_second(load: Load, candidate: Candidate, batch: int, token_seconds: float, overloaded: bool) -> float:
-    """Of all servers together: as many as requests ask for, or as the servers can."""
+    """Tokens a second of all servers: as many as requests ask for, or as the servers can."""
     if load.concurrency is not None:
         return min(load.concurrency, candidate.replicas * batch) / token_seconds
     return candidate.replicas * batch / token_seconds if overloaded else load.arrivals_per_second * load.answer.mean

@@ -224,7 +224,7 @@ def plan(options: TuneFlags) -> list[Run]:
         plans = [_plan_of(options, word, shapes, size, simulated) for word, shapes in words]
         if options.out is not None and len(worlds := {world_of(plan.op, size) for plan in plans}) > 1:
             raise ValueError(
-                f"--out {options.out}: a file holds one world size, and rows of a GEMM alone are of 1, the others' of "
+                f"--out {options.out}: a file holds one world size, and rows of a GEMM alone are of 1, rows of other ops of "
                 f"{max(worlds)}; run weft tune once for each"
             )
         device, files = (

@@ -232,7 +232,7 @@ def launch_of(
 
 
 def parts_of(group: int, queries: int, pairs: int) -> int:
-    """Programs that share out the ``queries`` new tokens of a sequence, for each of ``pairs`` of a sequence and a KV head.
+    """Programs that share out the ``queries`` new tokens of one sequence and KV head, of ``pairs`` in all.
 
     As few as MOST_ROWS rows allow, so that keys are loaded once. With few pairs SMs are left over, and smaller tiles take less
     time. One H200, 4 new tokens, 4 KV heads, one part and two: 1 x 4096 18.3 and 10.6 us, 4 x 4096 17.9 and 16.4, 8 x 4096 25.0

@@ -172,7 +172,10 @@ def _anything(tokens: Tokens, thinking: Thinking | None, frame: Frame | None) ->
 
 
 def _thinking(tokens: Tokens, thinking: Thinking) -> list[str]:
-    """Rules of reasoning. Its tokens are counted by a repetition: llguidance takes back no drafts where it counts itself."""
+    """Rules of reasoning.
+
+    Tokens are counted by a repetition: llguidance takes back no drafts where it counts itself.
+    """
     begin = "" if thinking.opened else tokens.literal(thinking.begin)
     times = "*" if thinking.budget is None else f"{{0,{thinking.budget}}}"
     body = "" if thinking.budget == 0 else f"thought{times}"

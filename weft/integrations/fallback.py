@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logger_of(__name__)
 
-# FLOP of a rank's GEMM, and bytes of an all-reduce, from which on every measured call is at least as fast as the alternatives: two
-# H200s, benchmarks/results/h200-x2-eager. The smallest GEMMs there are the limits; a call at new addresses is not replayed.
+# FLOP of a rank's GEMM, and bytes of an all-reduce, from which on every measured call is at least as fast as the alternatives:
+# two H200s, benchmarks/results/h200-x2-eager. The smallest GEMMs there are the limits; calls at new addresses are not replayed.
 EAGER_FROM = {
     "all_gather_matmul": 2 * 512 * 2048 * 4096,
     "matmul_reduce_scatter": 2 * 512 * 4096 * 2048,

@@ -236,7 +236,7 @@ def parts_of(group: int, queries: int, pairs: int) -> int:
 
     As few as MOST_ROWS rows allow, so that keys are loaded once. With few pairs SMs are left over, and smaller tiles take less
     time. One H200, 4 new tokens, 4 KV heads, one part and two: 1 x 4096 18.3 and 10.6 us, 4 x 4096 17.9 and 16.4, 8 x 4096 25.0
-    and 31.5.
+    and 31.5 (benchmarks/lab/h200-few-queries.json).
     """
     rows = MIN_ROWS.value if pairs <= FEW_PAIRS else MOST_ROWS
     return cdiv(queries, max(1, rows // group))

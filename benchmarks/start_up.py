@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 import weft
+from weft.runtime.files import put
 
 READY_SECONDS = 140.0
 
@@ -59,7 +60,7 @@ def main() -> None:
                 early=chosen.early,
                 **_serve_seconds(chosen, folder, kill=cache == chosen.caches.split(",")[-1]))  # fmt: skip
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(rows, indent=1))
+        put(chosen.json, json.dumps(rows, indent=1))
 
 
 def _arguments() -> argparse.Namespace:

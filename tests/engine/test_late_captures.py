@@ -8,6 +8,7 @@ import pytest
 
 import weft
 from tests.engine.test_processes import EIGHT, CountedEngine, Ranks, until
+from tests.limits import ANSWER
 from weft.engine import Load, SamplingParams
 from weft.engine.graphs import WARM_KINDS, Graphs
 from weft.engine.prompts import Shape
@@ -75,7 +76,7 @@ class CapturingEngine(CountedEngine):
         self.captures_left, self.captured = 3, []
 
     def capture_next(self):
-        self.together.wait(timeout=60)
+        self.together.wait(timeout=ANSWER)
         self.captures_left -= 1
         self.captured.append((self.steps, bool(self.left)))
 

@@ -156,7 +156,8 @@ def test_memory_of_graphs_is_reserved_before_the_pages(byte_model, monkeypatch):
         device = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages])
         of = SimpleNamespace(new_cache=cache_of)
         on_gpu = SimpleNamespace(model=of, decoding=SimpleNamespace(page_size=16), team=device, verifying=None)
-        return sizes, reserved, Runner._affordable_pages(on_gpu, 0.5, reserved)
+        monkeypatch.setattr(runner_module, "memory_of", lambda device: (free.pop(0), 1 << 40))
+        return sizes, reserved, Runner._affordable_pages(on_gpu, EngineConfig(memory_fraction=0.5), reserved)
 
     sizes, reserved, pages = on_one_rank(main, byte_model, fused=True)
     assert [size for size, kind in sizes if kind == Kind.GREEDY] == [
@@ -474,18 +475,18 @@ def test_memory_that_torch_holds_unused_counts_for_the_cache(monkeypatch):
     model = SimpleNamespace(new_cache=cache_of)
     team = SimpleNamespace(device=torch.device("cuda"), exchange=lambda pages: [pages, 1_000])
     runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=team, verifying=None)
-    assert Runner._affordable_pages(runner, 0.8) == 20
+    assert Runner._affordable_pages(runner, EngineConfig(memory_fraction=0.8)) == 20
 
 
 def test_all_ranks_have_the_pages_that_fit_where_least_is_free(monkeypatch):
     free = [70_000, 30_000, 50_000]
-    monkeypatch.setattr(runner_module, "free_bytes", lambda device: free[device.index])
+    monkeypatch.setattr(runner_module, "memory_of", lambda device: (free[device.index], 1 << 40))
     model = SimpleNamespace(new_cache=cache_of)
 
     def main(team, fraction):
         on_gpu = SimpleNamespace(device=torch.device("cuda", team.rank), exchange=team.exchange)
         runner = SimpleNamespace(model=model, decoding=SimpleNamespace(page_size=16), team=on_gpu, verifying=None)
-        return Runner._affordable_pages(runner, fraction)
+        return Runner._affordable_pages(runner, EngineConfig(memory_fraction=fraction))
 
     # Of 400 bytes each.
     assert weft.simulate(main, 3, args=(1.0,)) == [75] * 3

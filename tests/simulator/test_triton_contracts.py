@@ -332,6 +332,9 @@ CONTRACTS = (
                  combine.__name__ in function.src for function, combine in (
                      (tl.sum, triton_api.combine_sum), (tl.cumsum, triton_api.combine_sum),
                      (tl.max, triton_api.combine_max), (tl.min, triton_api.combine_min)))),
+    contract("gsan makes a memory pool, and its symmetric memory takes a group of ranks", "weft/runtime/platforms/sanitized.py",
+             lambda _: callable(triton_api.gsan().create_mem_pool) and callable(triton_api.gsan().symmetric_memory.configure),
+             (3, 9)),
     contract("wrap_axis makes a negative axis positive", "reductions.py", lambda _: triton_api.wrap_axis(-1, 3) == 2),
     contract("libdevice's stubs are named in triton.language.extra.libdevice, and NVIDIA's versions equally in extra.cuda",
              "callees.py", lambda _: tl.extra.libdevice.exp.__module__ == "triton.language.extra.libdevice"

@@ -29,7 +29,7 @@ SAID = ("rotary_emb.inv_freq", ".weight_shape")
 COLUMN_ORDER = ".weight_g_idx"
 COMPARED_ROWS = 8192
 # Name of the embedding in a model that was saved without its head.
-BARE = "embed_tokens.weight"
+BARE, HEAD_INPUT = "embed_tokens.weight", "fc.weight"
 
 Progress = Callable[[int, int], None]
 """progress(bytes that this rank has read, bytes that it will read)"""
@@ -233,7 +233,9 @@ class Checkpoint:
                     self._left_out.append(stored)
                 else:
                     tensors[name] = opened, stored
-        return tensors if BARE not in tensors else _with_head(tensors)
+        # A draft's head over hidden states, which may have an embedding too, has this matrix.
+        is_bare = BARE in tensors and HEAD_INPUT not in tensors
+        return _with_head(tensors) if is_bare else tensors
 
     def _open(self, name: str) -> Any:
         path = self.directory / name

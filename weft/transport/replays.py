@@ -138,7 +138,7 @@ def replays_of(team: Team) -> Replays | None:
 
 
 def _made(team: Team) -> Replays | None:
-    if team.is_simulated or team.name in COMPARING or team.rail is not None or torch.version.cuda is None:
+    if team.device.type != "cuda" or team.name in COMPARING or team.rail is not None or torch.version.cuda is None:
         return None
     stream, pool = own_stream(team.device), torch.cuda.graph_pool_handle()
 

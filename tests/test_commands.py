@@ -38,6 +38,8 @@ NOT_RUN = {
     r"python -m tests\.zoo\.table": "writes tables, which tests/zoo/test_zoo.py compares",
     # GPUs.
     r"python -m (benchmarks\.(engines run|lab\.\w+|serving|start_up)|tests\.gpu\.suite).*": "GPUs",
+    r"python -m benchmarks\.(delta_and_latents|doors\.\w+)(?<!thresholds).*": "GPUs; tests/benchmarks/test_doors.py",
+    r"weft bench (--eager|--regret).*": "GPUs; tests/bench",
     r"weft bench .*--out benchmarks/results/.*": "GPUs, whose results it records",
     r"weft (bench|generate|tune) .*--model (qwen|llama|mistral|path).*": "GPUs: virtual ranks take small models only",
     r"python -m benchmarks\.(step_errors|planned_steps)": "prints docs/planning.md's table; tests/predict",
@@ -78,11 +80,13 @@ NO_COMMANDS = {
     "gathered": "words of a picture",
     "s_waitcnt": "an instruction",
     "sc0": "flags of an instruction",
+    "shown": "a line of a report of `weft check --gpu`",
 }
 
 # Patterns of commands that no parser of today takes.
 NOT_PARSED = {
     r"python benchmarks/run\.py.*": "became `weft bench`",
+    r".*python -m sglang\.launch_server.*": "SGLang's; tests/integrations/test_sglang.py",
     r"python -m benchmarks\.lab\.cublas .*--tuned weft/ops/tuned.*": "the table has moved",
 }
 

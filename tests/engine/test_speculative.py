@@ -447,7 +447,8 @@ DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive":
     [
         (1, {}),
         (2, {}),
-        (2, {"context_parallel": True, "mode": "replicated", "fused": False}),
+        # Two minutes; test_kernels_and_recipes_verify_drafts has drafts over a cache that is spread.
+        pytest.param(2, {"context_parallel": True, "mode": "replicated", "fused": False}, marks=pytest.mark.sweep),
         (1, {"pages": 1 + 5, "max_batch": 3, "chunk_tokens": 7}),
     ],
     ids=str,

@@ -174,7 +174,7 @@ def test_ranks_that_come_apart_are_one_line_and_exit_1(good, shapes, monkeypatch
         (["gemm", "--device", "cuda", "--world-size", "2"], "needs 2 GPUs"),
         (["all-reduce", "--device", "cuda"], "needs 1 GPU and this machine has 0; use device sim"),
         (["gemm", "--world-size", "1,2", "--out", "x.json"], "a file holds one world size"),
-        (["gemm", "gemm-rs", "--out", "x.json"], "rows of a GEMM alone are of 1, the others' of 2"),
+        (["gemm", "gemm-rs", "--out", "x.json"], "rows of a GEMM alone are of 1, rows of other ops of 2"),
         (["gemm-rs@llama"], "neither a set"),
         (
             ["gemm", "ag-gemm@"],

@@ -134,12 +134,12 @@ class Replays:
 
 def replays_of(team: Team) -> Replays | None:
     """The team's graphs; None where calls are compared, on virtual ranks, and over nodes."""
-    if team.device.type != "cuda" or team.name in COMPARING or team.rail is not None or torch.version.cuda is None:
-        return None
     return team.workspace("replays", lambda: _made(team))
 
 
-def _made(team: Team) -> Replays:
+def _made(team: Team) -> Replays | None:
+    if team.device.type != "cuda" or team.name in COMPARING or team.rail is not None or torch.version.cuda is None:
+        return None
     stream, pool = own_stream(team.device), torch.cuda.graph_pool_handle()
 
     def record(run: Submit) -> Callable[[], None]:

@@ -24,8 +24,9 @@ def submit(op: str, team: Team, tensors: Sequence[torch.Tensor], fields: Hashabl
 
     A captured call is recorded launch by launch, and so is one that is traced or profiled.
     """
-    replays = replays_of(team)
-    if replays is None or team.is_capturing() or recorder() is not None or is_profiled():
+    launched = team.is_capturing() or recorder() is not None or is_profiled()
+    replays = None if launched else replays_of(team)
+    if replays is None:
         run()
         return
     # Beside the call: the choices that were made, which the tables may change, and the workspaces.

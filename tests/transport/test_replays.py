@@ -121,6 +121,16 @@ def test_the_graphs_that_were_used_longest_ago_are_dropped_after_the_work_has_en
     assert len(device.replays._known) <= 9
 
 
+def test_a_call_that_drops_graphs_keeps_its_own(monkeypatch):
+    """Its key may be the one that was used longest ago."""
+    monkeypatch.setattr(replays, "MOST_GRAPHS", 4)
+    device = Device()
+    for name in "xaabbccddxx":
+        device.call(name)
+    assert device.settled == 1
+    assert device.done[-2:] == ["x'", "x'"]
+
+
 def test_simulated_ranks_and_compared_calls_are_not_replayed():
     assert weft.simulate(lambda team: replays_of(team) is None, 2) == [True, True]
 

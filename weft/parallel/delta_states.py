@@ -58,7 +58,8 @@ class DeltaStates:
     def check_holds(self, slots: Tensor) -> None:
         """ValueError for more sequences than there are slots.
 
-        Values of ``slots`` may be on a device, and are not read."""
+        Values of ``slots`` may be on a device, and are not read.
+        """
         if len(slots) > self.slots:
             raise ValueError(
                 f"{len(slots)} sequences of a step, and a cache with states of {self.slots}; make it with "

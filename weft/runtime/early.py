@@ -80,6 +80,7 @@ def _wait_for_work(feed: Connection, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     try:
+        # From the parent alone, over a pipe without a name that no other process has.
         target, arguments, count = pickle.loads(feed.recv_bytes())
         first, *rest = (Connection(recv_handle(feed)) for _ in range(count))
     except (EOFError, OSError):  # it is not needed

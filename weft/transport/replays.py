@@ -88,6 +88,7 @@ class Replays:
                 self._drop(MOST_KEYS // 4)
             run()
             return
+        self._known.move_to_end(key)  # before graphs are dropped, of which this call's must be none
         for replay in known:
             if replay.is_next:
                 break
@@ -101,7 +102,6 @@ class Replays:
             self._kept += 1
             if self._kept > MOST_GRAPHS:
                 self._drop(MOST_GRAPHS // 4)
-        self._known.move_to_end(key)
         self.replays += 1
         replay.launch()
         for halves, _, calls in replay.turns:

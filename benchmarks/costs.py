@@ -68,8 +68,7 @@ class Row:
 
     @cached_property
     def asked(self) -> Asked:
-        op = "matmul" if self.op == "cublas" else self.op
-        return Asked(op, self.variant, self.shape, 2, self.world_size)
+        return Asked(self.variant, self.shape, 2, self.world_size)
 
     @cached_property
     def constants(self) -> Gpu:
@@ -173,7 +172,8 @@ def machine_of(gpu: str, world_size: int) -> Machine:
 
 def times(fitted: Fitted, row: Row) -> Mapping[str, float]:
     """Predicted µs by design at a row's shape."""
-    return OPS[row.asked.op][1](row.constants, fitted, row.asked)
+    op = "matmul" if row.op == "cublas" else row.op
+    return OPS[op][1](row.constants, fitted, row.asked)
 
 
 def predicted(fitted: Fitted, row: Row) -> float | None:

@@ -8,7 +8,7 @@ Times are of a call in a row of a CUDA graph, as in a model's step: a call alone
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -106,14 +106,13 @@ def _times(
     count, made = OPS[op]
     if len(shape) < count:
         raise ValueError(f"shape={shape} of {op} has {len(shape)} sizes; pass {count}")
-    return made(gpu, of, Asked(op, variant, shape, dtype.itemsize, world_size))
+    return made(gpu, of, Asked(variant, shape, dtype.itemsize, world_size))
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One call. item: bytes of an element of the rows."""
 
-    op: str
     variant: str
     shape: tuple[int, ...]
     item: int
@@ -142,6 +141,10 @@ class Asked:
         return exchanges.Rows(tokens, k, hidden, self.item, self.world_size, fp8=self.variant == "fp8")
 
 
+Costs = Callable[[Gpu, fitted.Fitted, Asked], dict[str, float]]
+"""µs of a call by design."""
+
+
 def _one(us: float) -> dict[str, float]:
     return {"": us}
 
@@ -155,21 +158,25 @@ def _gemm_silu(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     return _one(gemms.gemm(gpu, of.gemms, asked.gemm._replace(N=2 * asked.shape[1])))
 
 
-def _overlapped(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    if asked.world_size == 1:
-        return {"sequential": gemms.gemm(gpu, of.gemms, asked.gemm)}
-    time = {
-        "all_gather_matmul": gemms.ag_gemm,
-        "matmul_reduce_scatter": gemms.gemm_rs,
-        "matmul_all_reduce": gemms.gemm_ar,
-    }
-    return time[asked.op](gpu, of.gemms, of.pushes, asked.gemm, asked.world_size)
+def _overlapped(time: Callable[..., dict[str, float]]) -> Costs:
+    def costs(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+        if asked.world_size == 1:
+            return {"sequential": gemms.gemm(gpu, of.gemms, asked.gemm)}
+        return time(gpu, of.gemms, of.pushes, asked.gemm, asked.world_size)
+
+    return costs
 
 
-def _collective(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    if asked.op == "all_reduce":
-        return pushes.all_reduce(gpu, of.pushes, asked.shape[0], asked.world_size)
-    return pushes.exchange(gpu, of.pushes, asked.shape[0], asked.world_size, adds=asked.op == "reduce_scatter")
+def _all_reduce(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return pushes.all_reduce(gpu, of.pushes, asked.shape[0], asked.world_size)
+
+
+def _reduce_scatter(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return pushes.exchange(gpu, of.pushes, asked.shape[0], asked.world_size, adds=True)
+
+
+def _exchange(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return pushes.exchange(gpu, of.pushes, asked.shape[0], asked.world_size, adds=False)
 
 
 def _norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
@@ -184,8 +191,12 @@ def _combine(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     return exchanges.combine(gpu, of.exchanges, of.pushes, asked.rows)
 
 
-def _grouped(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    return _one((grouped.down if asked.op == "grouped_matmul" else grouped.gate_up)(gpu, of, asked.experts))
+def _down(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return _one(grouped.down(gpu, of, asked.experts))
+
+
+def _gate_up(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return _one(grouped.gate_up(gpu, of, asked.experts))
 
 
 def _ag_moe(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
@@ -204,19 +215,32 @@ def _moe_norm(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     return {"in_norm": work + norm + read, "sequential": work + norm + read + gpu.launch}
 
 
+def _route_us(gpu: Gpu, tokens: int) -> float:
+    return gpu.launch + 3.1 + tokens * 0.66e-3
+
+
+def _schedule_us(gpu: Gpu, tokens: int) -> float:
+    return gpu.launch + 1.8 + tokens * 1.3e-3
+
+
+def _route(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return _one(_route_us(gpu, asked.shape[0]))
+
+
+def _schedule(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    return _one(_schedule_us(gpu, asked.shape[0]))
+
+
+def _sum(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    tokens, k, _, _, hidden, *_ = asked.shape
+    return _one(gpu.launch + 1.2 + (tokens * k + tokens) * hidden * asked.item / gpu.memory)
+
+
 def _routing(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
-    tokens, k, experts, _, hidden, *_ = asked.shape
-    chosen = gpu.launch + 3.1 + tokens * 0.66e-3
-    listed = gpu.launch + 1.8 + tokens * 1.3e-3
-    if asked.op == "route":
-        return _one(chosen)
-    if asked.op == "moe_schedule":
-        return _one(listed)
-    if asked.op == "moe_sum":
-        loads = (tokens * k + tokens) * hidden * asked.item
-        return _one(gpu.launch + 1.2 + loads / gpu.memory)
+    tokens, _, experts, _, hidden, *_ = asked.shape
     router = gemms.gemm(gpu, of.gemms, gemms.Size(tokens, experts, hidden, asked.item, float(asked.item)))
-    return {"sequential": router + chosen + listed, "split": router + chosen, "fused": router + chosen}
+    chosen = router + _route_us(gpu, tokens)
+    return {"sequential": chosen + _schedule_us(gpu, tokens), "split": chosen, "fused": chosen}
 
 
 def _decode(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
@@ -232,48 +256,53 @@ def _sharded(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
 
 
 def _prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
+    tokens, q_heads, _, dim = asked.shape[:4]
+    return _one(attention.prefill(gpu, of, tokens, q_heads, dim))
+
+
+def _gathered_prefill(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     tokens, q_heads, kv_heads, dim = asked.shape[:4]
     alone = attention.prefill(gpu, of, tokens, q_heads, dim)
-    if asked.op == "paged_prefill_attention" or asked.world_size == 1:
+    if asked.world_size == 1:
         return _one(alone)
     keys = 2 * tokens * kv_heads * dim * asked.item
-    gathered = min(pushes.exchange(gpu, of.pushes, keys, asked.world_size).values())
-    return _one(max(alone / asked.world_size, gathered) + min(alone / asked.world_size, gathered) / asked.world_size)
+    part, gathered = alone / asked.world_size, min(pushes.exchange(gpu, of.pushes, keys, asked.world_size).values())
+    return _one(max(part, gathered) + min(part, gathered) / asked.world_size)
 
 
 def _memory(gpu: Gpu, of: fitted.Fitted, asked: Asked) -> dict[str, float]:
     return _one(gpu.launch + 0.8 + asked.shape[0] / gpu.memory)
 
 
-# Name -> (number of sizes, µs by design).
-OPS = {
+# Name -> (number of sizes, costs).
+OPS: dict[str, tuple[int, Costs]] = {
     "matmul": (3, _gemm),
     "matmul_silu_mul": (3, _gemm_silu),
-    "all_gather_matmul": (3, _overlapped),
-    "matmul_reduce_scatter": (3, _overlapped),
-    "matmul_all_reduce": (3, _overlapped),
-    "all_reduce": (1, _collective),
-    "all_gather": (1, _collective),
-    "reduce_scatter": (1, _collective),
-    "all_to_all": (1, _collective),
-    "sequence_to_heads": (1, _collective),
-    "heads_to_sequence": (1, _collective),
+    "all_gather_matmul": (3, _overlapped(gemms.ag_gemm)),
+    "matmul_reduce_scatter": (3, _overlapped(gemms.gemm_rs)),
+    "matmul_all_reduce": (3, _overlapped(gemms.gemm_ar)),
+    "all_reduce": (1, _all_reduce),
+    "all_gather": (1, _exchange),
+    "reduce_scatter": (1, _reduce_scatter),
+    "all_to_all": (1, _exchange),
+    "sequence_to_heads": (1, _exchange),
+    "heads_to_sequence": (1, _exchange),
     "all_reduce_rms_norm": (2, _norm),
     "moe_dispatch": (6, _dispatch),
     "moe_combine": (6, _combine),
-    "grouped_matmul": (6, _grouped),
-    "grouped_matmul_silu_mul": (6, _grouped),
+    "grouped_matmul": (6, _down),
+    "grouped_matmul_silu_mul": (6, _gate_up),
     "all_gather_grouped_matmul_silu_mul": (6, _ag_moe),
     "grouped_matmul_reduce_scatter": (6, _moe_rs),
     "grouped_matmul_all_reduce_rms_norm": (6, _moe_norm),
-    "route": (6, _routing),
-    "moe_schedule": (6, _routing),
-    "moe_sum": (6, _routing),
+    "route": (6, _route),
+    "moe_schedule": (6, _schedule),
+    "moe_sum": (6, _sum),
     "matmul_route_schedule": (6, _routing),
     "decode_attention": (3, _decode),
     "paged_attention": (3, _decode),
     "sharded_decode_attention": (5, _sharded),
     "paged_prefill_attention": (4, _prefill),
-    "gathered_prefill_attention": (4, _prefill),
+    "gathered_prefill_attention": (4, _gathered_prefill),
     "memory": (1, _memory),
 }

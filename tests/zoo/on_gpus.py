@@ -117,6 +117,10 @@ def ended(case: Exhibit, done: Run, bug: bool) -> tuple[str, bool]:
     return ("clean" if not reasons else f"no race: {reasons[0]}"), True
 
 
+def name_of(case: Exhibit) -> str:
+    return f"{case.main.__module__.rpartition('.')[2]}.{case.name}"
+
+
 def row_of(case: Exhibit, seconds: float) -> Row:
     began = time.monotonic()
     ends = {}
@@ -126,9 +130,13 @@ def row_of(case: Exhibit, seconds: float) -> Row:
         ends[bug] = ended(case, done, bug)
     (said, alike), (twin, _) = ends[True], ends[False]
     row = Row(
-        name=f"{case.main.__module__.rpartition('.')[2]}.{case.name}", kind=case.kind, bug=said, twin=twin, alike=alike,
+        name=name_of(case),
+        kind=case.kind,
+        bug=said,
+        twin=twin,
+        alike=alike,
         seconds=time.monotonic() - began,
-    )  # fmt: skip
+    )
     mark = "" if row.alike else "  <- the simulator lacks it"
     print(f"{row.name}: {row.kind}: {row.bug}{mark}; twin {row.twin} ({row.seconds:.0f} s)", flush=True)
     return row
@@ -165,19 +173,24 @@ def main() -> None:
     parser.add_argument("--shard", default="1/1", help="part I of N, as in 1/2")
     parser.add_argument("--only", default="", help="part of an exhibit's name or kind")
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds of a run")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file of the rows, written after each")
+    parser.add_argument("--without", type=Path, help="leave out the exhibits that ended in this file of rows")
     parser.add_argument("--slowdown", type=Path, nargs="+", default=[], help="time these scripts in place of the zoo")
     flags = parser.parse_args()
     check_available()
     if flags.slowdown:
         return slowdowns(flags.slowdown, flags.seconds)
     part, parts = map(int, flags.shard.split("/"))
-    cases = [case for case in exhibits() if flags.only in f"{case.name} {case.kind}"][part - 1 :: parts]
+    done = json.loads(flags.without.read_text())["rows"] if flags.without else []
+    known = {row["name"] for row in done if not row["bug"].startswith("error")}
+    cases = [case for case in exhibits() if flags.only in f"{case.name} {case.kind}" and name_of(case) not in known]
+    rows: list[Row] = []
     with ThreadPoolExecutor(flags.jobs) as pool:
-        rows = list(pool.map(lambda case: row_of(case, flags.seconds), cases))
+        for row in pool.map(lambda case: row_of(case, flags.seconds), cases[part - 1 :: parts]):
+            rows.append(row)
+            if flags.json is not None:
+                flags.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     print(summary(rows))
-    if flags.json is not None:
-        flags.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

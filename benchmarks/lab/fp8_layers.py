@@ -1,0 +1,210 @@
+"""Kernels of one decoder layer in a decode step on one GPU, in the order of their launch, with the weights' floor.
+
+    python -m benchmarks.lab.fp8_layers OUT.json [--only 32b-fp8,32b-bf16,30b-fp8,30b-bf16] [--seconds 60]
+    python -m benchmarks.lab.fp8_layers OUT.json --only 32b-fp8 --ahead         # columns prefetched by each GEMM
+    python -m benchmarks.lab.fp8_layers OUT.json --only 32b-fp8 --ahead --world-size 2 --layers 64
+
+A model of the shapes that one of two ranks of Qwen3-32B or Qwen3-30B-A3B has, with fewer layers and without communication:
+half the heads, features and experts, and half the chosen experts, since a token's choices are on both ranks. Weights are
+cold: other layers' lie between two uses of one. Under programmatic dependent launch kernels overlap, so "adds" is the time
+between the ends of a kernel and of the one before it, which add up to the layer's; "us" is from a kernel's start to its end.
+With more ranks the model has its own shapes, and steps are timed without the profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft.bench.models.breakdown import Kernel, kernels_of
+from weft.bench.models.sessions import WeftSession, build
+from weft.bench.models.steps import config_of
+from weft.models.config import DecoderConfig
+from weft.ops.gemm import local_gemm, small_m_rule
+from weft.plan import memo
+from weft.runtime.files import put
+
+# Bytes a second of weights that an H200 reaches.
+REACHED = 4.3e12
+REPLAYS, WARM_UP = 5, 2
+# Columns that the dense model's small-M GEMMs prefetch, by projection; None: the plan's.
+AHEAD: tuple[dict[str, int] | None, ...] = (
+    None,
+    {"qkv": 256},
+    {"qkv": 2048},
+    {"qkv": 2048, "o": 1024},
+    {"qkv": 2048, "o": 1024, "gate_up": 256},
+    {"qkv": 2048, "o": 1024, "gate_up": 512},
+    {"qkv": 2048, "o": 2048, "gate_up": 1024},
+    {"qkv": 2048, "o": 1024, "gate_up": 512, "down": 256},
+)
+STEPS = {"32b": ((1, 128), (32, 1024), (128, 128)), "30b": ((1, 1024), (8, 1024), (32, 1024), (128, 1024))}
+LAYERS = {"32b": 12, "30b": 24}
+
+
+def whole(name: str, layers: int) -> DecoderConfig:
+    return config_of("qwen3-32b" if name == "32b" else "qwen3-30b-a3b", layers or LAYERS[name])
+
+
+def halved(whole: DecoderConfig) -> DecoderConfig:
+    """Config of one of two ranks' shapes."""
+    experts = whole.experts
+    if experts is not None:
+        experts = replace(
+            experts, num_experts=experts.num_experts // 2, num_experts_per_tok=experts.num_experts_per_tok // 2
+        )
+    return replace(
+        whole,
+        num_attention_heads=whole.num_attention_heads // 2,
+        num_key_value_heads=whole.num_key_value_heads // 2,
+        intermediate_size=whole.intermediate_size // 2,
+        vocab_size=whole.vocab_size // 2,
+        experts=experts,
+    )
+
+
+def period_of(names: list[str], layers: int) -> tuple[int, int]:
+    """(first kernel, kernels of a layer): the shortest run of names that repeats for all layers but two."""
+    for length in range(2, len(names) // 2):
+        for start in range(len(names) - length):
+            end = start + length * (layers - 2)
+            if end <= len(names) and all(names[at] == names[at - length] for at in range(start + length, end)):
+                return start, length
+    raise RuntimeError(f"no layers among {names[:40]}")
+
+
+def of_layer(steps: list[list[Kernel]], layers: int) -> list[dict[str, Any]]:
+    """Rows of one layer's kernels: medians over steps and layers."""
+    names = [kernel.name for kernel in steps[0]]
+    start, length = period_of(names, layers)
+    rows = []
+    for place in range(length):
+        # The first of the repeated layers follows something else.
+        ats = range(start + length + place, start + length * (layers - 2), length)
+        some = [(step[at - 1], step[at]) for step in steps for at in ats]
+        rows.append(
+            {
+                "kernel": names[start + place],
+                "us": round(statistics.median(now.end - now.start for _, now in some), 2),
+                "adds": round(statistics.median(now.end - before.end for before, now in some), 2),
+            }
+        )
+    return rows
+
+
+def weights_of(model: Any) -> dict[str, int]:
+    """Bytes of one layer's parameters, by name."""
+    return {name: p.numel() * p.element_size() for name, p in model.layers[1].named_parameters()}
+
+
+def prefetch(columns: dict[str, int] | None, config: DecoderConfig, world_size: int) -> None:
+    """Let the plans' small-M designs prefetch so many columns, by projection; None: as the rule says."""
+    rule = small_m_rule.default_small_m
+    names = {config.hidden_size: "qkv", config.num_attention_heads * config.head_dim // world_size: "o"}
+
+    def default_small_m(call: Any, caps: Any, *, gated: bool) -> Any:
+        design, name = rule(call, caps, gated=gated), "gate_up" if gated else names.get(call.K, "down")
+        return replace(design, ahead=(columns or {}).get(name, 0)) if call.fp8 else design
+
+    local_gemm.default_small_m = rule if columns is None else default_small_m
+    memo.forget()
+
+
+def measured(model: Any, batch: int, context: int, profiled: bool) -> dict[str, Any]:
+    """A step's time, and its kernels by the profiler."""
+    session = WeftSession(model, batch, context)
+    session.fill_at_random()
+    device = model.team.device
+    tokens = torch.randint(model.config.vocab_size, (batch,), device=device)
+    positions = torch.full((batch,), context - 1, device=device)
+
+    def step() -> torch.Tensor:
+        return session.choose(session.decode(tokens, positions))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    begin, end, times = *(torch.cuda.Event(enable_timing=True) for _ in range(2)), []
+    for _ in range(WARM_UP + 10):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * begin.elapsed_time(end))
+    step_us = {"step_us": round(statistics.median(times[WARM_UP:]), 1)}
+    if not profiled:
+        return step_us
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(WARM_UP + REPLAYS):
+            graph.replay()
+            torch.cuda.synchronize()
+    kernels = sorted(kernels_of(profiler), key=lambda kernel: kernel.start)
+    count = len(kernels) // (WARM_UP + REPLAYS)
+    steps = [kernels[at : at + count] for at in range(WARM_UP * count, len(kernels) - count + 1, count)]
+    layers = model.config.num_hidden_layers
+    rows = of_layer(steps, layers)
+    return {
+        **step_us,
+        "profiled_us": round(statistics.median(step[-1].end - step[0].start for step in steps), 1),
+        "kernels_of_step": count,
+        "layer_us": round(sum(row["adds"] for row in rows), 2),
+        "kernels": rows,
+    }
+
+
+def main(team: Any, options: argparse.Namespace) -> None:
+    start, document = time.monotonic(), {"gpu": torch.cuda.get_device_name(), "rows": []}
+    for one in options.only.split(","):
+        name, _, format = one.partition("-")
+        if max(team.exchange(time.monotonic() - start)) > options.seconds:
+            continue
+        config = whole(name, options.layers)
+        config = (config if team.size > 1 else halved(config)).quantized(None if format == "bf16" else "fp8")
+        model = build(config, team, "auto", torch.bfloat16)
+        nbytes = weights_of(model)
+        floor = round(1e6 * sum(nbytes.values()) / REACHED, 2)
+        if team.rank == 0:
+            print(one, str(model.plan(1).recipe), {key: size for key, size in nbytes.items() if size > 1 << 20})
+        steps = STEPS[name] if not options.steps else [tuple(map(int, x.split("x"))) for x in options.steps.split(",")]
+        for batch, context in steps:
+            for ahead in AHEAD if options.ahead else (None,):
+                prefetch(ahead, config, team.size)
+                row = {"model": one, "batch": batch, "context": context, "floor_us": floor, "ahead": ahead}
+                row |= measured(model, batch, context, team.size == 1 and not options.ahead)
+                document["rows"].append({**row, "bytes": nbytes})
+                if team.rank == 0:
+                    put(Path(options.out), json.dumps(document, indent=1))
+                    kernels = row.pop("kernels", [])
+                    print(row, flush=True)
+                    for kernel in kernels:
+                        print(
+                            f"    {kernel['adds']:7.2f} adds {kernel['us']:7.2f} us  {kernel['kernel'][:70]}",
+                            flush=True,
+                        )
+        del model
+        torch.cuda.empty_cache()
+    if team.rank == 0:
+        print(f"{time.monotonic() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--only", default="32b-fp8,30b-fp8,32b-bf16,30b-bf16")
+    parser.add_argument("--seconds", type=float, default=60.0, help="begin no model after this time")
+    parser.add_argument("--steps", default="", help="BATCHxCONTEXT,… in place of the model's")
+    parser.add_argument("--ahead", action="store_true", help="time steps with columns prefetched, by projection")
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=0, help="0: a few")
+    given = parser.parse_args()
+    weft.launch(main, given.world_size, "cuda", args=(given,))

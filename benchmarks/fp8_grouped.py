@@ -5,7 +5,7 @@
 Experts of Qwen3-30B-A3B: 128, or as many as --held, of (hidden, features) = (2048, 768), 8 choices of 128. In CUDA graphs whose
 calls take four routings in turn, so that weights of few tokens are cold. Each result is compared with that of the dequantized
 operands in bf16. Rows in fp8 are given; "quantize" rows are of bf16 and quantized in the call. "layer" is both GEMMs: bf16 with
-bf16 rows between them, fp8 with fp8 rows.
+bf16 rows between them, fp8 with fp8 rows. DeepGEMM runs beside them where it is installed (`benchmarks.fp8_deep_gemm`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.fp8_deep_gemm import deep_gemm_rows
 from benchmarks.fp8_gemm import replay_us
 from weft import ops
 from weft.kernels.fp8 import E4M3, Fp8, RowFormat, by_torch, empty_rows, rows_argument
@@ -168,6 +169,7 @@ def rows_of(p: Problem, wide: tuple[torch.Tensor, torch.Tensor], sweep: bool) ->
     yield {"gemm": "layer", "provider": "bf16", **timed(layer, schedules)}
     yield {"gemm": "layer", "provider": "fp8, quantized between", **timed(layer_between, schedules)}
     yield {"gemm": "layer", "provider": "fp8", **timed(layer_fp8, schedules)}
+    yield from deep_gemm_rows(p.rows, p.h, (p.gate_up, p.down), schedules, timed)
     for block in (p.block, 64) if p.block == 128 else (16, 32) if p.block == 32 else (p.block,):
         of_block = schedules if block == p.block else p.scheduled(block)
         for gated in (True, False) if sweep else ():

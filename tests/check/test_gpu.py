@@ -292,7 +292,7 @@ def test_the_races_that_gsan_has_shown_are_the_simulator_s():
             for file, line in re.findall(r"(\w+\.py):(\d+)", row["bug"])
         ]
         assert ended(exhibit, a_run("".join(texts)), True)[1], row
-    assert len(races) == 34 and sum(row["twin"] == "clean" for row in recorded) == 68
+    assert len(races) == 39 and sum(row["twin"] == "clean" for row in recorded) == 109
 
 
 def test_refusals_are_one_line(monkeypatch, tmp_path):

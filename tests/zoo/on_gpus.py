@@ -107,7 +107,7 @@ def ended(case: Exhibit, done: Run, bug: bool) -> tuple[str, bool]:
     compared = compare([declared(case)] if bug else [], listed)
     if races := [finding for finding in listed if finding.kind in RACES]:
         where = ", ".join(f"{finding.sides[-1].place} {finding.sides[-1].verb}" for finding in races)
-        alike = all(finding.kind not in RACES for finding in compared.only_gpu)
+        alike = "race" in case.also or all(finding.kind not in RACES for finding in compared.only_gpu)
         return f"race at {where}", alike
     if listed:
         return f"{listed[0].kind}: {listed[0].message}"[:160], True

@@ -14,6 +14,8 @@ from weft.check.report import Found
 _LANGUAGE = Path(weft.__file__).parent / "language"
 # Verbs of accesses by weft's primitives, at which GSan names a line of weft's.
 _SIGNALS = ("notify", "wait", "atomic")
+# Kinds of wrong places: a store there is also a race with the program that rightly stores there.
+_PLACES = ("tile-store",)
 # Kinds of races that GSan's model lacks.
 UNMODELLED = {
     "missing-barrier": "GSan takes a program for one thread",
@@ -97,7 +99,7 @@ def _is_same(finding: Finding, entry: Found) -> bool:
     simulated = (entry.finding, *entry.also)
     if finding.kind not in RACES:
         return any(one.kind == finding.kind for one in simulated)
-    races = [one for one in simulated if one.kind in RACES]
+    races = [one for one in simulated if one.kind in RACES or one.kind in _PLACES]
     later = finding.sides[-1]
     if later.place is None:
         return False

@@ -108,6 +108,9 @@ class SequentialPort:
                 memory[at] = bits[i]
         return old
 
+    def has_exact_dots(self):
+        return False
+
     def computed(self, operations):
         self.calls.append(("computed", operations))
 

@@ -264,17 +264,22 @@ def round_to_tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded, bits).view(np.float32)
 
 
-def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
+def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray, exact: bool = False) -> np.ndarray:
     """``a @ b + accumulator`` in the accumulator's dtype.
 
     Floats of up to 32 bits are multiplied and summed in fp32 (TF32 inputs keep their fp32 bits), fp64 in fp64, int8 exactly
     in int32.
+    exact  products of 16 and 8 bits are summed in fp64 and rounded to fp32 once, so that an element's bits do not depend on the
+           blocks' shapes: in fp32 NumPy's order of a sum depends on them
     """
     if a.dtype.kind in "iu" and a.dtype not in _FP8:
         product = np.matmul(a.astype(np.float64), b.astype(np.float64))  # exact below 2**53, and BLAS takes it
         return accumulator + product.astype(np.int64).astype(accumulator.dtype)
     if a.dtype == _F64:
         return np.matmul(a, b) + accumulator
+    if exact:
+        wide = np.matmul(a.astype(_F64), b.astype(_F64))
+        return convert(convert(wide, _F32) + convert(accumulator, _F32), accumulator.dtype)
     product = np.matmul(a.astype(_F32, copy=False), b.astype(_F32, copy=False))
     if accumulator.dtype == _F32:
         return np.add(product, accumulator, out=product)

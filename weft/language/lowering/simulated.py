@@ -183,6 +183,11 @@ def _let_next_kernel_start(machine: Machine) -> None:
     machine.let_next_kernel_start()
 
 
+@simulated(stock.exact_dots)
+def _exact_dots(machine: Machine) -> None:
+    machine.ask_exact_dots()
+
+
 @simulated(stock.fence_system)
 def _fence_system(machine: Machine, word: tl.tensor) -> None:
     machine.fence()

@@ -208,6 +208,11 @@ def meets_by_first_index():
 
 
 @triton.jit
+def exact_dots():
+    """Mark a program whose dots give the same bits whatever the shapes of their blocks; only the simulator needs the mark."""
+
+
+@triton.jit
 def prefetch(ptr, nbytes):
     """``cp.async.bulk.prefetch.L2``; nothing where the target has no bulk copies."""
     if target_info.cuda_capability_geq(9, 0):

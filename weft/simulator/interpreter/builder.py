@@ -251,7 +251,8 @@ class Builder(InterpreterBuilder):
         return Handle(np.arange(start, stop, dtype=np.int32), tl.int32)
 
     def create_dot(self, a: Handle, b: Handle, accumulator: Handle, precision: object, imprecise: object) -> Handle:
-        return Handle(numerics.dot(a.data, b.data, accumulator.data), accumulator.dtype.scalar)
+        result = numerics.dot(a.data, b.data, accumulator.data, self.port.has_exact_dots())
+        return Handle(result, accumulator.dtype.scalar)
 
     def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
         return Handle(numerics.fma(x.data, y.data, z.data), z.dtype)

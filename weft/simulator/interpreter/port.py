@@ -86,6 +86,9 @@ class Port(Protocol):
     def computed(self, operations: int) -> None:
         """Note a matrix product of the running program."""
 
+    def has_exact_dots(self) -> bool:
+        """True if matrix products of the running program do not depend on the shapes of their blocks."""
+
     def wait_for_previous_kernel(self) -> None: ...
 
     def let_next_kernel_start(self) -> None: ...

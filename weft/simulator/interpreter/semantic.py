@@ -337,14 +337,14 @@ class Semantic(TritonSemantic):
         """Common cases of ``tl.dot`` with an fp32 result; None for cases left to Triton's own code."""
         if a.dtype.name != b.dtype.name or a.dtype.name not in ("bf16", "fp16", "fp32"):
             return None
-        left, right = a.handle.data, b.handle.data
+        left, right, exact = a.handle.data, b.handle.data, self.builder.port.has_exact_dots()
         if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0] or left.shape[1] < 16:
             return None
         if acc is None:
-            return make(numerics.dot(left, right, np.zeros((1, 1), np.float32)), tl.float32, True)
+            return make(numerics.dot(left, right, np.zeros((1, 1), np.float32), exact), tl.float32, True)
         if acc.dtype.name != "fp32" or acc.handle.data.shape != (left.shape[0], right.shape[1]):
             return None
-        return make(numerics.dot(left, right, acc.handle.data), tl.float32, True)
+        return make(numerics.dot(left, right, acc.handle.data, exact), tl.float32, True)
 
     def dot_scaled(self, *_: object) -> None:
         raise not_interpretable(f"tl.dot_scaled in {self.builder.names()}")

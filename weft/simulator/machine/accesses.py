@@ -284,6 +284,14 @@ class Accesses:
         """Note a matrix product of the running program."""
         self.observer.computed(operations)
 
+    def has_exact_dots(self) -> bool:
+        """True after ``ask_exact_dots`` of the running program."""
+        return self.scheduler.current.exact_dots
+
+    def ask_exact_dots(self) -> None:
+        """Have later matrix products of the running program give the same bits whatever the shapes of their blocks."""
+        self.scheduler.current.exact_dots = True
+
     def drain_async(self) -> None:
         """Complete the running program's tensor-descriptor stores."""
         self.observer.drain()

@@ -45,6 +45,7 @@ class Task:
     """Thread of control of one rank."""
 
     number: int | None = None  # of a program in its grid
+    exact_dots = False  # of a program whose matrix products do not depend on the shapes of their blocks
 
     def __init__(self, rank: int, label: str, body: Callable[[], object], maker: Task | None = None) -> None:
         """``maker``: the program whose store or copy this task makes."""

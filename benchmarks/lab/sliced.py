@@ -61,7 +61,7 @@ def product(x: torch.Tensor, w: torch.Tensor, slices: int, rounded: bool, design
 
 def check_bits() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    for K, slices, rounded in ((2048, 8, True), (3072, 4, True), (4096, 2, False), (1024, 1, True)):
+    for K, slices, rounded in ((2048, 8, True), (4096, 2, False)):
         x, w = (torch.randn((n, K), device="cuda", generator=generator).to(BF16) for n in (130, 200))
         whole, expected = product(x, w, slices, rounded, DESIGNS[0]), x.float() @ w.float().T
         error = (whole.float() - expected).norm() / expected.norm()

@@ -306,7 +306,7 @@ def test_only_what_a_parent_and_its_own_ranks_send_by_pipe_is_unpickled():
 STAGES = (
     "weft.cli",
     "weft.ops, weft.models, weft.layers, weft.tiles",
-    "weft.check.run, weft.engine, weft.tune.compiling",
+    "weft.check.run, weft.engine, weft.bench.harness.compiling",
 )
 
 

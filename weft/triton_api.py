@@ -3,9 +3,9 @@
 ``tests/simulator/test_triton_contracts.py`` tests the behaviour relied on, of every name exported here. The users, besides the
 simulator's interpreter:
 
-JITFunction     a simulation and ``weft.tune.compiling`` replace its ``run``; ``weft.runtime.launching`` goes past it
+JITFunction     a simulation and ``weft.bench.harness.compiling`` replace its ``run``; ``weft.runtime.launching`` goes past it
 CompiledKernel  ``launcher_of`` calls ``run`` with ``function`` and ``packed_metadata``, or the function of C below it;
-                ``weft.tune.compiling`` calls ``_init_handles``
+                ``weft.bench.harness.compiling`` calls ``_init_handles``
 knobs           ``weft.runtime.launching`` asks for a profiler's hooks, ``weft.runtime.triton_interpret`` for TRITON_INTERPRET
 CodeGenerator   ``weft.language.lowering.debug_site`` looks for it on the Python stack
 ASTSource, create_function_from_signature, driver, find_paths_if, make_backend

@@ -25,6 +25,7 @@ import torch
 import triton
 
 import weft
+from weft.bench.harness.compiling import compile_only
 from weft.bench.harness.machine import revision
 from weft.ops import barrier
 from weft.ops.collectives.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
@@ -32,7 +33,6 @@ from weft.ops.collectives.copy_engine import CopyEngine
 from weft.ops.op import find_op
 from weft.runtime.files import put
 from weft.transport.plans import PushPlan
-from weft.tune.compiling import compile_only
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {

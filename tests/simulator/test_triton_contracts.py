@@ -266,7 +266,7 @@ KNOBS = triton_api.knobs.runtime
 CONTRACTS = (
     # kernels as objects
     contract("kernel[grid](...) and warmup call JITFunction.run(*args, grid=, warmup=, **options)",
-             "patching.py weft/tune/compiling.py weft/runtime/launching.py", launch_is_one_method),
+             "patching.py weft/bench/harness/compiling.py weft/runtime/launching.py", launch_is_one_method),
     contract("a JITFunction has the parameters' names, kinds and annotations, its signature and its hooks", "launching.py",
              parameters_are_described),
     contract("a JITFunction has its source without decorators, with them, and the line of the first", "callees.py",
@@ -293,7 +293,7 @@ CONTRACTS = (
     contract("a pointer is specialised on its dtype and 16-byte alignment, an integer on 1, multiples of 16 and its width",
              "weft/runtime/launching.py weft/runtime/team/view.py", arguments_are_specialised),
     contract("CompiledKernel loads itself in _init_handles and is launched by compiled[grid](..., stream=)",
-             "weft/runtime/launching.py weft/tune/compiling.py",
+             "weft/runtime/launching.py weft/bench/harness/compiling.py",
              lambda _: callable(CompiledKernel._init_handles)
              and "stream=None" in inspect.getsource(CompiledKernel.__getitem__)),
     contract("launcher_of: CudaLauncher calls launch(x, y, z, stream, function, cooperative, pdl, scratch (2), *arguments)",
@@ -306,7 +306,7 @@ CONTRACTS = (
              + (Path(cuda_driver.__file__).parent / "driver.c").read_text()),
     contract("knobs.runtime has the profilers' hooks, whose calls are empty without a profiler", "weft/runtime/launching.py",
              lambda _: not (KNOBS.launch_enter_hook.calls or KNOBS.launch_exit_hook.calls)),
-    contract("AsyncCompileMode(executor, ignore_errors=) compiles in threads", "weft/tune/compiling.py",
+    contract("AsyncCompileMode(executor, ignore_errors=) compiles in threads", "weft/bench/harness/compiling.py",
              lambda _: list(inspect.signature(triton.AsyncCompileMode).parameters) == ["executor", "ignore_errors"]),
     # the compiler, seen from a builtin
     contract("a CodeGenerator knows its function's name, first line and present node",

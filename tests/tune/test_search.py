@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from weft.bench.harness import compiling
 from weft.bench.harness.bench import Bench, Options
 from weft.bench.harness.report import Row
 from weft.bench.ops.problem import OpProblem
@@ -23,7 +24,7 @@ from weft.ops.overlap.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from weft.plan import table as tuned
 from weft.plan.planned import machine
 from weft.runtime import capabilities
-from weft.tune import compiling, search, spaces, timing
+from weft.tune import search, spaces, timing
 from weft.tune.search import TunePlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="for machines without a GPU")

@@ -16,7 +16,7 @@ from rich.console import Console
 from weft.arguments import DEVICES
 from weft.bench.models.flags import ModelFlags
 from weft.bench.models.names import is_model
-from weft.bench.names import DTYPES, EAGER, MEASURED, OPS, TRAIN, VARIED, complete_op, shapes_by_op, unknown_op
+from weft.bench.names import DTYPES, EAGER, MEASURED, OPS, REGRET, TRAIN, VARIED, complete_op, shapes_by_op, unknown_op
 from weft.bench.ranks import leave, ranks
 from weft.bench.regret.command import RegretFlags
 from weft.console import (
@@ -55,7 +55,8 @@ EAGER_PROVIDERS = ("weft.auto", "nccl", "cublas+nccl", "torch.fused", "torch.one
 class BenchFlags:
     """Flags of `weft bench` as typed. ValueError for values that are wrong on any machine.
 
-    ops     OP or OP@SHAPES; shapes of one op are measured together; none with ``nodes``: NODE_OPS, with ``eager``: EAGER
+    ops     OP or OP@SHAPES; shapes of one op are measured together; none with ``nodes``: NODE_OPS, with ``eager``: EAGER,
+            with --regret: the ones of REGRET that are collective, or are not, at one rank
     shapes  for ops without their own
     """
 
@@ -129,7 +130,8 @@ class BenchFlags:
         # First what needs no torch, which takes seconds to load.
         if not self.shapes_by_op():
             raise ValueError(
-                "no op is named; name one, or pass --nodes for the ops over nodes, or --eager for eager calls"
+                "no op is named; name one, or pass --nodes for the ops over nodes, --eager for eager calls, or --regret for "
+                "all ops that choose"
             )
         if self.node_size is not None and not self.nodes:
             raise ValueError(f"--node-size {self.node_size} is of --nodes; pass both")
@@ -160,7 +162,10 @@ class BenchFlags:
             check_matplotlib()
 
     def shapes_by_op(self) -> dict[str, tuple[str, ...]]:
-        ops = self.ops or (MEASURED if self.list_providers else NODE_OPS if self.nodes else EAGER if self.eager else ())
+        sets = (
+            (self.list_providers, MEASURED), (self.nodes, NODE_OPS), (self.of_regret.regret, REGRET), (self.eager, EAGER),
+        )  # fmt: skip
+        ops = self.ops or next((ops for asked, ops in sets if asked), ())
         return shapes_by_op(ops, self.shapes or ())
 
     def workloads(self, world_size: int, simulated: bool) -> tuple[Workload, ...]:
@@ -263,7 +268,10 @@ def _regret(asked: BenchFlags, sizes: Sequence[int], simulated: bool) -> None:
             "small shapes as in all-gather@4KiB"
         )
     here = {size: regret.machine_here(size, simulated) for size in sizes}
-    runs = [(size, regret.workloads(asked.of_regret, shapes, asked.dtype, here[size])) for size in sizes]
+    runs = [
+        (size, regret.workloads(asked.of_regret, shapes, asked.dtype, here[size], every=not asked.ops))
+        for size in sizes
+    ]
     if asked.check_only:
         for size, made in runs:
             for line in regret.listing(asked.of_regret, made, here[size]):

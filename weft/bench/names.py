@@ -50,6 +50,16 @@ EAGER = (
     "gemm-rs@512,4096,2048", "gemm-rs@4096,4096,4096", "gemm-rs@8192,4096,7168",
     "gemm-ar@512,4096,2048", "gemm-ar@4096,4096,4096", "gemm-ar@8192,4096,7168", "all-reduce@64KiB,4MiB,32MiB,64MiB",
 )  # fmt: skip
+# What `weft bench --regret` measures where no op is named, in turns: of one rank at W=1, collective ones beyond; first the ops
+# whose rules are least certain.
+REGRET = (
+    "gemm", "grouped-gemm", "grouped-gemm-silu", "gemm-silu", "moe-route", "paged-attention", "decode-attention",
+    "paged-prefill-attention", "moe-schedule", "gemm-rs", "ag-gemm", "gemm-ar", "moe-combine", "moe-rs", "ag-moe",
+    "moe-dispatch", "moe-ar-rms-norm", "all-reduce-rms-norm", "all-reduce", "sharded-decode-attention",
+    "gathered-prefill-attention", "moe-dispatch+fp8", "ag-moe+fp8", "gemm-rs+block_fp8", "ag-gemm+block_fp8",
+    "gemm-ar+block_fp8", "gemm-rs+channel_fp8", "ag-gemm+channel_fp8", "gemm-ar+channel_fp8", "reduce-scatter", "all-gather",
+    "all-to-all", "sequence-to-heads", "heads-to-sequence",
+)  # fmt: skip
 # What `weft bench` measures.
 MEASURED = (*OPS, *VARIED, *LEVELS, TRAIN)
 DTYPES = ("bf16", "fp16", "fp32")

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from weft.bench.harness import compiling
 from weft.bench.harness.bench import Entrant
 from weft.bench.harness.provider import Prepared, Provider
 from weft.bench.ops.providers import prepared
-from weft.tune import compiling, spaces
+from weft.tune import spaces
 
 if TYPE_CHECKING:
     from weft.bench.harness.bench import Bench

@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from weft.bench.command import command as bench
 from weft.bench.harness.workload import DTYPES
+from weft.bench.names import REGRET, VARIED
 from weft.bench.ops.shapes import op_of
 from weft.bench.regret import measure
+from weft.bench.regret.command import RegretFlags, workloads
 from weft.bench.regret.file import Kept, read, summary, write
 from weft.bench.regret.measure import Row, best_of, candidates, halves
 from weft.bench.regret.published import DENSE, EXPERTS, LISTED_DENSE, LISTED_EXPERTS, drawn, listed, planned_ops
@@ -34,6 +36,14 @@ def test_thirty_pairs_are_listed_of_each_kind_of_model():
 
 def test_every_op_that_plans_and_has_shapes_is_taken():
     assert {op.alias for op in registered() if op.form and op.sizes and not op.no_plan} == set(OPS)
+    assert {name.partition("+")[0] for name in REGRET} == set(OPS) and {*VARIED, *OPS} == set(REGRET)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_an_op_the_ops_of_one_rank_or_the_collective_ones_are_taken(world_size):
+    here, flags = machine(capabilities.simulated(world_size), world_size), RegretFlags(regret=True, listed=1, drawn=0)
+    made = workloads(flags, dict.fromkeys(REGRET, ()), "bf16", here, every=True)
+    assert {one.name for one in made} == {one for one in REGRET if op_of(one).collective == (world_size > 1)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

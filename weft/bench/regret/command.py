@@ -72,9 +72,12 @@ class Asked:
 
 
 def workloads(
-    flags: RegretFlags, shapes_by_op: dict[str, tuple[str, ...]], dtype: str, here: Machine
+    flags: RegretFlags, shapes_by_op: dict[str, tuple[str, ...]], dtype: str, here: Machine, every: bool = False
 ) -> tuple[OpWorkload, ...]:
-    """Workload of each op, with the shapes that its word names, or the listed and drawn ones."""
+    """Workload of each op, with the shapes that its word names, or the listed and drawn ones.
+
+    every  of several ranks only collective ops, of one rank only all other ones
+    """
     from weft.bench.ops.shapes import parse_shapes
     from weft.bench.ops.workload import OpWorkload
     from weft.bench.regret.published import drawn, listed
@@ -82,6 +85,8 @@ def workloads(
     made = []
     for op, words in shapes_by_op.items():
         workload = OpWorkload(name=op, shapes=(), dtype=dtype, words=("weft",))
+        if every and workload.op.collective != (here.world_size > 1):
+            continue
         if words:
             shapes = parse_shapes(op, words, here.world_size, dtype=dtype)
         else:

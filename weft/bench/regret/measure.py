@@ -12,13 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.bench.harness import meters
 from weft.bench.harness.bench import Bench, Entrant, Options
+from weft.bench.harness.compiling import compile_shares
 from weft.bench.harness.provider import Provider
 from weft.bench.harness.runner import started
 from weft.bench.harness.workload import DTYPES, Failed, together
@@ -118,28 +120,30 @@ def run(
     team: Team, workloads: Sequence[OpWorkload], options: Options, search: int, seconds: float | None,
     save: Callable[[Row], None], say: Callable[[str], None],
 ) -> list[Row]:  # fmt: skip
-    """Rows of all shapes, one op after the other. Collective.
+    """Rows of all shapes, of the ops in turns. Collective.
 
     seconds  after which no further shape is begun
     save     called by rank 0 with each row; a shape whose kernels do not end gets a row before the error is raised
     """
     empty_us, rows, begin = started(team), [], time.perf_counter()
-    for workload in workloads:
-        bench = Bench(team, workload, options, empty_us)
-        for number, shape in enumerate(workload.shapes):
-            if seconds is not None and team.exchange(time.perf_counter() - begin)[0] > seconds:
-                return rows
-            row = blank(workload, shape, team.size)
-            try:
-                row = measured(bench, shape, search, row)
-            except WeftError as error:
-                if team.rank == 0:
-                    save(replace(row, reason=f"not measured: {error}"))
-                raise
-            rows.append(row)
+    benches = [Bench(team, workload, options, empty_us) for workload in workloads]
+    turns = [[(bench, shape) for shape in bench.workload.shapes] for bench in benches]
+    every = [one for turn in zip_longest(*turns) for one in turn if one is not None]
+    for number, (bench, shape) in enumerate(every):
+        if seconds is not None and team.exchange(time.perf_counter() - begin)[0] > seconds:
+            return rows
+        row = blank(bench.workload, shape, team.size)
+        try:
+            row = measured(bench, shape, search, row)
+        except WeftError as error:
             if team.rank == 0:
-                save(row)
-                say(f"{workload.name} W={team.size} {told(row)}: {number + 1} of {len(workload.shapes)}")
+                save(replace(row, reason=f"not measured: {error}"))
+            raise
+        rows.append(row)
+        if team.rank == 0:
+            save(row)
+            took = time.perf_counter() - begin
+            say(f"{bench.workload.name} W={team.size} {told(row)}: {number + 1} of {len(every)}, {took:.0f} s")
     return rows
 
 
@@ -172,6 +176,7 @@ def measured(bench: Bench, shape: Shape, search: int, row: Row) -> Row:
     except Failed as error:
         return replace(row, reason=str(error))
     row = replace(row, auto=next(iter(designs.values())), reason=reason)
+    compile_shares([partial(_run_once, problem, design) for design in designs], team)
     entrants, dropped = {}, dict(refused)
     for design, name in designs.items():
         entrant = entered(bench, problem, design, name)
@@ -193,6 +198,10 @@ def measured(bench: Bench, shape: Shape, search: int, row: Row) -> Row:
         gc.collect()
         torch.cuda.empty_cache()
     return row
+
+
+def _run_once(problem: OpProblem, design: Any) -> None:
+    prepared(problem, design).run(0)
 
 
 def entered(bench: Bench, problem: OpProblem, design: Any, name: str) -> Entrant:

@@ -10,7 +10,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tests.compiling import compiling_for
-from weft.tune.compiling import compile_only, compile_shares
+from weft.bench.harness.compiling import compile_only, compile_shares
 
 TEAM = types.SimpleNamespace(is_simulated=False, device=torch.device("cpu"))
 

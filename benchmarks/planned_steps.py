@@ -2,7 +2,9 @@
 
     python -m benchmarks.planned_steps                     # names of the cells, with predictions; needs no GPU
     python -m benchmarks.planned_steps 32b-one 8b-many     # measures these cells, and prints predicted, measured, their ratio
-    python -m benchmarks.planned_steps --world-size 2      # measures all cells of this world size
+    python -m benchmarks.planned_steps --world-size 2 --seconds 130 --json cells.json
+                                                           # cells of this world size that the file lacks, for so long
+    python -m benchmarks.planned_steps --page              # the table of docs/planning.md, of the committed file
 
 Weights are random, so acceptance of drafts is set: as many tokens a step as the load says. A decode step is the median of the
 steps between which no prompt was read; the best of three configurations is the one with the most tokens a second in such steps.
@@ -11,16 +13,21 @@ steps between which no prompt was read; the best of three configurations is the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
+import json
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import weft
+from weft.bench.harness.machine import versions
 from weft.bench.models.steps import config_of
 from weft.engine import EngineConfig
 from weft.engine.followed import Measured, ServingPlan
@@ -30,6 +37,7 @@ from weft.predict.load import Drafts
 from weft.predict.serving import Candidate, decode_step, prompt_seconds
 from weft.predict.steps import Layout
 from weft.runtime.codec import exchangeable
+from weft.runtime.files import put
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -38,6 +46,9 @@ ALLOWED = Drafts(method="ngram", acceptance=0.6)
 # Tokens of an answer: the steps in its middle are at the context that is predicted.
 ANSWER = 96
 GOAL = 0.10
+# Share of tokens a second within which configurations are equal.
+CLOSE = 0.02
+FILE = Path(__file__).resolve().parent / "lab" / "h200-planned-steps.json"
 
 
 class Cell(NamedTuple):
@@ -131,6 +142,57 @@ def predicted(cell: Cell, gpu: str) -> list[Way]:
     return ways
 
 
+def measure_all(team: Team, cells: Sequence[Cell], seconds: float, file: Path | None) -> None:
+    """Measure cells until ``seconds`` have passed; rank 0 prints each one and adds it to the file."""
+    begin = time.monotonic()
+    for cell in cells:
+        if not team.exchange(time.monotonic() - begin < seconds)[0]:
+            return
+        ways = measure(team, cell)
+        if team.rank == 0:
+            print("\n".join(report(cell, ways)), flush=True)
+            if file is not None:
+                kept = {"gpu": team.caps.device_name, "versions": versions(), "cell": cell.name, "ways": ways}
+                write(file, [*read(file), kept])
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Measured cells of a file, each with its ``Way``s; none without a file."""
+    cells = json.loads(file.read_text())["cells"] if file.is_file() else []
+    return [{**cell, "ways": [Way(**way) for way in cell["ways"]]} for cell in cells]
+
+
+def write(file: Path, cells: Sequence[dict[str, Any]]) -> None:
+    """Write cells, a line for each."""
+    lines = [json.dumps({**cell, "ways": [dataclasses.asdict(way) for way in cell["ways"]]}) for cell in cells]
+    put(file, '{"cells": [\n ' + ",\n ".join(lines) + "\n]}\n")
+
+
+def page(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines of the table of measured cells, and their count within GOAL and with the best configuration named."""
+    by_name = {cell.name: cell for cell in CELLS}
+    yield "| cell | configuration | predicted, ms | measured | measured / predicted | tokens/s predicted, measured |"
+    yield "|---|---|---:|---:|---:|---:|"
+    within, named = 0, 0
+    for kept in cells:
+        cell, ways = by_name[kept["cell"]], kept["ways"]
+        for way in ways:
+            if way.error:
+                yield f"| {cell.name}, W={cell.world_size} | {way.label} | {way.predicted * 1e3:.2f} | {way.error} | – | – |"
+                continue
+            rates = f"{way.rate(way.predicted):.0f}, {way.rate(way.measured):.0f}"
+            times = f"{way.predicted * 1e3:.2f} | {way.measured * 1e3:.2f} | {way.measured / way.predicted:.2f}"
+            yield f"| {cell.name}, W={cell.world_size} | {way.label} | {times} | {rates} |"
+        plain = ways[0]
+        within += bool(plain.measured) and abs(plain.predicted / plain.measured - 1) <= GOAL
+        named += share_of_best(ways) >= 1 - CLOSE
+    yield ""
+    yield (
+        f"Of {len(cells)} cells the first configuration's step is predicted within {GOAL:.0%} in {within}; the configuration "
+        f"with the most predicted tokens a second has the most measured ones, or is within {CLOSE:.0%} of them, in {named}."
+    )
+
+
 def measure(team: Team, cell: Cell) -> list[Way]:
     """The cell's configurations, measured on all ranks; rank 0's times count."""
     made = []
@@ -152,7 +214,7 @@ def _measured(
     """(median of decode steps, time of the first token of a prompt alone), after one run to capture graphs."""
     engine = weft.Engine(config, team, config=engine_config)
     batch, draw = split(cell, way)[1], random.Random(0)
-    prompts = [draw.choices(range(1000, 30000), k=cell.prompt) for _ in range(batch)]
+    prompts = [draw.choices(range(config.vocab_size), k=cell.prompt) for _ in range(batch)]
     engine.generate(prompts, max_tokens=12, ignore_eos=True)
     nothing = ServingPlan(file="", model="", sizes=(), gpu="", world_size=team.size, options=(), steps=())
     engine.measured = Measured(nothing)
@@ -174,12 +236,21 @@ def report(cell: Cell, ways: Sequence[Way]) -> Iterator[str]:
         rate = f"tokens/s {way.rate(way.predicted):7.0f}, {way.rate(way.measured):7.0f}"
         first = f"first token {way.first_predicted * 1e3:6.1f} ms, {way.first_measured * 1e3:6.1f}"
         yield f"{cell.name:12} W={cell.world_size} {way.label:30} {step}; {rate}; {first}"
-    best = max(ways, key=lambda way: way.rate(way.predicted))
     ran = [way for way in ways if way.measured]
     if ran:
+        best = max(ran, key=lambda way: way.rate(way.predicted))
         fastest = max(ran, key=lambda way: way.rate(way.measured))
-        share = best.rate(best.measured) / fastest.rate(fastest.measured)
-        yield f"{cell.name:12} best: predicted {best.label}, measured {fastest.label} (the predicted one has {share:.0%} of it)"
+        share = f"the predicted one has {share_of_best(ways):.0%} of it"
+        yield f"{cell.name:12} best: predicted {best.label}, measured {fastest.label} ({share})"
+
+
+def share_of_best(ways: Sequence[Way]) -> float:
+    """Measured tokens a second of the configuration that is predicted to be the best, over the most measured ones."""
+    ran = [way for way in ways if way.measured]
+    if not ran:
+        return 0.0
+    best = max(ran, key=lambda way: way.rate(way.predicted))
+    return best.rate(best.measured) / max(way.rate(way.measured) for way in ran)
 
 
 def main() -> None:
@@ -187,16 +258,24 @@ def main() -> None:
     parser.add_argument("cells", nargs="*", help="names; without any nothing is measured")
     parser.add_argument("--world-size", type=int, help="all cells of this world size")
     parser.add_argument("--gpu", default="h200", help="of predictions without GPUs")
+    parser.add_argument("--json", type=Path, help="file of cells, of which none is measured twice")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no further cell after this time")
+    parser.add_argument("--page", action="store_true", help="print the table of the committed file")
     flags = parser.parse_args()
+    if flags.page:
+        print("\n".join(page(read(FILE))))
+        return
     names = [cell.name for cell in CELLS]
     if unknown := [name for name in flags.cells if name not in names]:
         sys.exit(f"cell {unknown[0]} is not one of {', '.join(names)}")
     chosen = [cell for cell in CELLS if cell.name in flags.cells or cell.world_size == flags.world_size]
-    for cell in chosen or CELLS:
-        ways = (
-            predicted(cell, flags.gpu) if not chosen else weft.launch(measure, cell.world_size, "cuda", args=(cell,))[0]
-        )
-        print("\n".join(report(cell, ways)), flush=True)
+    if not chosen:
+        print("\n".join(line for cell in CELLS for line in report(cell, predicted(cell, flags.gpu))))
+    done = {kept["cell"] for kept in read(flags.json)} if flags.json is not None else set()
+    for world_size in sorted({cell.world_size for cell in chosen}):
+        left = [cell for cell in chosen if cell.world_size == world_size and cell.name not in done]
+        if left:
+            weft.launch(measure_all, world_size, "cuda", args=(left, flags.seconds, flags.json))
 
 
 if __name__ == "__main__":

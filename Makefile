@@ -1,5 +1,5 @@
 # make demo   the built-in models answer a sum in every mode (simulated ranks where there are no GPUs)
-# make test   ruff, then the tests on the main environment and on the newest Triton
+# make test   ruff and mypy, then the tests on the main environment and on the newest Triton
 # make sweep  every combination of what the tests sample, in one to two hours
 # make contracts  tests of what weft relies on in Triton, on the versions between those two, put into build/
 # make docs   the API reference of all public names, as HTML in build/reference
@@ -59,6 +59,7 @@ build/triton-%: | .venv/.ready
 lint: .venv/.ready
 	.venv/bin/python -m ruff check --quiet .
 	.venv/bin/python -m ruff format --check --quiet .
+	.venv/bin/python -m mypy --no-error-summary
 
 format: .venv/.ready
 	.venv/bin/python -m ruff check --quiet --fix .

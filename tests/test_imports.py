@@ -52,6 +52,8 @@ UPWARD = {("weft/engine/tuning.py", "tune")}
 ENVIRONMENT_FILE = "weft/runtime/environment.py"
 ASSEMBLY_FILES = ("weft/language/lowering/gcn.py", "weft/language/lowering/ptx.py")
 TRITON_API = "weft/triton_api.py"
+# Packages that load their names on first use; what they import, type checkers alone see.
+ON_FIRST_USE = ("weft", "weft.engine", "weft.models")
 # Triton's modules that every file may import, the longest name first; also those of triton.language.extra.
 TRITON_PUBLIC = (
     "triton.tools.tensor_descriptor", "triton.tools", "triton.language.extra", "triton.language.math", "triton.language",
@@ -144,7 +146,7 @@ def imported_files() -> dict[str, set[str]]:
     modules = {name_of(file).removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in FILES}
     found = {}
     for module, file in modules.items():
-        named = {name for _, name in source_of(file).imports}
+        named = {name for _, name in source_of(file).imports if module not in ON_FIRST_USE}
         found[module] = {name if name in modules else name.rpartition(".")[0] for name in named} & modules.keys() - {
             module
         }

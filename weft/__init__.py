@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from weft import language, layers, models, ops, tiles
+    from weft.check import check
+    from weft.engine import LLM, AsyncLLM, Engine, SamplingParams, SpeculativeConfig, StructuredOutputsParams
+    from weft.runtime.codec import exchangeable
+    from weft.runtime.launch import launch
+    from weft.runtime.simulate import simulate
+    from weft.runtime.team.rail import Piece
+    from weft.runtime.team.team import Team, init
+    from weft.trace import trace
+
+__version__ = "0.2.0"
 
 # Name -> the module that defines it. Loaded on first use: `import weft` costs nothing and needs neither GPU nor greenlet.
 _EXPORTS = {
@@ -29,7 +40,11 @@ _EXPORTS = {
     "models": "weft.models",
     "language": "weft.language",
 }
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [
+    "AsyncLLM", "check", "Engine", "exchangeable", "init", "language", "launch", "layers", "LLM", "models", "ops",
+    "Piece", "SamplingParams", "simulate", "SpeculativeConfig", "StructuredOutputsParams", "Team", "tiles", "trace",
+    "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

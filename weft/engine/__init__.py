@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.engine.answers import Completion, Fault, Load, Piece, Stats
+    from weft.engine.async_llm import AsyncLLM, Request
+    from weft.engine.config import EngineConfig
+    from weft.engine.engine import Engine
+    from weft.engine.llm import LLM
+    from weft.engine.params import SamplingParams, StructuredOutputsParams
+    from weft.engine.runner import Runner
+    from weft.engine.speculation.options import SpeculativeConfig
 
 # Loaded on first use: the command line needs the defaults of EngineConfig before it needs torch and Triton.
 _MODULES = {
@@ -22,7 +32,10 @@ _MODULES = {
     "Stats": "answers",
     "StructuredOutputsParams": "params",
 }
-__all__ = list(_MODULES)
+__all__ = [
+    "AsyncLLM", "Completion", "Engine", "EngineConfig", "Fault", "LLM", "Load", "Piece", "Request", "Runner",
+    "SamplingParams", "SpeculativeConfig", "Stats", "StructuredOutputsParams",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import importlib
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.models.checkpoint import Checkpoint, Progress
+    from weft.models.config import DecoderConfig
+    from weft.models.decoder import Decoder
+    from weft.models.eagle3 import Eagle3Config
+
+    Qwen3Config, Qwen3ForCausalLM, load_model = DecoderConfig, Decoder, Decoder.from_pretrained
 
 # Loaded on first use: the command line needs models' names before it needs torch and Triton.
 _PLACES = {
@@ -20,7 +28,10 @@ _PLACES = {
     "Qwen3ForCausalLM": ("decoder", "Decoder"),
     "load_model": ("decoder", "Decoder.from_pretrained"),
 }
-__all__ = list(_PLACES)
+__all__ = [
+    "Checkpoint", "Decoder", "DecoderConfig", "Eagle3Config", "Progress", "Qwen3Config", "Qwen3ForCausalLM",
+    "load_model",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,16 @@
 
     python -m benchmarks.start_up --model qwen3-0.6b --world-size 2 --caches cold,warm --late
     python -m benchmarks.start_up --launch --world-size 2
+    python -m benchmarks.start_up --imports
 
-cold  Triton's cache is an empty folder of this run; warm: the folder of the run before. A server has random weights of a
-      published model's sizes. Lines tell when it listens, when it has answered, and with --late when its last graph is captured
-kill  rank 1 of the last server gets SIGKILL while a stream runs: seconds until the stream ends by an error
+cold     Triton's cache is an empty folder of this run; warm: the folder of the run before. A server has random weights of a
+         published model's sizes. Lines tell when it listens, when it has answered, and with --late when its last graph is
+         captured
+kill     rank 1 of the last server gets SIGKILL while a stream runs: seconds until the stream ends by an error
+imports  of the modules of a server and of a rank, each in a new process, twice: the files are in memory the second time
 
-Each line is also in the JSON file of --json.
+Lines of the log that tell the steps of a start have the second at which they came. Each result is also in the JSON file of
+--json.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,19 +33,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import weft
 from weft.runtime.files import put
 
 READY_SECONDS = 140.0
-
-
-def add_one(team: weft.Team) -> int:
-    """Sum of a one of each rank, by a kernel that exchanges them."""
-    ones = team.zeros((256,), torch.float32)
-    ones.fill_(1.0)
-    return int(weft.ops.all_reduce(ones, team)[0])
+# Modules that --imports measures: each has the modules before it.
+IMPORTS = "torch", "triton", "weft.runtime.launch", "weft.engine.engine", "weft.engine", "weft.serve.app"
+# Lines of a log that tell the steps of a start.
+STEPS = "start: ", "engine ready", "warm-up:", "captured the CUDA graph"
 
 
 def main() -> None:
@@ -51,8 +50,12 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
 
+    if chosen.imports:
+        for _ in range(2):
+            say(what="imports", **_import_seconds())
+        chosen.caches = ""
     with tempfile.TemporaryDirectory() as folder:
-        for cache in chosen.caches.split(","):
+        for cache in filter(None, chosen.caches.split(",")):
             if chosen.launch:
                 say(what="launch", cache=cache, world_size=chosen.world_size, **_launch_seconds(chosen, folder))
                 continue
@@ -71,35 +74,52 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--late", action="store_true", help="most graphs are captured beside requests")
     parser.add_argument("--early", action="store_true", help="processes of ranks start with the server's")
     parser.add_argument("--launch", action="store_true", help="weft.launch of a small kernel in place of a server")
+    parser.add_argument("--imports", action="store_true", help="imports alone")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def _launch_seconds(chosen: argparse.Namespace, folder: str) -> dict[str, float]:
-    code = (
-        f"import weft; from benchmarks.start_up import add_one; "
-        f"print(weft.launch(add_one, {chosen.world_size}, {chosen.device!r}, heap_bytes=64 << 20))"
-    )
+    code = f"""
+import weft
+from benchmarks.small_launch import add_one
+from weft.runtime import logs
+
+if __name__ == "__main__":
+    logs.show(2)
+    print(weft.launch(add_one, {chosen.world_size}, {chosen.device!r}, heap_bytes=64 << 20))
+"""
     with tempfile.NamedTemporaryFile("w", suffix=".py", dir=".") as file:
-        file.write(f"if __name__ == '__main__':\n    {code}\n")
+        file.write(code)
         file.flush()
+        log = Log([sys.executable, file.name], {"TRITON_CACHE_DIR": folder, "PYTHONPATH": os.getcwd()})
+        status = log.process.wait()
+        seconds = round(time.monotonic() - log.begin, 2)
+        log.join()
+    if status:
+        raise SystemExit(log.text())
+    log.print_steps()
+    return {"seconds": seconds}
+
+
+def _import_seconds() -> dict[str, float]:
+    seconds = {}
+    for module in IMPORTS:
         begin = time.monotonic()
-        environment = {**os.environ, "TRITON_CACHE_DIR": folder, "PYTHONPATH": os.getcwd()}
-        done = subprocess.run([sys.executable, file.name], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return {"seconds": round(time.monotonic() - begin, 2)}
+        subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+        seconds[module] = round(time.monotonic() - begin, 2)
+    return seconds
 
 
 def _serve_seconds(chosen: argparse.Namespace, folder: str, *, kill: bool) -> dict[str, float]:
-    begin = time.monotonic()
     seconds: dict[str, float] = {}
-
-    def note(name: str) -> None:
-        seconds[name] = round(time.monotonic() - begin, 2)
-
     with _server(chosen, folder) as (url, log):
+        begin = log.begin
+
+        def note(name: str) -> None:
+            seconds[name] = round(time.monotonic() - begin, 2)
+
         while not _answers(f"{url}/health"):
             if time.monotonic() - begin > READY_SECONDS or log.ended():
                 raise SystemExit(f"the server is not ready:\n{log.text()[-3000:]}")
@@ -114,20 +134,38 @@ def _serve_seconds(chosen: argparse.Namespace, folder: str, *, kill: bool) -> di
         note("last_graph")
         if kill and chosen.device == "cuda":
             seconds["killed_is_told"] = _killed(url, log.process.pid)
-        for line in log.text().splitlines():
-            if "engine ready" in line or "warm-up:" in line:
-                print(f"  {line}", flush=True)
+        log.print_steps()
     return seconds
 
 
 class Log:
-    """Process of a server, and what it has printed."""
+    """A process that runs a command, and what it has printed, each line with the second at which it came."""
 
-    def __init__(self, process: subprocess.Popen[bytes], file: Path) -> None:
-        self.process, self._file = process, file
+    def __init__(self, command: list[str], variables: dict[str, str]) -> None:
+        self.begin, self._lines = time.monotonic(), list[tuple[float, str]]()
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append((time.monotonic() - self.begin, line))
 
     def text(self) -> str:
-        return self._file.read_text(errors="replace")
+        return "".join(line for _, line in self._lines)
+
+    def print_steps(self) -> None:
+        for second, line in self._lines:
+            if any(text in line for text in STEPS):
+                print(f"  {second:6.2f} s  {line.rstrip()}", flush=True)
+
+    def join(self) -> None:
+        """Wait until all is read."""
+        self._reader.join(timeout=5)
 
     def ended(self) -> bool:
         return self.process.poll() is not None
@@ -137,19 +175,27 @@ class Log:
 def _server(chosen: argparse.Namespace, folder: str) -> Iterator[tuple[str, Log]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "weft", "serve", "--port", str(port), "--world-size", str(chosen.world_size), "-v"]
+    command = [
+        sys.executable,
+        "-m",
+        "weft",
+        "serve",
+        "--port",
+        str(port),
+        "--world-size",
+        str(chosen.world_size),
+        "-vv",
+    ]
     if chosen.device == "cuda":
         command += [chosen.model, "--dummy-weights", "--device", "cuda", "--max-seq-len", "4096"]
     else:
         command += ["--device", chosen.device]
     command += ["--warm-up-late"] if chosen.late else []
     command += ["--early-ranks"] if chosen.early else []
-    environment = {**os.environ, "TRITON_CACHE_DIR": folder}
-    file = Path(folder) / "server.log"
-    with file.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    log = Log(command, {"TRITON_CACHE_DIR": folder})
+    process = log.process
     try:
-        yield f"http://127.0.0.1:{port}", Log(process, file)
+        yield f"http://127.0.0.1:{port}", log
     finally:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

@@ -145,6 +145,7 @@ class Engine:
             self.model.fill_dummy()
         else:
             warnings += self.model.load(checkpoint, progress, team)
+        logger.debug("start: rank %d has its weights", team.rank)
         if warn and team.rank == 0:
             logger.info("KV cache %s", self.cache_plan)
             for line in warnings:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 # rank to all ranks ("prepared", number) and ("capture", 0). Numbers are chosen by the caller.
 Command = tuple[Any, ...]
 notices = logs.logger_of(logs.NOTICES)
+logger = logs.logger_of(__name__)
 # Seconds between two looks at grammars that are compiled while nothing else is done.
 PREPARING_SECONDS = 1e-3
 # Share of the time for captures of graphs beside requests: each holds up all streams, for a fifth of a second or so.
@@ -343,6 +344,7 @@ def load(team: Team, parent: Connection, make: Make) -> Engine:
             parent.send_bytes(encode((name, counts)))
 
     engine = make(team, **{name: partial(tell, name) for name in ("progress", "warm_up_progress")})
+    logger.debug("start: rank %d has its engine", team.rank)
     parent.send_bytes(encode(("loaded", None)))
     return engine
 

@@ -44,6 +44,7 @@ from weft.runtime.team.shape import check_node_size
 from weft.runtime.team.team import init_main
 from weft.runtime.triton_interpret import refuse_triton_interpret
 
+logger = logs.logger_of(__name__)
 DEFAULT_VIRTUAL_RANKS = 4
 # Seconds that ranks have to end by themselves once their results are here or their parent was interrupted.
 END_SECONDS = 5.0
@@ -263,6 +264,7 @@ def _run(world_size: int, arguments: tuple, watched: _Watched | None = None) -> 
     """
     watched = watched or _Watched()
     processes, seconds = watched.started, END_SECONDS
+    logger.debug("start: the parent has its modules, and starts %d ranks", world_size)
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # otherwise the first rank's start would start it, which ends the hold of signals
     pipes = []
@@ -387,7 +389,9 @@ def _worker(
         leave_end_to_parent()
         # As under torchrun: one thread for each CPU in every rank would oversubscribe the CPUs.
         torch.set_num_threads(1)
+        logger.debug("start: rank %d has its modules", rank)
         team = join(job, rank)
+        logger.debug("start: rank %d has its team", rank)
         main, args = pickle.loads(work)
         value = checked_result(main, main(team, *given, *args))
         team.close()
@@ -414,6 +418,8 @@ def _end_with_parent(folder: str) -> None:
 def _on_gpu(job: _Job, rank: int) -> Any:
     """Team of a rank with one GPU, which other ranks may share."""
     torch.cuda.set_device(rank % job.gpus)
+    torch.cuda.synchronize()  # makes the context
+    logger.debug("start: rank %d has its GPU", rank)
     if job.world_size > job.gpus:
         allow_shared_gpus()
         stand_for_machine(rank)  # NCCL refuses two ranks on one GPU of one machine
@@ -439,6 +445,7 @@ def connect(backend: str, run: Given, rank: int, world_size: int) -> None:
     store.set_timeout(timedelta(seconds=60))
     # No device_id: with it NCCL connects at once, and all ranks must take part in making a group of some ranks.
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    logger.debug("start: rank %d has joined torch.distributed", rank)
 
 
 def _end(status: int) -> None:

@@ -18,6 +18,7 @@ from weft.errors import NoPeerAccess, NoTeam, Unsupported, WeftError
 from weft.runtime import capabilities
 from weft.runtime.codec import exchangeable
 from weft.runtime.environment import coordinates
+from weft.runtime.logs import logger_of
 from weft.runtime.platforms.driver import copy_async
 from weft.runtime.platforms.platform import address_at_peer, address_of, check_copy, check_signal
 from weft.runtime.platforms.torch_rail import new_group, rail_of
@@ -30,6 +31,7 @@ from weft.runtime.team.shape import check_node_size, shape_of
 from weft.runtime.team.view import RECORD_WORDS
 from weft.runtime.wait_record import raise_from_record
 
+logger = logger_of(__name__)
 DEFAULT_HEAP_BYTES = 2 << 30
 # Most resident programs of an SM (CUDA programming guide, compute capabilities); 16 for other architectures.
 _MOST_PROGRAMS = {
@@ -196,8 +198,10 @@ class CudaPlatform:
         import torch.distributed._symmetric_memory as symm_mem  # not on CPU builds
 
         self.heap = symm_mem.empty(heap_bytes, dtype=torch.uint8, device=self.device)
+        logger.debug("start: rank %d has its heap", self.rank)
         with private_files():
             self._handle = symm_mem.rendezvous(self.heap, self.group)
+        logger.debug("start: rank %d has mapped the heaps of its peers", self.rank)
         # A handle has the pointers of the allocation; the tensor may start later in it.
         first = int(self._handle.buffer_ptrs[self.rank])
         offset = self.heap.data_ptr() - first

@@ -65,7 +65,10 @@ class Server:
 def weft_server(chosen: argparse.Namespace) -> Server:
     lengths = ["--max-seq-len", str(chosen.max_length), "--max-batch", str(chosen.max_sequences)]
     model = ["--dummy-weights", "--world-size", str(chosen.world_size), "--device", "cuda"]
-    return Server(name="weft", command=[sys.executable, "-m", "weft", "serve", chosen.model, *model, *lengths])
+    return Server(
+        name="weft",
+        command=[sys.executable, "-m", "weft", "serve", chosen.model, "--no-warm-up-late", *model, *lengths],
+    )
 
 
 def vllm_server(chosen: argparse.Namespace) -> Server:

@@ -1,12 +1,11 @@
 """Seconds from the start of `weft serve` to its first answer, of `weft.launch`, and until a killed rank is told.
 
-    python -m benchmarks.start_up --model qwen3-0.6b --world-size 2 --caches cold,warm --late
+    python -m benchmarks.start_up --model qwen3-0.6b --world-size 2 --caches cold,warm
     python -m benchmarks.start_up --launch --world-size 2
     python -m benchmarks.start_up --imports
 
 cold     Triton's cache is an empty folder of this run; warm: the folder of the run before. A server has random weights of a
-         published model's sizes. Lines tell when it listens, when it has answered, and with --late when its last graph is
-         captured
+         published model's sizes. Lines tell when it listens, when it has answered, and when its last graph is captured
 kill     rank 1 of the last server gets SIGKILL while a stream runs: seconds until the stream ends by an error
 imports  of the modules of a server and of a rank, each in a new process, twice: the files are in memory the second time
 
@@ -71,8 +70,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--caches", default="cold,warm", help="runs, in order")
-    parser.add_argument("--late", action="store_true", help="most graphs are captured beside requests")
-    parser.add_argument("--early", action="store_true", help="processes of ranks start with the server's")
+    yes_or_no = {"action": argparse.BooleanOptionalAction, "default": True}
+    parser.add_argument("--late", **yes_or_no, help="most graphs are captured beside requests")
+    parser.add_argument("--early", **yes_or_no, help="processes of ranks start with the server's")
     parser.add_argument("--launch", action="store_true", help="weft.launch of a small kernel in place of a server")
     parser.add_argument("--imports", action="store_true", help="imports alone")
     parser.add_argument("--device", default="cuda")
@@ -190,8 +190,8 @@ def _server(chosen: argparse.Namespace, folder: str) -> Iterator[tuple[str, Log]
         command += [chosen.model, "--dummy-weights", "--device", "cuda", "--max-seq-len", "4096"]
     else:
         command += ["--device", chosen.device]
-    command += ["--warm-up-late"] if chosen.late else []
-    command += ["--early-ranks"] if chosen.early else []
+    command += [] if chosen.late else ["--no-warm-up-late"]
+    command += [] if chosen.early else ["--no-early-ranks"]
     log = Log(command, {"TRITON_CACHE_DIR": folder})
     process = log.process
     try:

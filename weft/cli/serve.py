@@ -11,6 +11,7 @@ import typer
 from weft.cli.engine_flags import EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
 from weft.runtime.early import early_processes
+from weft.runtime.environment import coordinates, visible_gpus
 
 if TYPE_CHECKING:
     from weft.models import DecoderConfig
@@ -43,7 +44,7 @@ class ServeFlags(EngineFlags):
             "--warm-up-late/--no-warm-up-late",
             help="Listen once graphs of small batches are captured; the further ones are captured between steps",
         ),
-    ] = False
+    ] = True
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0: a free one")] = 8000
     api_key: Annotated[
@@ -72,9 +73,9 @@ class ServeFlags(EngineFlags):
         bool,
         typer.Option(
             "--early-ranks/--no-early-ranks",
-            help="With --world-size: processes of ranks load torch while the server's process does",
+            help="Processes of ranks load torch while the server's process does",
         ),
-    ] = False
+    ] = True
     restart: Annotated[
         bool, typer.Option("--restart", help="After the first error of a rank start all ranks again, and go on serving")
     ] = False
@@ -98,8 +99,9 @@ def serve(flags: ServeFlags) -> None:
             raise ValueError(
                 f"--served-model-name {flags.served_model_name!r} names nothing; pass some text, or leave it out"
             )
-        count = flags.world_size if flags.early_ranks and flags.device != "sim" else None
-        with early_processes(count, RANKS_LOAD) as early:
+        # torchrun has started the ranks.
+        wanted = flags.early_ranks and flags.device != "sim" and coordinates() is None
+        with early_processes(flags.world_size or visible_gpus() if wanted else 0, RANKS_LOAD) as early:
             _serve(flags, early)
 
 

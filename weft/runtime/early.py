@@ -5,10 +5,12 @@ Without torch itself, so that a command can start them first.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import multiprocessing
 import os
 import pickle
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -26,12 +28,13 @@ class EarlyProcesses:
     """Processes that have loaded modules and wait; each is taken once, and the rest end with `close`."""
 
     def __init__(self, count: int, modules: Sequence[str]) -> None:
+        """Process i begins with the context of GPU i, if there is one: rank i is likely to run there."""
         context = multiprocessing.get_context("spawn")
         resource_tracker.ensure_running()  # otherwise the first start would start it, which ends the hold of signals
         self._waiting: list[tuple[BaseProcess, Connection]] = []
-        for _ in range(count):
+        for number in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_wait_for_work, args=(theirs, tuple(modules)), daemon=True)
+            process = context.Process(target=_wait_for_work, args=(theirs, tuple(modules), number), daemon=True)
             with held_for_children():
                 process.start()
             theirs.close()
@@ -63,9 +66,9 @@ class EarlyProcesses:
 
 
 @contextmanager
-def early_processes(count: int | None, modules: Sequence[str]) -> Iterator[EarlyProcesses | None]:
-    """Yield processes for `count` ranks on GPUs; None without a number, or without a driver."""
-    if count is None or not any(map(os.path.exists, DRIVERS)):
+def early_processes(count: int, modules: Sequence[str]) -> Iterator[EarlyProcesses | None]:
+    """Yield processes for `count` ranks on GPUs; None for none, or without a driver."""
+    if not count or not any(map(os.path.exists, DRIVERS)):
         yield None
         return
     processes = EarlyProcesses(count, modules)
@@ -75,10 +78,24 @@ def early_processes(count: int | None, modules: Sequence[str]) -> Iterator[Early
         processes.close()
 
 
-def _wait_for_work(feed: Connection, modules: Sequence[str]) -> None:
+def _make_context(gpu: int) -> None:
+    """Initialise the driver and make the context that torch will use, which takes as long as a part of the imports."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), gpu):
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _wait_for_work(feed: Connection, modules: Sequence[str], number: int) -> None:
     """Body of a process: load modules, wait for what to call, and call it."""
+    beside = threading.Thread(target=_make_context, args=(number,), daemon=True)
+    beside.start()  # calls of the driver let the imports go on
     for module in modules:
         importlib.import_module(module)
+    beside.join()
     try:
         # From the parent alone, over a pipe without a name that no other process has.
         target, arguments, count = pickle.loads(feed.recv_bytes())

@@ -5,6 +5,7 @@ The only file of weft that reads or sets environment variables.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,14 @@ def coordinates() -> Coordinates | None:
         local_rank=int(env["LOCAL_RANK"]),
         node_size=int(env["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in env else None,
     )
+
+
+def visible_gpus() -> int:
+    """Number of GPUs that this process sees, by files and CUDA_VISIBLE_DEVICES: torch need not be loaded."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([one for one in chosen.split(",") if one.strip() not in ("", "-1")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def vllm_is_asked_for() -> bool:

@@ -49,6 +49,18 @@ def check_layout(name: str, layout: Layout, world_size: int | None = None) -> No
         raise ValueError(f"{name}={quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))} or a tuple (ep, tp)")
 
 
+def _share(num_experts: int, features: int, layout: Layout, team: Team) -> tuple[Experts, int, int]:
+    """This rank's experts, the index of its slice of their features, and the size of that slice."""
+    if layout == "whole":
+        return Experts.whole(num_experts, team.rank, team.size), 0, features
+    if layout == "slices":
+        return Experts.slices(num_experts), team.rank, split_evenly("intermediate_size", features, team)
+    ep, tp = layout
+    if features % tp:
+        raise ValueError(f"intermediate_size={features} is not divisible by tp={tp} of layout={layout}")
+    return Experts.grouped(num_experts, team.rank, ep, tp), team.rank % tp, features // tp
+
+
 class MoE(nn.Module):
     """y[t] = sum over t's k experts of weight[t, e] * mlp[e](x[t]) + shared(x[t])
 
@@ -124,21 +136,7 @@ class MoE(nn.Module):
             raise ValueError("shared_gate=True without shared_intermediate_size; pass both, or neither")
         check_layout("layout", layout, team.size)
         self.team, self.mode, self.layout, self.features = team, mode_named(mode), layout, intermediate_size
-        # Index of this rank's slice of an expert's features, and its size.
-        self.slice, features = 0, intermediate_size
-        if layout == "whole":
-            self.experts = Experts.whole(num_experts, team.rank, team.size)
-        elif layout == "slices":
-            self.experts, self.slice = Experts.slices(num_experts), team.rank
-            features = split_evenly("intermediate_size", intermediate_size, team)
-        else:
-            ep, tp = layout
-            self.experts, self.slice = Experts.grouped(num_experts, team.rank, ep, tp), team.rank % tp
-            if intermediate_size % tp:
-                raise ValueError(
-                    f"intermediate_size={intermediate_size} is not divisible by tp={tp} of layout={layout}"
-                )
-            features = intermediate_size // tp
+        self.experts, self.slice, features = _share(num_experts, intermediate_size, layout, team)
         # One GEMM gives the experts' logits and the gate's.
         self.router = empty_parameter(num_experts + shared_gate, hidden_size, team=team, dtype=dtype)
         self.router_bias = empty_parameter(num_experts, team=team, dtype=torch.float32) if router_bias else None

@@ -14,7 +14,7 @@ from weft.models import generation
 from weft.models.checkpoint import Checkpoint
 from weft.models.families import FAMILIES, published
 from weft.models.family import AttentionOptions, BlockOptions, ExpertOptions, Family, LinearAttentionOptions, number_of
-from weft.models.multimodal import text_config
+from weft.models.multimodal import check_architecture, text_config
 from weft.models.quantization import Quantization, modelopt_file
 from weft.parallel.rotary import Rotary
 from weft.parallel.step_plan import Mode, mode_named
@@ -272,28 +272,8 @@ class DecoderConfig:
                 f"{', '.join(map(repr, FAMILIES))}"
             )
         quantization = Quantization.of(content.get("quantization_config"))
-        classes = content.get("architectures")
-        if classes and not (isinstance(classes, list) and family.architecture in classes):
-            raise CheckpointError(
-                f"config.json: architectures={quoted(classes)} is not supported; weft runs {family.architecture!r}"
-            )
-        supported = {**SUPPORTED, **family.supported}
-        for name, value in content.items():
-            if name in READ or name in family.reads:
-                continue
-            if name in supported and value not in supported[name]:
-                raise CheckpointError(
-                    f"config.json: {name}={quoted(value)} is not supported; weft runs {family.name} with {supported[name][0]!r}"
-                )
-            known = name in KNOWN or name in family.without_effect or name in supported or name in generation.KEYS
-            if known or name.startswith("_"):
-                continue
-            if value:
-                raise CheckpointError(
-                    f"config.json: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know; where it changes "
-                    f"nothing of a dense {family.name}, remove it from config.json"
-                )
-            logger.debug("config.json: %s=%s is not known, and asks for nothing", quoted(name)[1:-1], value)
+        check_architecture(content, family.architecture, repr(family.architecture))
+        _check_keys(family, content)
         dtype = next((content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None), "bfloat16")
         if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"config.json: dtype={quoted(dtype)} is not supported; weft runs {', '.join(DTYPES)}")
@@ -324,6 +304,27 @@ class DecoderConfig:
             linear_attention=family.linear_attention(filled),
             quantization=quantization,
         )
+
+
+def _check_keys(family: Family, content: Mapping[str, Any]) -> None:
+    """CheckpointError for a key of config.json that the family does not know, or not with this value."""
+    supported = {**SUPPORTED, **family.supported}
+    known = {*KNOWN, *family.without_effect, *supported, *generation.KEYS}
+    for name, value in content.items():
+        if name in READ or name in family.reads:
+            continue
+        if name in supported and value not in supported[name]:
+            raise CheckpointError(
+                f"config.json: {name}={quoted(value)} is not supported; weft runs {family.name} with {supported[name][0]!r}"
+            )
+        if name in known or name.startswith("_"):
+            continue
+        if value:
+            raise CheckpointError(
+                f"config.json: {quoted(name)[1:-1]}={quoted(value)} is a key that weft does not know; where it changes "
+                f"nothing of a dense {family.name}, remove it from config.json"
+            )
+        logger.debug("config.json: %s=%s is not known, and asks for nothing", quoted(name)[1:-1], value)
 
 
 def _sizes(family: Family, content: Mapping[str, Any]) -> dict[str, int]:
@@ -377,11 +378,7 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
             key: value for key, value in given.items() if key != "sliding_attention"
         }
     if given.get("rope_type", given.get("type")) == "longrope":
-        # As of Phi-3, whose file has them beside.
-        positions = content.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-        given = {**given, "original_max_position_embeddings": positions}
-        if given.get("factor") is None and type(positions) is int and positions > 0:
-            given["factor"] = max(1.0, content["max_position_embeddings"] / positions)
+        given = _long_rope(given, content)
     # Keys of rope_parameters, too, may change nothing.
     given = {key: value for key, value in given.items() if key not in family.without_effect}
     partly = "partial_rotary_factor" in family.reads
@@ -395,6 +392,15 @@ def _rotaries(family: Family, content: Mapping[str, Any]) -> tuple[Rotary, Rotar
         return rotary, Rotary.of({**common, **of_windows}, "rope_parameters of sliding_attention", partly=partly)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
+
+
+def _long_rope(given: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of longrope with what Phi-3's config.json has beside them."""
+    positions = content.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    given = {**given, "original_max_position_embeddings": positions}
+    if given.get("factor") is None and type(positions) is int and positions > 0:
+        given["factor"] = max(1.0, content["max_position_embeddings"] / positions)
+    return given
 
 
 def check_simulable(

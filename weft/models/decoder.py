@@ -274,18 +274,16 @@ class Decoder(nn.Module):
         # Of an MTP head, which is read where it drafts.
         heads, names = self.config.num_hidden_layers, checkpoint.unused(used, weights.joined)
         unused = [name for name in names if not is_of_head(name, heads)]
-        where, dtype = checkpoint.directory, str(self.dtype).removeprefix("torch.")
-        lines = []
-        if odd:
-            names = _listed([name for name in known if name in odd])
-            lines.append(f"{where}: NaN or infinite weights in {dtype}, so answers mean nothing: {names}")
-        if scales and self.cache_scales is None:
-            lines.append(f"{where}: scales of an fp8 KV cache, which only kv_cache_dtype='fp8' uses: {_listed(scales)}")
-        if left_out := checkpoint.left_out():
-            lines.append(f"{where}: tensors beside the text model, which weft leaves out: {_listed(left_out)}")
-        if unused:
-            lines.append(f"{where}: tensors that this model does not have, and does not use: {_listed(unused)}")
-        return lines
+        dtype = str(self.dtype).removeprefix("torch.")
+        warned = {
+            f"NaN or infinite weights in {dtype}, so answers mean nothing": [name for name in known if name in odd],
+            "scales of an fp8 KV cache, which only kv_cache_dtype='fp8' uses": scales
+            if self.cache_scales is None
+            else (),
+            "tensors beside the text model, which weft leaves out": checkpoint.left_out(),
+            "tensors that this model does not have, and does not use": unused,
+        }
+        return [f"{checkpoint.directory}: {what}: {_listed(names)}" for what, names in warned.items() if names]
 
     def fill_dummy(self, seed: int = 0) -> Decoder:
         """Fill with random weights: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise; return self.

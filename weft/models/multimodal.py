@@ -80,6 +80,13 @@ PREFIXES = (
 TEXT_PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")
 
 
+def check_architecture(content: Mapping[str, Any], architecture: str, runs: str) -> None:
+    """CheckpointError where config.json names model classes without ``architecture``."""
+    classes = content.get("architectures")
+    if classes and not (isinstance(classes, list) and architecture in classes):
+        raise CheckpointError(f"config.json: architectures={quoted(classes)} is not supported; weft runs {runs}")
+
+
 def is_multimodal(content: Mapping[str, Any]) -> bool:
     """True for the config.json of one of WRAPPERS."""
     model_type = content.get("model_type")
@@ -93,12 +100,8 @@ def text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not is_multimodal(content):
         return content
-    wrapper, classes = WRAPPERS[content["model_type"]], content.get("architectures")
-    if classes and not (isinstance(classes, list) and wrapper.architecture in classes):
-        raise CheckpointError(
-            f"config.json: architectures={quoted(classes)} is not supported; weft runs the text model of "
-            f"{wrapper.architecture!r}"
-        )
+    wrapper = WRAPPERS[content["model_type"]]
+    check_architecture(content, wrapper.architecture, f"the text model of {wrapper.architecture!r}")
     given = {name: value for name, value in content["text_config"].items() if name != "architectures"}
     model_type = given.get("model_type") or wrapper.text
     sizes = SIZES.get(model_type, ()) if isinstance(model_type, str) else ()

@@ -151,6 +151,20 @@ NEUTRAL = {"partial_rotary_factor": 1.0}
 NEUTRAL_BY_KIND = {"default": NEUTRAL | {"factor": 1.0, "attention_factor": 1.0}}
 
 
+def _check_keys(name: str, kind: str, given: Mapping[str, Any]) -> None:
+    """ValueError unless the keys of `name` are the parameters of rotary embedding of this type."""
+    keys = {field.name: field.default is MISSING for field in fields(SCALINGS[kind])} if kind in SCALINGS else {}
+    if unknown := next((key for key in given if key not in keys), None):
+        raise ValueError(
+            f"{name}: {quoted(unknown)[1:-1]}={quoted(given[unknown])} is a key that weft does not know of rotary "
+            f"embedding of type {kind!r}; where it changes nothing, remove it"
+        )
+    if missing := [key for key, required in keys.items() if required and key not in given]:
+        raise ValueError(
+            f"{name}: rotary embedding of type {kind!r} needs {', '.join(missing)}; add what it was made with"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
     """Rotary embedding of a model: the base of its angles, and how they are scaled (None: not).
@@ -189,16 +203,7 @@ class Rotary:
                 )
         theta = given.pop("rope_theta", None)
         scaling = SCALINGS.get(kind)
-        keys = {field.name: field.default is MISSING for field in fields(scaling)} if scaling else {}
-        if unknown := next((key for key in given if key not in keys), None):
-            raise ValueError(
-                f"{name}: {quoted(unknown)[1:-1]}={quoted(given[unknown])} is a key that weft does not know of rotary "
-                f"embedding of type {kind!r}; where it changes nothing, remove it"
-            )
-        if missing := [key for key, required in keys.items() if required and key not in given]:
-            raise ValueError(
-                f"{name}: rotary embedding of type {kind!r} needs {', '.join(missing)}; add what it was made with"
-            )
+        _check_keys(name, kind, given)
         try:
             # Tuples can be hashed.
             given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}

@@ -182,12 +182,10 @@ def matmul_route_schedule(
     if E > MAX_EXPERTS:
         raise ValueError(f"{op}: experts.total={E} is more than {MAX_EXPERTS}")
     gating = check_routing(op, E, Gating(k, scoring, renormalize, groups, group_limit, scale))
-    if bias is not None:
-        check_like(op, "bias", bias, x.device, (torch.float32,))
-        check_shape(op, "bias", bias, (E,))
-    if logit_bias is not None:
-        check_like(op, "logit_bias", logit_bias, x.device, (x.dtype,))
-        check_shape(op, "logit_bias", logit_bias, (E,))
+    for name, vector, dtype in (("bias", bias, torch.float32), ("logit_bias", logit_bias, x.dtype)):
+        if vector is not None:
+            check_like(op, name, vector, x.device, (dtype,))
+            check_shape(op, name, vector, (E,))
     check_choice(op, "algorithm", algorithm, MATMUL_ROUTE_SCHEDULE.algorithms)
     here = machine_on(x.device)
     block = block or MOE_SCHEDULE.plan(ScheduleCall(len(x) * k, E), here).design.block

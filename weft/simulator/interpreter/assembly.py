@@ -85,8 +85,7 @@ class Assembly:
     def _run(self, code: parsing.Code, args: list[tl.tensor], kinds: list[tl.dtype]) -> list[tl.tensor]:
         port = self._semantic.builder.port
         position, active = port.position(), port.active_threads()
-        blocks = [x.handle.data.shape for x in args if x.type is not x.dtype]
-        shape = np.broadcast_shapes(*blocks) if blocks else None
+        shape = _common_shape(args)
         size = int(np.prod(shape or ()))
         differ = any(x.type is x.dtype and x.handle.data.size > 1 for x in args)
         by_thread = differ or running.needs_threads(code)
@@ -119,6 +118,12 @@ class Assembly:
         if ran.size and np.all(ran == ran[0]):
             bits = ran[:1]
         return make(bits.view(dtype), kind, False)
+
+
+def _common_shape(args: list[tl.tensor]) -> tuple[int, ...] | None:
+    """Shape to which the blocks among ``args`` are broadcast; None where all are scalars."""
+    blocks = [x.handle.data.shape for x in args if x.type is not x.dtype]
+    return np.broadcast_shapes(*blocks) if blocks else None
 
 
 def _bits(x: tl.tensor, shape: tuple[int, ...] | None, part: slice, count: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from weft.check.torch_programs.nvshmem import Nvshmem
 from weft.check.torch_programs.processes import Process
 from weft.errors import NotInterpretable
 from weft.simulator.machine.tasks import Waiting
@@ -58,6 +59,7 @@ class Ranks:
         self.meetings: dict[str, Meeting] = {}
         self._shared: set[str] = set()
         self._stack = ExitStack()
+        self.nvshmem = Nvshmem(self)
 
     @property
     def here(self) -> Rank:
@@ -78,6 +80,9 @@ class Ranks:
     def launching(self, kernel: str) -> None:
         if self.here.stream is not None:
             raise self.refuse(f"kernel {kernel} on a side stream", "launch it on the main stream")
+
+    def external(self, symbol: str) -> Callable[..., int] | None:
+        return self.nvshmem.function(symbol)
 
     def refuse(self, what: str, instead: str = "") -> NotInterpretable:
         return NotInterpretable(f"{what} is not simulated{f'; {instead}' if instead else ''}")

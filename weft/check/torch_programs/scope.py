@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.multiprocessing
+import torch.utils._triton
 
 from weft.check.torch_programs import devices, streams
 from weft.check.torch_programs.groups import Group, Groups
@@ -40,6 +42,7 @@ def patches(ranks: Ranks) -> Iterator[None]:
             (symm_mem, _symmetric(memory)),
             (torch.ops, {"symm_mem": _Ops(ranks, memory)}),
             (torch.multiprocessing, {"spawn": partial(_spawn, ranks)}),
+            (_nvshmem_functions(), {"requires_nvshmem": _itself}),
         ):
             for name, value in members.items():
                 made.set(owner, name, value)
@@ -84,6 +87,22 @@ def _cuda(ranks: Ranks, event: type) -> dict[str, Any]:
 
 def _nothing(*_: object, **__: object) -> None:
     return None
+
+
+def _nvshmem_functions() -> ModuleType:
+    """torch's module of NVSHMEM's device functions, which torch leaves empty where there is no GPU."""
+    has_triton = torch.utils._triton.has_triton
+    torch.utils._triton.has_triton = lambda: True
+    try:
+        module = importlib.import_module("torch.distributed._symmetric_memory._nvshmem_triton")
+        return module if hasattr(module, "putmem_signal_block") else importlib.reload(module)
+    finally:
+        torch.utils._triton.has_triton = has_triton
+
+
+def _itself(kernel: Any) -> Any:
+    """``requires_nvshmem``: the kernel without NVSHMEM's library, which is not needed here."""
+    return kernel
 
 
 def _accelerator(ranks: Ranks) -> dict[str, Any]:

@@ -89,11 +89,14 @@ class Builder(InterpreterBuilder):
         self, library: str, path: str, symbol: str, args: list, ret_type: tl.dtype, is_pure: bool
     ) -> Handle:
         function, element = libdevice.function_of(symbol), ret_type.scalar
-        if function is None:
+        if function is not None:
+            out = function(*(x.data for x in args))
+        elif (external := self.port.external(symbol)) is not None:
+            out = np.full(SCALAR_SHAPE, external(*(int(x.data.item()) for x in args)))
+        else:
             raise not_interpretable(
                 f"the external function {symbol} of {library or path or 'libdevice'} in {self.names()}"
             )
-        out = function(*(x.data for x in args))
         return Handle(numerics.convert(np.asarray(out), numpy_dtype(element)), element)
 
     # memory

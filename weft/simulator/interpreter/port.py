@@ -93,5 +93,8 @@ class Port(Protocol):
 
     def let_next_kernel_start(self) -> None: ...
 
+    def external(self, symbol: str) -> Callable[..., int] | None:
+        """External function on scalars by its symbol, other than libdevice's; None: there is none."""
+
     def launch(self, jit_fn: JITFunction, grid: GridSizes, args: tuple, kwargs: dict) -> None:
         """Run ``kernel[grid](*args, **kwargs)``, launched while the interpreter is active."""

@@ -61,6 +61,9 @@ class Hosts:
     def launching(self, kernel: str) -> None:
         """Launch of a kernel that the calling rank's host code is about to make."""
 
+    def external(self, symbol: str) -> Callable[..., int] | None:
+        """External function that kernels call by its symbol; None: there is none."""
+
 
 class Machine(Launches):
     """Virtual machine with one GPU per rank.
@@ -116,6 +119,9 @@ class Machine(Launches):
     def launch(self, jit_fn: JITFunction, grid: GridSizes, args: tuple, kwargs: dict[str, Any]) -> None:
         self.hosts.launching(jit_fn.__name__)
         super().launch(jit_fn, grid, args, kwargs)
+
+    def external(self, symbol: str) -> Callable[..., int] | None:
+        return self.hosts.external(symbol)
 
     def _bind(self, intrinsic: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: intrinsic(self, *args, **kwargs)

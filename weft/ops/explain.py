@@ -28,7 +28,8 @@ class NoPlan:
 class Explanation:
     """Plan of one call; str() and repr() are its text.
 
-    The text has the call, the design with its fields and the plans within it, and the reason; of an op without a plan one line.
+    The text has the call, the design with its fields and the plans within it, the reason, and what the result's bits depend on;
+    of an op without a plan one line.
 
     op       the op's name
     call     the call as text
@@ -58,10 +59,15 @@ class Explanation:
     def reason(self) -> str:
         return self.planned.reason
 
+    @property
+    def bits(self) -> str:
+        """Inputs besides a row's own on which the bits of its result depend."""
+        return find_op(self.op).bits_of(self.planned.name)
+
     def __repr__(self) -> str:
         if isinstance(self.plan, NoPlan):
             return f"{self.call} has no plan: {self.reason}"
-        return "\n".join((self.call, *_lines(self.planned, "gets")))
+        return "\n".join((self.call, *_lines(self.planned, "gets"), f"  bits  {self.bits}"))
 
 
 def explain(

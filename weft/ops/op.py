@@ -65,6 +65,8 @@ class Op:
     mutates  names of the tensor arguments that it writes
     internal names of designs that no caller asks for
     rare     names of designs that not every call fits
+    invariant  names of designs whose bits depend neither on the number of rows nor on the ranks nor on the design: of a call
+             with the field ``invariant`` the plan is one of these. Of an op without a plan ("kernel",) if its kernel's do not
     form     of its shapes in benchmarks and tables: "bytes" (of the whole tensor,), "rows" (M, H), "gemm" (M, N, K),
              "attention" (pairs, tokens, head_dim), "prefill" (``PrefillShape``), "sharded" (``ShardedShape``), "moe"
              (``MoeShape``); "": none
@@ -90,6 +92,7 @@ class Op:
     mutates: ClassVar[Sequence[str]] = ()
     internal: ClassVar[tuple[str, ...]] = ()
     rare: ClassVar[tuple[str, ...]] = ()
+    invariant: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
     collective: ClassVar[bool] = True
     differs: ClassVar[Mapping[str, tuple[int, ...]]] = {}
@@ -115,6 +118,9 @@ class Op:
 
     def _chosen(self, call: Call, machine: Machine) -> Planned:
         planned = self.choose(call, machine)
+        if getattr(call, "invariant", False) and planned.name not in self.invariant:
+            known = f"pass {' or '.join(self.invariant)}" if self.invariant else "it has no invariant design"
+            raise ValueError(f"{self.name}: bits of design {planned.name!r} {self.bits_of(planned.name)}; {known}")
         logger.debug("plan of %s %s: %s; %s", self.name, call, planned.name, planned.reason)
         return planned
 
@@ -129,6 +135,10 @@ class Op:
         elif call.design == AUTO:
             reason += self.no_row(call, machine)
         return Planned(name, self.default(name, call, machine), reason)
+
+    def bits_of(self, design: str) -> str:
+        """Inputs besides a row's own on which the bits of its result by ``design`` depend, as the end of a sentence."""
+        return "are invariant" if design in self.invariant else "depend on M, W and the design"
 
     def call_of(
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool

@@ -6,8 +6,8 @@ from typing import Literal
 
 from weft.arguments import did_you_mean, quoted
 
-Mode = Literal["reference", "sequence_parallel", "replicated", "auto", "torch", "ag_rs", "gemm_ar"]
-MODES = ("reference", "sequence_parallel", "replicated", "auto")
+Mode = Literal["reference", "sequence_parallel", "replicated", "auto", "invariant", "torch", "ag_rs", "gemm_ar"]
+MODES = ("reference", "sequence_parallel", "replicated", "auto", "invariant")
 OLD_MODES = {"torch": "reference", "ag_rs": "sequence_parallel", "gemm_ar": "replicated"}
 """Old names of modes, which are accepted too."""
 

@@ -123,6 +123,11 @@ class StepPlan:
         return self.recipe.name
 
     @property
+    def invariant(self) -> bool:
+        """True if a token's bits depend neither on the other tokens of the pass nor on the number of ranks."""
+        return self.mode == "invariant"
+
+    @property
     def fused(self) -> bool:
         """True if local work between the GEMMs runs in weft's kernels."""
         return self.recipe.local.FUSED

@@ -14,6 +14,7 @@ import torch
 from weft.ops.collectives.collective import of_world
 from weft.parallel import fused as FUSED
 from weft.parallel import plain as PLAIN
+from weft.parallel.invariant import Invariant
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
 from weft.parallel.reference import Reference
@@ -37,7 +38,7 @@ def plan_step(
 ) -> StepPlan:
     """Plan for a forward pass of `tokens` tokens, all sequences together.
 
-    mode   "auto" becomes a mode other than "reference"
+    mode   "auto" becomes a mode other than "reference" and "invariant"
     fused  local work in weft's kernels, if not False. Mode "reference" never is
     """
     mode, reason, passed = mode_named(mode), "asked for", f"{tokens} token{'s' if tokens != 1 else ''}"
@@ -63,6 +64,10 @@ def plan_step(
 def plan_layer(tokens: int, *, mode: Mode, team: Team, fused: bool | None = None) -> StepPlan:
     """Plan for a layer used by itself: ``plan_step``, but "auto" is "replicated"."""
     mode = mode_named(mode)
+    if mode == "invariant":
+        if fused is False:
+            raise ValueError("fused=False beside mode='invariant': torch's operations have other bits; leave it out")
+        return StepPlan(recipe=Invariant.of(team))
     if mode == "reference":
         return StepPlan(recipe=Reference(team=team))
     local = _local(team, fused)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft import ops
+from weft.kernels.slices import SLICES
 from weft.ops.vocab.sample_argmax import EXCLUDED, NOT_FINITE
 from weft.parallel.linear import empty_parameter
 from weft.parallel.modes import Mode, mode_named
@@ -35,7 +36,10 @@ class VocabParallel(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, team: Team, mode: Mode, dtype: torch.dtype) -> None:
         super().__init__()
         self.team, self.mode, self.vocab_size = team, mode_named(mode), vocab_size
+        # In mode "invariant" a rank's rows are whole eighths, whose sums a softmax over the vocabulary adds up in a tree.
         self.local_size = -(-vocab_size // team.size)
+        if self.mode == "invariant":
+            self.local_size = -(-vocab_size // SLICES) * (SLICES // team.size)
         self.start = team.rank * self.local_size
         self.real_size = max(min(self.local_size, vocab_size - self.start), 0)
         self.weight = empty_parameter(self.local_size, hidden_size, team=team, dtype=dtype)

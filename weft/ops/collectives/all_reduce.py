@@ -4,6 +4,7 @@ out[...] = round(sum over s of x_s[...])            summed in fp32, rounded once
 one_shot   x tile --to all--> sum                           1 hop, W - 1 times the bytes out of each rank
 two_shot   W tiles --one to each--> sum --to all--> out     2 hops, 2 (W - 1) / W times the bytes
 copy_engine  the same with whole parts, which copy engines carry (weft.ops.collectives.copy_engine)
+tree         the sum in a tree over the ranks, of the same bits on any number (weft.ops.collectives.tree)
 multimem_…  the switch adds (weft.ops.collectives.multimem)
 """
 
@@ -21,8 +22,9 @@ from weft.costs import fitted, pushes
 from weft.costs.choice import least
 from weft.costs.gpu import gpu_of
 from weft.kernels.partial_sums import rounded_sum
-from weft.ops.case import FP32, Case, Draw, Inputs, sum_of
-from weft.ops.collectives import cases, multimem
+from weft.kernels.slices import node_of_ranks
+from weft.ops.case import FP32, Accuracy, Case, Draw, Inputs, sum_of
+from weft.ops.collectives import cases, multimem, tree
 from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.collective import ENDLESS, Collective, CollectiveCall, Copy, OneShot, TwoShot
 from weft.ops.collectives.copy_engine import CopyEngine, add_and_share, on_lines, split
@@ -32,7 +34,7 @@ from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_tensor
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
 from weft.runtime.arithmetic import cdiv
-from weft.runtime.team.team import Team
+from weft.runtime.team.team import Team, find_team
 from weft.transport import exchange
 from weft.transport.exchange import Body, place_of, summed
 from weft.transport.push import (
@@ -78,8 +80,9 @@ def two_shot_all_reduce_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     TRANSPORT: tl.constexpr,
+    TREE: tl.constexpr = False,
 ):
-    """out = sum over ranks of x
+    """out = sum over ranks of x, in a tree over the ranks if TREE
 
     grid  (programs,), each over every programs-th tile of W * BLOCK elements, part s summed by rank s
 
@@ -110,7 +113,10 @@ def two_shot_all_reduce_kernel(
         rest = tile_rest(end, start, world * BLOCK)
         own = tl.load(x + start + own_columns, mask=own_columns < rest, other=0)
         received = receive(own, slot, parts, before, team, ordered, ROWS, TRANSPORT, BLOCK)
-        part = sum_of_ranks(received).to(x.dtype.element_ty)
+        if TREE:
+            part = node_of_ranks(received).to(x.dtype.element_ty)
+        else:
+            part = sum_of_ranks(received).to(x.dtype.element_ty)
         send(tl.broadcast_to(part[None, :], (ROWS, BLOCK)), slot, following, team, TRANSPORT, BLOCK)
         whole = receive(part, slot, following, parts, team, ordered, ROWS, TRANSPORT, BLOCK)
         tl.store(out + start + from_peer, whole, mask=is_rank(team, ROWS) & (from_peer < rest))
@@ -140,7 +146,11 @@ class AllReduce(Collective):
         **multimem.DESIGNS,
         "copy": Copy,
         "over_nodes": ScatterGather,
+        "tree": tree.Tree,
     }
+    internal = (*Collective.internal, "tree")
+    invariant = ("tree",)
+    variants = options = ("invariant",)
     rare = tuple(multimem.DESIGNS)  # need multicast
     staging_buffers = 2  # the peers' parts, and their sums
     copy_engine_from = {2: 256 << 20, 4: 256 << 20, 8: ENDLESS}
@@ -155,7 +165,14 @@ class AllReduce(Collective):
 
     def choose(self, call: CollectiveCall, machine: Machine) -> Planned:
         multimem.check(call.design, machine)
+        if call.invariant and call.design in (AUTO, "tree"):
+            return tree.planned(call, machine, lambda hops: self._by_stores(hops, machine))
         return super().choose(call, machine)
+
+    def _by_stores(self, call: CollectiveCall, machine: Machine) -> Planned:
+        """Plan of an all-reduce that kernels push, in one hop or two."""
+        name, reason = self.push_rule(self.whole(call, machine.world_size), machine)
+        return Planned(name, self.default(name, call, machine), reason)
 
     def push_rule(self, whole: int, machine: Machine) -> tuple[str, str]:
         """The least predicted time of one hop and two. W=3 and W=8 are not measured."""
@@ -169,7 +186,13 @@ class AllReduce(Collective):
         return sum_of([whole_of(case, x) for (x,) in by_rank])
 
     def call(self, case: Case, team: Team, x: torch.Tensor) -> torch.Tensor:
+        if case.field("invariant"):
+            return all_reduce(x, team, invariant=True)
         return self.run_of_partials(x, case.dtype, team) if case.field("partials") else super().call(case, team, x)
+
+    def accuracy(self, case: Case) -> Accuracy:
+        partials = case.world_size if case.field("invariant") else case.field("nodes") or 0
+        return Accuracy(terms=case.world_size, partials=partials, replicated=True)
 
     def default(self, name: str, call: CollectiveCall, machine: Machine) -> Any:
         return multimem.DESIGNS[name]() if name in multimem.DESIGNS else super().default(name, call, machine)
@@ -180,6 +203,8 @@ class AllReduce(Collective):
     def run(self, design: Any, team: Team, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """All-reduce of ``x``, checked, any strides: ``into``, or a new contiguous tensor of its shape."""
         self.check_design(design)
+        if isinstance(design, tree.Tree):
+            return self.run_of_nodes(design, team, x.detach().contiguous()[None], x.dtype, into)
         if isinstance(design, multimem.Multimem) and x.numel() > 0:
             total = multimem.all_reduce(x.detach().contiguous(), team, design)
             return total if into is None else into.copy_(total)
@@ -246,7 +271,26 @@ class AllReduce(Collective):
         _push(out.numel(), dtype, team, self.plan(call, machine_of(team)).design, partials=x.shape[0])(x, out)
         return out
 
-    def fake(self, x, team, algorithm="auto"):
+    def run_of_nodes(
+        self, design: tree.Tree, team: Team, nodes: torch.Tensor, dtype: torch.dtype, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Node above all ranks' ``nodes`` [count, ...], contiguous, in ``dtype``; into: as of ``run``."""
+
+        def two_shot(hops: TwoShot, x: torch.Tensor, out: torch.Tensor) -> None:
+            _push(out.numel(), dtype, team, hops, tree_order=True)(x, out)
+
+        if nodes.numel() == 0:
+            return nodes[0] if into is None else into
+        return tree.run(design, team, nodes, dtype, two_shot, into)
+
+    def forward(self, x: torch.Tensor, team: str, algorithm: str = "auto", invariant: bool = False) -> torch.Tensor:
+        if not invariant:
+            return super().forward(x, team, algorithm)
+        members = find_team(team)
+        call = CollectiveCall(x.nbytes, x.dtype, algorithm, invariant)
+        return self.run(self.plan(call, machine_of(members)).design, members, x)
+
+    def fake(self, x, team, algorithm="auto", invariant=False):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def backward(self, given, grad):
@@ -255,13 +299,13 @@ class AllReduce(Collective):
 
 
 def _push(
-    n: int, dtype: torch.dtype, team: Team, design: OneShot | TwoShot, partials: int = 1
+    n: int, dtype: torch.dtype, team: Team, design: OneShot | TwoShot, partials: int = 1, tree_order: bool = False
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Launch for ``n`` elements of ``dtype``, of which x and out are given."""
     if isinstance(design, OneShot):
         return exchange.prepare(ONE_SHOT, n, dtype, team, design.push, sizes=partials)
     tiles = cdiv(n * dtype.itemsize, design.push.row_bytes * team.size)
-    return prepare(two_shot_all_reduce_kernel, n, tiles, dtype, team, design.push)
+    return prepare(two_shot_all_reduce_kernel, n, tiles, dtype, team, design.push, TREE=tree_order)
 
 
 def drawn(case: Case, draw: Draw) -> torch.Tensor:
@@ -286,12 +330,14 @@ ALL_REDUCE = AllReduce()
 register(ALL_REDUCE)
 
 
-def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto", *, invariant: bool = False) -> torch.Tensor:
     """Sum all ranks' ``x`` on every rank: a new contiguous tensor of ``x``'s shape and dtype.
 
     x          any shape and strides, fp16, bf16 or fp32, on ``team.device``; the same shape and dtype on all ranks
     algorithm  "auto" (weft.ops.explain tells its choice), "one_shot", "two_shot" or "copy_engine"; where
                ``team.caps.multicast`` is true also "multimem_one_shot" and "multimem_two_shot", by which the switch adds
+    invariant  the sum is a tree in rank order, every node rounded to x's dtype: of eight summands that ranks have added up
+               alike before, the bits are the same on 1, 2, 4 and 8 ranks; -0.0 becomes 0.0. With algorithm "auto"
 
     Bitwise equal on all ranks and from run to run, but for the multimem designs on GPUs. -0.0 may come out as +0.0. A team's
     collectives share workspaces, so one stream orders them. Captured in a CUDA graph it replays correctly, after one call
@@ -300,4 +346,4 @@ def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
     """
     check_tensor("all_reduce", "x", x, team, FLOATS, over_nodes=True)
     check_choice("all_reduce", "algorithm", algorithm, ALL_REDUCE.algorithms)
-    return ALL_REDUCE.dispatch(x, team.name, algorithm)
+    return ALL_REDUCE.dispatch(x, team.name, algorithm, invariant)

@@ -52,6 +52,8 @@ def all_reduce_cases(op: Collective) -> Iterator[Case]:
             for design in ("multimem_one_shot", "multimem_two_shot"):
                 yield Case(op=op.name, world_size=w, dtype=dtype, sizes=shape, design=design)
     yield Case(op=op.name, world_size=3, dtype=BF16, sizes=(3000,), design=OneShot(push=FEW))
+    for w in (1, 2, 4, 8):
+        yield Case(op=op.name, world_size=w, dtype=BF16, sizes=(5, 77), fields=(("invariant", True),))
 
 
 def reduce_scatter_cases(op: Collective) -> Iterator[Case]:

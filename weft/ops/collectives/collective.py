@@ -34,11 +34,15 @@ if TYPE_CHECKING:
 
 
 class CollectiveCall(NamedTuple):
-    """Inputs of a collective's plan. nbytes: bytes of each rank's input. design: a name, or "auto"."""
+    """Inputs of a collective's plan. nbytes: bytes of each rank's input. design: a name, or "auto".
+
+    invariant  bits of a sum do not depend on the number of ranks (weft.ops.collectives.tree)
+    """
 
     nbytes: int
     dtype: torch.dtype
     design: str = AUTO
+    invariant: bool = False
 
 
 @exchangeable
@@ -119,11 +123,13 @@ class Collective(Op):
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> CollectiveCall:
+    def call_of(
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool
+    ) -> CollectiveCall:
         shape = checked_shape(self.name, sizes[0])
         if self.rows_divided:
             check_divides(self.name, "shape[0]", shape[0] if shape else 1, machine.world_size)
-        return CollectiveCall(math.prod(shape) * dtype.itemsize, dtype, design)
+        return CollectiveCall(math.prod(shape) * dtype.itemsize, dtype, design, **fields)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         return (draw.own("x", case.sizes),)

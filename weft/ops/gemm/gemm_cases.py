@@ -91,6 +91,8 @@ def matmul_cases(op: str, persistent: Callable[..., object]) -> Iterator[Case]:
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(33, 33, 33), layout="offset")
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(40, 40, 90), design=persistent(tile=WIDE, split=False))
     yield Case(op=op, world_size=1, dtype=FP16, sizes=(20, 40, 24), design="cublas")
+    for dtype, sizes in ((BF16, (5, 70, 96)), (FP16, (33, 40, 256))):
+        yield Case(op=op, world_size=1, dtype=dtype, sizes=sizes, fields=(("invariant", True),))
     yield from small_m_cases(op)
     yield from fp8_cases(op)
     yield from four_bit_cases(op)

@@ -32,6 +32,7 @@ class GemmCall(NamedTuple):
                    ``aligned`` then means that cuBLAS takes the shapes of both
     four_bit       format of a weight in 4 bits (weft.kernels.four_bit), "mxfp4" or "int4"; "": another weight
     fp8_rows       the result is put in fp8, with a scale for 128 columns of a row
+    invariant      bits depend neither on M nor on the ranks (weft.ops.gemm.sliced)
     """
 
     M: int
@@ -48,6 +49,7 @@ class GemmCall(NamedTuple):
     channel_fp8: bool = False
     four_bit: str = ""
     fp8_rows: bool = False
+    invariant: bool = False
 
     @property
     def fp8(self) -> bool:

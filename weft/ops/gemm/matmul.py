@@ -27,12 +27,13 @@ from weft.kernels.tile_schedule import (
     work_steps,
 )
 from weft.ops.case import Case
-from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, persistent, small_m
+from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, persistent, sliced, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check_operands, named
 from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
+from weft.ops.gemm.sliced import COLUMN_SLICES, Sliced
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.gemm.space import tiles
 from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
@@ -94,7 +95,9 @@ def matmul_kernel(a, b, out, split, M, sizes, tiles, table, block, team=None):
         wl.end_tile(began, row // block.m, tile_column, team)
 
 
-def matmul(a: torch.Tensor | Fp8 | DeferredNorm, b: torch.Tensor | Fp8 | FourBit) -> torch.Tensor:
+def matmul(
+    a: torch.Tensor | Fp8 | DeferredNorm, b: torch.Tensor | Fp8 | FourBit, *, invariant: bool = False
+) -> torch.Tensor:
     """a[M, K] @ b[N, K].T -> [M, N], fp32 accumulation, in the dtype of both (fp16, bf16, fp32).
 
     Rows may be strided. cuBLAS reads other layouts as they are, weft's kernels a copy. The same bits from run to run; a row's
@@ -103,21 +106,32 @@ def matmul(a: torch.Tensor | Fp8 | DeferredNorm, b: torch.Tensor | Fp8 | FourBit
     ``b.grad_dtype`` is fp32, so is the gradient of b. With an ``Fp8`` weight b, ``a`` is fp16 or bf16, which is quantized as
     b's scales ask for, or ``Fp8`` with such scales, for a bf16 result; with a ``FourBit`` weight b, ``a`` is fp16 or bf16; both
     without a backward.
+    invariant  a row's bits do not depend on the other rows, nor on which rows of b a rank holds: both in fp16 or bf16, K a
+               multiple of 32, without a deferred RMS scale
     ValueError for shapes, dtypes or devices that do not fit.
     """
     x = operand_of(a)
-    if isinstance(b, QUANTIZED):
+    if invariant:
+        sliced.check("matmul", x, b)
+    elif isinstance(b, QUANTIZED):
         return matmul_quantized("matmul", x, b)
     check_operands("matmul", x.data, b, None)
     check_scales("matmul", x, b)
-    return MATMUL.dispatch(x.data, b) if x.scales is None else matmul_deferred_norm.product(x, b)
+    return MATMUL.dispatch(x.data, b, invariant) if x.scales is None else matmul_deferred_norm.product(x, b)
 
 
 class Matmul(LocalGemm):
     name, alias = "matmul", "gemm"
     saves = ("a", "b")
-    designs = {"cublas": Cublas, "small_m": SmallM, "persistent": Persistent}
+    designs = {"cublas": Cublas, "small_m": SmallM, "persistent": Persistent, "sliced": Sliced}
+    internal = invariant = ("sliced",)
+    variants = options = (*LocalGemm.variants, "invariant")
     projections = (*COLUMN_PARALLEL, *ROW_PARALLEL)
+
+    def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        if not call.invariant or call.design not in (AUTO, "sliced"):
+            return super().choose(call, machine)
+        return sliced.planned(self.name, call, (COLUMN_SLICES, COLUMN_SLICES), machine.caps)
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:
         if name != "persistent":
@@ -126,6 +140,8 @@ class Matmul(LocalGemm):
         return Persistent(tile=tile, split=splits_by_default(call.K, machine.caps))
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if call.invariant:
+            return
         yield from super().space(call, machine, quick)
         if call.deferred_norm or call.partials:
             return  # the small-M kernel's alone
@@ -147,7 +163,7 @@ class Matmul(LocalGemm):
         if case.design != AUTO:
             return self.run_case(case, tensors)
         a, b, _ = named(case, tensors)
-        return matmul(a, b)
+        return matmul(a, b, invariant=bool(case.field("invariant")))
 
     def cases(self) -> Iterator[Case]:
         return gemm_cases.matmul_cases(self.name, Persistent)
@@ -160,6 +176,8 @@ class Matmul(LocalGemm):
     ) -> torch.Tensor:
         """``matmul`` with checked arguments by ``design``. out: the result; None: a new tensor."""
         self.check_design(design)
+        if isinstance(design, Sliced):
+            return sliced.product(self.name, design, a, b, out)
         if isinstance(b, Fp8):
             return by_design(design, ScaledMatrix(a), b, out=out)
         if isinstance(design, Cublas):
@@ -169,18 +187,20 @@ class Matmul(LocalGemm):
             return small_m.run(ScaledMatrix(a), b, design, out=out)
         return _run_persistent(design, a, b, out)
 
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return self.planned(a, b)
+    def forward(self, a: torch.Tensor, b: torch.Tensor, invariant: bool = False) -> torch.Tensor:
+        return self.planned(a, b, invariant=invariant)
 
-    def planned(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def planned(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, invariant: bool = False
+    ) -> torch.Tensor:
         """``run`` of 16- or 32-bit operands by their plan."""
         caps = capabilities_of(a.device)
         dense = has_dense_rows(a) and has_dense_rows(b)
         (M, K), N = a.shape, b.shape[0]
-        call = GemmCall(M, N, K, a.dtype, can_describe(a, b), dense=dense)
+        call = GemmCall(M, N, K, a.dtype, can_describe(a, b), dense=dense, invariant=invariant)
         return self.run(self.plan(call, machine(caps, 1)).design, None, a, b, out)
 
-    def fake(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def fake(self, a: torch.Tensor, b: torch.Tensor, invariant: bool = False) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
 
     def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:

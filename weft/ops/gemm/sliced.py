@@ -20,13 +20,17 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import COLUMNS, Fp8
 from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
-from weft.kernels.operands import can_describe, descriptor_or_self, row_stride, rows_contiguous
+from weft.kernels.operands import ScaledMatrix, can_describe, descriptor_or_self, row_stride, rows_contiguous
 from weft.kernels.slices import SLICES, as_node, joined, node_of, shape_free_dots
+from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.knobs import check_knobs, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
+from weft.ops.registration import HALVES
+from weft.plan.planned import Planned
 from weft.runtime.arithmetic import cdiv, next_power_of_2
 from weft.runtime.capabilities import Capabilities, launch_options
 from weft.runtime.codec import exchangeable
@@ -78,6 +82,22 @@ def default_sliced(M: int, N: int, slices: int, caps: Capabilities) -> Sliced:
         num_warps=8 if block_m == 128 and block_n == 128 else 4,
         num_stages=4 if block_n >= 64 else 6,
     )
+
+
+def planned(op: str, call: GemmCall, slices: tuple[int, int], caps: Capabilities) -> Planned:
+    """Plan of a GEMM with (slices of this rank, slices of all ranks). ValueError where they do not divide K."""
+    step_of(op, call.K, *slices, call.block_fp8)
+    design = default_sliced(call.M, call.N, slices[0], caps)
+    return Planned("sliced", design, f"invariant: K in {slices[1]} slices, of which this rank has {slices[0]}")
+
+
+def check(op: str, x: ScaledMatrix, weight: torch.Tensor | Fp8 | FourBit) -> None:
+    """ValueError unless an invariant GEMM takes these operands."""
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in HALVES:
+        kind = type(weight).__name__ if not isinstance(weight, torch.Tensor) else weight.dtype
+        raise ValueError(f"{op}: invariant=True with a weight of {kind}; invariant GEMMs take bfloat16 and float16")
+    if x.scales is not None:
+        raise ValueError(f"{op}: invariant=True with a deferred RMS scale; pass normed rows")
 
 
 def step_of(op: str, K: int, slices: int, whole: int, fp8: bool = False) -> int:
@@ -236,6 +256,15 @@ def run(
         traced_view(),
     )
     return out
+
+
+def product(
+    op: str, design: Sliced, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T of a weight whose rows ranks hold whole, rounded once."""
+    step = step_of(op, x.shape[1], COLUMN_SLICES, COLUMN_SLICES)
+    nodes = run(design, x, weight, COLUMN_SLICES, rounded=False, step=step)
+    return total(nodes, x.dtype, rounded=False, out=out)
 
 
 def described(matrix: torch.Tensor) -> torch.Tensor:

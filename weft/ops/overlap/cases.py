@@ -152,6 +152,8 @@ def matmul_all_reduce_cases(op: Overlapped) -> Iterator[Case]:
         # Ranks with more rows than the rest, and with none.
         yield made.case(w, BF16, (w * 9 - 1, 40, 24), made.pipelined(chunks=4))
         yield made.case(w, BF16, (w - 1, 40, 24), made.pipelined(chunks=2))
+    for w in (1, 2, 4, 8):
+        yield made.case(w, BF16, (5, 40, 256 // w), fields=(("invariant", True),))
 
 
 # --- on GPUs: a small call of each design, then many tiles a program and several chunks a shard -------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from weft.ops.collectives.all_gather import ALL_GATHER
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.collectives.over_nodes import ScatterGather
-from weft.ops.gemm import persistent, small_m
+from weft.ops.gemm import persistent, sliced, small_m
 from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.gemm_op import FP8, ROW_PARALLEL, GemmCall, check_operands, named, product
 from weft.ops.gemm.matmul import MATMUL, gradients_of_matmul
@@ -25,7 +26,7 @@ from weft.ops.gemm.tile import Tile, default_tile, splits_by_default
 from weft.ops.knobs import counts, halved, knob
 from weft.ops.layout import Given
 from weft.ops.op import register
-from weft.ops.overlap import cases, fused_reduce
+from weft.ops.overlap import cases, fused_reduce, sliced_reduce
 from weft.ops.overlap.eager import submit
 from weft.ops.overlap.fp8_weights import OverlappedFp8
 from weft.ops.overlap.fused_reduce import Buffers, Fused, piece_for
@@ -52,6 +53,7 @@ from weft.ops.overlap.pipelined import (
     share,
 )
 from weft.ops.overlap.sequential import SEQUENTIAL_ROWS, Overlapped, Sequential, rows_overlap
+from weft.ops.overlap.sliced_reduce import SlicedReduce
 from weft.ops.overlap.space import fused_tiles, pipelines
 from weft.ops.registration import check_team
 from weft.plan.planned import AUTO, Machine, Planned, machine_of
@@ -95,7 +97,9 @@ class Pipelined:
     __post_init__ = check_pipelined
 
 
-def matmul_all_reduce(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) -> torch.Tensor:
+def matmul_all_reduce(
+    a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team, *, invariant: bool = False
+) -> torch.Tensor:
     """Sum a[M, K] @ b[N, K].T over the ranks -> [M, N], bitwise the same on all ranks.
 
     a and b hold this rank's share of K, of any size; M, N and dtype are the same on all ranks, which compare them on the
@@ -105,29 +109,42 @@ def matmul_all_reduce(a: torch.Tensor | Fp8, b: torch.Tensor | Fp8, team: Team) 
     torch's functional all_reduce does. Where all ranks go on alike to one and the same loss, each rank divides it by W, or uses
     weft.integrations.torch.WeftRowwiseParallel, whose gradients are a DTensor's (docs/training.md).
     With an ``Fp8`` weight b (``matmul``) there are no gradients.
+    invariant  a row's bits depend neither on the other rows nor on W, which is 1, 2, 4 or 8: K of all ranks together, a
+               multiple of 128, is cut into eight slices, whose sums are added in one tree, each rounded to the dtype (fp16 or
+               bf16)
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("matmul_all_reduce", team, over_nodes=True)
-    if isinstance(b, Fp8):
+    if invariant:
+        sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
+    elif isinstance(b, Fp8):
         return _FP8.call_with(a, [b], team, False)[0]
     check_operands("matmul_all_reduce", a, b, device)
-    return MATMUL_ALL_REDUCE.dispatch(a, b, team.name)
+    return MATMUL_ALL_REDUCE.dispatch(a, b, team.name, invariant)
 
 
 class MatmulAllReduce(Overlapped):
     name, alias = "matmul_all_reduce", "gemm-ar"
     saves = ("a", "b")
-    designs = {"fused": Fused, "pipelined": Pipelined, "sequential": Sequential, "over_nodes": ScatterGather}
-    internal = ("over_nodes",)
+    designs = {
+        "fused": Fused,
+        "pipelined": Pipelined,
+        "sequential": Sequential,
+        "over_nodes": ScatterGather,
+        "sliced": SlicedReduce,
+    }
+    internal, invariant = ("over_nodes", "sliced"), ("sliced",)
     sums = replicated = ranks_differ_in_k = True
     differs = {"a": (1,), "b": (1,)}  # K
     projections = ROW_PARALLEL
-    options = variants = FP8
+    options = variants = (*FP8, "invariant")
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        if call.invariant and call.design == AUTO:
+            return sliced_reduce.planned(self.name, call, machine)
         if machine.nodes > 1:
             return self._over_nodes(call, machine)
         planned = super().choose(call, machine)
@@ -185,6 +202,8 @@ class MatmulAllReduce(Overlapped):
         return Sequential(collective=reduce, gemm=gemm)
 
     def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        if call.invariant:
+            return
         yield from (self.default(name, call, machine) for name in self.offered(call))
         yield from pipelines(Pipelined(), machine)
         if call.fp8:
@@ -200,7 +219,7 @@ class MatmulAllReduce(Overlapped):
     def call(self, case: Case, team: Team, *tensors: torch.Tensor) -> torch.Tensor:
         a, b, _ = named(case, tensors)
         if case.design == AUTO:
-            return matmul_all_reduce(a, b, team)
+            return matmul_all_reduce(a, b, team, invariant=bool(case.field("invariant")))
         return self.run(self.design_of(case, machine_of(team)), team, a, b)
 
     def cases(self) -> Iterator[Case]:
@@ -230,6 +249,8 @@ class MatmulAllReduce(Overlapped):
         ValueError for a fused design with receive buffers of more than MOST_ELEMENTS.
         """
         self.check_design(design)
+        if isinstance(design, SlicedReduce):
+            return sliced_reduce.run(self.name, design, team, a, b, into)
         if isinstance(design, Sequential):
             return _run_sequential(design, team, a, b, into)
         if isinstance(design, ScatterGather):
@@ -249,21 +270,23 @@ class MatmulAllReduce(Overlapped):
         bs: Sequence[Operand],
         own_first: bool = False,
         into: torch.Tensor | None = None,
+        invariant: bool = False,
     ) -> list[torch.Tensor]:
         (b,), M = bs, a.shape[0]
         if team.size > 1:
             names = ("a.shape[0]", "b.shape[0]", "dtype", "b's scales are of")
             agree(self.name, team, names, (M, b.shape[0], a.dtype, form_of(b)))
-        call = call_of(M, a, b)._replace(dense=True)
+        call = call_of(M, a, b)._replace(dense=True, invariant=invariant)
         return [self.run(self.plan(call, machine_of(team)).design, team, a, b, into)]
 
-    def forward(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
+    def forward(self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False) -> torch.Tensor:
         members = find_team(team)
         out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device)
-        submit(self.name, members, (a, b, out), None, lambda: self.planned(members, a, (b,), into=out))
+        run = partial(self.planned, members, a, (b,), into=out, invariant=invariant)
+        submit(self.name, members, (a, b, out), invariant, run)
         return out
 
-    def fake(self, a: torch.Tensor, b: torch.Tensor, team: str) -> torch.Tensor:
+    def fake(self, a: torch.Tensor, b: torch.Tensor, team: str, invariant: bool = False) -> torch.Tensor:
         return a.new_empty((a.shape[0], b.shape[0]))
 
     def backward(self, given: Given, grad: torch.Tensor) -> dict[str, torch.Tensor]:

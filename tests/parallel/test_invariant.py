@@ -1,0 +1,150 @@
+"""The invariant recipe: bits of a row on 1, 2, 4 and 8 virtual ranks, among any other rows; and violations, which show."""
+
+import pytest
+import torch
+
+import weft
+from tests.ops.checking import assert_identical
+from tests.ops.gemm.test_sliced import noisy, operands
+from weft import ops
+from weft.kernels import slices
+from weft.layers import TPMLP
+from weft.ops.collectives import tree
+from weft.ops.collectives.all_reduce import ALL_REDUCE
+from weft.ops.collectives.collective import OneShot, TwoShot
+from weft.ops.overlap import sliced_reduce
+from weft.parallel.step_plan import plan_layer, plan_step
+from weft.plan.planned import Planned
+from weft.transport.plans import PushPlan
+
+WORLD_SIZES = (1, 2, 4, 8)
+K = 2048
+ROWS, WEIGHT = noisy(130, 48, K, 8)
+
+
+def part(x, team):
+    """This rank's columns."""
+    return x.chunk(team.size, 1)[team.rank].contiguous()
+
+
+def reduced(team, M):
+    return ops.matmul_all_reduce(part(ROWS[:M], team), part(WEIGHT, team), team, invariant=True)
+
+
+def on_ranks(main, world_size, *args, seed=0):
+    """The result of ``main``, the same on all ranks."""
+    results = weft.simulate(main, world_size, args=args, seed=seed)
+    for one in results[1:]:
+        assert_identical(one, results[0])
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return on_ranks(reduced, 1, len(ROWS))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_row_parallel_gemm_has_the_same_bits_on_any_number_of_ranks_and_rows(world_size, whole):
+    for seed, M in enumerate((1, 17, 130) if world_size < 8 else (3,)):
+        assert_identical(on_ranks(reduced, world_size, M, seed=seed), whole[:M], what=f"M={M}")
+
+
+def hops(design, **push):
+    return tree.Tree(hops=Planned("hops", design(push=PushPlan(transport="lamport", **push)), "asked for"))
+
+
+@pytest.mark.parametrize("world_size", (2, 4, 8))
+def test_one_hop_and_two_add_the_same_tree(world_size):
+    x = torch.randn((8, 3000), generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def main(team, design):
+        count = 8 // team.size
+        nodes = x[team.rank * count : (team.rank + 1) * count].contiguous()
+        return ALL_REDUCE.run_of_nodes(design, team, nodes, x.dtype)
+
+    expected = on_ranks(main, 1, tree.Tree())
+    level = x.float()
+    while len(level) > 1:
+        level = (level[::2] + level[1::2]).bfloat16().float()
+    assert_identical(expected, level[0].bfloat16())
+    for design in (OneShot, TwoShot):
+        plan = hops(design, row_bytes=512, num_warps=1)
+        assert_identical(on_ranks(main, world_size, plan), expected, what=design.__name__)
+
+
+def test_a_sum_carries_no_negative_zero_at_any_world_size():
+    x = torch.full((5,), -0.0).bfloat16()
+    for world_size in WORLD_SIZES:
+        total = on_ranks(lambda team: ops.all_reduce(x, team, invariant=True), world_size)
+        assert not total.signbit().any()
+
+
+def planted(monkeypatch, kind):
+    """Break the tree in one way."""
+    run, nodes_added = sliced_reduce.sliced.run, type(ALL_REDUCE).run_of_nodes
+
+    def other_step(design, x, *given, step, **more):
+        return run(design, x, *given, step=16 if len(x) < 16 else step, **more)
+
+    def unrounded_on_one_rank(design, x, weight, count, *, rounded, **more):
+        return run(design, x, weight, count, rounded=count < 8, **more)
+
+    def rolled(self, design, team, nodes, *more):
+        return nodes_added(self, design, team, nodes.roll(1, 0) if team.size == 1 else nodes, *more)
+
+    if kind == "K order by W":  # four longer slices
+        monkeypatch.setattr(sliced_reduce, "SLICES", 4)
+    elif kind == "K order by M":
+        monkeypatch.setattr(sliced_reduce.sliced, "run", other_step)
+    elif kind == "rank order":
+        monkeypatch.setattr(type(ALL_REDUCE), "run_of_nodes", rolled)
+    else:
+        assert kind == "a leaf that is not rounded"
+        monkeypatch.setattr(sliced_reduce.sliced, "run", unrounded_on_one_rank)
+
+
+@pytest.mark.parametrize("kind", ("K order by W", "K order by M", "rank order", "a leaf that is not rounded"))
+def test_a_planted_violation_shows(kind, monkeypatch, whole):
+    x, w = operands(9, 48, K) if "leaf" in kind or "rank" in kind else (ROWS[:9], WEIGHT)
+
+    def main(team):
+        return ops.matmul_all_reduce(part(x, team), part(w, team), team, invariant=True)
+
+    right = on_ranks(main, 2)
+    planted(monkeypatch, kind)
+    assert not torch.equal(on_ranks(main, 1 if kind != "K order by M" else 2), right)
+
+
+def test_a_gated_mlp_has_the_same_bits_on_any_number_of_ranks_and_rows():
+    hidden, features = 128, 256
+    full = {f"{name}.weight": operands(1, features, hidden)[1] for name in ("gate_proj", "up_proj")}
+    full["down_proj.weight"] = operands(1, hidden, features)[1]
+    x = operands(40, 1, hidden)[0]
+
+    def main(team, M):
+        mlp = TPMLP(hidden_size=hidden, intermediate_size=features, team=team, mode="invariant", dtype=torch.bfloat16)
+        for name, shard in mlp.shards().items():
+            shard.target.copy_(full[name].narrow(shard.dim, shard.start, shard.target.shape[shard.dim]))
+        return mlp(x[:M])
+
+    expected = on_ranks(main, 1, 40)
+    for world_size, M in ((2, 1), (4, 40), (8, 3)):
+        assert_identical(on_ranks(main, world_size, M), expected[:M])
+
+
+def test_plans_say_that_they_are_invariant_and_refuse_what_is_not():
+    def main(team):
+        plan = plan_step(5000, mode="invariant", hidden_size=64, dtype=torch.bfloat16, team=team)
+        assert plan.invariant and plan.fused and str(plan) == "invariant, invariant: asked for"
+        with pytest.raises(ValueError, match="fused=False beside mode='invariant'"):
+            plan_layer(1, mode="invariant", team=team, fused=False)
+
+    weft.simulate(main, 2)
+    with pytest.raises(ValueError, match="on 3 ranks.*1, 2, 4 or 8 ranks"):
+        weft.simulate(lambda team: plan_layer(1, mode="invariant", team=team), 3)
+    with pytest.raises(ValueError, match="matmul: bits of design 'cublas' depend on M, W and the design; pass sliced"):
+        ops.explain("matmul+invariant", M=4, N=64, K=64, world_size=1, algorithm="cublas")
+    assert "bits  are invariant" in str(ops.explain("matmul_all_reduce+invariant", M=4, N=64, K=64, world_size=2))
+    assert "bits  depend on M, W and the design" in str(ops.explain("matmul", M=4, N=64, K=64, world_size=1))
+    assert slices.SLICES == 8

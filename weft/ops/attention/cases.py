@@ -372,3 +372,36 @@ def sharded_case(
 ) -> Case:
     """A case whose sizes are (query heads, KV heads, head dim, page size)."""
     return replace(case_of(op, heads, design, lengths=lengths, **fields), world_size=world_size)
+
+
+def invariant_cases(op: str, fixed_runs: type) -> Iterator[Case]:
+    """Cases of sums in an order of positions alone. fixed_runs: the type of the design."""
+    small, split = (
+        {"block_n": 16, "run": run, "programs": programs, "num_warps": 1} for run, programs in ((48, 1), (32, 3))
+    )
+    decoding = op == "paged_attention"
+
+    def of(heads: tuple, design: Any, lengths: tuple[int, ...], **fields: Any) -> Case:
+        if not decoding:
+            chunks = tuple((1, cdiv(length, 3), length - cdiv(length, 3)) for length in lengths)
+            return case_of(op, heads, design, chunks=chunks, **fields)
+        return case_of(op, heads, design, lengths=lengths, **fields)
+
+    yield of(QWEN, "auto", (0, 63, 64, 130), spare=1, invariant=True)
+    yield of(SMALL, "auto", (15, 16, 17, 0, 33), invariant=True)
+    for design in (fixed_runs(**small), fixed_runs(**split), fixed_runs(**split, num_stages=2)):
+        yield of(SMALL, design, (0, 1, 47, 48, 49, 160))
+        yield of(SMALL, design, (160, 41, 0), window=40)
+    yield of(QWEN, fixed_runs(run=64, programs=4), (0, 1, 64, 65, 300))
+    for heads in (HEADS[1], HEADS[6]):
+        yield of(heads, fixed_runs(block_n=32, run=64, programs=2, num_warps=4), (1, 77, 160))
+    for heads, kind in OF_SCORES:
+        yield of(heads, fixed_runs(**split), (0, 1, 33, 160), **kind)
+        yield of(heads, fixed_runs(**small), (160, 41), window=40, **kind)
+    yield of(((4, 1, 64, 16), FP16), fixed_runs(**split), (0, 70), fp8=True)
+    if decoding:
+        yield case_of(op, SMALL, fixed_runs(**split), lengths=(15, 16, 17, 98, 99, 0, 0, 0, 0), queries=3)
+        yield case_of(op, QWEN, fixed_runs(**split), lengths=(*range(70, 79), *range(1, 10)), queries=9)
+        yield case_of(op, QWEN, lengths=(60, 61, 1, 0), queries=2, invariant=True)
+    else:
+        yield case_of(op, QWEN, chunks=((1, 50, 30), (2, 3, 0)), room=(20, 2), invariant=True)

@@ -12,6 +12,7 @@ from weft.kernels.online_softmax import MIN_ROWS, DecodeTile
 from weft.kernels.paged_cache import CacheSizes, PagedCache, Sequences
 from weft.kernels.split_kv import Partials
 from weft.ops.attention.attention_op import GROUP, AttentionOp
+from weft.ops.attention.fixed_runs import FixedRuns, fixed_runs_for, parts_in_runs
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.case import Accuracy, Case
 from weft.ops.knobs import around, check_knobs, counts, halved, knob, stepped
@@ -65,6 +66,7 @@ class DecodingCall(NamedTuple):
     pairs   of a sequence and a KV head
     tokens  that a sequence attends to at most: what a row of the page table has room for, or the window
     many    programs have rows of several new tokens, more than one tile of MIN_ROWS
+    invariant  sums in an order of positions alone
     """
 
     pairs: int
@@ -73,11 +75,16 @@ class DecodingCall(NamedTuple):
     dtype: torch.dtype
     design: str = AUTO
     many: bool = False
+    invariant: bool = False
 
     @classmethod
-    def of(cls, sequences: int, heads: int, group: int, queries: int, *rest: Any) -> DecodingCall:
+    def of(
+        cls, sequences: int, heads: int, group: int, queries: int, *rest: Any, invariant: bool = False
+    ) -> DecodingCall:
         """Call of ``queries`` new tokens of each sequence; `rest`: ``tokens`` to ``design``."""
         pairs = sequences * heads
+        if invariant:
+            return cls(pairs * parts_in_runs(group, queries, rest[2]), *rest, invariant=True)
         many = queries > 1 and rows_of(group, queries, pairs) > MIN_ROWS.value
         return cls(pairs * parts_of(group, queries, pairs), *rest, many=many)
 
@@ -145,14 +152,18 @@ class DecodingOp(AttentionOp):
         return DecodingCall(batch * kv_heads, context, head_dim, dtype, design)
 
     def rule(self, call: DecodingCall, machine: Machine) -> tuple[str, str]:
+        if call.invariant:
+            return "fixed_runs", f"invariant: runs of {FixedRuns().run} positions, folded in order"
         reason = f"{call.pairs} pairs of a sequence and a KV head on {machine.caps.sms} SMs"
         return "split_kv", f"{reason}; partials of at least {least_of(call.pairs, machine.caps)} tokens"
 
     def tuned(self, call: DecodingCall, machine: Machine) -> Planned | None:
         # Rows are of one new token a sequence, with programs that may be too small for many rows.
-        return None if call.many else super().tuned(call, machine)
+        return None if call.many or call.invariant else super().tuned(call, machine)
 
-    def default(self, name: str, call: DecodingCall, machine: Machine) -> SplitKV:
+    def default(self, name: str, call: DecodingCall, machine: Machine) -> SplitKV | FixedRuns:
+        if name == "fixed_runs":
+            return fixed_runs_for(call.head_dim, call.dtype, machine.caps, call.pairs, call.tokens)
         return split_kv_for(call, machine.caps)
 
     def space(self, call: DecodingCall, machine: Machine, quick: bool = False) -> Iterator[SplitKV]:
@@ -178,19 +189,27 @@ class DecodingOp(AttentionOp):
         room = cdiv(max(lengths), page) * page
         tokens = min(room, case.field("window") or room)
         new = len(lengths) // queries, heads, case.sizes[0] // heads, queries
-        return DecodingCall.of(*new, tokens, head_dim, case.dtype, case.design)
+        invariant = case.field("invariant") or False
+        return DecodingCall.of(*new, tokens, head_dim, case.dtype, case.design, invariant=invariant)
 
     def flops(self, sizes: Sequence[int]) -> int:
         pairs, tokens, head_dim = sizes
         return 4 * GROUP * pairs * tokens * head_dim
 
     def plan_of(
-        self, keys: torch.Tensor, pages: torch.Tensor, window: int | None = None, group: int = 1, queries: int = 1
-    ) -> SplitKV:
+        self,
+        keys: torch.Tensor,
+        pages: torch.Tensor,
+        window: int | None = None,
+        group: int = 1,
+        queries: int = 1,
+        invariant: bool = False,
+    ) -> SplitKV | FixedRuns:
         """The design for sequences of ``pages`` [B, max_pages] in a cache, with ``queries`` new tokens each."""
         _, heads, page, D = keys.shape
         tokens = pages.shape[1] * page
-        call = DecodingCall.of(pages.shape[0], heads, group, queries, min(tokens, window or tokens), D, keys.dtype)
+        sizes = heads, group, queries, min(tokens, window or tokens), D, keys.dtype
+        call = DecodingCall.of(pages.shape[0], *sizes, invariant=invariant)
         return self.plan(call, machine_on(keys.device)).design
 
     def accuracy(self, case: Case) -> Accuracy:

@@ -28,12 +28,13 @@ from weft.kernels.split_kv import first_block, rows_at, split_count, store_or_jo
 from weft.ops.attention import cases
 from weft.ops.attention.attention_op import check_heads, check_scores, check_window, hiding
 from weft.ops.attention.decoding import DecodingOp, SplitKV, check_tickets, launch_of
+from weft.ops.attention.fixed_runs import FixedRuns, Rows, attend_in_runs
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache
 from weft.ops.case import BF16, Case, Draw, Inputs
 from weft.ops.local import check_like, check_shape
 from weft.ops.op import register
-from weft.ops.registration import FLOATS
+from weft.ops.registration import FLOATS, check_flag
 from weft.runtime.team.team import Team
 
 
@@ -140,6 +141,7 @@ def paged_attention(
     *,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values -> [B, Hq, D], for the newest token of each sequence.
 
@@ -158,6 +160,8 @@ def paged_attention(
                   sequence one after the other. A token attends to its length of tokens, by one row of pages
     softcap       positive; softcap * tanh(score / softcap) in place of a score, after ``scale``; None: scores as they are
     sinks         [Hq], fp16, bf16 or fp32: one more score of each row, without a value; None: there are none
+    invariant     True: sums in an order of positions alone. A token's bits are equal to the ones of
+                  ``paged_prefill_attention`` with this option, whatever B, max_pages, queries and further rows are
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
     run; B, max_pages, the window and the lengths decide how sums are split. ``pages`` and the cache beyond a length, and the
@@ -186,9 +190,9 @@ def paged_attention(
     check_scores(op, q.shape[1], q.device, scale, softcap, sinks)
     scale = D**-0.5 if scale is None else scale
     sequences = Sequences(pages, lengths)
-    return PAGED_ATTENTION.dispatch(
-        PagedArguments(q, keys, values, sequences, scale, tickets, window, k_scale, v_scale, queries, softcap, sinks)
-    )
+    check_flag(op, "invariant", invariant)
+    given = q, keys, values, sequences, scale, tickets, window, k_scale, v_scale, queries, softcap, sinks, invariant
+    return PAGED_ATTENTION.dispatch(PagedArguments(*given))
 
 
 class PagedArguments(NamedTuple):
@@ -206,10 +210,14 @@ class PagedArguments(NamedTuple):
     queries: int = 1
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    invariant: bool = False
 
 
 class PagedAttention(DecodingOp):
     name, alias = "paged_attention", "paged-attention"
+    designs = {"split_kv": SplitKV, "fixed_runs": FixedRuns}
+    rare = ("fixed_runs",)
+    invariant = ("fixed_runs",)
     mutates = ("tickets",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
@@ -252,7 +260,7 @@ class PagedAttention(DecodingOp):
         if isinstance(case.design, str):
             keys, values, pages, lengths, *scales = cache
             named = dict(zip(("k_scale", "v_scale"), scales, strict=False)) | {"queries": queries}
-            named |= cases.scores_of(case, q)
+            named |= cases.scores_of(case, q) | {"invariant": case.field("invariant") or False}
             return paged_attention(q, keys, values, pages, lengths, window=window, **named)
         keys, values, pages, lengths, *scales = cache
         sequences, (k_scale, v_scale) = Sequences(pages, lengths), scales or (None, None)
@@ -264,6 +272,7 @@ class PagedAttention(DecodingOp):
     def cases(self) -> Iterator[Case]:
         yield from cases.decoding_cases(self.name, SplitKV)
         yield from cases.verifying_cases(self.name, SplitKV)
+        yield from cases.invariant_cases(self.name, FixedRuns)
 
     def large_cases(self) -> Iterator[Case]:
         yield from cases.large_decoding_cases(self.name)
@@ -272,9 +281,23 @@ class PagedAttention(DecodingOp):
                 lengths = tuple(length + place % queries for place in range(batch * queries))
                 yield cases.case_of(self.name, heads, lengths=lengths, queries=queries)
 
-    def run(self, design: SplitKV, team: None, given: PagedArguments) -> torch.Tensor:
+    def run(self, design: SplitKV | FixedRuns, team: None, given: PagedArguments) -> torch.Tensor:
         """``paged_attention`` of checked arguments."""
         self.check_design(design)
+        if isinstance(design, FixedRuns):
+            cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
+            pages, lengths = given.sequences
+            return attend_in_runs(
+                design,
+                given.q,
+                cache,
+                pages,
+                Rows(lengths.contiguous(), lengths),
+                ScoreRule.of(given.scale, given.softcap, given.sinks),
+                window=given.window,
+                queries=given.queries,
+                tickets=given.tickets,
+            )
         out = self.fake(given)
         if out.numel() > 0:
             cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
@@ -288,7 +311,8 @@ class PagedAttention(DecodingOp):
     def forward(self, given: PagedArguments) -> torch.Tensor:
         keys, pages = given.keys, given.sequences.pages
         window = hiding(given.window, keys, pages)
-        design = self.plan_of(keys, pages, window, given.q.shape[1] // keys.shape[1], given.queries)
+        group = given.q.shape[1] // keys.shape[1]
+        design = self.plan_of(keys, pages, window, group, given.queries, given.invariant)
         return self.run(design, None, given._replace(window=window))
 
     def fake(self, given: PagedArguments) -> torch.Tensor:

@@ -41,6 +41,7 @@ from weft.ops.attention.attention_op import (
     hiding,
     writes_heads,
 )
+from weft.ops.attention.fixed_runs import FixedRuns, Rows, attend_in_runs, block_m_of, fixed_runs_for
 from weft.ops.attention.fp8_cache import cache_of, check_queries, quantized_cache, read_back
 from weft.ops.attention.qk_norm_rope import check_cache, check_head_dim
 from weft.ops.attention.sequence_ranges import SequenceRanges, default_block_m
@@ -56,8 +57,8 @@ from weft.ops.local import (
     machine_on,
 )
 from weft.ops.op import Op, define, register
-from weft.ops.registration import FLOATS
-from weft.plan.planned import AUTO, Machine
+from weft.ops.registration import FLOATS, check_flag
+from weft.plan.planned import AUTO, Machine, Planned
 from weft.runtime.arithmetic import cdiv
 from weft.runtime.capabilities import launch_options
 from weft.runtime.codec import exchangeable
@@ -87,6 +88,7 @@ class PrefillCall(NamedTuple):
     programs  tiles of rows of all KV heads
     pairs     of a sequence and a KV head
     tokens    new ones of a sequence, on average
+    invariant  sums in an order of positions alone
     """
 
     programs: int
@@ -95,6 +97,7 @@ class PrefillCall(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     design: str = AUTO
+    invariant: bool = False
 
 
 @triton.jit(do_not_specialize=["max_pages"])
@@ -208,6 +211,7 @@ def paged_prefill_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     fp8: RowFormat | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor | Fp8:
     """softmax(q @ keys.T * scale) @ values -> [T, Hq, D], for T new tokens in a causal order.
 
@@ -222,6 +226,8 @@ def paged_prefill_attention(
     k_scale, v_scale  of a cache in e4m3, as for ``paged_attention``
     softcap, sinks  as for ``paged_attention``
     fp8           rows [T, Hq * D] of the result are put in fp8 so, as for ``decode_attention``
+    invariant     True: sums in an order of positions alone. A token's bits do not depend on how its sequence is cut or on
+                  further sequences, and are equal to the ones of ``paged_attention`` with this option
 
     Hkv divides Hq; D and S are powers of two from 16 to 256. Softmax and sums in fp32. Results are the same bits from run to
     run; sizes decide how sums are split. ``pages`` and the cache beyond a sequence, and the cache before the window of its
@@ -259,7 +265,11 @@ def paged_prefill_attention(
     check_window(op, window)
     scale = D**-0.5 if scale is None else scale
     ranges = spans.spans, spans.tiles, spans.block_m
-    given = PrefillArguments(q, keys, values, pages, *ranges, scale, window, k_scale, v_scale, softcap, sinks)
+    check_flag(op, "invariant", invariant)
+    if invariant and spans.block_m != (rows := block_m_of(q.dtype)):
+        raise ValueError(f"{op}: spans have tiles of block_m={spans.block_m} rows; with invariant=True pass {rows}")
+    scores = scale, window, k_scale, v_scale, softcap, sinks
+    given = PrefillArguments(q, keys, values, pages, *ranges, *scores, invariant)
     check_row_format(op, fp8, q.device)
     if fp8 is None:
         return PAGED_PREFILL_ATTENTION.dispatch(given)
@@ -283,6 +293,7 @@ class PrefillArguments(NamedTuple):
     v_scale: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    invariant: bool = False
 
 
 def key_blocks_for(call: PrefillCall, caps: Capabilities) -> KeyBlocks:
@@ -304,7 +315,9 @@ class PagedPrefillAttention(AttentionOp):
     """sizes: of one prompt without cached tokens, on one rank."""
 
     name, alias = "paged_prefill_attention", "paged-prefill-attention"
-    designs = {"key_blocks": KeyBlocks}
+    designs = {"key_blocks": KeyBlocks, "fixed_runs": FixedRuns}
+    rare = ("fixed_runs",)
+    invariant = ("fixed_runs",)
     sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
 
     def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> PrefillCall:
@@ -316,9 +329,16 @@ class PagedPrefillAttention(AttentionOp):
         return PrefillCall(tiles * kv_heads, kv_heads, tokens, head_dim, dtype, design)
 
     def rule(self, call: PrefillCall, machine: Machine) -> tuple[str, str]:
+        if call.invariant:
+            return "fixed_runs", f"invariant: runs of {FixedRuns().run} positions, folded in order"
         return "key_blocks", f"{call.programs} programs on {machine.caps.sms} SMs, 16 KiB of keys a step in halves"
 
-    def default(self, name: str, call: PrefillCall, machine: Machine) -> KeyBlocks:
+    def tuned(self, call: PrefillCall, machine: Machine) -> Planned | None:
+        return None if call.invariant else super().tuned(call, machine)
+
+    def default(self, name: str, call: PrefillCall, machine: Machine) -> KeyBlocks | FixedRuns:
+        if name == "fixed_runs":
+            return fixed_runs_for(call.head_dim, call.dtype, machine.caps, call.programs, 1)
         return key_blocks_for(call, machine.caps)
 
     def space(self, call: PrefillCall, machine: Machine, quick: bool = False) -> Iterator[KeyBlocks]:
@@ -340,7 +360,8 @@ class PagedPrefillAttention(AttentionOp):
         rows, group = sum(length for _, length in spans), q_heads // heads
         tiles = sum(cdiv(length * group, default_block_m(case.dtype)) for _, length in spans)
         average = cdiv(rows, max(1, len(spans)))
-        return PrefillCall(tiles * heads, len(spans) * heads, average, head_dim, case.dtype, case.design)
+        sizes = tiles * heads, len(spans) * heads, average, head_dim
+        return PrefillCall(*sizes, case.dtype, case.design, case.field("invariant") or False)
 
     def flops(self, sizes: Sequence[int]) -> int:
         pairs, tokens, head_dim = sizes
@@ -388,6 +409,7 @@ class PagedPrefillAttention(AttentionOp):
         here, window = ranges.to(q.device), case.field("window")
         if isinstance(case.design, str):
             named = dict(zip(("k_scale", "v_scale"), scales, strict=False)) | cases.scores_of(case, q)
+            named["invariant"] = case.field("invariant") or False
             return paged_prefill_attention(q, keys, values, pages, here, window=window, **named)
         sizes = here.spans, here.tiles, here.block_m, q.shape[2] ** -0.5, window
         given = PrefillArguments(q, keys, values, pages, *sizes, *scales)._replace(**cases.scores_of(case, q))
@@ -450,6 +472,7 @@ class PagedPrefillAttention(AttentionOp):
             (cases.SMALL, {"chunks": ((1, 20, 4),), "window": 32}),
         ):
             yield cases.case_of(self.name, heads, **fields)
+        yield from cases.invariant_cases(self.name, FixedRuns)
 
     def large_cases(self) -> Iterator[Case]:
         for heads in (cases.QWEN, ((32, 4, 128, 64), BF16)):
@@ -460,10 +483,13 @@ class PagedPrefillAttention(AttentionOp):
                 yield cases.case_of(self.name, heads, chunks=chunks, window=4096)
 
     def run(
-        self, design: KeyBlocks, team: None, given: PrefillArguments, format: RowFormat | None = None
+        self, design: KeyBlocks | FixedRuns, team: None, given: PrefillArguments, format: RowFormat | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``paged_prefill_attention`` of checked arguments; in a ``format`` of fp8 its rows and scales."""
         self.check_design(design)
+        if isinstance(design, FixedRuns):
+            out = self._run_in_runs(design, given)
+            return out if format is None else quantized_parts(out.flatten(1), format, capabilities_of(out.device))
         q, pages, spans, tiles = given.q, given.pages, given.spans, given.tiles
         (T, q_heads, D), sizes, fp8 = q.shape, CacheSizes.of(given.keys), None
         if format is None:
@@ -488,6 +514,11 @@ class PagedPrefillAttention(AttentionOp):
             launch(programs, *arguments, ScoreRule.of(given.scale, given.softcap, given.sinks), fp8)
         return out if format is None else (out, scales)
 
+    def _run_in_runs(self, design: FixedRuns, given: PrefillArguments) -> torch.Tensor:
+        cache = cache_of(self.name, given.keys, given.values, given.k_scale, given.v_scale)
+        scores, rows = ScoreRule.of(given.scale, given.softcap, given.sinks), Rows(given.spans, given.tiles)
+        return attend_in_runs(design, given.q, cache, given.pages, rows, scores, window=given.window)
+
     def forward(self, given: PrefillArguments) -> torch.Tensor:
         return self.planned(given)
 
@@ -495,7 +526,8 @@ class PagedPrefillAttention(AttentionOp):
         self, given: PrefillArguments, format: RowFormat | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         (_, heads, _, D), sequences, q = given.keys.shape, max(1, given.spans.shape[0] - 2), given.q
-        call = PrefillCall(given.tiles.shape[0] * heads, sequences * heads, cdiv(len(q), sequences), D, q.dtype)
+        sizes = given.tiles.shape[0] * heads, sequences * heads, cdiv(len(q), sequences), D
+        call = PrefillCall(*sizes, q.dtype, invariant=given.invariant)
         design = self.plan(call, machine_on(q.device)).design
         return self.run(design, None, given._replace(window=hiding(given.window, given.keys, given.pages)), format)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from weft import ops
+from weft.engine import same_bits
 from weft.engine.params import MOST_LOGPROBS, Kind
 from weft.engine.slots import Adjustments
 from weft.ops.vocab.sample_argmax import gumbel_noise
@@ -183,16 +184,33 @@ ROWS = 256
 def token_logprobs(head: VocabParallelHead, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Rows [B, WIDTH] of tokens [B] under logits [B, V'/W], the same on every rank. Collective.
 
-    Ranks exchange their MOST_LOGPROBS greatest logits, a maximum, a sum and a count per row.
+    Ranks exchange their MOST_LOGPROBS greatest logits, sums and a count per row.
     """
     if len(tokens) > ROWS:
         pairs = zip(logits.split(ROWS), tokens.split(ROWS), strict=True)
         return torch.cat([token_logprobs(head, *pair) for pair in pairs])
-    logits, most = logits.float(), min(MOST_LOGPROBS, head.local_size)
     index = tokens - head.start
     owned = (index >= 0) & (index < head.local_size)
-    own = logits.gather(1, torch.where(owned, index, 0)[:, None])
+    own = logits.gather(1, torch.where(owned, index, 0)[:, None]).float()
     value = torch.where(owned[:, None], own, -torch.inf)
+    likelihoods = same_bits.likelihoods if head.mode == "invariant" else _likelihoods
+    value, total, top, ids = likelihoods(head, logits, value)
+    at_least = (logits >= value).sum(dim=1, dtype=torch.float32)
+    rank = all_gather(at_least[None], head.team, head.mode).sum(dim=0)
+    rows = torch.full((len(tokens), WIDTH), -torch.inf, device=logits.device)
+    count = top.shape[1]
+    rows[:, 0], rows[:, 1] = (value - total)[:, 0], rank
+    rows[:, 2 : 2 + count] = top - total
+    rows[:, 2 + MOST_LOGPROBS : 2 + MOST_LOGPROBS + count] = ids
+    return rows
+
+
+def _likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(value [B, 1], log of the sum of exp [B, 1], greatest logits [B, k], their ids [B, k]) over all ranks. Collective.
+
+    value  -inf but on the rank that has the token
+    """
+    logits, most = logits.float(), min(MOST_LOGPROBS, head.local_size)
     top, ids = logits.topk(most, dim=1)
     greatest = top[:, :1].clamp(min=torch.finfo(torch.float32).min)  # a rank's ids may all be padding
     total = (logits - greatest).exp().sum(dim=1, keepdim=True)
@@ -200,14 +218,7 @@ def token_logprobs(head: VocabParallelHead, logits: torch.Tensor, tokens: torch.
     value, greatest, total, top, ids = all_gather(parts[None], head.team, head.mode).split((1, 1, 1, most, most), dim=2)
     value, most_of_all = value.amax(dim=0), greatest.amax(dim=0)
     total = most_of_all + (total * (greatest - most_of_all).exp()).sum(dim=0).log()
-    at_least = (logits >= value).sum(dim=1, dtype=torch.float32)
-    rank = all_gather(at_least[None], head.team, head.mode).sum(dim=0)
     # Of equal ones the lowest rank's come first, on every rank.
     top, order = top.transpose(0, 1).flatten(1).sort(dim=1, descending=True, stable=True)
     ids = ids.transpose(0, 1).flatten(1).gather(1, order)
-    rows = torch.full((len(tokens), WIDTH), -torch.inf, device=logits.device)
-    count = min(MOST_LOGPROBS, top.shape[1])
-    rows[:, 0], rows[:, 1] = (value - total)[:, 0], rank
-    rows[:, 2 : 2 + count] = top[:, :count] - total
-    rows[:, 2 + MOST_LOGPROBS : 2 + MOST_LOGPROBS + count] = ids[:, :count]
-    return rows
+    return value, total, top[:, :MOST_LOGPROBS], ids[:, :MOST_LOGPROBS]

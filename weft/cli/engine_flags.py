@@ -49,7 +49,16 @@ class EngineFlags:
     world_size: Annotated[
         int | None, typer.Option(*WORLD_SIZE, help="Ranks [default: all GPUs, or 4 simulated ones]")
     ] = None
-    mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel or replicated")] = DEFAULTS["mode"]
+    mode: Annotated[str, typer.Option(help="auto, reference, sequence_parallel, replicated or invariant")] = DEFAULTS[
+        "mode"
+    ]
+    invariant: Annotated[
+        bool,
+        typer.Option(
+            "--invariant",
+            help="The same bits of an answer whatever runs beside it and however its prompt is cut or cached",
+        ),
+    ] = DEFAULTS["invariant"]
     expert_layout: Annotated[
         str | None,
         typer.Option(
@@ -218,6 +227,7 @@ class EngineFlags:
 
 # Flags that are options of the engine by the same names.
 PASSED_ON = (
+    "invariant",
     "mode",
     "max_batch",
     "max_seq_len",

@@ -56,6 +56,9 @@ VLLM_NAMES = {
 class EngineConfig:
     """Options of `Engine`, `LLM` and `Runner`, equal on all ranks. ValueError for impossible values.
 
+    invariant        True: tokens and log-probabilities of a request have the same bits whatever runs beside it, however its
+                     prompt is cut or cached, with drafts or without, on 1, 2, 4 or 8 ranks (docs/same-bits.md); it is
+                     mode="invariant"
     mode             parallel strategy: "torch", "ag_rs", "gemm_ar", or "auto", which chooses by the tokens of a forward pass
     dtype            of weights, activations and KV cache; None: the checkpoint's
     fused            True: weft.ops' kernels between the GEMMs; False: torch operations; None: kernels
@@ -107,6 +110,7 @@ class EngineConfig:
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """
 
+    invariant: bool = False
     mode: Mode = "auto"
     dtype: torch.dtype | None = None
     fused: bool | None = None
@@ -159,6 +163,7 @@ class EngineConfig:
                 f"tune with pipeline_parallel={self.pipeline_parallel}: a search is for one stage; leave out one"
             )
         check_optional(check_bool, "context_parallel", self.context_parallel)
+        check_bool("invariant", self.invariant)
         for name in ("prefix_caching", "cuda_graph", "warm_up", "warm_up_late"):
             check_bool(name, getattr(self, name))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
@@ -186,12 +191,31 @@ class EngineConfig:
                 )
         rule = "the path of a plan, for EngineConfig.of, LLM and Engine, or a ServingPlan"
         check_optional(check_instance, "plan", self.plan, ServingPlan, rule)
+        if self.invariant or self.mode == "invariant":
+            self._check_invariant()
+            object.__setattr__(self, "invariant", True)
+            object.__setattr__(self, "mode", "invariant")
         if self.state_snapshot_bytes is not None:
             check_int("state_snapshot_bytes", self.state_snapshot_bytes, 0, 1 << 62)
         check_number("grammar_seconds", self.grammar_seconds, 1e-3, 3600, "in [0.001, 3600] seconds")
         check_number("memory_fraction", self.memory_fraction, 1e-9, 1, "in (0, 1]")
         if self.gpu_memory_utilization is not None:
             check_number("gpu_memory_utilization", self.gpu_memory_utilization, 1e-9, 1, "in (0, 1]")
+
+    def _check_invariant(self) -> None:
+        """ValueError for an option whose sums have an order of their own."""
+        if self.mode not in ("auto", "invariant"):
+            raise ValueError(f"mode={self.mode!r} with invariant=True, which is mode='invariant'; leave out one")
+        drafts = None if self.speculative is None else self.speculative.method
+        for name, value, why in (
+            ("fused", self.fused is False, "torch's operations choose an order of sums by the batch"),
+            ("context_parallel", self.context_parallel, "parts of an attention would be summed by ranks"),
+            ("pipeline_parallel", self.pipeline_parallel > 1, "hidden states are handed over in other sums"),
+            ("speculative", drafts not in (None, "ngram"), "drafts are those of method='ngram' alone"),
+        ):
+            if value:
+                given = f"speculative method {drafts!r}" if name == "speculative" else f"{name}={getattr(self, name)!r}"
+                raise ValueError(f"{given} with invariant=True: {why}; leave out one")
 
     @property
     def tune_seconds(self) -> float:
@@ -235,7 +259,7 @@ def plan_cache(config: EngineConfig, model: DecoderConfig, world_size: int, node
         return CachePlan(context_parallel=False, reason="one rank has all")
     if config.context_parallel is not None:
         return CachePlan(context_parallel=config.context_parallel, reason=f"context_parallel={config.context_parallel}")
-    if mode_named(config.mode) == "reference":
+    if mode_named(config.mode) in ("reference", "invariant"):
         return CachePlan(context_parallel=False, reason=f"mode={config.mode!r} knows no other cache")
     if nodes > 1:
         reason = f"{nodes} nodes, between which a spread cache sends in every layer; context_parallel=True spreads it"

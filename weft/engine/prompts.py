@@ -252,7 +252,7 @@ class Prompts:
     def attends_in_parts(self, chunks: Sequence[PrefillChunk]) -> bool:
         """True if cuDNN attends to these chunks after cached tokens, whose number a graph would hold."""
         model = self._pipeline.model
-        if not model.prefills_in_kernels or all(chunk.before == 0 for chunk in chunks):
+        if model.mode == "invariant" or not model.prefills_in_kernels or all(chunk.before == 0 for chunk in chunks):
             return False
         shapes = [Chunk(1, len(chunk.tokens), chunk.before, 0, 0) for chunk in chunks]
         attentions = model.attentions

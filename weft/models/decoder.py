@@ -24,6 +24,7 @@ from weft.models.cache_scales import read_scale, scale_names
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
 from weft.models.dummy import fill_dummy
+from weft.models.invariant import check_invariant
 from weft.models.memory import check_memory
 from weft.models.mtp_layouts import is_of_head
 from weft.models.stacked_experts import as_stored
@@ -137,8 +138,8 @@ class Decoder(nn.Module):
 
     Collective: all ranks call a method with the same tokens.
 
-    mode   "reference", "sequence_parallel", "replicated", or "auto", which chooses between the last two by the number of
-           tokens
+    mode   "reference", "sequence_parallel", "replicated", "invariant" (docs/same-bits.md), or "auto", which chooses between
+           the second and the third by the number of tokens
     fused  local work between the GEMMs in weft's kernels, if not False. Mode "reference" never is
     expert_layout  ``layout`` of weft.layers.MoE; None: "whole" where W divides the number of experts, else "slices"
     kv_cache_dtype  "auto": the KV cache has the dtype of the weights; "fp8": e4m3, for weights of 16 bits, with the
@@ -183,8 +184,10 @@ class Decoder(nn.Module):
             )
         self.config, self.team, self.mode, self.dtype = config, team, mode_named(mode), dtype
         self.fused = fused
+        if self.mode == "invariant":
+            check_invariant(config, dtype, fused)
         self.context_parallel = context_parallel and team.size > 1
-        if self.context_parallel and self.mode == "reference":
+        if self.context_parallel and self.mode in ("reference", "invariant"):
             raise ValueError(
                 f"context_parallel=True: mode={mode!r} keeps the cache split by heads; choose another mode"
             )
@@ -289,9 +292,9 @@ class Decoder(nn.Module):
         """Fill with random weights: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise; return self.
 
         A rank has the same weights on every run, and all ranks the same norms and routers. Another world size is another model,
-        and so is another number of stages.
+        and so is another number of stages; in mode "invariant" every world size has the same model.
         """
-        fill_dummy(self.shards(), self.team, seed)
+        fill_dummy(self.shards(), self.team, seed, whole=self.mode == "invariant")
         return self
 
     def shards(self) -> dict[str, Shard]:

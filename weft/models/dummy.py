@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,16 @@ if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
 
-def fill_dummy(shards: Mapping[str, Shard], team: Team, seed: int) -> None:
+def fill_dummy(shards: Mapping[str, Shard], team: Team, seed: int, *, whole: bool = False) -> None:
     """Fill shards by their names: matrices N(0, 0.02), biases N(0, 0.5), norms 1 and 5 % noise.
 
     A rank has the same weights on every run, and all ranks the same ones of replicated shards.
+    whole  a rank makes each tensor whole and takes its part, so that ranks of every number have parts of one model
     """
+    if whole:
+        for name, shard in shards.items():
+            shard.copy_from(whole_dummy(name, shard, team.device, seed))
+        return
     for index, (name, shard) in enumerate(shards.items()):
         generator = torch.Generator(team.device)
         start = seed * 7919 + index
@@ -42,3 +48,19 @@ def fill_dummy(shards: Mapping[str, Shard], team: Team, seed: int) -> None:
         else:
             # A bias that is not seen beside x @ qkv.T would be checked by no benchmark.
             shard.target.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)
+
+
+def whole_dummy(name: str, shard: Shard, device: torch.device, seed: int) -> torch.Tensor:
+    """The whole tensor of a shard, by its name alone."""
+    generator = torch.Generator(device)
+    generator.manual_seed(seed * 7919 + zlib.crc32(name.encode()))
+    stored = shard.stored
+    dtype = torch.float32 if shard.target.itemsize == 1 else shard.target.dtype
+    x = torch.empty(shard.shape, dtype=dtype, device=device)
+    if name.endswith(SCALES):
+        return x.fill_(50 / 448 if name.endswith("input_scale") else 2e-4)
+    if stored == E4M3:
+        return x.normal_(0.0, 100.0, generator=generator).clamp_(-448, 448).to(E4M3)
+    if "norm" in name:
+        return x.normal_(1.0, 0.05, generator=generator)
+    return x.normal_(0.0, 0.5 if name.endswith("bias") else 0.02, generator=generator)

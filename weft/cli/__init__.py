@@ -8,6 +8,7 @@ import typer
 
 import weft
 from weft.bench.command import command as bench
+from weft.bench.invariance.command import command as bench_invariance
 from weft.bench.serving.command import command as bench_serve
 from weft.check.command import command as check
 from weft.cli import doctor, generate, serve
@@ -62,4 +63,5 @@ app.command("plan")(logged(single_valued(plan)))
 app.command()(logged(generate.command))
 app.command()(logged(serve.command))
 app.command("bench serve")(logged(bench_serve))
+app.command("bench invariance")(logged(bench_invariance))
 app.command()(logged(doctor.doctor))

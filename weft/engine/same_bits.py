@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from weft.engine.params import MOST_LOGPROBS
-from weft.ops.vocab.log_sums import SLICES, join_log_sums, log_sums
+from weft.kernels.slices import SLICES
+from weft.ops.vocab.log_sums import join_log_sums, log_sums
 from weft.ops.vocab.top_p_mass import ordered_keys
 from weft.parallel.vocabulary import VocabParallelHead, all_gather
 
@@ -20,7 +21,7 @@ def likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Tens
     logits  this rank's [B, V'/W], equal slices of the padded vocabulary
     value   -inf but on the rank that has the token
     """
-    slices = SLICES.value // head.team.size
+    slices = SLICES // head.team.size
     top, ids = likeliest(logits, head.start)
     pairs = torch.stack((top, ids.float()), -1), torch.stack((value, value), -1)
     parts = torch.cat((log_sums(logits, slices), *pairs), dim=1)
@@ -28,7 +29,7 @@ def likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Tens
     sums, pairs, value = by_rank.split((slices, top.shape[1], 1), dim=2)
     top, ids = pairs.flatten(1, 2).unbind(-1)
     place, ids = _greatest(ordered_keys(top), ids.long())
-    total = join_log_sums(sums.reshape(len(logits), SLICES.value, 2))
+    total = join_log_sums(sums.reshape(len(logits), SLICES, 2))
     return value[..., 0].amax(dim=1), total[:, None], top.gather(1, place), ids
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from weft import ops
-from weft.parallel import fused
 from weft.parallel.fused import add_norm, embed, output, silu_mul
+from weft.parallel.invariant_attention import attend
 from weft.parallel.plain import adjusted_logits
 from weft.parallel.tensors import AttentionWeights, DeltaWeights, MLAWeights, MLPWeights, MoEWeights, VocabWeights
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 NAME, FUSED = "invariant", True
 __all__ = ["add_norm", "attend", "embed", "experts", "gated", "logits", "output", "project", "silu_mul"]
-
-attend = fused.attend
 
 
 def project(x: Tensor, w: AttentionWeights | MLAWeights | DeltaWeights, step: Step) -> Tensor:

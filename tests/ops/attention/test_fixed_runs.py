@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,17 +28,6 @@ SHAPES = [
     (4, 1, 64, 90, BF16, {"softcap": 3.0}),
 ]
 PAGE = 16
-
-
-@pytest.fixture(autouse=True)
-def exact_dots(monkeypatch):
-    """Matrix products of virtual ranks whose bits do not depend on a row's place in its block."""
-
-    def dot(a, b, accumulator, *_):
-        product = np.matmul(a.astype(np.float64), b.astype(np.float64))
-        return (product + accumulator).astype(accumulator.dtype)
-
-    monkeypatch.setattr("weft.simulator.numerics.dot", dot)
 
 
 class Sequence:

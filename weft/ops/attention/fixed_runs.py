@@ -26,6 +26,7 @@ from weft.kernels.fixed_runs import (
 )
 from weft.kernels.online_softmax import ScoreRule, before_keys, sinks_at
 from weft.kernels.paged_cache import CacheSizes, PagedCache, as_values, scale_of_scores
+from weft.kernels.slices import shape_free_dots
 from weft.ops.knobs import check_knobs, counts, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
 from weft.runtime.arithmetic import cdiv
@@ -108,6 +109,7 @@ def fixed_runs_kernel(
     USED: tl.constexpr = ROWS if QUERIES == 0 else GROUP * TILE.queries
     pair, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     head, tile = pair % SIZES.heads, pair // SIZES.heads
+    shape_free_dots()
     wl.follow_previous_kernel()
     if QUERIES == 0:
         sequence, number = tl.load(rows.tiles + 2 * tile), tl.load(rows.tiles + 2 * tile + 1)

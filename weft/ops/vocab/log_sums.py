@@ -16,11 +16,12 @@ import triton.language as tl
 
 import weft.language as wl
 from weft.kernels.operands import rows_contiguous
+from weft.kernels.slices import SLICES
 from weft.ops.local import capabilities_of, check_like, check_shape
 from weft.ops.registration import FLOATS, check_count
 from weft.runtime.capabilities import launch_options
 
-SLICES: tl.constexpr = tl.constexpr(8)
+PARTS: tl.constexpr = tl.constexpr(SLICES)
 BLOCK: tl.constexpr = tl.constexpr(1024)
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 # Of a slice without a finite logit: a difference of two is 0.
@@ -70,9 +71,9 @@ def node(largest, total):
 @triton.jit
 def join_kernel(pairs, out):
     """out[b] = log of the sum of exp of row b, from its eight slices, pairs [B, 8, 2]    grid: (B,)"""
-    row, part = tl.program_id(0), tl.arange(0, SLICES)
+    row, part = tl.program_id(0), tl.arange(0, PARTS)
     wl.follow_previous_kernel()
-    source = pairs + (row.to(tl.int64) * SLICES + part) * 2
+    source = pairs + (row.to(tl.int64) * PARTS + part) * 2
     largest, total = tl.load(source), tl.load(source + 1)
     largest, total = node(largest, total)
     most, whole = node(largest, total)
@@ -105,7 +106,7 @@ def log_sums(logits: torch.Tensor, slices: int) -> torch.Tensor:
 def join_log_sums(pairs: torch.Tensor) -> torch.Tensor:
     """Log of the sum of exp [B] fp32 from pairs [B, 8, 2] of all slices in their order."""
     check_like("join_log_sums", "pairs", pairs, None, (torch.float32,))
-    check_shape("join_log_sums", "pairs", pairs, ("B", SLICES.value, 2))
+    check_shape("join_log_sums", "pairs", pairs, ("B", SLICES, 2))
     out = torch.empty(len(pairs), dtype=torch.float32, device=pairs.device)
     if len(pairs) > 0:
         options = launch_options(capabilities_of(pairs.device))

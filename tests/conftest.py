@@ -47,11 +47,16 @@ def _share_gpus(request, monkeypatch):
 
 @pytest.fixture
 def as_found(monkeypatch):
-    """Findings keep the schedule that showed them. A search for a simpler one runs up to 16, which tests/check and tests/zoo
-    look at."""
+    """Findings of kernels that other tests compile: no check takes them to Triton IR, nor looks for simpler schedules.
+
+    Both are looked at in tests/check and tests/zoo; a search for a simpler schedule runs up to 16.
+    """
+    from weft.check.runner import Runner
     from weft.check.shrinking import Shrinking
 
+    prepare = Runner.__init__
     monkeypatch.setattr(Shrinking, "shrunk", lambda self, entry: entry.replay)
+    monkeypatch.setattr(Runner, "__init__", lambda self, *given: prepare(self, *given[:3], compile=False))
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -81,9 +86,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Freeze what the collection made: passes of the garbage collector over it are a tenth of the CPU time of tests."""
-    gc.enable()
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def leave_to_the_sweep(items, on_another_triton):

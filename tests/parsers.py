@@ -1,6 +1,7 @@
 """Parsers of the programs that commands of the documents name: AssertionError or the parser's own error if one is wrong."""
 
 import argparse
+import functools
 import importlib.metadata
 import re
 import runpy
@@ -25,6 +26,12 @@ from weft.cli import app
 MAINS = ("main.py", "my_kernel.py", "port.py", "script.py")
 
 
+@functools.cache
+def weft_command():
+    """The command `weft` with its subcommands, which takes a twentieth of a second to make."""
+    return typer.main.get_command(app)
+
+
 def parse(command):
     """Parse a command's arguments by the parser of its program."""
     program, *words = command.words
@@ -46,7 +53,7 @@ def is_only_named(words):
     """True for `weft tune`, not for `weft generate`, which takes no arguments."""
     if words[0] != "weft" or len(words) != 2:
         return False
-    names = typer.main.get_command(app).commands
+    names = weft_command().commands
     return words[1] == "bench" or words[1] in names and any(one.required for one in names[words[1]].params)
 
 
@@ -73,7 +80,7 @@ def parse_values(command):
 
 def parse_weft(arguments, command):
     """By the parser of the subcommand."""
-    group, context, name = typer.main.get_command(app), None, "weft"
+    group, context, name = weft_command(), None, "weft"
     while hasattr(group, "resolve_command"):
         if arguments[0].startswith("-"):
             context = group.make_context(name, [], resilient_parsing=True)

@@ -133,9 +133,9 @@ def test_compiles_and_fits(arch, name):
     ),
 )
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_other_heads_compile_and_fit(arch, dtype, D, group, page, tmp_path):
-    for name in ("qk_norm_rope", "paged_attention", "paged_prefill_attention", "decode_attention"):
-        assert built(name, arch, dtype, D, group, page).metadata.shared <= SHARED[arch], name
+@pytest.mark.parametrize("name", ["qk_norm_rope", "paged_attention", "paged_prefill_attention", "decode_attention"])
+def test_other_heads_compile_and_fit(name, arch, dtype, D, group, page):
+    assert built(name, arch, dtype, D, group, page).metadata.shared <= SHARED[arch]
 
 
 @pytest.mark.triton_internals

@@ -272,8 +272,9 @@ def test_kernels_compile_and_fit(arch, tmp_path):
 
 
 @pytest.mark.triton_internals
-def test_machine_code_on_sm_90(tmp_path):
-    for kernel in (built("sm_90", D=64, group=4), built("sm_90", D=64, group=4, window=1000), merge("sm_90")):
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.sweep), 1000])
+def test_machine_code_on_sm_90(window, tmp_path):
+    for kernel in (built("sm_90", D=64, group=4, window=window), merge("sm_90")):
         check_machine_code(kernel, tmp_path)
         # Two programs of four warps an SM, which the plan counts on.
         assert kernel.metadata.shared + 1024 <= (228 << 10) // 2 and stack_bytes(kernel, tmp_path) == 0

@@ -153,27 +153,33 @@ def test_compiles_for_world_size(world_size, dtype, name):
     assert ".local" not in ptx
 
 
-def test_ragged_and_tiny_sizes_compile():
-    for n in (1, 1001):
-        for name in ("one_shot", "two_shot", "all_to_all"):
-            compiled_for("sm_90", name, n=n)
+@pytest.mark.parametrize("name", ["one_shot", "two_shot", "all_to_all"])
+@pytest.mark.parametrize("n", [1, 1001])
+def test_ragged_and_tiny_sizes_compile(n, name):
+    compiled_for("sm_90", name, n=n)
+
+
+def one_plan_in(one_in, world_size):
+    return [(name, plan) for name in KERNELS for plan in plans(name, world_size)][::one_in]
 
 
 @pytest.mark.triton_internals
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.sweep), 4])
-def test_plans_need_no_more_registers_than_they_are_given(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "one_in"),
+    sampled([(2, 1), (4, 1), (4, 7)], lambda world_size, one_in: one_in > 1),
+)
+def test_plans_need_no_more_registers_than_they_are_given(world_size, one_in):
     """Spills would show as a stack: every plan of the measured world sizes, whole tiles."""
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not cuobjdump.exists():
         pytest.skip("this Triton has no cuobjdump")
-    for name in KERNELS:
-        for plan in plans(name, world_size):
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(compiled_for("sm_90", name, world_size, plan=plan).asm["cubin"])
-                file.flush()
-                command = [str(cuobjdump), "--dump-resource-usage", file.name]
-                usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16, f"{name} {plan}: {usage}"
+    for name, plan in one_plan_in(one_in, world_size):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled_for("sm_90", name, world_size, plan=plan).asm["cubin"])
+            file.flush()
+            command = [str(cuobjdump), "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 16, f"{name} {plan}: {usage}"
 
 
 @pytest.mark.triton_internals
@@ -187,14 +193,13 @@ def test_plans_need_no_more_registers_than_they_are_given(world_size):
 )
 def test_all_programs_of_a_plan_are_resident(world_size, arch, shared, one_in):
     """They wait for one another, and no cooperative launch refuses what does not fit."""
-    for name in KERNELS:
-        for plan in plans(name, world_size)[::one_in]:
-            registers = registers_of(plan, world_size)
-            made = compiled_for(arch, name, world_size, plan=plan)
-            assert f".maxnreg {registers}" in made.asm["ptx"]
-            resident = min(plan.programs_per_sm, resident_programs(plan.num_warps, registers))
-            # The driver keeps 1 KiB for each program.
-            assert resident * (made.metadata.shared + 1024) <= shared, f"{name} {plan}: {made.metadata.shared} bytes"
+    for name, plan in one_plan_in(one_in, world_size):
+        registers = registers_of(plan, world_size)
+        made = compiled_for(arch, name, world_size, plan=plan)
+        assert f".maxnreg {registers}" in made.asm["ptx"]
+        resident = min(plan.programs_per_sm, resident_programs(plan.num_warps, registers))
+        # The driver keeps 1 KiB for each program.
+        assert resident * (made.metadata.shared + 1024) <= shared, f"{name} {plan}: {made.metadata.shared} bytes"
 
 
 def test_lamport_stages_are_cleared_to_minus_zero():

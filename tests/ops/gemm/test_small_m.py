@@ -194,41 +194,44 @@ def built(arch, M, N, K, gated, dtype=BF16, squares=0, partials=False):
 
 @pytest.mark.triton_internals
 @pytest.mark.parametrize(
-    ("arch", "gated"),
+    ("arch", "gated", "M"),
     sampled(
-        ((arch, gated) for arch in TARGETS for gated in (False, True)),
-        lambda arch, gated: gated == (arch in ("sm_90", "gfx942")),
+        ((arch, gated, M) for arch in TARGETS for gated in (False, True) for M in (1, 32, 64, 128)),
+        lambda arch, gated, M: M == 64 and gated == (arch in ("sm_90", "gfx942")),
     ),
 )
-def test_compiles_and_fits(arch, gated, tmp_path):
-    for M in (1, 32, 64, 128):
-        for N, K in PROJECTIONS:
-            # With the rows' squares too, of a norm of the largest products.
-            for squares in (0, 20) if K == 5120 else (0,):
-                kernel, design = built(arch, M, N, K, gated, squares=squares)
-                assert kernel.metadata.shared <= SHARED[arch], design
-                if arch.startswith("sm_"):
-                    assert stack_bytes(kernel, tmp_path) == 0, design
+def test_compiles_and_fits(arch, gated, M, tmp_path):
+    for N, K in PROJECTIONS:
+        # With the rows' squares too, of a norm of the largest products.
+        for squares in (0, 20) if K == 5120 else (0,):
+            kernel, design = built(arch, M, N, K, gated, squares=squares)
+            assert kernel.metadata.shared <= SHARED[arch], design
+            if arch.startswith("sm_"):
+                assert stack_bytes(kernel, tmp_path) == 0, design
 
 
 @pytest.mark.triton_internals
-def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms(tmp_path):
-    for M in (16, 32):
-        for N, K, programs in ((12800, 5120, 2), (25600, 5120, 2), (5120, 6400, 1), (5120, 2048, 1)):
-            kernel, design = built("sm_90", M, N, K, False)
-            # 228 KiB an SM, of which the system keeps 1 a program.
-            assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, design)
-            assert design.partials == 1 and design.transposed
-        # Partials that the kernel behind adds up: where a program a tile would leave SMs idle, and K is long enough.
-        for N, K, programs, partials in (
-            (5120, 6400, 2, 3),
-            (5120, 12800, 2, 3),
-            (5120, 4096, 2, 2),
-            (5120, 2048, 1, 1),
-        ):
-            kernel, design = built("sm_90", M, N, K, False, partials=True)
-            assert design.partials == partials and design.transposed
-            assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, K, design)
+@pytest.mark.parametrize("M", [pytest.param(16, marks=pytest.mark.sweep), 32])
+def test_on_sm_90_two_programs_fit_an_sm_where_there_are_more_than_sms(M):
+    for N, K, programs in ((12800, 5120, 2), (25600, 5120, 2), (5120, 6400, 1), (5120, 2048, 1)):
+        kernel, design = built("sm_90", M, N, K, False)
+        # 228 KiB an SM, of which the system keeps 1 a program.
+        assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, design)
+        assert design.partials == 1 and design.transposed
+    # Partials that the kernel behind adds up: where a program a tile would leave SMs idle, and K is long enough.
+    for N, K, programs, partials in (
+        (5120, 6400, 2, 3),
+        (5120, 12800, 2, 3),
+        (5120, 4096, 2, 2),
+        (5120, 2048, 1, 1),
+    ):
+        kernel, design = built("sm_90", M, N, K, False, partials=True)
+        assert design.partials == partials and design.transposed
+        assert (228 << 10) // (kernel.metadata.shared + 1024) == programs, (M, N, K, design)
+
+
+@pytest.mark.triton_internals
+def test_on_sm_90_as_many_programs_of_other_kernels_fit(tmp_path):
     for N, K, squares, programs, block_n in (
         (5120, 12800, 0, 1, 128),
         (5120, 5120, 20, 2, 64),

@@ -133,6 +133,69 @@ def test_a_gated_mlp_has_the_same_bits_on_any_number_of_ranks_and_rows():
         assert_identical(on_ranks(main, world_size, M), expected[:M])
 
 
+def row_ops(device):
+    """Name of an op whose kernel computes a row alike among any rows -> its result for the first M of 600 rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    x, residual, weight, gate_up, ids = draw(600, 640), draw(600, 640), draw(640), draw(600, 1200), torch.arange(600)
+    qkv, angles, heads = draw(600, 6 * 32), draw(600, 32).float(), draw(32)
+    ids = ids.to(device)
+
+    def rotated(M):
+        keys = torch.zeros((40, 1, 16, 32), dtype=torch.bfloat16, device=device)
+        q = ops.qk_norm_rope(qkv[:M], heads, heads, 1e-6, angles, ids[:M], ids[:M], keys, torch.zeros_like(keys))
+        return q, keys.transpose(1, 2).reshape(640, 32)[:M]
+
+    return {
+        "add_rms_norm": lambda M: ops.add_rms_norm(x[:M], residual[:M], weight, 1e-6),
+        "silu_mul": lambda M: (ops.silu_mul(gate_up[:M]),),
+        "qk_norm_rope": rotated,
+        "vocab_embedding": lambda M: (ops.vocab_embedding(ids[:M], x, 0),),
+        "route": lambda M: tuple(ops.route(x[: min(M, 512), :128], 8)),
+    }
+
+
+def check_rows(device, sizes):
+    for name, result in row_ops(device).items():
+        whole = result(600)
+        for M in sizes:
+            for part, of_all in zip(result(M), whole, strict=True):
+                assert_identical(part[: len(of_all)], of_all[:M], what=f"{name} M={M}")
+
+
+def test_ops_of_rows_compute_a_row_alike_among_any_rows():
+    weft.simulate(lambda team: check_rows("cpu", (1, 33)), 1)
+    for name in row_ops("cpu"):
+        assert ("its bits are invariant" in str(ops.explain(name))) == (name != "route")
+
+
+@pytest.mark.gpu(1)
+def test_on_a_gpu_ops_of_rows_compute_a_row_alike_among_any_rows():
+    check_rows("cuda", (1, 2, 7, 33, 128, 513))
+
+
+def same_on_gpus(team):
+    """Compare this team's sums with those of one rank, which holds all slices."""
+    for K, N, sizes in ((2048, 520, (1, 2, 17, 64, 130)), (4096, 4096, (33, 2500))):
+        x, w = (tensor.to(team.device) for tensor in noisy(max(sizes), N, K, 8))
+        step = sliced_reduce.sliced.step_of("test", K, 8, 8)
+        for M in sizes:
+            design = sliced_reduce.sliced.default_sliced(M, N, 8, team.caps)
+            nodes = sliced_reduce.sliced.run(design, x[:M], w, 8, rounded=True, step=step)
+            alone = sliced_reduce.sliced.total(nodes, x.dtype, rounded=True)
+            for _ in range(3):
+                out = ops.matmul_all_reduce(part(x[:M], team), part(w, team), team, invariant=True)
+                assert_identical(out, alone, what=f"K={K} M={M}")
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_give_the_bits_of_one():
+    weft.launch(same_on_gpus, 2, "cuda")
+
+
 def test_plans_say_that_they_are_invariant_and_refuse_what_is_not():
     def main(team):
         plan = plan_step(5000, mode="invariant", hidden_size=64, dtype=torch.bfloat16, team=team)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft.arguments import check_bool, check_instance, check_optional, is_integer, quoted
-from weft.ops.op import Op, find_op, why_no_plan
+from weft.ops.op import ROW_BITS, Op, find_op, registered, why_no_plan
 from weft.ops.registration import ITEM_SIZES, check_choice
 from weft.plan.planned import Planned, machine
 from weft.plan.table import Row, name_of
@@ -61,12 +61,14 @@ class Explanation:
 
     @property
     def bits(self) -> str:
-        """Inputs besides a row's own on which the bits of its result depend."""
-        return find_op(self.op).bits_of(self.planned.name)
+        """Inputs besides a row's own on which the bits of its result depend; "" of a function that states none."""
+        if not isinstance(self.plan, NoPlan):
+            return find_op(self.op).bits_of(self.planned.name)
+        return ROW_BITS if any(op.name == self.op and op.invariant for op in registered()) else ""
 
     def __repr__(self) -> str:
         if isinstance(self.plan, NoPlan):
-            return f"{self.call} has no plan: {self.reason}"
+            return f"{self.call} has no plan: {self.reason}{self.bits and f'; its bits {self.bits}'}"
         return "\n".join((self.call, *_lines(self.planned, "gets"), f"  bits  {self.bits}"))
 
 

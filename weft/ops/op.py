@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
+# Bits of a row's result that depend on nothing but the row.
+ROW_BITS = "are invariant"
 # The tags of torch.library.custom_op: known to torch.compile, and called with the strides that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -138,7 +140,7 @@ class Op:
 
     def bits_of(self, design: str) -> str:
         """Inputs besides a row's own on which the bits of its result by ``design`` depend, as the end of a sentence."""
-        return "are invariant" if design in self.invariant else "depend on M, W and the design"
+        return ROW_BITS if design in self.invariant else "depend on M, W and the design"
 
     def call_of(
         self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, **fields: bool

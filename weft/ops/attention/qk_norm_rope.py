@@ -319,6 +319,7 @@ def check_cache(
 class QKNormRope(Op):
     name, alias = "qk_norm_rope", "qk-norm-rope"
     no_plan = "one kernel; a program takes as many heads as its registers hold"
+    invariant = ("kernel",)
     mutates = ("keys", "values")
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

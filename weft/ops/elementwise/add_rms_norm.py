@@ -93,6 +93,7 @@ def add_rms_norm(
 class AddRMSNorm(Op):
     name, alias = "add_rms_norm", "add-rms-norm"
     no_plan = "one kernel; a program takes a row, and the row's bytes decide its warps"
+    invariant = ("kernel",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         x, residual = draw.own("x", case.sizes), draw.own("residual", case.sizes)

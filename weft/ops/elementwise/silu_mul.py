@@ -106,6 +106,7 @@ def silu_mul(
 class SiluMul(Op):
     name, alias = "silu_mul", "silu-mul"
     no_plan = "one kernel; a program takes one number of elements, of as many rows as there are"
+    invariant = ("kernel",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         gate_up, parts = draw.own("gate_up", case.sizes, 3.0), case.field("squares")

@@ -150,6 +150,7 @@ class MoeSum(MoeOp):
     name, alias = "moe_sum", "moe-sum"
     saves = ("y", "ids", "weights", "shared", "gate")
     no_plan = "one kernel; a program takes a block of a token's columns"
+    invariant = ("kernel",)
     collective = False
 
     def case_sizes(self, shape: MoeShape) -> tuple[int, ...]:

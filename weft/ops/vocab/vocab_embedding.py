@@ -55,6 +55,7 @@ def vocab_embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> t
 class VocabEmbedding(Op):
     name, alias = "vocab_embedding", "vocab-embedding"
     no_plan = "one kernel; a program copies a block of a row"
+    invariant = ("kernel",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:
         """Token ids below 3 * rows and the weight of the second third. sizes: tokens, rows, H."""

@@ -89,13 +89,46 @@ def a_view(world_size: int = 4, rank: int = 1, patience_us: int = 0, multicast: 
 
 def stack_bytes(kernel: Any, directory: Path) -> int:
     """Bytes of local memory a thread, spills included, as the cubin states them."""
+    listed = dumped(kernel, directory, "--dump-resource-usage")
+    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", listed))
+
+
+def broken_sums(kernel: Any, directory: Path) -> list[str]:
+    """Sums of 64 bits whose upper half adds a register that nothing has written, or that the lower half adds.
+
+    ptxas 12.8, of Triton 3.6, makes such code of descriptors of tensor instructions, whose upper half is a constant plus that
+    register in place of plus 0: the instruction then reads shared memory out of range.
+    """
+    written: set[tuple[str, str]] = set()
+    faults, added = [], {}
+    for line in dumped(kernel, directory, "--dump-sass").splitlines():
+        text = re.search(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s+(.*?);", line)
+        if text is None:
+            continue
+        opcode, operands = text.groups()
+        registers = [*re.findall(r"\b(U?R)(\d+)\b", operands)]
+        carries = re.findall(r"\bU?P\d\b", operands)
+        if re.fullmatch(r"U?IADD3", opcode):
+            added |= dict.fromkeys(carries, registers[1:])
+        if re.fullmatch(r"U?IADD3\.X", opcode):
+            lower = {one for carry in carries for one in added.get(carry, ())}
+            if any(one not in written or one in lower for one in registers[1:]):
+                faults.append(operands)
+        # The first register is the result's; some results have several.
+        width = 4 if re.search(r"128|LDSM", opcode) else 2 if re.search(r"64|WIDE|CS2R", opcode) else 1
+        width = 128 if "MMA" in opcode else width
+        written |= {(kind, str(int(number) + more)) for kind, number in registers[:1] for more in range(width)}
+    return faults
+
+
+def dumped(kernel: Any, directory: Path, option: str) -> str:
+    """What cuobjdump prints about the kernel's machine code."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         pytest.skip(f"{tool} is not part of this Triton")
     cubin = directory / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
-    listed = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", listed))
+    return subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
 
 
 def sums_of(kernel: Any) -> list[tuple[str, str]]:

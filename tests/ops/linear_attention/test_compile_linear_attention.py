@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from tests.compiling import SHARED, TARGETS, compiled, stack_bytes
+from tests import compiling
+from tests.compiling import SHARED, TARGETS, broken_sums, compiled, stack_bytes
 from tests.ops.test_compile_layer_kernels import FP32, INTS, caps_of, check_compiles, check_machine_code
 from weft.ops.linear_attention import causal_conv1d as conv
 from weft.ops.linear_attention import gated_delta_rule as delta
@@ -18,16 +19,16 @@ KERNELS = ("prepare", "scan", "recurrent", "conv", "update", "norm")
 STRIDE, CHANNELS = 12352, 1536
 
 
-def built(name, arch, dtype=torch.bfloat16, D=128, queries=1):
+def built(name, arch, dtype=torch.bfloat16, D=128, queries=1, V=None):
     x, caps = torch.zeros(16, dtype=dtype), caps_of(arch)
-    sizes, gates, parts = DeltaSizes(2, 8, D, D), Gates(x, x, FP32, FP32), delta.Prepared(x, x, x, FP32)
+    sizes, gates, parts = DeltaSizes(2, 8, D, V or D), Gates(x, x, FP32, FP32), delta.Prepared(x, x, x, FP32)
     options = {"arch": arch, **launch_options(caps)}
     shared = {"SIZES": sizes, "ROWS": 64, "PRECISION": delta.precision_of(caps), **options}
     given, strides = (x, STRIDE), (STRIDE, STRIDE)
     match name:
         case "prepare":
             arguments = *given, gates, strides, INTS, INTS, parts, 0.1, 640
-            return compiled(delta.prepare_kernel, *arguments, **shared, **delta.prepare_options(dtype))
+            return compiled(delta.prepare_kernel, *arguments, **shared, **delta.prepare_options(sizes, dtype))
         case "scan":
             shared |= {"COLUMNS": delta.columns_of(sizes, dtype), **delta.scan_options(sizes, dtype)}
             return compiled(delta.scan_kernel, *given, INTS, INTS, parts, FP32, x, 640, **shared)
@@ -69,6 +70,35 @@ def test_no_thread_has_a_stack(name, arch, tmp_path):
     if arch == "sm_90":
         check_machine_code(kernel, tmp_path)
     assert stack_bytes(kernel, tmp_path) == 0
+
+
+HEADS = [(K, V) for K in (16, 32, 64, 128) for V in (16, 32, 64, 128)]
+
+
+@pytest.mark.triton_internals
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("K", "V"),
+    [pytest.param(K, V, marks=[pytest.mark.sweep] * ((K, V) not in ((16, 32), (128, 128)))) for K, V in HEADS],
+)
+def test_descriptors_of_tensor_instructions_are_whole(K, V, dtype, tmp_path):
+    """Of heads of 16 x 32 in four warps ptxas 12.8 made one that reads shared memory out of range (H200)."""
+    for name in ("prepare", "scan"):
+        assert broken_sums(built(name, "sm_90", dtype, K, V=V), tmp_path) == []
+
+
+def test_a_descriptor_that_is_not_whole_is_found(monkeypatch):
+    def code(third):
+        lines = [
+            "R2UR UR8, R5 ;",
+            "UIADD3 UR4, UP0, UR8, 0x40, URZ ;",
+            f"UIADD3.X UR5, {third}, 0x80, URZ, UP0, !UPT ;",
+        ]
+        return "\n".join(f"        /*{16 * at:04x}*/   {line}" for at, line in enumerate(lines))
+
+    for third, count in (("URZ", 0), ("UR8", 1), ("UR9", 1)):
+        monkeypatch.setattr(compiling, "dumped", lambda *_, third=third: code(third))
+        assert len(broken_sums(None, None)) == count
 
 
 @pytest.mark.parametrize("name", ["recurrent", "update"])

@@ -265,7 +265,7 @@ class GatedDeltaRule(Op):
         rows, slots, chunks = (x.contiguous() for x in sequences)
         shared = {"SIZES": sizes, "ROWS": CHUNK, "PRECISION": precision_of(caps), **launch_options(caps)}
         inputs = qkv, qkv.stride(0), *kernel_gates(gates), rows, chunks, parts, sizes.K**-0.5, tokens
-        prepare_kernel[len(chunks), heads](*inputs, **shared, **prepare_options(qkv.dtype))
+        prepare_kernel[len(chunks), heads](*inputs, **shared, **prepare_options(sizes, qkv.dtype))
         columns = columns_of(sizes, qkv.dtype)
         grid = heads * (sizes.V // columns), len(rows)
         arguments = qkv, qkv.stride(0), rows, slots, parts, state, out, tokens
@@ -276,8 +276,14 @@ class GatedDeltaRule(Op):
         return qkv.new_empty((qkv.shape[0], state.shape[1], state.shape[3]))
 
 
-def prepare_options(dtype: torch.dtype) -> dict[str, Any]:
-    """Warps of ``prepare``: two programs of 16 bits fit an SM's registers."""
+def prepare_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
+    """Warps of ``prepare``: two programs of 16 bits fit an SM's registers.
+
+    With heads of fewer than 64 elements two warps, too few for the tensor instructions that read shared memory: of their
+    descriptors ptxas 12.8 makes code with a register that nothing has written, and they read out of range.
+    """
+    if dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64:
+        return {"num_warps": 2}
     return {"num_warps": 4 if dtype.itemsize == 2 else 8}
 
 

@@ -219,7 +219,7 @@ def test_sampling_parameters():
         "repetition_penalty": (*NUMBER, 0, -1.0, float("inf")), "min_tokens": ("1", 1.5, None, True, -1, 65),
         "logit_bias": (5, [1], {"1": 1.0}, {-1: 1.0}, {1: 101.0}, {1: "x"}), "bad_words": (5, [""], [5], NESTED),
         "logprobs": ("1", 1.5, True, -1, 21), "prompt_logprobs": ("1", 1.5, True, -1, 21),
-        "cache_salt": (5, "", ["x"], True, "\ud800"),
+        "cache_salt": (5, "", ["x"], True, "\ud800"), "lora": (5, "", ["x"], True, "\ud800"),
     }  # fmt: skip
     check_table(SamplingParams, {}, table)
 

@@ -41,6 +41,7 @@ SCRIPTS = [
         "M --gpu-memory-utilization 0.9 --max-model-len 8192 --no-cuda-graph --kv-cache-dtype fp8",
     ),
     ("M --seed 42 --block-size 16 -pp 2 --load-format dummy", "M --seed 42 --block-size 16 -pp 2 --dummy-weights"),
+    ("M --enable-lora --max-loras 4 --lora-modules sql=a --lora-modules b=c", "M --lora sql=a --lora b=c"),
     ("M --prompt=--swap-space -- --swap-space 4", "M --prompt=--swap-space -- --swap-space 4"),
 ]
 REFUSED = {
@@ -50,7 +51,7 @@ REFUSED = {
     "--generation-config vllm": "near it: none: generation_config.json of the checkpoint applies",
     "--distributed-executor-backend ray": "near it: none: a process per GPU on this machine, and torchrun between",
     "--data-parallel-size=2": "--data-parallel-size 2 is a flag of vLLM that weft has not; near it: none: start a server",
-    "--enable-lora": "--enable-lora is a flag of vLLM that weft has not; near it: none: merge an adapter",
+    "--tokenizer x": "near it: none: put tokenizer.json into the checkpoint's directory",
     "--revision main": "near it: MODEL@REVISION comes near",
 }
 

@@ -115,5 +115,5 @@ def plain_ops(monkeypatch):
         grouped_matmul_reduce_scatter=grouped_matmul_reduce_scatter,
     )
     monkeypatch.setattr(step_plan, "_local", lambda team, fused: step_plan.FUSED if fused else step_plan.PLAIN)
-    for module in ("replicated", "sequence_parallel", "vocabulary", "context"):
+    for module in ("replicated", "sequence_parallel", "adapters", "vocabulary", "context"):
         monkeypatch.setattr(f"weft.parallel.{module}.ops", by_definition)

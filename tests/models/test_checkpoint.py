@@ -341,7 +341,7 @@ def test_an_adapter_beside_the_weights_is_refused(copy):
     directory, _ = copy
     (directory / "adapter_config.json").write_text("{}")
     with pytest.raises(
-        CheckpointError, match="adapter_config.json names an adapter, which weft does not apply; merge it"
+        CheckpointError, match="adapter_config.json names an adapter; pass its model, and this directory as an adapter"
     ):
         Checkpoint(directory)
 

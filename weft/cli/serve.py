@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.arguments import quoted
 from weft.cli.engine_flags import EngineFlags, starting
 from weft.console import api_key_of, from_flags, notices, one_line_errors, single_valued
 from weft.runtime.early import early_processes
@@ -58,6 +59,12 @@ class ServeFlags(EngineFlags):
     served_model_name: Annotated[
         str | None, typer.Option(help="In requests and answers [default: MODEL as typed, or adder]")
     ] = None
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR", help="Adapter as peft saves it, which requests name as their model; may be repeated"
+        ),
+    ] = None
     tool_call_parser: Annotated[
         str | None, typer.Option(help="Reader of calls in answers, or none [default: by the chat template]")
     ] = None
@@ -107,7 +114,7 @@ def serve(flags: ServeFlags) -> None:
 
 def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
     """Start the engine and serve it; `early`: processes for its ranks."""
-    from weft.engine import AsyncLLM
+    from weft.engine import AsyncLLM, EngineConfig
     from weft.serve import app, server
 
     options = app.ServeOptions(
@@ -122,6 +129,8 @@ def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
         seed=flags.seed,
     )
     config, model = flags.engine_config(), _model(flags)
+    if flags.lora:
+        config = EngineConfig.of(config, {"lora": _adapters(flags.lora)})
     with server.bound(flags.host, flags.port) as at:
         with starting(True) as progress:
             llm = AsyncLLM(
@@ -144,6 +153,18 @@ def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
 
 
 command = single_valued(from_flags(ServeFlags, serve))
+
+
+def _adapters(words: list[str]) -> dict[str, str]:
+    """Directories of adapters by name. ValueError for other words, and for a name that is given twice."""
+    adapters: dict[str, str] = {}
+    for word in words:
+        name, _, directory = word.partition("=")
+        if not name or not directory or name in adapters:
+            twice = "names an adapter a second time" if name in adapters else "is not NAME=DIR"
+            raise ValueError(f"--lora {quoted(word)} {twice}; pass a name, an equals sign and a directory")
+        adapters[name] = directory
+    return adapters
 
 
 def _model(flags: ServeFlags) -> str | DecoderConfig | None:

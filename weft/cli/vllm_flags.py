@@ -134,8 +134,16 @@ FLAGS = (
     _nothing(
         "--runner", "--task", valued=True, values=("auto", "generate", "pooling", "embed"), note="all paths are served"
     ),
-    _lacking("--enable-lora", valued=False, near="none: merge an adapter into the weights (peft's merge_and_unload)"),
-    _lacking("--lora-modules", "--max-loras", "--max-lora-rank", near="none: merge an adapter into the weights"),
+    _nothing("--enable-lora", note="--lora NAME=DIR gives an adapter"),
+    Flag(
+        names=("--lora-modules",),
+        words=lambda value: None if value.startswith("{") else ["--lora", value],
+        commands=("serve",),
+        note="--lora NAME=DIR, once for each adapter",
+    ),
+    _nothing(
+        "--max-loras", "--max-lora-rank", valued=True, note="all adapters of --lora stay on the GPUs, ranks up to 64"
+    ),
     _lacking("--tokenizer", near="none: put tokenizer.json into the checkpoint's directory"),
     _lacking("--revision", near="MODEL@REVISION comes near"),
     _lacking("--download-dir", near="none: weft downloads nothing, and reads the cache of `hf download`"),

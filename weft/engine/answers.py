@@ -349,10 +349,15 @@ class Requests:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if (largest := max(getattr(params, name) or (), default=0)) >= self._vocab_size:
                 raise ValueError(f"{name} holds {quoted(largest)}, outside 0 .. {self._vocab_size - 1}")
+        adapters = list(self._config.lora or ())
+        if params.lora is not None and params.lora not in adapters:
+            listed = f"the adapters are {', '.join(adapters)}" if adapters else "this engine has no adapters"
+            raise ValueError(f"lora={quoted(params.lora)} is not an adapter here; {listed}")
         room = self._config.max_seq_len - len(ids)
         return Answer(
             prompt=ids,
             params=params,
+            adapter=-1 if params.lora is None else adapters.index(params.lora),
             budget=room if params.max_tokens is None else min(params.max_tokens, room),
             reads_all=params.prompt_logprobs is not None or params.pooling == "mean",
             adjusted=self._adjusted(params),

@@ -304,7 +304,13 @@ def _host_memory_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _state_of(sequence: Sequence) -> SlotState:
-    return SlotState(position=sequence.cached - 1, pages=sequence.pages, params=sequence.params, last=sequence.last)
+    return SlotState(
+        position=sequence.cached - 1,
+        pages=sequence.pages,
+        params=sequence.params,
+        last=sequence.last,
+        adapter=sequence.adapter,
+    )
 
 
 def _guide_of(sequence: Sequence) -> Guide | None:
@@ -334,6 +340,7 @@ def _chunk(part: SequenceRange) -> PrefillChunk:
         pooling=_pooling(part),
         entry=entry,
         following=None if part.last else tokens[part.start + part.length],
+        adapter=sequence.adapter,
     )
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from weft.parallel.modes import Mode
 
 MAX_BATCH = 1 << 16
+MOST_ADAPTERS = 64
 # Seconds of a search without a number.
 TUNE_SECONDS = 60
 # vLLM's names of options, for the message that refuses them.
@@ -49,6 +50,8 @@ VLLM_NAMES = {
     "mamba_block_size": "state_snapshot_tokens",
     "decode_context_parallel_size": "context_parallel, on or off",
     "speculative_config": "speculative",
+    "enable_lora": "lora, a dict of names to directories",
+    "lora_modules": "lora, a dict of names to directories",
 }
 
 
@@ -106,6 +109,8 @@ class EngineConfig:
                      on these GPUs at start, collectively, within that time, and kept for the next start (docs/tuning.md). Not
                      with pipeline_parallel; virtual ranks search nothing
     tune_cache       folder of the results; None: ~/.cache/weft
+    lora             directories of adapters as peft saves them, by the names that SamplingParams(lora=) takes (docs/lora.md);
+                     None: there are none
     algorithm_cache  JSON file of cuBLAS algorithms: rank 0 reads it before the first prompt, times what prompts of 256, 512, …
                      chunk_tokens tokens lack, and adds it; None: shipped rows and torch.mm's choice
     """
@@ -140,6 +145,7 @@ class EngineConfig:
     tune: bool | float = False
     tune_cache: str | PathLike[str] | None = None
     algorithm_cache: str | PathLike[str] | None = None
+    lora: Mapping[str, str | PathLike[str]] | None = None
 
     def __post_init__(self) -> None:
         # Not at the top: the command line reads the defaults before it needs torch and Triton.
@@ -156,6 +162,8 @@ class EngineConfig:
         check_optional(check_layout, "expert_layout", self.expert_layout)
         check_optional(check_instance, "algorithm_cache", self.algorithm_cache, (str, PathLike), "the path of a file")
         check_optional(check_instance, "tune_cache", self.tune_cache, (str, PathLike), "the path of a folder")
+        if self.lora is not None:
+            object.__setattr__(self, "lora", _adapters(self.lora))
         if not isinstance(self.tune, bool):
             check_number("tune", self.tune, 1, 86400, "in [1, 86400] seconds, True or False")
         if self.tune and self.pipeline_parallel > 1:
@@ -236,6 +244,17 @@ class EngineConfig:
             rest = f"weft's name is {name}" if name else f"the options are {', '.join(known)}"
             raise TypeError(f"{unknown}= is not an option of an engine; {rest}")
         return replace(config or cls(), **options)
+
+
+def _adapters(value: object) -> dict[str, str] | None:
+    """Directories by name, as plain text. ValueError for anything else."""
+    check_instance("lora", value, Mapping, "a dict of names to directories")
+    for name, directory in value.items():
+        if not isinstance(name, str) or not name.strip() or not isinstance(directory, (str, PathLike)):
+            raise ValueError(f"lora={quoted(value)} is not a dict of names to directories")
+    if len(value) > MOST_ADAPTERS:
+        raise ValueError(f"lora has {len(value)} adapters; pass at most {MOST_ADAPTERS}")
+    return {name: str(directory) for name, directory in value.items()} or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

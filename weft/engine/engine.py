@@ -146,6 +146,8 @@ class Engine:
         else:
             warnings += self.model.load(checkpoint, progress, team)
         logger.debug("start: rank %d has its weights", team.rank)
+        if config.lora is not None:
+            self.model.load_adapters(config.lora)
         if warn and team.rank == 0:
             logger.info("KV cache %s", self.cache_plan)
             for line in warnings:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -196,7 +197,10 @@ class DecodeGraph:
 
     def _pass(self, slots: slice) -> Pass:
         tokens, positions, table = (rows_of(x, slots) for x in (self.tokens, self.slots.positions, self.slots.table))
-        return Pass(tokens, self.pipeline.model.decode_step(positions, table, self.page_size))
+        step = self.pipeline.model.decode_step(positions, table, self.page_size)
+        if self.pipeline.model.adapters:
+            step = replace(step, adapters=rows_of(self.slots.adapter, slots))
+        return Pass(tokens, step)
 
     def choose(self, slots: slice, kind: Kind, logits: torch.Tensor | None) -> None:
         """Choose the slots' next tokens, by logits on the last stage, and advance their positions."""

@@ -137,10 +137,11 @@ def digest_of(before: bytes, tokens: abc.Sequence[int]) -> bytes:
     return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
 
 
-def digest_of_salt(salt: str | None) -> bytes:
-    """Digest before the first page, so that pages of different salts have different digests."""
+def first_digest(salt: str | None, lora: str | None) -> bytes:
+    """Digest before the first page, so that pages of different salts or adapters have different digests."""
     # No page begins with these bytes, since no token id is as large: a salt cannot stand for a page.
-    return b"" if salt is None else hashlib.sha256(b"cache_salt " + salt.encode()).digest()
+    digest = b"" if salt is None else hashlib.sha256(b"cache_salt " + salt.encode()).digest()
+    return digest if lora is None else hashlib.sha256(b"lora " + digest + lora.encode()).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +166,7 @@ class Sequence:
     running   all tokens but the last one are cached: decode steps continue it
     late      submitted while sequences were running
     together  submitted by a call of several prompts, which may be read before they decode
+    adapter   number among the engine's; -1: none
     corrupt   its logits were not finite, so keys and values may not be either: no other sequence may share its pages
     kind      of the choice of its tokens
     snapshot  (place, pages): where its states after its last full page are kept while it decodes; None: nowhere
@@ -193,6 +195,7 @@ class Sequence:
     together: bool = False
     done: bool = False
     corrupt: bool = False
+    adapter: int = -1
     kind: Kind = field(init=False)
     snapshot: tuple[int, int] | None = None
 

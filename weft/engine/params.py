@@ -134,6 +134,7 @@ class SamplingParams:
     ignore_eos      continue after an end-of-sequence token
     skip_special_tokens  special tokens give no text
     cache_salt      pages of the KV cache are shared only with requests of the same salt (prefix caching); None: without salt
+    lora            name of the adapter that answers (docs/lora.md); None: the model as it is
     """
 
     n: int = 1
@@ -160,6 +161,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         # Plain values, as ranks exchange them, also from NumPy's numbers and strings.
@@ -384,6 +386,7 @@ _PLAIN: dict[str, Callable[[str, Any], Any]] = {
     "include_stop_str_in_output": partial(_checked, check_bool),
     "skip_special_tokens": partial(_checked, check_bool),
     "cache_salt": _salt,
+    "lora": _salt,
 }
 
 

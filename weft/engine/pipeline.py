@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -128,16 +128,19 @@ class Pipeline:
         cache: PagedCache,
         rows: Sequence[int],
         slots: Sequence[int] | None = None,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Logits after the tokens `rows` of prompts, where `run` returns them. Collective.
 
-        sequences, pages, slots  as of ``Decoder.prefill_step``
+        sequences, pages, slots  as of ``Decoder.prefill_step``; adapters as of ``Step``
         """
         passes, order = [], []
         for begin, end in self.cuts(len(tokens)):
             first, parts = ranges_between(sequences, begin, end)
             of_states = None if slots is None else slots[first : first + len(parts)]
             step = self.model.prefill_step(parts, pages[first : first + len(parts)], cache.page_size, of_states)
+            if adapters is not None:
+                step = replace(step, adapters=adapters[begin:end])
             here = [index for index, row in enumerate(rows) if begin <= row < end]
             asked = upload(torch.tensor([rows[index] - begin for index in here]), tokens.device) if here else None
             passes.append(Pass(tokens[begin:end], step, asked, bool(here)))

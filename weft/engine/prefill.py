@@ -39,6 +39,7 @@ class PrefillChunk:
     targets  prompt tokens whose log-probabilities are asked for, each after one of the chunk's last tokens; with `choose` none
              follows the very last
     pooling  of the prompt's vector: with "last" of the chunk that ends the prompt alone; None: none is asked for
+    adapter  number of the sequence's adapter; -1: none
     """
 
     slot: int
@@ -51,6 +52,7 @@ class PrefillChunk:
     following: int | None = None
     targets: Sequence[int] = ()
     pooling: str | None = None
+    adapter: int = -1
 
 
 class Prefilled(NamedTuple):
@@ -81,7 +83,8 @@ def prefill_eagerly(
     last, scored = _rows_of(chunks)
     sequences = [(chunk.before, len(chunk.tokens)) for chunk in chunks]
     with outputs_of(pipeline.model, any(chunk.pooling for chunk in chunks)) as outputs:
-        logits = pipeline.prefill(tokens, sequences, table, cache, last + scored, [chunk.slot for chunk in chunks])
+        slots = [chunk.slot for chunk in chunks]
+        logits = pipeline.prefill(tokens, sequences, table, cache, last + scored, slots, _adapters_of(pipeline, chunks))
     vectors = pooled(pipeline, [(chunk.slot, len(chunk.tokens), chunk.pooling) for chunk in chunks], outputs)
     prompt_logprobs = {}
     if scored:
@@ -100,6 +103,14 @@ def prefill_eagerly(
     )
     chosen = pipeline.choose(logits, choice, joint_kind(params))
     return Prefilled(*chosen, prompt_logprobs, vectors)
+
+
+def _adapters_of(pipeline: Pipeline, chunks: Sequence[PrefillChunk]) -> torch.Tensor | None:
+    """Number of each token's adapter [T] int32; None of a model without adapters."""
+    if not pipeline.model.adapters:
+        return None
+    numbers = [chunk.adapter for chunk in chunks for _ in chunk.tokens]
+    return upload(torch.tensor(numbers, dtype=torch.int32), pipeline.team.device)
 
 
 def _rows_of(chunks: Sequence[PrefillChunk]) -> tuple[list[int], list[int]]:
@@ -152,6 +163,7 @@ class Inputs:
     seed, temperature, top_p, top_k, min_p  [S]: sampling parameters
     batch_slots                           [S] int64: slots of the sequences, for their adjustments
     state_rows, state_slots, state_chunks  of SequenceChunks, in models with states; else empty
+    adapters                              [T] int32: number of each token's adapter, -1: none
     """
 
     tokens: torch.Tensor
@@ -173,6 +185,7 @@ class Inputs:
     state_rows: torch.Tensor
     state_slots: torch.Tensor
     state_chunks: torch.Tensor
+    adapters: torch.Tensor
 
     @property
     def nbytes(self) -> int:
@@ -266,6 +279,7 @@ class StaticPrefill:
             state_chunks=SequenceChunks(now.state_rows, now.state_slots, now.state_chunks)
             if self.model.has_states
             else None,
+            adapters=now.adapters if self.model.adapters else None,
         )
         logits = self.pipeline.run([Pass(now.tokens, step, now.rows)], self.cache)
         choice = Choice(
@@ -304,6 +318,7 @@ class StaticPrefill:
         rank, world_size = (team.rank, team.size) if self.model.context_parallel else (0, 1)
         tokens, positions = numpy.zeros((2, self.shape.tokens), numpy.int64)
         cache_slots, rows = numpy.full(self.shape.tokens, -1, numpy.int64), []
+        adapters = numpy.full(self.shape.tokens, -1, numpy.int32)
         for row, chunk, start in zip(table, chunks, self.starts(chunks), strict=False):
             pages = numpy.array(chunk.pages[: self._max_pages], numpy.int64)
             row[: len(pages)] = pages
@@ -311,7 +326,7 @@ class StaticPrefill:
             here = slice(start, start + len(at))
             slots = pages[at // (size * world_size)] * size + at % size
             cache_slots[here] = numpy.where(at // size % world_size == rank, slots, -1)
-            tokens[here], positions[here] = chunk.tokens, at
+            tokens[here], positions[here], adapters[here] = chunk.tokens, at, chunk.adapter
             rows.append(start + len(at) - 1)
         entries = gathered_slots = numpy.zeros(0, numpy.int64)
         if self.model.context_parallel:
@@ -339,6 +354,7 @@ class StaticPrefill:
             top_k=padded([p.top_k for p in params], 0),
             min_p=padded([p.min_p for p in params], 0.0, torch.float32),
             batch_slots=padded([chunk.slot for chunk in chunks], 0),
+            adapters=torch.from_numpy(adapters),
             **dict(zip(("state_rows", "state_slots", "state_chunks"), map(torch.from_numpy, states), strict=True)),
         )
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import chain
 
-from weft.engine.kv_cache import Changes, Decoding, PagePool, Sequence, SequenceRange, digest_of, digest_of_salt
+from weft.engine.kv_cache import Changes, Decoding, PagePool, Sequence, SequenceRange, digest_of, first_digest
 from weft.engine.snapshots import Snapshots
 from weft.runtime.logs import logger_of
 
@@ -258,7 +258,7 @@ class Scheduler:
         if len(digests) < pages:
             tokens = sequence.prompt + sequence.tokens
             for start in range(len(digests) * size, pages * size, size):
-                before = digests[-1] if digests else digest_of_salt(sequence.params.cache_salt)
+                before = digests[-1] if digests else first_digest(sequence.params.cache_salt, sequence.params.lora)
                 digests.append(digest_of(before, tokens[start : start + size]))
         return digests[:pages]
 

@@ -38,10 +38,10 @@ from weft.runtime.copying import upload
 # Fields of a slot that are one number.
 DTYPES = {
     "positions": torch.int64, "last": torch.int64, "seed": torch.int64, "top_k": torch.int64,
-    "temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32,
+    "temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32, "adapter": torch.int32,
 }  # fmt: skip
 # The sampling parameters among them.
-SAMPLING = [name for name in DTYPES if name not in ("positions", "last")]
+SAMPLING = [name for name in DTYPES if name not in ("positions", "last", "adapter")]
 # Int32 words to whose multiples fields are aligned: kernels are compiled for pointers of 16 bytes.
 ALIGNMENT = 4
 
@@ -52,12 +52,14 @@ class SlotState:
 
     pages  the sequence's; 0 for a page that it has given back, before the windows of all layers
     last   position of the last token that a decode step may take
+    adapter  number of the sequence's adapter; -1: none
     """
 
     position: int
     pages: list[int]
     params: SamplingParams
     last: int = 0
+    adapter: int = -1
 
 
 class Slots:
@@ -68,6 +70,7 @@ class Slots:
     table                                  [max_batch, max_pages] int32
     seed, top_k                            [max_batch] int64
     temperature, top_p, min_p              [max_batch] fp32
+    adapter                                [max_batch] int32; -1: none
     occupied                               slots that `send` has filled and not emptied
 
     They are views of one buffer of int32 words, of which the host has a copy. So all changes of a step are one copy to the
@@ -93,7 +96,9 @@ class Slots:
             there[name] for name in ("positions", "last", "table", "seed", "top_k")
         )
         self.temperature, self.top_p, self.min_p = (there[name] for name in ("temperature", "top_p", "min_p"))
+        self.adapter = there["adapter"]
         self.positions.fill_(-1)
+        self.adapter.fill_(-1)
         self.top_p.fill_(1.0)
         self._here = {name: part.numpy() for name, part in views(self._words).items()}
         self._table_begin, self._max_pages = begins["table"], max_pages
@@ -131,6 +136,7 @@ class Slots:
         for slot in filled:
             state = changes[slot]
             here["positions"][slot], here["last"][slot] = state.position, state.last
+            here["adapter"][slot] = state.adapter
             for name in SAMPLING:
                 here[name][slot] = getattr(state.params, name)
             row = here["table"][slot]

@@ -180,6 +180,7 @@ class TPAttention(nn.Module):
             self.qkv_proj.matrix, self.o_proj.matrix, q_norm, k_norm, self.eps,
             self.num_heads, self.num_kv_heads, self.head_dim, self.qkv_proj.bias, self.window, self.scale, self.softcap,
             self.o_proj.bias, self.rotary, self.sinks, self.norm_all_heads, self.gated,
+            self.qkv_proj.lora, self.o_proj.lora,
         )  # fmt: skip
 
     def forward(

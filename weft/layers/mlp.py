@@ -75,7 +75,8 @@ class TPMLP(nn.Module):
 
     @property
     def weights(self) -> MLPWeights:
-        return MLPWeights(self.gate_up_proj.matrix, self.down_proj.matrix, self.activation)
+        gate_up, down = self.gate_up_proj, self.down_proj
+        return MLPWeights(gate_up.matrix, down.matrix, self.activation, gate_up.lora, down.lora)
 
     def shards(self) -> dict[str, Shard]:
         return self.gate_up_proj.shards() | self.down_proj.shards()

@@ -48,7 +48,8 @@ class Checkpoint:
         check_directory(self.directory)
         if (self.directory / "adapter_config.json").exists():
             raise CheckpointError(
-                f"{self.directory}: adapter_config.json names an adapter, which weft does not apply; merge it into the weights"
+                f"{self.directory}: adapter_config.json names an adapter; pass its model, and this directory as an adapter "
+                f"(docs/lora.md), or merge it into the weights"
             )
         content = self.read_json("config.json")
         self.is_multimodal, self.config = is_multimodal(content), text_config(content)

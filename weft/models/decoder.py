@@ -5,7 +5,7 @@ A recipe of weft.parallel computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from weft.layers.delta_net import TPGatedDeltaNet
 from weft.layers.latent_attention import LatentAttention
 from weft.layers.moe import Layout, check_layout
 from weft.layers.norm import RMSNorm
+from weft.models.adapters import load_adapters
 from weft.models.cache_scales import read_scale, scale_names
 from weft.models.checkpoint import Checkpoint, Progress
 from weft.models.config import DTYPES, DecoderConfig
@@ -32,6 +33,7 @@ from weft.ops.attention.mla_decode_attention import check_latent_sizes
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.linear_attention.delta_rule import DeltaSizes, check_head_dims
 from weft.ops.linear_attention.sequence_chunks import SequenceChunks
+from weft.parallel.adapters import Adapted
 from weft.parallel.delta_states import DeltaStates
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats
@@ -151,6 +153,7 @@ class Decoder(nn.Module):
     layers  of a stage of a pipeline (weft.engine.pipeline); None: all. Only the first stage has an embedding, and only
            the last one a norm and a head
     tap    set it to take hidden states of each pass; None: none are taken
+    adapters  names of the adapters that `load_adapters` has read
 
     Logits are this rank's [n, V'/W], in fp32, or in a fused pass in the model's dtype; `lm_head.argmax` and `lm_head.gather`
     bring them together.
@@ -184,6 +187,7 @@ class Decoder(nn.Module):
             )
         self.config, self.team, self.mode, self.dtype = config, team, mode_named(mode), dtype
         self.fused = fused
+        self.adapters: tuple[str, ...] = ()
         if self.mode == "invariant":
             check_invariant(config, dtype, fused)
         self.context_parallel = context_parallel and team.size > 1
@@ -297,6 +301,21 @@ class Decoder(nn.Module):
         fill_dummy(self.shards(), self.team, seed, whole=self.mode == "invariant")
         return self
 
+    def load_adapters(self, directories: Mapping[str, str | PathLike[str]]) -> None:
+        """Read adapters by name, whose numbers a Step's `adapters` hold. ValueError for what weft does not run.
+
+        From then on passes have the recipe of weft.parallel.adapters.
+        """
+        if self.mode in ("reference", "invariant"):
+            raise ValueError(f"lora with mode={self.mode!r}: it runs no adapters; choose another mode")
+        if self.config.quantization is not None:
+            raise ValueError(
+                f"lora with weights in {self.config.quantization.format.name}: adapters are added over weights of 16 and 32 "
+                f"bits; take such a checkpoint, and leave out quantization"
+            )
+        load_adapters(self, directories)
+        self.adapters = tuple(directories)
+
     def shards(self) -> dict[str, Shard]:
         """Name of a tensor in a checkpoint → this rank's part of it."""
         names, tied = self.config.family.weights, self.config.tie_word_embeddings
@@ -319,6 +338,10 @@ class Decoder(nn.Module):
             team=self.team,
             fused=self.fused,
         )
+        if self.adapters:
+            recipe = Adapted(team=self.team, local=plan.recipe.local)
+            reason = f"{plan.reason}; adapters are added after each GEMM, so nothing is fused with one"
+            return replace(plan, recipe=recipe, reason=reason)
         if self.config.block.residual_scale is not None:  # of whole sums
             plan = plan.of_single_layers()
         if self.config.attention.latent is not None and plan.fused:

@@ -17,6 +17,7 @@ from weft.parallel.four_bit import Cut, FourBitFormat, FourBitScales
 from weft.parallel.modes import Mode, check_mode
 from weft.parallel.quantized import Format, Formats, Fp8Grid, Fp8Scales
 from weft.parallel.sharding import Shard, whole
+from weft.parallel.tensors import Lora
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -79,6 +80,7 @@ class ColumnParallelLinear(nn.Module):
     """weight [N_local, K], bias [N_local] or None: this rank's rows of several weights, for one GEMM.
 
     formats  of the weights; None: they are in `dtype`
+    lora     adapters of them (weft.models.adapters); None: there are none
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class ColumnParallelLinear(nn.Module):
         format = None if formats is None else formats(tuple(parts))
         self.weight = matrix_parameter(sum(sizes), in_features, team=team, dtype=dtype, format=format)
         self.scales = scales_beside(self.weight, in_features, format, row_edges=seams)
+        self.lora: Lora | None = None
         self.bias = empty_parameter(sum(sizes), team=team, dtype=dtype) if bias else None
 
     @property
@@ -125,6 +128,7 @@ class RowParallelLinear(nn.Module):
     """weight [N, K_local]: this rank's columns of a checkpoint weight; its GEMM gives a partial sum.
 
     bias  [N] or None, for the sum over the ranks
+    lora  as of ``ColumnParallelLinear``
     """
 
     def __init__(
@@ -144,6 +148,7 @@ class RowParallelLinear(nn.Module):
         format = None if formats is None else formats((name,))
         self.weight = matrix_parameter(out_features, local, team=team, dtype=dtype, format=format)
         self.scales = scales_beside(self.weight, local, format, column_edges=[local] if team.size > 1 else [])
+        self.lora: Lora | None = None
         self.bias = empty_parameter(out_features, team=team, dtype=dtype) if bias else None
 
     @property

@@ -127,6 +127,7 @@ class Step:
     spread     the pages, where the cache is spread over the ranks; None: every rank has all tokens of its KV heads
     state_slots  [B] int32: indices of the sequences' states; None: no layer has any. state_chunks: fused prefill, the same
     state_after  [T] int32: decode, where the state after each token goes; None: where it was
+    adapters   [T] int32: number of each token's adapter, -1: none; None: no token has one
     plan       the recipe, and why
     """
 
@@ -145,6 +146,7 @@ class Step:
     state_slots: torch.Tensor | None = None
     state_after: torch.Tensor | None = None
     state_chunks: ops.SequenceChunks | None = None
+    adapters: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:

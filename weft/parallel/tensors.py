@@ -112,6 +112,26 @@ class Scores(NamedTuple):
 PLAIN_SCORES = Scores()
 
 
+class Lora(NamedTuple):
+    """Adapters of one matrix [N, K] of a rank, which may be several matrices of a checkpoint, one below another.
+
+    A      [adapters, P * R, K]: R rows for each of P matrices, zeros after an adapter's own rank
+    B      [adapters, N, R], zeros after it too
+    scale  [adapters] fp32
+    ends   of the P matrices among the N rows
+    """
+
+    A: Tensor
+    B: Tensor
+    scale: Tensor
+    ends: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.B.shape[2]
+
+
 class AttentionWeights(NamedTuple):
     """One rank's heads: qkv [(heads + 2 kv_heads) * head_dim, H], o [H, heads * head_dim].
 
@@ -123,6 +143,7 @@ class AttentionWeights(NamedTuple):
     o_bias          [H], added to the sum over the ranks; None: there is none
     rotary          number of the step's table of angles
     gated           rows of gates [heads * head_dim] lie between the rows of q and of k
+    qkv_lora, o_lora  adapters of both matrices; None: there are none
     """
 
     qkv: Matrix
@@ -142,6 +163,8 @@ class AttentionWeights(NamedTuple):
     sinks: Tensor | None = None
     norm_all_heads: bool = False
     gated: bool = False
+    qkv_lora: Lora | None = None
+    o_lora: Lora | None = None
 
     @property
     def scores(self) -> Scores:
@@ -224,11 +247,14 @@ class MLPWeights(NamedTuple):
     """One rank's N intermediate features: gate_up [2 N, H], the gate's rows first; down [H, N].
 
     activation  of the gate, a key of ``ACTIVATIONS`` in weft.parallel.plain
+    gate_up_lora, down_lora  adapters of both matrices; None: there are none
     """
 
     gate_up: Matrix
     down: Matrix
     activation: str = "silu"
+    gate_up_lora: Lora | None = None
+    down_lora: Lora | None = None
 
 
 class MoEWeights(NamedTuple):

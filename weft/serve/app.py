@@ -103,6 +103,10 @@ class Service:
 
     def __init__(self, llm: AsyncLLM, options: ServeOptions) -> None:
         self.llm, self.options = llm, options
+        if options.model_name in self.adapters:
+            raise ValueError(
+                f"the model and an adapter are both named {quoted(options.model_name)}; give one of them another name"
+            )
         self.metrics = Metrics(options.model_name, lambda: llm.load)
         self.created = int(time.time())
         self.token_bytes = None if llm.tokenizer is None else TokenBytes(llm.tokenizer)
@@ -185,7 +189,7 @@ class Service:
                 params = (
                     await asyncio.to_thread(self.dialect.params, *held) if asked.tools else self.dialect.params(*held)
                 )
-            params = self._with_seed(params)
+            params = replace(self._with_seed(params), lora=self.adapter_of(asked.model))
             answer = await Choices.of(self.llm, prompts, params, asked.n, answer_id, self.metrics)
         except BadField as error:
             raise ApiError(400, shortened(error, 1000), error.param) from None
@@ -202,6 +206,15 @@ class Service:
         if self._stopping:
             self.end(answer)
         return answer
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of adapters, which requests send as their model."""
+        return list(self.llm.config.lora or ())
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Adapter that a request's model names; None: the model itself."""
+        return model if model in self.adapters else None
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with a seed that follows from the server's where they have none."""
@@ -294,9 +307,11 @@ COMPLETION = Shape(
 
 def check_model(service: Service, name: str | None) -> None:
     """ApiError for a model that is not served; None: any."""
-    if name not in (None, served := service.options.model_name):
+    served = [service.options.model_name, *service.adapters]
+    if name is not None and name not in served:
+        which = "the one that is" if len(served) == 1 else "served are"
         raise ApiError(
-            404, f"model {quoted(name)} is not served; the one that is: {served}", "model", "model_not_found"
+            404, f"model {quoted(name)} is not served; {which}: {', '.join(served)}", "model", "model_not_found"
         )
 
 
@@ -345,7 +360,7 @@ async def answer_to(service: Service, request: Request, shape: Shape) -> Respons
         raise service.failure(error) from None
     if answer is None:
         return Response(status_code=CLIENT_LEFT)
-    head = {"id": answer_id, "created": int(time.time()), "model": service.options.model_name}
+    head = {"id": answer_id, "created": int(time.time()), "model": asked.model or service.options.model_name}
     if asked.stream:
         events = _events(service, answer, asked, shape, {**head, "object": shape.chunk})
         return EventStream(events, lambda: service.end(answer))

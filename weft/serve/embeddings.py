@@ -94,7 +94,7 @@ async def embeddings(service: Service, request: Request) -> Response:
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    model = service.options.model_name
+    model = asked.model or service.options.model_name
     return JSONResponse({"id": answer_id, "object": "list", "data": data, "model": model, "usage": usage})
 
 
@@ -105,7 +105,7 @@ async def _vectors(service: Service, asked: AskedVectors, pooling: str, answer_i
     tokens = 0
     for start in range(0, len(asked.prompts), GROUP):
         prompts = asked.prompts[start : start + GROUP]
-        answer = await service.choices(Asked.of_prompts(prompts, params), answer_id)
+        answer = await service.choices(Asked.of_prompts(prompts, params, asked.model), answer_id)
         try:
             async for index, pieces in answer.arrivals():
                 check_pieces(pieces)

@@ -123,10 +123,10 @@ class Asked:
     include_reasoning: bool = True
 
     @classmethod
-    def of_prompts(cls, prompts: list[Prompt], params: SamplingParams) -> Asked:
+    def of_prompts(cls, prompts: list[Prompt], params: SamplingParams, model: str | None = None) -> Asked:
         """Request to answer each prompt once."""
         return cls(
-            model=None, messages=None, variables=None, prompts=prompts, params=params, n=1, stream=False, include_usage=False,
+            model=model, messages=None, variables=None, prompts=prompts, params=params, n=1, stream=False, include_usage=False,
             return_token_ids=False,
         )  # fmt: skip
 

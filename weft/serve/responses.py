@@ -141,7 +141,7 @@ class Growing:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._service.options.model_name,
+            "model": self._asked.asked.model or self._service.options.model_name,
             "output": self._items.done,
             "usage": usage,
             **self._asked.repeated,

@@ -45,12 +45,13 @@ def create_app(service: Service) -> FastAPI:
 
     @api.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+        names = [service.options.model_name, *service.adapters]
+        return {"object": "list", "data": [_model(service, name) for name in names]}
 
     @api.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         check_model(service, name)
-        return _model(service)
+        return _model(service, name)
 
     @beside.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -115,11 +116,13 @@ def _authorised(api_key: str | None) -> Callable[[Request], None]:
     return check
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """The model, or an adapter of it, which says its `parent`."""
     return {
-        "id": service.options.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "weft",
         "max_model_len": service.llm.max_seq_len,
+        **({"parent": service.options.model_name} if name in service.adapters else {}),
     }

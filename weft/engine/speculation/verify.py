@@ -13,6 +13,7 @@ gated delta nets are kept after each row, and the slot goes on from the one afte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,8 @@ class VerifyGraph:
         tokens[:, 1:].masked_fill_(~used[:, 1:], 0)
         self.drafts[:batch, :drafts].copy_(torch.where(used[:, 1:], proposed, -1))
         step = graph.pipeline.model.verify_step(at, slots.table[:batch], graph.page_size, graph.cache.states)
+        if graph.pipeline.model.adapters:
+            step = replace(step, adapters=slots.adapter[:batch].repeat_interleave(drafts + 1))
         logits = graph.pipeline.run([Pass(tokens.flatten(), step)], graph.cache)
         rows = torch.where(used, tokens, -1)
         rows[:, 0].masked_fill_(used[:, 0], 0)  # the newest token may be none

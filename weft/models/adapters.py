@@ -1,0 +1,225 @@
+"""Adapters as peft saves them: adapter_config.json and adapter_model.safetensors, over a decoder's matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from weft.arguments import quoted
+from weft.errors import CheckpointError
+from weft.layers import TPMLP, TPAttention
+from weft.models.files import check_regular, read_object
+from weft.models.joined import Joined
+from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from weft.parallel.tensors import Lora
+
+if TYPE_CHECKING:
+    from weft.models.decoder import Decoder
+    from weft.parallel.sharding import Shard
+
+MOST_RANK = 64
+# Rows that ranks are padded to: those of a tile that tensor cores take.
+RANK_STEP = 16
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# Keys of adapter_config.json that change nothing of what an adapter computes, or that its tensors say too.
+WITHOUT_EFFECT = frozenset((
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode", "layers_pattern",
+    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type",
+))  # fmt: skip
+# Initial weights that leave the base as it is.
+PLAIN_BEGINS = (True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter's tensors by their names in a checkpoint, without ".weight": (A [r, K], B [N, r]).
+
+    used  names that a decoder has taken
+    """
+
+    name: str
+    directory: Path
+    scale: float
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    used: set[str] = field(default_factory=set)
+
+    @property
+    def rank(self) -> int:
+        return max((len(a) for a, _ in self.pairs.values()), default=0)
+
+    def pair(
+        self, prefix: str, matrix: str, shapes: Mapping[str, tuple[int, ...]], joined: Collection[Joined]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(A, B) of a matrix below `prefix`, also of rows of a joined one; None: it has no adapter.
+
+        shapes  of the whole matrices below the prefix, by name
+        """
+        rows, K = shapes[matrix]
+        if (pair := self.pairs.get(f"{prefix}.{matrix}")) is not None:
+            self._check(f"{prefix}.{matrix}", pair, rows, K)
+            self.used.add(f"{prefix}.{matrix}")
+            return pair
+        for rule in joined:
+            if matrix in rule.parts and (pair := self.pairs.get(f"{prefix}.{rule.name}")) is not None:
+                sizes = [shapes[part][0] for part in rule.parts]
+                self._check(f"{prefix}.{rule.name}", pair, sum(sizes), K)
+                self.used.add(f"{prefix}.{rule.name}")
+                first = sum(sizes[: rule.parts.index(matrix)])
+                return pair[0], pair[1][first : first + rows]
+        return None
+
+    def _check(self, name: str, pair: tuple[torch.Tensor, torch.Tensor], rows: int, columns: int) -> None:
+        a, b = (tuple(x.shape) for x in pair)
+        if a != (b[-1], columns) or b != (rows, a[0]):
+            raise CheckpointError(
+                f"{self.directory}: adapter of {name}: A has shape {a} and B {b}, and the model's matrix is "
+                f"{(rows, columns)}; take the model that it was trained over"
+            )
+
+
+def read_adapter(name: str, directory: str | PathLike[str]) -> Adapter:
+    """Adapter of a directory. CheckpointError for one that computes something else than weft does."""
+    path = Path(directory)
+    try:
+        config = read_object(path / CONFIG)
+        check_regular(path / TENSORS)
+        tensors = load_file(path / TENSORS)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"lora {quoted(name)}: {path} has no {Path(error.filename or CONFIG).name}; pass a directory that peft has "
+            f"saved, with {CONFIG} and {TENSORS}"
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path / TENSORS}: truncated or damaged ({error}); save it again") from None
+    scale = scale_of(path, config)
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for stored, tensor in tensors.items():
+        matrix, _, kind = stored.removesuffix(".weight").rpartition(".")
+        if kind not in ("lora_A", "lora_B") or tensor.dim() != 2 or not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{path}: tensor {stored} is no lora_A or lora_B of a matrix, and weft applies nothing else; train without it"
+            )
+        pairs.setdefault(matrix.removeprefix("base_model.model."), {})[kind] = tensor
+    if half := next((matrix for matrix, pair in pairs.items() if len(pair) < 2), None):
+        raise CheckpointError(f"{path}: {half} has only one of lora_A and lora_B; save the adapter again")
+    both = {matrix: (pair["lora_A"], pair["lora_B"]) for matrix, pair in pairs.items()}
+    adapter = Adapter(name=name, directory=path, scale=scale, pairs=both)
+    if not 0 < adapter.rank <= MOST_RANK:
+        raise CheckpointError(f"{path}: the adapter has rank {adapter.rank}; weft takes 1 to {MOST_RANK}")
+    return adapter
+
+
+def scale_of(path: Path, config: Mapping[str, Any]) -> float:
+    """Factor of B @ A by a configuration. CheckpointError for keys that ask for anything else."""
+    given = {key: value for key, value in config.items() if value not in (None, False, "", [], {})}
+    kind, bias = given.pop("peft_type", "LORA"), given.pop("bias", "none")
+    begin = given.pop("init_lora_weights", True)
+    r, alpha, root = given.pop("r", None), given.pop("lora_alpha", 0), given.pop("use_rslora", False)
+    for key, value, allowed in (
+        ("peft_type", kind, ("LORA",)),
+        ("bias", bias, ("none",)),
+        ("init_lora_weights", begin, PLAIN_BEGINS),
+    ):
+        if value not in allowed:
+            raise CheckpointError(f"{path / CONFIG}: {key}={quoted(value)} is not supported; weft runs {allowed[0]!r}")
+    if type(r) is not int or r < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise CheckpointError(
+            f"{path / CONFIG}: r={quoted(r)} and lora_alpha={quoted(alpha)} are no rank and no number"
+        )
+    if other := next((key for key in given if key not in WITHOUT_EFFECT), None):
+        raise CheckpointError(
+            f"{path / CONFIG}: {other}={quoted(given[other])} changes what the adapter computes, and weft does not run it; "
+            f"train without it"
+        )
+    return alpha / (math.sqrt(r) if root else r)
+
+
+def load_adapters(decoder: Decoder, directories: Mapping[str, str | PathLike[str]]) -> None:
+    """Give a decoder's layers adapters, numbered in this order. CheckpointError for what it cannot run."""
+    adapters = [read_adapter(name, directory) for name, directory in directories.items()]
+    names = decoder.config.family.weights
+    for index, layer in zip(decoder.span, decoder.layers, strict=True):
+        prefix = f"{names.layers}.{index}"
+        if isinstance(layer.self_attn, TPAttention) and not layer.self_attn.gated:
+            attention = layer.self_attn
+            _fill(
+                f"{prefix}.{names.attention}",
+                attention.shards(),
+                (attention.qkv_proj, attention.o_proj),
+                adapters,
+                names.joined,
+            )
+        if isinstance(layer.mlp, TPMLP):
+            _fill(
+                f"{prefix}.{names.mlp}",
+                layer.mlp.shards(),
+                (layer.mlp.gate_up_proj, layer.mlp.down_proj),
+                adapters,
+                names.joined,
+            )
+    whole = decoder.is_first and decoder.is_last
+    for adapter in adapters:
+        left = [matrix for matrix in adapter.pairs if matrix not in adapter.used]
+        if left and (whole or not adapter.used):
+            raise CheckpointError(
+                f"{adapter.directory}: the adapter changes {left[0]}, and weft adds adapters to q_proj, k_proj, v_proj, "
+                f"o_proj, gate_proj, up_proj and down_proj of dense layers; train without it"
+            )
+
+
+def _fill(
+    prefix: str,
+    shards: Mapping[str, Shard],
+    layers: Sequence[ColumnParallelLinear | RowParallelLinear],
+    adapters: Sequence[Adapter],
+    joined: Collection[Joined],
+) -> None:
+    """Set `lora` of layers whose matrices lie below a prefix; None where no adapter changes them."""
+    by_name = {name.removesuffix(".weight"): shard for name, shard in shards.items() if name.endswith("_proj.weight")}
+    shapes = {name: shard.shape for name, shard in by_name.items()}
+    for layer in layers:
+        parts = list(_parts(layer))
+        found = [[adapter.pair(prefix, name, shapes, joined) for name, _, _ in parts] for adapter in adapters]
+        if all(pair is None for pairs in found for pair in pairs):
+            layer.lora = None
+            continue
+        weight = layer.weight
+        rank = -(-max(adapter.rank for adapter in adapters) // RANK_STEP) * RANK_STEP
+        A = weight.new_zeros(len(adapters), len(parts) * rank, weight.shape[1])
+        B = weight.new_zeros(len(adapters), weight.shape[0], rank)
+        for number, pairs in enumerate(found):
+            for part, ((name, first, size), pair) in enumerate(zip(parts, pairs, strict=True)):
+                if pair is not None:
+                    a, b = _own(by_name[name], *pair)
+                    A[number, part * rank : part * rank + len(a)] = a.to(A)
+                    B[number, first : first + size, : b.shape[1]] = b.to(B)
+        scale = torch.tensor([adapter.scale for adapter in adapters], dtype=torch.float32, device=weight.device)
+        layer.lora = Lora(A, B, scale, tuple(first + size for _, first, size in parts))
+
+
+def _parts(layer: ColumnParallelLinear | RowParallelLinear) -> Iterator[tuple[str, int, int]]:
+    """(name, first row here, rows here) of the matrices in a layer's weight."""
+    if isinstance(layer, RowParallelLinear):
+        yield layer.name, 0, len(layer.weight)
+        return
+    first = 0
+    for name, rows in layer.parts.items():
+        yield name, first, rows.size
+        first += rows.size
+
+
+def _own(shard: Shard, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of an adapter: rows of B as the matrix's own, or columns of A."""
+    if shard.dim == 1:
+        return a[:, shard.start : shard.start + shard.target.shape[1]], b
+    rows = b[shard.start : shard.start + len(shard.target)]
+    return a, rows if shard.order is None else rows[shard.order.to(rows.device)]

@@ -22,8 +22,6 @@ from weft.engine import Engine, SamplingParams
 from weft.errors import CheckpointError
 from weft.models import Decoder
 from weft.models.adapters import scale_of
-from weft.parallel.adapters import add_adapters
-from weft.parallel.tensors import Lora
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 MLP = "gate_proj", "up_proj", "down_proj"
@@ -139,6 +137,28 @@ def test_an_engine_mixes_adapters_and_shares_pages_only_among_requests_of_one(ad
         assert again == [expected["all"]] and hits == (0 if "context_parallel" in options else 16)
 
 
+def fused_logits(team, directory, lora, tokens, dtype):
+    model = Decoder.from_pretrained(directory, team, dtype=dtype)
+    model.load_adapters(lora)
+    batch, length = tokens.shape
+    cache, pages = model.new_cache(1 + batch, 16), 1 + torch.arange(batch, dtype=torch.int32)[:, None]
+    numbers = torch.arange(batch, dtype=torch.int32) - 1
+    step = replace(model.prefill_step([(0, length)] * batch, pages, 16), adapters=numbers.repeat_interleave(length))
+    return model.lm_head.gather(model(tokens.flatten(), step, cache)).view(batch, length, -1)
+
+
+def test_weft_kernels_compute_the_same(adapters):
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
+    directory, lora, merged = adapters("llama-3", **small)
+    tokens = prompt(3, 3)
+    expected = torch.cat(
+        [reference_logits(model, row[None]) for model, row in zip(merged.values(), tokens, strict=True)]
+    )
+    for logits in weft.simulate(fused_logits, 2, args=(directory, lora, tokens, torch.float32)):
+        for found, one in zip(logits, expected, strict=True):
+            assert relative_rms(found, one) <= TOLERANCE
+
+
 def test_a_plan_says_that_adapters_are_added_after_each_gemm(adapters, plain_ops):
     directory, lora, _ = adapters("llama-3")
 
@@ -232,13 +252,3 @@ def test_a_request_names_an_adapter_that_is_there(adapters):
 
     with pytest.raises(ValueError, match="lora='other' is not an adapter here; the adapters are all, few"):
         weft.simulate(main, 1)
-
-
-def test_rows_without_an_adapter_keep_their_bits():
-    y, x = torch.randn(3, 8), torch.randn(3, 6)
-    lora = Lora(torch.randn(2, 32, 6), torch.randn(2, 8, 16), torch.tensor([0.5, 2.0]), (5, 8))
-    added = add_adapters(y, x, lora, torch.tensor([-1, 1, -1], dtype=torch.int32))
-    assert torch.equal(added[::2], y[::2])
-    inner = x[1] @ lora.A[1].T
-    expected = torch.cat((lora.B[1, :5] @ inner[:16], lora.B[1, 5:] @ inner[16:])) * 2
-    torch.testing.assert_close(added[1], y[1] + expected)

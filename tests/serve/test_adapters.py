@@ -61,9 +61,7 @@ def test_a_request_names_its_adapter_as_the_model(llm):
 
 def test_an_adapter_needs_a_name_of_its_own():
     llm = SimpleNamespace(config=SimpleNamespace(lora={"base": "x"}))
-    with pytest.raises(
-        ValueError, match="the model and an adapter are both named 'base'; give one of them another name"
-    ):
+    with pytest.raises(ValueError, match="the model and an adapter are both named 'base'; rename one"):
         app.Service(llm, app.ServeOptions(model_name="base"))
 
 

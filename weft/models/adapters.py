@@ -1,9 +1,9 @@
-"""Adapters as peft saves them: adapter_config.json and adapter_model.safetensors, over a decoder's matrices."""
+"""Adapters (LoRA) of matrices, as peft saves them: adapter_config.json, adapter_model.safetensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from weft.arguments import quoted
 from weft.errors import CheckpointError
 from weft.layers import TPMLP, TPAttention
+from weft.models.family import WeightNames
 from weft.models.files import check_regular, read_object
 from weft.models.joined import Joined
+from weft.ops.gemm.add_adapters import RANKS
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensors import Lora
 
 if TYPE_CHECKING:
-    from weft.models.decoder import Decoder
     from weft.parallel.sharding import Shard
 
-MOST_RANK = 64
-# Rows that ranks are padded to: those of a tile that tensor cores take.
-RANK_STEP = 16
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Keys of adapter_config.json that change nothing of what an adapter computes, or that its tensors say too.
 WITHOUT_EFFECT = frozenset((
@@ -113,8 +112,8 @@ def read_adapter(name: str, directory: str | PathLike[str]) -> Adapter:
         raise CheckpointError(f"{path}: {half} has only one of lora_A and lora_B; save the adapter again")
     both = {matrix: (pair["lora_A"], pair["lora_B"]) for matrix, pair in pairs.items()}
     adapter = Adapter(name=name, directory=path, scale=scale, pairs=both)
-    if not 0 < adapter.rank <= MOST_RANK:
-        raise CheckpointError(f"{path}: the adapter has rank {adapter.rank}; weft takes 1 to {MOST_RANK}")
+    if not 0 < adapter.rank <= RANKS[-1]:
+        raise CheckpointError(f"{path}: the adapter has rank {adapter.rank}; weft takes 1 to {RANKS[-1]}")
     return adapter
 
 
@@ -143,30 +142,26 @@ def scale_of(path: Path, config: Mapping[str, Any]) -> float:
     return alpha / (math.sqrt(r) if root else r)
 
 
-def load_adapters(decoder: Decoder, directories: Mapping[str, str | PathLike[str]]) -> None:
-    """Give a decoder's layers adapters, numbered in this order. CheckpointError for what it cannot run."""
+def load_adapters(
+    directories: Mapping[str, str | PathLike[str]],
+    layers: Iterable[tuple[int, nn.Module]],
+    names: WeightNames,
+    *,
+    whole: bool,
+) -> None:
+    """Give layers adapters, numbered in this order. CheckpointError for what weft does not run.
+
+    layers  by index; whole: these are all of the model
+    """
     adapters = [read_adapter(name, directory) for name, directory in directories.items()]
-    names = decoder.config.family.weights
-    for index, layer in zip(decoder.span, decoder.layers, strict=True):
+    for index, layer in layers:
         prefix = f"{names.layers}.{index}"
-        if isinstance(layer.self_attn, TPAttention) and not layer.self_attn.gated:
-            attention = layer.self_attn
-            _fill(
-                f"{prefix}.{names.attention}",
-                attention.shards(),
-                (attention.qkv_proj, attention.o_proj),
-                adapters,
-                names.joined,
-            )
-        if isinstance(layer.mlp, TPMLP):
-            _fill(
-                f"{prefix}.{names.mlp}",
-                layer.mlp.shards(),
-                (layer.mlp.gate_up_proj, layer.mlp.down_proj),
-                adapters,
-                names.joined,
-            )
-    whole = decoder.is_first and decoder.is_last
+        if isinstance(attention := layer.self_attn, TPAttention) and not attention.gated:
+            parts = attention.qkv_proj, attention.o_proj
+            _fill(f"{prefix}.{names.attention}", attention.shards(), parts, adapters, names.joined)
+        if isinstance(mlp := layer.mlp, TPMLP):
+            parts = mlp.gate_up_proj, mlp.down_proj
+            _fill(f"{prefix}.{names.mlp}", mlp.shards(), parts, adapters, names.joined)
     for adapter in adapters:
         left = [matrix for matrix in adapter.pairs if matrix not in adapter.used]
         if left and (whole or not adapter.used):
@@ -188,15 +183,15 @@ def _fill(
     shapes = {name: shard.shape for name, shard in by_name.items()}
     for layer in layers:
         parts = list(_parts(layer))
-        found = [[adapter.pair(prefix, name, shapes, joined) for name, _, _ in parts] for adapter in adapters]
-        if all(pair is None for pairs in found for pair in pairs):
+        of_adapters = [[adapter.pair(prefix, name, shapes, joined) for name, _, _ in parts] for adapter in adapters]
+        if all(pair is None for pairs in of_adapters for pair in pairs):
             layer.lora = None
             continue
         weight = layer.weight
-        rank = -(-max(adapter.rank for adapter in adapters) // RANK_STEP) * RANK_STEP
+        rank = next(rank for rank in RANKS if rank >= max(adapter.rank for adapter in adapters))
         A = weight.new_zeros(len(adapters), len(parts) * rank, weight.shape[1])
         B = weight.new_zeros(len(adapters), weight.shape[0], rank)
-        for number, pairs in enumerate(found):
+        for number, pairs in enumerate(of_adapters):
             for part, ((name, first, size), pair) in enumerate(zip(parts, pairs, strict=True)):
                 if pair is not None:
                     a, b = _own(by_name[name], *pair)

@@ -302,7 +302,7 @@ class Decoder(nn.Module):
         return self
 
     def load_adapters(self, directories: Mapping[str, str | PathLike[str]]) -> None:
-        """Read adapters by name, whose numbers a Step's `adapters` hold. ValueError for what weft does not run.
+        """Read adapters by name; a Step holds their numbers. ValueError for what weft does not run.
 
         From then on passes have the recipe of weft.parallel.adapters.
         """
@@ -313,7 +313,12 @@ class Decoder(nn.Module):
                 f"lora with weights in {self.config.quantization.format.name}: adapters are added over weights of 16 and 32 "
                 f"bits; take such a checkpoint, and leave out quantization"
             )
-        load_adapters(self, directories)
+        load_adapters(
+            directories,
+            zip(self.span, self.layers, strict=True),
+            self.config.family.weights,
+            whole=self.is_first and self.is_last,
+        )
         self.adapters = tuple(directories)
 
     def shards(self) -> dict[str, Shard]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from weft import ops
+from weft.ops.gemm.add_adapters import by_torch
 from weft.parallel.plain import norm_all_heads
 from weft.parallel.quantized import gemm_operands, linear
 from weft.parallel.replicated import Replicated
@@ -21,22 +20,18 @@ if TYPE_CHECKING:
 Cache = tuple[Tensor, ...]
 
 
-def add_adapters(y: Tensor, x: Tensor, lora: Lora | None, adapters: Tensor | None) -> Tensor:
+def add_adapters(y: Tensor, x: Tensor, lora: Lora | None, adapters: Tensor | None, *, fused: bool) -> Tensor:
     """y + scale[a] * x @ A[a].T @ B[a].T, with a = adapters[row] [T] int32; rows of -1 stay as they are.
 
     Of a row-parallel matrix, whose A is cut by columns, this is an addition to the rank's summand.
+    fused  by weft's kernels, in place
     """
     if lora is None or adapters is None:
         return y
-    R, added = lora.rank, torch.zeros_like(y, dtype=torch.float32)
-    for number in range(len(lora.A)):
-        inner = F.linear(x, lora.A[number])
-        begin, parts = 0, []
-        for part, end in enumerate(lora.ends):
-            parts.append(F.linear(inner[:, part * R : (part + 1) * R], lora.B[number, begin:end]))
-            begin = end
-        added += torch.where((adapters == number)[:, None], torch.cat(parts, 1).float() * lora.scale[number], 0.0)
-    return torch.where((adapters >= 0)[:, None], (y.float() + added).to(y.dtype), y)
+    if fused:
+        ops.add_adapters(y, x, *lora, adapters)
+        return y
+    return by_torch(y, x, *lora, adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +58,22 @@ class Adapted(Replicated):
         return self.output(self.adapted_mlp(normed, w.mlp, step), w.mlp_out_norm, w), residual
 
     def attention(self, x: Tensor, w: AttentionWeights, step: Step, cache: Cache) -> Tensor:
-        qkv = add_adapters(self._matmul(x, w.qkv), x, w.qkv_lora, step.adapters)
+        qkv = self._adapted_matmul(x, w.qkv, w.qkv_lora, step)
         qkv, w = norm_all_heads(qkv, w, lambda squares: ops.all_reduce(squares, self.team) / self.team.size)
         attended = self.local.attend(qkv, w, step, cache)
-        summand = add_adapters(self._matmul(attended, w.o), attended, w.o_lora, step.adapters)
+        summand = self._adapted_matmul(attended, w.o, w.o_lora, step)
         return w.with_o_bias(ops.all_reduce(summand, self.team))
 
     def adapted_mlp(self, x: Tensor, w: MLPWeights, step: Step) -> Tensor:
-        gate_up = add_adapters(self._matmul(x, w.gate_up), x, w.gate_up_lora, step.adapters)
+        gate_up = self._adapted_matmul(x, w.gate_up, w.gate_up_lora, step)
         gated = self.local.silu_mul(gate_up, w.down, w.activation)
-        summand = add_adapters(self._matmul(gated, w.down), gated, w.down_lora, step.adapters)
+        summand = self._adapted_matmul(gated, w.down, w.down_lora, step)
         return ops.all_reduce(summand, self.team)
 
-    def _matmul(self, x: Tensor, weight: Tensor) -> Tensor:
-        return ops.matmul(*gemm_operands(x, weight)) if self.local.FUSED else linear(x, weight)
+    def _adapted_matmul(self, x: Tensor, weight: Tensor, lora: Lora | None, step: Step) -> Tensor:
+        fused = self.local.FUSED
+        y = ops.matmul(*gemm_operands(x, weight)) if fused else linear(x, weight)
+        return add_adapters(y, x, lora, step.adapters, fused=fused)
 
     def __str__(self) -> str:
         return f"{self.name} with adapters, {self.local.NAME}"

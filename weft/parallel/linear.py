@@ -80,7 +80,7 @@ class ColumnParallelLinear(nn.Module):
     """weight [N_local, K], bias [N_local] or None: this rank's rows of several weights, for one GEMM.
 
     formats  of the weights; None: they are in `dtype`
-    lora     adapters of them (weft.models.adapters); None: there are none
+    lora     adapters of the weights (weft.models.adapters); None: there are none
     """
 
     def __init__(

@@ -113,9 +113,9 @@ PLAIN_SCORES = Scores()
 
 
 class Lora(NamedTuple):
-    """Adapters of one matrix [N, K] of a rank, which may be several matrices of a checkpoint, one below another.
+    """Adapters of one matrix [N, K] of a rank: P matrices of a checkpoint, one below another.
 
-    A      [adapters, P * R, K]: R rows for each of P matrices, zeros after an adapter's own rank
+    A      [adapters, P * R, K]: R rows for each of P matrices, zeros after an adapter's rank
     B      [adapters, N, R], zeros after it too
     scale  [adapters] fp32
     ends   of the P matrices among the N rows
@@ -125,11 +125,6 @@ class Lora(NamedTuple):
     B: Tensor
     scale: Tensor
     ends: tuple[int, ...]
-
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.B.shape[2]
 
 
 class AttentionWeights(NamedTuple):

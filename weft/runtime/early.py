@@ -79,7 +79,7 @@ def early_processes(count: int, modules: Sequence[str]) -> Iterator[EarlyProcess
 
 
 def _make_context(gpu: int) -> None:
-    """Initialise the driver and make the context that torch will use, which takes as long as a part of the imports."""
+    """Initialise the driver and make the context of a GPU that torch will use."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -104,9 +104,7 @@ class Service:
     def __init__(self, llm: AsyncLLM, options: ServeOptions) -> None:
         self.llm, self.options = llm, options
         if options.model_name in self.adapters:
-            raise ValueError(
-                f"the model and an adapter are both named {quoted(options.model_name)}; give one of them another name"
-            )
+            raise ValueError(f"the model and an adapter are both named {quoted(options.model_name)}; rename one")
         self.metrics = Metrics(options.model_name, lambda: llm.load)
         self.created = int(time.time())
         self.token_bytes = None if llm.tokenizer is None else TokenBytes(llm.tokenizer)

@@ -8,6 +8,7 @@ from tests.ops.checking import assert_identical
 from tests.ops.gemm.test_sliced import noisy, operands
 from weft import ops
 from weft.kernels import slices
+from weft.kernels.fp8 import Fp8, quantized_weight
 from weft.layers import TPMLP
 from weft.ops.collectives import tree
 from weft.ops.collectives.all_reduce import ALL_REDUCE
@@ -114,6 +115,27 @@ def test_a_planted_violation_shows(kind, monkeypatch, whole):
     right = on_ranks(main, 2)
     planted(monkeypatch, kind)
     assert not torch.equal(on_ranks(main, 1 if kind != "K order by M" else 2), right)
+
+
+def fp8_sums(team, M):
+    """(sum over ranks of a row-parallel GEMM, this rank's columns of a column-parallel one) of blocks of 128 x 128."""
+    x, w = operands(40, 256, 1024)
+    data, scales, _ = quantized_weight(w, "block")
+    blocks, columns = scales.chunk(team.size, 1)[team.rank], part(data.view(torch.uint8), team).view(data.dtype)
+    summed = ops.matmul_all_reduce(part(x[:M], team), Fp8(columns, blocks.contiguous()), team, invariant=True)
+    rows = 256 // team.size
+    finer = scales.repeat_interleave(128 // min(128, rows), 0)
+    own = Fp8(data[rows * team.rank : rows * (team.rank + 1)], finer.chunk(team.size, 0)[team.rank].contiguous())
+    return summed, ops.matmul(x[:M], own, invariant=True)
+
+
+def test_gemms_in_fp8_blocks_have_the_same_bits_on_any_number_of_ranks_and_rows():
+    whole = weft.simulate(fp8_sums, 1, args=(40,))[0]
+    for world_size, M in ((2, 9), (4, 40), (4, 1)):
+        results = weft.simulate(fp8_sums, world_size, args=(M,))
+        for summed, _ in results:
+            assert_identical(summed, whole[0][:M], what=f"W={world_size} M={M}")
+        assert_identical(torch.cat([own for _, own in results], 1), whole[1][:M], what=f"W={world_size} M={M}")
 
 
 def test_a_gated_mlp_has_the_same_bits_on_any_number_of_ranks_and_rows():

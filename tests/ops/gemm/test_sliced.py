@@ -6,6 +6,9 @@ import torch
 import weft
 from tests.compiling import TARGETS, compiled
 from tests.ops.checking import assert_identical
+from weft import ops
+from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
+from weft.kernels.fp8_tile import scales_of_gemm
 from weft.kernels.gemm_tile import Block, Sizes
 from weft.kernels.operands import descriptor_or_self
 from weft.ops.case import BF16, FP16
@@ -132,6 +135,59 @@ def test_every_default_compiles_and_on_sm_90_multiplies_by_one_family_of_instruc
         if arch == "sm_90":
             assert f"wgmma.mma_async.sync.aligned.m64n{design.block_n}k16" in kernel.asm["ptx"]
             assert "mma.sync" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", ("sm_90", "gfx942"))
+def test_fp8_blocks_compile_and_on_sm_90_multiply_by_one_family_of_instructions(arch):
+    design = default_sliced(1, 4096, 4, caps_of(arch))
+    x = torch.zeros((128, 128), dtype=torch.float8_e4m3fn)
+    scales = scales_of_gemm(torch.zeros((64, 32)), Fp8(torch.zeros((256, 4096)), torch.zeros((2, 32))), 64, False)
+    kernel = compiled(
+        sliced.sliced_kernel,
+        descriptor_or_self(x, design.block_n, 128, True),
+        descriptor_or_self(x, design.block_m, 128, True),
+        torch.zeros((64, 64), dtype=BF16),
+        1,
+        Sizes(4096, 4096, 4096, 4096),
+        design.programs,
+        4,
+        Block(*map(sliced.tl.constexpr, (design.block_m, design.block_n, 128, True, 1, 1))),
+        scales,
+        None,
+        arch=arch,
+        COUNT=4 // design.programs,
+        ROUNDED=True,
+        num_warps=design.num_warps,
+        num_stages=design.num_stages,
+        enable_fp_fusion=False,
+        **launch_options(caps_of(arch)),
+    )
+    if arch == "sm_90":
+        assert f"wgmma.mma_async.sync.aligned.m64n{design.block_n}k32" in kernel.asm["ptx"]
+        assert "mma.sync" not in kernel.asm["ptx"] and "fma.rn.f32" not in kernel.asm["ptx"]
+
+
+def test_scales_that_depend_on_the_ranks_shares_are_refused():
+    x, w = operands(4, 64, 256)
+    for scheme in ("channel", "tensor"):
+        weight = Fp8(*quantized_weight(w, scheme)[:2])
+        with pytest.raises(ValueError, match="invariant=True with weight.scales of.*blocks of 128 columns alone"):
+            ops.matmul(x, weight, invariant=True)
+    with pytest.raises(ValueError, match="invariant=True with a weight of torch.float32; pass bfloat16"):
+        ops.matmul(x.float(), w.float(), invariant=True)
+
+
+@pytest.mark.gpu(1)
+def test_on_a_gpu_fp8_blocks_give_the_same_bits_in_all_tiles():
+    rows, w = operands(130, 256, 3072, device="cuda")
+    x, weight, whole = Fp8(*by_torch(rows, 128)), Fp8(*quantized_weight(w, "block")[:2]), None
+    for design in DESIGNS:
+        for M in (130, 1, 17, 64, 65):
+            rows = x._replace(data=x.data[:M], scales=x.scales[:M])
+            nodes = sliced.run(design, rows, weight, 8, rounded=True, step=128, dtype=BF16)
+            out = sliced.total(nodes, BF16, rounded=True)
+            whole = out if whole is None else whole
+            assert_identical(out, whole[:M], what=f"M={M} {design}")
 
 
 @pytest.mark.gpu(1)

@@ -32,6 +32,7 @@ from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.fp8_operands import by_design
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, ROW_PARALLEL, GemmCall, check_operands, named
 from weft.ops.gemm.local_gemm import LocalGemm
+from weft.ops.gemm.matmul_fp8 import matmul_fp8
 from weft.ops.gemm.matmul_quantized import QUANTIZED, matmul_quantized
 from weft.ops.gemm.sliced import COLUMN_SLICES, Sliced
 from weft.ops.gemm.small_m_rule import SmallM
@@ -106,14 +107,16 @@ def matmul(
     ``b.grad_dtype`` is fp32, so is the gradient of b. With an ``Fp8`` weight b, ``a`` is fp16 or bf16, which is quantized as
     b's scales ask for, or ``Fp8`` with such scales, for a bf16 result; with a ``FourBit`` weight b, ``a`` is fp16 or bf16; both
     without a backward.
-    invariant  a row's bits do not depend on the other rows, nor on which rows of b a rank holds: both in fp16 or bf16, K a
-               multiple of 32, without a deferred RMS scale
+    invariant  a row's bits do not depend on the other rows, nor on which rows of b a rank holds: b in fp16 or bf16, K a
+               multiple of 32, or in fp8 with scales of 128 columns, K a multiple of 256; a without a deferred RMS scale
     ValueError for shapes, dtypes or devices that do not fit.
     """
     x = operand_of(a)
     if invariant:
         sliced.check("matmul", x, b)
-    elif isinstance(b, QUANTIZED):
+    if invariant and isinstance(b, Fp8):
+        return matmul_fp8("matmul", x, b, invariant=True)
+    if isinstance(b, QUANTIZED):
         return matmul_quantized("matmul", x, b)
     check_operands("matmul", x.data, b, None)
     check_scales("matmul", x, b)

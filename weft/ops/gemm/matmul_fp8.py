@@ -25,6 +25,7 @@ def matmul_fp8(
     gated: bool = False,
     parts: bool = False,
     format: RowFormat | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor | Fp8:
     """``op`` of unchecked arguments.
 
@@ -35,7 +36,7 @@ def matmul_fp8(
     data, scales = (x.data.data, x.data.scales) if isinstance(x.data, Fp8) else (x.data, None)
     squares, eps = x.scales or (None, 0.0)
     if format is None:
-        return _MATMUL_FP8.dispatch(data, scales, weight, squares, eps, gated, parts)
+        return _MATMUL_FP8.dispatch(data, scales, weight, squares, eps, gated, parts, invariant)
     return fp8_of(*_GATED_ROWS.dispatch(data, scales, weight, squares, eps, format), format)
 
 
@@ -51,12 +52,19 @@ class MatmulFp8(Op):
         eps: float,
         gated: bool,
         parts: bool,
+        invariant: bool = False,
     ) -> torch.Tensor:
         check_e4m3("matmul_silu_mul" if gated else "matmul", capabilities_of(x.device))
+        if invariant:
+            M, (N, K), dtype = x.shape[0], weight.shape, x.dtype if x_scales is None else torch.bfloat16
+            call = GemmCall(M, N, K, dtype, block_fp8=True, invariant=True)
+            op = local_gemm(gated)
+            design = op.plan(call, machine(capabilities_of(x.device), 1)).design
+            return op.run(design, None, x if x_scales is None else Fp8(x, x_scales), weight)
         design = plan_of(x, weight, squares is not None, gated, parts)
         return by_design(design, _operand(x, x_scales, squares, eps), weight, gated=gated, summed=not parts)
 
-    def fake(self, x, x_scales, weight, squares, eps, gated, parts):
+    def fake(self, x, x_scales, weight, squares, eps, gated, parts, invariant=False):
         M, N = x.shape[0], weight.shape[0] // (2 if gated else 1)
         dtype = x.dtype if x_scales is None else torch.bfloat16
         design = plan_of(x, weight, squares is not None, gated, parts) if parts else None

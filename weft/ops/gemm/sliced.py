@@ -24,8 +24,9 @@ from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import COLUMNS, Fp8
 from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
-from weft.kernels.operands import ScaledMatrix, can_describe, descriptor_or_self, row_stride, rows_contiguous
+from weft.kernels.operands import ScaledMatrix, descriptor_or_self, row_stride
 from weft.kernels.slices import SLICES, as_node, joined, node_of, shape_free_dots
+from weft.ops.gemm.fp8_operands import columns_of, described, quantized_for
 from weft.ops.gemm.gemm_op import GemmCall
 from weft.ops.knobs import check_knobs, halved, knob, powers, stepped
 from weft.ops.local import capabilities_of
@@ -92,10 +93,16 @@ def planned(op: str, call: GemmCall, slices: tuple[int, int], caps: Capabilities
 
 
 def check(op: str, x: ScaledMatrix, weight: torch.Tensor | Fp8 | FourBit) -> None:
-    """ValueError unless an invariant GEMM takes these operands."""
-    if not isinstance(weight, torch.Tensor) or weight.dtype not in HALVES:
-        kind = type(weight).__name__ if not isinstance(weight, torch.Tensor) else weight.dtype
-        raise ValueError(f"{op}: invariant=True with a weight of {kind}; invariant GEMMs take bfloat16 and float16")
+    """ValueError unless an invariant GEMM takes these operands, beside the checks of any GEMM."""
+    if isinstance(weight, Fp8):
+        if not weight.is_grouped or columns_of(weight) != COLUMNS.value:
+            raise ValueError(
+                f"{op}: invariant=True with weight.scales of {tuple(weight.scales.shape)} for a weight of "
+                f"{tuple(weight.shape)}; scales of blocks of {COLUMNS.value} columns alone do not depend on the ranks' shares"
+            )
+    elif isinstance(weight, FourBit) or weight.dtype not in HALVES:
+        kind = "4 bits" if isinstance(weight, FourBit) else weight.dtype
+        raise ValueError(f"{op}: invariant=True with a weight of {kind}; pass bfloat16, float16, or fp8 in blocks")
     if x.scales is not None:
         raise ValueError(f"{op}: invariant=True with a deferred RMS scale; pass normed rows")
 
@@ -220,6 +227,7 @@ def run(
     """
     fp8, dtype = None, dtype or x.dtype
     if isinstance(weight, Fp8):
+        weight = weight._replace(scales=weight.scales.contiguous())
         fp8, x, weight = scales_of_gemm(x.scales, weight, design.block_m, False), x.data, weight.data
     x, weight = map(described, (x, weight))
     (M, K), N = x.shape, weight.shape[0]
@@ -238,6 +246,8 @@ def run(
             "ROUNDED": rounded,
             "num_warps": design.num_warps,
             "num_stages": design.num_stages,
+            # Sums of fp8 steps are multiplied by scales and added, by two instructions in every tile.
+            "enable_fp_fusion": False,
             **options,
         },
     )
@@ -259,18 +269,15 @@ def run(
 
 
 def product(
-    op: str, design: Sliced, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    op: str, design: Sliced, x: torch.Tensor | Fp8, weight: torch.Tensor | Fp8, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x @ weight.T of a weight whose rows ranks hold whole, rounded once."""
-    step = step_of(op, x.shape[1], COLUMN_SLICES, COLUMN_SLICES)
-    nodes = run(design, x, weight, COLUMN_SLICES, rounded=False, step=step)
-    return total(nodes, x.dtype, rounded=False, out=out)
-
-
-def described(matrix: torch.Tensor) -> torch.Tensor:
-    """``matrix``, or a copy of it that tensor descriptors read."""
-    matrix = rows_contiguous(matrix)
-    return matrix if can_describe(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+    dtype = x.dtype
+    if isinstance(weight, Fp8):
+        x = quantized_for(weight, x, capabilities_of(weight.device))
+    step = step_of(op, x.shape[1], COLUMN_SLICES, COLUMN_SLICES, isinstance(weight, Fp8))
+    nodes = run(design, x, weight, COLUMN_SLICES, rounded=False, step=step, dtype=dtype)
+    return total(nodes, dtype, rounded=False, out=out)
 
 
 def total(nodes: torch.Tensor, dtype: torch.dtype, *, rounded: bool, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -31,9 +31,9 @@ class OverlappedFp8(Op):
         define(self)
 
     def call_with(
-        self, a: Operand, weights: Sequence[Fp8], team: Team, own_first: bool, name: str = "a"
+        self, a: Operand, weights: Sequence[Fp8], team: Team, own_first: bool, name: str = "a", invariant: bool = False
     ) -> list[torch.Tensor]:
-        """Results for each weight, of unchecked operands. name: of ``a`` in messages."""
+        """Results for each weight, of unchecked operands. name: of ``a`` in messages; invariant: of an op that takes it."""
         op, first = self.of.name, weights[0]
         if torch.is_grad_enabled() and getattr(a, "requires_grad", False):
             raise RuntimeError(f"{op}: fp8 weights have no backward; take weights of 16 bits, or torch.no_grad()")
@@ -44,7 +44,7 @@ class OverlappedFp8(Op):
             raise ValueError(f"{op}: the weights' scales ask for rows of different scales; call the op once for each")
         data, scales = (a.data, a.scales) if isinstance(a, Fp8) else (a, None)
         matrices, their_scales = [one.data for one in weights], [one.scales for one in weights]
-        return self.dispatch(data, scales, matrices, their_scales, first.input_scale, team.name, own_first)
+        return self.dispatch(data, scales, matrices, their_scales, first.input_scale, team.name, own_first, invariant)
 
     def forward(
         self,
@@ -55,11 +55,13 @@ class OverlappedFp8(Op):
         input_scale: torch.Tensor | None,
         team: str,
         own_first: bool,
+        invariant: bool = False,
     ) -> list[torch.Tensor]:
         bs = [Fp8(data, of, input_scale) for data, of in zip(weights, scales, strict=True)]
-        return self.of.planned(find_team(team), a if a_scales is None else Fp8(a, a_scales), bs, own_first)
+        options = {"invariant": True} if invariant else {}
+        return self.of.planned(find_team(team), a if a_scales is None else Fp8(a, a_scales), bs, own_first, **options)
 
-    def fake(self, a, a_scales, weights, scales, input_scale, team, own_first):
+    def fake(self, a, a_scales, weights, scales, input_scale, team, own_first, invariant=False):
         rows, world = a.shape[0], find_team(team).size
         rows = rows * world if self.of.gathers else rows // world if self.of.rows_sharded else rows
         dtype = torch.bfloat16 if a.dtype == E4M3 else a.dtype

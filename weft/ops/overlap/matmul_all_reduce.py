@@ -111,15 +111,15 @@ def matmul_all_reduce(
     With an ``Fp8`` weight b (``matmul``) there are no gradients.
     invariant  a row's bits depend neither on the other rows nor on W, which is 1, 2, 4 or 8: K of all ranks together, a
                multiple of 128, is cut into eight slices, whose sums are added in one tree, each rounded to the dtype (fp16 or
-               bf16)
+               bf16); of an fp8 b, with scales of 128 columns, a multiple of 1,024
     Collective: all ranks call it, in the same order, on one stream. ValueError for shapes, dtypes or devices that do not fit,
     on all ranks where theirs differ; HeapExhausted.
     """
     device = check_team("matmul_all_reduce", team, over_nodes=True)
     if invariant:
         sliced.check("matmul_all_reduce", ScaledMatrix(a), b)
-    elif isinstance(b, Fp8):
-        return _FP8.call_with(a, [b], team, False)[0]
+    if isinstance(b, Fp8):
+        return _FP8.call_with(a, [b], team, False, invariant=invariant)[0]
     check_operands("matmul_all_reduce", a, b, device)
     return MATMUL_ALL_REDUCE.dispatch(a, b, team.name, invariant)
 

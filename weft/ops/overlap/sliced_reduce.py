@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.kernels.fp8 import Fp8
 from weft.kernels.slices import SLICES
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import CollectiveCall
 from weft.ops.gemm import sliced
 from weft.ops.gemm.gemm_op import GemmCall
+from weft.ops.overlap.operands import Operand, quantized
 from weft.plan.planned import Machine, Planned
 from weft.runtime.codec import exchangeable
 
@@ -40,10 +42,10 @@ def planned(op: str, call: GemmCall, machine: Machine) -> Planned:
 
 
 def run(
-    op: str, design: SlicedReduce, team: Team, a: torch.Tensor, b: torch.Tensor, into: torch.Tensor | None = None
+    op: str, design: SlicedReduce, team: Team, a: Operand, b: Operand, into: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum of a @ b.T over the ranks: ``into``, or a new tensor."""
     slices = SLICES // team.size
-    step = sliced.step_of(op, a.shape[1], slices, SLICES)
-    nodes = sliced.run(design.gemm.design, a, b, slices, rounded=True, step=step)
+    step = sliced.step_of(op, a.shape[1], slices, SLICES, isinstance(b, Fp8))
+    nodes = sliced.run(design.gemm.design, quantized(a, b), b, slices, rounded=True, step=step, dtype=a.dtype)
     return ALL_REDUCE.run_of_nodes(design.collective.design, team, nodes, a.dtype, into)

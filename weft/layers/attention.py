@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from weft.arguments import check_optional, positive
-from weft.layers.gradients import SharedHeadsGradient, SummedGradient, asked_for, with_gradients
+from weft.layers.gradients import SharedHeadsGradient, SummedGradient, asked_for, replicated_plan, with_gradients
 from weft.layers.norm import RMSNorm
+from weft.layers.same_bits import with_backward
 from weft.layers.whole_attention import check_module
 from weft.parallel.linear import (
     ColumnParallelLinear,
@@ -195,6 +196,9 @@ class TPAttention(nn.Module):
         if isinstance(step, Sequences):
             self._check_sequences(x, step)
             if with_gradients(self, x, step.plan):
+                if step.plan.mode == "invariant":
+                    again = replace(step, plan=replicated_plan(step.plan))
+                    return with_backward(self, x, lambda x: self(x, step), lambda x: self(x, again))
                 weights = self._shared(weights, step.plan)
         elif x.dim() == 3:
             raise ValueError(

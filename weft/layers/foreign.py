@@ -19,12 +19,14 @@ from torch.nn import functional as F
 from weft.arguments import check_instance
 from weft.layers.attention import TPAttention
 from weft.layers.gradients import asked_for
+from weft.layers.invariant_model import check_call, replace_rest
 from weft.layers.mlp import TPMLP
 from weft.layers.moe import MoE
 from weft.ops.collectives.all_gather import all_gather
 from weft.parallel.linear import check_team
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.recipe import StepPlan
+from weft.parallel.rotary import rotary_angles
 from weft.parallel.sequences import Sequences
 from weft.parallel.step_plan import plan_layer
 from weft.parallel.thresholds import splits_tokens
@@ -66,7 +68,8 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
     model  whole, the same on every rank, on the team's device
     mode   of every pass: "replicated", "reference", or "sequence_parallel": a rank holds 1/W of each sequence between the
            layers, so that norms and residuals are split too; lengths are padded to W's multiple. "auto": sequence_parallel
-           where the pass has enough tokens to split, replicated otherwise
+           where the pass has enough tokens to split, replicated otherwise; "invariant": logits have the bits of weft's
+           engine with the same option (docs/same-bits.md); norms and head are replaced too, and no cache is kept
 
     Every rank calls the model with the same tokens, and gets the same logits. Ranks that draw tokens at random must draw the
     same: torch.manual_seed before ``generate``. What is left alone stays whole on every rank; the log names it too. A module
@@ -102,9 +105,13 @@ def replace(model: nn.Module, team: Team, *, mode: Mode = "auto") -> Replaced:
             f"mode={mode!r}: {attentions} of {len(decoder.layers)} attentions fit, and the rest would see 1/W of the tokens; "
             f"pass mode='replicated'; {'; '.join(left.values())}"
         )
+    if mode == "invariant" and left:
+        raise ValueError(f"mode='invariant': {'; '.join(left.values())}; choose another mode")
     for path, layer in made.items():
         model.set_submodule(path, layer)
     layers = {_starred(path): type(layer.layer).__name__ for path, layer in made.items()}
+    if mode == "invariant":
+        layers |= {_starred(path): kind for path, kind in replace_rest(model).items()}
     left |= _whole(model, plan, (*layers, *left))
     current.watch(decoder)
     model.save_pretrained = _refuse_to_save
@@ -122,6 +129,14 @@ class _Pass:
 
     def __init__(self, team: Team, mode: str) -> None:
         self.team, self.mode, self.sharded, self.length = team, mode, False, 0
+        self._angles: torch.Tensor | None = None
+
+    def angles_of(self, config: Any, head_dim: int) -> torch.Tensor | None:
+        """Table of angles [1, positions, head_dim] of all layers in mode "invariant"; None in other modes."""
+        if self.mode == "invariant" and self._angles is None:
+            sizes = config.max_position_embeddings, head_dim, config.rope_parameters
+            self._angles = rotary_angles(*sizes, self.team.device)[None]
+        return self._angles
 
     def splits(self, tokens: int) -> bool:
         """True if ``tokens`` are split over the ranks between the layers."""
@@ -134,7 +149,7 @@ class _Pass:
         mode = "sequence_parallel" if self.sharded else "replicated" if self.mode == "auto" else self.mode
         tokens = x.shape[0] * x.shape[1] * (self.team.size if self.sharded else 1)
         # Of the fused local work only the MLP's has no backward.
-        fused = False if isinstance(layer, TPMLP) and asked_for(layer, x) else None
+        fused = False if isinstance(layer, TPMLP) and asked_for(layer, x) and mode != "invariant" else None
         return plan_layer(tokens, mode=mode, team=self.team, fused=fused)
 
     def watch(self, decoder: nn.Module) -> None:
@@ -145,6 +160,9 @@ class _Pass:
             decoder.norm.register_forward_pre_hook(self._gather)
 
     def _check(self, decoder: nn.Module, args: tuple, options: dict[str, Any]) -> None:
+        if self.mode == "invariant":
+            asked = options.get("use_cache")
+            check_call({**options, "use_cache": decoder.config.use_cache if asked is None else asked})
         refused = {
             "output_attentions": "a rank has a part of the heads",
             "output_router_logits": "MoE chooses experts in a kernel",
@@ -187,6 +205,8 @@ class _Attention(nn.Module):
             if hasattr(module, name):
                 setattr(self, name, getattr(module, name))
         self.num_key_value_groups = self.layer.group
+        # In fp32, as the engine has them; Transformers rounds them.
+        self.angles = current.angles_of(config, self.layer.head_dim)
         theirs = inspect.unwrap(type(module).forward)
         # Since transformers 5.24, where past_key_values is called so, a cache also takes the options of the attention.
         self._shares_options = "cache" in inspect.signature(theirs).parameters
@@ -221,6 +241,10 @@ class _Attention(nn.Module):
             attended, _ = attention(self, q, k, v, attention_mask, **how, **options)
             return F.pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended
 
+        if self.angles is not None:
+            plan, angles = current.plan(self.layer, hidden_states), self.angles[:, :length]
+            step = Sequences(plan=plan, batch=batch, length=length, angles=angles)
+            return self.layer(hidden_states, step), None
         angles = torch.cat((cos[..., :half], sin[..., :half]), dim=-1)
         step = Sequences(
             plan=current.plan(self.layer, hidden_states),

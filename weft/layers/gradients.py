@@ -37,8 +37,13 @@ def with_gradients(layer: nn.Module, x: torch.Tensor, plan: StepPlan) -> bool:
 
 def plan_for(layer: nn.Module, x: torch.Tensor, tokens: int) -> StepPlan:
     """Plan of a layer used by itself, in kernels that have a backward if gradients are asked for."""
-    fused = False if asked_for(layer, x) else None
+    fused = False if asked_for(layer, x) and layer.mode != "invariant" else None
     return plan_layer(tokens, mode=layer.mode, team=layer.team, fused=fused)
+
+
+def replicated_plan(plan: StepPlan) -> StepPlan:
+    """Plan of the operations whose gradients stand for the ones of mode "invariant"."""
+    return plan_layer(1, mode="replicated", team=plan.recipe.team, fused=False)
 
 
 class SummedGradient(torch.autograd.Function):

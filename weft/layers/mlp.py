@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.arguments import check_choice
-from weft.layers.gradients import plan_for, with_gradients
+from weft.layers.gradients import plan_for, replicated_plan, with_gradients
+from weft.layers.same_bits import with_backward
 from weft.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows, check_layer, check_rows
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.plain import ACTIVATIONS
@@ -87,7 +88,9 @@ class TPMLP(nn.Module):
         rows = x.flatten(0, -2)
         if plan is None:
             plan = plan_for(self, x, len(rows) * (self.team.size if self.mode == "sequence_parallel" else 1))
-        with_gradients(self, x, plan)
+        if with_gradients(self, x, plan) and plan.mode == "invariant":
+            again = replicated_plan(plan)
+            return with_backward(self, x, lambda x: self(x, plan), lambda x: self(x, again))
         y = tensor_of(plan.recipe.mlp(plan.recipe.given(rows), self.weights))
         return y.unflatten(-2, x.shape[:-1]) if x.dim() == 3 else y
 

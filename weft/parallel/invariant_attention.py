@@ -7,8 +7,9 @@ would write.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from weft import ops
@@ -17,24 +18,33 @@ from weft.ops.local import capabilities_of
 from weft.parallel.plain import without_gates
 from weft.parallel.quantized import rows_for
 from weft.parallel.rotary import table_of
+from weft.parallel.sequences import Sequences
 from weft.parallel.tensors import AttentionWeights
+from weft.runtime.arithmetic import cdiv
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
 
+# Tokens of a page of whole sequences.
+PAGE = 64
 
-def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor | Fp8:
+
+def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tuple[Tensor, ...] | None) -> Tensor | Fp8:
     """Bias, norm, rotary embedding, cache write, attention: [T, heads * head_dim], as ``w.o`` takes it.
 
     Two launches, one more where ``w.o`` takes rows in fp8. Gated attention is four launches more.
 
-    cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale)
+    cache  (keys, values), or of an fp8 cache (keys, values, k_scale, v_scale); None for ``Sequences``, whose keys and values go
+           into pages of this call
     """
+    if isinstance(step, Sequences):
+        step, cache = paged(step, w, qkv)
     if w.gated:
         qkv, gate = without_gates(qkv, w)
         return attend(qkv, w._replace(gated=False), step, cache) * gate.sigmoid()
     (keys, values), scales = cache[:2], dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
-    head = w.q_norm, w.k_norm, w.eps, table_of(step.angles, w.rotary)
+    angles = step.angles if isinstance(step, WholeSequences) else table_of(step.angles, w.rotary)
+    head = w.q_norm, w.k_norm, w.eps, angles
     q = ops.qk_norm_rope(qkv, *head, step.positions, step.slots, keys, values, bias=w.bias, **scales)
     options = {"scale": w.scale, "window": w.window, "softcap": w.softcap, "sinks": w.sinks, **scales}
     if step.is_prefill:
@@ -44,3 +54,40 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step, cache: tuple[Tensor, ..
         rows = ops.paged_attention(*given, tickets=step.tickets, queries=step.queries, invariant=True, **options)
     rows, format = rows.reshape(step.tokens, w.heads * w.head_dim), rows_for(w.o, q.dtype)
     return rows if format is None else quantized_rows(rows, format, capabilities_of(rows.device))
+
+
+class WholeSequences(NamedTuple):
+    """What ``attend`` reads of a prefill ``Step``."""
+
+    positions: Tensor
+    slots: Tensor
+    pages: Tensor
+    angles: Tensor
+    spans: ops.SequenceRanges
+    tokens: int
+    is_prefill: bool = True
+
+
+def paged(step: Sequences, w: AttentionWeights, qkv: Tensor) -> tuple[WholeSequences, tuple[Tensor, Tensor]]:
+    """(``step`` as a prefill of new prompts, pages for their keys and values).
+
+    ValueError for an attention of the caller's, which sums in another order.
+    """
+    if step.attend is not None:
+        raise ValueError("mode='invariant' with Sequences(attend=…): it attends by its kernels alone; leave attend out")
+    batch, length, device = step.batch, step.length, qkv.device
+    each = cdiv(length, PAGE)
+    at = torch.arange(length, device=device)
+    first = torch.arange(batch, device=device)[:, None] * (each * PAGE)
+    angles = table_of(step.angles, w.rotary).expand(batch, -1, -1).flatten(0, 1).contiguous()
+    spans = ops.SequenceRanges.make([(0, length)] * batch, w.heads // w.kv_heads, qkv.dtype).to(device)
+    prefill = WholeSequences(
+        positions=torch.arange(batch * length, device=device),
+        slots=(first + at).flatten(),
+        pages=torch.arange(batch * each, dtype=torch.int32, device=device).view(batch, each),
+        angles=angles,
+        spans=spans,
+        tokens=batch * length,
+    )
+    keys, values = torch.zeros((2, batch * each, w.kv_heads, PAGE, w.head_dim), dtype=qkv.dtype, device=device)
+    return prefill, (keys, values)

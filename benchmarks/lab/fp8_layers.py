@@ -1,8 +1,8 @@
 """Kernels of one decoder layer in a decode step on one GPU, in the order of their launch, with the weights' floor.
 
     python -m benchmarks.lab.fp8_layers OUT.json [--only 32b-fp8,32b-bf16,30b-fp8,30b-bf16] [--seconds 60]
-    python -m benchmarks.lab.fp8_layers OUT.json --only 32b-fp8 --ahead         # columns prefetched by each GEMM
-    python -m benchmarks.lab.fp8_layers OUT.json --only 32b-fp8 --ahead --world-size 2 --layers 64
+    python -m benchmarks.lab.fp8_layers OUT.json --only 32b-fp8 --variants         # other designs of the GEMMs
+    python -m benchmarks.lab.fp8_layers OUT.json --only 32b-fp8 --variants --world-size 2 --layers 64
 
 A model of the shapes that one of two ranks of Qwen3-32B or Qwen3-30B-A3B has, with fewer layers and without communication:
 half the heads, features and experts, and half the chosen experts, since a token's choices are on both ranks. Weights are
@@ -35,16 +35,17 @@ from weft.runtime.files import put
 # Bytes a second of weights that an H200 reaches.
 REACHED = 4.3e12
 REPLAYS, WARM_UP = 5, 2
-# Columns that the dense model's small-M GEMMs prefetch, by projection; None: the plan's.
-AHEAD: tuple[dict[str, int] | None, ...] = (
+# Changes of the dense model's small-M designs, by projection; None: the plan's.
+VARIANTS: tuple[dict[str, dict[str, int]] | None, ...] = (
     None,
-    {"qkv": 256},
-    {"qkv": 2048},
-    {"qkv": 2048, "o": 1024},
-    {"qkv": 2048, "o": 1024, "gate_up": 256},
-    {"qkv": 2048, "o": 1024, "gate_up": 512},
-    {"qkv": 2048, "o": 2048, "gate_up": 1024},
-    {"qkv": 2048, "o": 1024, "gate_up": 512, "down": 256},
+    {"gate_up": {"num_stages": 6}},
+    {"down": {"num_stages": 8}},
+    {"gate_up": {"num_stages": 6}, "down": {"num_stages": 8}, "qkv": {"num_stages": 8}, "o": {"num_stages": 8}},
+    {
+        "down": {"block_n": 128, "num_stages": 6},
+        "qkv": {"block_n": 128, "num_stages": 6},
+        "o": {"block_n": 128, "num_stages": 6},
+    },
 )
 STEPS = {"32b": ((1, 128), (32, 1024), (128, 128)), "30b": ((1, 1024), (8, 1024), (32, 1024), (128, 1024))}
 LAYERS = {"32b": 12, "30b": 24}
@@ -105,16 +106,16 @@ def weights_of(model: Any) -> dict[str, int]:
     return {name: p.numel() * p.element_size() for name, p in model.layers[1].named_parameters()}
 
 
-def prefetch(columns: dict[str, int] | None, config: DecoderConfig, world_size: int) -> None:
-    """Let the plans' small-M designs prefetch so many columns, by projection; None: as the rule says."""
+def change(changes: dict[str, dict[str, int]] | None, config: DecoderConfig, world_size: int) -> None:
+    """Change fields of the plans' small-M designs, by projection; None: as the rule says."""
     rule = small_m_rule.default_small_m
     names = {config.hidden_size: "qkv", config.num_attention_heads * config.head_dim // world_size: "o"}
 
     def default_small_m(call: Any, caps: Any, *, gated: bool) -> Any:
         design, name = rule(call, caps, gated=gated), "gate_up" if gated else names.get(call.K, "down")
-        return replace(design, ahead=(columns or {}).get(name, 0)) if call.fp8 else design
+        return replace(design, **(changes or {}).get(name, {})) if call.fp8 else design
 
-    local_gemm.default_small_m = rule if columns is None else default_small_m
+    local_gemm.default_small_m = rule if changes is None else default_small_m
     memo.forget()
 
 
@@ -177,10 +178,10 @@ def main(team: Any, options: argparse.Namespace) -> None:
             print(one, str(model.plan(1).recipe), {key: size for key, size in nbytes.items() if size > 1 << 20})
         steps = STEPS[name] if not options.steps else [tuple(map(int, x.split("x"))) for x in options.steps.split(",")]
         for batch, context in steps:
-            for ahead in AHEAD if options.ahead else (None,):
-                prefetch(ahead, config, team.size)
-                row = {"model": one, "batch": batch, "context": context, "floor_us": floor, "ahead": ahead}
-                row |= measured(model, batch, context, team.size == 1 and not options.ahead)
+            for changes in VARIANTS if options.variants else (None,):
+                change(changes, config, team.size)
+                row = {"model": one, "batch": batch, "context": context, "floor_us": floor, "changes": changes}
+                row |= measured(model, batch, context, team.size == 1)
                 document["rows"].append({**row, "bytes": nbytes})
                 if team.rank == 0:
                     put(Path(options.out), json.dumps(document, indent=1))
@@ -203,7 +204,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="32b-fp8,30b-fp8,32b-bf16,30b-bf16")
     parser.add_argument("--seconds", type=float, default=60.0, help="begin no model after this time")
     parser.add_argument("--steps", default="", help="BATCHxCONTEXT,… in place of the model's")
-    parser.add_argument("--ahead", action="store_true", help="time steps with columns prefetched, by projection")
+    parser.add_argument("--variants", action="store_true", help="with other designs too, by projection")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--layers", type=int, default=0, help="0: a few")
     given = parser.parse_args()

@@ -31,7 +31,7 @@ from weft.kernels.activations import activated
 from weft.kernels.four_bit import FourBit
 from weft.kernels.four_bit_tile import HALF, four_bit_tile, grid_of
 from weft.kernels.fp8 import COLUMNS, Fp8, Fp8Rows, RowFormat, empty_rows, fp8_of, rows_argument, store_rows
-from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
+from weft.kernels.fp8_tile import fp8_tile, prefetch_weight_scales, scales_of_gemm
 from weft.kernels.gemm_tile import Block, Operand, Outgoing, Sizes, gemm_tile
 from weft.kernels.operands import RowScales, ScaledMatrix, descriptor_or_self, row_stride
 from weft.ops.gemm.small_m_rule import SmallM
@@ -159,6 +159,9 @@ def small_m_kernel(
         for half in tl.static_range(halves):
             of_half = weight_rows + half * tl.cast(sizes.N, tl.int64) * sizes.b_stride
             prefetch_columns(of_half, sizes.b_stride, column, sizes.N, start, columns, BLOCK_N)
+    if fp8 is not None:
+        for half in tl.static_range(halves):
+            prefetch_weight_scales(fp8, half * sizes.N + column, sizes.K)
     wl.wait_for_previous_kernel()
     began = wl.begin_tile(team)
     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)

@@ -75,8 +75,9 @@ def test_other_targets(kernel, arch):
     assert built(kernel, arch, SMALL, described=arch == "sm_100").metadata.shared <= SHARED[arch]
 
 
-def test_a_split_tile_on_sm_90(tmp_path):
-    made = built(exchange_kernel, "sm_90", WIDE, SPLIT=4)
+@pytest.mark.parametrize("tile", [pytest.param(WIDE, marks=pytest.mark.sweep), SMALL], ids=["wide", "small"])
+def test_a_split_tile_on_sm_90(tile, tmp_path):
+    made = built(exchange_kernel, "sm_90", tile, SPLIT=4)
     assert "atom.global.gpu.acq_rel.add" in made.asm["ptx"] and "wgmma.mma_async" in made.asm["ptx"]
     assert stack_bytes(made, tmp_path) == 0
 

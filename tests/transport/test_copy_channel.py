@@ -43,8 +43,9 @@ def test_every_call_gets_its_own_data(world_size, halves, by_place):
     assert weft.simulate(gathered, world_size, args=(halves, 4, by_place)) == [expected] * world_size
 
 
-def test_a_half_is_written_again_only_after_it_was_read():
-    report = weft.check(gathered, 3, schedules=12, args=(1, 3))
+@pytest.mark.parametrize("schedules", [4, pytest.param(12, marks=pytest.mark.sweep)])
+def test_a_half_is_written_again_only_after_it_was_read(schedules):
+    report = weft.check(gathered, 3, schedules=schedules, args=(1, 3))
     assert report.ok, str(report)
 
 

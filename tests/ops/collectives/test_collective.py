@@ -75,7 +75,7 @@ def test_more_tiles_than_programs():
     """Two programs a rank go round many times in one launch."""
     case = Case(op="all_reduce", world_size=2, dtype=BF16, sizes=(9000,), design="two_shot")
     gather = Case(op="all_gather", world_size=2, dtype=FP32, sizes=(11000,))
-    check_replicated(weft.simulate(run_cases, 2, sms=2, args=([case, gather, case],)))
+    check_replicated(weft.simulate(run_cases, 2, sms=2, args=([case, gather, case], 1)))
 
 
 def test_the_same_bits_from_run_to_run():

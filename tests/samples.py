@@ -7,9 +7,10 @@ stay whole, and planted bugs that are found in a tenth of a second.
 
 SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
     "tests/bench/models/test_workload.py": {
+        "test_a_random_cache_may_be_longer_than_the_model_s_positions": 0,
         "test_torch_compile_traces_a_layer_whole": ("all options",),
         "test_published_models_with_tiny_sizes_run_and_are_checked": ("drop_bias",),
-        "test_experts_in_another_layout_are_checked_and_named": 1,
+        "test_experts_in_another_layout_are_checked_and_named": 0,
         "test_a_cache_over_the_ranks_is_checked_against_the_baseline": ("prefill",),
         "test_weights_in_fp8_are_checked_and_named": 1,
         "test_layers_are_checked_in_both_modes": 1,
@@ -32,7 +33,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "tests/check/test_check.py": {
         "test_every_strategy_finds_a_race": 2,
-        "test_a_schedule_is_a_function_of_its_seed": 2,
+        "test_a_schedule_is_a_function_of_its_seed": 1,
     },
     "tests/check/test_one_value.py": {
         "test_a_count_that_nobody_takes_past_the_value_is_clean_and_one_more_is_a_finding": 4,
@@ -74,6 +75,9 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_mtp_heads_of_mixtures_of_experts": 1,
     },
     "tests/engine/test_hidden_drafts_in_engine.py": {
+        "test_a_planted_bug_is_found": 4,
+        "test_other_layouts_of_eagle3_checkpoints": 2,
+        "test_cancelled_requests_leave_the_drafts_of_the_rest": 1,
         "test_prompts_find_rows_of_the_head_with_the_models_pages": 1,
         "test_features_of_requests": 4,
         "test_adaptive_lengths_and_windows": 1,
@@ -130,9 +134,10 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_step_from_the_cache_is_the_last_row_of_the_prompt": 2,
     },
     "tests/layers/test_moe.py": {
+        "test_groups_of_ranks_with_slices_of_their_experts_are_the_whole_mixture": 0,
         "test_routing_like_deepseek_s_is_that_of_a_loop": 1,
         "test_a_mixture_over_ranks_is_the_whole_one": 1,
-        "test_a_shared_expert_over_ranks_is_the_whole_one": 1,
+        "test_a_shared_expert_over_ranks_is_the_whole_one": 0,
         "test_a_mistake_is_seen": 4,
     },
     "tests/layers/test_moe_options.py": {
@@ -150,6 +155,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_model_adds_sums_it_has_not_seen": 2,
     },
     "tests/models/test_context_parallel.py": {
+        "test_prompts_that_go_on_over_a_spread_cache_are_computed_in_parts": 0,
         "test_new_prompts_by_torch_s_attention_take_a_rank_s_own_heads": 0,
         "test_logits_are_those_of_transformers": 1,
         "test_an_engine_answers_as_one_rank_does": 1,
@@ -196,7 +202,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_every_format_is_its_plain_model": 2,
         "test_mixtures_are_the_plain_model": 1,
         "test_dequantized_weights_are_bit_for_bit_those_of_one_rank": 4,
-        "test_rows_of_16_bits_go_to_kernels_that_read_4_bits": 1,
+        "test_rows_of_16_bits_go_to_kernels_that_read_4_bits": 0,
         "test_the_recipes_are_the_plain_model": 1,
     },
     "tests/models/test_fp8_delta_nets.py": {
@@ -209,7 +215,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_mixtures_are_the_plain_model": 1,
         "test_experts_made_fp8_at_load_are_the_plain_model": 1,
         "test_experts_of_16_bit_rows_go_to_kernels_that_take_fp8_weights": 1,
-        "test_rows_of_16_bits_go_to_kernels_that_take_fp8_weights": 1,
+        "test_rows_of_16_bits_go_to_kernels_that_take_fp8_weights": 0,
         "test_dequantized_weights_are_bit_for_bit_those_of_one_rank": 3,
     },
     "tests/models/test_joined.py": {
@@ -261,6 +267,8 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_padded_prompts_leave_the_states_of_their_tokens": ("(20, 1, 9)",),
     },
     "tests/models/test_states_of_drafts.py": {
+        "test_recipes_verify_drafts": 1,
+        "test_features_of_requests": 1,
         "test_drafts_change_no_answer": 3,
     },
     "tests/models/test_steps_in_flight.py": {
@@ -316,6 +324,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_an_all_reduce_and_the_product_behind_it": 1,
     },
     "tests/ops/gemm/test_matmul_four_bit.py": {
+        "test_compiles_without_a_graph_break": 0,
         "test_on_sm_90_without_spills_with_the_weight_in_registers": 1,
         "test_ops_of_any_shape": 3,
         "test_every_format_by_every_design": 5,
@@ -349,6 +358,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_compiles_and_on_sm_90_without_spills_with_the_weight_in_registers": 1,
     },
     "tests/ops/moe/test_fp8_experts.py": {
+        "test_compiles_without_a_graph_break": 0,
         "test_on_sm_90_by_fp8_instructions_from_shared_memory": 1,
         "test_experts_of_any_shape_are_the_dequantized_product": 1,
         "test_rows_written_in_fp8_are_the_quantized_ones": 1,
@@ -369,6 +379,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_it_compiles_and_fits": 2,
     },
     "tests/ops/moe/test_moe_backward.py": {
+        "test_gradients_of_experts_whose_slices_two_ranks_hold_are_those_of_one_model": 0,
         "test_gradients_over_ranks_are_those_of_one_model": 1,
     },
     "tests/ops/moe/test_moe_exchange.py": {
@@ -376,7 +387,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_experts_shared_by_ranks_give_the_same_bits_by_every_algorithm_and_schedule": 0,
         "test_a_layer_over_ranks_is_the_whole_one_in_every_call": 1,
         "test_the_kernel_that_rounds_and_sends_rows_compiles": 1,
-        "test_one_half_is_enough": 1,
+        "test_one_half_is_enough": 0,
         "test_kernels_of_words_compile": 1,
         "test_a_wrong_owner_is_seen": 1,
     },
@@ -401,9 +412,10 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_pointer_loads_on_sm_90_keep_the_accumulator_in_registers": 1,
     },
     "tests/ops/overlap/test_fp8.py": {
+        "test_compiles_without_a_graph_break": 0,
         "test_every_case_on_slow_ranks": 2,
         "test_against_plain_torch": 1,
-        "test_over_nodes": 1,
+        "test_over_nodes": 0,
         "test_a_planted_mistake_is_caught": 4,
     },
     "tests/ops/overlap/test_matmul_all_reduce.py": {
@@ -418,7 +430,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_compiles_without_a_graph_break": 1,
     },
     "tests/ops/test_cases.py": {
-        "test_every_case": 32,
+        "test_every_case": 28,
     },
     "tests/ops/test_compile_layer_kernels.py": {
         "test_machine_code_on_sm_90": 2,
@@ -428,6 +440,9 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_rows_in_fp8_come_of_the_sums_of_16_bits": 1,
         "test_fp8_results_compile_and_fit_a_gpu_of_the_other_maker": 1,
         "test_compiles_and_fits": 3,
+    },
+    "tests/ops/test_layer_kernels.py": {
+        "test_compiles_without_a_graph_break": 1,
     },
     "tests/ops/vocab/test_adjust_logits.py": {
         "test_compiles": 2,
@@ -469,7 +484,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_rank_that_ends_leaves_no_semaphore_behind": 0,
     },
     "tests/simulator/test_interpreter.py": {
-        "test_matmul": 2,
+        "test_matmul": 1,
         "test_casts": 24,
     },
     "tests/simulator/test_launching.py": {
@@ -504,11 +519,12 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_ranks_that_replay_and_ranks_that_launch_compute_the_same": 2,
     },
     "tests/tune/test_command.py": {
+        "test_several_ops_are_searched_in_one_launch": 0,
         "test_every_op_is_searched_and_written": 2,
         "test_a_model_takes_the_place_of_ops": 1,
     },
     "tests/zoo/test_zoo.py": {
         "test_its_twin_is_clean": 12,
-        "test_a_planted_bug_is_found_with_its_cause": 48,
+        "test_a_planted_bug_is_found_with_its_cause": 40,
     },
 }

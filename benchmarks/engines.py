@@ -1,27 +1,36 @@
-"""Whole answers of weft's engine and of others, with the same requests on the same GPUs.
+"""Whole answers of weft's engine and of vLLM, with the same requests on the same GPUs.
 
     python -m benchmarks.engines run weft --model qwen3-8b --world-size 2 --json RUNS/weft.json
     python -m benchmarks.engines run vllm --model qwen3-8b --world-size 2 --json RUNS/vllm.json
     python -m benchmarks.engines table RUNS/weft.json RUNS/vllm.json
 
-Each engine runs in a process, and an environment, of its own. A row is a number of prompts of so many random tokens, greedy, on
-random weights: `first_ms` is the time of generate() for one new token, `per_token_ms` the further time of 64 more, divided by
-64. Medians of `--repeats` calls with new prompts each, after two calls that are not counted. Engines run with their defaults,
-but without prefix caching, for which random prompts have no use, and with what `--options` adds, which the file records. Where
-other processes use the GPU too, {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 20000000000} gives vLLM such a
-cache. The table prints every row, those that weft loses too.
+Each engine runs in a process, and an environment, of its own. A row is a number of prompts of random tokens, greedy, on random
+weights: `first_ms` is the time of generate() for one new token, `per_token_ms` the further time of 64 more, divided by 64.
+Medians of `--repeats` calls with new prompts each, after two calls that are not counted (one where it takes longer than
+`--seconds`, the time after which no further call begins). --quantization fp8 gives both engines blocks of 128 x 128 and rows
+that are quantized by groups of 128. Engines run with their defaults, but without prefix caching, for which random prompts have
+no use, with CUDA graphs of exactly the batches that are asked for, and with what `--options` adds, which the file records. The
+table prints every row, those that weft loses too.
+
+--room FOLDER --engines N lets N engines start at the same time: each waits until all are ready or have failed, and then
+measures alone. Each needs its share of the memory: {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 20000000000} for
+vLLM, {"memory_fraction": 0.2} for weft.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import importlib
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +44,66 @@ from weft.runtime.files import put
 
 CASES = "1x128,8x128,32x128,128x128,1x1024,32x1024,1x4096"
 NEW_TOKENS = 64
-MAX_SEQUENCES, MAX_LENGTH = 128, 8192
+MAX_SEQUENCES, MAX_LENGTH = 128, 8192 + 256
+# Seconds that an engine waits for engines that start beside it.
+PATIENCE = 240.0
+BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 Generate = Callable[[list[list[int]], int], Any]
 
 
-def weft_engine(model: str, world_size: int, **options: Any) -> Generate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What both engines of a comparison are given.
+
+    quantization  None or "fp8"
+    batches       numbers of prompts that are measured
+    options       further arguments of the engine
+    """
+
+    model: str
+    world_size: int
+    quantization: str | None
+    batches: list[int]
+    options: dict[str, Any]
+
+
+def weft_engine(setting: Setting) -> Generate:
     llm = weft.LLM(
-        DecoderConfig.named(model), world_size=world_size, max_seq_len=MAX_LENGTH, max_batch=MAX_SEQUENCES,
-        prefix_caching=False, **options,
+        DecoderConfig.named(setting.model), world_size=setting.world_size, max_seq_len=MAX_LENGTH, max_batch=MAX_SEQUENCES,
+        prefix_caching=False, quantization=setting.quantization, **setting.options,
     )  # fmt: skip
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
 
 
-def folder_of(model: str) -> Path:
+def config_of(model: str, quantization: str | None = None) -> dict[str, Any]:
+    """config.json of a published model, as far as an engine needs it for random weights."""
+    family = DecoderConfig.named(model).family
+    config = {"architectures": [family.architecture], "torch_dtype": "bfloat16", **PUBLISHED[model]}
+    if family.defaults.get("head_dim"):
+        config = {"head_dim": family.defaults["head_dim"], **config}
+    if quantization is None:
+        return config
+    # As the published files do, the routers stay in bf16.
+    layers = range(config["num_hidden_layers"]) if "num_experts" in config else ()
+    kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers)]
+    return {**config, "quantization_config": {**BLOCK_FP8, "modules_to_not_convert": kept}}
+
+
+def folder_of(model: str, quantization: str | None = None) -> Path:
     """New directory with the config.json of a published model alone, for random weights."""
     folder = Path(tempfile.mkdtemp())
-    architecture = DecoderConfig.named(model).family.architecture
-    config = {"architectures": [architecture], "torch_dtype": "bfloat16", "head_dim": 128, **PUBLISHED[model]}
-    put(folder / "config.json", json.dumps(config))
+    put(folder / "config.json", json.dumps(config_of(model, quantization)))
     return folder
 
 
-def vllm_engine(model: str, world_size: int, **options: Any) -> Generate:
+def vllm_engine(setting: Setting) -> Generate:
     from vllm import LLM, SamplingParams
 
+    compilation = {"cudagraph_capture_sizes": sorted(set(setting.batches))}
     llm = LLM(
-        model=str(folder_of(model)), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=world_size,
-        max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES, enable_prefix_caching=False,
-        **options,
+        model=str(folder_of(setting.model, setting.quantization)), skip_tokenizer_init=True, load_format="dummy",
+        tensor_parallel_size=setting.world_size, max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES,
+        enable_prefix_caching=False, **{"compilation_config": compilation, **setting.options},
     )  # fmt: skip
 
     def generate(prompts: list[list[int]], new: int) -> Any:
@@ -75,45 +116,80 @@ def vllm_engine(model: str, world_size: int, **options: Any) -> Generate:
 ENGINES = {"weft": weft_engine, "vllm": vllm_engine}
 
 
-def measured(generate: Generate, prompts: int, tokens: int, repeats: int, vocab_size: int) -> dict[str, Any]:
-    """One row: times of generate() for one token and for 64 more."""
+def measured(
+    generate: Generate, prompts: int, tokens: int, repeats: int, longest: float, vocab_size: int
+) -> dict[str, Any]:
+    """One row: times of generate() for one token and for 64 more.
+
+    longest  seconds after which no further call begins, once there is one of each kind that counts
+    """
     draw = random.Random(f"{prompts}x{tokens}")
     seconds: dict[int, list[float]] = {1: [], 1 + NEW_TOKENS: []}
-    for repeat in range(-2, repeats):
-        for new, found in seconds.items():
+    start, uncounted = time.perf_counter(), 2
+    while uncounted or len(seconds[1]) < repeats:
+        late = time.perf_counter() - start > longest
+        if late and seconds[1]:
+            break
+        uncounted = 0 if late else uncounted
+        for new, taken in seconds.items():
             ids = [[draw.randrange(vocab_size) for _ in range(tokens)] for _ in range(prompts)]
             begin = time.perf_counter()
             generate(ids, new)
-            if repeat >= 0:
-                found.append(time.perf_counter() - begin)
-    first, all_of_them = map(statistics.median, seconds.values())
+            if not uncounted:
+                taken.append(time.perf_counter() - begin)
+        uncounted = max(0, uncounted - 1)
+    first, whole = map(statistics.median, seconds.values())
     return {
         "prompts": prompts, "tokens": tokens, "first_ms": first * 1e3,
-        "per_token_ms": (all_of_them - first) / NEW_TOKENS * 1e3, "seconds": list(seconds.values()),
+        "per_token_ms": (whole - first) / NEW_TOKENS * 1e3, "tokens_a_second": prompts * (1 + NEW_TOKENS) / whole,
+        "seconds": list(seconds.values()),
     }  # fmt: skip
 
 
-def run(
-    engine: str, model: str, world_size: int, cases: str, repeats: int, target: Path, options: dict[str, Any]
-) -> None:
+@contextlib.contextmanager
+def alone(room: Path | None, engines: int) -> Iterator[None]:
+    """Wait for the engines that start at the same time, then hold the GPUs alone. ``arrive`` says that one is there."""
+    if room is None:
+        yield
+        return
+    arrive(room)
+    begin = time.monotonic()
+    while len(list(room.glob("*.here"))) < engines and time.monotonic() - begin < PATIENCE:
+        time.sleep(0.2)
+    with (room / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+
+
+def arrive(room: Path | None) -> None:
+    """Say that this engine is ready, or will never be."""
+    if room is not None:
+        room.mkdir(parents=True, exist_ok=True)
+        (room / f"{os.getpid()}.here").touch()
+
+
+def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
+    target: Path = chosen.json
     check_clean("--json", target)
-    shapes = [tuple(map(int, case.split("x"))) for case in cases.split(",")]
+    shapes = [tuple(map(int, case.split("x"))) for case in chosen.cases.split(",")]
     begin = time.perf_counter()
-    generate = ENGINES[engine](model, world_size, **options)
+    generate = ENGINES[engine](setting)
     report = {
-        "engine": engine, "version": importlib.import_module(engine).__version__, "model": model, "world_size": world_size,
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "revision": revision(Path(weft.__file__).parent),
-        "ready_seconds": time.perf_counter() - begin, "repeats": repeats, "options": options,
-        "rows": [],
+        "engine": engine, "version": importlib.import_module(engine).__version__, "model": setting.model,
+        "quantization": setting.quantization, "world_size": setting.world_size, "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "revision": revision(Path(weft.__file__).parent),
+        "ready_seconds": time.perf_counter() - begin, "repeats": chosen.repeats, "options": setting.options, "rows": [],
     }  # fmt: skip
-    print(f"{engine} {report['version']}: ready after {report['ready_seconds']:.1f} s", flush=True)
-    vocab_size = DecoderConfig.named(model).vocab_size
-    for prompts, tokens in shapes:
-        row = measured(generate, prompts, tokens, repeats, vocab_size)
-        report["rows"].append(row)
-        times = f"first token {row['first_ms']:.1f} ms, then {row['per_token_ms']:.2f} ms a token"
-        print(f"{engine} {prompts}x{tokens}: {times}", flush=True)
-        put(target, json.dumps(report, indent=1) + "\n")
+    label = f"{engine} {report['version']} {setting.model} {setting.quantization or ''}".rstrip()
+    print(f"{label}: ready after {report['ready_seconds']:.1f} s", flush=True)
+    vocab_size = DecoderConfig.named(setting.model).vocab_size
+    with alone(chosen.room, chosen.engines):
+        for prompts, tokens in shapes:
+            row = measured(generate, prompts, tokens, chosen.repeats, chosen.seconds, vocab_size)
+            report["rows"].append(row)
+            times = f"first token {row['first_ms']:.1f} ms, then {row['per_token_ms']:.2f} ms a token"
+            print(f"{label} {prompts}x{tokens}: {times}", flush=True)
+            put(target, json.dumps(report, indent=1) + "\n")
 
 
 def table(files: list[Path]) -> str:
@@ -153,7 +229,11 @@ def main() -> None:
     one.add_argument("--model", default="qwen3-8b", choices=PUBLISHED, help="sizes of a published model")
     one.add_argument("--world-size", type=int, default=1, help="GPUs, tensor parallel")
     one.add_argument("--cases", default=CASES, help="prompts x tokens, with commas between")
+    one.add_argument("--quantization", choices=["fp8"], help="block fp8; without it bf16")
     one.add_argument("--repeats", type=int, default=5)
+    one.add_argument("--seconds", type=float, default=60.0, help="of a row, after which no further call begins")
+    one.add_argument("--room", type=Path, metavar="FOLDER", help="where engines that start at the same time meet")
+    one.add_argument("--engines", type=int, default=1, help="number of engines that meet in the room")
     one.add_argument("--json", type=Path, required=True, metavar="FILE")
     one.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="further arguments of the engine")
     both = commands.add_parser("table", help="compare runs")
@@ -161,8 +241,15 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.command == "table":
         print(table(chosen.files))
-    else:
-        run(chosen.engine, chosen.model, chosen.world_size, chosen.cases, chosen.repeats, chosen.json, chosen.options)
+        return
+    setting = Setting(
+        model=chosen.model, world_size=chosen.world_size, quantization=chosen.quantization, options=chosen.options,
+        batches=[int(case.split("x")[0]) for case in chosen.cases.split(",")],
+    )  # fmt: skip
+    try:
+        run(chosen.engine, setting, chosen)
+    finally:
+        arrive(chosen.room)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The invariant recipe: bits of a row on 1, 2, 4 and 8 virtual ranks, among any other rows; and violations, which show."""
 
+import zlib
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.ops.gemm.test_sliced import noisy, operands
 from weft import ops
 from weft.kernels import slices
 from weft.kernels.fp8 import Fp8, quantized_weight
-from weft.layers import TPMLP
+from weft.layers import TPMLP, MoE
 from weft.ops.collectives import tree
 from weft.ops.collectives.all_reduce import ALL_REDUCE
 from weft.ops.collectives.collective import OneShot, TwoShot
@@ -153,6 +155,26 @@ def test_a_gated_mlp_has_the_same_bits_on_any_number_of_ranks_and_rows():
     expected = on_ranks(main, 1, 40)
     for world_size, M in ((2, 1), (4, 40), (8, 3)):
         assert_identical(on_ranks(main, world_size, M), expected[:M])
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_whole_experts_have_the_same_bits_on_any_number_of_ranks_and_rows(shared):
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 4}
+    sizes |= {"shared_intermediate_size": 256, "shared_gate": True} if shared else {}
+    x = operands(40, 1, 128)[0]
+
+    def main(team, M):
+        moe = MoE(**sizes, layout="whole", team=team, mode="invariant", dtype=torch.bfloat16)
+        for name, shard in moe.shards().items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            whole = torch.randn(shard.shape, generator=generator) / 8
+            size = shard.target.shape[shard.dim]
+            shard.target.copy_(whole.narrow(shard.dim, shard.start, size))
+        return moe(x[:M])
+
+    expected = on_ranks(main, 1, 40)
+    for world_size, M in ((2, 1), (4, 40), (8, 3)):
+        assert_identical(on_ranks(main, world_size, M), expected[:M], what=f"W={world_size} M={M}")
 
 
 def row_ops(device):

@@ -12,6 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from weft import ops
+from weft.ops.collectives.all_reduce import all_reduce_nodes
 from weft.ops.collectives.tree import WORLD_SIZES
 from weft.parallel import invariant_local
 from weft.parallel.replicated import Cache, Replicated
@@ -45,7 +46,12 @@ class Invariant(Replicated):
         return ops.matmul_all_reduce(self.local.gated(x, w), w.down, self.team, invariant=True)
 
     def moe(self, x: Tensor, w: MoEWeights) -> Tensor:
-        return ops.all_reduce(self.local.experts(x, w), self.team, invariant=True)
+        nodes, gate = self.local.experts(x, w, self.team)
+        y = all_reduce_nodes(nodes, self.team)
+        if w.shared is None:
+            return y
+        shared = self.mlp(x, w.shared)
+        return y + (shared if gate is None else shared * gate.sigmoid()[:, None])
 
     def embed(self, tokens: Tensor, table: VocabWeights) -> Tensor:
         # Every row comes from one rank and is zero on all other ranks: exact, and -0.0 becomes 0.0 at every W.

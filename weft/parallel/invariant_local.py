@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from weft import ops
+from weft.kernels.slices import SLICES
+from weft.ops.moe.moe_sum import moe_nodes
+from weft.ops.moe.route import LONE_TOKENS
 from weft.parallel.fused import add_norm, embed, output, silu_mul
 from weft.parallel.invariant_attention import attend
 from weft.parallel.plain import adjusted_logits
+from weft.parallel.quantized import rows_between
 from weft.parallel.tensors import AttentionWeights, DeltaWeights, MLAWeights, MLPWeights, MoEWeights, VocabWeights
 
 if TYPE_CHECKING:
     from weft.parallel.step import Step
+    from weft.runtime.team.team import Team
 
 NAME, FUSED = "invariant", True
 __all__ = ["add_norm", "attend", "embed", "experts", "gated", "logits", "output", "project", "silu_mul"]
@@ -39,8 +45,26 @@ def gated(x: Tensor, w: MLPWeights) -> Tensor:
     return silu_mul(ops.matmul(x, w.gate_up, invariant=True), w.down, w.activation)
 
 
-def experts(x: Tensor, w: MoEWeights) -> Tensor:
-    raise ValueError("mode='invariant': mixtures of experts have no invariant design; use a dense model")
+def experts(x: Tensor, w: MoEWeights, team: Team) -> tuple[Tensor, Tensor | None]:
+    """(what this rank's experts add to x's rows, a node for each eighth of all experts; logits of the shared expert's gate).
+
+    A node adds up a token's choices among its experts in their order, in fp32, and rounds once.
+    """
+    count = SLICES // team.size
+    if w.experts.total % SLICES or w.experts.count * team.size != w.experts.total:
+        raise ValueError(
+            f"mode='invariant': {w.experts.count} of {w.experts.total} experts on each of {team.size} ranks; use whole experts "
+            f"(expert_layout='whole'), a number that {SLICES} divides"
+        )
+    if w.down_bias is not None:
+        raise ValueError("mode='invariant': experts with a bias after the second GEMM have no invariant design")
+    logits, gate = w.logits(ops.matmul(x, w.router, invariant=True))
+    parts = [ops.route(rows, bias=w.bias, **w.gating._asdict()) for rows in logits.split(LONE_TOKENS)]
+    routing = parts[0] if len(parts) == 1 else ops.Routing(*map(torch.cat, zip(*parts, strict=True)))
+    schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
+    format = rows_between(w.gate_up, w.down, x.dtype)
+    h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule, fp8=format, **w.of_first, invariant=True)
+    return moe_nodes(ops.grouped_matmul(h, w.down, schedule, invariant=True), routing, w.experts, count), gate
 
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:

@@ -330,6 +330,12 @@ ALL_REDUCE = AllReduce()
 register(ALL_REDUCE)
 
 
+def all_reduce_nodes(nodes: torch.Tensor, team: Team) -> torch.Tensor:
+    """Node above all ranks' ``nodes`` [8 / W, ...], contiguous, in their dtype, of any number of ranks the same bits."""
+    call = CollectiveCall(nodes[0].nbytes, nodes.dtype, invariant=True)
+    return ALL_REDUCE.run_of_nodes(ALL_REDUCE.plan(call, machine_of(team)).design, team, nodes, nodes.dtype)
+
+
 def all_reduce(x: torch.Tensor, team: Team, algorithm: str = "auto", *, invariant: bool = False) -> torch.Tensor:
     """Sum all ranks' ``x`` on every rank: a new contiguous tensor of ``x``'s shape and dtype.
 

@@ -27,9 +27,16 @@ from weft.ops.moe.grouped.cases import (
     with_scales,
 )
 from weft.ops.moe.grouped.check import check_grouped, check_swiglu, check_written
-from weft.ops.moe.grouped.gemms import FourBitTiles, GroupedArguments, GroupedCall, GroupedTiles, Tiles
+from weft.ops.moe.grouped.gemms import FixedTiles, FourBitTiles, GroupedArguments, GroupedCall, GroupedTiles, Tiles
 from weft.ops.moe.grouped.gradients import weight_grad
-from weft.ops.moe.grouped.rule import FEW_PAIRS, four_bit_tiles, four_bit_tiles_for, grouped_tiles_for, tiles
+from weft.ops.moe.grouped.rule import (
+    FEW_PAIRS,
+    fixed_tiles_for,
+    four_bit_tiles,
+    four_bit_tiles_for,
+    grouped_tiles_for,
+    tiles,
+)
 from weft.ops.moe.moe_schedule import BLOCKS, block_for, moe_schedule
 from weft.ops.moe.routing import ClampedSwiGLU, MoeOp, MoeShape, Schedule, common, draw_ids, experts_of
 from weft.ops.op import Op, define, register
@@ -53,9 +60,10 @@ class GroupedOp(MoeOp):
     public  the function that users call
     """
 
-    designs = {"tiles": GroupedTiles, "four_bit": FourBitTiles}
+    designs = {"tiles": GroupedTiles, "four_bit": FourBitTiles, "fixed_tiles": FixedTiles}
+    internal = invariant = ("fixed_tiles",)
     sizes = ("T", "k", "experts", "N", "K")
-    options = ("gather", "block_fp8", "channel_fp8", "four_bit")
+    options = ("gather", "block_fp8", "channel_fp8", "four_bit", "invariant")
     dtypes = FLOATS
     collective = False
     saves = ("x", "weight", "pairs", "counts", "tiles", "tile_count")
@@ -80,6 +88,11 @@ class GroupedOp(MoeOp):
         gather = case.field("gather") is not False
         forms = {**fp8_forms(case), "four_bit": bool(case.field("four_bit"))}
         return self.call_of(case.sizes, case.dtype, machine, case.design, gather=gather, **forms)
+
+    def choose(self, call: GroupedCall, machine: Machine) -> Planned:
+        if not call.invariant or call.design not in (AUTO, "fixed_tiles"):
+            return super().choose(call, machine)
+        return Planned("fixed_tiles", fixed_tiles_for(self.name, call, machine.caps, gated=self.gated), "invariant")
 
     def rule(self, call: GroupedCall, machine: Machine) -> tuple[str, str]:
         if call.four_bit and call.block <= FEW_PAIRS:
@@ -109,6 +122,8 @@ class GroupedOp(MoeOp):
         return planned if planned is None or planned.row.shape[1] == call.block else None
 
     def space(self, call: GroupedCall, machine: Machine, quick: bool = False) -> Iterator[Tiles]:
+        if call.invariant:
+            return iter(())
         base = self.by_rule(call, machine)
         if isinstance(base, FourBitTiles):
             return four_bit_tiles(base, self.gated)
@@ -366,6 +381,7 @@ def grouped_matmul(
     gather: bool = False,
     scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """x's rows @ weight[e].T + bias[e] for the pairs of each expert e -> [T * k, N].
 
@@ -379,12 +395,13 @@ def grouped_matmul(
     scales    fp32 [T, ceil(K / 128)] of fp8 rows x, as ``moe_dispatch`` gives them, with ``gather``: row times scale,
               rounded to the weight's dtype, is multiplied
     bias      [experts, N] of the result's dtype; None: there is none. Without gradients
+    invariant a row's bits do not depend on the pairs: fp16 or bf16, or an fp8 weight in blocks of 128 columns
 
     Rows of pairs that are not in the schedule are not written. Computed in fp32, rounded once; the same bits from run to run.
     Of fp8 rows and weights bf16; fp32 sums of 128 terms are multiplied by their scales, and added. Gradients of x and weight,
     without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
-    given = GroupedArguments.of(x, weight, schedule, gather, scales, bias)
+    given = GroupedArguments.of(x, weight, schedule, gather, scales, bias)._replace(invariant=invariant)
     return GROUPED_MATMUL.dispatch(check_grouped("grouped_matmul", given, gated=False))
 
 
@@ -392,7 +409,7 @@ class GroupedMatmul(GroupedOp):
     name, alias = "grouped_matmul", "grouped-gemm"
     gated = False
     public = staticmethod(grouped_matmul)
-    variants = ("gather", "block_fp8", "channel_fp8", "four_bit")
+    variants = ("gather", "block_fp8", "channel_fp8", "four_bit", "invariant")
 
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         return super().case_of(shape, dtype, world_size, **{"gather": False, **fields})
@@ -411,6 +428,7 @@ def grouped_matmul_silu_mul(
     fp8: RowFormat | None = None,
     bias: torch.Tensor | None = None,
     swiglu: ClampedSwiGLU | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor | Fp8:
     """h[i] = silu(x[t] @ gate.T) * (x[t] @ up.T) -> [T * k, N], for the i-th pair, of token t.
 
@@ -424,13 +442,15 @@ def grouped_matmul_silu_mul(
               of the next weight, not by tokens
     bias      [experts, 2 N] of h's dtype, added to the products with gate and up; None: there is none. Without gradients
     swiglu    ``ClampedSwiGLU`` in place of silu(gate) * up; None: that. Without gradients
+    invariant as of ``grouped_matmul``
 
     Rows from the number of pairs on are not written. Computed in fp32, rounded once; the same bits from run to run.
     Gradients of x and weight, without scales. ValueError for shapes, dtypes or devices that do not fit.
     """
     op = "grouped_matmul_silu_mul"
     check_swiglu(op, swiglu)
-    given = check_grouped(op, GroupedArguments.of(x, weight, schedule, True, scales, bias, swiglu), gated=True)
+    given = GroupedArguments.of(x, weight, schedule, True, scales, bias, swiglu)._replace(invariant=invariant)
+    given = check_grouped(op, given, gated=True)
     if fp8 is None:
         return GROUPED_MATMUL_SILU_MUL.dispatch(given)
     check_written(op, given.x, given.weight_scales if isinstance(given.matrix, Fp8) else None, fp8)
@@ -441,7 +461,7 @@ class GroupedMatmulSiluMul(GroupedOp):
     name, alias = "grouped_matmul_silu_mul", "grouped-gemm-silu"
     gated = True
     public = staticmethod(grouped_matmul_silu_mul)
-    variants = ("block_fp8", "channel_fp8", "four_bit")
+    variants = ("block_fp8", "channel_fp8", "four_bit", "invariant")
 
 
 GROUPED_MATMUL_SILU_MUL = GroupedMatmulSiluMul()

@@ -117,6 +117,14 @@ def moe_sum(
     return MOE_SUM.dispatch(y, routing, experts.first, experts.count, shared, gate)
 
 
+def moe_nodes(y: torch.Tensor, routing: Routing, experts: Experts, count: int) -> torch.Tensor:
+    """``moe_sum`` for each of ``count`` equal ranges of these experts, [count, T, N], of checked arguments."""
+    nodes, width = y.new_empty((count, len(routing.ids), y.shape[1])), experts.count // count
+    for number, node in enumerate(nodes):
+        add_up(y, routing, (experts.first + number * width, width), NO_SUMMAND, node)
+    return nodes
+
+
 def check_shared(
     op: str, y: torch.Tensor, shape: tuple[int, int], shared: torch.Tensor | None, gate: torch.Tensor | None
 ) -> None:

@@ -90,7 +90,27 @@ class FourBitTiles:
     transposed: ClassVar[bool] = True
 
 
-Tiles = GroupedTiles | FourBitTiles
+@exchangeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedTiles:
+    """``GroupedTiles`` of the same bits for all fields but ``block_k``, and for all numbers of pairs.
+
+    The weight's rows are the 64-row side of the tensor instructions, and K is added up in one order of steps.
+    block_k  by the dtype of the weight alone
+    """
+
+    block_n: int = knob(64, powers(64), halved(64, 256))
+    block_k: int = 64
+    per_sm: int = knob(2, near=stepped())
+    columns: int = knob(1024, near=halved(128))
+    num_warps: int = knob(4, near=halved(4, 8))
+    num_stages: int = knob(4, near=stepped(2))
+    __post_init__ = check_knobs
+
+    transposed: ClassVar[bool] = True
+
+
+Tiles = GroupedTiles | FourBitTiles | FixedTiles
 
 
 class GroupedCall(NamedTuple):
@@ -102,6 +122,7 @@ class GroupedCall(NamedTuple):
     gather  a row for each token, else rows in the order of the pairs
     block_fp8, channel_fp8  operands are fp8: scales for blocks of the weight, or for whole rows or all of it
     four_bit                the weight is in 4 bits
+    invariant               a row's bits do not depend on the pairs (``FixedTiles``)
     """
 
     block: int
@@ -114,6 +135,7 @@ class GroupedCall(NamedTuple):
     block_fp8: bool = False
     channel_fp8: bool = False
     four_bit: bool = False
+    invariant: bool = False
 
     @property
     def fp8(self) -> bool:
@@ -142,6 +164,7 @@ class GroupedArguments(NamedTuple):
     bias           [experts, rows of a weight], added to the rows' results; None: there is none
     alpha, limit   of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
     columns, zeros  with ``weight_scales``, of a weight in 4 bits (``FourBit``); 0 and None: of another weight
+    invariant      as of ``GroupedCall``
     """
 
     x: torch.Tensor
@@ -156,6 +179,7 @@ class GroupedArguments(NamedTuple):
     limit: float = 0.0
     columns: int = 0
     zeros: torch.Tensor | None = None
+    invariant: bool = False
 
     @classmethod
     def of(
@@ -223,7 +247,7 @@ class GroupedArguments(NamedTuple):
         in_blocks = isinstance(matrix, Fp8) and matrix.is_grouped
         forms = in_blocks, isinstance(matrix, Fp8) and not in_blocks, isinstance(matrix, FourBit)
         sizes = self.schedule.block, self.schedule.all_pairs, rows // (2 if gated else 1), K
-        return GroupedCall(*sizes, self.dtype, self.gather, AUTO, *forms)
+        return GroupedCall(*sizes, self.dtype, self.gather, AUTO, *forms, self.invariant)
 
 
 class Operands(NamedTuple):
@@ -293,7 +317,8 @@ def run(
     gather = 1 if each_pair else schedule.choices if given.gather else 0
     described, apart = not gather and can_describe(x), gated and (design.transposed or fp8 is not None)
     swiglu = given.alpha, given.limit
-    form = Form(gated, gather, schedule.block, K % block_k == 0, described, turned, apart, coming.in_place, *swiglu)
+    even, fixed = K % block_k == 0, isinstance(design, FixedTiles)
+    form = Form(gated, gather, schedule.block, even, described, turned, apart, coming.in_place, *swiglu, fixed)
     across, team = cdiv(N, width), coming.team or traced_view()
     launch_for(x.device, design, form, team)(
         min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),
@@ -331,6 +356,7 @@ def launch_for(device: torch.device, design: Tiles, form: Form, team: TeamView |
             "TRANSPOSED": design.transposed,
             "num_warps": design.num_warps,
             "num_stages": design.num_stages,
+            **({"enable_fp_fusion": False} if form.fixed else {}),
             **launch_options(capabilities_of(device)),
         },
     )

@@ -13,6 +13,7 @@ from weft.kernels.four_bit_tile import HALF, four_bit_dot
 from weft.kernels.fp8 import COLUMNS, store_rows
 from weft.kernels.fp8_tile import fp8_dot, row_scales, scaled, weight_scales
 from weft.kernels.gemm_tile import halves
+from weft.kernels.slices import shape_free_dots
 
 # More rows than any operand has.
 ALL_ROWS: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -30,6 +31,7 @@ class Form(NamedTuple):
     apart    gate and up are two products: in tiles of few pairs, and of fp8 or 4-bit operands
     in_place this rank's rows are not in x but in ``Arriving.own``
     alpha, limit  of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
+    fixed    a row's bits do not depend on the tile (``FixedTiles``)
     """
 
     gated: bool
@@ -42,6 +44,7 @@ class Form(NamedTuple):
     in_place: bool = False
     alpha: float = 0.0
     limit: float = 0.0
+    fixed: bool = False
 
 
 class Biases(NamedTuple):
@@ -207,6 +210,8 @@ def grouped_matmul_kernel(
     PACKED: tl.constexpr = 1 if four_bit is None else 2
     # Each step along K has scales.
     BY_STEP: tl.constexpr = False if fp8 is None else fp8.columns > 0
+    if FORM.fixed:
+        shape_free_dots()
     wl.follow_previous_kernel()
     tile_rows, tile_columns = tl.load(schedule.tile_count), tl.cdiv(N, WIDTH)
     local, deep = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K // PACKED)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.ops.gemm.space import STAGES_BYTES
-from weft.ops.moe.grouped.gemms import FourBitTiles, GroupedCall, GroupedTiles
+from weft.ops.moe.grouped.gemms import FixedTiles, FourBitTiles, GroupedCall, GroupedTiles
+from weft.ops.registration import HALVES
 
 if TYPE_CHECKING:
     from weft.runtime.capabilities import Capabilities
@@ -62,6 +63,21 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
     if call.N * (2 if gated else 1) >= 8192:
         return GroupedTiles()
     return GroupedTiles(block_n=128, per_sm=2, num_warps=4)
+
+
+def fixed_tiles_for(op: str, call: GroupedCall, caps: Capabilities, *, gated: bool) -> FixedTiles:
+    """64 rows of the weight by the pairs of a tile, of gate's and of up's each if gated; 128 where results may be in fp8.
+
+    ValueError for weights without an invariant design. Not measured.
+    """
+    if call.four_bit or call.channel_fp8 or not call.fp8 and call.dtype not in HALVES:
+        form = "4 bits" if call.four_bit else "fp8 without blocks" if call.channel_fp8 else str(call.dtype)
+        raise ValueError(f"{op}: invariant=True with a weight of {form}; pass bfloat16, float16, or fp8 in blocks")
+    rows = 128 if call.fp8 and gated else 64
+    few = caps.arch.startswith("gfx") or caps.arch == "sm_80"
+    return FixedTiles(
+        block_n=rows * (2 if gated else 1), block_k=128 if call.fp8 else 64, num_stages=2 if few else 3 if gated else 4
+    )
 
 
 def four_bit_tiles_for(caps: Capabilities, *, gated: bool) -> FourBitTiles:

@@ -1,6 +1,7 @@
 """Ops of a mixture of experts: planted mistakes that the cases catch, ties and NaN, refused arguments, machine code."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 from tests.compiling import SHARED, TARGETS, a_view, compiled, stack_bytes
 from tests.ops.checking import assert_identical, check, inputs_of
+from tests.ops.gemm.test_sliced import noisy, operands
 from tests.ops.layer_cases import DEVICES, changed, check_refused, everywhere, mutated
 from tests.ops.moe.trained import by_torch
 from tests.ops.test_compile_layer_kernels import caps_of, check_compiles
@@ -26,7 +28,7 @@ from weft.ops.moe.grouped import gradients as grouped_grad
 from weft.ops.moe.grouped import kernel as grouped_kernel
 from weft.ops.moe.grouped.gemms import GroupedCall, weight_descriptor
 from weft.ops.moe.grouped.kernel import Biases, Form, grouped_matmul_kernel
-from weft.ops.moe.grouped.rule import grouped_tiles_for
+from weft.ops.moe.grouped.rule import fixed_tiles_for, grouped_tiles_for
 from weft.ops.moe.routing import ClampedSwiGLU, Experts, Routing, Schedule
 from weft.ops.moe.rows import Mail, Partials, moe_combine_kernel, moe_dispatch_kernel
 from weft.ops.op import find_op
@@ -387,11 +389,16 @@ def built_grouped(
     experts_fp8=None,
     pairs=4096,
     clamped=False,
+    fixed=False,
 ):
-    """fp8: rows beside a weight of 16 bits; experts_fp8: both operands, columns of the weight under a scale."""
+    """fp8: rows beside a weight of 16 bits; experts_fp8: both operands, columns of the weight under a scale.
+
+    fixed: of the invariant design.
+    """
     caps, experts = caps_of(arch), 8
     call = GroupedCall(block, pairs, N, K, dtype, gather, block_fp8=experts_fp8 is not None)
-    design = grouped_tiles_for(call, caps, gated=gated)
+    rule = partial(fixed_tiles_for, "grouped_matmul") if fixed else grouped_tiles_for
+    design = rule(call, caps, gated=gated)
     out, weight = torch.zeros(64, K, dtype=dtype), torch.zeros(experts, N * (1 + gated), K, dtype=dtype)
     rows, scales, of_both, written = out.to(E4M3) if fp8 else out, torch.zeros(64) if fp8 else None, None, None
     if experts_fp8 is not None:
@@ -404,7 +411,8 @@ def built_grouped(
     x = rows if gather else TensorDescriptor(rows, [64, K], [K, 1], [block, design.block_k])
     apart = gated and (design.transposed or experts_fp8 is not None)
     swiglu = (1.702, 7.0) if clamped and gated else (0.0, 0.0)
-    form = Form(gated, 8 if gather else 0, block, K % design.block_k == 0, not gather, False, apart, False, *swiglu)
+    even = K % design.block_k == 0
+    form = Form(gated, 8 if gather else 0, block, even, not gather, False, apart, False, *swiglu, fixed)
     biases = Biases(torch.zeros(experts, N * (1 + gated), dtype=dtype), N * (1 + gated)) if clamped else None
     constants = {"FORM": form, "BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
@@ -448,6 +456,49 @@ def test_grouped_gemms_on_sm_90_use_its_hardware_and_no_stack(block, tmp_path):
         assert "ttg.local_load" not in kernel.asm["ttgir"]
         products = len(re.findall("ttng.warp_group_dot ", kernel.asm["ttgir"]))
         assert products == (2 if gated and block == 16 else 1)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_fixed_tiles_on_sm_90_multiply_by_one_family_of_instructions(block, tmp_path):
+    for gather, gated, columns in ((True, True, None), (False, False, None), (False, False, 128)):
+        kernel = built_grouped("sm_90", block, gather, gated, fixed=True, experts_fp8=columns)
+        ptx = kernel.asm["ptx"]
+        used = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", ptx))
+        assert used == {f"m64n{block}k{16 if columns is None else 32}"} and "mma.sync" not in ptx
+        assert kernel.metadata.shared <= SHARED["sm_90"] and stack_bytes(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("arch", ("sm_80", "gfx942"))
+def test_fixed_tiles_compile_and_fit(arch):
+    for block in (16, 128):
+        kernel = built_grouped(arch, block, True, True, fixed=True)
+        assert kernel.metadata.shared <= SHARED[arch]
+
+
+def check_fixed_tiles(device, tokens, sizes):
+    """The results of the first tokens are those of all tokens, whatever the tiles of pairs."""
+    x, weight = noisy(tokens, 16 * 192, 512, 1, device=device)
+    down = operands(1, 16 * 80, 96, device=device)[1].view(16, 80, 96)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(16, generator=generator)[:4] for _ in range(tokens)]).int().to(device)
+
+    def rows(M):
+        schedule = ops.moe_schedule(ids[:M], Experts(16, 0, 16))
+        h = ops.grouped_matmul_silu_mul(x[:M], weight.view(16, 192, 512), schedule, invariant=True)
+        return ops.grouped_matmul(h, down, schedule, invariant=True)
+
+    whole = rows(tokens)
+    for M in sizes:
+        assert_identical(rows(M), whole[: M * 4], what=f"M={M}")
+
+
+def test_rows_of_experts_do_not_depend_on_other_rows():
+    weft.simulate(lambda team: check_fixed_tiles("cpu", 40, (1, 9)), 1)
+
+
+@pytest.mark.gpu(1)
+def test_on_a_gpu_rows_of_experts_do_not_depend_on_other_rows():
+    check_fixed_tiles("cuda", 600, (1, 7, 30, 64, 100, 250))
 
 
 @pytest.mark.triton_internals

@@ -157,14 +157,15 @@ def test_a_gated_mlp_has_the_same_bits_on_any_number_of_ranks_and_rows():
         assert_identical(on_ranks(main, world_size, M), expected[:M])
 
 
-@pytest.mark.parametrize("shared", (False, True))
-def test_whole_experts_have_the_same_bits_on_any_number_of_ranks_and_rows(shared):
-    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 4}
+@pytest.mark.parametrize(("layout", "shared"), (("whole", False), ("whole", True), ("slices", False)))
+def test_experts_have_the_same_bits_on_any_number_of_ranks_and_rows(layout, shared):
+    features = 96 if layout == "whole" else 256
+    sizes = {"hidden_size": 128, "intermediate_size": features, "num_experts": 16, "num_experts_per_tok": 4}
     sizes |= {"shared_intermediate_size": 256, "shared_gate": True} if shared else {}
     x = operands(40, 1, 128)[0]
 
     def main(team, M):
-        moe = MoE(**sizes, layout="whole", team=team, mode="invariant", dtype=torch.bfloat16)
+        moe = MoE(**sizes, layout=layout, team=team, mode="invariant", dtype=torch.bfloat16)
         for name, shard in moe.shards().items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.randn(shard.shape, generator=generator) / 8

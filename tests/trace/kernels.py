@@ -68,7 +68,7 @@ def of_grouped(view, arriving=None, choices=0):
     schedule = Schedule(X, X, X, X, 2, 64)
     return compiled(
         grouped.grouped_matmul_kernel, HALVES, None, None, None, arriving, weight, None, HALVES, None, schedule, 64, 64, 2,
-        LANDED if arriving else None, view if arriving else traced(view), arch="sm_90",
+        LANDED if arriving else None, view if arriving else traced(view), 0, arch="sm_90",
         FORM=grouped.Form(False, choices, 64, True, False, False, False),
         BLOCK_N=32, BLOCK_K=32, TRANSPOSED=False, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -208,7 +208,8 @@ class MoE(nn.Module):
         down = self.down if self.down_scales is None else self.down_scales.matrix(self.down)
         tensors = self.router, self.router_bias, gate_up, down
         beside = self.logit_bias, self.gate_up_bias, self.down_bias, self.swiglu
-        return MoEWeights(*tensors, self.experts, self.gating, shared, self.tickets, *beside)
+        slices = self.layout == "slices"
+        return MoEWeights(*tensors, self.experts, self.gating, shared, self.tickets, *beside, slices=slices)
 
     def shards(self) -> dict[str, Shard]:
         """Shards of the router, of this rank's experts and of the shared one."""

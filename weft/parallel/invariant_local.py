@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft import ops
 from weft.kernels.slices import SLICES
+from weft.ops.moe.grouped_matmul import products_of_slices
 from weft.ops.moe.moe_sum import moe_nodes
 from weft.ops.moe.route import LONE_TOKENS
 from weft.parallel.fused import add_norm, embed, output, silu_mul
@@ -46,25 +47,30 @@ def gated(x: Tensor, w: MLPWeights) -> Tensor:
 
 
 def experts(x: Tensor, w: MoEWeights, team: Team) -> tuple[Tensor, Tensor | None]:
-    """(what this rank's experts add to x's rows, a node for each eighth of all experts; logits of the shared expert's gate).
+    """(what this rank's experts add to x's rows, a node for each eighth; logits of the shared expert's gate or None).
 
-    A node adds up a token's choices among its experts in their order, in fp32, and rounds once.
+    An eighth is of all experts, or where ranks hold slices, of the features of each. A node adds up a token's choices in their
+    order, in fp32, and rounds once.
     """
-    count = SLICES // team.size
-    if w.experts.total % SLICES or w.experts.count * team.size != w.experts.total:
+    count, held = SLICES // team.size, w.experts
+    if not w.slices and (held.total % SLICES or held.count * team.size != held.total):
         raise ValueError(
-            f"mode='invariant': {w.experts.count} of {w.experts.total} experts on each of {team.size} ranks; use whole experts "
-            f"(expert_layout='whole'), a number that {SLICES} divides"
+            f"mode='invariant': {held.count} of {held.total} experts on each of {team.size} ranks; use expert_layout='whole' "
+            f"with a number of experts that {SLICES} divides, or 'slices'"
         )
     if w.down_bias is not None:
         raise ValueError("mode='invariant': experts with a bias after the second GEMM have no invariant design")
     logits, gate = w.logits(ops.matmul(x, w.router, invariant=True))
     parts = [ops.route(rows, bias=w.bias, **w.gating._asdict()) for rows in logits.split(LONE_TOKENS)]
     routing = parts[0] if len(parts) == 1 else ops.Routing(*map(torch.cat, zip(*parts, strict=True)))
-    schedule = ops.moe_schedule(routing.ids, w.experts, tickets=w.tickets)
+    schedule = ops.moe_schedule(routing.ids, held, tickets=w.tickets)
     format = rows_between(w.gate_up, w.down, x.dtype)
     h = ops.grouped_matmul_silu_mul(x, w.gate_up, schedule, fp8=format, **w.of_first, invariant=True)
-    return moe_nodes(ops.grouped_matmul(h, w.down, schedule, invariant=True), routing, w.experts, count), gate
+    if w.slices:
+        ys = products_of_slices(h, w.down, schedule, count, SLICES)
+        return moe_nodes(ys.unbind(), routing, [(0, held.total)] * count), gate
+    y, width = ops.grouped_matmul(h, w.down, schedule, invariant=True), held.count // count
+    return moe_nodes([y] * count, routing, [(held.first + part * width, width) for part in range(count)]), gate
 
 
 def logits(x: Tensor, head: VocabWeights) -> Tensor:

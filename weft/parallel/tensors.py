@@ -265,6 +265,7 @@ class MoEWeights(NamedTuple):
     logit_bias                 [E], added to the experts' logits
     gate_up_bias, down_bias    [experts.count, 2 N] and [experts.count, H]; of slices, only the first rank's down_bias is not 0
     swiglu                     None: silu(gate) * up
+    slices                     ranks hold slices of all experts, also where there is one rank
     """
 
     router: Tensor
@@ -279,6 +280,7 @@ class MoEWeights(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     swiglu: ClampedSwiGLU | None = None
+    slices: bool = False
 
     @property
     def of_first(self) -> dict[str, Tensor | ClampedSwiGLU | None]:

@@ -417,7 +417,7 @@ def built_grouped(
     constants = {"FORM": form, "BLOCK_N": design.block_n, "BLOCK_K": design.block_k, "TRANSPOSED": design.transposed}
     options = {"num_warps": design.num_warps, "num_stages": design.num_stages, **launch_options(caps)}
     schedule, described = Schedule(INTS, INTS, INTS, INTS, 8, block), weight_descriptor(design, weight, form)
-    arguments = x, scales, of_both, None, None, described, biases, out, written, schedule, N, K, 4, None, None
+    arguments = x, scales, of_both, None, None, described, biases, out, written, schedule, N, K, 4, None, None, 0
     return compiled(grouped_matmul_kernel, *arguments, arch=arch, **constants, **options)
 
 

@@ -12,6 +12,7 @@ import torch
 from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import Fp8, RowFormat, check_e4m3, empty_rows, fp8_of
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs, agreed, gated_terms
+from weft.ops.gemm.sliced import step_of
 from weft.ops.knobs import around
 from weft.ops.layout import Given
 from weft.ops.local import capabilities_of, check_sizes, machine_on
@@ -417,6 +418,22 @@ class GroupedMatmul(GroupedOp):
 
 GROUPED_MATMUL = GroupedMatmul()
 register(GROUPED_MATMUL)
+
+
+def products_of_slices(
+    x: torch.Tensor | Fp8, weight: torch.Tensor | Fp8, schedule: Schedule, count: int, total: int
+) -> torch.Tensor:
+    """``grouped_matmul`` of rows in order for each of ``count`` equal slices of K, invariant: [count, T * k, N].
+
+    count, total  slices of this rank and of all ranks. ValueError where they do not divide K
+    """
+    given = GroupedArguments.of(x, weight, schedule, False)._replace(invariant=True)
+    given = check_grouped("grouped_matmul", given, gated=False)
+    call = given.call(False)
+    design = GROUPED_MATMUL.plan(call, machine_on(given.x.device)).design
+    design = replace(design, block_k=step_of("grouped_matmul", call.K, count, total, call.fp8))
+    out = given.weight.new_empty((count, call.pairs, call.N), dtype=given.dtype)
+    return gemms.run(design, given, out=out, parts=count)
 
 
 def grouped_matmul_silu_mul(

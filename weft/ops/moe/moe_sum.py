@@ -117,11 +117,11 @@ def moe_sum(
     return MOE_SUM.dispatch(y, routing, experts.first, experts.count, shared, gate)
 
 
-def moe_nodes(y: torch.Tensor, routing: Routing, experts: Experts, count: int) -> torch.Tensor:
-    """``moe_sum`` for each of ``count`` equal ranges of these experts, [count, T, N], of checked arguments."""
-    nodes, width = y.new_empty((count, len(routing.ids), y.shape[1])), experts.count // count
-    for number, node in enumerate(nodes):
-        add_up(y, routing, (experts.first + number * width, width), NO_SUMMAND, node)
+def moe_nodes(ys: Sequence[torch.Tensor], routing: Routing, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """``moe_sum`` of each y for the experts of its range (first, count), [ranges, T, N], of checked arguments."""
+    nodes = ys[0].new_empty((len(ranges), len(routing.ids), ys[0].shape[1]))
+    for y, held, node in zip(ys, ranges, nodes, strict=True):
+        add_up(y, routing, held, NO_SUMMAND, node)
     return nodes
 
 

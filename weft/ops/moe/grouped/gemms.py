@@ -294,11 +294,13 @@ def run(
     coming: Coming = NOTHING_COMES,
     out: torch.Tensor | None = None,
     written: Fp8Rows | None = None,
+    parts: int = 1,
 ) -> torch.Tensor:
     """Rows of checked arguments, in ``out`` or a new tensor; see ``grouped_matmul_kernel``.
 
     each_pair  x has a row for each pair, and rows of the result are in the order of the schedule
     written    where ``out`` is in fp8
+    parts      more than 1: products of equal parts of K, in ``out`` [parts, pairs, N]
     """
     schedule, matrix, caps = given.schedule, given.matrix, capabilities_of(given.x.device)
     _, rows, columns = matrix.shape
@@ -318,10 +320,10 @@ def run(
     described, apart = not gather and can_describe(x), gated and (design.transposed or fp8 is not None)
     swiglu = given.alpha, given.limit
     even, fixed = K % block_k == 0, isinstance(design, FixedTiles)
-    form = Form(gated, gather, schedule.block, even, described, turned, apart, coming.in_place, *swiglu, fixed)
+    form = Form(gated, gather, schedule.block, even, described, turned, apart, coming.in_place, *swiglu, fixed, parts)
     across, team = cdiv(N, width), coming.team or traced_view()
     launch_for(x.device, design, form, team)(
-        min(schedule.tiles.shape[0] * across, caps.sms * design.per_sm),
+        min(schedule.tiles.shape[0] * across * parts, caps.sms * design.per_sm),
         rows_descriptor(design, x, form),
         scales,
         fp8,
@@ -337,6 +339,7 @@ def run(
         max(1, min(across, design.columns // width)),
         coming.landed,
         team,
+        schedule.all_pairs * N,
     )
     return out
 

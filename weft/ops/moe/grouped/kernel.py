@@ -32,6 +32,7 @@ class Form(NamedTuple):
     in_place this rank's rows are not in x but in ``Arriving.own``
     alpha, limit  of ``ClampedSwiGLU`` in place of silu(gate) * up; limit 0: silu
     fixed    a row's bits do not depend on the tile (``FixedTiles``)
+    parts    equal parts of K, whose products lie apart in out
     """
 
     gated: bool
@@ -45,6 +46,7 @@ class Form(NamedTuple):
     alpha: float = 0.0
     limit: float = 0.0
     fixed: bool = False
+    parts: int = 1
 
 
 class Biases(NamedTuple):
@@ -156,7 +158,7 @@ def store_results(result, out, target, there, column, N, written):
         store_rows(result.to(written.dtype), out, at, mask, written, target, there, column, N)
 
 
-@triton.jit(do_not_specialize=["slab"])
+@triton.jit(do_not_specialize=["slab", "part_stride"])
 def grouped_matmul_kernel(
     x,
     scales,
@@ -173,6 +175,7 @@ def grouped_matmul_kernel(
     slab,
     landed,
     team,
+    part_stride,
     FORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -195,6 +198,7 @@ def grouped_matmul_kernel(
     schedule  ``Schedule``; out [pairs, N]: rows of pairs that are not in it are not written
     written   ``Fp8Rows`` where out is in fp8; else None
     slab      tiles along N that go before the next ones are begun
+    part_stride  elements of out from the product of a part of K to the next part's, if FORM.parts > 1
 
     signals   none: a tile is one program's. Copy engines of the peers, after each chunk of their rows
     waits     with ``arriving``, before a tile's first load of x: for the ranks from its first pair's to its last pair's, but
@@ -218,7 +222,15 @@ def grouped_matmul_kernel(
     # A flattened loop loads rows of a tile before it has waited for them.
     FLATTEN: tl.constexpr = not TRANSPOSED and arriving is None
     tl.assume(K > 0)
-    for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0), flatten=FLATTEN):
+    for number in tl.range(
+        tl.program_id(0), tile_rows * tile_columns * FORM.parts, tl.num_programs(0), flatten=FLATTEN
+    ):
+        if FORM.parts > 1:
+            part, tile = number // (tile_rows * tile_columns), number % (tile_rows * tile_columns)
+            begin_k, end_k = part * (K // FORM.parts), (part + 1) * (K // FORM.parts)
+            product = out + part * tl.cast(part_stride, tl.int64)
+        else:
+            tile, begin_k, end_k, product = number, 0, K, out
         first_column = tile // (tile_rows * slab) * slab
         width = tl.minimum(slab, tile_columns - first_column)
         place = tile - first_column * tile_rows
@@ -259,8 +271,8 @@ def grouped_matmul_kernel(
             scale_end = (expert * OF_N + 1) * N
         if BY_STEP:
             # Loaded a step ahead, so that the tensor cores do not wait for them.
-            of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, 0, FORM, ROWS)
-        for k in tl.range(0, K, BLOCK_K):
+            of_rows, of_weight, of_up = scales_at(fp8, source, expert, column, N, begin_k, FORM, ROWS)
+        for k in tl.range(begin_k, end_k, BLOCK_K):
             a = x_tile(x, rows, row, deep, k, K, FORM)
             if scales is not None:
                 a = (a.to(tl.float32) * tl.load(scale + k // COLUMNS)[:, None]).to(out.dtype.element_ty)
@@ -315,5 +327,5 @@ def grouped_matmul_kernel(
         else:
             target = pair
         exists = local < count
-        store_results(result, out, target, exists, column, N, written)
+        store_results(result, product, target, exists, column, N, written)
         wl.end_tile(began, place // width, column // WIDTH, team)

@@ -170,8 +170,9 @@ def qk_norm_rope(
     The result is of the cache's dtype; with a cache in e4m3 of qkv's, or for partials of the weights' or the bias's, which are
     of 16 bits.
 
-    D is a power of two from 16 to 256, S any. Computed in fp32, rounded once. The host reads no positions or slots: values
-    out of range are not refused. No backward. ValueError for shapes, dtypes or devices that do not fit.
+    D is a power of two from 16 to 256, S any. Computed in fp32, rounded once; a token's bits depend on the token alone. The
+    host reads no positions or slots: values out of range are not refused. No backward. ValueError for shapes, dtypes or devices
+    that do not fit.
     """
     op, norms, cache = "qk_norm_rope", HeadNorms(q_weight, k_weight, eps), PagedCache(keys, values, k_scale, v_scale)
     rows, squares, norm_eps = parts_of(qkv)

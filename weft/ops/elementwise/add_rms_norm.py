@@ -66,7 +66,7 @@ def add_rms_norm(
     fp8       the normed rows of x [T, H] are rounded to its dtype, then put in fp8 so; ``row_format`` of a weight in fp8
 
     Both are new contiguous tensors of x's shape and dtype. ``hidden`` is rounded once and normed computed from the rounded
-    one, as by ``all_reduce_rms_norm``. No backward. ValueError for wrong arguments.
+    one, as by ``all_reduce_rms_norm``. A row's bits depend on the row alone. No backward. ValueError for wrong arguments.
     """
     check_like("add_rms_norm", "x", x, None, FLOATS)
     check_scalar("add_rms_norm", "eps", eps)

@@ -80,7 +80,7 @@ def silu_mul(
     fp8      the result is put in fp8 so, after it is rounded to 16 bits; ``row_format`` of a weight in fp8
     activation  of the gate: "silu", or in place of it "gelu_tanh", GELU by a hyperbolic tangent
 
-    No backward. ValueError for another shape or dtype.
+    A row's bits depend on the row alone. No backward. ValueError for another shape or dtype.
     """
     norm = gate_up if isinstance(gate_up, DeferredNorm) else None
     gate_up = norm.scaled if norm else gate_up

@@ -96,9 +96,9 @@ def moe_sum(
     shared   [T, N] of y's dtype, added to the sum: the result of an expert of all tokens
     gate     [T] of y's dtype, strided or not: shared[t] is multiplied by sigmoid(gate[t])
 
-    Added up in fp32 in the order of the choices, rounded once to y's dtype; 0 for a token that chose none of ``experts``,
-    unless there is ``shared``. Gradients of y, the weights, shared and gate. ValueError for shapes, dtypes or devices that do
-    not fit.
+    Added up in fp32 in the order of the choices, rounded once to y's dtype: a token's bits depend on its rows alone; 0 for a
+    token that chose none of ``experts``, unless there is ``shared``. Gradients of y, the weights, shared and gate. ValueError
+    for shapes, dtypes or devices that do not fit.
     """
     op = "moe_sum"
     if not isinstance(routing, Routing):

@@ -30,6 +30,7 @@ NOT_RUN = {
     r"python -m tests\.serve\.talking .*": "writes a checkpoint into the checkout, as tests/serve do elsewhere",
     r"python scripts/clients\.py.*": "needs a server; tests/serve",
     r"weft bench serve.*": "needs a server; tests/bench/serving",
+    r"weft bench invariance.*": "GPUs, or minutes of virtual ranks; tests/engine/test_invariant_engine.py",
     r"weft --install-completion": "changes the reader's shell; tests/cli/test_completion.py",
     r"python -m benchmarks\.(over_nodes|performance|predict)": "writes pages, which tests/benchmarks compares",
     r"python -m tests\.language\.primitives_page": "writes a page, which test_primitives_page.py compares",

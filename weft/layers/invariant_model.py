@@ -17,7 +17,7 @@ from weft.ops.vocab.log_sums import SLICES, join_log_sums, log_sums
 
 
 class Norm(nn.Module):
-    """RMSNorm of rows by weft's kernel; the gradients are those of torch's operations."""
+    """RMSNorm of rows by weft's kernel, with the gradients of torch's operations."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,9 @@ def check_call(options: Mapping[str, Any]) -> None:
     """ValueError for a call of a decoder whose rows are not whole sequences from their first token on."""
     mask, positions = options.get("attention_mask"), options.get("position_ids")
     if mask is not None and (mask.dim() != 2 or (mask[:, 1:] > mask[:, :-1]).any()):
-        raise ValueError("mode='invariant': attention_mask hides tokens before others; pad on the right, or pass none")
+        raise ValueError(
+            "mode='invariant': attention_mask hides tokens before visible ones; pad on the right, or pass none"
+        )
     if positions is not None and (positions != torch.arange(positions.shape[-1], device=positions.device)).any():
         raise ValueError("mode='invariant': position_ids do not count from 0; leave them out")
     if options.get("use_cache") or options.get("past_key_values") is not None:
@@ -86,7 +88,7 @@ def check_call(options: Mapping[str, Any]) -> None:
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [...] fp32 of tokens [...] under logits [..., V], the bits of weft's engine with ``invariant``.
 
-    Differentiable: the gradients are those of log_softmax. ValueError for shapes or dtypes that do not fit.
+    Differentiable, with the gradients of log_softmax. ValueError for shapes or dtypes that do not fit.
     """
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(

@@ -13,7 +13,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RecomputedBackward(torch.autograd.Function):
-    """y = forward(x); gradients are those of again(x), which is computed in the backward pass."""
+    """y = forward(x); the gradients of again(x), which is computed in the backward pass."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, forward: Run, again: Run, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -29,8 +29,8 @@ class RecomputedBackward(torch.autograd.Function):
             x = x.detach().requires_grad_(ctx.needs_input_grad[2])
             places = [place for place, one in enumerate((x, *ctx.parameters)) if one.requires_grad]
             inputs = [(x, *ctx.parameters)[place] for place in places]
-            found = torch.autograd.grad(ctx.again(x), inputs, grad, allow_unused=True)
-        gradients = dict(zip(places, found, strict=True))
+            taken = torch.autograd.grad(ctx.again(x), inputs, grad, allow_unused=True)
+        gradients = dict(zip(places, taken, strict=True))
         return None, None, *(gradients.get(place) for place in range(1 + len(ctx.parameters)))
 
 

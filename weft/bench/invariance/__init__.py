@@ -1,1 +1,1 @@
-"""Proof that tokens and log-probabilities have the same bits in every configuration: ``weft bench invariance``."""
+"""``weft bench invariance``: bits of tokens and log-probabilities in every configuration."""

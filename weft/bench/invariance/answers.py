@@ -24,8 +24,9 @@ class Request(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Token ids and the bits of their fp32 log-probabilities, of an answer or of a prompt without its first token.
+    """Token ids and the bits of their fp32 log-probabilities.
 
+    Of an answer, or of a prompt without its first token.
     top  bits of the likeliest tokens of each place, as text; () where they were not asked for
     """
 
@@ -35,7 +36,7 @@ class Bits(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What a configuration gave a request; ``prompt`` is empty where its log-probabilities were not asked for."""
+    """Result of a request; ``prompt`` is empty where its log-probabilities were not asked for."""
 
     answer: Bits
     prompt: Bits = Bits()
@@ -43,7 +44,7 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """First bit that differs. request, place: of the answer or prompt (``part``); expected, given: as text"""
+    """First bit that differs. request, place: of its answer or prompt (``part``); expected, given: as text"""
 
     request: int
     part: str
@@ -56,8 +57,9 @@ class Difference:
 
 
 def requests_of(count: int, vocab_size: int, longest: int, new_tokens: int, seed: int = 0) -> list[Request]:
-    """``count`` requests of random tokens: greedy and sampled, some with a first half in common, some that repeat.
+    """``count`` requests of random tokens, greedy and sampled.
 
+    Some have a first half in common, some repeat a few tokens.
     longest  tokens of a prompt at most. A repeated prompt makes n-gram drafts that are accepted
     """
     from weft.engine.params import SamplingParams
@@ -116,7 +118,7 @@ def _word(logprob: float) -> int:
 
 
 def compare(expected: Sequence[Answered], given: Sequence[Answered]) -> tuple[int, int, Difference | None]:
-    """(places compared, places that differ, the first of them) of answers to the same requests."""
+    """(places compared, places that differ, the first one) of answers to the same requests."""
     compared, differing, first = 0, 0, None
     for request, (one, other) in enumerate(zip(expected, given, strict=True)):
         for part in ("answer", "prompt"):

@@ -196,18 +196,18 @@ def read(file: Path) -> list[Answered]:
 
 def _show(rows: list[dict[str, Any]], size: int, cost: dict[int, tuple[float, float]], flags: InvarianceFlags) -> None:
     console = Console(highlight=False)
-    mine = [row for row in rows if row["world_size"] == size]
+    shown = [row for row in rows if row["world_size"] == size]
     table = Table(title=f"{flags.model or 'the built-in adder'}, world size {size}")
     table.add_column("configuration")
     for column in ("compared", "differing", "seconds"):
         table.add_column(column, justify="right")
-    for row in mine:
+    for row in shown:
         table.add_row(row["configuration"], f"{row['compared']:,}", f"{row['differing']:,}", f"{row['seconds']:.1f}")
     console.print(table)
-    firsts: list[tuple[str, Difference]] = [(row["configuration"], row["first"]) for row in mine if row["first"]]
+    firsts: list[tuple[str, Difference]] = [(row["configuration"], row["first"]) for row in shown if row["first"]]
     for name, first in firsts[:1]:
         console.print(f"first difference: {name}: {first}")
-    compared, differing = (sum(row[name] for row in mine) for name in ("compared", "differing"))
+    compared, differing = (sum(row[name] for row in shown) for name in ("compared", "differing"))
     console.print(f"{compared:,} places compared, {differing:,} differ")
     for batch, (default, invariant) in cost.items():
         console.print(

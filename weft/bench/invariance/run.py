@@ -65,7 +65,11 @@ class Outcome(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Result of a world size. answers: of the first configuration; cost: by batch (default ms, invariant ms)."""
+    """Result of a world size.
+
+    answers  of the first configuration
+    cost     by batch, (default ms, invariant ms)
+    """
 
     outcomes: list[Outcome]
     answers: list[Answered]
@@ -73,7 +77,7 @@ class Result(NamedTuple):
 
 
 def on_rank(team: Team, asked: Asked, say: Callable[[str], None] | None = None) -> Result:
-    """Answer the requests in each configuration and compare. Collective; every rank has the result."""
+    """Answer the requests in each configuration and compare. Collective; all ranks have the result."""
     first = asked.configurations[0]
     longest = asked.longest + asked.new_tokens + 1
     engine = Engine(asked.model, team, config=first.engine(asked.engine, longest), warn=False)
@@ -130,7 +134,7 @@ def answered(engine: Engine, requests: list[Request]) -> list[Answered]:
 
 
 def one_pass(engine: Engine, requests: list[Request], reference: list[Answered]) -> list[Answered]:
-    """The answers' log-probabilities by one forward pass over prompt and answer, as if they had been generated."""
+    """Log-probabilities of the answers by one forward pass over prompt and answer."""
     whole = [finished(one, expected.answer) for one, expected in zip(requests, reference, strict=False)]
     given = []
     for request, one, expected in zip(requests, answered(engine, whole), reference, strict=False):
@@ -141,7 +145,7 @@ def one_pass(engine: Engine, requests: list[Request], reference: list[Answered])
 
 
 def costs(model: Decoder, say: Callable[[str], None] | None = None) -> dict[int, tuple[float, float]]:
-    """Milliseconds of a decode step after COST_TOKENS tokens by batch: (in mode "auto", in this mode). Collective."""
+    """Milliseconds of a decode step by batch: (in mode "auto", in this mode). Collective."""
     default, by_batch = in_mode(model, "auto"), {}
     for batch in COST_BATCHES:
         if say is not None:

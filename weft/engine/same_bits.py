@@ -1,4 +1,4 @@
-"""Log-probabilities whose bits depend on a row's logits alone: not on ranks, on the batch, or on further rows."""
+"""Log-probabilities whose bits depend on a row's logits alone, not on ranks or further rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ LOWEST_ID = 0x7FFFFFFF
 
 
 def likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(value [B, 1], log of the sum of exp [B, 1], greatest logits [B, k], their ids [B, k]) over all ranks. Collective.
+    """(value [B, 1], log of the sum of exp [B, 1], greatest logits [B, k], their ids [B, k]).
 
+    Over all ranks; collective.
     logits  this rank's [B, V'/W], equal slices of the padded vocabulary
     value   -inf but on the rank that has the token
     """
@@ -34,9 +35,9 @@ def likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Tens
 
 
 def likeliest(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits [B, k] fp32, token ids [B, k]) of the likeliest tokens of a rank; of equal ones the lowest id first.
+    """(logits [B, k] fp32, token ids [B, k]) of the likeliest tokens of a rank.
 
-    The k blocks with the greatest logits hold them, since blocks are in the order of their ids. Every choice is among
+    Of equal ones the lowest id comes first. The k blocks with the greatest logits hold them, since blocks are in the order of their ids. Every choice is among
     different integers, so no algorithm has a tie to break.
     """
     block = min(BLOCK, logits.shape[1] & -logits.shape[1])
@@ -50,7 +51,7 @@ def likeliest(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _greatest(keys: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(places, ids) [B, k] of the greatest keys [B, n], the lowest of ids [n] or [B, n] first where keys are equal."""
+    """(places, ids) [B, k] of the greatest keys [B, n]; of equal ones the lowest id first."""
     ids = ids.expand(keys.shape)
     order = (keys.long() << 32) | (LOWEST_ID - ids)
     place = order.topk(min(MOST_LOGPROBS, keys.shape[1]), dim=1).indices

@@ -206,8 +206,9 @@ def token_logprobs(head: VocabParallelHead, logits: torch.Tensor, tokens: torch.
 
 
 def _likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(value [B, 1], log of the sum of exp [B, 1], greatest logits [B, k], their ids [B, k]) over all ranks. Collective.
+    """(value [B, 1], log of the sum of exp [B, 1], greatest logits [B, k], their ids [B, k]).
 
+    Over all ranks; collective.
     value  -inf but on the rank that has the token
     """
     logits, most = logits.float(), min(MOST_LOGPROBS, head.local_size)

@@ -1,4 +1,4 @@
-"""Parts of a model of Transformers in mode "invariant", whose forward pass has the bits of weft's engine."""
+"""Parts of a model of Transformers in mode "invariant", with the forward bits of weft's engine."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def check_call(options: Mapping[str, Any]) -> None:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [...] fp32 of tokens [...] under logits [..., V], the bits of weft's engine with ``invariant``.
+    """Log-probabilities [...] fp32 of tokens [...] under logits [..., V], in mode "invariant".
 
-    Differentiable, with the gradients of log_softmax. ValueError for shapes or dtypes that do not fit.
+    They have the bits of weft's engine. Differentiable, with the gradients of log_softmax. ValueError for shapes or dtypes that do not fit.
     """
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(

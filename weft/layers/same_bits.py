@@ -1,4 +1,4 @@
-"""Forward passes of the same bits with gradients: the mode's kernels forward, the replicated mode's operations backward."""
+"""Forward passes of mode "invariant" with gradients of the operations of mode "replicated"."""
 
 from __future__ import annotations
 

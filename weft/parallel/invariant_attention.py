@@ -57,7 +57,7 @@ def attend(qkv: Tensor, w: AttentionWeights, step: Step | Sequences, cache: tupl
 
 
 class WholeSequences(NamedTuple):
-    """What ``attend`` reads of a prefill ``Step``."""
+    """Fields of a prefill ``Step`` that ``attend`` reads."""
 
     positions: Tensor
     slots: Tensor

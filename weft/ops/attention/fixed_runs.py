@@ -241,7 +241,7 @@ def attend_in_runs(
     queries: int = 0,
     tickets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel on checked arguments, as ``paged_attention``; queries=0: as ``paged_prefill_attention``."""
+    """Launch the kernel on checked arguments of ``paged_attention``, or with queries=0 of a prefill."""
     out, (T, q_heads, D) = torch.empty_like(q, memory_format=torch.contiguous_format), q.shape
     sizes = CacheSizes.of(cache.key_pages)
     group, block_m, caps = q_heads // sizes.heads, block_m_of(q.dtype), capabilities_of(q.device)

@@ -1,4 +1,4 @@
-"""Log-sum-exp of logits that ranks share: eight slices of the vocabulary, joined in one tree at every number of ranks.
+"""Log-sum-exp of logits that ranks share: eight slices of the vocabulary, joined in one tree.
 
     slice s of a row: (m, l) = (max of x, sum of 2 ** ((x - m) / ln 2))       x: its logits, in fp32, in blocks from the first
     node:             (m, l) = (max(m0, m1), l0 * 2 ** (m0 - m) + l1 * 2 ** (m1 - m))        ((0 1) (2 3)) ((4 5) (6 7))

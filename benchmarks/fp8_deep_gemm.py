@@ -24,8 +24,6 @@ from weft.runtime.arithmetic import cdiv
 
 # Largest distance from the dequantized product, relative to an element's size plus the deviation of all.
 MOST_ERROR = 0.02
-# Rows of a scale column must lie on 16 bytes.
-SCALE_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +85,13 @@ def groups_of(rows: Fp8, weight: Fp8, schedule: Schedule, tokens: bool, masked: 
     source = pairs // schedule.choices if tokens else pairs
     held, N, K = weight.data.shape
     device = rows.data.device
+    step = deep_gemm.get_mk_alignment_for_contiguous_layout()
     if masked:
-        most = cdiv(max(counts), SCALE_ROWS) * SCALE_ROWS
+        # Whole tiles: a tile is stored with the rows that it has beyond its expert's.
+        most = cdiv(max(counts), step) * step
         starts, total, shape = [expert * most for expert in range(held)], held * most, (held, most)
         groups = schedule.counts.int()
     else:
-        step = deep_gemm.get_mk_alignment_for_contiguous_layout()
         padded = [cdiv(count, step) * step for count in counts]
         starts = [sum(padded[:expert]) for expert in range(held)]
         total, shape = sum(padded), (sum(padded),)

@@ -45,8 +45,8 @@ from weft.runtime.files import put
 CASES = "1x128,8x128,32x128,128x128,1x1024,32x1024,1x4096"
 NEW_TOKENS = 64
 MAX_SEQUENCES, MAX_LENGTH = 128, 8192 + 256
-# Seconds that an engine waits for engines that start beside it.
-PATIENCE = 240.0
+# Seconds that a ready engine waits for engines that start beside it.
+PATIENCE = 60.0
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 Generate = Callable[[list[list[int]], int], Any]
 

@@ -70,7 +70,7 @@ beside() {
 }
 
 beside vllm "$@"
-grep -ahoE "Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn)[^\\n]{0,120}|custom allreduce[^\\n]{0,80}|torch.compile took[^\\n]{0,40}|Graph capturing finished[^\\n]{0,60}|init engine[^\\n]{0,80}" \
+grep -ahoE "Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
     "$out"/vllm-*.log | sort | uniq -c | sort -rn | head -25 | cut -c1-220
 beside weft "$@"
 for job in "$@"; do

@@ -57,6 +57,8 @@ class Setting:
 
     quantization  None or "fp8"
     batches       numbers of prompts that are measured
+    drafts        tokens that the model's MTP head drafts in a step; 0: none
+    acceptance    tokens of a step on average, drawn after a real verify step, since random weights accept nothing
     options       further arguments of the engine
     """
 
@@ -64,13 +66,23 @@ class Setting:
     world_size: int
     quantization: str | None
     batches: list[int]
+    drafts: int
+    acceptance: float
     options: dict[str, Any]
+
+    def speculative(self, name: str, **more: Any) -> dict[str, Any]:
+        """The argument by which an engine speculates, {} without drafts."""
+        if not self.drafts:
+            return {}
+        how = {"method": "mtp", "num_speculative_tokens": self.drafts, "rejection_sample_method": "synthetic"}
+        return {name: {**how, "synthetic_acceptance_length": self.acceptance, **more}}
 
 
 def weft_engine(setting: Setting) -> Generate:
     llm = weft.LLM(
         DecoderConfig.named(setting.model), world_size=setting.world_size, max_seq_len=MAX_LENGTH, max_batch=MAX_SEQUENCES,
-        prefix_caching=False, quantization=setting.quantization, **setting.options,
+        prefix_caching=False, quantization=setting.quantization,
+        **setting.speculative("speculative", adaptive=False), **setting.options,
     )  # fmt: skip
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
 
@@ -81,6 +93,14 @@ def config_of(model: str, quantization: str | None = None) -> dict[str, Any]:
     config = {"architectures": [family.architecture], "torch_dtype": "bfloat16", **PUBLISHED[model]}
     if family.defaults.get("head_dim"):
         config = {"head_dim": family.defaults["head_dim"], **config}
+    if config["model_type"].endswith("_text"):
+        # Published as the text model of a multimodal one, the form that vLLM reads.
+        text = {"mtp_num_hidden_layers": 1, **config}
+        config = {
+            "architectures": [family.architecture.replace("CausalLM", "ConditionalGeneration")],
+            "model_type": config["model_type"].removesuffix("_text"), "torch_dtype": "bfloat16", "text_config": text,
+            "vision_config": {"out_hidden_size": config["hidden_size"]},
+        }  # fmt: skip
     if quantization is None:
         return config
     # As the published files do, the routers stay in bf16.
@@ -99,11 +119,16 @@ def folder_of(model: str, quantization: str | None = None) -> Path:
 def vllm_engine(setting: Setting) -> Generate:
     from vllm import LLM, SamplingParams
 
-    compilation = {"cudagraph_capture_sizes": sorted(set(setting.batches))}
+    # Rows of a step, one for each draft too.
+    compilation = {"cudagraph_capture_sizes": sorted({batch * (1 + setting.drafts) for batch in setting.batches})}
+    folder = folder_of(setting.model, setting.quantization)
+    text_only = (
+        {"language_model_only": True} if "text_config" in json.loads((folder / "config.json").read_text()) else {}
+    )
     llm = LLM(
-        model=str(folder_of(setting.model, setting.quantization)), skip_tokenizer_init=True, load_format="dummy",
-        tensor_parallel_size=setting.world_size, max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES,
-        enable_prefix_caching=False, **{"compilation_config": compilation, **setting.options},
+        model=str(folder), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=setting.world_size,
+        max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES, enable_prefix_caching=False, **text_only,
+        **setting.speculative("speculative_config"), **{"compilation_config": compilation, **setting.options},
     )  # fmt: skip
 
     def generate(prompts: list[list[int]], new: int) -> Any:
@@ -176,11 +201,13 @@ def run(engine: str, setting: Setting, chosen: argparse.Namespace) -> None:
     generate = ENGINES[engine](setting)
     report = {
         "engine": engine, "version": importlib.import_module(engine).__version__, "model": setting.model,
-        "quantization": setting.quantization, "world_size": setting.world_size, "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__, "revision": revision(Path(weft.__file__).parent),
-        "ready_seconds": time.perf_counter() - begin, "repeats": chosen.repeats, "options": setting.options, "rows": [],
+        "quantization": setting.quantization, "drafts": setting.drafts, "acceptance": setting.acceptance,
+        "world_size": setting.world_size, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "revision": revision(Path(weft.__file__).parent), "ready_seconds": time.perf_counter() - begin,
+        "repeats": chosen.repeats, "options": setting.options, "rows": [],
     }  # fmt: skip
-    label = f"{engine} {report['version']} {setting.model} {setting.quantization or ''}".rstrip()
+    label = f"{engine} {report['version']} {setting.model} {setting.quantization or ''}"
+    label = label.rstrip() + (f" {setting.drafts} drafts" if setting.drafts else "")
     print(f"{label}: ready after {report['ready_seconds']:.1f} s", flush=True)
     vocab_size = DecoderConfig.named(setting.model).vocab_size
     with alone(chosen.room, chosen.engines):
@@ -230,6 +257,10 @@ def main() -> None:
     one.add_argument("--world-size", type=int, default=1, help="GPUs, tensor parallel")
     one.add_argument("--cases", default=CASES, help="prompts x tokens, with commas between")
     one.add_argument("--quantization", choices=["fp8"], help="block fp8; without it bf16")
+    one.add_argument(
+        "--drafts", type=int, default=0, help="tokens that the MTP head drafts in a step, with random weights"
+    )
+    one.add_argument("--acceptance", type=float, default=1.0, help="tokens of a step on average, with --drafts")
     one.add_argument("--repeats", type=int, default=5)
     one.add_argument("--seconds", type=float, default=60.0, help="of a row, after which no further call begins")
     one.add_argument("--room", type=Path, metavar="FOLDER", help="where engines that start at the same time meet")
@@ -244,7 +275,8 @@ def main() -> None:
         return
     setting = Setting(
         model=chosen.model, world_size=chosen.world_size, quantization=chosen.quantization, options=chosen.options,
-        batches=[int(case.split("x")[0]) for case in chosen.cases.split(",")],
+        batches=[int(case.split("x")[0]) for case in chosen.cases.split(",")], drafts=chosen.drafts,
+        acceptance=chosen.acceptance,
     )  # fmt: skip
     try:
         run(chosen.engine, setting, chosen)

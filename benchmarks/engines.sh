@@ -9,7 +9,8 @@
 # CACHE_BYTES   of vLLM's KV cache on a GPU: its engines start at the same time, and share the memory
 #
 # All of vLLM's engines start together, wait for each other, and measure in turn; then all of weft's. OUT gets a JSON file and a
-# log for each. An engine that fails is tried once more: vLLM without torch.compile, weft by itself.
+# log for each. An engine that fails is tried once more: vLLM without torch.compile and with spawned
+# processes, weft by itself.
 set -u
 out=$1 archive=$2
 shift 2
@@ -64,7 +65,7 @@ beside() {
         options='{}'
         [ "$engine" = vllm ] && options="{\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache, $eager}"
         say "$engine $model $quantization once more"
-        SECONDS_OF_A_RUN=100 measure "$engine" "$model" "$quantization" "$gpus" "$cases" "$options" "$(mktemp -d)" 1
+        VLLM_WORKER_MULTIPROC_METHOD=spawn SECONDS_OF_A_RUN=100 measure "$engine" "$model" "$quantization" "$gpus" "$cases" "$options" "$(mktemp -d)" 1
     done
     say "$engine is done"
 }

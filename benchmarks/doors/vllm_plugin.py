@@ -7,7 +7,8 @@
 A run is a process of its own, since vLLM reads WEFT_VLLM where it starts. Random weights, random prompts, greedy, CUDA graphs;
 --quick leaves torch.compile out and captures few sizes, so that a run starts within a minute. The table compares tokens too: at
 the first one that differs the probabilities of both must be within a near-tie, as rounding decides it. A source tree of weft
-works like an installed one: the script writes the entry point by which vLLM finds the plugin.
+works like an installed one: the script writes the entry point by which vLLM finds the plugin. --room and --engines as in
+benchmarks/engines.py: both runs start together and measure in turn, each with its share of the memory (--options).
 """
 
 from __future__ import annotations
@@ -43,17 +44,14 @@ def offer_plugin(folder: Path) -> None:
     sys.path[:0] = [str(folder), root]
 
 
-def engine(model: str, world_size: int, quick: bool) -> Any:
+def engine(model: str, world_size: int, quick: bool, given: dict[str, Any]) -> Any:
     from vllm import LLM
 
     from benchmarks.engines import folder_of
 
-    options: dict[str, Any] = {}
-    if quick:
-        sizes = sorted({prompts for prompts, _ in SHAPES})
-        options["compilation_config"] = {
-            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes,
-        }  # fmt: skip
+    graphs = {"cudagraph_capture_sizes": sorted({prompts for prompts, _ in SHAPES})}
+    without_compile = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if quick else {}
+    options = {"compilation_config": graphs | without_compile, **given}
     return LLM(
         model=str(folder_of(model)), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=world_size,
         max_model_len=MOST_LENGTH, max_num_seqs=max(prompts for prompts, _ in SHAPES), enable_prefix_caching=False, seed=0,
@@ -85,17 +83,19 @@ def measured(llm: Any, prompts: int, tokens: int, vocab_size: int) -> dict[str, 
     }  # fmt: skip
 
 
-def run(plugin: str, model: str, world_size: int, quick: bool, target: Path) -> None:
+def run(plugin: str, model: str, world_size: int, chosen: argparse.Namespace) -> None:
     os.environ |= {
         "WEFT_VLLM": "1" if plugin == "on" else "0",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     with tempfile.TemporaryDirectory() as folder:
         offer_plugin(Path(folder))
+        from benchmarks.engines import alone
+
         begin = time.perf_counter()
-        llm = engine(model, world_size, quick)
+        llm = engine(model, world_size, chosen.quick, chosen.options)
         import torch
         import vllm
 
@@ -103,16 +103,17 @@ def run(plugin: str, model: str, world_size: int, quick: bool, target: Path) -> 
 
         report: dict[str, Any] = {
             "door": "vllm", "plugin": plugin, "vllm": vllm.__version__, "model": model, "world_size": world_size,
-            "quick": quick, "gpu": torch.cuda.get_device_name(), "ready_seconds": time.perf_counter() - begin, "rows": [],
+            "quick": chosen.quick, "options": chosen.options, "gpu": torch.cuda.get_device_name(),
+            "ready_seconds": time.perf_counter() - begin, "rows": [],
         }  # fmt: skip
         print(f"plugin {plugin}: ready after {report['ready_seconds']:.0f} s", flush=True)
-        for prompts, tokens in SHAPES:
-            row = measured(llm, prompts, tokens, DecoderConfig.named(model).vocab_size)
-            report["rows"].append(row)
-            print(
-                f"{prompts}x{tokens}: first {row['first_ms']:.1f} ms, {row['per_token_ms']:.2f} ms a token", flush=True
-            )
-            put(target, json.dumps(report) + "\n")
+        with alone(chosen.room, chosen.engines):
+            for prompts, tokens in SHAPES:
+                row = measured(llm, prompts, tokens, DecoderConfig.named(model).vocab_size)
+                report["rows"].append(row)
+                times = f"first {row['first_ms']:.1f} ms, {row['per_token_ms']:.2f} ms a token"
+                print(f"plugin {plugin} {prompts}x{tokens}: {times}", flush=True)
+                put(chosen.json, json.dumps(report) + "\n")
 
 
 def first_difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, float, int]:
@@ -160,12 +161,20 @@ def main() -> None:
     one.add_argument("--world-size", type=int, default=2)
     one.add_argument("--quick", action="store_true")
     one.add_argument("--json", type=Path, required=True)
+    one.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="further arguments of vLLM's LLM")
+    one.add_argument("--room", type=Path, metavar="FOLDER", help="where engines that start at the same time meet")
+    one.add_argument("--engines", type=int, default=1, help="number of engines that meet in the room")
     two = commands.add_parser("table")
     two.add_argument("off", type=Path)
     two.add_argument("on", type=Path)
     options = parser.parse_args()
     if options.command == "run":
-        run(options.plugin, options.model, options.world_size, options.quick, options.json)
+        from benchmarks.engines import arrive
+
+        try:
+            run(options.plugin, options.model, options.world_size, options)
+        finally:
+            arrive(options.room)
     else:
         print(table(*(json.loads(file.read_text()) for file in (options.off, options.on))))
 

@@ -1,35 +1,85 @@
-"""benchmarks/engines.py: rows of one engine, and the table of two."""
+"""Engines beside each other: what is timed, how engines that start together take turns, and the pages from their files."""
 
 import json
+import threading
+import time
 
-from benchmarks import engines
+import pytest
 
-
-def test_a_row_is_the_first_token_and_the_further_ones(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(engines.time, "perf_counter", lambda: clock[0])
-    asked = []
-
-    def generate(prompts, new):
-        asked.append(prompts)
-        clock[0] += 0.010 + 0.002 * (new - 1)
-
-    row = engines.measured(generate, 3, 5, repeats=2, vocab_size=100)
-    assert (round(row["first_ms"], 6), round(row["per_token_ms"], 6)) == (10.0, 2.0)
-    assert all(len(prompts) == 3 and {len(prompt) for prompt in prompts} == {5} for prompts in asked)
-    assert (
-        len({str(prompts) for prompts in asked}) == len(asked) == 8
-    )  # new prompts each time, two calls of each uncounted
+from benchmarks import engine_page, engines, fp8_page
+from tests.documents import ROOT
 
 
-def test_the_table_prints_rows_that_are_lost_and_that_are_missing(tmp_path):
-    def report(engine, rows):
-        file = tmp_path / f"{engine}.json"
-        rows = [dict(prompts=1, tokens=tokens, first_ms=first, per_token_ms=step) for tokens, first, step in rows]
-        common = dict(model="qwen3-8b", world_size=1, device="a GPU", version="1.0")
-        file.write_text(json.dumps({"engine": engine, "rows": rows, **common}))
-        return file
+@pytest.mark.parametrize("longest, calls, counted", [(60.0, 10, 3), (0.01, 4, 1)], ids=["in time", "late"])
+def test_a_row_counts_calls_after_the_first(longest, calls, counted):
+    """Two pairs of calls come first and are not counted, or one where it takes too long."""
+    lengths = []
 
-    lines = engines.table([report("vllm", [(128, 4.0, 3.0)]), report("weft", [(128, 8.0, 2.0), (64, 1.0, 1.0)])])
-    assert "| 1x128 | 8.0 / 2.00 | 4.0 / 3.00 (0.50 x, 1.50 x) |" in lines
-    assert "| 1x64 | 1.0 / 1.00 | not measured |" in lines
+    def generate(ids, new):
+        time.sleep(0.02)
+        lengths.append((len(ids), len(ids[0]), new))
+
+    row = engines.measured(generate, 2, 4, 3, longest, 100)
+    assert lengths == [(2, 4, new) for _ in range(calls // 2) for new in (1, 65)]
+    assert [len(times) for times in row["seconds"]] == [counted, counted]
+    assert row["tokens_a_second"] > 0
+
+
+def test_engines_that_start_together_measure_in_turn(tmp_path):
+    """No engine measures before all are ready or have failed, and no two do at once."""
+    events = []
+
+    def one(name, start):
+        time.sleep(start)
+        events.append("ready")
+        with engines.alone(tmp_path / "room", 2):
+            events.append(f"begin {name}")
+            time.sleep(0.05)
+            events.append(f"end {name}")
+
+    threads = [threading.Thread(target=one, args=(name, start)) for name, start in (("a", 0.0), ("b", 0.3))]
+    # Both threads have one process number, so the room counts them by name.
+    numbers = iter(range(10))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines.os, "getpid", lambda: next(numbers))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert events[:2] == ["ready", "ready"]
+    assert events[2:] in [[f"{what} {name}" for name in order for what in ("begin", "end")] for order in ("ab", "ba")]
+
+
+def test_configs_of_fp8_keep_routers_and_wrap_text_models():
+    fp8 = engines.config_of("qwen3-30b-a3b", "fp8")["quantization_config"]
+    assert fp8["weight_block_size"] == [128, 128]
+    assert fp8["modules_to_not_convert"][:2] == ["lm_head", "model.layers.0.mlp.gate"]
+    text = engines.config_of("qwen3.6-27b")
+    assert text["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert text["text_config"]["hidden_size"] == text["vision_config"]["out_hidden_size"] == 5120
+
+
+def report(engine, per_token, **more):
+    row = {"prompts": 8, "tokens": 128, "first_ms": 10.0, "per_token_ms": per_token}
+    return {
+        "engine": engine, "version": "1", "model": "m", "world_size": 2, "device": "GPU", "ready_seconds": 3.0,
+        "revision": "abcdef01 (weft/ 0)", "rows": [row], **more,
+    }  # fmt: skip
+
+
+def test_the_page_pairs_runs_of_one_setting(tmp_path):
+    runs = report("weft", 2.0), report("vllm", 3.0), report("weft", 1.0, drafts=3, acceptance=2.5)
+    for number, run in enumerate(runs):
+        (tmp_path / f"{number}.json").write_text(json.dumps(run))
+    page = engine_page.page([tmp_path])
+    assert page.count("## m, bf16") == 1
+    assert "| 8x128 | 10.0 | 2.00 | 3,768 | 10.0 | 3.00 | 2,574 | 1.00 | 1.50 |" in page
+
+
+@pytest.mark.parametrize(
+    "file, page",
+    [("fp8-gemms.md", fp8_page.page)],
+    ids=["fp8 GEMMs"],
+)
+def test_pages_are_what_the_commands_print(file, page):
+    assert (ROOT / "docs" / file).read_text() == page()

@@ -1,16 +1,17 @@
 #!/bin/bash
 # Time vLLM and weft on the same models, one machine, random weights: first token, ms a token (benchmarks/engines.py).
 #
-#     bash benchmarks/engines.sh OUT ARCHIVE MODEL:QUANTIZATION:GPUS:CASES:CACHE_BYTES …
+#     bash benchmarks/engines.sh OUT ARCHIVE MODEL:QUANTIZATION:GPUS:CASES:CACHE_BYTES[:DRAFTS:ACCEPTANCE] … [plugin:MODEL:GPUS:CACHE_BYTES]
 #     bash benchmarks/engines.sh results vllm.tar.xz qwen3-32b:fp8:2:1x128,8x128,32x128,128x128,1x8192:8000000000
 #
 # ARCHIVE       packages of vLLM that are not installed, unpacked once; "-": they are
 # QUANTIZATION  fp8, or bf16
 # CACHE_BYTES   of vLLM's KV cache on a GPU: its engines start at the same time, and share the memory
+# DRAFTS        tokens that the model's MTP head drafts; ACCEPTANCE: tokens of a step on average, drawn
+# plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #
 # All of vLLM's engines start together, wait for each other, and measure in turn; then all of weft's. OUT gets a JSON file and a
-# log for each. An engine that fails is tried once more: vLLM without torch.compile and with spawned
-# processes, weft by itself.
+# log for each. An engine that fails is tried once more: vLLM without torch.compile and with spawned processes, weft by itself.
 set -u
 out=$1 archive=$2
 shift 2
@@ -27,54 +28,85 @@ fi
 
 has_rows() { [ -s "$1" ] && grep -q first_ms "$1"; }
 
-# measure ENGINE MODEL QUANTIZATION GPUS CASES OPTIONS ROOM ENGINES
-measure() {
-    local name=$1-$2-$3 quantized=() path=$PWD
-    [ "$3" = bf16 ] || quantized=(--quantization "$3")
-    [ "$1" = vllm ] && path=$PWD:$site
+# python_of ENGINE NAME ARGUMENTS…: a run of a module, its log, and the end of that where it fails
+python_of() {
+    local engine=$1 name=$2 path=$PWD code
+    shift 2
+    [ "$engine" = vllm ] && path=$PWD:$site
     PYTHONPATH=$path:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=/tmp/vllm-cache \
         VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0 VLLM_DEEP_GEMM_WARMUP=skip TQDM_DISABLE=1 \
-        timeout -k 5 ${SECONDS_OF_A_RUN:-220} python -m benchmarks.engines run "$1" --model "$2" "${quantized[@]}" --world-size "$4" \
-        --cases "$5" --options "$6" --repeats 2 --seconds 2.5 --room "$7" --engines "$8" --json "$out/$name.json" \
-        >> "$out/$name.log" 2>&1
-    local code=$?
+        timeout -k 5 "${SECONDS_OF_A_RUN:-220}" python -m "$@" --json "$out/$name.json" >> "$out/$name.log" 2>&1
+    code=$?
     grep -a "ms a token\|ready after" "$out/$name.log" || true
     if ! has_rows "$out/$name.json"; then
         say "$name failed with $code, the end of its log:"
-        grep -av "^ *$" "$out/$name.log" | grep -a "Error\|error\|assert" | tail -12 | cut -c1-300
+        grep -a "Error\|error\|assert" "$out/$name.log" | tail -12 | cut -c1-300
         tail -30 "$out/$name.log" | cut -c1-300
     fi
 }
 
 eager='"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, 128]}'
 
+# name_of ENGINE JOB
+name_of() {
+    IFS=: read -r model quantization gpus cases cache drafts acceptance <<< "$2"
+    echo "$1-$model-$quantization${drafts:+-$drafts-drafts}"
+}
+
+# measure ENGINE JOB ROOM ENGINES MORE: MORE stands in the engine's options, before those of a shared GPU
+measure() {
+    local engine=$1 room=$3 engines=$4 more=$5 options='"memory_fraction": 0.2' quantized=() drafting=()
+    IFS=: read -r model quantization gpus cases cache drafts acceptance <<< "$2"
+    [ "$engine" = vllm ] && options="\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache"
+    [ "$quantization" = bf16 ] || quantized=(--quantization "$quantization")
+    [ -z "$drafts" ] || drafting=(--drafts "$drafts" --acceptance "$acceptance")
+    python_of "$engine" "$(name_of "$engine" "$2")" benchmarks.engines run "$engine" --model "$model" "${quantized[@]}" \
+        "${drafting[@]}" --world-size "$gpus" --cases "$cases" --options "{$more$options}" --repeats 2 --seconds 2.5 \
+        --room "$room" --engines "$engines"
+}
+
+# plugin JOB ON-OR-OFF ROOM ENGINES
+plugin() {
+    IFS=: read -r _ model gpus cache <<< "$1"
+    python_of vllm "plugin-$2-$model" benchmarks.doors.vllm_plugin run --plugin "$2" --model "$model" --world-size "$gpus" \
+        --options "{\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache}" --room "$3" --engines "$4"
+}
+
+# beside ENGINE JOB…
 beside() {
-    local engine=$1 room job options
+    local engine=$1 room number=0 job
     shift
     room=$(mktemp -d)
     for job in "$@"; do
-        IFS=: read -r model quantization gpus cases cache <<< "$job"
-        options='{"memory_fraction": 0.2}'
-        [ "$engine" = vllm ] && options="{\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache}"
-        measure "$engine" "$model" "$quantization" "$gpus" "$cases" "$options" "$room" $# &
+        case $job in plugin:*) [ "$engine" = vllm ] && number=$((number + 2)) ;; *) number=$((number + 1)) ;; esac
+    done
+    for job in "$@"; do
+        case $job in
+        plugin:*) [ "$engine" = vllm ] && { plugin "$job" off "$room" $number & plugin "$job" on "$room" $number & } ;;
+        *) measure "$engine" "$job" "$room" $number "" & ;;
+        esac
     done
     wait
     for job in "$@"; do
-        IFS=: read -r model quantization gpus cases cache <<< "$job"
-        has_rows "$out/$engine-$model-$quantization.json" && continue
-        options='{}'
-        [ "$engine" = vllm ] && options="{\"gpu_memory_utilization\": 0.2, \"kv_cache_memory_bytes\": $cache, $eager}"
-        say "$engine $model $quantization once more"
-        VLLM_WORKER_MULTIPROC_METHOD=spawn SECONDS_OF_A_RUN=100 measure "$engine" "$model" "$quantization" "$gpus" "$cases" "$options" "$(mktemp -d)" 1
+        case $job in plugin:*) continue ;; esac
+        has_rows "$out/$(name_of "$engine" "$job").json" && continue
+        say "$(name_of "$engine" "$job") once more"
+        VLLM_WORKER_MULTIPROC_METHOD=spawn SECONDS_OF_A_RUN=100 \
+            measure "$engine" "$job" "$(mktemp -d)" 1 "$([ "$engine" = vllm ] && echo "$eager, ")"
     done
     say "$engine is done"
 }
 
 beside vllm "$@"
 grep -ahoE "Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
-    "$out"/vllm-*.log | sort | uniq -c | sort -rn | head -25 | cut -c1-220
+    "$out"/{vllm,plugin}-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220
 beside weft "$@"
 for job in "$@"; do
-    IFS=: read -r model quantization gpus cases cache <<< "$job"
-    python -m benchmarks.engines table "$out/weft-$model-$quantization.json" "$out/vllm-$model-$quantization.json"
+    case $job in
+    plugin:*)
+        IFS=: read -r _ model gpus cache <<< "$job"
+        python -m benchmarks.doors.vllm_plugin table "$out/plugin-off-$model.json" "$out/plugin-on-$model.json"
+        ;;
+    *) python -m benchmarks.engines table "$out/$(name_of weft "$job").json" "$out/$(name_of vllm "$job").json" ;;
+    esac
 done

@@ -181,12 +181,15 @@ def _wait(url: str, process: subprocess.Popen[bytes], seconds: float = 240) -> N
     raise SystemExit(f"{url} does not answer")
 
 
-async def soak(url: str, requests: int, at_once: int = 8) -> str:
-    """Requests of all kinds in turn; AssertionError for an answer that is wrong. Their counts by kind."""
+async def soak(url: str, requests: int, at_once: int = 8, *, seconds: float = 1e9) -> str:
+    """Requests of all kinds in turn; AssertionError for an answer that is wrong. Their counts by kind.
+
+    seconds  after which no request begins
+    """
     from openai import AsyncOpenAI, BadRequestError
 
     client = AsyncOpenAI(base_url=url, api_key="any", timeout=600, max_retries=0)
-    numbers = iter(range(requests))
+    numbers, deadline = iter(range(requests)), time.monotonic() + seconds
 
     async def ask(number: int, **asked: object) -> object:
         first, second = number * 7 % 90 + 10, number * 13 % 90 + 10
@@ -229,6 +232,8 @@ async def soak(url: str, requests: int, at_once: int = 8) -> str:
 
     async def work() -> None:
         for number in numbers:
+            if time.monotonic() > deadline:
+                return
             kind = kinds[number % len(kinds)]
             await kind(number)
             counts[kind.__name__] = counts.get(kind.__name__, 0) + 1

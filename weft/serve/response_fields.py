@@ -202,15 +202,21 @@ def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
         chat["tools"] = [
             {"type": "function", "function": {key: tool[key] for key in fields if key in tool}} for tool in tools
         ]
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+    return chat if choice is None else {**chat, "tool_choice": _tool_choice(choice)}
+
+
+def _tool_choice(choice: object) -> object:
+    """tool_choice in a conversation's form."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
         named = [
             {"type": "function", "function": {"name": one.get("name") if isinstance(one, dict) else None}}
             for one in choice["tools"]
         ]
-        choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named}}
-    return chat if choice is None else {**chat, "tool_choice": choice}
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named}}
+    return choice
 
 
 def _text_format(text: object) -> dict[str, Any]:

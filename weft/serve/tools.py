@@ -43,12 +43,7 @@ class Tools:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Tools | None:
         """Tools of a request's fields; None: none that the model may call. BadField for what is wrong."""
-        listed, choice = given.get("tools", []), given.get("tool_choice")
-        if not isinstance(listed, list):
-            raise BadField(f"tools={quoted(listed)} is not a list of tools", "tools")
-        if len(listed) > MOST_TOOLS:
-            raise BadField(f"tools has {len(listed):,} tools; pass at most {MOST_TOOLS}", "tools")
-        listed = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(listed)]
+        listed, choice = _listed(given.get("tools", [])), given.get("tool_choice")
         schemas: dict[str, dict[str, Any]] = {}
         for tool in listed:
             name = tool["function"]["name"]
@@ -67,6 +62,14 @@ class Tools:
             forced=names if forced else (),
             parallel=given.get("parallel_tool_calls", True) and not one,
         )
+
+
+def _listed(tools: object) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        raise BadField(f"tools={quoted(tools)} is not a list of tools", "tools")
+    if len(tools) > MOST_TOOLS:
+        raise BadField(f"tools has {len(tools):,} tools; pass at most {MOST_TOOLS}", "tools")
+    return [_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
 
 
 def _tool(at: str, tool: object) -> dict[str, Any]:
@@ -88,20 +91,22 @@ def _tool(at: str, tool: object) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _name_in(tool: object) -> object:
+    """Name of the function in a tool or a tool_choice; None where there is none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
 def _chosen(choice: object, schemas: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     """(names of the functions that may be called, whether one must be)"""
     if choice in (None, "auto", "required"):
         return tuple(schemas), choice == "required"
     if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function")
-        names, must = [function.get("name") if isinstance(function, dict) else None], True
+        names, must = [_name_in(choice)], True
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         inner = choice.get("allowed_tools")
         inner = inner if isinstance(inner, dict) else choice
-        tools = inner.get("tools")
-        functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools or ()]
-        names = [function.get("name") if isinstance(function, dict) else None for function in functions]
-        must = inner.get("mode") == "required"
+        names, must = [_name_in(tool) for tool in inner.get("tools") or ()], inner.get("mode") == "required"
     else:
         raise BadField(
             f"tool_choice={quoted(choice)} is not none, auto, required or a function of tools", "tool_choice"

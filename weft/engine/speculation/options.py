@@ -73,12 +73,7 @@ class SpeculativeConfig:
         if length is not None:
             check_number("synthetic_acceptance_length", length, 1, most, f"in 1 .. num_speculative_tokens + 1 = {most}")
         lookup = {name: getattr(self, name) for name in ("prompt_lookup_max", "prompt_lookup_min")}
-        if self.method in WITH_MODEL and self.model is None:
-            raise ValueError(f'method="{self.method}" needs model, the one that drafts; pass it')
-        if self.method not in WITH_MODEL and self.model is not None:
-            raise ValueError(
-                f'model={quoted(self.model)} is for method="draft_model" or "eagle3"; leave it out, or pass that method'
-            )
+        self._check_model()
         if self.method != "ngram":
             if (one := next((name for name, value in lookup.items() if value is not None), None)) is not None:
                 raise ValueError(f'{one}={quoted(lookup[one])} is for method="ngram"; leave it out')
@@ -91,6 +86,14 @@ class SpeculativeConfig:
             raise ValueError(f"prompt_lookup_min={least} is more than prompt_lookup_max={most}; lower it")
         object.__setattr__(self, "prompt_lookup_max", most)
         object.__setattr__(self, "prompt_lookup_min", least)
+
+    def _check_model(self) -> None:
+        if self.method in WITH_MODEL and self.model is None:
+            raise ValueError(f'method="{self.method}" needs model, the one that drafts; pass it')
+        if self.method not in WITH_MODEL and self.model is not None:
+            raise ValueError(
+                f'model={quoted(self.model)} is for method="draft_model" or "eagle3"; leave it out, or pass that method'
+            )
 
     @classmethod
     def of(cls, name: str, given: object) -> SpeculativeConfig:

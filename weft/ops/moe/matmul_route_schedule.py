@@ -189,8 +189,7 @@ def matmul_route_schedule(
     check_choice(op, "algorithm", algorithm, MATMUL_ROUTE_SCHEDULE.algorithms)
     here = machine_on(x.device)
     block = block or MOE_SCHEDULE.plan(ScheduleCall(len(x) * k, E), here).design.block
-    asked = [one for one in (x, router, logit_bias) if one is not None]
-    trained = torch.is_grad_enabled() and any(one.requires_grad for one in asked)
+    trained = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, router, logit_bias))
     if trained and algorithm in ("fused", "split"):
         raise ValueError(
             f"{op}: algorithm={algorithm!r} has no backward; take 'auto', or call it under torch.no_grad()"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from weft.layers.norm import RMSNorm
 from weft.ops.linear_attention.delta_rule import DeltaSizes
 from weft.parallel.linear import RowParallelLinear, empty_parameter, split_evenly
-from weft.parallel.sharding import Shard, under
+from weft.parallel.sharding import Shard, WholeTensor, under
 from weft.parallel.tensors import DeltaWeights, NormWeights
 from weft.parallel.widened import widened
 
@@ -127,7 +127,7 @@ class ChannelShard(Shard):
 
     starts: tuple[tuple[int, int], ...]
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         first = 0
         for start, count in self.starts:
             target = self.target[first : first + count]

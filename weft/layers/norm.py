@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from weft.parallel.linear import Rows
-from weft.parallel.sharding import Shard
+from weft.parallel.sharding import Shard, WholeTensor
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -38,6 +38,6 @@ class RMSNorm(nn.RMSNorm):
 class OnePlusShard(Shard):
     """target = 1 + whole[start : start + n], in fp32: no bits of a weight in 16 bits are lost."""
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         Shard.copy_from(self, whole)
         self.target.add_(1.0)

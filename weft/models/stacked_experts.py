@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from weft.models.checkpoint import Checkpoint
 from weft.models.family import WeightNames
-from weft.parallel.sharding import Shard
+from weft.parallel.sharding import Shard, WholeTensor
 
 # Ends of names of a single expert's tensors → of a stacked one's, beside the name of its weights.
 ENDS = {
@@ -46,7 +46,7 @@ class StackedShard(Shard):
     def stored(self) -> torch.dtype | None:
         return self.parts[0][2].stored
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         last = None
         for expert, part, shard in self.parts:
             if expert != last:

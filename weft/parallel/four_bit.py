@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from weft.kernels.four_bit import (
     pairs,
     unpacked,
 )
-from weft.parallel.sharding import Shard
+from weft.parallel.sharding import Shard, WholeTensor
 from weft.runtime.arithmetic import cdiv
 
 # Numbers of a word of 32 bits.
@@ -177,7 +177,7 @@ class NumberShard(CutShard):
     def stored(self) -> torch.dtype | None:
         return torch.uint8 if self.of_number == 2 else torch.int32
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         rows, column = self.part
         columns, first = self.cut.columns, column // self.of_number
         part = whole[rows, first : cdiv(column + columns, self.of_number)].contiguous().to(self.target.device)
@@ -202,7 +202,7 @@ class GroupShard(CutShard):
     def fits(self, shape: tuple[int, ...]) -> bool:
         return shape == self.shape or (self.shape[1] == 1 and shape == self.shape[:1])
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         rows, column = self.part
         self.target.copy_(whole[rows].reshape(len(self.target), -1)[:, self.cut.groups(column)])
 
@@ -218,7 +218,7 @@ class ZeroShard(CutShard):
     def stored(self) -> torch.dtype | None:
         return torch.int32
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         rows, column = self.part
         shifts = 4 * torch.arange(OF_WORD, dtype=torch.int32)[None, :, None]
         zeros = (whole[...][:, None] >> shifts & 15).flatten(0, 1)
@@ -245,7 +245,7 @@ class MadeShard(CutShard):
     def stored(self) -> torch.dtype | None:
         return None
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         (rows, column), columns, group = self.part, self.cut.columns, self.cut.format.group
         K = self.shape[1]
         first = column // group * group if group else 0

@@ -24,7 +24,7 @@ from weft.ops.gemm.fp8_operands import LEAST_COLUMNS, columns_of
 from weft.ops.local import capabilities_of
 from weft.ops.registration import HALVES
 from weft.parallel.four_bit import FourBitFormat
-from weft.parallel.sharding import Shard
+from weft.parallel.sharding import Shard, WholeTensor
 from weft.parallel.tensors import Matrix
 from weft.runtime.arithmetic import cdiv
 
@@ -143,7 +143,7 @@ class ScaleShard(Shard):
             return True
         return shape == self.shape or (self.shape[1] == 1 and shape == self.shape[:1])
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         self.target.copy_(whole[...].reshape(self.shape)[self.rows][:, self.columns])
         self.reorder()
 
@@ -166,7 +166,7 @@ class LargestShard(Shard):
     def fits(self, shape: tuple[int, ...]) -> bool:
         return all(size == 1 for size in shape)
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         self.target.copy_(torch.maximum(self.target, whole[...].reshape(1, 1).to(self.target)))
 
 
@@ -189,7 +189,7 @@ class QuantizedShard(Shard):
     def stored(self) -> torch.dtype | None:
         return None
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         scheme = self.grid.format.scheme
         sizes, begins, ends = self.target.shape, [0, 0], list(self.shape)
         if scheme == "block" or self.dim == 0:

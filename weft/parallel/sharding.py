@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
+
+
+class WholeTensor(Protocol):
+    """A tensor, or a safetensors slice, of which only the parts are read that are asked for."""
+
+    def __getitem__(self, index: object, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +49,8 @@ class Shard:
         """The dtype that the whole tensor has to have; None: any that converts to the target's."""
         return torch.float8_e4m3fn if self.target.dtype == torch.float8_e4m3fn else None
 
-    def copy_from(self, whole: Any) -> None:
-        """Fill from `whole`, a tensor or a safetensors slice. Of a slice only this shard's bytes are read."""
+    def copy_from(self, whole: WholeTensor) -> None:
+        """Fill from `whole`. Of a safetensors slice only this shard's bytes are read."""
         if self.target.numel() == 0:
             return
         index = (slice(None),) * self.dim + (slice(self.start, self.start + self.target.shape[self.dim]),)

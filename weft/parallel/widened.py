@@ -7,7 +7,6 @@ them, and small gates of 16 bits, so that a block of weights under one scale wou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from weft.errors import CheckpointError
 from weft.parallel.four_bit import FourBitFormat
 from weft.parallel.quantized import BLOCK, Format, Formats
-from weft.parallel.sharding import Shard
+from weft.parallel.sharding import Shard, WholeTensor
 from weft.runtime.arithmetic import cdiv
 
 
@@ -63,7 +62,7 @@ class BytesShard(Shard):
     def stored(self) -> torch.dtype | None:
         return torch.float8_e4m3fn
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         self.weight.copy_from(whole)
 
 
@@ -96,6 +95,6 @@ class FactorShard(Shard):
         vector = shape == self.shape[:1] and self.shape[1] == 1
         return shape == self.shape or vector or (shape == () and self.shape == (1, 1))
 
-    def copy_from(self, whole: Any) -> None:
+    def copy_from(self, whole: WholeTensor) -> None:
         scales = whole[...].reshape(self.shape).float()[self.rows][:, self.columns]
         self.target.copy_(self.target.float() * scales.to(self.target.device))

@@ -83,6 +83,32 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_adaptive_lengths_and_windows": 1,
         "test_chunks_slots_and_preemption_draft_alike": 2,
     },
+    "tests/engine/test_prefix_caching.py": {
+        "test_answers_are_those_without_it": 1,
+    },
+    "tests/engine/test_processes.py": {
+        "test_a_rank_that_is_killed_is_told_at_once_also_while_the_other_hangs": 1,
+    },
+    "tests/engine/test_runner.py": {
+        "test_prompts_of_a_spread_cache_are_read_as_they_are": 1,
+        "test_empty_slots_of_a_bucket_change_nothing": 1,
+        "test_padded_prompts_are_read_as_they_are": 1,
+        "test_ragged_prompts_are_read_as_they_are": 1,
+    },
+    "tests/engine/test_sampling.py": {
+        "test_the_kept_tokens_are_those_of_sorting": 3,
+        "test_fused_kernels_choose_what_torch_does": 3,
+        "test_truncated_draws_are_alike_over_the_ranks_and_in_a_mixed_batch": 2,
+    },
+    "tests/engine/test_speculative.py": {
+        "test_windows_beside_drafts": 1,
+        "test_a_synthetic_acceptance_gives_the_stated_tokens_a_step": 1,
+        "test_a_model_as_its_own_draft_has_all_drafts_accepted": 1,
+        "test_a_seed_gives_the_same_answer_with_and_without_drafts": 1,
+        "test_slots_chunks_and_preemption_beside_drafts": 4,
+        "test_features_of_requests_beside_drafts_that_are_accepted": 8,
+        "test_kernels_and_recipes_verify_drafts": 1,
+    },
     "tests/integrations/test_torch.py": {
         "test_styles_give_the_results_and_gradients_of_torch_s": 2,
     },

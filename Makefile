@@ -46,6 +46,7 @@ sweep: .venv/.ready .venv-newest/.ready
 	.venv/bin/python -m tests.check.sweep --jobs $(WORKERS) --schedules 16
 	.venv/bin/python -m tests.check.sweep --table --jobs $(WORKERS) --schedules 8
 	.venv/bin/python -m tests.check.sweep --world-size 4 --node-size 2 --jobs $(WORKERS) --schedules 16
+	.venv/bin/python scripts/package_check.py
 
 contracts: $(TRITONS:%=build/triton-%)
 	for triton in $^; do \

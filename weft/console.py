@@ -265,12 +265,17 @@ def complete_device(incomplete: str) -> list[str]:
 WORLD_SIZE = ("--world-size", "--tensor-parallel-size", "-tp")
 
 
+def annotations_of(command: Callable[..., None]) -> dict[str, Any]:
+    """Annotations of a command's parameters, as written: Python 3.10's get_type_hints wraps those with the default None."""
+    return {name: each.annotation for name, each in signature(command, eval_str=True).parameters.items()}
+
+
 def single_valued(command: Callable[..., None]) -> Callable[..., None]:
     """`command`, which refuses different values for a flag with several spellings.
 
     The parser would silently take the last one, so it is told that the flag may be repeated.
     """
-    hints, parameters, spellings = get_type_hints(command, include_extras=True), [], {}
+    hints, parameters, spellings = annotations_of(command), [], {}
     for name, parameter in signature(command).parameters.items():
         kind, option = get_args(hints[name])
         if option.param_decls:  # without the first one, which typer keeps in `default`
@@ -299,7 +304,7 @@ def single_valued(command: Callable[..., None]) -> Callable[..., None]:
 
 def logged(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with -v and -q, which say what is printed to stderr beside its results and errors."""
-    hints = get_type_hints(command, include_extras=True)
+    hints = annotations_of(command)
     flags = {
         "verbose": Annotated[
             int,

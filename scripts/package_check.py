@@ -5,8 +5,8 @@
 
 Of each environment:
 
-without torch   pip installs the file alone, then its dependencies but torch and Triton: `import weft`, its version and entry points;
-                all files of weft/ that git has; `weft --version` and `weft --help`
+without torch   pip installs the file alone, then its dependencies but torch and Triton: `import weft`, its version and entry
+                points; all files of weft/ that git has; `weft --version` and `weft --help`
 with torch      where this interpreter has torch, the environment of its version borrows torch and Triton from it:
                 examples/hello.py on virtual ranks, and an answer of the built-in model
 
@@ -48,7 +48,12 @@ def run(*command: object, cwd: Path) -> str:
     """Output of a command, run without the caller's Python settings. Failed where its status is not 0."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     if done.returncode != 0:
         raise Failed(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stdout}{done.stderr}")

@@ -1,4 +1,4 @@
-"""Sums over slices of K in one binary tree, so that a result's bits depend neither on rows nor on ranks.
+"""Sums over slices of K in one binary tree, of the same bits for any rows and ranks.
 
 K of a GEMM is cut into SLICES slices of equal length. A leaf is the sum over one slice, in fp32, a step of block.k after
 another. Neighbouring nodes are added, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), by whatever holds them: a program, the kernel
@@ -22,13 +22,19 @@ SLICES = 8
 
 @triton.jit
 def shape_free_dots():
-    """Mark this program: bits of its dots depend on no block's rows or columns. The simulator's dots do without the mark."""
+    """Mark a program whose dots have bits that depend on no block's rows or columns.
+
+    On GPUs that is the instructions' doing; the simulator computes such a program's dots so.
+    """
     stock.exact_dots()
 
 
 @triton.jit
 def as_node(x, ROUNDED: tl.constexpr, dtype: tl.constexpr):
-    """``x``, fp32, as a node of the tree: rounded to ``dtype`` if ROUNDED, and then never -0.0, which no transport keeps."""
+    """``x``, fp32, as a node of the tree.
+
+    If ROUNDED it is rounded to ``dtype``, and never -0.0, which no transport keeps.
+    """
     if ROUNDED:
         x = x.to(dtype).to(tl.float32)
         return tl.where(x == 0.0, 0.0, x)
@@ -44,7 +50,10 @@ def joined(left, right, ROUNDED: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def node_of(source, mask, stride, COUNT: tl.constexpr, ROUNDED: tl.constexpr, dtype: tl.constexpr):
-    """Node above COUNT neighbours, ``stride`` elements apart from ``source`` on, fp32. COUNT is 1, 2, 4 or 8."""
+    """Node above COUNT neighbours, ``stride`` elements apart from ``source`` on, fp32.
+
+    COUNT is 1, 2, 4 or 8.
+    """
     nodes = ()
     for place in tl.static_range(COUNT):
         nodes += (tl.load(source + place * tl.cast(stride, tl.int64), mask=mask, other=0.0).to(tl.float32),)
@@ -59,7 +68,10 @@ def node_of(source, mask, stride, COUNT: tl.constexpr, ROUNDED: tl.constexpr, dt
 
 @triton.jit
 def node_of_ranks(received):
-    """Node above the ranks' rows [ROWS, BLOCK], one of each rank, every node rounded to their dtype; ROWS is 1, 2, 4 or 8."""
+    """Node above the ranks' rows [ROWS, BLOCK], every node rounded to their dtype.
+
+    ROWS is 1, 2, 4 or 8.
+    """
     dtype: tl.constexpr = received.dtype
     BLOCK: tl.constexpr = received.shape[1]
     x = received.to(tl.float32)

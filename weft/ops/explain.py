@@ -61,7 +61,7 @@ class Explanation:
 
     @property
     def bits(self) -> str:
-        """Inputs besides a row's own on which the bits of its result depend; "" of a function that states none."""
+        """Dependences of the bits of a row's result; "" of a function that states none."""
         if not isinstance(self.plan, NoPlan):
             return find_op(self.op).bits_of(self.planned.name)
         return ROW_BITS if any(op.name == self.op and op.invariant for op in registered()) else ""

@@ -139,7 +139,7 @@ class Op:
         return Planned(name, self.default(name, call, machine), reason)
 
     def bits_of(self, design: str) -> str:
-        """Inputs besides a row's own on which the bits of its result by ``design`` depend, as the end of a sentence."""
+        """Dependences of the bits of a row's result by ``design``, as the end of a sentence."""
         return ROW_BITS if design in self.invariant else "depend on M, W and the design"
 
     def call_of(

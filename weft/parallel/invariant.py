@@ -1,4 +1,4 @@
-"""Recipe of the same bits: a token's results depend neither on the other tokens of a pass nor on the number of ranks.
+"""Recipe of the same bits: a token's results depend on no other token and on no number of ranks.
 
 Every rank holds all tokens, [T, H]. Row-parallel GEMMs are cut into eight slices of K at every W, and added up in one tree.
 """

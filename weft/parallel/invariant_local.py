@@ -1,4 +1,6 @@
-"""Local work of the invariant recipe, in weft's kernels: a token's bits depend neither on the other tokens nor on the ranks.
+"""Local work of the invariant recipe, in weft's kernels.
+
+A token's bits depend neither on the other tokens nor on the ranks.
 
 The functions are the same as in weft.parallel.fused. Kernels that take a row in one program, with one shape of block, are the
 same too; GEMMs are in slices of K (weft.ops.gemm.sliced), and results are whole tensors of 16 bits.
@@ -47,10 +49,10 @@ def gated(x: Tensor, w: MLPWeights) -> Tensor:
 
 
 def experts(x: Tensor, w: MoEWeights, team: Team) -> tuple[Tensor, Tensor | None]:
-    """(what this rank's experts add to x's rows, a node for each eighth; logits of the shared expert's gate or None).
+    """(nodes of what this rank's experts add to x's rows, logits of the shared expert's gate or None).
 
-    An eighth is of all experts, or where ranks hold slices, of the features of each. A node adds up a token's choices in their
-    order, in fp32, and rounds once.
+    A node is of an eighth of all experts, or where ranks hold slices, of the features of each. It adds up a token's choices in
+    their order, in fp32, and rounds once.
     """
     count, held = SLICES // team.size, w.experts
     if not w.slices and (held.total % SLICES or held.count * team.size != held.total):

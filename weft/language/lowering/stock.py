@@ -209,7 +209,7 @@ def meets_by_first_index():
 
 @triton.jit
 def exact_dots():
-    """Mark a program whose dots give the same bits whatever the shapes of their blocks; only the simulator needs the mark."""
+    """Mark a program whose dots' bits depend on no block's shape; only the simulator needs it."""
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""All-reduce whose sum is a tree in rank order, for the same bits on 1, 2, 4 and 8 ranks (weft.kernels.slices).
+"""All-reduce by a tree in rank order, of the same bits on 1, 2, 4 and 8 ranks (weft.kernels.slices).
 
-Every rank holds one or several neighbouring nodes, [count, ...] in the order of the slices. It adds up its own, sends the node
+Every rank holds one or several neighbouring nodes, [count, ...] in the order of the slices. It adds them up, sends the node
 above, and adds up the ranks' nodes; every node is rounded to the dtype. One hop and two give the same bits.
 """
 
@@ -28,14 +28,20 @@ WORLD_SIZES = (1, 2, 4, 8)
 @exchangeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """Sum in a tree over the ranks. hops: the all-reduce of one hop or two that carries the nodes; None: one rank."""
+    """Sum in a tree over the ranks.
+
+    hops  the all-reduce of one hop or two that carries the nodes; None: one rank
+    """
 
     hops: Planned | None = None
 
 
 @triton.jit
 def own_node(message, tile, team, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The tile of this rank's node: for all ranks, and what this one keeps. x: SIZES nodes of it, n elements apart."""
+    """The tile of this rank's node: for all ranks, and what this one keeps.
+
+    x: SIZES nodes below it, n elements apart
+    """
     start, columns, inside = place_of(message, tile, BLOCK)
     return node_of(message.x + start + columns, inside, message.n, message.SIZES, True, message.out.dtype.element_ty)
 
@@ -54,14 +60,17 @@ ONE_SHOT = Body(name="tree_all_reduce_kernel", send=own_node, own=own_node, stor
 
 
 def planned(call: CollectiveCall, machine: Machine, choose: Callable[[CollectiveCall], Planned]) -> Planned:
-    """Plan of an invariant all-reduce. choose: plan of one by stores. ValueError where no tree spans the ranks."""
+    """Plan of an invariant all-reduce. ValueError where no tree spans the ranks.
+
+    choose: plan of one by stores
+    """
     if machine.world_size not in WORLD_SIZES or machine.nodes > 1:
         raise ValueError(
             f"all_reduce: invariant=True on {machine.world_size} ranks of {machine.nodes} node(s): a tree of {SLICES} slices "
             f"spans 1, 2, 4 or 8 ranks of one node"
         )
     if machine.world_size == 1:
-        return Planned("tree", Tree(), "invariant, one rank: its own nodes are added up")
+        return Planned("tree", Tree(), "invariant, one rank: it adds up its nodes")
     hops = choose(call._replace(invariant=False))
     return Planned("tree", Tree(hops=hops), f"invariant: nodes in rank order; {hops.reason}")
 

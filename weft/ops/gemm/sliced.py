@@ -1,4 +1,4 @@
-"""GEMM whose bits depend neither on the number of rows nor on the ranks: a fixed tree over slices of K (weft.kernels.slices).
+"""GEMM whose bits depend neither on M nor on the ranks: a tree over slices of K (weft.kernels.slices).
 
     out[M, N] = x[M, K] @ weight[N, K].T
 
@@ -7,7 +7,7 @@ of the tensor instructions at every M, a step along K is as long at every M, and
 number of programs that share one, are free.
 
     gemm   | slice 0 | slice 1 | ...       programs of a tile, each with neighbouring slices; in turn in a program
-    sum      add their nodes               a kernel of its own, or the ranks' all-reduce
+    sum      add their nodes               one more kernel, or the ranks' all-reduce
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def default_sliced(M: int, N: int, slices: int, caps: Capabilities) -> Sliced:
     block_n = max(16, min(128, next_power_of_2(M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         return Sliced(block_m=64, block_n=min(64, block_n), num_stages=2)
-    block_m = 64 if M <= 64 else 128
+    # Up to 128 rows the time goes into reading the weight: many programs.
+    block_m = 64 if M <= 128 else 128
     tiles = cdiv(N, block_m) * cdiv(M, block_n)
     # A round of programs that fills the SMs, or nearly.
     programs = 1
@@ -86,7 +87,7 @@ def default_sliced(M: int, N: int, slices: int, caps: Capabilities) -> Sliced:
 
 
 def planned(op: str, call: GemmCall, slices: tuple[int, int], caps: Capabilities) -> Planned:
-    """Plan of a GEMM with (slices of this rank, slices of all ranks). ValueError where they do not divide K."""
+    """Plan of a GEMM. slices: of this rank, and of all ranks. ValueError where they do not divide K."""
     step_of(op, call.K, *slices, call.block_fp8)
     design = default_sliced(call.M, call.N, slices[0], caps)
     return Planned("sliced", design, f"invariant: K in {slices[1]} slices, of which this rank has {slices[0]}")
@@ -141,9 +142,9 @@ def sliced_kernel(
     COUNT: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """out[p] = node over slices p * COUNT .. (p + 1) * COUNT - 1 of x @ weight.T        grid: (tiles * programs,)
+    """out[p] = node over slices p * COUNT .. (p + 1) * COUNT - 1 of x @ weight.T
 
-    The programs of a tile have consecutive ids; out is [programs, M, N].
+    grid: (tiles * programs,). The programs of a tile have consecutive ids; out is [programs, M, N].
     x, weight  descriptors; sizes: ``Sizes``, where A is x and B the weight
     steps      of a slice, of block.k columns each
     block      ``Block``: block.m rows of the weight and block.n of x

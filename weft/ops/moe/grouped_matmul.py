@@ -423,7 +423,7 @@ register(GROUPED_MATMUL)
 def products_of_slices(
     x: torch.Tensor | Fp8, weight: torch.Tensor | Fp8, schedule: Schedule, count: int, total: int
 ) -> torch.Tensor:
-    """``grouped_matmul`` of rows in order for each of ``count`` equal slices of K, invariant: [count, T * k, N].
+    """Invariant ``grouped_matmul`` for each of ``count`` equal slices of K: [count, T * k, N].
 
     count, total  slices of this rank and of all ranks. ValueError where they do not divide K
     """

@@ -118,7 +118,7 @@ def moe_sum(
 
 
 def moe_nodes(ys: Sequence[torch.Tensor], routing: Routing, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """``moe_sum`` of each y for the experts of its range (first, count), [ranges, T, N], of checked arguments."""
+    """``moe_sum`` of each y for the experts of its range (first, count): [ranges, T, N]."""
     nodes = ys[0].new_empty((len(ranges), len(routing.ids), ys[0].shape[1]))
     for y, held, node in zip(ys, ranges, nodes, strict=True):
         add_up(y, routing, held, NO_SUMMAND, node)

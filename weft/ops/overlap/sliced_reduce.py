@@ -1,4 +1,4 @@
-"""GEMM over each rank's slices of K, and an all-reduce of their nodes in a tree: the bits do not depend on M and W."""
+"""GEMM over each rank's slices of K, and an all-reduce of their nodes in a tree."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ class Accesses:
         return self.scheduler.current.exact_dots
 
     def ask_exact_dots(self) -> None:
-        """Have later matrix products of the running program give the same bits whatever the shapes of their blocks."""
+        """Have the program's later matrix products depend on no shape of their blocks."""
         self.scheduler.current.exact_dots = True
 
     def drain_async(self) -> None:

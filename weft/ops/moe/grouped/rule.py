@@ -66,7 +66,9 @@ def grouped_tiles_for(call: GroupedCall, caps: Capabilities, *, gated: bool) -> 
 
 
 def fixed_tiles_for(op: str, call: GroupedCall, caps: Capabilities, *, gated: bool) -> FixedTiles:
-    """64 rows of the weight by the pairs of a tile, of gate's and of up's each if gated; 128 where results may be in fp8.
+    """64 rows of the weight by the pairs of a tile, or of gate's and as many of up's.
+
+    128 where results may be in fp8.
 
     ValueError for weights without an invariant design. Not measured.
     """

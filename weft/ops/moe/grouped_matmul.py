@@ -87,7 +87,7 @@ class GroupedOp(MoeOp):
 
     def call_of_case(self, case: Case, machine: Machine) -> GroupedCall:
         gather = case.field("gather") is not False
-        forms = {**fp8_forms(case), "four_bit": bool(case.field("four_bit"))}
+        forms = {**fp8_forms(case), **{name: bool(case.field(name)) for name in ("four_bit", "invariant")}}
         return self.call_of(case.sizes, case.dtype, machine, case.design, gather=gather, **forms)
 
     def choose(self, call: GroupedCall, machine: Machine) -> Planned:

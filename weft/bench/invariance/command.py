@@ -67,6 +67,7 @@ class InvarianceFlags:
     compare: Annotated[
         Path | None, typer.Option(help="File of --json, of another world size or machine, whose bits are expected")
     ] = None
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer configurations, on GPUs")] = False
     cost: Annotated[bool, typer.Option("--cost", help="Time decode steps against the default mode, on GPUs")] = False
     json: Annotated[Path | None, typer.Option(help="Write the results and the answers' bits to this file")] = None
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from")] = False
@@ -141,7 +142,7 @@ def asked_of(flags: InvarianceFlags, simulated: bool) -> Asked:
     return Asked(
         model=model,
         engine=engine,
-        configurations=tuple(configurations(simulated)),
+        configurations=tuple(configurations(simulated, flags.quick)),
         requests=check_optional(positive, "--requests", flags.requests) or many,
         longest=longest,
         new_tokens=new,

@@ -56,8 +56,8 @@ class Configuration:
         )
 
 
-def configurations(simulated: bool) -> list[Configuration]:
-    """The first one is what the rest is compared with."""
+def configurations(simulated: bool, quick: bool = False) -> list[Configuration]:
+    """The first one is what the rest is compared with. quick: fewer, one for each option."""
     if simulated:
         of_chunk = [
             Configuration(batch=4, chunk=256),
@@ -66,6 +66,14 @@ def configurations(simulated: bool) -> list[Configuration]:
             Configuration(batch=2, chunk=256, crowded=True),
         ]
         return [*of_chunk, Configuration(batch=4, chunk=40, finished=True)]
+    if quick:
+        return [
+            Configuration(batch=128),
+            Configuration(batch=32, chunk=256, prefix=True, drafts=True),
+            Configuration(batch=8, share=0.1, graphs=False, crowded=True),
+            Configuration(batch=1, share=0.02),
+            Configuration(batch=32, chunk=256, finished=True),
+        ]
     return [
         Configuration(batch=128),
         Configuration(batch=128, chunk=256, prefix=True),

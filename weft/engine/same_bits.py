@@ -37,8 +37,8 @@ def likelihoods(head: VocabParallelHead, logits: torch.Tensor, value: torch.Tens
 def likeliest(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits [B, k] fp32, token ids [B, k]) of the likeliest tokens of a rank.
 
-    Of equal ones the lowest id comes first. The k blocks with the greatest logits hold them, since blocks are in the order of their ids. Every choice is among
-    different integers, so no algorithm has a tie to break.
+    Of equal ones the lowest id comes first. The k blocks with the greatest logits hold them, since blocks are in the order of
+    their ids. Every choice is among different integers, so no algorithm has a tie to break.
     """
     block = min(BLOCK, logits.shape[1] & -logits.shape[1])
     blocks = logits.unflatten(1, (-1, block))

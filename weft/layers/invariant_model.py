@@ -88,7 +88,8 @@ def check_call(options: Mapping[str, Any]) -> None:
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [...] fp32 of tokens [...] under logits [..., V], in mode "invariant".
 
-    They have the bits of weft's engine. Differentiable, with the gradients of log_softmax. ValueError for shapes or dtypes that do not fit.
+    They have the bits of weft's engine. Differentiable, with the gradients of log_softmax. ValueError for shapes or dtypes that
+    do not fit.
     """
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(

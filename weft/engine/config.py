@@ -218,6 +218,7 @@ class EngineConfig:
         for name, value, why in (
             ("fused", self.fused is False, "torch's operations choose an order of sums by the batch"),
             ("context_parallel", self.context_parallel, "parts of an attention would be summed by ranks"),
+            ("lora", self.lora is not None, "adapters are added in sums of another order"),
             ("pipeline_parallel", self.pipeline_parallel > 1, "hidden states are handed over in other sums"),
             ("speculative", drafts not in (None, "ngram"), "drafts are those of method='ngram' alone"),
         ):

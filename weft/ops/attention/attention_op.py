@@ -47,6 +47,9 @@ class AttentionOp(Op):
         # The steps of a row for smaller heads need not fit into shared memory.
         return planned if planned is None or planned.row.shape[2] == call.head_dim else None
 
+    def no_row(self, call: Any, machine: Machine) -> str:
+        return "" if getattr(call, "invariant", False) else super().no_row(call, machine)
+
     def case_of(self, shape: Sequence[int], dtype: torch.dtype, world_size: int, **fields: Any) -> Case:
         pairs, tokens, head_dim = shape
         sizes, given = (GROUP, 1, head_dim, PAGE), self.sequences_of(pairs, tokens) | fields

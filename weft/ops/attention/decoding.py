@@ -146,10 +146,12 @@ class DecodingOp(AttentionOp):
     designs = {"split_kv": SplitKV}
     sizes = ("batch", "context", "kv_heads", "head_dim")
 
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> DecodingCall:
+    def call_of(
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, invariant: bool = False
+    ) -> DecodingCall:
         batch, context, kv_heads, head_dim = check_sizes(self.name, self.sizes, sizes)
         check_head_dim(head_dim)
-        return DecodingCall(batch * kv_heads, context, head_dim, dtype, design)
+        return DecodingCall(batch * kv_heads, context, head_dim, dtype, design, invariant=invariant)
 
     def rule(self, call: DecodingCall, machine: Machine) -> tuple[str, str]:
         if call.invariant:

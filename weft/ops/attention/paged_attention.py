@@ -216,8 +216,8 @@ class PagedArguments(NamedTuple):
 class PagedAttention(DecodingOp):
     name, alias = "paged_attention", "paged-attention"
     designs = {"split_kv": SplitKV, "fixed_runs": FixedRuns}
-    rare = ("fixed_runs",)
-    invariant = ("fixed_runs",)
+    rare = invariant = ("fixed_runs",)
+    variants = options = ("invariant",)
     mutates = ("tickets",)
 
     def inputs(self, case: Case, rank: int, draw: Draw) -> Inputs:

@@ -316,17 +316,19 @@ class PagedPrefillAttention(AttentionOp):
 
     name, alias = "paged_prefill_attention", "paged-prefill-attention"
     designs = {"key_blocks": KeyBlocks, "fixed_runs": FixedRuns}
-    rare = ("fixed_runs",)
-    invariant = ("fixed_runs",)
+    rare = invariant = ("fixed_runs",)
+    variants = options = ("invariant",)
     sizes = ("tokens", "q_heads", "kv_heads", "head_dim")
 
-    def call_of(self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO) -> PrefillCall:
+    def call_of(
+        self, sizes: Sequence[Any], dtype: torch.dtype, machine: Machine, design: str = AUTO, invariant: bool = False
+    ) -> PrefillCall:
         tokens, q_heads, kv_heads, head_dim = check_sizes(self.name, self.sizes, sizes)
         check_head_dim(head_dim)
         if q_heads % kv_heads != 0:
             raise ValueError(f"{self.name}: q_heads={q_heads} is no multiple of kv_heads={kv_heads}")
         tiles = cdiv(tokens * (q_heads // kv_heads), default_block_m(dtype))
-        return PrefillCall(tiles * kv_heads, kv_heads, tokens, head_dim, dtype, design)
+        return PrefillCall(tiles * kv_heads, kv_heads, tokens, head_dim, dtype, design, invariant)
 
     def rule(self, call: PrefillCall, machine: Machine) -> tuple[str, str]:
         if call.invariant:

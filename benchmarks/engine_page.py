@@ -26,9 +26,9 @@ vLLM's time over weft's: above 1 weft is faster. `benchmarks/engines.sh` measure
 
 vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, its own all-reduce, its tuned tables of experts, and
 for blocks of fp8 the kernels that it chooses itself. It captures graphs of exactly the measured batches. Left out of its
-package, which must fit the way to the machine: FlashInfer (its sampling kernels; its fused all-reduces need NVLink multicast,
-which is off there), FlashAttention 2, and machine code of other GPUs. Its KV cache has a fixed size, because several engines
-start at the same time; one is measured while the others wait.
+package, which must fit the way to the machine: FlashInfer (sampling; prompts of gated delta nets, which run by vLLM's Triton
+kernels here; its fused all-reduces need NVLink multicast, which is off there), FlashAttention 2, and code for other GPUs. Its
+KV cache has a fixed size, because several engines start at the same time; one is measured while the others wait.
 """.replace("FOLDER", FOLDERS[0])
 
 

@@ -6,8 +6,8 @@
 
 Each engine runs in a process, and an environment, of its own. A row is a number of prompts of random tokens, greedy, on random
 weights: `first_ms` is the time of generate() for one new token, `per_token_ms` the further time of 64 more, divided by 64.
-Medians of `--repeats` calls with new prompts each, after two calls that are not counted (one where it takes longer than
-`--seconds`, the time after which no further call begins). --quantization fp8 gives both engines blocks of 128 x 128 and rows
+Medians of `--repeats` calls with new prompts each, or fewer, but two, where they take longer than `--seconds`; two calls before
+them are not counted. --quantization fp8 gives both engines blocks of 128 x 128 and rows
 that are quantized by groups of 128. Engines run with their defaults, but without prefix caching, for which random prompts have
 no use, with CUDA graphs of exactly the batches that are asked for, and with what `--options` adds, which the file records. The
 table prints every row, those that weft loses too.
@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import fcntl
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -45,6 +46,8 @@ from weft.runtime.files import put
 CASES = "1x128,8x128,32x128,128x128,1x1024,32x1024,1x4096"
 NEW_TOKENS = 64
 MAX_SEQUENCES, MAX_LENGTH = 128, 8192 + 256
+# Calls of a row before those that count: engines capture graphs of a size in its first uses.
+UNCOUNTED = 2
 # Seconds that a ready engine waits for engines that start beside it.
 PATIENCE = 60.0
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -122,9 +125,11 @@ def vllm_engine(setting: Setting) -> Generate:
     # Rows of a step, one for each draft too.
     compilation = {"cudagraph_capture_sizes": sorted({batch * (1 + setting.drafts) for batch in setting.batches})}
     folder = folder_of(setting.model, setting.quantization)
-    text_only = (
-        {"language_model_only": True} if "text_config" in json.loads((folder / "config.json").read_text()) else {}
-    )
+    text_only: dict[str, Any] = {}
+    if "text_config" in json.loads((folder / "config.json").read_text()):
+        text_only = {"language_model_only": True}
+        if importlib.util.find_spec("flashinfer") is None:
+            text_only["gdn_prefill_backend"] = "triton"  # its choice on Hopper is FlashInfer's, installed or not
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=setting.world_size,
         max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES, enable_prefix_caching=False, **text_only,
@@ -146,23 +151,22 @@ def measured(
 ) -> dict[str, Any]:
     """One row: times of generate() for one token and for 64 more.
 
-    longest  seconds after which no further call begins, once there is one of each kind that counts
+    longest  seconds after which no further counted call begins, once there are two of each kind
     """
     draw = random.Random(f"{prompts}x{tokens}")
     seconds: dict[int, list[float]] = {1: [], 1 + NEW_TOKENS: []}
-    start, uncounted = time.perf_counter(), 2
-    while uncounted or len(seconds[1]) < repeats:
-        late = time.perf_counter() - start > longest
-        if late and seconds[1]:
+    start = 0.0
+    for repeat in range(-UNCOUNTED, repeats):
+        if repeat == 0:
+            start = time.perf_counter()
+        elif repeat > 1 and time.perf_counter() - start > longest:
             break
-        uncounted = 0 if late else uncounted
         for new, taken in seconds.items():
             ids = [[draw.randrange(vocab_size) for _ in range(tokens)] for _ in range(prompts)]
             begin = time.perf_counter()
             generate(ids, new)
-            if not uncounted:
+            if repeat >= 0:
                 taken.append(time.perf_counter() - begin)
-        uncounted = max(0, uncounted - 1)
     first, whole = map(statistics.median, seconds.values())
     return {
         "prompts": prompts, "tokens": tokens, "first_ms": first * 1e3,
@@ -262,7 +266,7 @@ def main() -> None:
     )
     one.add_argument("--acceptance", type=float, default=1.0, help="tokens of a step on average, with --drafts")
     one.add_argument("--repeats", type=int, default=5)
-    one.add_argument("--seconds", type=float, default=60.0, help="of a row, after which no further call begins")
+    one.add_argument("--seconds", type=float, default=60.0, help="of a row, after which no third call begins")
     one.add_argument("--room", type=Path, metavar="FOLDER", help="where engines that start at the same time meet")
     one.add_argument("--engines", type=int, default=1, help="number of engines that meet in the room")
     one.add_argument("--json", type=Path, required=True, metavar="FILE")

@@ -12,6 +12,7 @@
 #
 # All of vLLM's engines start together, wait for each other, and measure in turn; then all of weft's. OUT gets a JSON file and a
 # log for each. An engine that fails is tried once more: vLLM without torch.compile and with spawned processes, weft by itself.
+# vLLM is imported once before, and left out if that fails; the variable ENGINES ("vllm", "weft") leaves the other engine out.
 set -u
 out=$1 archive=$2
 shift 2
@@ -61,7 +62,7 @@ measure() {
     [ "$quantization" = bf16 ] || quantized=(--quantization "$quantization")
     [ -z "$drafts" ] || drafting=(--drafts "$drafts" --acceptance "$acceptance")
     python_of "$engine" "$(name_of "$engine" "$2")" benchmarks.engines run "$engine" --model "$model" "${quantized[@]}" \
-        "${drafting[@]}" --world-size "$gpus" --cases "$cases" --options "{$more$options}" --repeats 2 --seconds 2.5 \
+        "${drafting[@]}" --world-size "$gpus" --cases "$cases" --options "{$more$options}" --repeats 3 --seconds 2 \
         --room "$room" --engines "$engines"
 }
 
@@ -97,10 +98,23 @@ beside() {
     say "$engine is done"
 }
 
-beside vllm "$@"
+engines=${ENGINES:-vllm weft}
+if [[ $engines == *vllm* ]]; then
+    imports='import vllm.v1.worker.gpu_worker, vllm.v1.worker.gpu_model_runner, vllm.v1.engine.core, vllm.model_executor.models.qwen3_5'
+    if PYTHONPATH=$PWD:$site:${PYTHONPATH:-} HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 timeout 100 python -c \
+        "$imports; from vllm import LLM; print('vLLM is imported')" > "$out/import.log" 2>&1; then
+        say "vLLM is imported"
+    else
+        say "vLLM is left out: its import failed" && tail -30 "$out/import.log" | cut -c1-300
+        engines=${engines/vllm/}
+    fi
+fi
+
+[[ $engines == *vllm* ]] && beside vllm "$@"
 grep -ahoE "Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
     "$out"/{vllm,plugin}-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220
-beside weft "$@"
+[[ $engines == *weft* ]] && beside weft "$@"
+[[ $engines == *vllm* && $engines == *weft* ]] || exit 0
 for job in "$@"; do
     case $job in
     plugin:*)

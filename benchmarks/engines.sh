@@ -11,7 +11,8 @@
 # plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #
 # All of vLLM's engines start together, wait for each other, and measure in turn; then all of weft's. OUT gets a JSON file and a
-# log for each. An engine that fails is tried once more: vLLM without torch.compile and with spawned processes, weft by itself.
+# log for each. Engines that fail in the first half of TOTAL_SECONDS (600) are tried once more: vLLM without torch.compile and
+# with spawned processes.
 # vLLM is imported once before, and left out if that fails; the variable ENGINES ("vllm", "weft") leaves the other engine out.
 set -u
 out=$1 archive=$2
@@ -23,7 +24,7 @@ say() { echo "[$((SECONDS - begin)) s] $*"; }
 
 if [ "$archive" != - ] && [ ! -d $site/vllm ]; then
     mkdir -p $site && tar -xJf "$archive" -C $site || exit 1
-    python -m compileall -q -j 16 --invalidation-mode unchecked-hash $site > /dev/null 2>&1
+    python -m compileall -q -j 32 --invalidation-mode unchecked-hash $site > /dev/null 2>&1
     say "unpacked"
 fi
 
@@ -75,7 +76,7 @@ plugin() {
 
 # beside ENGINE JOB…
 beside() {
-    local engine=$1 room number=0 job
+    local engine=$1 room number=0 job failed
     shift
     room=$(mktemp -d)
     for job in "$@"; do
@@ -88,13 +89,20 @@ beside() {
         esac
     done
     wait
+    failed=()
     for job in "$@"; do
         case $job in plugin:*) continue ;; esac
-        has_rows "$out/$(name_of "$engine" "$job").json" && continue
-        say "$(name_of "$engine" "$job") once more"
-        VLLM_WORKER_MULTIPROC_METHOD=spawn SECONDS_OF_A_RUN=100 \
-            measure "$engine" "$job" "$(mktemp -d)" 1 "$([ "$engine" = vllm ] && echo "$eager, ")"
+        has_rows "$out/$(name_of "$engine" "$job").json" || failed+=("$job")
     done
+    if [ ${#failed[@]} -gt 0 ] && [ $((SECONDS - begin)) -lt $((${TOTAL_SECONDS:-600} / 2)) ]; then
+        say "once more: ${failed[*]}"
+        room=$(mktemp -d)
+        for job in "${failed[@]}"; do
+            VLLM_WORKER_MULTIPROC_METHOD=spawn SECONDS_OF_A_RUN=$((${TOTAL_SECONDS:-600} / 2)) \
+                measure "$engine" "$job" "$room" ${#failed[@]} "$([ "$engine" = vllm ] && echo "$eager, ")" &
+        done
+        wait
+    fi
     say "$engine is done"
 }
 

@@ -45,7 +45,7 @@ from weft.runtime.files import put
 
 CASES = "1x128,8x128,32x128,128x128,1x1024,32x1024,1x4096"
 NEW_TOKENS = 64
-MAX_SEQUENCES, MAX_LENGTH = 128, 8192 + 256
+MAX_LENGTH = 8192 + 256
 # Calls of a row before those that count: engines capture graphs of a size in its first uses.
 UNCOUNTED = 2
 # Seconds that a ready engine waits for engines that start beside it.
@@ -83,8 +83,8 @@ class Setting:
 
 def weft_engine(setting: Setting) -> Generate:
     llm = weft.LLM(
-        DecoderConfig.named(setting.model), world_size=setting.world_size, max_seq_len=MAX_LENGTH, max_batch=MAX_SEQUENCES,
-        prefix_caching=False, quantization=setting.quantization,
+        DecoderConfig.named(setting.model), world_size=setting.world_size, max_seq_len=MAX_LENGTH,
+        max_batch=max(setting.batches), prefix_caching=False, quantization=setting.quantization,
         **setting.speculative("speculative", adaptive=False), **setting.options,
     )  # fmt: skip
     return lambda prompts, new: llm.generate(prompts, weft.SamplingParams(max_tokens=new, ignore_eos=True))
@@ -132,7 +132,7 @@ def vllm_engine(setting: Setting) -> Generate:
             text_only["gdn_prefill_backend"] = "triton"  # its choice on Hopper is FlashInfer's, installed or not
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", tensor_parallel_size=setting.world_size,
-        max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQUENCES, enable_prefix_caching=False, **text_only,
+        max_model_len=MAX_LENGTH, max_num_seqs=max(setting.batches), enable_prefix_caching=False, **text_only,
         **setting.speculative("speculative_config"), **{"compilation_config": compilation, **setting.options},
     )  # fmt: skip
 

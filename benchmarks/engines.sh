@@ -22,10 +22,14 @@ mkdir -p "$out"
 begin=$SECONDS
 say() { echo "[$((SECONDS - begin)) s] $*"; }
 
-if [ "$archive" != - ] && [ ! -d $site/vllm ]; then
-    mkdir -p $site && tar -xJf "$archive" -C $site || exit 1
-    python -m compileall -q -j 32 --invalidation-mode unchecked-hash $site > /dev/null 2>&1
-    say "unpacked"
+if [ "$archive" != - ]; then
+    exec 9> $site.lock && flock 9 # of several scripts one unpacks
+    if [ ! -e $site/unpacked ]; then
+        mkdir -p $site && tar -xJf "$archive" -C $site && touch $site/unpacked || exit 1
+        python -m compileall -q -j 32 --invalidation-mode unchecked-hash $site > /dev/null 2>&1
+        say "unpacked"
+    fi
+    exec 9>&-
 fi
 
 has_rows() { [ -s "$1" ] && grep -q first_ms "$1"; }

@@ -1,47 +1,43 @@
-"""Fit of weft.predict's costs to rows of one and two GPUs, its errors on all rows, and its figure.
+"""Errors of ``weft predict`` on committed rows of one, two and four GPUs, and its page and figure.
 
-``python -m benchmarks.predict`` writes weft/predict/h200.json and errors.json; ``python -m benchmarks.performance`` the page
-and the figure.
+``python -m benchmarks.predict`` prints the page; ``python -m benchmarks.performance`` writes it. Constants are fitted by
+``python -m benchmarks.costs``.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from weft.bench.harness.report import from_json
 from weft.bench.render.plot import COLOURS, PLAIN, STYLE, check_matplotlib
+from weft.costs import fitted
+from weft.costs.gpu import named
+from weft.costs.predicted import predict
 from weft.predict import ops
-from weft.predict.costs import ERRORS, FILE, FITTED, Costs, read, to_json
-from weft.runtime.files import put
+from weft.predict.command import KNOWN
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PICTURE = "prediction.svg"
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 GOAL = 0.15
 DECODE = "sharded-decode-attention"
-# Of FITTED: the rows that each group of costs is fitted to, (op, provider).
-SOURCES = {
-    "gemm": (("ag-gemm", "cublas"), ("gemm-rs", "cublas")),
-    "overlap": (("ag-gemm", "weft.auto"), ("gemm-rs", "weft.auto")),
-    "all-reduce": (("all-reduce", "weft.auto"),),
-    "grouped": (("grouped-gemm", "weft.auto"), ("grouped-gemm-silu", "weft.auto")),
-    "decode": ((DECODE, "weft.auto"),),
-}
 # Ops of one rank, or at W = 1; rows over ranks of the other ops of experts, where there are any.
 OF_ONE = ("grouped-gemm", "grouped-gemm-silu", DECODE)
 OF_EXPERTS = ("ag-moe", "moe-rs", "moe-dispatch", "moe-combine")
+# Lines of the page, (op, provider).
+LINES = (
+    ("ag-gemm", "cublas"), ("gemm-rs", "cublas"), ("ag-gemm", "weft.auto"), ("gemm-rs", "weft.auto"),
+    ("all-reduce", "weft.auto"), ("grouped-gemm", "weft.auto"), ("grouped-gemm-silu", "weft.auto"), (DECODE, "weft.auto"),
+    *((op, "weft.auto") for op in OF_EXPERTS),
+)  # fmt: skip
 # Exchanges, of which a single call takes some 5 us more, 3 of them between two events with nothing in between.
 IN_A_ROW = ("all-reduce", "moe-dispatch", "moe-combine")
-# World size to whose rows an op's costs are fitted.
-FITTED_TO = {op: 1 if op in OF_ONE else 2 for sources in SOURCES.values() for op, _ in sources}
-# Least number of rows M of a GEMM: below, other designs than the modelled ones run.
+# Least number of rows M of a GEMM.
 LEAST_ROWS = 512
 
 
@@ -71,6 +67,7 @@ DECODES = (
 class Measured:
     """Row of committed results. us: of a call; of IN_A_ROW, where that was measured, of one in a row."""
 
+    gpu: str = "h200"
     op: str
     provider: str
     world_size: int
@@ -98,88 +95,47 @@ def measurements(results: Path = RESULTS) -> Iterator[Measured]:
                             )  # fmt: skip
 
 
-def predicted(costs: Costs, row: Measured) -> float:
+def predicted(row: Measured) -> float:
+    """µs by the model."""
     if row.provider == "cublas":
-        return ops.gemm(costs, *row.shape)
-    return ops.of_shape(costs, row.op, row.shape, row.world_size)
-
-
-def fit(rows: Sequence[Measured], costs: Costs) -> Costs:
-    """Costs with the least squares of log errors, group after group, by steps along each cost that halve."""
-    for group, names in FITTED.items():
-        mine = [row for row in rows if (row.op, row.provider) in SOURCES[group]]
-        best, step = _loss(costs, mine), 0.32
-        while step > 0.01:
-            found = costs
-            for name in names:
-                for factor in (1 + step, 1 / (1 + step)):
-                    other = replace(costs, **{name: getattr(costs, name) * factor})
-                    if (loss := _loss(other, mine)) < best:
-                        best, costs = loss, other
-            if found == costs:
-                step /= 2
-    return costs
-
-
-def _loss(costs: Costs, rows: Sequence[Measured]) -> float:
-    return sum(math.log(predicted(costs, row) / row.us) ** 2 for row in rows)
-
-
-def errors(costs: Costs, rows: Sequence[Measured]) -> dict[str, dict[str, tuple[int, float, float]]]:
-    """Errors of weft's rows as ``weft.predict.costs.errors`` has them."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        if row.provider == "weft.auto":
-            of_op = found.setdefault(row.op, {}).setdefault(str(row.world_size), [])
-            of_op.append(predicted(costs, row) / row.us - 1)
-    return {
-        op: {
-            world: (len(each), round(statistics.mean(map(abs, each)), 4), round(max(each, key=abs), 4))
-            for world, each in worlds.items()
-        }
-        for op, worlds in found.items()
-    }
+        return predict("matmul", row.shape[:3], gpu=row.gpu).seconds * 1e6
+    return ops.of_shape(row.op, row.shape, row.world_size, row.gpu).us
 
 
 # --- the page ------------------------------------------------------------------------------------------------------------
 
 TEXT = f"""A model, not measurements: [trace.md](../trace.md#predicting-more-gpus) says what it contains and what is assumed.
-Its costs are fitted to the rows of two GPUs in [performance.md](../performance.md) (`python -m benchmarks.predict`), GEMMs of
-{LEAST_ROWS} rows and more; those of grouped GEMMs and decode attention to rows of one. Beyond {ops.NODE} GPUs a node
-ends, and pieces cross rails.
+Its constants are fitted to two thirds of the rows in [performance.md](../performance.md), by shape
+([costs.md](../costs.md); `python -m benchmarks.costs`). GEMMs here have {LEAST_ROWS} rows and more. Beyond {ops.NODE} GPUs a
+node ends, and pieces cross rails.
 """
 
 
 def page(results: Path = RESULTS) -> str:
-    """Text of docs/performance/prediction.md: errors at W = 2 (fitted) and W = 4 (not), predictions.
+    """Text of docs/performance/prediction.md: errors at W = 1, 2 and 4, predictions.
 
     results  folder of measurements to compare with
     """
-    costs, rows = read(), list(measurements(results))
+    rows = list(measurements(results))
     lines = [TEXT, *_table("op", "W", "rows", "mean error", "median", "largest", f"within {GOAL:.0%}")]
-    for op, provider in (
-        *(pair for pairs in SOURCES.values() for pair in pairs),
-        *((op, "weft.auto") for op in OF_EXPERTS),
-    ):
+    for op, provider in LINES:
         for world_size in (1, 2, 4):
             which = op, provider, world_size
-            errors = [
-                predicted(costs, row) / row.us - 1 for row in rows if (row.op, row.provider, row.world_size) == which
-            ]
+            errors = [predicted(row) / row.us - 1 for row in rows if (row.op, row.provider, row.world_size) == which]
             if errors:
                 lines.append(_errors(op, provider, world_size, errors))
     missing = [op for op in (*OF_EXPERTS, DECODE) if not any(r.op == op and r.world_size > 1 for r in rows)]
     if missing:
         lines += ["", f"No row over ranks is committed yet of {', '.join(missing)}: their lines have no error to show."]
-    lines += ["", "Weft's rows of four GPUs, which the fit has not seen:", ""]
+    lines += ["", "Weft's rows of four GPUs:", ""]
     lines += _table("op", "shape", "measured, µs", "predicted", "error")
     for row in rows:
         if row.world_size == 4 and row.provider == "weft.auto":
-            us = predicted(costs, row)
+            us = predicted(row)
             label = row.label if row.op == "all-reduce" else f"{row.label} ({'x'.join(map(str, row.shape))})"
             lines.append(f"| {row.op} | {label} | {row.us:.1f} | {us:.1f} | {us / row.us - 1:+.0%} |")
     lines += ["", f"![prediction]({PICTURE})", "", *_table("µs at W =", *map(str, WORLD_SIZES))]
-    for name, time in curves(costs).items():
+    for name, time in curves().items():
         lines.append(f"| {name} | {' | '.join(_number(time(w)) for w in WORLD_SIZES)} |")
     return "\n".join([*lines, ""])
 
@@ -192,29 +148,32 @@ def _errors(op: str, provider: str, world_size: int, errors: Sequence[float]) ->
     """Row of the table of errors."""
     sizes = [abs(error) for error in errors]
     name = f"{op}, {'cuBLAS alone' if provider == 'cublas' else 'weft'}"
-    fitted = " (fitted)" if FITTED_TO.get(op) == world_size else ""
     mean, median, worst = statistics.mean(sizes), statistics.median(sizes), max(errors, key=abs)
     within = sum(size <= GOAL for size in sizes)
-    return f"| {name} | {world_size}{fitted} | {len(errors)} | {mean:.1%} | {median:.1%} | {worst:+.0%} | {within} |"
+    return f"| {name} | {world_size} | {len(errors)} | {mean:.1%} | {median:.1%} | {worst:+.0%} | {within} |"
 
 
-def curves(costs: Costs) -> dict[str, Callable[[int], float | None]]:
+def curves() -> dict[str, Callable[[int], float | None]]:
     """Time by world size of a problem whose size stays."""
+
+    def time(op: str, *sizes: int) -> Callable[[int], float]:
+        return lambda w: ops.of_shape(op, KNOWN[op].shape(sizes, w), w).us
+
     experts = 8192, 2048, 768, 128, 8
     return {
-        "AG-GEMM, Qwen3-32B gate-up, M=8192": lambda w: ops.ag_gemm(costs, 8192, 51200 // w, 5120, w),
-        "GEMM-RS, Qwen3-32B down, M=8192": lambda w: ops.gemm_rs(costs, 8192, 5120, 25600 // w, w),
-        "all-reduce, 1 MiB": lambda w: ops.all_reduce(costs, 1 << 20, w),
-        "MoE, Qwen3-30B-A3B, 8192 tokens": lambda w: ops.moe(costs, *experts, w),
-        "its dispatch": lambda w: ops.moe_dispatch(costs, 8192, 2048, 128, 8, w),
-        "its combine": lambda w: ops.moe_combine(costs, 8192, 2048, 128, 8, w),
-        f"decode attention, {LONGEST}": lambda w: decode_time(costs, LONGEST, w),
+        "AG-GEMM, Qwen3-32B gate-up, M=8192": time("ag-gemm", 8192, 51200, 5120),
+        "GEMM-RS, Qwen3-32B down, M=8192": time("gemm-rs", 8192, 5120, 25600),
+        "all-reduce, 1 MiB": time("all-reduce", 1 << 20),
+        "MoE, Qwen3-30B-A3B, 8192 tokens": time("moe", *experts),
+        "its dispatch": time("moe-dispatch", 8192, 2048, 128, 8),
+        "its combine": time("moe-combine", 8192, 2048, 128, 8),
+        f"decode attention, {LONGEST}": lambda w: decode_time(LONGEST, w),
     }
 
 
-def decode_time(costs: Costs, shape: Decode, world_size: int) -> float | None:
+def decode_time(shape: Decode, world_size: int) -> float | None:
     """Microseconds of a layer's decode attention; None where the heads do not divide into equal shares."""
-    return None if shape.q_heads % world_size else ops.decode_attention(costs, *shape, world_size)
+    return None if shape.q_heads % world_size else ops.of_shape(DECODE, shape, world_size).us
 
 
 def _number(us: float | None) -> str:
@@ -223,44 +182,34 @@ def _number(us: float | None) -> str:
 
 def decode_section(results: Path = RESULTS) -> str:
     """Section of docs/performance.md. results: folder of measurements to compare with."""
-    costs, sizes = read(), WORLD_SIZES[:-1]
+    gpu, of, sizes = named("h200"), fitted.read(), WORLD_SIZES[:-1]
     text = f"""## Decode attention on 1 to {sizes[-1]} GPUs, a model
 
-Microseconds of one layer over a cache that is spread over the ranks: `decode_attention` of `weft/predict/ops.py`, the model of
-[prediction](performance/prediction.md), with its costs (`weft/predict/h200.json`).
+Microseconds of one layer over a cache that is spread over the ranks, by the model of [prediction](performance/prediction.md).
 
-- *local*: {costs.attention:.1f} µs, and a rank's share of the keys and values, in 16 bits, at
-  {costs.cache / 1e6:.1f} TB/s; both fitted to the rows of one GPU below.
+- *local*: {gpu.launch + of.attention.call:.1f} µs, and a rank's share of the keys and values, in 16 bits, at
+  {of.attention.cache * gpu.memory / 1e6:.1f} TB/s.
 - *exchange*: outputs and log-sum-exps in fp32, to each rank of a node those of its heads, at
-  {costs.push_link / 1e3:.0f} GB/s (fitted to all-reduces of two GPUs) and {costs.hop:.1f} µs.
+  {gpu.stores / 1e3:.0f} GB/s and {gpu.hop:.1f} µs.
 - *rails*: the same to the ranks of other nodes, of {ops.NODE} GPUs each, if that takes longer. Assumed:
-  {costs.rail_link / 1e3:.0f} GB/s, one card of 400 Gbit/s a GPU, and {costs.rail:.0f} µs.
+  {ops.RAIL_LINK / 1e3:.0f} GB/s, one card of 400 Gbit/s a GPU, and {ops.RAIL:.0f} µs.
 
 Published for 12 KV heads on 8 H800s by Triton-distributed are 38 at 64k tokens and 300 at 1M.
 """
     lines = [text, *_table("W =", *map(str, sizes))]
     for shape in DECODES:
-        lines.append(f"| {shape} | {' | '.join(f'{decode_time(costs, shape, w):.1f}' for w in sizes)} |")
+        lines.append(f"| {shape} | {' | '.join(f'{decode_time(shape, w):.1f}' for w in sizes)} |")
     lines += ["", *_table("measured on H200s", "W", "µs", "model", "error")]
-    lines += [_beside(costs, row) for row in measurements(results) if (row.op, row.provider) == (DECODE, "weft.auto")]
+    lines += [_beside(row) for row in measurements(results) if (row.op, row.provider) == (DECODE, "weft.auto")]
     rows = list(on_two_h100s(results))
     if rows:
-        alone = [row for row in rows if row.world_size == 1]
-        costs = fit(alone, costs)
-        lines += [
-            "",
-            f"The same on two H100s: {costs.attention:.1f} µs and {costs.cache / 1e6:.1f} TB/s are fitted to the rows of one\n"
-            "(`paged_attention` of the whole cache), the rows of two are not.",
-            "",
-            *_table("measured on H100s", "W", "µs", "model", "error"),
-            *(_beside(costs, row) for row in rows),
-        ]
+        lines += ["", *_table("measured on H100s", "W", "µs", "model", "error"), *map(_beside, rows)]
     return "\n".join([*lines, ""])
 
 
-def _beside(costs: Costs, row: Measured) -> str:
+def _beside(row: Measured) -> str:
     """Line of a table: a row of decode attention and the model's time."""
-    us = predicted(costs, row)
+    us = predicted(row)
     return f"| {Decode(*row.shape[:5])} | {row.world_size} | {row.us:.1f} | {us:.1f} | {us / row.us - 1:+.0%} |"
 
 
@@ -272,8 +221,8 @@ def on_two_h100s(results: Path) -> Iterator[Measured]:
             for row in report.rows:
                 if row.provider == provider and row.median_us is not None:
                     yield Measured(
-                        op=DECODE, provider="weft.auto", world_size=world_size, folder=file.parent.name, label=row.label,
-                        shape=row.shape, us=row.median_us,
+                        gpu="h100", op=DECODE, provider="weft.auto", world_size=world_size, folder=file.parent.name,
+                        label=row.label, shape=row.shape, us=row.median_us,
                     )  # fmt: skip
 
 
@@ -286,7 +235,7 @@ def picture() -> str:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 4.2), layout="constrained")
         axes = figure.subplots()
-        for (name, time), colour in zip(curves(read()).items(), COLOURS, strict=False):
+        for (name, time), colour in zip(curves().items(), COLOURS, strict=False):
             points = [(w, us) for w in WORLD_SIZES if (us := time(w))]
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=name, gid=name)
         axes.axvspan(1, 4, color="#eeeeee", label="measured sizes")
@@ -308,10 +257,6 @@ def picture() -> str:
 
 
 def main() -> None:
-    rows = list(measurements())
-    costs = fit([row for row in rows if FITTED_TO.get(row.op) == row.world_size], Costs())
-    put(FILE, to_json(costs))
-    put(ERRORS, json.dumps(errors(read(), rows), indent=2) + "\n")
     print(page())
 
 

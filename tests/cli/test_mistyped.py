@@ -92,5 +92,5 @@ def test_a_name_of_sizes_is_no_checkpoint(tmp_path, monkeypatch):
 
 
 def test_names_that_are_checked_early_are_those_that_are_read_later():
-    assert tuple(predict._ops()) == predict.OPS
+    assert tuple(predict.KNOWN) == predict.OPS
     assert {*names.DTYPES} == {*workload.DTYPES}

@@ -1,9 +1,9 @@
 """The model of more GPUs: its parts by hand, its errors on committed rows, the command."""
 
-import json
 import re
 import statistics
-from dataclasses import fields, replace
+import time
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,119 +12,69 @@ from benchmarks import predict
 from tests.bench import canned
 from weft.bench.harness import report
 from weft.cli import app
+from weft.costs.gpu import named
 from weft.predict import ops
-from weft.predict.costs import UNITS, Costs, errors, read, shown, to_json
-from weft.predict.executor import CopyEngine, Slots
+from weft.predict.command import KNOWN
 
 
-def test_tiles_take_the_sms_that_are_free_first():
-    slots = Slots(3)
-    assert slots.run(4, 10, 0) == 20  # 3, then 1
-    assert slots.run(2, 5, 0) == 15  # beside the last one of the first GEMM
-    assert slots.run(3, 1, 100) == 101
-    many, one_by_one = Slots(4), Slots(4)
-    many.run(3, 7, 2), one_by_one.run(3, 7, 2)
-    assert many.run(41, 11, 3) == max(one_by_one.run(1, 11, 3) for _ in range(41))
+def us(op, sizes, world_size):
+    return ops.of_shape(op, KNOWN[op].shape(sizes, world_size), world_size).us
 
 
-def test_a_copy_engine_makes_one_copy_after_the_other():
-    engine = CopyEngine(2, 100, 3, 10)
-    assert [engine.send(500, 0), engine.send(500, 0), engine.send(0, 100)] == [20, 30, 105]
-
-
-@pytest.mark.parametrize(
-    "time", [ops.ag_gemm, lambda c, M, N, K, W: ops.gemm_rs(c, M, K, N, W)], ids=["ag_gemm", "gemm_rs"]
-)
-def test_an_overlapped_gemm_lies_between_its_parts_and_their_sum(time):
-    costs = Costs()
+@pytest.mark.parametrize(("op", "sizes"), [("ag-gemm", (8192, 20480, 5120)), ("gemm-rs", (8192, 5120, 20480))])
+def test_an_overlapped_gemm_lies_between_its_parts_and_their_sum(op, sizes):
+    gpu = named("h200")
     for world_size in (2, 4, 8):
-        alone = ops.gemm(costs, 8192, 2560, 5120)
-        wire = (world_size - 1) * (8192 / world_size * 5120 * 2 / costs.link + costs.copy + costs.flag)
-        assert max(alone, wire) < time(costs, 8192, 2560, 5120, world_size) < 1.3 * (alone + wire)
+        alone = us(op, sizes, 1) / world_size
+        wire = (world_size - 1) * (8192 / world_size * 5120 * 2 / gpu.link + gpu.copy)
+        assert max(0.95 * alone, wire) < us(op, sizes, world_size) < 1.3 * (alone + wire)
     # A node more costs a rail at least.
-    assert time(costs, 8192, 640, 5120, 16) > costs.rail
+    assert us(op, (8192, 16 * 40, 5120) if op == "ag-gemm" else (8192, 5120, 16 * 40), 16) > ops.RAIL
 
 
-def test_a_large_all_reduce_takes_owners_and_a_small_one_does_not():
-    costs = Costs()
-    small, large = 1 << 12, 1 << 26
-    assert ops.all_reduce(costs, small, 8) == pytest.approx(costs.push + 7 * small / costs.push_link)
-    assert ops.all_reduce(costs, large, 8) < costs.push + 7 * large / costs.push_link
-    assert ops.all_reduce(costs, small, 1) == 0 < ops.all_reduce(costs, small, 8) < ops.all_reduce(costs, small, 16)
+def test_the_first_prediction_takes_less_than_five_milliseconds():
+    us("ag-gemm", (8192, 20480, 5120), 2)  # reads the constants' files
+    begin = time.perf_counter()
+    for number in range(10):
+        us("ag-gemm", (8192, 20480 + 64 * number, 5120), 16)
+    assert (time.perf_counter() - begin) / 10 < 5e-3
 
 
-def test_the_shipped_costs_predict_rows_that_they_were_not_fitted_to():
-    costs, errors = read(), []
-    for row in predict.measurements():
-        if row.world_size == 4 and row.provider == "weft.auto":
-            errors.append(abs(predict.predicted(costs, row) / row.us - 1))
+def test_a_large_all_reduce_takes_two_hops_and_a_small_one_does_not():
+    for nbytes, design in ((1 << 12, "one_shot"), (1 << 22, "two_shot")):
+        times = ops.of_shape("all-reduce", (nbytes,), 8).by_design
+        assert min(times, key=times.get) == design
+    assert us("all-reduce", (1 << 12,), 8) < us("all-reduce", (1 << 12,), 16)
+
+
+def test_the_shipped_constants_predict_rows_of_four_gpus():
+    errors = [
+        abs(predict.predicted(row) / row.us - 1)
+        for row in predict.measurements()
+        if row.world_size == 4 and row.provider == "weft.auto"
+    ]
     assert len(errors) >= 60
     assert statistics.mean(errors) < 0.07 and max(errors) < 0.2
     assert sum(error <= predict.GOAL for error in errors) >= len(errors) - 3
 
 
-def test_a_fit_finds_the_costs_that_made_the_rows():
-    true = Costs(push=3.3, push_link=200e3)
-    rows = [
-        predict.Measured(
-            op="all-reduce", provider="weft.auto", world_size=2, folder="", label="", shape=(nbytes,),
-            us=ops.all_reduce(true, nbytes, 2),
-        )
-        for nbytes in (1 << 10, 1 << 16, 1 << 20, 1 << 22)
-    ]  # fmt: skip
-    found = predict.fit(rows, Costs())
-    assert (found.push, found.push_link) == (pytest.approx(3.3, rel=0.03), pytest.approx(200e3, rel=0.03))
-    assert found.mac == Costs().mac and Costs(**json.loads(to_json(true))) == true
-
-
-@pytest.mark.sweep
-def test_the_shipped_costs_are_those_of_the_committed_rows():
-    rows = list(predict.measurements())
-    fitted = [row for row in rows if predict.FITTED_TO.get(row.op) == row.world_size]
-    assert to_json(predict.fit(fitted, Costs())) == to_json(read())
-
-
-def test_the_shipped_errors_are_those_of_the_committed_rows():
-    found = predict.errors(read(), list(predict.measurements()))
-    assert json.loads(json.dumps(found)) == errors()
-    for op in predict.OF_ONE:
-        rows, mean, largest = found[op]["1"]
-        assert rows >= 5 and mean < 0.07 and abs(largest) < predict.GOAL
-
-
 def test_experts_over_ranks_take_less_than_one_gpu_and_more_than_their_share():
-    costs, sizes = read(), (8192, 2048, 768, 128, 8)
-    for time in (ops.ag_moe, ops.moe_rs, ops.moe):
-        alone = time(costs, *sizes, 1)
-        assert alone / 4 < time(costs, *sizes, 4) < alone
-    assert ops.moe(costs, *sizes, 2) == ops.ag_moe(costs, *sizes, 2) + ops.moe_rs(costs, *sizes, 2)
+    sizes = 8192, 2048, 768, 128, 8
+    for op in ("ag-moe", "moe-rs", "moe"):
+        assert us(op, sizes, 1) / 4 < us(op, sizes, 4) < us(op, sizes, 1)
+    assert us("moe", sizes, 2) == us("ag-moe", sizes, 2) + us("moe-rs", sizes, 2)
     # With 8 choices nearly every token goes to both of two ranks: half of them cross the link each way.
-    wire = 4096 * 2048 * 2 / costs.push_link
-    assert wire < ops.moe_dispatch(costs, 8192, 2048, 128, 8, 2) < wire + 2 * costs.push
-    assert ops.moe_dispatch(costs, 8192, 2048, 128, 8, 1) == 0 < ops.moe_combine(costs, 8192, 2048, 128, 8, 1)
-    assert (
-        ops.moe_dispatch(costs, 8192, 2048, 128, 8, 16)
-        > costs.rail + ops.moe_dispatch(costs, 8192, 2048, 128, 8, 8) / 2
-    )
-
-
-def test_a_grouped_gemm_of_few_tokens_reads_the_weights_of_experts_that_they_chose():
-    costs = read()
-    one = ops.grouped(costs, 1, 8, 128, 1, 2048, 768)
-    assert one == pytest.approx(costs.grouped + 8 * 2048 * 768 * 2 / costs.weights)
-    assert ops.grouped(costs, 128, 8, 128, 1, 2048, 768) < costs.grouped + 128 * 2048 * 768 * 2 / costs.weights
-    # Twice the tokens of many take twice as long.
-    many, more = (ops.grouped(costs, tokens, 8, 128, 1, 2048, 768) - costs.grouped for tokens in (1 << 16, 1 << 17))
-    assert more == pytest.approx(2 * many, rel=0.05)
+    wire = 4096 * 2048 * 2 / named("h200").stores
+    assert wire < us("moe-dispatch", (8192, 2048, 128, 8), 2) < 1.2 * wire
+    assert us("moe-dispatch", (8192, 2048, 128, 8), 16) > ops.RAIL + us("moe-dispatch", (8192, 2048, 128, 8), 8) / 2
 
 
 def test_decode_attention_reads_its_share_of_the_cache():
-    costs, sizes = read(), (1, 64, 8, 128, 1 << 20)
-    alone = ops.decode_attention(costs, *sizes, 1)
+    sizes = 1, 64, 8, 128, 1 << 20
+    alone, least = us(predict.DECODE, sizes, 1), us(predict.DECODE, (1, 64, 8, 128, 1), 1)
     for world_size in (2, 8, 64):
-        share = (alone - costs.attention) / world_size
-        time = ops.decode_attention(costs, *sizes, world_size) - costs.attention - share
-        assert costs.hop <= time < 2 * costs.hop + (world_size > 8) * 2 * costs.rail
+        more = us(predict.DECODE, sizes, world_size) - least - (alone - least) / world_size
+        assert 0 < more < 5 + (world_size > 8) * 2 * ops.RAIL
 
 
 def test_both_pages_show_the_same_decode_attention_and_the_section_each_measured_row(tmp_path):
@@ -143,8 +93,9 @@ def test_the_command_prints_a_time_for_each_world_size_or_one_line():
     result = CliRunner().invoke(app, ["predict", "ag-gemm", "--world-size", "8,16", "--shape", "4096x10240x5120"])
     lines = result.stdout.splitlines()
     assert result.exit_code == 0 and [line.split()[:3] for line in lines[1:3]] == [["W", "=", "8"], ["W", "=", "16"]]
-    assert lines[3].startswith("fitted:    mac 342.7 fs, ") and "rail 10 us, rail_link 50 GB/s" in lines[5]
-    assert lines[6].startswith("error:     4.1% in the mean of 27 committed rows at W = 2")
+    assert "us  pipelined, sequential " in lines[1]
+    assert lines[3].startswith("measured:  flops 770 TFLOP/s, ") and "rail 10 us, rail_link 50 GB/s" in lines[4]
+    assert re.match(r"error:     4\.\d% in the mean of \d+ committed rows at W = 2", lines[5])
     for op in ("moe", "ag-moe", "moe-rs", "moe-dispatch", "moe-combine", "sharded-decode-attention"):
         result = CliRunner().invoke(app, ["predict", op])
         assert result.exit_code == 0 and result.stdout.count("W = ") >= 6
@@ -154,6 +105,7 @@ def test_the_command_prints_a_time_for_each_world_size_or_one_line():
         ("moe-rs", "--shapes", "1x2"): "xinnerxexpertsxtop; pass positive numbers, as in 8192x2048x768x128x8",
         ("nothing",): "has no model", ("all-reduce", "--shape", "3x4"): "is not bytes",
         ("ag-gemm", "--world-size", "3"): "is not divisible by world_size=3",
+        ("ag-gemm", "--gpu", "h2000"): "has no constants; pass one of a100, b200, h100, h200, mi300x",
     }  # fmt: skip
     for arguments, message in wrong.items():
         result = CliRunner().invoke(app, ["predict", *arguments])
@@ -164,7 +116,7 @@ def predicted(*arguments):
     """Lines of `weft predict` with a time or a problem."""
     result = CliRunner().invoke(app, ["predict", *arguments])
     assert result.exit_code == 0, result.output
-    return [line for line in result.stdout.splitlines() if not re.match("(fitted|measured|assumed|error):", line)]
+    return [line for line in result.stdout.splitlines() if not re.match("(sheet|measured|assumed|error):", line)]
 
 
 def test_shapes_are_those_of_bench_or_of_all_ranks_together():
@@ -180,8 +132,3 @@ def test_shapes_are_those_of_bench_or_of_all_ranks_together():
     assert us == predicted("moe", "--shapes", "8192x2048x768x128x8", "-tp", "8")[1]
     # Rows that one world size does not divide are left out there.
     assert len(predicted("ag-gemm", "--shapes", "qwen3-32b/qkv", "-tp", "1,2")) == 13 + 13 + 12
-
-
-def test_every_cost_has_a_unit_or_is_a_factor():
-    assert {field.name for field in fields(Costs)} - {*UNITS} == {"smaller", "expert", "sms"}
-    assert shown(Costs(), "link") == "link 375 GB/s" and shown(Costs(), "smaller") == "smaller 1.1"

@@ -18,20 +18,32 @@ FILE = Path(__file__).parent / "fitted.json"
 class Gemms:
     """GEMMs.
 
-    tile     time of a tile besides its multiplications; smaller: factor of a tile of half the size
+    pace     time of a tile's multiplications over the one at the rate of a large GEMM; tile: time of a tile besides
+    waves    share of the SMs' time that is lost in the last wave; rest: the same of pieces of a pipelined GEMM
+    begin    time of a GEMM besides
+    power    slowdown of long GEMMs, half of it at power_us
     few      time of a small-M GEMM besides its loads; rows: share of its arithmetic that the loads do not hide
-    call     time of a pipelined GEMM besides
-    between  time of a GEMM and a collective after each other besides both
+    call     time of a pipelined GEMM besides; scatter: of one whose sums go to their ranks, besides that
+    beside   share of the copies' time that a pipelined GEMM takes longer: they share the memory and the power
+    between  time of a GEMM and a collective after each other besides both; after: factor of that collective
     add      rate at which received rows are added up, over the memory's
     triton   factor of a tile of a fused GEMM; fused: time of a call besides
     """
 
-    tile: float = 1.465
-    smaller: float = 0.986
+    pace: float = 0.95
+    tile: float = 0.28
+    waves: float = 0.15
+    rest: float = 0.15
+    begin: float = 2.9
+    power: float = 0.11
+    power_us: float = 160.0
     few: float = 3.3
     rows: float = 0.3
-    call: float = 9.7
+    call: float = 6.0
+    scatter: float = 12.0
+    beside: float = 0.15
     between: float = 2.0
+    after: float = 1.2
     add: float = 1.3
     triton: float = 1.05
     fused: float = 6.0

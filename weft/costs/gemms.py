@@ -6,6 +6,7 @@ weight, 0.5 in four bits.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from weft.costs import pushes
@@ -13,11 +14,10 @@ from weft.costs.fitted import Gemms
 from weft.costs.gpu import Gpu
 from weft.runtime.arithmetic import cdiv
 
-# Tiles that a GEMM may use, with the number of halvings from 128 x 256.
-TILES = ((128, 256, 0), (128, 128, 1), (64, 128, 2))
-CHUNKS = (1, 2, 4)
-# Rows up to which the weights decide.
-FEW_ROWS = 128
+# Rows and columns of tiles that a GEMM may use.
+TILES = ((128, 256), (128, 128), (64, 128))
+# Rows up to which the weights decide; rows from which two ranks' pieces of peers' rows are cut in two.
+FEW_ROWS, LONG_ROWS = 128, 4096
 
 
 class Size(NamedTuple):
@@ -38,20 +38,29 @@ def gemm(gpu: Gpu, fitted: Gemms, size: Size) -> float:
     if M <= FEW_ROWS:
         arithmetic = 2 * max(16, M) * N * K / gpu.flops
         return gpu.launch + fitted.few + moved / gpu.memory + fitted.rows * arithmetic
-    tiles, each = tiling(gpu, fitted, size)
-    return gpu.launch + max(cdiv(tiles, gpu.sms) * each, moved / gpu.memory)
+    waves, each = tiling(gpu, fitted, size)
+    idle = math.ceil(waves) - waves
+    work = (waves + fitted.waves * idle) * each * slowed(gpu, fitted, size)
+    return gpu.launch + fitted.begin + max(work, moved / gpu.memory)
 
 
-def tiling(gpu: Gpu, fitted: Gemms, size: Size) -> tuple[int, float]:
-    """(number of tiles, µs of one) with which a GEMM alone ends first."""
+def slowed(gpu: Gpu, fitted: Gemms, size: Size) -> float:
+    """Factor of a long GEMM's tiles: power limits the clocks."""
+    time = 2 * size.M * size.N * size.K / gpu.flops
+    return 1 + fitted.power * time**2 / (time**2 + fitted.power_us**2)
+
+
+def tiling(gpu: Gpu, fitted: Gemms, size: Size) -> tuple[float, float]:
+    """(waves of tiles on all SMs, µs of one) with which a GEMM alone ends first."""
     M, N, K = size[:3]
     mac = 2 * gpu.sms / gpu.flops / (2 if size.fp8 else 1)
-    best = None
-    for rows, columns, halvings in TILES:
-        tiles = cdiv(M, rows) * cdiv(N, columns)
-        each = rows * columns * K * mac * fitted.smaller**halvings + fitted.tile
-        if best is None or cdiv(tiles, gpu.sms) * each < cdiv(best[0], gpu.sms) * best[1]:
-            best = tiles, each
+    best, least = (0.0, 0.0), math.inf
+    for rows, columns in TILES:
+        waves = cdiv(M, rows) * cdiv(N, columns) / gpu.sms
+        each = rows * columns * K * mac * fitted.pace + fitted.tile
+        time = (waves + fitted.waves * (math.ceil(waves) - waves)) * each
+        if time < least:
+            best, least = (waves, each), time
     return best
 
 
@@ -60,9 +69,8 @@ def ag_gemm(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
     rows = size.M * size.K * (1 if size.fp8 else size.item)
     gather = min(pushes.exchange(gpu, of_pushes, rows, world_size).values())
     return {
-        "sequential": gather + gemm(gpu, fitted, size) + fitted.between,
-        "pipelined": min(_gathering(gpu, fitted, size, world_size, chunks) for chunks in CHUNKS),
-        "fused": _fused(gpu, fitted, size, rows * (world_size - 1) / world_size),
+        "pipelined": _gathering(gpu, fitted, size, world_size),
+        "sequential": fitted.after * gather + gemm(gpu, fitted, size) + fitted.between,
     }
 
 
@@ -71,8 +79,8 @@ def gemm_rs(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
     sums = size.M * size.N * size.item
     scatter = min(pushes.exchange(gpu, of_pushes, sums, world_size, adds=True).values())
     return {
-        "sequential": gemm(gpu, fitted, size) + scatter + fitted.between,
-        "pipelined": min(_scattering(gpu, fitted, size, world_size, chunks) for chunks in CHUNKS),
+        "pipelined": _scattering(gpu, fitted, size, world_size),
+        "sequential": gemm(gpu, fitted, size) + fitted.after * scatter + fitted.between,
         "fused": _fused(gpu, fitted, size, sums * (world_size - 1) / world_size),
     }
 
@@ -83,52 +91,50 @@ def gemm_ar(gpu: Gpu, fitted: Gemms, of_pushes: pushes.Pushes, size: Size, world
     reduced = min(pushes.all_reduce(gpu, of_pushes, sums, world_size).values())
     back = min(pushes.exchange(gpu, of_pushes, sums, world_size).values())
     return {
-        "sequential": gemm(gpu, fitted, size) + reduced,
         # The sums of the last rows go back alone.
-        "pipelined": min(_scattering(gpu, fitted, size, world_size, chunks) + gpu.copy + back / 2 for chunks in CHUNKS),
+        "pipelined": _scattering(gpu, fitted, size, world_size) + gpu.copy + back / 2,
+        "sequential": gemm(gpu, fitted, size) + fitted.after * reduced,
         "fused": _fused(gpu, fitted, size, 2 * sums * (world_size - 1) / world_size),
     }
 
 
 def _fused(gpu: Gpu, fitted: Gemms, size: Size, sent: float) -> float:
     """Kernel that computes tiles and sends or awaits rows: the longer of both, and the first or last tile."""
-    tiles, each = tiling(gpu, fitted, size)
-    waves = cdiv(tiles, gpu.sms)
-    return fitted.fused + max(waves * each * fitted.triton, sent / gpu.stores) + sent / gpu.stores / (waves + 1)
+    waves, each = tiling(gpu, fitted, size)
+    whole = math.ceil(waves)
+    work = whole * each * fitted.triton * slowed(gpu, fitted, size)
+    return fitted.fused + max(work, sent / gpu.stores) + sent / gpu.stores / (whole + 1)
 
 
-def _gathering(gpu: Gpu, fitted: Gemms, size: Size, world_size: int, chunks: int) -> float:
-    """GEMM of the own rows, then of each piece as it arrives."""
+def _gathering(gpu: Gpu, fitted: Gemms, size: Size, world_size: int) -> float:
+    """GEMM of the own rows, then of each peer's as they arrive."""
     rows = size.M // world_size
-    nbytes = rows * size.K * (1 if size.fp8 else size.item) / chunks
-    clock, landed = _work(gpu, fitted, size, rows), 0.0
-    for _ in range(chunks * (world_size - 1)):
+    nbytes = rows * size.K * (1 if size.fp8 else size.item)
+    work = slowed(gpu, fitted, size) * _work(gpu, fitted, size, rows)
+    clock, landed = work, 0.0
+    for _ in range(world_size - 1):
         landed += gpu.copy + nbytes / gpu.link
-        clock = max(clock, landed) + _work(gpu, fitted, size, cdiv(rows, chunks))
-    return fitted.call + clock + _rest(gpu, fitted, size, cdiv(rows, chunks))
+        clock = max(clock, landed) + work
+    return fitted.call + clock + fitted.beside * landed
 
 
-def _scattering(gpu: Gpu, fitted: Gemms, size: Size, world_size: int, chunks: int) -> float:
+def _scattering(gpu: Gpu, fitted: Gemms, size: Size, world_size: int) -> float:
     """GEMMs of peers' rows, each piece sent as it is ready, then of the own rows; then the sums."""
     rows = size.M // world_size
-    nbytes = rows * size.N * size.item
-    clock = sent = 0.0
+    chunks = 2 if world_size == 2 and size.M >= LONG_ROWS else 1
+    nbytes, slower = rows * size.N * size.item, slowed(gpu, fitted, size)
+    work, clock, sent = slower * _work(gpu, fitted, size, cdiv(rows, chunks)), 0.0, 0.0
     for _ in range(chunks * (world_size - 1)):
-        clock += _work(gpu, fitted, size, cdiv(rows, chunks))
+        clock += work
         sent = max(clock, sent) + gpu.copy + nbytes / chunks / gpu.link
-    clock += _work(gpu, fitted, size, rows)
+    clock += slower * _work(gpu, fitted, size, rows)
     added = (world_size + 1) * nbytes / (fitted.add * gpu.memory)
-    return fitted.call + max(clock + _rest(gpu, fitted, size, rows), sent) + added
+    beside = fitted.beside * (world_size - 1) * (gpu.copy + nbytes / gpu.link)
+    return fitted.call + fitted.scatter + max(clock, sent) + beside + added
 
 
 def _work(gpu: Gpu, fitted: Gemms, size: Size, rows: int) -> float:
-    """A piece's share of all SMs: pieces on several streams fill each other's last wave."""
-    tiles, each = tiling(gpu, fitted, size._replace(M=rows))
-    read = size.N * size.K * size.weight / gpu.memory
-    return max(tiles * each / gpu.sms, read)
-
-
-def _rest(gpu: Gpu, fitted: Gemms, size: Size, rows: int) -> float:
-    """Time that the last wave of the last piece leaves unused."""
-    tiles, each = tiling(gpu, fitted, size._replace(M=rows))
-    return (cdiv(tiles, gpu.sms) - tiles / gpu.sms) * each / 2
+    """A piece's share of all SMs, and a part of its last wave: the next piece fills the rest."""
+    waves, each = tiling(gpu, fitted, size._replace(M=rows))
+    lost = fitted.rest * (math.ceil(waves) - waves)
+    return max((waves + lost) * each, size.N * size.K * size.weight / gpu.memory)

@@ -127,7 +127,8 @@ class Asked:
     def experts(self) -> grouped.Experts:
         """Experts, with ``tokens`` of the shape."""
         weight, _ = WEIGHTS.get(self.variant, (float(self.item), False))
-        return grouped.Experts(*self.shape[:6], self.item, weight)
+        held, experts = self.shape[3], self.shape[2]
+        return grouped.Experts(*self.shape[:6], self.item, weight, self.world_size if held < experts else 1)
 
     @property
     def every(self) -> grouped.Experts:

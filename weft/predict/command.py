@@ -14,81 +14,59 @@ from weft.bench.names import alias_of
 from weft.console import WORLD_SIZE, numbers, one_line_errors
 
 if TYPE_CHECKING:
-    from weft.predict.costs import Costs
-
+    from weft.predict.ops import Time
 
 # Without loading the models, which takes seconds.
 OPS = (
     "ag-gemm", "gemm-rs", "all-reduce", "moe", "ag-moe", "moe-rs", "moe-dispatch", "moe-combine", "sharded-decode-attention",
 )  # fmt: skip
-# Costs of a copy engine, and the memory's bandwidth, measured apart.
-ENGINE = ("copy", "flag", "link", "memory")
+# Constants of a GPU that are printed, with their units.
+SHOWN = {
+    "flops": ("TFLOP/s", 1e-6), "memory": ("GB/s", 1e-3), "launch": ("us", 1), "hop": ("us", 1), "stores": ("GB/s", 1e-3),
+    "link": ("GB/s", 1e-3), "copy": ("us", 1),
+}  # fmt: skip
 
 
 def _complete(incomplete: str) -> list[str]:
     return [word for word in OPS if word.startswith(incomplete)]
 
 
-class _Predicted(NamedTuple):
-    """Sizes of an op as the flag has them, an example, the time, and the costs that it depends on.
+class _Sizes(NamedTuple):
+    """Sizes of an op of all ranks together, an example, and the shape of one rank by world size."""
 
-    groups    of costs.FITTED
-    measured  costs that were measured apart
-    """
-
-    sizes: tuple[str, ...]
+    names: tuple[str, ...]
     example: tuple[int, ...]
-    time: Callable[[Costs, Sequence[int], int], float]
-    groups: tuple[str, ...]
-    measured: tuple[str, ...]
+    shape: Callable[[Sequence[int], int], tuple[int, ...]]
 
 
-def _ops() -> dict[str, _Predicted]:
-    from weft.predict import ops
+def _share(name: str, size: int, world_size: int) -> int:
+    if size % world_size:
+        raise ValueError(
+            f"{name}={size} is not divisible by world_size={world_size}; pass the size of all ranks together"
+        )
+    return size // world_size
 
-    def whole(name: str, size: int, world_size: int) -> int:
-        if size % world_size:
-            raise ValueError(
-                f"{name}={size} is not divisible by world_size={world_size}; pass the size of all ranks together"
-            )
-        return size // world_size
 
-    return {
-        "ag-gemm": _Predicted(
-            ("M", "N", "K"), (8192, 51200, 5120),
-            lambda costs, s, w: ops.ag_gemm(costs, s[0], whole("N", s[1], w), s[2], w), ("gemm", "overlap"), ENGINE,
-        ),
-        "gemm-rs": _Predicted(
-            ("M", "N", "K"), (8192, 5120, 25600),
-            lambda costs, s, w: ops.gemm_rs(costs, s[0], s[1], whole("K", s[2], w), w), ("gemm", "overlap"), ENGINE,
-        ),
-        "all-reduce": _Predicted(
-            ("bytes",), (1 << 20,), lambda costs, s, w: ops.all_reduce(costs, s[0], w), ("overlap", "all-reduce"),
-            ("hop", *ENGINE[:3]),
-        ),
-        **{
-            name: _Predicted(
-                ("tokens", "hidden", "inner", "experts", "top"), (8192, 2048, 768, 128, 8),
-                lambda costs, s, w, time=time: time(costs, *s, w), ("gemm", "overlap", "grouped"), ENGINE,
-            )
-            for name, time in (("moe", ops.moe), ("ag-moe", ops.ag_moe), ("moe-rs", ops.moe_rs))
-        },
-        **{
-            name: _Predicted(
-                ("tokens", "hidden", "experts", "top"), (8192, 2048, 128, 8),
-                lambda costs, s, w, time=time: time(costs, *s, w), groups, ("hop",),
-            )
-            for name, time, groups in (
-                ("moe-dispatch", ops.moe_dispatch, ("all-reduce",)),
-                ("moe-combine", ops.moe_combine, ("overlap", "all-reduce")),
-            )
-        },
-        "sharded-decode-attention": _Predicted(
-            ("batch", "q_heads", "kv_heads", "head_dim", "context"), (1, 64, 8, 128, 1 << 20),
-            lambda costs, s, w: ops.decode_attention(costs, s[0], w * whole("q_heads", s[1], w), *s[2:], w),
-            ("all-reduce", "decode"), ("hop",),
-        ),
-    }  # fmt: skip
+def _experts(sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
+    tokens, hidden, inner, experts, top = sizes
+    return -(-tokens // world_size), top, experts, max(1, experts // world_size), hidden, inner, 0
+
+
+_ROWS = _Sizes(
+    ("tokens", "hidden", "experts", "top"), (8192, 2048, 128, 8),
+    lambda s, w: _experts((s[0], s[1], s[1], s[2], s[3]), w),
+)  # fmt: skip
+_EXPERTS = _Sizes(("tokens", "hidden", "inner", "experts", "top"), (8192, 2048, 768, 128, 8), _experts)
+KNOWN = {
+    "ag-gemm": _Sizes(("M", "N", "K"), (8192, 51200, 5120), lambda s, w: (s[0], _share("N", s[1], w), s[2])),
+    "gemm-rs": _Sizes(("M", "N", "K"), (8192, 5120, 25600), lambda s, w: (s[0], s[1], _share("K", s[2], w))),
+    "all-reduce": _Sizes(("bytes",), (1 << 20,), lambda s, w: tuple(s)),
+    "moe": _EXPERTS, "ag-moe": _EXPERTS, "moe-rs": _EXPERTS, "moe-dispatch": _ROWS, "moe-combine": _ROWS,
+    "sharded-decode-attention": _Sizes(
+        ("batch", "q_heads", "kv_heads", "head_dim", "context"), (1, 64, 8, 128, 1 << 20),
+        lambda s, w: (s[0], w * _share("q_heads", s[1], w), *s[2:]),
+    ),
+}  # fmt: skip
 
 
 def predict(
@@ -108,9 +86,10 @@ def predict(
         ),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(hidden=True, help="The former name of --shapes")] = None,
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200 or mi300x")] = "h200",
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of a usage error")] = False,
 ) -> None:
-    """Predict an op's time on H200s by its tile schedule, with the costs that it assumes.
+    """Predict an op's time on more GPUs by the cost functions that plans choose by.
 
     docs/performance/prediction.md has the errors of the model.
     """
@@ -118,81 +97,96 @@ def predict(
         op = alias_of(op)
         if op not in OPS:
             raise ValueError(f"op={quoted(op)} has no model; pass one of {', '.join(OPS)}{did_you_mean(op, OPS)}")
-        known = _ops()
-        from weft.predict.costs import read
+        counts = numbers("world-size", world_size)
+        from weft.costs.gpu import FOLDER, named
 
-        costs, model, counts = read(), known[op], numbers("world-size", world_size)
-        for title, times in _cases(op, model, [*(shapes or ()), *(shape or ())], costs, counts):
-            typer.echo(f"{op} {title}, bf16, predicted on H200s")
-            for count, us in times.items():
-                typer.echo(f"W = {count:<4} {us:10.1f} us")
-        for line in _basis(op, model, costs):
+        shipped = sorted(file.stem for file in FOLDER.glob("*.json"))
+        if gpu.lower() not in shipped:
+            raise ValueError(f"--gpu {quoted(gpu)} has no constants; pass one of {', '.join(shipped)}")
+        name = named(gpu.lower()).gpu
+        for title, times in _cases(op, [*(shapes or ()), *(shape or ())], counts, gpu.lower()):
+            typer.echo(f"{op} {title}, bf16, predicted on {name}s")
+            for count, time in times.items():
+                typer.echo(f"W = {count:<4} {time.us:10.1f} us{_designs(time)}")
+        for line in _basis(op, gpu.lower()):
             typer.echo(line)
 
 
-def _cases(
-    op: str, model: _Predicted, words: Sequence[str], costs: Costs, counts: Sequence[int]
-) -> Iterator[tuple[str, dict[int, float]]]:
+def _designs(time: Time) -> str:
+    """Designs of a time, the fastest first; "" where there is one."""
+    ordered = sorted(time.by_design, key=lambda name: time.by_design[name])
+    return "".join(f", {name} {time.by_design[name]:.1f}" if at else f"  {name}" for at, name in enumerate(ordered)) * (
+        len(ordered) > 1
+    )
+
+
+def _cases(op: str, words: Sequence[str], counts: Sequence[int], gpu: str) -> Iterator[tuple[str, dict[int, Time]]]:
     """Yield each problem as text, with its time by world size."""
-    of_ranks: list[str] = []
+    known, of_ranks = KNOWN[op], []
     for word in words:
         if re.fullmatch(r"\s*\d+\s*x.*", word.lower()):
             for part in word.split(","):
-                yield _of_all_ranks(model, _sizes(part, model), costs, counts)
+                yield _of_all_ranks(op, _sizes(part, known), counts, gpu)
         else:
             of_ranks.append(word)
     if of_ranks:
-        yield from _of_each_rank(op, of_ranks, costs, counts)
+        yield from _of_each_rank(op, of_ranks, counts, gpu)
     if not words:
-        yield _of_all_ranks(model, model.example, costs, counts)
+        yield _of_all_ranks(op, known.example, counts, gpu)
 
 
-def _of_all_ranks(
-    model: _Predicted, sizes: Sequence[int], costs: Costs, counts: Sequence[int]
-) -> tuple[str, dict[int, float]]:
-    title = ", ".join(f"{name}={size}" for name, size in zip(model.sizes, sizes, strict=True))
-    return f"{title} of all ranks together", {count: model.time(costs, sizes, count) for count in counts}
+def _of_all_ranks(op: str, sizes: Sequence[int], counts: Sequence[int], gpu: str) -> tuple[str, dict[int, Time]]:
+    from weft.predict.ops import of_shape
+
+    known = KNOWN[op]
+    title = ", ".join(f"{name}={size}" for name, size in zip(known.names, sizes, strict=True))
+    times = {count: of_shape(op, known.shape(sizes, count), count, gpu) for count in counts}
+    return f"{title} of all ranks together", times
 
 
 def _of_each_rank(
-    op: str, words: Sequence[str], costs: Costs, counts: Sequence[int]
-) -> Iterator[tuple[str, dict[int, float]]]:
+    op: str, words: Sequence[str], counts: Sequence[int], gpu: str
+) -> Iterator[tuple[str, dict[int, Time]]]:
     """Yield the problems that `weft bench` reads in these words; a set has other sizes at each world size."""
     from weft.bench.ops.shapes import parse_shapes
     from weft.predict.ops import of_shape
 
-    times: dict[str, dict[int, float]] = {}
+    times: dict[str, dict[int, Time]] = {}
     for count in counts:
         for shape in parse_shapes("ag-moe" if op == "moe" else op, words, count):
-            times.setdefault(shape.label, {})[count] = of_shape(costs, op, shape.size, count)
+            times.setdefault(shape.label, {})[count] = of_shape(op, shape.size, count, gpu)
     for label, by_count in times.items():
         yield f"{label} as in weft bench", by_count
 
 
-def _basis(op: str, model: _Predicted, costs: Costs) -> Iterator[str]:
-    """Lines on the costs that were fitted, measured apart and assumed, and on the errors."""
-    from weft.predict.costs import ASSUMED, FITTED, errors, shown
+def _basis(op: str, gpu: str) -> Iterator[str]:
+    """Lines on the constants that were measured and assumed, and on the errors."""
+    from weft.bench.names import OPS as NAMES
+    from weft.costs.gpu import named
+    from weft.costs.predicted import errors
+    from weft.predict.ops import RAIL, RAIL_LINK
 
-    def listed(names: Sequence[str]) -> str:
-        return ", ".join(shown(costs, name) for name in names)
-
-    yield f"fitted:    {listed([name for group in model.groups for name in FITTED[group]])}"
-    yield f"measured:  {listed(model.measured)}"
-    yield f"assumed:   {listed(ASSUMED)} (beyond 8 GPUs)"
-    known = errors().get(op, {})
-    for world, (rows, mean, largest) in known.items():
-        yield f"error:     {mean:.1%} in the mean of {rows} committed rows at W = {world}, {largest:+.0%} at most"
+    of = named(gpu)
+    values = ", ".join(f"{name} {getattr(of, name) * scale:.4g} {unit}" for name, (unit, scale) in SHOWN.items())
+    yield f"{'measured' if of.measured else 'sheet'}:  {values} (weft/costs/gpus/{gpu}.json)"
+    yield f"assumed:   rail {RAIL:.4g} us, rail_link {RAIL_LINK / 1e3:.4g} GB/s (beyond 8 GPUs)"
+    known = errors().get(NAMES.get(op, op), {})
+    for world, (rows, seen, unseen, largest) in known.items():
+        yield (
+            f"error:     {seen:.1%} in the mean of {rows} committed rows at W = {world}, {unseen:.1%} of the ones that the fit "
+            f"has not seen, {largest:+.0%} at most"
+        )
     if not set(known) - {"1"}:
         yield "error:     not known over ranks, for which no row is committed"
 
 
-def _sizes(text: str, model: _Predicted) -> tuple[int, ...]:
+def _sizes(text: str, known: _Sizes) -> tuple[int, ...]:
     """Sizes of all ranks together. ValueError unless there is a positive one for each name."""
     parts = text.strip().lower().split("x")
-    if len(parts) != len(model.sizes) or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != len(known.names) or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(
-            f"--shapes {quoted(text)} is not {'x'.join(model.sizes)}; pass positive numbers, as in "
-            f"{'x'.join(map(str, model.example))}"
+            f"--shapes {quoted(text)} is not {'x'.join(known.names)}; pass positive numbers, as in "
+            f"{'x'.join(map(str, known.example))}"
         )
     if math.prod(map(int, parts)) >= 1 << 60:
         raise ValueError(f"--shapes {quoted(text)} is larger than any machine; pass the sizes of a problem")

@@ -306,6 +306,8 @@ class _Layer:
             yield Launch("experts down", f"grouped_matmul_reduce_scatter{self.w}", of_rank)
             return
         yield Launch("router", "matmul_route_schedule", shape)
+        if self.layout.variant in ("+block_fp8", "+channel_fp8"):  # of the projections and of the experts
+            yield Launch("rows in fp8", "memory", (self.tokens * self.hidden * (self.item + 1),), 2)
         yield Launch("experts gate, up", f"grouped_matmul_silu_mul{self.w}", shape)
         yield Launch("experts down", f"grouped_matmul{self.w}", shape)
         yield Launch("sum of experts", "moe_sum", shape)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import FunctionCtx
 
+from weft.costs import gemms
 from weft.kernels.fp8 import E4M3, Fp8
 from weft.kernels.operands import ScaledMatrix, has_dense_rows
 from weft.kernels.tile_schedule import place_of
@@ -113,6 +114,7 @@ class AllGatherMatmul(Overlapped):
     designs = {"pipelined": Pipelined, "sequential": Sequential, "over_nodes": OverNodes}
     internal = ("over_nodes",)
     rows_sharded = gathers = True
+    predict, judged = staticmethod(gemms.ag_gemm), ("pipelined", "sequential")
     options = variants = ("local_first", *FP8)
     projections = COLUMN_PARALLEL
 

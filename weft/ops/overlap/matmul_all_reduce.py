@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.costs import gemms
 from weft.kernels.fp8 import Fp8
 from weft.kernels.operands import ScaledMatrix, rows_contiguous
 from weft.kernels.tile_schedule import buffer_of, make_tiles
@@ -68,8 +69,6 @@ from weft.transport.copy_channel import CopyChannel, await_chunk
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Rows up to which the sequential design wins on two ranks.
-SEQUENTIAL_ROWS_OF_TWO = 1024
 # Rows a rank from which more than two ranks use the pipelined design: copy engines deliver a block's sums during the next
 # block's GEMMs. Four H200s, 16384x5120x6400: 1702 us, otherwise 1781 (lab/h200-gemm-ar-blocks.json@cd3ccc0).
 ROWS_IN_BLOCKS = 2048
@@ -136,6 +135,7 @@ class MatmulAllReduce(Overlapped):
     }
     internal, invariant = ("over_nodes", "sliced"), ("sliced",)
     sums = replicated = ranks_differ_in_k = True
+    predict, judged = staticmethod(gemms.gemm_ar), ("sequential", "pipelined", "fused")
     differs = {"a": (1,), "b": (1,)}  # K
     projections = ROW_PARALLEL
     options = variants = (*FP8, "invariant")
@@ -167,18 +167,17 @@ class MatmulAllReduce(Overlapped):
         return Planned("over_nodes", ScatterGather(scatter=scatter, gather=gather), reason)
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
+        """The least predicted time on two ranks; on more, of which no design alone was measured, by rows."""
         M, world = call.M, machine.world_size
+        if world == 2 or call.fp8:
+            return super().rule(call, machine)
         if not rows_overlap(M):
             return "sequential", f"M={M} <= {SEQUENTIAL_ROWS}: too little to overlap"
-        if world == 2 and M <= SEQUENTIAL_ROWS_OF_TWO:
-            return "sequential", f"two ranks, M={M} <= {SEQUENTIAL_ROWS_OF_TWO}: too little to overlap"
-        if world > 2 and M // world >= ROWS_IN_BLOCKS:
+        if M // world >= ROWS_IN_BLOCKS:
             return (
                 "pipelined",
                 f"M={M}, at least {ROWS_IN_BLOCKS} a rank: half of the sums are sent during the other half's GEMMs",
             )
-        if call.fp8:
-            return "pipelined", "cuBLAS computes each rank's rows while copy engines carry sums"
         return "fused", "one kernel sends finished tiles to their owners and the sums to all ranks"
 
     def default(self, name: str, call: GemmCall, machine: Machine) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from weft.costs import fitted
+from weft.costs.choice import least
+from weft.costs.gemms import Size
+from weft.costs.gpu import gpu_of
 from weft.ops.case import Case
 from weft.ops.collectives.over_nodes import OverNodes
 from weft.ops.gemm.gemm_op import FP8, GemmCall, GemmOp, named
@@ -22,9 +26,12 @@ from weft.runtime.codec import exchangeable
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
 
-# Rows of the whole GEMM up to which a cuBLAS GEMM followed by a collective is fastest: overlap saves less time than the
-# smaller GEMMs lose. Four H200s, AG-GEMM 256x12800x5120: 77 us, overlapped 153 (lab/h200-x4-matmul.json@4c5a438).
+# Rows of the whole GEMM up to which overlap saves less time than the smaller GEMMs lose, for what a layer or a team of
+# several nodes takes for all of its GEMMs. Four H200s, AG-GEMM 256x12800x5120: 77 us, overlapped 153
+# (lab/h200-x4-matmul.json@4c5a438).
 SEQUENTIAL_ROWS = 512
+# K at which an op that sums over ranks predicts its designs: ranks may hold different shares of K, and must agree.
+COMMON_K = 4096
 
 
 def rows_overlap(M: int) -> bool:
@@ -42,9 +49,15 @@ class Sequential:
 
 
 class Overlapped(GemmOp):
-    """Base of the three overlapped ops: the part of planning that they share."""
+    """Base of the three overlapped ops: the part of planning that they share.
+
+    predict  µs by design, of weft.costs.gemms
+    judged   designs among which predicted times choose, the first of close ones
+    """
 
     spans_nodes = True
+    judged: ClassVar[tuple[str, ...]]
+    predict: ClassVar[Callable[..., dict[str, float]]]
 
     def offers(self, design: str, variants: Sequence[str]) -> bool:
         return design != "fused" or not {*FP8} & {*variants}
@@ -90,9 +103,16 @@ class Overlapped(GemmOp):
         return (quantized(a, b), *tensors[1:])
 
     def rule(self, call: GemmCall, machine: Machine) -> tuple[str, str]:
-        if call.M <= SEQUENTIAL_ROWS:
-            return "sequential", f"M={call.M} <= {SEQUENTIAL_ROWS}: too little to overlap"
-        return "pipelined", "cuBLAS computes each rank's rows while copy engines carry other ranks' rows"
+        """The least predicted time, in ``judged``'s order among close ones; of fp8 weights by rows."""
+        if call.fp8:  # no design of which was measured alone
+            few = SEQUENTIAL_ROWS * (2 if self.replicated and machine.world_size == 2 else 1) >= call.M
+            return ("sequential", "too few rows to overlap") if few else ("pipelined", "enough rows to overlap")
+        item, of = call.dtype.itemsize, fitted.read()
+        size = Size(call.M, call.N, COMMON_K if self.ranks_differ_in_k else call.K, item, float(item))
+        times = type(self).predict(gpu_of(machine.caps), of.gemms, of.pushes, size, machine.world_size)
+        names = [name for name in self.judged if name in self.offered(call)]
+        name, reason = least({name: times[name] for name in names}, machine.caps)
+        return name, f"{reason}, at K={COMMON_K}" if self.ranks_differ_in_k else reason
 
     def table_key(self, call: GemmCall, machine: Machine) -> tuple[str, tuple[int, ...], int]:
         _, shape, world_size = super().table_key(call, machine)
@@ -102,8 +122,11 @@ class Overlapped(GemmOp):
         best = super().row_for(call, machine)
         if best and best.row.design == "fused" and not call.dense:
             return None
-        # A row of a GEMM above the crossover does not hold below it.
-        return None if best and call.M <= SEQUENTIAL_ROWS < best.row.shape[0] else best
+        if best is None or best.exact:
+            return best
+        # A row of another size does not hold beyond a crossover of the predicted times.
+        there = call._replace(**dict(zip(("M", "N", "K"), best.row.shape, strict=False)))
+        return best if self.rule(there, machine)[0] == self.rule(call, machine)[0] else None
 
     def config_of(self, design: Any) -> dict[str, Any]:
         return {} if isinstance(design, Sequential) else super().config_of(design)

@@ -94,7 +94,7 @@ def stack_bytes(kernel: Any, directory: Path) -> int:
 
 
 def broken_sums(kernel: Any, directory: Path) -> list[str]:
-    """Sums of 64 bits whose upper half adds a register that nothing has written, or that the lower half adds.
+    """Sums of 64 bits whose upper half adds a register that nothing has written, or the register that the lower half adds.
 
     ptxas 12.8, of Triton 3.6, makes such code of descriptors of tensor instructions, whose upper half is a constant plus that
     register in place of plus 0: the instruction then reads shared memory out of range.
@@ -117,7 +117,10 @@ def broken_sums(kernel: Any, directory: Path) -> list[str]:
         # The first register is the result's; some results have several.
         width = 4 if re.search(r"128|LDSM", opcode) else 2 if re.search(r"64|WIDE|CS2R", opcode) else 1
         width = 128 if "MMA" in opcode else width
-        written |= {(kind, str(int(number) + more)) for kind, number in registers[:1] for more in range(width)}
+        results = {(kind, str(int(number) + more)) for kind, number in registers[:1] for more in range(width)}
+        written |= results
+        if not re.fullmatch(r"U?IADD3", opcode):
+            added = {carry: [one for one in addends if one not in results] for carry, addends in added.items()}
     return faults
 
 

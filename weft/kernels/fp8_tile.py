@@ -114,10 +114,32 @@ def fp8_dot(x, w, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def tile_scales(fp8, rows, M, column, N, k, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Scales at column k: of x's ``rows``, of a weight's rows from ``column`` on, and of up's if GATED."""
+    of_weight = weight_scales(fp8, column, N, k, BLOCK_N)
+    of_up = of_weight
+    if GATED:
+        of_up = weight_scales(fp8, N + column, 2 * N, k, BLOCK_N)
+    return row_scales(fp8, rows, M, k), of_weight, of_up
+
+
+@triton.jit
+def scaled_step(x, weight, fp8, N, row, column, k, scales, acc, up, TRANSPOSED: tl.constexpr, GATED: tl.constexpr):
+    """``acc`` and ``up`` after a step at column k, of which ``tile_scales`` made ``scales``."""
+    of_rows, of_weight, of_up = scales
+    a = x.load([row, k])
+    acc += scaled(fp8_dot(a, weight.load([column, k]), TRANSPOSED), of_rows, of_weight, fp8, TRANSPOSED)
+    if GATED:
+        up += scaled(fp8_dot(a, weight.load([N + column, k]), TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
+    return acc, up
+
+
+@triton.jit
 def fp8_tile(x, weight, fp8, M, N, row, column, first, last, block, TRANSPOSED: tl.constexpr, GATED: tl.constexpr):
     """(x @ weight.T, x @ up.T) of a tile over steps first .. last - 1; the same twice unless GATED.
 
-    Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel, block.k <= 128.
+    Each is [block.m, block.n]; if TRANSPOSED, its transpose: block is ``Block`` of the small-M kernel, block.k at most 128, or
+    256: two steps of 128 whose loads begin together.
     x, weight  descriptors over e4m3 [M, K] and [N, K], or [2 N, K] if GATED
     fp8        ``Fp8Scales``
     """
@@ -128,34 +150,30 @@ def fp8_tile(x, weight, fp8, M, N, row, column, first, last, block, TRANSPOSED: 
     up = acc
     rows = row + tl.arange(0, BLOCK_M)
     # Loaded a step ahead, so that the tensor cores do not wait for them.
-    start = first * BLOCK_K
-    of_weight = weight_scales(fp8, column, N, start, BLOCK_N)
-    of_up = of_weight
-    if GATED:
-        of_up = weight_scales(fp8, N + column, 2 * N, start, BLOCK_N)
-    of_rows = row_scales(fp8, rows, M, start)
-    for k in range(start, last * BLOCK_K, BLOCK_K):
-        a = x.load([row, k])
-        w = weight.load([column, k])
-        after = min(k + BLOCK_K, (last - 1) * BLOCK_K)
+    start, end = first * BLOCK_K, last * BLOCK_K
+    scales = tile_scales(fp8, rows, M, column, N, start, BLOCK_N, GATED)
+    second = scales
+    if BLOCK_K > 128:
+        second = tile_scales(fp8, rows, M, column, N, start + 128, BLOCK_N, GATED)
+    for k in range(start, end, BLOCK_K):
         if fp8.columns > 0:
-            next_weight = weight_scales(fp8, column, N, after, BLOCK_N)
-            if GATED:
-                next_up = weight_scales(fp8, N + column, 2 * N, after, BLOCK_N)
-            next_rows = row_scales(fp8, rows, M, after)
-            acc += scaled(fp8_dot(a, w, TRANSPOSED), of_rows, of_weight, fp8, TRANSPOSED)
-            if GATED:
-                u = weight.load([N + column, k])
-                up += scaled(fp8_dot(a, u, TRANSPOSED), of_rows, of_up, fp8, TRANSPOSED)
-                of_up = next_up
-            of_weight, of_rows = next_weight, next_rows
+            after = min(k + BLOCK_K, end - BLOCK_K)
+            next_scales = tile_scales(fp8, rows, M, column, N, after, BLOCK_N, GATED)
+            if BLOCK_K > 128:
+                next_second = tile_scales(fp8, rows, M, column, N, after + 128, BLOCK_N, GATED)
+            acc, up = scaled_step(x, weight, fp8, N, row, column, k, scales, acc, up, TRANSPOSED, GATED)
+            if BLOCK_K > 128:
+                acc, up = scaled_step(x, weight, fp8, N, row, column, k + 128, second, acc, up, TRANSPOSED, GATED)
+                second = next_second
+            scales = next_scales
         else:
-            acc += fp8_dot(a, w, TRANSPOSED)
-            if GATED:
-                u = weight.load([N + column, k])
-                up += fp8_dot(a, u, TRANSPOSED)
+            for half in tl.static_range((BLOCK_K + 127) // 128):
+                a = x.load([row, k + 128 * half])
+                acc += fp8_dot(a, weight.load([column, k + 128 * half]), TRANSPOSED)
+                if GATED:
+                    up += fp8_dot(a, weight.load([N + column, k + 128 * half]), TRANSPOSED)
     if fp8.columns == 0:
-        acc = scaled(acc, of_rows, of_weight, fp8, TRANSPOSED)
+        acc = scaled(acc, scales[0], scales[1], fp8, TRANSPOSED)
         if GATED:
-            up = scaled(up, of_rows, of_up, fp8, TRANSPOSED)
+            up = scaled(up, scales[0], scales[2], fp8, TRANSPOSED)
     return acc, up

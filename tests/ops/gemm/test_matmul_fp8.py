@@ -179,8 +179,10 @@ MUTANTS = {
     "scales of the rows transposed": (
         "rows * fp8.x_row + k // 128 * fp8.x_column", "rows * fp8.x_column + k // 128 * fp8.x_row"),
     "scales one token off": ("fp8.x + rows * fp8.x_row", "fp8.x + tl.minimum(rows + 1, M - 1) * fp8.x_row"),
-    "scales of the step before": ("of_weight, of_rows = next_weight, next_rows", "of_weight = next_weight"),
-    "scales of the step after": ("row_scales(fp8, rows, M, start)", "row_scales(fp8, rows, M, start + 128)"),
+    "scales of the step before": ("            scales = next_scales", "            pass"),
+    "scales of the step after": ("N, start, BLOCK_N, GATED)", "N, start + 128, BLOCK_N, GATED)"),
+    "second scales of the step before": ("second = next_second", "pass"),
+    "the first step twice": ("column, k + 128, second, acc", "column, k, second, acc"),
     "gate's scales for up": ("of_up = weight_scales(fp8, N + column", "of_up = weight_scales(fp8, column"),
 }  # fmt: skip
 

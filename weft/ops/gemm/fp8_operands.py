@@ -139,13 +139,16 @@ def by_design(
     dtype = rows.dtype if out is None else out.dtype
     rows = quantized_for(weight, rows, capabilities_of(weight.device))
     if isinstance(design, SmallM):
-        if weight.is_grouped and design.block_k > columns_of(weight):
-            design = replace(design, block_k=columns_of(weight))  # a step is under one scale
+        columns, K = columns_of(weight), weight.shape[1]
+        # A step is under one scale, or two: of whole groups.
+        by_twos = design.block_k == 256 and columns == 128 and K % 256 == 0
+        if weight.is_grouped and design.block_k > columns and not by_twos:
+            design = replace(design, block_k=columns)
         weight = weight._replace(data=described(weight.data), scales=weight.scales.contiguous())
         rows = rows._replace(data=described(rows.data))
         options = {"activation": "silu" if gated else None, "summed": summed, "dtype": dtype, "out": out}
         given = ScaledMatrix(rows, scales), weight, design
-        if format is None or small_m.writes(design, weight.shape[1], format):
+        if format is None or small_m.writes(design, K, format):
             return small_m.run(*given, **options, format=format)
         return quantized_rows(small_m.run(*given, **options), format, capabilities_of(weight.device))
     if scales is not None and not gated:

@@ -35,6 +35,7 @@ def fp8_cases(op: str) -> Iterator[Case]:
     for dtype, sizes, fields, design in (
         (BF16, (5, 48, 272), block, AUTO),
         (BF16, (9, 136, 400), block, split),
+        (BF16, (5, 72, 768), block, replace(split, block_k=256, partials=2)),
         (FP16, (20, 200, 144), block, wide),
         (BF16, (150, 144, 512), block, "cublas"),
         (FP16, (3, 40, 280), channel, AUTO),

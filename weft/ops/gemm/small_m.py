@@ -285,6 +285,7 @@ def run(
         grid, weight, width = grid_of(weight), weight.data, HALF.value
     elif isinstance(weight, Fp8):
         fp8, x, weight = scales_of_gemm(x.scales, weight, design.block_n, gated), x.data, weight.data
+        width = min(width, COLUMNS.value)
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
     options: dict[str, Any] = launch_options(capabilities_of(x.device))
     partials, scales_out = design.partials_of(K), None

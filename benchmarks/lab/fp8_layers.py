@@ -38,13 +38,16 @@ REPLAYS, WARM_UP = 5, 2
 # Changes of the dense model's small-M designs, by projection; None: the plan's.
 VARIANTS: tuple[dict[str, dict[str, int]] | None, ...] = (
     None,
-    {"gate_up": {"num_stages": 6}},
-    {"down": {"num_stages": 8}},
-    {"gate_up": {"num_stages": 6}, "down": {"num_stages": 8}, "qkv": {"num_stages": 8}, "o": {"num_stages": 8}},
+    {"gate_up": {"block_k": 256, "num_stages": 2}, "down": {"block_k": 256, "num_stages": 4}},
     {
-        "down": {"block_n": 128, "num_stages": 6},
-        "qkv": {"block_n": 128, "num_stages": 6},
-        "o": {"block_n": 128, "num_stages": 6},
+        "gate_up": {"block_k": 256, "num_stages": 3},
+        "qkv": {"block_k": 256, "num_stages": 2},
+        "o": {"block_k": 256, "num_stages": 2},
+    },
+    {
+        "down": {"block_k": 256, "num_stages": 3},
+        "qkv": {"block_k": 256, "num_stages": 3},
+        "o": {"block_k": 256, "num_stages": 3},
     },
 )
 STEPS = {"32b": ((1, 128), (32, 1024), (128, 128)), "30b": ((1, 1024), (8, 1024), (32, 1024), (128, 1024))}

@@ -155,13 +155,15 @@ DELTA, STEP = {"spans": ((0, 1), (5, 64), (0, 65))}, {"lengths": (9, 0)}
 SLOW, CONV = {"spans": ((3, 150),), "kind": "slow"}, {"spans": ((0, 5), (3, 1), (70, 2), (0, 130))}
 MISTAKES = [
     ("updates in reverse", gated_delta_rule, "(total - G)", "(G - total)", DELTA),
-    ("no state before", gated_delta_rule, "mask=(before > 0) &", "mask=(before < 0) &", DELTA),
-    ("old states of new sequences", gated_delta_rule, "mask=(before > 0) &", "mask=(before >= 0) &", DELTA),
+    ("no state before", gated_delta_rule, "+ 2) > 0, S, 0.0)", "+ 2) < 0, S, 0.0)", DELTA),
+    ("old states of new sequences", gated_delta_rule, "+ 2) > 0, S, 0.0)", "+ 2) >= 0, S, 0.0)", DELTA),
     ("a token does not see itself", gated_delta_rule, "at[:, None] >= at[None, :], G", "at[:, None] > at[None, :], G", DELTA),
     ("blocks apart", gated_delta_rule, "range(1, LEVELS)", "range(1, LEVELS - 1)", SLOW),
     ("pairs apart", gated_delta_rule, "row // 2 == column // 2", "row == column", DELTA),
     ("the blocks below not inverted", gated_delta_rule, "CD = tl.dot(C, rounded,", "CD = tl.dot(C, C,", DELTA),
-    ("the first chunk's decay", gated_delta_rule, "(begin + chunk) * H + head)", "begin * H + head)", {"spans": ((7, 130),)}),
+    ("the first chunk's decay", gated_delta_rule, "factors + kept + after * H)", "factors + kept)", {"spans": ((7, 130),)}),
+    ("chunks of the sequence before", gated_delta_rule, "place_of_chunk = number +", "place_of_chunk =", DELTA),
+    ("no state for outputs", gated_delta_rule, "of_key[None, :]), read)", "of_key[None, :]), read * 0)", DELTA),
     ("no decay", recurrent_gated_delta_rule, "S *= tl.exp(g)", "S *= tl.exp(0 * g)", STEP),
     ("reads before the update", recurrent_gated_delta_rule, "delta = (v - tl.sum(S * k[:, None], 0))", "delta = v", STEP),
     ("keys of other heads", recurrent_gated_delta_rule, "head // (H // SIZES.key_heads)", "head % SIZES.key_heads", STEP),

@@ -9,8 +9,10 @@ Yang et al., 2024):
     out = exp(G) q S + P N, P[i, j] = (q[i] . k[j]) exp(G[i] - G[j]), j <= i
     S = exp(G[-1]) S + k.T (exp(G[-1] - G) N)
 
-Two launches: ``prepare`` makes T, W, U and P of all chunks at once, ``scan`` goes from chunk to chunk. No dot takes the
-transposed result of a dot: Triton 3.4 to 3.7.0 miscompiles that on Hopper at 64 rows. Where k.T is needed it is loaded so.
+Three launches: ``prepare`` makes T, W, U and P of all chunks at once, ``scan`` goes from chunk to chunk and leaves N and S of
+each, from which ``outputs`` makes ``out`` of all chunks at once. No dot takes the transposed result of a dot: Triton 3.4 to
+3.7.0 miscompiles that on Hopper at 64 rows. The scan holds S.T: a tensor instruction reads it and N.T from registers, as its
+first operand.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.operands import descriptor_or_self
 from weft.ops.case import BF16, FP16, FP32, Accuracy, Case, Draw, Inputs
 from weft.ops.linear_attention.causal_conv1d import chunks_of
 from weft.ops.linear_attention.delta_rule import (
@@ -45,17 +48,23 @@ LEVELS = tl.constexpr(6)  # CHUNK = 2^LEVELS
 
 
 class Prepared(NamedTuple):
-    """Parts of the chunks that do not depend on states, one row a token.
+    """What kernels leave for those after them: p and factors of tokens, the rest of chunks, where missing tokens are zeros.
 
-    w [T, value heads, K], u [T, value heads, V], p [T, value heads, CHUNK] in the inputs' dtype
+    p        [T, value heads, CHUNK], in the inputs' dtype as all but factors are
     factors  fp32 [3, T, value heads]: of q before it reads the state, of a token's update as it enters the state at the
              chunk's end, of the state over the chunk
+    keys     [chunks * key heads * CHUNK, K]; w [chunks * value heads * CHUNK, K]
+    u        [chunks * value heads * V, CHUNK], transposed, as updates are: N
+    states   [chunks * value heads * V, K]: S.T before the chunks
     """
 
-    w: torch.Tensor
-    u: torch.Tensor
     p: torch.Tensor
     factors: torch.Tensor
+    keys: torch.Tensor
+    w: torch.Tensor
+    u: torch.Tensor
+    updates: torch.Tensor
+    states: torch.Tensor
 
 
 @triton.jit
@@ -103,6 +112,9 @@ def prepare_kernel(
     queries = qkv + head // (H // SIZES.key_heads) * K + at[:, None] * stride + of_key[None, :]
     q = tl.load(queries, mask=exists[:, None], other=0)
     k = tl.load(queries + SIZES.key_heads * K, mask=exists[:, None], other=0)
+    if head % (H // SIZES.key_heads) == 0:
+        key_head = place * SIZES.key_heads + head // (H // SIZES.key_heads)
+        tl.store(parts.keys + key_head * (ROWS * K) + (at[:, None] * K + of_key[None, :]), k)
     of_q = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS) * scale
     of_k = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
     cell = first * H + head
@@ -122,60 +134,102 @@ def prepare_kernel(
     T = inverse_of_unit_lower(tl.where(at[:, None] > at[None, :], L, 0.0), ROWS, of_inverse, PRECISION)
     # Factors of a token go into T, so that inputs are not rounded a second time.
     W = tl.dot((T * (beta * of_k * tl.exp(G))[None, :]).to(dtype), k, input_precision=PRECISION)
-    tl.store(parts.w + cell * K + at[:, None] * (H * K) + of_key[None, :], W.to(dtype), mask=exists[:, None])
+    tl.store(parts.w + (place * H + head) * (ROWS * K) + (at[:, None] * K + of_key[None, :]), W.to(dtype))
     values = qkv + 2 * SIZES.key_heads * K + head * V
     v = tl.load(values + at[:, None] * stride + of_value[None, :], mask=exists[:, None], other=0)
     U = tl.dot((T * beta[None, :]).to(dtype), v, input_precision=PRECISION)
-    tl.store(parts.u + cell * V + at[:, None] * (H * V) + of_value[None, :], U.to(dtype), mask=exists[:, None])
+    tl.store(parts.u + (place * H + head) * (V * ROWS) + (of_value[None, :] * ROWS + at[:, None]), U.to(dtype))
+
+
+@triton.jit
+def chunks_before(rows, sequence, ROWS: tl.constexpr):
+    """Number of chunks of the sequences before ``sequence``."""
+    number = 0
+    for first in range(0, sequence, 128):
+        some = first + tl.arange(0, 128)
+        number += tl.sum(tl.cdiv(tl.load(rows + 3 * some + 1, mask=some < sequence, other=0), ROWS), 0)
+    return number
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def scan_kernel(
-    qkv, stride, rows, slots, parts, state, out, tokens, SIZES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    keys, w, u, parts, rows, slots, state, tokens, SIZES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out and the final state of one sequence and value head, COLUMNS elements of its values.
+    """Updates, states before all chunks, and the final state of a sequence and value head, COLUMNS elements of its values.
 
-    grid: (value heads * V / COLUMNS, sequences). state fp32 [slots, value heads, K, V], out [T, value heads, V]
+    grid: (value heads * V / COLUMNS, sequences). state fp32 [slots, value heads, K, V]
+    keys, w, u  descriptors of ``Prepared``, whose updates and states are stored by pointers: a program would wait for the
+                stores of a descriptor
 
     A program reads its part of the state before its first chunk and writes it after its last: no other program has it.
     """
     H: tl.constexpr = SIZES.value_heads
     K: tl.constexpr = SIZES.K
     V: tl.constexpr = SIZES.V
-    dtype: tl.constexpr = qkv.dtype.element_ty
-    head, sequence = tl.program_id(0) // (V // COLUMNS), tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) % (V // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-    of_key, at = tl.arange(0, K), tl.arange(0, ROWS)
+    dtype: tl.constexpr = keys.dtype
+    head, sequence = tl.program_id(0) // (V // COLUMNS), tl.program_id(1)
+    first_column = tl.program_id(0) % (V // COLUMNS) * COLUMNS
+    column, of_key, at = first_column + tl.arange(0, COLUMNS), tl.arange(0, K), tl.arange(0, ROWS)
     wl.follow_previous_kernel()
-    begin = tl.load(rows + 3 * sequence).to(tl.int64)
-    length, before = tl.load(rows + 3 * sequence + 1), tl.load(rows + 3 * sequence + 2)
+    begin, length = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
     place = (tl.load(slots + sequence).to(tl.int64) * H + head) * K * V
-    cells = state + place + of_key[:, None] * V + column[None, :]
-    S = tl.load(cells, mask=(before > 0) & (of_key[:, None] >= 0) & (column[None, :] >= 0), other=0.0)
-    queries = qkv + head // (H // SIZES.key_heads) * K
-    keys, kept = queries + SIZES.key_heads * K, tokens.to(tl.int64) * H
+    S = tl.load(state + place + (of_key[None, :] * V + column[:, None]))
+    S = tl.where(tl.load(rows + 3 * sequence + 2) > 0, S, 0.0)
+    kept = tokens.to(tl.int64) * H
+    factors = parts.factors + kept + begin.to(tl.int64) * H + head
+    # Loaded a chunk ahead: the compiler pipelines the operands of dots alone.
+    of_update = tl.load(factors + at * H, mask=at < length, other=0)
+    of_state = tl.load(factors + kept, mask=length > 0, other=0)
+    number = chunks_before(rows, sequence, ROWS)
     for chunk in range(0, length, ROWS):
-        exists = chunk + at < length
-        row = begin + chunk + at
-        cell = row * H + head
-        q = tl.load(queries + row[:, None] * stride + of_key[None, :], mask=exists[:, None], other=0)
-        k_down = tl.load(keys + row[None, :] * stride + of_key[:, None], mask=exists[None, :], other=0)  # k.T
-        w = tl.load(parts.w + cell[:, None] * K + of_key[None, :], mask=exists[:, None], other=0)
-        u = tl.load(parts.u + cell[:, None] * V + column[None, :], mask=exists[:, None], other=0)
-        p = tl.load(parts.p + cell[:, None] * ROWS + at[None, :], mask=exists[:, None], other=0)
-        of_q = tl.load(parts.factors + cell, mask=exists, other=0)
-        of_update = tl.load(parts.factors + kept + cell, mask=exists, other=0)
-        of_state = tl.load(parts.factors + 2 * kept + (begin + chunk) * H + head)
+        place_of_chunk = number + chunk // ROWS
+        cell = (place_of_chunk * H + head) * V + first_column
+        w_tile = w.load([(place_of_chunk * H + head) * ROWS, 0])
+        k = keys.load([(place_of_chunk * SIZES.key_heads + head // (H // SIZES.key_heads)) * ROWS, 0])
+        u_tile = u.load([cell, 0]).to(tl.float32)
+        after = tl.minimum(chunk + ROWS, length - 1)
+        next_update = tl.load(factors + (after + at) * H, mask=after + at < length, other=0)
+        next_state = tl.load(factors + kept + after * H)
         read = S.to(dtype)
-        update = u.to(tl.float32) - tl.dot(w, read, input_precision=PRECISION)
-        result = tl.dot(q, read, input_precision=PRECISION) * of_q[:, None]
-        result += tl.dot(p, update.to(dtype), input_precision=PRECISION)
-        tl.store(out + cell[:, None] * V + column[None, :], result.to(dtype), mask=exists[:, None])
-        S = S * of_state + tl.dot(k_down, (update * of_update[:, None]).to(dtype), input_precision=PRECISION)
+        tl.store(parts.states + cell.to(tl.int64) * K + (tl.arange(0, COLUMNS)[:, None] * K + of_key[None, :]), read)
+        update = u_tile - tl.dot(read, w_tile.T, input_precision=PRECISION)
+        updates = parts.updates + cell.to(tl.int64) * ROWS
+        tl.store(updates + (tl.arange(0, COLUMNS)[:, None] * ROWS + at[None, :]), update.to(dtype))
+        S = tl.dot((update * of_update[None, :]).to(dtype), k, S * of_state, input_precision=PRECISION)
+        of_update, of_state = next_update, next_state
     if length > 0:
         tl.debug_barrier()  # all threads have read the state
-        tl.store(cells, S)
+        # Addresses are made anew: those of before the loop would stay in registers.
+        place += wl.zero_here()
+        tl.store(state + place + (of_key[None, :] * V + column[:, None]), S)
+
+
+@triton.jit
+def outputs_kernel(
+    qkv, stride, rows, chunks, parts, out, SIZES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """out [T, value heads, V] of one chunk and value head.      grid: (chunks, value heads)"""
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    H: tl.constexpr = SIZES.value_heads
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    at, of_key, of_value = tl.arange(0, ROWS), tl.arange(0, K), tl.arange(0, V)
+    wl.follow_previous_kernel()
+    sequence, begin = tl.load(chunks + 2 * place), tl.load(chunks + 2 * place + 1)
+    row = (tl.load(rows + 3 * sequence) + begin).to(tl.int64) + at
+    exists = (begin + at < tl.load(rows + 3 * sequence + 1))[:, None]
+    queries = qkv + head // (H // SIZES.key_heads) * K
+    q = tl.load(queries + row[:, None] * stride + of_key[None, :], mask=exists, other=0)
+    cell, values = (row * H + head)[:, None], ((place * H + head) * V + of_value)[:, None]
+    of_q = tl.load(parts.factors + cell, mask=exists, other=0)
+    S = tl.load(parts.states + values * K + of_key[None, :])
+    update = tl.load(parts.updates + values * ROWS + at[None, :])
+    P = tl.load(parts.p + cell * ROWS + at[None, :], mask=exists, other=0)
+    result = tl.dot(q, tl.trans(S), input_precision=PRECISION) * of_q
+    result = tl.dot(P, tl.trans(update), result, input_precision=PRECISION)
+    tl.store(out + cell * V + of_value[None, :], result.to(dtype), mask=exists)
 
 
 def gated_delta_rule(qkv: torch.Tensor, gates: Gates, state: torch.Tensor, sequences: SequenceChunks) -> torch.Tensor:
@@ -200,13 +254,13 @@ def precision_of(caps: Capabilities) -> str:
 
 
 def columns_of(sizes: DeltaSizes, dtype: torch.dtype) -> int:
-    """Columns of a program of the scan; each program of a head reads all of q, k and w."""
-    return min(sizes.V, 32 if dtype.itemsize == 2 else 16)
+    """Columns of a program of the scan; each program of a head reads all of k and w."""
+    return min(sizes.V, 64 if dtype.itemsize == 2 else 16)
 
 
 class GatedDeltaRule(Op):
     name, alias = "gated_delta_rule", "gated-delta-rule"
-    no_plan = "two kernels; chunks of 64 tokens, and the dtype decides the columns of a program of the scan"
+    no_plan = "three kernels; chunks of 64 tokens, and the dtype decides the columns of a program of the scan"
     mutates = ("state",)
     collective = False
 
@@ -255,21 +309,29 @@ class GatedDeltaRule(Op):
         out, sizes, caps = self.fake(qkv, gates, state, sequences), sizes_of(qkv, state), capabilities_of(qkv.device)
         if out.numel() == 0:
             return out
+        rows, slots, chunks = (x.contiguous() for x in sequences)
         tokens, heads = len(qkv), sizes.value_heads
+        of_keys, cells = CHUNK * len(chunks) * sizes.key_heads, len(chunks) * heads
         parts = Prepared(
-            w=qkv.new_empty((tokens, heads, sizes.K)),
-            u=qkv.new_empty((tokens, heads, sizes.V)),
             p=qkv.new_empty((tokens, heads, CHUNK)),
             factors=qkv.new_empty((3, tokens, heads), dtype=torch.float32),
+            keys=qkv.new_empty((of_keys, sizes.K)),
+            w=qkv.new_empty((cells * CHUNK, sizes.K)),
+            u=qkv.new_empty((cells * sizes.V, CHUNK)),
+            updates=qkv.new_empty((cells * sizes.V, CHUNK)),
+            states=qkv.new_empty((cells * sizes.V, sizes.K)),
         )
-        rows, slots, chunks = (x.contiguous() for x in sequences)
         shared = {"SIZES": sizes, "ROWS": CHUNK, "PRECISION": precision_of(caps), **launch_options(caps)}
-        inputs = qkv, qkv.stride(0), *kernel_gates(gates), rows, chunks, parts, sizes.K**-0.5, tokens
+        given = qkv, qkv.stride(0)
+        inputs = *given, *kernel_gates(gates), rows, chunks, parts, sizes.K**-0.5, tokens
         prepare_kernel[len(chunks), heads](*inputs, **shared, **prepare_options(sizes, qkv.dtype))
         columns = columns_of(sizes, qkv.dtype)
+        arguments = *scanned(parts, sizes, columns), parts, rows, slots, state, tokens
         grid = heads * (sizes.V // columns), len(rows)
-        arguments = qkv, qkv.stride(0), rows, slots, parts, state, out, tokens
         scan_kernel[grid](*arguments, COLUMNS=columns, **shared, **scan_options(sizes, qkv.dtype))
+        outputs_kernel[len(chunks), heads](
+            *given, rows, chunks, parts, out, **shared, **outputs_options(sizes, qkv.dtype)
+        )
         return out
 
     def fake(self, qkv, gates, state, sequences):
@@ -287,13 +349,22 @@ def prepare_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
     return {"num_warps": 4 if dtype.itemsize == 2 else 8}
 
 
-def scan_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
-    """Warps and stages of the scan: two chunks of heads of 128 elements fit into 64 KiB.
+def scanned(parts: Prepared, sizes: DeltaSizes, columns: int) -> tuple[Any, ...]:
+    """Descriptors that the scan takes."""
+    blocks, tensors = ((CHUNK, sizes.K), (CHUNK, sizes.K), (columns, CHUNK)), (parts.keys, parts.w, parts.u)
+    return tuple(descriptor_or_self(x, *block, True) for x, block in zip(tensors, blocks, strict=True))
 
-    16 bits take two stages and no other number. With one, and with three, Triton 3.6 makes dots that read shared memory out of
-    range on an H200 (compute-sanitizer; 24 heads of 128 in one stage), though three take 244 us where two take 312 (8 heads).
-    """
-    return {"num_warps": 4, "num_stages": 2 if dtype.itemsize == 2 or sizes.K * dtype.itemsize <= 256 else 1}
+
+def scan_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
+    """Warps and stages of the scan: three chunks of heads of 128 elements hide the time of a load."""
+    few = dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64  # as in ``prepare_options``
+    return {"num_warps": 2 if few else 4, "num_stages": 3 if dtype.itemsize == 2 else 1 if sizes.K > 64 else 2}
+
+
+def outputs_options(sizes: DeltaSizes, dtype: torch.dtype) -> dict[str, Any]:
+    """Warps of ``outputs``."""
+    few = dtype.itemsize == 2 and min(sizes.K, sizes.V) < 64  # as in ``prepare_options``
+    return {"num_warps": 2 if few else 4 if dtype.itemsize == 2 else 8}
 
 
 def delta_inputs(sizes: DeltaSizes, tokens: int, slots: int, draw: Draw, case: Case) -> Inputs:

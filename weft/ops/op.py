@@ -297,7 +297,7 @@ class Op:
 
         That time is half of a small op's. Gradients, tracing, modes and the profiler need the dispatcher.
         """
-        if torch.compiler.is_compiling() or not _is_plain(arguments):
+        if torch.compiler.is_compiling() or not is_plain(arguments):
             return self.torch_op(*flat(arguments))
         self._check(arguments)
         return self.forward(*arguments)
@@ -371,7 +371,7 @@ def _described(value: object, differs: tuple[int, ...]) -> str:
     return repr(value)
 
 
-def _is_plain(arguments: Sequence[Any]) -> bool:
+def is_plain(arguments: Sequence[Any]) -> bool:
     """True if the dispatcher has nothing to do for a call.
 
     Tensors are of torch's own types; no gradient, tracing, mode or profiler is active.

@@ -225,8 +225,7 @@ def prepare(
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``launch`` of one size without numbers of tokens, as a function of x and out."""
     prepared = _prepared(body, dtype, team, plan, sizes, (None, None))
-    run, programs = prepared.launch, min(cdiv(n, prepared.block), prepared.programs)
-    return lambda x, out: run(programs, x, out, n)
+    return prepared.launch.of_pair(min(cdiv(n, prepared.block), prepared.programs), n)
 
 
 def launch(

@@ -304,8 +304,7 @@ def prepare(
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``launch`` of a kernel without further arguments, as a function of x and out of one size."""
     prepared = _prepared(kernel, team, plan, dtype, constants)
-    run, programs = prepared.launch, min(tiles, prepared.programs)
-    return lambda x, out: run(programs, x, out, n)
+    return prepared.launch.of_pair(min(tiles, prepared.programs), n)
 
 
 def launch(

@@ -58,6 +58,8 @@ def all_gather(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
 
     ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
+    if (out := ALL_GATHER.again(x, team, algorithm)) is not None:
+        return out
     check_tensor("all_gather", "x", x, team, over_nodes=True)
     check_has_rows("all_gather", "x", x)
     check_choice("all_gather", "algorithm", algorithm, ALL_GATHER.algorithms)

@@ -60,6 +60,8 @@ def all_to_all(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torch.Te
 
     ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
+    if (out := ALL_TO_ALL.again(x, team, algorithm)) is not None:
+        return out
     check_tensor("all_to_all", "x", x, team, over_nodes=True)
     check_even("all_to_all", "x", x, team)
     check_choice("all_to_all", "algorithm", algorithm, ALL_TO_ALL.algorithms)

@@ -58,6 +58,8 @@ def reduce_scatter(x: torch.Tensor, team: Team, algorithm: str = "auto") -> torc
 
     ``algorithm``: "auto" (weft.ops.explain tells its choice), "push" or "copy_engine" (weft.ops.collectives.copy_engine).
     """
+    if (out := REDUCE_SCATTER.again(x, team, algorithm)) is not None:
+        return out
     check_tensor("reduce_scatter", "x", x, team, FLOATS, over_nodes=True)
     check_even("reduce_scatter", "x", x, team)
     check_choice("reduce_scatter", "algorithm", algorithm, REDUCE_SCATTER.algorithms)

@@ -76,6 +76,8 @@ class Team(TakenByView):
         self._closed = False
         self._counter = itertools.count()
         self._workspaces: dict[Hashable, Any] = {}
+        # Eager calls of collectives that may come again: weft.ops.collectives.collective.again.
+        self.calls_again: dict[Hashable, Any] = {}
         self.heap_changes = 0  # allocations and frees: a number that stands for how the heap is filled
         self.rank, self.size, self.name, self.shape = platform.rank, platform.size, platform.name, platform.shape
         self.device, self.group, self.caps = platform.device, platform.group, platform.caps
@@ -377,6 +379,7 @@ class Team(TakenByView):
             self.barrier()
             self._closed = True
             self._workspaces.clear()
+            self.calls_again.clear()
             if self._node is not None:
                 self._node.close()
             self._platform.close()

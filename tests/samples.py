@@ -34,6 +34,9 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
     "tests/benchmarks/providers/test_tiles.py": {
         "test_answers": 2,
     },
+    "tests/benchmarks/test_performance.py": {
+        "test_pages_are_written_from_the_results": 0,
+    },
     "tests/check/test_check.py": {
         "test_every_strategy_finds_a_race": 2,
         "test_a_schedule_is_a_function_of_its_seed": 1,
@@ -45,7 +48,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
     "tests/check/test_ops.py": {
         "test_promises_of_teams_and_primitives_hold_under_check": 5,
         "test_whole_fused_steps_are_clean": ("gemm_ar",),
-        "test_an_op_is_clean": 20,
+        "test_an_op_is_clean": 15,
     },
     "tests/check/test_overlap.py": {
         "test_a_decoding_step_relies_on_no_kernel_before_it_has_followed_it": ("1",),
@@ -71,6 +74,9 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_rows_without_a_token_to_choose_are_told_apart_in_every_kind": 1,
         "test_logits_that_are_not_finite_end_their_answer_alone": 1,
     },
+    "tests/engine/test_guided.py": {
+        "test_the_built_in_model_is_guided_too": 0,
+    },
     "tests/engine/test_hidden_drafts.py": {
         "test_drafts_are_those_of_a_plain_head": 1,
         "test_all_ranks_and_recipes_draft_alike": 0,
@@ -83,7 +89,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_cancelled_requests_leave_the_drafts_of_the_rest": 1,
         "test_prompts_find_rows_of_the_head_with_the_models_pages": 1,
         "test_features_of_requests": 2,
-        "test_adaptive_lengths_and_windows": 1,
+        "test_adaptive_lengths_and_windows": 0,
         "test_chunks_slots_and_preemption_draft_alike": 1,
     },
     "tests/engine/test_pooling.py": {
@@ -93,6 +99,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_answers_are_those_without_it": 1,
     },
     "tests/engine/test_processes.py": {
+        "test_signals_to_all_forks_of_the_parent_and_a_rank_that_is_stopped": 0,
         "test_a_rank_that_is_killed_is_told_at_once_also_while_the_other_hangs": 1,
     },
     "tests/engine/test_runner.py": {
@@ -112,7 +119,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_model_as_its_own_draft_has_all_drafts_accepted": 1,
         "test_a_seed_gives_the_same_answer_with_and_without_drafts": 1,
         "test_slots_chunks_and_preemption_beside_drafts": 4,
-        "test_features_of_requests_beside_drafts_that_are_accepted": 8,
+        "test_features_of_requests_beside_drafts_that_are_accepted": 5,
         "test_kernels_and_recipes_verify_drafts": 1,
     },
     "tests/engine/test_speculative_sampling.py": {
@@ -133,7 +140,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_every_primitive_compiles": 1,
     },
     "tests/language/test_primitives_page.py": {
-        "test_an_example_is_right_free_of_races_and_compiles": 2,
+        "test_an_example_is_right_free_of_races_and_compiles": 1,
     },
     "tests/language/test_shmem.py": {
         "test_waits_for_any_skip_what_status_marks": 1,
@@ -174,7 +181,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_routing_like_deepseek_s_is_that_of_a_loop": 1,
         "test_a_mixture_over_ranks_is_the_whole_one": 1,
         "test_a_shared_expert_over_ranks_is_the_whole_one": 0,
-        "test_a_mistake_is_seen": 4,
+        "test_a_mistake_is_seen": 2,
     },
     "tests/layers/test_moe_options.py": {
         "test_a_mixture_over_ranks_is_that_of_transformers": 1,
@@ -191,6 +198,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_model_adds_sums_it_has_not_seen": 2,
     },
     "tests/models/test_context_parallel.py": {
+        "test_kernels_over_a_spread_cache_agree_with_transformers": 0,
         "test_prompts_that_go_on_over_a_spread_cache_are_computed_in_parts": 0,
         "test_new_prompts_by_torch_s_attention_take_a_rank_s_own_heads": 0,
         "test_logits_are_those_of_transformers": 1,
@@ -305,7 +313,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
     "tests/models/test_states_of_drafts.py": {
         "test_recipes_verify_drafts": 1,
         "test_features_of_requests": 1,
-        "test_drafts_change_no_answer": 3,
+        "test_drafts_change_no_answer": 2,
     },
     "tests/models/test_steps_in_flight.py": {
         "test_groups_in_flight_get_the_tokens_of_one_rank": 1,
@@ -314,6 +322,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_answers_need_the_pages_of_their_windows": 1,
     },
     "tests/ops/attention/test_decode_attention.py": {
+        "test_what_orders_the_new_token_is_needed": 3,
         "test_equals_the_two_ops_that_it_fuses": 3,
     },
     "tests/ops/attention/test_gathered_prefill_attention.py": {
@@ -340,11 +349,11 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_mixed_sizes_back_to_back": 1,
     },
     "tests/ops/collectives/test_compile_collectives.py": {
-        "test_compiles": 4,
+        "test_compiles": 3,
         "test_rows_in_fp8_come_of_the_sums_of_16_bits": 1,
         "test_no_warp_clears_a_key_that_another_still_loads": 1,
         "test_compiles_for_world_size": 2,
-        "test_ragged_and_tiny_sizes_compile": 1,
+        "test_ragged_and_tiny_sizes_compile": ("1001-one_shot",),
     },
     "tests/ops/collectives/test_copy_engine.py": {
         "test_rounds_are_clean_under_many_schedules": 0,
@@ -371,7 +380,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_on_sm_90_without_spills_by_fp8_instructions": 1,
         "test_ops_of_any_shape": 1,
         "test_every_form_of_scales_in_the_kernel": 3,
-        "test_the_cases_catch_a_planted_mistake": 3,
+        "test_the_cases_catch_a_planted_mistake": 2,
     },
     "tests/ops/gemm/test_small_m.py": {
         "test_ragged_shapes": 3,
@@ -442,6 +451,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_check_sees_a_backward_that_does_not_wait_for_the_gather": 1,
     },
     "tests/ops/overlap/test_compile_overlap.py": {
+        "test_own_rows_first_on_sm_90": 0,
         "test_compiles_and_fits": 1,
         "test_machine_code_on_sm_90": 1,
         "test_nothing_is_spilled_where_rows_were_tuned": 0,
@@ -467,14 +477,14 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_compiles_without_a_graph_break": 1,
     },
     "tests/ops/test_cases.py": {
-        "test_every_case": 28,
+        "test_every_case": 24,
     },
     "tests/ops/test_compile_layer_kernels.py": {
-        "test_machine_code_on_sm_90": 2,
+        "test_machine_code_on_sm_90": 1,
         "test_options_compile_and_fit_a_gpu_of_the_other_maker": 1,
         "test_other_heads_compile_and_fit": 1,
         "test_as_many_programs_of_attention_fit_an_sm_90_as_are_counted_on": 1,
-        "test_rows_in_fp8_come_of_the_sums_of_16_bits": 1,
+        "test_rows_in_fp8_come_of_the_sums_of_16_bits": 0,
         "test_fp8_results_compile_and_fit_a_gpu_of_the_other_maker": 1,
         "test_compiles_and_fits": 3,
     },
@@ -559,12 +569,13 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_ranks_that_replay_and_ranks_that_launch_compute_the_same": 2,
     },
     "tests/tune/test_command.py": {
+        "test_a_second_search_adds_to_the_file": 0,
         "test_several_ops_are_searched_in_one_launch": 0,
         "test_every_op_is_searched_and_written": 2,
         "test_a_model_takes_the_place_of_ops": 1,
     },
     "tests/zoo/test_zoo.py": {
         "test_its_twin_is_clean": 12,
-        "test_a_planted_bug_is_found_with_its_cause": 40,
+        "test_a_planted_bug_is_found_with_its_cause": 36,
     },
 }

@@ -140,7 +140,7 @@ SAMPLES: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_every_primitive_compiles": 1,
     },
     "tests/language/test_primitives_page.py": {
-        "test_an_example_is_right_free_of_races_and_compiles": 1,
+        "test_an_example_is_right_free_of_races_and_compiles": 3,
     },
     "tests/language/test_shmem.py": {
         "test_waits_for_any_skip_what_status_marks": 1,

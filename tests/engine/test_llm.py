@@ -253,7 +253,7 @@ def test_a_call_without_parameters_follows_the_checkpoint(byte_model, tmp_path, 
     settings = {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "max_new_tokens": 12, "top_k": 20}
     directory = with_defaults(byte_model, tmp_path / "copy", **settings, repetition_penalty=1.1, num_beams=2)
     params = SamplingParams(temperature=2.0, top_p=0.9, top_k=20, max_tokens=12, repetition_penalty=1.1)
-    with weft.LLM(directory, 2, device="sim", mode="torch") as llm:
+    with weft.LLM(directory, 1, device="sim", mode="torch") as llm:
         assert llm.defaults == params
         assert llm.generate(PROMPTS) == llm.generate(PROMPTS, params)
         assert llm.generate(PROMPTS) != llm.generate(PROMPTS, SamplingParams(max_tokens=12))

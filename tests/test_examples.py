@@ -17,8 +17,8 @@ from tests.documents import record_launches
 from weft.check.torch_programs.program import TorchProgram
 
 FOLDER = Path(__file__).parent.parent / "examples"
-# The README's, tests/test_readme.py; what several share; two without a kernel; a program of torch's.
-APART = ("hello", "running", "quantized_model", "speculative_answers", "torch_all_reduce")
+# The README's, tests/test_readme.py; what several share; two without a kernel; a mistake; a program of torch's.
+APART = ("hello", "running", "quantized_model", "speculative_answers", "scales_after_rows", "torch_all_reduce")
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in APART)
 
 
@@ -64,6 +64,14 @@ def test_an_example_is_right_and_clean_and_compiles(main, monkeypatch):
 
 def test_the_program_of_torch_is_clean():
     report = weft.check.check(TorchProgram(FOLDER / "torch_all_reduce.py", None), [2, 3], schedules=4)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("main", ["scales_after_rows"], indirect=True)
+def test_the_signal_of_the_scales_does_not_cover_the_rows(main):
+    findings = weft.check.check(main, [2, 3], schedules=4).findings
+    assert {entry.finding.kind for entry in findings} == {"unquieted"}
+    report = weft.check.check(lambda team: main(team, True), [2, 3], schedules=4)
     assert report.ok, str(report)
 
 

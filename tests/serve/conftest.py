@@ -29,20 +29,20 @@ def directory(tmp_path_factory):
 @contextmanager
 def serving(directory, world_size=2, max_batch=4, **options):
     """A running server: its `url`, `service`, `llm` and `thread`."""
-    from weft.serve import app, server
+    from weft.serve import address, app, server
 
     llm = weft.AsyncLLM(
         directory, world_size, device="sim", mode="reference", max_batch=max_batch, page_size=16, warm_up=True
     )
     service = app.Service(llm, app.ServeOptions(model_name="adder", **options))
-    with server.bound("127.0.0.1", 0) as at:
+    with address.bound("127.0.0.1", 0) as at:
         listening = threading.Event()
         running = server.Server(service, listening.set)
         thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[at])), daemon=True)
         thread.start()
         assert listening.wait(timeout=ANSWER) and running.started
         try:
-            yield SimpleNamespace(url=server.url(at), service=service, llm=llm, thread=thread, server=running)
+            yield SimpleNamespace(url=address.url(at), service=service, llm=llm, thread=thread, server=running)
         finally:
             running.should_exit = True
             thread.join(timeout=ANSWER)

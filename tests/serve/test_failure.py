@@ -89,17 +89,17 @@ def test_a_model_without_a_template_or_room_for_an_answer_is_served_nevertheless
 
 def test_two_servers_do_not_share_a_port_and_the_next_one_gets_it_at_once():
     """Also while connections of the server before wait there for their end."""
-    from weft.serve import server
+    from weft.serve import address
 
     port = 0
     for _ in range(3):
-        with server.bound("127.0.0.1", port) as at:
+        with address.bound("127.0.0.1", port) as at:
             port = at.getsockname()[1]
             with pytest.raises(ValueError, match=rf"^--port {port} on 127.0.0.1: Address already in use; pass another"):
-                server.bound("127.0.0.1", port)
-            server.share(at)
+                address.bound("127.0.0.1", port)
+            address.share(at)
             at.listen()
             with pytest.raises(ValueError, match="Address already in use"):
-                server.bound("127.0.0.1", port)
+                address.bound("127.0.0.1", port)
             with socket.create_connection(("127.0.0.1", port)), at.accept()[0]:
                 pass

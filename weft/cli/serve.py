@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from weft.runtime.early import EarlyProcesses
 
 # Modules that processes of ranks load before they have work.
-RANKS_LOAD = "weft.runtime.launch", "weft.engine.loop", "weft.engine.engine"
+RANKS_LOAD = "weft.runtime.launch", "weft.engine.loop", "weft.engine.engine", "torch.distributed._symmetric_memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +117,10 @@ def serve(flags: ServeFlags) -> None:
 def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
     """Start the engine and serve it; `early`: processes for its ranks."""
     from weft.engine import AsyncLLM, EngineConfig
-    from weft.serve import app, server
+    from weft.serve.address import bound, url
+    from weft.serve.options import ServeOptions
 
-    options = app.ServeOptions(
+    options = ServeOptions(
         model_name=flags.served_model_name or flags.model or "adder",
         api_key=api_key_of(flags.api_key, flags.api_key_file),
         max_body_bytes=flags.max_body_bytes,
@@ -131,7 +134,10 @@ def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
     config, model = flags.engine_config(), _model(flags)
     if flags.lora:
         config = EngineConfig.of(config, {"lora": _adapters(flags.lora)})
-    with server.bound(flags.host, flags.port) as at:
+    # While this process waits for its ranks.
+    loading = threading.Thread(target=importlib.import_module, args=("weft.serve.server",), daemon=True)
+    with bound(flags.host, flags.port) as at:
+        loading.start()
         with starting(True) as progress:
             llm = AsyncLLM(
                 model,
@@ -142,11 +148,14 @@ def _serve(flags: ServeFlags, early: EarlyProcesses | None) -> None:
                 early=early,
                 **progress,
             )
+        loading.join()
+        from weft.serve import app, server
+
         if early is not None:
             early.close()  # fewer ranks than processes run on GPUs
         try:
             where = f"{llm.world_size} {'virtual ranks' if llm.device == 'sim' else 'GPUs'}"
-            said = "weft: %s on %s at %s/v1", options.model_name, where, server.url(at)
+            said = "weft: %s on %s at %s/v1", options.model_name, where, url(at)
             server.serve(app.Service(llm, options), at, lambda: notices.info(*said))
         finally:
             llm.close()

@@ -10,9 +10,10 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -28,7 +29,7 @@ class EarlyProcesses:
     """Processes that have loaded modules and wait; each is taken once, and the rest end with `close`."""
 
     def __init__(self, count: int, modules: Sequence[str]) -> None:
-        """Process i begins with the context of GPU i, if there is one: rank i is likely to run there."""
+        """Process i makes the context of GPU i, if there is one, while it imports: rank i is likely to run there."""
         context = multiprocessing.get_context("spawn")
         resource_tracker.ensure_running()  # otherwise the first start would start it, which ends the hold of signals
         self._waiting: list[tuple[BaseProcess, Connection]] = []
@@ -89,6 +90,16 @@ def _make_context(gpu: int) -> None:
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
+def _use_gpu(number: int) -> None:
+    """Run what the first GEMM and the first copy on a GPU would wait for: cuBLAS, the caching allocator."""
+    import torch
+
+    if number < torch.cuda.device_count():
+        torch.cuda.set_device(number)
+        ones = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+        (ones @ ones).cpu()
+
+
 def _wait_for_work(feed: Connection, modules: Sequence[str], number: int) -> None:
     """Body of a process: load modules, wait for what to call, and call it."""
     beside = threading.Thread(target=_make_context, args=(number,), daemon=True)
@@ -96,6 +107,9 @@ def _wait_for_work(feed: Connection, modules: Sequence[str], number: int) -> Non
     for module in modules:
         importlib.import_module(module)
     beside.join()
+    if "torch" in sys.modules:
+        with suppress(RuntimeError):  # the rank will say what is wrong with its GPU
+            _use_gpu(number)
     try:
         # From the parent alone, over a pipe without a name that no other process has.
         target, arguments, count = pickle.loads(feed.recv_bytes())

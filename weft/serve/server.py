@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import signal
 import socket
 from collections.abc import Callable, Coroutine
@@ -12,11 +11,11 @@ from typing import Any
 
 import uvicorn
 
-from weft.arguments import check_int
 from weft.engine.async_llm import AsyncLLM
 from weft.engine.params import SamplingParams
 from weft.errors import WeftError
 from weft.runtime.logs import logger_of
+from weft.serve.address import not_bound, share
 from weft.serve.app import Service
 from weft.serve.routes import create_app
 
@@ -74,50 +73,6 @@ async def run_once(llm: AsyncLLM) -> None:
             await first
         except (ValueError, WeftError) as error:  # there may be no chat template, or no room for an answer
             logger.debug("a first request did not run: %s", error)
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """Socket at an address that no other can have, which does not listen yet.
-
-    ValueError in one line where there can be none.
-    """
-    check_int("--port", port, 0, 65535)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ValueError(f"--host {host}: {error.strerror}; pass an address of this machine") from None
-    try:
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            # A server that has just ended leaves connections on the port for a minute, which only a shared one passes over.
-            share(listener)
-            listener.bind(address)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    except OSError as error:
-        listener.close()
-        raise not_bound(host, port, error) from None
-    return listener
-
-
-def share(end: socket.socket) -> None:
-    """Let the port be bound again, past its connections, which the next server need not wait for."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-
-
-def not_bound(host: str, port: int, error: OSError) -> ValueError:
-    return ValueError(f"--port {port} on {host}: {error.strerror}; pass another, or 0 for a free one")
-
-
-def url(at: socket.socket) -> str:
-    """URL of the server at a socket."""
-    host, port = at.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve(service: Service, at: socket.socket, listening: Callable[[], None]) -> None:

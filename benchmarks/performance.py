@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import large_products, predict, skinny, summary
+from benchmarks.pictures import engines
+from benchmarks.pictures.svg import DARK, LIGHT
 from benchmarks.summary import SHOWN, Tables, machine_of, subject_of
 from weft.bench.harness.report import Report, Row, best_other, shapes_of, weft_row
 from weft.bench.names import MEASURED
@@ -311,7 +313,10 @@ def main(results: Path = RESULTS, front: Path = PAGE, readme: Path = README) -> 
                 written[picture] = svg([report])
     written[predict.PICTURE] = predict.picture()
     put(front, text)
-    put(readme, summary.with_measured(readme.read_text(), summary.measured(tables)))
+    beside = engines.pairs()
+    put(readme, engines.with_table(summary.with_measured(readme.read_text(), summary.measured(tables)), beside))
+    for colours in (LIGHT, DARK):
+        put(front.parent / "pictures" / f"engines-{colours.name}.svg", engines.picture(beside, colours))
     pages = front.with_suffix("")
     for name, content in written.items():
         put(pages / name, content)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from weft.check.torch_programs.nvshmem import Nvshmem
 from weft.check.torch_programs.processes import Process
 from weft.errors import NotInterpretable
 from weft.simulator.machine.tasks import Waiting
@@ -59,7 +58,8 @@ class Ranks:
         self.meetings: dict[str, Meeting] = {}
         self._shared: set[str] = set()
         self._stack = ExitStack()
-        self.nvshmem = Nvshmem(self)
+        # External functions of kernels by symbol; ``patches`` gives them.
+        self.functions: Callable[[str], Callable[..., int] | None] = lambda symbol: None
 
     @property
     def here(self) -> Rank:
@@ -82,7 +82,7 @@ class Ranks:
             raise self.refuse(f"kernel {kernel} on a side stream", "launch it on the main stream")
 
     def external(self, symbol: str) -> Callable[..., int] | None:
-        return self.nvshmem.function(symbol)
+        return self.functions(symbol)
 
     def refuse(self, what: str, instead: str = "") -> NotInterpretable:
         return NotInterpretable(f"{what} is not simulated{f'; {instead}' if instead else ''}")

@@ -18,6 +18,7 @@ import torch.utils._triton
 
 from weft.check.torch_programs import devices, streams
 from weft.check.torch_programs.groups import Group, Groups
+from weft.check.torch_programs.nvshmem import Nvshmem
 from weft.check.torch_programs.symmetric import SymmetricMemory
 from weft.simulator.interpreter.patching import Patches
 
@@ -31,6 +32,7 @@ def patches(ranks: Ranks) -> Iterator[None]:
     made = Patches()
     groups = Groups(ranks)
     memory = SymmetricMemory(ranks, groups)
+    ranks.functions = Nvshmem(ranks).function
     event = type("Event", (streams.Event,), {"ranks": ranks})
     ranks.stream_type = type("Stream", (streams.Stream,), {"ranks": ranks, "event_type": event})
     try:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import weft
-from tests.compiling import TARGETS, compiled
+from tests.compiling import TARGETS, compiled, stack_bytes
 from tests.ops.checking import assert_identical
 from weft import ops
 from weft.kernels.fp8 import Fp8, by_torch, quantized_weight
@@ -83,6 +83,52 @@ def test_bits_of_a_row_depend_on_no_tile_and_no_other_row(slices, rounded):
         assert_identical(torch.cat(halves, 1), whole[:9])
 
     weft.simulate(main, 1)
+
+
+def test_gated_tiles_give_the_bits_of_two_launches():
+    x, w = noisy(70, 2 * 72, 256, 1)
+
+    def main(team):
+        expected = ops.silu_mul(ops.matmul(x, w, invariant=True))
+        for M in (70, 1, 17):
+            assert_identical(ops.matmul_silu_mul(x[:M], w, invariant=True), expected[:M], what=f"M={M}")
+
+    weft.simulate(main, 1)
+
+
+def test_gated_tiles_on_sm_90_do_not_spill(tmp_path):
+    for M in (1, 64, 128):
+        design, x = default_sliced(M, 4096, 2, caps_of("sm_90"), gated=True), torch.zeros((64, 64), dtype=BF16)
+        kernel = compiled(
+            sliced.sliced_kernel,
+            descriptor_or_self(x, design.block_n, 64, True),
+            descriptor_or_self(x, design.block_m, 64, True),
+            x,
+            M,
+            Sizes(4096, 4096, 4096, 4096),
+            1,
+            32,
+            Block(*map(sliced.tl.constexpr, (design.block_m, design.block_n, 64, True, 1, 1))),
+            None,
+            None,
+            arch="sm_90",
+            COUNT=2,
+            ROUNDED=False,
+            ACTIVATION="silu",
+            num_warps=design.num_warps,
+            num_stages=design.num_stages,
+            enable_fp_fusion=False,
+            **launch_options(caps_of("sm_90")),
+        )
+        assert stack_bytes(kernel, tmp_path) == 0, f"M={M}"
+
+
+@pytest.mark.gpu(1)
+def test_on_a_gpu_gated_tiles_give_the_bits_of_two_launches():
+    x, w = noisy(600, 2 * 520, 1024, 1, device="cuda")
+    expected = ops.silu_mul(ops.matmul(x, w, invariant=True))
+    for M in (600, 1, 2, 17, 64, 128, 129):
+        assert_identical(ops.matmul_silu_mul(x[:M], w, invariant=True), expected[:M], what=f"M={M}")
 
 
 def test_another_step_slice_or_rounding_gives_other_bits():

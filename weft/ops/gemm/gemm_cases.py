@@ -103,6 +103,7 @@ def silu_cases(op: str) -> Iterator[Case]:
     for dtype in (FP16, BF16, FP32):
         yield Case(op=op, world_size=1, dtype=dtype, sizes=(5, 40, 72))
         yield Case(op=op, world_size=1, dtype=dtype, sizes=(3, 34, 21), layout="transposed")
+    yield Case(op=op, world_size=1, dtype=BF16, sizes=(9, 70, 96), fields=(("invariant", True),))
     yield Case(op=op, world_size=1, dtype=BF16, sizes=(150, 40, 24), design="cublas")
     gelu = (("activation", "gelu_tanh"),)
     for dtype, design in ((FP32, "cublas"), (FP16, "small_m"), *((BF16, design) for design in SMALL_M)):

@@ -14,18 +14,19 @@ from weft.kernels.fp8 import Fp8, RowFormat, quantized_rows
 from weft.kernels.operands import ScaledMatrix, can_describe, rows_contiguous
 from weft.ops.case import Accuracy, Case, gated_terms
 from weft.ops.elementwise.silu_mul import MAX_TOKEN, silu_mul
-from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, small_m
+from weft.ops.gemm import cublas, gemm_cases, matmul_deferred_norm, sliced, small_m
 from weft.ops.gemm.cublas import Cublas
 from weft.ops.gemm.gemm_op import COLUMN_PARALLEL, GemmCall, named
 from weft.ops.gemm.local_gemm import LocalGemm
 from weft.ops.gemm.matmul import matmul
 from weft.ops.gemm.matmul_four_bit import matmul_four_bit
 from weft.ops.gemm.matmul_fp8 import matmul_fp8
+from weft.ops.gemm.sliced import COLUMN_SLICES, Sliced
 from weft.ops.gemm.small_m_rule import SmallM
 from weft.ops.local import capabilities_of, check_like, check_row_format
 from weft.ops.op import register
 from weft.ops.registration import FLOATS, check_choice, check_is_tensor
-from weft.plan.planned import AUTO, machine
+from weft.plan.planned import AUTO, Machine, Planned, machine
 
 if TYPE_CHECKING:
     from weft.runtime.team.team import Team
@@ -37,6 +38,7 @@ def matmul_silu_mul(
     *,
     fp8: RowFormat | None = None,
     activation: str = "silu",
+    invariant: bool = False,
 ) -> torch.Tensor | Fp8:
     """Compute silu(x @ gate.T) * (x @ up.T) -> [M, N], contiguous, in the dtype of both.
 
@@ -45,12 +47,17 @@ def matmul_silu_mul(
     fp8     with an ``Fp8`` weight: the result is put in fp8 so, after it is rounded to 16 bits; ``row_format`` of the weight
             that follows
     activation  of the gate, as of ``silu_mul``; of a quantized weight any but silu is a launch more
+    invariant   as of ``matmul``, of a weight in 16 bits; both GEMMs are rounded before silu
 
     Rows may be strided; other layouts are copied first. The small-M kernel computes in fp32 and rounds once; with cuBLAS the
     two GEMMs are rounded before silu is computed in fp32. The same bits from run to run; a row's bits may change with the
     design, which depends on M (``weft.ops.explain``). No backward. ValueError for shapes, dtypes or devices that do not fit.
     """
     check_choice("matmul_silu_mul", "activation", activation, ACTIVATIONS)
+    if invariant:
+        if isinstance(weight, Fp8):
+            raise ValueError("matmul_silu_mul: invariant=True with an fp8 weight; call matmul and silu_mul")
+        sliced.check("matmul_silu_mul", operand_of(x), weight)
     if activation != "silu" and isinstance(weight, Fp8 | FourBit):
         return _by_two_launches(x, weight, fp8, activation)
     operand = operand_of(x)
@@ -79,7 +86,7 @@ def matmul_silu_mul(
         )
     check_scales("matmul_silu_mul", operand, weight)
     if operand.scales is None:
-        return MATMUL_SILU_MUL.dispatch(rows, weight, activation)
+        return MATMUL_SILU_MUL.dispatch(rows, weight, activation, invariant)
     return matmul_deferred_norm.product(operand, weight, activation=activation)
 
 
@@ -104,11 +111,21 @@ def _by_two_launches(
 
 class MatmulSiluMul(LocalGemm):
     name, alias = "matmul_silu_mul", "gemm-silu"
-    designs = {"cublas": Cublas, "small_m": SmallM}
+    designs = {"cublas": Cublas, "small_m": SmallM, "sliced": Sliced}
+    internal = invariant = ("sliced",)
     gated = True
     operands = ("x", "weight")
     projections = COLUMN_PARALLEL[1:]
-    variants = ("deferred_norm", "block_fp8", "channel_fp8", "fp8_rows", "four_bit")
+    variants = ("deferred_norm", "block_fp8", "channel_fp8", "fp8_rows", "four_bit", "invariant")
+    options = (*LocalGemm.options, "invariant")
+
+    def choose(self, call: GemmCall, machine: Machine) -> Planned:
+        if not call.invariant or call.design not in (AUTO, "sliced"):
+            return super().choose(call, machine)
+        return sliced.planned(self.name, call, (COLUMN_SLICES, COLUMN_SLICES), machine.caps, gated=True)
+
+    def space(self, call: GemmCall, machine: Machine, quick: bool = False) -> Iterator[Any]:
+        return iter(()) if call.invariant else super().space(call, machine, quick)
 
     def accuracy(self, case: Case) -> Accuracy:
         # cuBLAS rounds both results before silu.
@@ -118,7 +135,8 @@ class MatmulSiluMul(LocalGemm):
         if case.design != AUTO:
             return self.run_case(case, tensors)
         a, b, _ = named(case, tensors)
-        return matmul_silu_mul(a, b, activation=case.field("activation") or "silu")
+        options = {"activation": case.field("activation") or "silu", "invariant": bool(case.field("invariant"))}
+        return matmul_silu_mul(a, b, **options)
 
     def cases(self) -> Iterator[Case]:
         yield from gemm_cases.silu_cases(self.name)
@@ -129,16 +147,21 @@ class MatmulSiluMul(LocalGemm):
     ) -> torch.Tensor:
         """``matmul_silu_mul`` with checked arguments, of dense rows, by ``design``."""
         self.check_design(design)
+        if isinstance(design, Sliced):
+            return sliced.product(self.name, design, x, weight, activation=activation)
         if isinstance(design, SmallM):
             return small_m.run(ScaledMatrix(x), weight, design, activation=activation)
         return torch.ops.weft.silu_mul.default(cublas.run(design, x, weight), None, 0.0, activation)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, activation: str = "silu", invariant: bool = False
+    ) -> torch.Tensor:
         x, weight = rows_contiguous(x), rows_contiguous(weight)
-        call = GemmCall(x.shape[0], weight.shape[0] // 2, x.shape[1], x.dtype, can_describe(x, weight))
+        sizes = x.shape[0], weight.shape[0] // 2, x.shape[1]
+        call = GemmCall(*sizes, x.dtype, can_describe(x, weight), invariant=invariant)
         return self.run(self.plan(call, machine(capabilities_of(x.device), 1)).design, None, x, weight, activation)
 
-    def fake(self, x, weight, activation="silu"):
+    def fake(self, x, weight, activation="silu", invariant=False):
         return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 

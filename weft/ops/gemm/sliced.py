@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 import weft.language as wl
+from weft.kernels.activations import activated
 from weft.kernels.four_bit import FourBit
 from weft.kernels.fp8 import COLUMNS, Fp8
 from weft.kernels.fp8_tile import fp8_tile, scales_of_gemm
@@ -65,8 +66,8 @@ class Sliced:
     __post_init__ = check_knobs
 
 
-def default_sliced(M: int, N: int, slices: int, caps: Capabilities) -> Sliced:
-    """Design for M rows of x and N of the weight, of which a rank has ``slices`` slices."""
+def default_sliced(M: int, N: int, slices: int, caps: Capabilities, *, gated: bool = False) -> Sliced:
+    """Design for M rows of x and N columns of out, of which a rank has ``slices`` slices. gated: as of ``run``."""
     block_n = max(16, min(128, next_power_of_2(M)))
     if caps.arch not in ("sm_90", "sm_100", "sm_103"):
         return Sliced(block_m=64, block_n=min(64, block_n), num_stages=2)
@@ -75,21 +76,22 @@ def default_sliced(M: int, N: int, slices: int, caps: Capabilities) -> Sliced:
     tiles = cdiv(N, block_m) * cdiv(M, block_n)
     # A round of programs that fills the SMs, or nearly.
     programs = 1
-    while programs < slices and tiles * programs * 2 <= 2 * caps.sms:
+    while not gated and programs < slices and tiles * programs * 2 <= 2 * caps.sms:
         programs *= 2
     return Sliced(
         block_m=block_m,
         block_n=block_n,
         programs=programs,
-        num_warps=8 if block_m == 128 and block_n == 128 else 4,
+        # With four, a gated tile's results do not fit the registers.
+        num_warps=8 if block_n == 128 and (block_m == 128 or gated) else 4,
         num_stages=4 if block_n >= 64 else 6,
     )
 
 
-def planned(op: str, call: GemmCall, slices: tuple[int, int], caps: Capabilities) -> Planned:
+def planned(op: str, call: GemmCall, slices: tuple[int, int], caps: Capabilities, *, gated: bool = False) -> Planned:
     """Plan of a GEMM. slices: of this rank, and of all ranks. ValueError where they do not divide K."""
     step_of(op, call.K, *slices, call.block_fp8)
-    design = default_sliced(call.M, call.N, slices[0], caps)
+    design = default_sliced(call.M, call.N, slices[0], caps, gated=gated)
     return Planned("sliced", design, f"invariant: K in {slices[1]} slices, of which this rank has {slices[0]}")
 
 
@@ -141,6 +143,7 @@ def sliced_kernel(
     team,
     COUNT: tl.constexpr,
     ROUNDED: tl.constexpr,
+    ACTIVATION: tl.constexpr = "",
 ):
     """out[p] = node over slices p * COUNT .. (p + 1) * COUNT - 1 of x @ weight.T
 
@@ -151,6 +154,8 @@ def sliced_kernel(
     fp8        ``Fp8Scales`` of operands in e4m3; else None
     team       in a trace (``traced_view``), else None
     ROUNDED    nodes are rounded to the dtype of ``out`` (weft.kernels.slices)
+    ACTIVATION of the gate, if the weight is [2 N, K], gate's rows, then up's; both results are rounded before it. One program
+               a tile. "": of any weight
 
     bits     of an element depend on its row of x, its row of the weight and ``steps``, and on nothing else
     signals, waits  none, except the wait for the previous kernel
@@ -162,13 +167,36 @@ def sliced_kernel(
     row, column = tile % tile_rows * block.n, tile // tile_rows * block.m
     wl.wait_for_previous_kernel()
     began = wl.begin_tile(team)
-    node = slice_of(x, weight, fp8, out, M, sizes, row, column, part * COUNT, steps, block, ROUNDED, dtype)
-    if COUNT > 1:
+    node = node_of_tile(x, weight, fp8, out, M, sizes, row, column, part * COUNT, steps, block, COUNT, ROUNDED)
+    if ACTIVATION != "":
+        gate = node.to(dtype)
+        up = node_of_tile(
+            x, weight, fp8, out, M, sizes, row, sizes.N + column, part * COUNT, steps, block, COUNT, ROUNDED
+        )
+        node = activated(gate.to(tl.float32), ACTIVATION) * up.to(dtype).to(tl.float32)
+    wl.let_next_kernel_start()
+    m, n = row + tl.arange(0, block.n), column + tl.arange(0, block.m)
+    at = out + part * tl.cast(M, tl.int64) * sizes.N + m[None, :].to(tl.int64) * sizes.N + n[:, None]
+    tl.store(at, node.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < sizes.N)[:, None])
+    wl.end_tile(began, tile % tile_rows, tile // tile_rows, team)
+
+
+@triton.jit
+def node_of_tile(
+    x, weight, fp8, out, M, sizes, row, column, number, steps, block, COUNT: tl.constexpr, ROUNDED: tl.constexpr
+):
+    """Node above the COUNT slices of a tile from ``number`` on, fp32, as of ``slice_of``."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    node = slice_of(x, weight, fp8, out, M, sizes, row, column, number, steps, block, ROUNDED, dtype)
+    if COUNT == 2:
+        right = slice_of(x, weight, fp8, out, M, sizes, row, column, number + 1, steps, block, ROUNDED, dtype)
+        node = joined(node, right, ROUNDED, dtype)
+    elif COUNT > 2:
         # Left neighbours that wait for the right one, a level each.
         first = node.to(dtype) if ROUNDED else node
         second, third = first, first
         for at in range(1, COUNT):
-            node = slice_of(x, weight, fp8, out, M, sizes, row, column, part * COUNT + at, steps, block, ROUNDED, dtype)
+            node = slice_of(x, weight, fp8, out, M, sizes, row, column, number + at, steps, block, ROUNDED, dtype)
             if at % 2 == 0:
                 first = node.to(first.dtype)
             else:
@@ -181,11 +209,7 @@ def sliced_kernel(
                         third = node.to(first.dtype)
                     else:
                         node = joined(third.to(tl.float32), node, ROUNDED, dtype)
-    wl.let_next_kernel_start()
-    m, n = row + tl.arange(0, block.n), column + tl.arange(0, block.m)
-    at = out + part * tl.cast(M, tl.int64) * sizes.N + m[None, :].to(tl.int64) * sizes.N + n[:, None]
-    tl.store(at, node.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < sizes.N)[:, None])
-    wl.end_tile(began, tile % tile_rows, tile // tile_rows, team)
+    return node
 
 
 @triton.jit
@@ -220,19 +244,21 @@ def run(
     rounded: bool,
     step: int,
     dtype: torch.dtype | None = None,
+    activation: str = "",
 ) -> torch.Tensor:
     """Nodes [programs, M, N] over this rank's ``slices`` slices, which are neighbours of one another.
 
     rounded  nodes are in ``dtype``, by default that of x; else fp32 where there are several, and one is rounded to ``dtype``
     step     ``step_of`` these operands
+    activation  of the gate, of a weight [2 N, K] as of ``matmul_silu_mul``; "": the GEMM alone
     """
     fp8, dtype = None, dtype or x.dtype
     if isinstance(weight, Fp8):
         weight = weight._replace(scales=weight.scales.contiguous())
         fp8, x, weight = scales_of_gemm(x.scales, weight, design.block_m, False), x.data, weight.data
     x, weight = map(described, (x, weight))
-    (M, K), N = x.shape, weight.shape[0]
-    programs = min(design.programs, slices)
+    (M, K), N = x.shape, weight.shape[0] // (2 if activation else 1)
+    programs = 1 if activation else min(design.programs, slices)
     out = torch.empty((programs, M, N), dtype=dtype if rounded or programs == 1 else torch.float32, device=x.device)
     caps = capabilities_of(x.device)
     count = slices // programs
@@ -241,10 +267,11 @@ def run(
     launch = launch_on(
         x.device,
         sliced_kernel,
-        (design, step, count, rounded),
+        (design, step, count, rounded, activation),
         lambda: {
             "COUNT": count,
             "ROUNDED": rounded,
+            "ACTIVATION": activation,
             "num_warps": design.num_warps,
             "num_stages": design.num_stages,
             # Sums of fp8 steps are multiplied by scales and added, by two instructions in every tile.
@@ -270,14 +297,19 @@ def run(
 
 
 def product(
-    op: str, design: Sliced, x: torch.Tensor | Fp8, weight: torch.Tensor | Fp8, out: torch.Tensor | None = None
+    op: str,
+    design: Sliced,
+    x: torch.Tensor | Fp8,
+    weight: torch.Tensor | Fp8,
+    out: torch.Tensor | None = None,
+    activation: str = "",
 ) -> torch.Tensor:
-    """x @ weight.T of a weight whose rows ranks hold whole, rounded once."""
+    """x @ weight.T of a weight whose rows ranks hold whole, rounded once. activation: as of ``run``."""
     dtype = x.dtype
     if isinstance(weight, Fp8):
         x = quantized_for(weight, x, capabilities_of(weight.device))
     step = step_of(op, x.shape[1], COLUMN_SLICES, COLUMN_SLICES, isinstance(weight, Fp8))
-    nodes = run(design, x, weight, COLUMN_SLICES, rounded=False, step=step, dtype=dtype)
+    nodes = run(design, x, weight, COLUMN_SLICES, rounded=False, step=step, dtype=dtype, activation=activation)
     return total(nodes, dtype, rounded=False, out=out)
 
 

@@ -178,6 +178,24 @@ def test_experts_have_the_same_bits_on_any_number_of_ranks_and_rows(layout, shar
         assert_identical(on_ranks(main, world_size, M), expected[:M], what=f"W={world_size} M={M}")
 
 
+def test_experts_refuse_gradients_and_numbers_that_eight_does_not_divide():
+    def main(team):
+        sizes = {"hidden_size": 128, "intermediate_size": 96, "num_experts_per_tok": 2, "dtype": torch.bfloat16}
+        x = operands(3, 1, 128)[0]
+        moe = MoE(**sizes, num_experts=12, team=team, mode="invariant")
+        with pytest.raises(
+            ValueError, match="6 of 12 experts on each of 2 ranks; use expert_layout='whole'.*8 divides"
+        ):
+            moe(x)
+        moe = MoE(**sizes, num_experts=16, layout="slices", team=team, mode="invariant").requires_grad_()
+        with pytest.raises(RuntimeError, match="mode='invariant' has no gradients of experts"):
+            moe(x)
+        with torch.no_grad(), pytest.raises(ValueError, match="K=96 is not divisible by 128"):
+            moe(x)
+
+    weft.simulate(main, 2)
+
+
 def row_ops(device):
     """Name of an op whose kernel computes a row alike among any rows -> its result for the first M of 600 rows."""
     generator = torch.Generator().manual_seed(0)

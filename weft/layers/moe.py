@@ -269,6 +269,10 @@ class MoE(nn.Module):
             plan = plan_layer(len(rows) * shards, mode=self.mode, team=self.team)
         weights = self.weights
         if with_gradients(self, x, plan):
+            if plan.invariant:
+                raise RuntimeError(
+                    "mode='invariant' has no gradients of experts; use mode='replicated', or torch.no_grad()"
+                )
             weights = weights._replace(router=SummedGradient.apply(self.router, self.team))
         y = tensor_of(plan.recipe.moe(plan.recipe.given(rows), weights))
         return y.unflatten(-2, x.shape[:-1]) if x.dim() == 3 else y

@@ -32,7 +32,6 @@ UNCHOSEN = {
         )
     },
     **{(name, "chunks"): COUNTED for name in ("adjust_logits", "sample_argmax", "top_p_mass")},
-    **{(name, "fixed_runs"): "of invariant=True" for name in ("paged_attention", "paged_prefill_attention")},
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 #     bash benchmarks/engines.sh OUT ARCHIVE MODEL:QUANTIZATION:GPUS:CASES:CACHE_BYTES[:DRAFTS:ACCEPTANCE] … [plugin:MODEL:GPUS:CACHE_BYTES]
 #     bash benchmarks/engines.sh results vllm.tar.xz qwen3-32b:fp8:2:1x128,8x128,32x128,128x128,1x8192:8000000000
 #
-# ARCHIVE       packages of vLLM that are not installed, unpacked once; "-": they are
+# ARCHIVE       packages of vLLM that are not installed (benchmarks/vllm_archive.py), unpacked once; "-": they are
 # QUANTIZATION  fp8, or bf16
 # CACHE_BYTES   of vLLM's KV cache on a GPU: its engines start at the same time, and share the memory
 # DRAFTS        tokens that the model's MTP head drafts; ACCEPTANCE: tokens of a step on average, drawn

@@ -3,7 +3,7 @@
     python -m benchmarks.engine_page > docs/beside-vllm.md
 
 Each model, form of its weights and number of drafts that both engines have in a folder of FOLDERS is a table; all rows are
-printed, those that weft loses too.
+printed, also where weft is slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ the further time divided by the further tokens, *tokens/s* the new tokens of all
 vLLM's time over weft's: above 1 weft is faster. `benchmarks/engines.sh` measures, and
 `python -m benchmarks.engine_page > docs/beside-vllm.md` writes this page from [its files](../benchmarks/lab/FOLDER).
 
-vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, its own all-reduce, its tuned tables of experts, and
+vLLM runs with its defaults: torch.compile, CUDA graphs, FlashAttention 3, vLLM's all-reduce, its tuned tables of experts, and
 for blocks of fp8 the kernels that it chooses itself. It captures graphs of exactly the measured batches. Left out of its
 package, which must fit the way to the machine: FlashInfer (sampling; prompts of gated delta nets, which run by vLLM's Triton
 kernels here; its fused all-reduces need NVLink multicast, which is off there), FlashAttention 2, and code for other GPUs. Its

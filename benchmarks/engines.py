@@ -4,13 +4,13 @@
     python -m benchmarks.engines run vllm --model qwen3-8b --world-size 2 --json RUNS/vllm.json
     python -m benchmarks.engines table RUNS/weft.json RUNS/vllm.json
 
-Each engine runs in a process, and an environment, of its own. A row is a number of prompts of random tokens, greedy, on random
+Each engine runs in a separate process and environment. A row is a number of prompts of random tokens, greedy, on random
 weights: `first_ms` is the time of generate() for one new token, `per_token_ms` the further time of 64 more, divided by 64.
 Medians of `--repeats` calls with new prompts each, or fewer, but two, where they take longer than `--seconds`; two calls before
 them are not counted. --quantization fp8 gives both engines blocks of 128 x 128 and rows
 that are quantized by groups of 128. Engines run with their defaults, but without prefix caching, for which random prompts have
 no use, with CUDA graphs of exactly the batches that are asked for, and with what `--options` adds, which the file records. The
-table prints every row, those that weft loses too.
+table prints every row, also where weft is slower.
 
 --room FOLDER --engines N lets N engines start at the same time: each waits until all are ready or have failed, and then
 measures alone. Each needs its share of the memory: {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 20000000000} for

@@ -59,7 +59,7 @@ name_of() {
     echo "$1-$model-$quantization${drafts:+-$drafts-drafts}"
 }
 
-# measure ENGINE JOB ROOM ENGINES MORE: MORE stands in the engine's options, before those of a shared GPU
+# measure ENGINE JOB ROOM ENGINES MORE: MORE stands in the engine's options, before the options of a shared GPU
 measure() {
     local engine=$1 room=$3 engines=$4 more=$5 options='"memory_fraction": 0.2' quantized=() drafting=()
     IFS=: read -r model quantization gpus cases cache drafts acceptance <<< "$2"

@@ -1,7 +1,7 @@
 """Grouped GEMMs of DeepGEMM (``sgl-deep-gemm`` or ``deep_gemm``) on the operands of `benchmarks.fp8_grouped`.
 
 Rows lie as its kernels want them before the clock starts: expert by expert, and either each expert's rows on a multiple of its
-alignment ("contiguous") or in a block of equal size for each expert ("masked"). Its times are those of the GEMM alone: neither
+alignment ("contiguous") or in a block of equal size for each expert ("masked"). Its times hold the GEMM alone: neither
 gathering, nor SiLU and product, nor the quantization of the result is in them, which weft's kernels do too.
 """
 

@@ -31,7 +31,7 @@ BETWEEN = """
 
 128 experts, 8 for a token, hidden 2,048, features 768. weft's first GEMM gathers the tokens' rows, applies SiLU and product,
 and writes its result in fp8; its second reads that. DeepGEMM's rows lie expert by expert before the clock starts, and its times
-are those of the GEMMs alone ("contiguous": an expert's rows begin at a multiple of 128): less than a layer takes.
+are the times of the GEMMs alone ("contiguous": an expert's rows begin at a multiple of 128): less than a layer takes.
 
 | tokens | GEMM | weft bf16 | weft fp8 | DeepGEMM, GEMM alone | DeepGEMM / weft fp8 |
 |---:|---|---:|---:|---:|---:|

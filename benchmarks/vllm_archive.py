@@ -2,7 +2,7 @@
 
     python3.12 -m benchmarks.vllm_archive vllm-0.26.0-….whl vllm.tar.xz --installed names.txt [--work FOLDER] [--arch 90]
 
-names.txt lists the packages that the machine has, one in a line: they are left out, as are those that serve other models,
+names.txt lists the packages that the machine has, one in a line: they are left out, as are packages that serve other models,
 pictures and grammars (LEFT_OUT). What their metadata asks for comes from PyPI, until nothing is missing. In shared libraries
 code for other architectures is overwritten with zeros, which compress to nothing; of FlashAttention 3, dtypes other than bf16
 too. The machine needs this Python, and the torch that vLLM asks for. vLLM 0.26.0 takes some 40 MB, in place of 1.8 GB.

@@ -37,6 +37,8 @@ def test_a_magic_number_alone_is_no_fat_binary():
 def test_packages_that_the_machine_has_are_not_asked_for(tmp_path):
     folder = tmp_path / "one-1.dist-info"
     folder.mkdir()
-    needs = "".join(f"Requires-Dist: {need}\n" for need in ("numpy", "Small_Thing>=2", "torch==2.11.0", "x; extra == 'y'"))
+    needs = "".join(
+        f"Requires-Dist: {need}\n" for need in ("numpy", "Small_Thing>=2", "torch==2.11.0", "x; extra == 'y'")
+    )
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: one\nVersion: 1\n{needs}")
     assert vllm_archive.missing(tmp_path, frozenset({"numpy"})) == ["Small_Thing>=2"]

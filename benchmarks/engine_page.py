@@ -87,6 +87,10 @@ def section(ours: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return lines
 
 
+def folders() -> list[Path]:
+    return [LAB / name for name in FOLDERS]
+
+
 def page(folders: list[Path]) -> str:
     lines = [HEAD]
     for folder in folders:
@@ -97,7 +101,7 @@ def page(folders: list[Path]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="*", default=[LAB / name for name in FOLDERS])
+    parser.add_argument("folders", type=Path, nargs="*", default=folders())
     print(page(parser.parse_args().folders), end="")
 
 

@@ -122,8 +122,9 @@ def folder_of(model: str, quantization: str | None = None) -> Path:
 def vllm_engine(setting: Setting) -> Generate:
     from vllm import LLM, SamplingParams
 
-    # Rows of a step, one for each draft too.
-    compilation = {"cudagraph_capture_sizes": sorted({batch * (1 + setting.drafts) for batch in setting.batches})}
+    # Rows of a step, one for each draft too, and of a drafting step.
+    sizes = {batch * more for batch in setting.batches for more in (1, 1 + setting.drafts)}
+    compilation = {"cudagraph_capture_sizes": sorted(sizes)}
     folder = folder_of(setting.model, setting.quantization)
     text_only: dict[str, Any] = {}
     if "text_config" in json.loads((folder / "config.json").read_text()):

@@ -10,16 +10,27 @@
 # DRAFTS        tokens that the model's MTP head drafts; ACCEPTANCE: tokens of a step on average, drawn
 # plugin:…      vLLM without and with weft's plugin (benchmarks/doors/vllm_plugin.py)
 #
-# All of vLLM's engines start together, wait for each other, and measure in turn; then all of weft's. OUT gets a JSON file and a
-# log for each. Engines that fail in the first half of TOTAL_SECONDS (600) are tried once more: vLLM without torch.compile and
-# with spawned processes.
-# vLLM is imported once before, and left out if that fails; the variable ENGINES ("vllm", "weft") leaves the other engine out.
+# All of vLLM's engines start together, wait a minute for each other, and measure in turn; then all of weft's. OUT gets a JSON file
+# and a log for each. Engines that fail in the first half of TOTAL_SECONDS (600) are tried once more: vLLM without torch.compile
+# and with spawned processes. vLLM is imported once before, and left out if that fails; the variable ENGINES ("vllm", "weft") leaves
+# the other engine out. SECONDS_OF_A_RUN (300) ends one engine.
+#
+# Start two of vLLM's engines at once, not more. Four of them on two H200s and 64 cores, caches cold: unpacked after 12 s, imported
+# after 25; models inspected for 20 to 45 s each (a process that imports vLLM, again for an MTP head), weights after 40 to 60,
+# torch.compile 55 to 79 s, the profiling run 11 to 20 s (110 s for gated delta nets beside three others), graphs 22 to 35 s, in which
+# nvcc compiles DeepGEMM's kernels; ready after 156 s and more. OUT gets caches.tar.xz of all that was compiled, which lies beside
+# ARCHIVE the next time: then a start is a matter of weights and graphs.
 set -u
 out=$1 archive=$2
 shift 2
-site=/tmp/vllm-site
+site=/tmp/vllm-site caches=/tmp/vllm-cache
 mkdir -p "$out"
 begin=$SECONDS
+sessions=$(mktemp)
+# Workers outlive an engine that was stopped, and hold its memory.
+end_all() { for session in $(cat "$sessions"); do kill -KILL -- "-$session" 2> /dev/null; done; }
+trap end_all EXIT
+trap 'exit 143' TERM INT
 say() { echo "[$((SECONDS - begin)) s] $*"; }
 
 if [ "$archive" != - ]; then
@@ -30,18 +41,23 @@ if [ "$archive" != - ]; then
         say "unpacked"
     fi
     exec 9>&-
+    if [ -e "$(dirname "$archive")/caches.tar.xz" ] && [ ! -d $caches ]; then
+        tar -xJf "$(dirname "$archive")/caches.tar.xz" -C / && say "caches unpacked"
+    fi
 fi
 
 has_rows() { [ -s "$1" ] && grep -q first_ms "$1"; }
 
 # python_of ENGINE NAME ARGUMENTS…: a run of a module, its log, and the end of that where it fails
 python_of() {
-    local engine=$1 name=$2 path=$PWD code
+    local engine=$1 name=$2 path=$PWD kernels=() code
     shift 2
-    [ "$engine" = vllm ] && path=$PWD:$site
-    PYTHONPATH=$path:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=/tmp/vllm-cache \
+    [ "$engine" = vllm ] && path=$PWD:$site kernels=(TRITON_CACHE_DIR=$caches/triton)
+    PYTHONPATH=$path:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$caches \
         VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0 VLLM_DEEP_GEMM_WARMUP=skip TQDM_DISABLE=1 \
-        timeout -k 5 "${SECONDS_OF_A_RUN:-220}" python -m "$@" --json "$out/$name.json" >> "$out/$name.log" 2>&1
+        env "${kernels[@]}" setsid timeout -k 5 "${SECONDS_OF_A_RUN:-300}" python -m "$@" --json "$out/$name.json" >> "$out/$name.log" 2>&1 &
+    echo $! >> "$sessions"
+    wait $!
     code=$?
     grep -a "ms a token\|ready after" "$out/$name.log" || true
     if ! has_rows "$out/$name.json"; then
@@ -99,6 +115,7 @@ beside() {
         has_rows "$out/$(name_of "$engine" "$job").json" || failed+=("$job")
     done
     if [ ${#failed[@]} -gt 0 ] && [ $((SECONDS - begin)) -lt $((${TOTAL_SECONDS:-600} / 2)) ]; then
+        end_all
         say "once more: ${failed[*]}"
         room=$(mktemp -d)
         for job in "${failed[@]}"; do
@@ -107,6 +124,7 @@ beside() {
         done
         wait
     fi
+    end_all
     say "$engine is done"
 }
 
@@ -122,7 +140,10 @@ if [[ $engines == *vllm* ]]; then
     fi
 fi
 
-[[ $engines == *vllm* ]] && beside vllm "$@"
+if [[ $engines == *vllm* ]]; then
+    beside vllm "$@"
+    [ "$archive" = - ] || tar -cJf "$out/caches.tar.xz" -C / ${caches#/}
+fi
 grep -ahoE "Using [A-Za-z0-9_ -]*(ackend|Fp8|kernel|attention|attn).{0,120}|custom allreduce.{0,80}|torch.compile took.{0,40}|Graph capturing finished.{0,60}|init engine.{0,80}" \
     "$out"/{vllm,plugin}-*.log 2> /dev/null | sort | uniq -c | sort -rn | head -25 | cut -c1-220
 [[ $engines == *weft* ]] && beside weft "$@"

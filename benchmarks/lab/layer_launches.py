@@ -54,6 +54,7 @@ KINDS = (
     ("attention", r"attention"), ("other", r"qk_norm"), ("norm", r"rms_norm"), ("sum", r"moe_sum"), ("grouped", r"grouped"),
     ("route", r"route|schedule"), ("gemm", r"small_m|matmul|nvjet|gemm|cutlass|splitk|dot|narrow|router"),
 )  # fmt: skip
+WITHOUT = {"route": "router and schedule", "other": "rows in fp8"}
 OPS = {
     "all_reduce_rms_norm": "norm", "decode_attention": "attention", "grouped_matmul": "grouped",
     "grouped_matmul_silu_mul": "grouped", "moe_sum": "sum", "matmul_route_schedule": "gemm", "matmul": "gemm",
@@ -106,7 +107,7 @@ def named_kernels(rows: Sequence[dict[str, Any]], wanted: Sequence[Launch], gpu:
         kind = kind_of(row["kernel"])
         at = next((at for at, (one, _) in enumerate(left) if one == kind), None)
         launch = None if at is None else left.pop(at)[1]
-        row["what"] = kind if launch is None else launch.what
+        row["what"] = WITHOUT.get(kind, kind) if launch is None else launch.what
         row["floor"] = 0.0 if launch is None else round(floor_of(gpu, launch, world_size), 2)
 
 
@@ -222,16 +223,21 @@ def traced(team: Any, captured: Any, target: Path) -> None:
 
 def on_rank(team: Any, given: argparse.Namespace) -> None:
     """Measure all models; rank 0 prints each one and writes the file."""
-    rows = []
+    done = []
     for name in given.models.split(","):
         for step in given.steps.split(","):
             batch, context = map(int, step.split("x"))
-            rows.append(measured(team, name, batch, context, given.layers, given.trace))
+            done.append(measured(team, name, batch, context, given.layers, given.trace))
             if team.rank == 0:
-                print("\n".join(table(rows[-1])), flush=True)
+                print("\n".join(table(done[-1])), flush=True)
                 if given.json is not None:
-                    put(given.json, json.dumps({"rows": rows}, indent=1) + "\n")
+                    put(given.json, json.dumps({"rows": done}, indent=1) + "\n")
         torch.cuda.empty_cache()
+
+
+def rows() -> list[dict[str, Any]]:
+    """Rows of the committed files."""
+    return [row for file in sorted(FILES.glob("*.json")) for row in json.loads(file.read_text())["rows"]]
 
 
 def table(row: dict[str, Any]) -> Iterator[str]:
@@ -262,9 +268,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="print the tables of the committed files")
     given = parser.parse_args()
     if given.page:
-        for file in sorted(FILES.glob("*.json")):
-            for row in json.loads(file.read_text())["rows"]:
-                print("\n".join(table(row)))
+        print("\n".join(line for row in rows() for line in table(row)))
         return
     weft.launch(on_rank, given.world_size, "cuda", args=(given,))
 

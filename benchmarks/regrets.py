@@ -1,0 +1,79 @@
+"""Regret of today's plans on committed rows of ``weft bench --regret``: the table of docs/costs.md.
+
+    python -m benchmarks.regrets
+
+A row has the times of all designs at one shape. The best design is the fastest one of the even rounds; its time and the one
+of today's plan are taken in the odd rounds. Rows that an earlier plan chose count too, with the design that today's plan takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.costs import machine_of
+from weft.bench.harness.workload import DTYPES
+from weft.bench.ops.labels import label
+from weft.bench.ops.shapes import op_of
+from weft.bench.regret.file import read
+from weft.bench.regret.measure import Row, best_of
+
+LAB = Path(__file__).resolve().parent / "lab"
+FILES = (*sorted((LAB / "h200-regret").glob("*.json")), LAB / "h200-x4-regret-moe-rs.json")
+# Regret above which a row is named.
+HIGH = 1.10
+
+
+class Regret(NamedTuple):
+    """One shape. chosen: label of the design of today's plan; regret: None, if that was not measured."""
+
+    row: Row
+    chosen: str
+    best: str
+    regret: float | None
+
+
+def regrets() -> Iterator[Regret]:
+    """All committed rows with times, by today's plans."""
+    for file in FILES:
+        for kept in read(file):
+            row = kept.row
+            if not row.us:
+                continue
+            alias, _, variant = row.op.partition("+")
+            op, here = op_of(alias), machine_of(kept.gpu, row.world_size)
+            case = op.case_of(row.shape, DTYPES[row.dtype], row.world_size, **({variant: True} if variant else {}))
+            chosen = label(op, op.plan(op.call_of_case(case, here), here).design)
+            if chosen not in row.us:
+                yield Regret(row, chosen, "", None)
+                continue
+            best, chosen_us, best_us = best_of(row.us, chosen)
+            yield Regret(row, chosen, best, chosen_us / best_us)
+
+
+def table(rows: list[Regret]) -> Iterator[str]:
+    """Markdown lines: each op and number of ranks, then the rows above HIGH."""
+    groups: dict[tuple[str, int], list[Regret]] = {}
+    for one in rows:
+        groups.setdefault((one.row.op, one.row.world_size), []).append(one)
+    yield "| op | W | shapes | geometric mean | worst | above 1.10 | not measured |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for (op, world_size), of in sorted(groups.items()):
+        measured = [one.regret for one in of if one.regret is not None]
+        mean = math.exp(sum(map(math.log, measured)) / len(measured)) if measured else math.nan
+        above, lost = sum(regret > HIGH for regret in measured), len(of) - len(measured)
+        worst = max(measured, default=math.nan)
+        yield f"| {op} | {world_size} | {len(measured)} | {mean:.3f} | {worst:.3f} | {above} | {lost} |"
+    high = [one for one in rows if one.regret is not None and one.regret > HIGH]
+    if high:
+        yield ""
+    for one in sorted(high, key=lambda one: -one.regret):
+        shape = "x".join(map(str, one.row.shape))
+        us, best_us = one.row.us[one.chosen][1], one.row.us[one.best][1]
+        yield f"- {one.row.op} {shape}, W={one.row.world_size}: {one.chosen} {us:.4g} µs, {one.best} {best_us:.4g}"
+
+
+if __name__ == "__main__":
+    print("\n".join(table(list(regrets()))))

@@ -20,7 +20,7 @@ from weft.ops.knobs import around
 from weft.ops.overlap.operands import Operand, quantized
 from weft.ops.registration import check_flag
 from weft.plan.planned import AUTO, Machine, Planned
-from weft.plan.table import Found, Row
+from weft.plan.table import Found, Row, bucket
 from weft.runtime.codec import exchangeable
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ class Overlapped(GemmOp):
         best = super().row_for(call, machine)
         if best and best.row.design == "fused" and not call.dense:
             return None
-        if best is None or best.exact:
+        # Ranks with other shares of K see the same row, and decide by M and N.
+        deciding = 2 if self.ranks_differ_in_k else 3
+        if best is None or bucket(best.row.shape)[:deciding] == bucket(call[:3])[:deciding]:
             return best
         # A row of another size does not hold beyond a crossover of the predicted times.
         there = call._replace(**dict(zip(("M", "N", "K"), best.row.shape, strict=False)))

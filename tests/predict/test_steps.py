@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import weft
-from benchmarks import step_errors
+from benchmarks import recipes, step_errors
 from weft.bench.models.steps import TINY_CONFIG, config_of
 from weft.engine.config import EngineConfig
 from weft.engine.runner import Runner
@@ -104,3 +104,8 @@ def test_the_page_has_the_errors_of_these_costs():
         _, rows_there, mean_there, *_ = (cell.strip() for cell in written.strip("|").split("|"))
         assert rows_there == rows
         assert abs(float(mean_there[:-1]) - float(mean[:-1])) < 2
+
+
+def test_the_recipe_of_mode_auto_is_near_the_least_predicted_time():
+    regrets = [ms[taken] / min(ms.values()) for *_, ms, taken in recipes.rows()]
+    assert len(regrets) == 54 and max(regrets) < 1.05 and sum(regret < 1.03 for regret in regrets) >= 53

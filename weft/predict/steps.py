@@ -106,21 +106,24 @@ def recipe_of(tokens: int, world_size: int) -> str:
 
 
 def step_time(
-    config: DecoderConfig, step: Sequence[int], layout: Layout, gpu: str, costs: StepCosts | None = None
-) -> StepTime:
+    config: DecoderConfig, step: Sequence[int], layout: Layout, gpu: str, costs: StepCosts | None = None,
+    recipe: str | None = None,
+) -> StepTime:  # fmt: skip
     """Predicted time of a step (batch, length, new) in a CUDA graph.
 
-    costs  fitted ones of whole steps; None: the shipped ones
+    costs   fitted ones of whole steps; None: the shipped ones
+    recipe  None: the one of mode "auto"
     """
-    return _step_time(config, tuple(step), layout, gpu, fitted() if costs is None else costs)
+    recipe = recipe or recipe_of(tokens_of(step), layout.world_size)
+    return _step_time(config, tuple(step), layout, gpu, fitted() if costs is None else costs, recipe)
 
 
 @lru_cache(4096)
-def _step_time(config: DecoderConfig, step: tuple[int, ...], layout: Layout, gpu: str, costs: StepCosts) -> StepTime:
-    tokens = tokens_of(step)
-    recipe = recipe_of(tokens, layout.world_size)
-    parts = []
-    for launch in launches(config, step, layout):
+def _step_time(
+    config: DecoderConfig, step: tuple[int, ...], layout: Layout, gpu: str, costs: StepCosts, recipe: str
+) -> StepTime:
+    tokens, parts = tokens_of(step), []
+    for launch in launches(config, step, layout, recipe):
         op, world = launch.op, layout.world_size
         made = predict(op, tuple(max(1, int(size)) for size in launch.shape), config.dtype, world, gpu)
         seconds = launch.count * costs.seconds(op, made.seconds, tokens)
@@ -135,15 +138,15 @@ def kind_of(config: DecoderConfig, step: Sequence[int]) -> str:
     return ("decode" if step[2] == 1 else "prompt") + ("" if config.experts is None else " of experts")
 
 
-def launches(config: DecoderConfig, step: Sequence[int], layout: Layout) -> Iterator[Launch]:
-    """Launches of a step, in the order of a layer."""
+def launches(config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str | None = None) -> Iterator[Launch]:
+    """Launches of a step, in the order of a layer. recipe: None: the one of mode "auto"."""
     kinds: dict[tuple, int] = {}
     for layer in range(config.num_hidden_layers):
         linear = config.linear_attention is not None and config.linear_attention.layers[layer]
         experts = config.experts is not None and config.experts.in_layer(layer)
         kind = (config.attention.window(layer), linear, experts)
         kinds[kind] = kinds.get(kind, 0) + 1
-    of = _Layer(config, step, layout)
+    of = _Layer(config, step, layout, recipe or recipe_of(tokens_of(step), layout.world_size))
     batch = of.tokens if step[2] == 1 else of.batch  # rows of logits
     for (window, linear, experts), count in kinds.items():
         for one in (*of.attention(window, linear), *(of.mixture() if experts else of.mlp())):
@@ -162,11 +165,11 @@ def launches(config: DecoderConfig, step: Sequence[int], layout: Layout) -> Iter
 class _Layer:
     """Launches of one layer of a step."""
 
-    def __init__(self, config: DecoderConfig, step: Sequence[int], layout: Layout) -> None:
+    def __init__(self, config: DecoderConfig, step: Sequence[int], layout: Layout, recipe: str) -> None:
         self.config, self.layout = config, layout
         self.batch, self.length, self.new = step[:3]
         self.tokens, self.world = tokens_of(step), layout.world_size
-        self.recipe = recipe_of(self.tokens, self.world)
+        self.recipe = recipe
         self.hidden, self.item = config.hidden_size, config.dtype.itemsize
         self.heads = cdiv(config.num_attention_heads, self.world)
         self.kv_heads = max(config.num_key_value_heads // self.world, 1)

@@ -48,7 +48,7 @@ LEVELS = tl.constexpr(6)  # CHUNK = 2^LEVELS
 
 
 class Prepared(NamedTuple):
-    """What kernels leave for those after them: p and factors of tokens, the rest of chunks, where missing tokens are zeros.
+    """Intermediate tensors: p and factors of tokens, the rest of chunks, in which missing tokens are zeros.
 
     p        [T, value heads, CHUNK], in the inputs' dtype as all but factors are
     factors  fp32 [3, T, value heads]: of q before it reads the state, of a token's update as it enters the state at the

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.compiling import SHARED, TARGETS, compiled, stack_bytes, sums_of
+from tests.compiling import SHARED, TARGETS, broken_sums, compiled, stack_bytes, sums_of
 from tests.sampled import sampled
 from weft.kernels.fp8 import E4M3, RowFormat, rows_argument
 from weft.kernels.online_softmax import PrefillTile, ScoreRule
@@ -105,10 +105,11 @@ def check_compiles(kernel, arch):
 
 
 def check_machine_code(kernel, directory):
-    """sm_90: nothing is loaded before the kernel before has finished, and no thread has a stack."""
+    """sm_90: nothing is loaded before the kernel before has finished, no thread has a stack, descriptors are whole."""
     ptx = kernel.asm["ptx"]
     assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
     assert stack_bytes(kernel, directory) == 0
+    assert broken_sums(kernel, directory) == []
 
 
 @pytest.mark.triton_internals

@@ -140,7 +140,7 @@ def attend(
 
 
 def _delta_net(projected: Tensor, w: DeltaWeights, step: Step, cache: tuple[Tensor, ...]) -> Tensor:
-    """``weft.parallel.delta_net.delta_net``: three launches of a decode step, four of a prefill."""
+    """``weft.parallel.delta_net.delta_net``: three launches of a decode step, five of a prefill."""
     (conv, delta), (qkv, z, gates) = cache, parts_of(projected, w)
     if step.is_prefill:
         mixed = ops.causal_conv1d(qkv, w.conv, conv, step.state_chunks)

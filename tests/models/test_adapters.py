@@ -147,9 +147,11 @@ def fused_logits(team, directory, lora, tokens, dtype):
     return model.lm_head.gather(model(tokens.flatten(), step, cache)).view(batch, length, -1)
 
 
-def test_weft_kernels_compute_the_same(adapters):
+@pytest.mark.parametrize("name", ["llama-3", "granite", "glm4"])  # granite's scale of residuals is of whole sums
+def test_weft_kernels_compute_the_same(adapters, name):
     small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
-    directory, lora, merged = adapters("llama-3", **small)
+    mlp = ("gate_up_proj", "down_proj") if name == "glm4" else MLP
+    directory, lora, merged = adapters(name, mlp=mlp, **small)
     tokens = prompt(3, 3)
     expected = torch.cat(
         [reference_logits(model, row[None]) for model, row in zip(merged.values(), tokens, strict=True)]

@@ -33,7 +33,7 @@ from weft.ops.attention.mla_decode_attention import check_latent_sizes
 from weft.ops.attention.qk_norm_rope import check_head_dim
 from weft.ops.linear_attention.delta_rule import DeltaSizes, check_head_dims
 from weft.ops.linear_attention.sequence_chunks import SequenceChunks
-from weft.parallel.adapters import Adapted
+from weft.parallel.adapters import with_adapters
 from weft.parallel.delta_states import DeltaStates
 from weft.parallel.modes import Mode, mode_named
 from weft.parallel.quantized import Formats
@@ -344,9 +344,8 @@ class Decoder(nn.Module):
             fused=self.fused,
         )
         if self.adapters:
-            recipe = Adapted(team=self.team, local=plan.recipe.local)
             reason = f"{plan.reason}; adapters are added after each GEMM, so nothing is fused with one"
-            return replace(plan, recipe=recipe, reason=reason)
+            plan = replace(plan, recipe=with_adapters(plan.recipe, self.team), reason=reason)
         if self.config.block.residual_scale is not None:  # of whole sums
             plan = plan.of_single_layers()
         if self.config.attention.latent is not None and plan.fused:

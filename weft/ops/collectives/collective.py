@@ -158,9 +158,10 @@ class Collective(Op):
             design = self.plan(CollectiveCall(x.nbytes, x.dtype, algorithm), machine_of(members)).design
             if len(calls) >= MOST:
                 calls.clear()
-                members.calls_again.clear()
             prepared = calls[key] = self.prepared(design, members, x.nbytes, x.dtype)
         if members.name not in COMPARING:
+            if len(members.calls_again) >= MOST:
+                members.calls_again.clear()
             members.calls_again[self.name, x.dtype, x.shape, algorithm] = *key[4:], prepared
         return prepared(x)
 
